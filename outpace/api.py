@@ -135,8 +135,7 @@ def evaluate(
 ) -> "Evaluation":
     """Measure the loss of a run's model on `data`, or on what the run held out.
 
-    Reads `batches` batches of `batch_size` samples; by default all data, in the run's batches.
-    Raises BadInputError.
+    Reads `batches` batches of `batch_size` samples; by default all data. Raises BadInputError.
 
     >>> outpace.evaluate("first").loss > 0
     True
@@ -328,8 +327,7 @@ def probe(
 
     `sections` of "matmul", "memory", "storage", "loader", "collectives" and "steps"; none: all.
     `quick` takes less than a minute, `budget_s` about that many seconds. `out` is the file for the
-    record, which `plan` takes as `machine`. Settings are options of `outpace probe`: `device`,
-    `nproc`, ….
+    record, which `plan` takes as `machine`. Settings are options of `outpace probe`.
 
     >>> outpace.probe("memory", quick=True, budget_s=1, device="cpu").probed is not None
     True
@@ -375,8 +373,7 @@ def tune(**settings: Any) -> "Tuning":
 def runs(
     *folders: str | Path, where: Sequence[str] = (), sort: str | None = None, reverse: bool = False
 ) -> "list[PastRun]":
-    """List past runs, newest first, or by a field, keeping those that meet all conditions of
-    `where`.
+    """List past runs, newest first, or by a field, of those that meet all conditions `where`.
 
     >>> [run.steps for run in outpace.runs(where=["steps=12"])]
     [12, 12]

@@ -39,11 +39,9 @@ class ProductCurve(Record):
 
 
 class AttentionRate(Record):
-    """Fused attention, as fractions of the dense 16-bit peak, for long sequences and heads of width
-    128.
+    """Fused attention, fractions of the dense 16-bit peak, for long sequences, heads of width 128.
 
-    Heads of width 64 reach `narrow` of these, and causal attention reaches half of it at
-    `half_length` keys.
+    Heads of width 64 reach `narrow` of these, causal attention half of it at `half_length` keys.
     """
 
     forward: PositiveFloat
@@ -446,8 +444,7 @@ BACKWARD_SOURCE = "half of an operator's host time is Python's (pytorch/pytorch 
 class Latency(Record):
     """Seconds of a collective, fixed and per step by link, and its share of the bandwidth.
 
-    `by_size`, for trees: the share of it that is reached by the array's size, in powers of two from
-    64 bytes.
+    `by_size`, for trees: the share that is reached by array's size, in powers of two from 64 bytes.
     """
 
     base_s: NonNegativeFloat
@@ -514,18 +511,14 @@ def product_curve(accelerator: Accelerator) -> ProductCurve:
 
 
 def power_share(accelerator: Accelerator) -> float:
-    """Return the sustained rate of a board with a lower power limit, relative to that of H200, at
-    whose limit products of this chip are sustained.
-    """
+    """Return the sustained rate of a board with a lower power limit, relative to that of H200."""
     board = ACCELERATORS["H200 SXM"]
     same = accelerator.peak.flops_per_s.get("bf16") == board.peak.flops_per_s["bf16"]
     return min(1.0, _power_share(accelerator.power_w, board.power_w)) if same else 1.0
 
 
 def attention_rates(accelerator: Accelerator) -> Mapping[AttentionKernel, AttentionRate]:
-    """Return the rate that each kernel reaches on the accelerator, for all kernels that run
-    there.
-    """
+    """Return the rate that each kernel reaches on the accelerator, of those that run there."""
     if _is_rtx_blackwell(accelerator) or _is_geforce_ada(accelerator):
         return {"flash2": _FLASH2_RTX}
     rates = ATTENTION[accelerator.architecture]

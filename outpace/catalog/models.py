@@ -238,9 +238,7 @@ def unknown_model(reference: str, known: Iterable[str]) -> BadInputError:
 
 
 def untrained_model(reference: str) -> BadInputError | None:
-    """Return the error message for building a model of which only the outline is known; None for
-    others.
-    """
+    """Return the error message for building a model known only by its outline; None for others."""
     name = name_of_hub(reference) or named_model(reference)
     if name not in OUTLINES:
         return None
@@ -252,9 +250,7 @@ def untrained_model(reference: str) -> BadInputError | None:
 
 
 def preset(name: str) -> ModelSpec:
-    """Return the dimensions of a preset. Raises BadInputError, naming the nearest, if there is
-    none.
-    """
+    """Return the dimensions of a preset. Raises BadInputError, which names the nearest."""
     try:
         return PRESETS[name].spec
     except KeyError:

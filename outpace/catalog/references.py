@@ -51,9 +51,7 @@ class Reference:
 
     @property
     def digest(self) -> str:
-        """Return a hash of everything that determines it, because other versions have other
-        steps.
-        """
+        """Return a hash of all that determines it, since other versions have other steps."""
         values = (self.spec.model_dump_json(), self.plan.model_dump_json(), self.seq_len,
                   self.global_batch)  # fmt: skip
         return hashlib.sha256(repr(values).encode()).hexdigest()[:12]

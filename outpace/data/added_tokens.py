@@ -25,8 +25,7 @@ _DISPENSABLE = ("bos_token", "unk_token", "pad_token")
 
 
 def add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], folder: Path) -> None:
-    """Add the tokens that `folder` defines outside tokenizer.json, in the same order as
-    transformers.
+    """Add the tokens that `folder` defines outside tokenizer.json, in transformers' order.
 
     `config` holds the values of its tokenizer_config.json and special_tokens_map.json. Raises
     BadInputError if a token would get a different id than the folder specifies.

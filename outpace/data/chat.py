@@ -57,8 +57,7 @@ LEARNT_DATE = datetime(2024, 7, 26)
 
 
 def with_template(tokenizer: Tokenizer) -> Tokenizer:
-    """Return the tokenizer with a chat template, which is saved with the model: its own, or
-    DEFAULT_TEMPLATE.
+    """Return the tokenizer with a template, which is saved with the model: its own or the default.
 
     Raises BadInputError if it has several templates and none is the default.
     """
@@ -74,16 +73,12 @@ def with_template(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def messages_of(row: Row) -> list[Message]:
-    """Return the messages of a row in one of the usual forms. Raises BadInputError for other
-    forms.
-    """
+    """Return the messages of a row in a usual form. Raises BadInputError for other forms."""
     return list(conversation_of(row).messages)
 
 
 def _with_fixed_date(template: str) -> str:
-    """Replace the clock in a template with LEARNT_DATE. Raises BadInputError if that is
-    ambiguous.
-    """
+    """Replace the clock in a template with LEARNT_DATE. Raises BadInputError if ambiguous."""
     fixed = _CLOCK.sub(lambda call: repr(LEARNT_DATE.strftime(call.group(2))), template)
     if "strftime_now(" in fixed:
         raise BadInputError(
@@ -138,9 +133,7 @@ class ChatFormat:
         self.special_names = re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
     def _stop_id(self) -> tuple[int, bool]:
-        """Return the last special token of an answer, or the end of text; and whether it ends
-        answers.
-        """
+        """Return an answer's last special token, or end of text; and whether it ends answers."""
         talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         where = "the first conversation tried, of two messages"
         # This detects a template that never ends or exhausts memory.
@@ -288,8 +281,7 @@ class ChatFormat:
     def encode(
         self, rendered: RenderedConversation, spans: Sequence[Span] | None = None
     ) -> tuple[list[int], list[bool]]:
-        """Encode the text; also return which ids the assistant writes: those that start inside a
-        span.
+        """Encode the text; also return which ids the assistant writes: those starting in a span.
 
         `spans` defaults to the spans of all its answers.
         """
@@ -299,9 +291,7 @@ class ChatFormat:
     def encode_joined(
         self, rendered: RenderedConversation, spans: Sequence[Span]
     ) -> tuple[list[int], list[bool], bool]:
-        """Encode like `encode`; also return whether a span starts inside a token (which is then not
-        learned).
-        """
+        """Encode like `encode`; also return whether a span starts in a token, not learned then."""
         encoding = self._inner.encode(rendered.text, add_special_tokens=False)
         starts = {start for start, _ in spans}
         joined = any(
@@ -366,9 +356,8 @@ def encode_all(
 ) -> Conversations:
     """Return tokens and targets, with −100 for everything but the answers to learn.
 
-    A target is the next token: a sample of S tokens reads S and predicts S. Longer conversations
-    are cut at the end. `part` names these rows in messages. Raises BadInputError if nothing is left
-    to learn.
+    A target is the next token: a sample of S tokens reads S and predicts S. Longer ones are cut at
+    the end. `part` names these rows in messages. Raises BadInputError if nothing is left.
     """
     found, cut, empty, partial, silent = [], 0, 0, 0, 0
     altered, toolless, unwritten, marked, wordless, joined = [], [], [], [], [], []
@@ -410,9 +399,7 @@ def encode_all(
 
 @dataclass(frozen=True)
 class _EncodedMessages:
-    """A conversation's ids, with those that the assistant writes; other fields as in
-    Conversations.
-    """
+    """A conversation's ids, and those that the assistant writes; else as in Conversations."""
 
     where: str
     ids: list[int]
@@ -509,9 +496,7 @@ def _unwritten_keys(chat: ChatFormat, talk: Conversation, where: str) -> list[st
 def _learnt_spans(
     chat: ChatFormat, rendered: RenderedConversation, talk: Conversation, where: str
 ) -> tuple[Span, ...]:
-    """Return the spans of the answers to learn. Raises BadInputError if they cannot be
-    determined.
-    """
+    """Return the spans of the answers to learn. Raises BadInputError if they are unclear."""
     answers = _answers_of(talk.messages)
     for number in answers:
         message = talk.messages[number]

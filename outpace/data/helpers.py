@@ -32,9 +32,7 @@ ALONE_CHARACTERS = 12 << 20
 
 
 class Encoders:
-    """Context manager for helper processes that encode batches of texts; `submit` returns at
-    once.
-    """
+    """Context manager of processes that encode batches of texts; `submit` returns at once."""
 
     def __init__(
         self, tokenizer: Tokenizer, processes: int, alone_characters: int = ALONE_CHARACTERS

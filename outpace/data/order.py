@@ -60,8 +60,7 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 def mixture_at(seed: int, positions: Index, counts: tuple[int, ...]) -> tuple[Index, Index]:
     """Return the source of each position's sample, and its number within that source.
 
-    Every block of sum(counts) positions has exactly counts[k] samples of source k, in shuffled
-    order.
+    Every block of sum(counts) positions has exactly counts[k] samples of source k, shuffled.
     """
     block_size = sum(counts)
     pattern = np.repeat(np.arange(len(counts)), counts)

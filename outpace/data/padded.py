@@ -23,8 +23,7 @@ Ints = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RaggedSamples:
-    """Samples stored one after the other: sample i has values [starts[i], starts[i + 1]) of each
-    array.
+    """Samples stored one after the other: sample i is [starts[i], starts[i + 1]) of each array.
 
     `values` are by name; `fill` gives the values of padding. `labels` are set if a sample has one
     target instead of one per token.

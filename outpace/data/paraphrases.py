@@ -2,8 +2,7 @@
 
 As in the Microsoft Research Paraphrase Corpus (Dolan and Brockett, IWP 2005) a pair has quality 1
 if both sentences mean the same (two thirds of all pairs), else 0. Here, half of the pairs with 0
-say that the opposite happened, which takes long to learn, and half deny it in different words,
-which is learnt at once.
+say that the opposite happened, learnt slowly, and half deny it in other words, learnt at once.
 """
 
 from collections.abc import Iterator

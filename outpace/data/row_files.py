@@ -180,8 +180,7 @@ def _require_distinct(names: Sequence[str], where: str) -> None:
 
 
 def nested_rows(row: Row) -> str:
-    """Describe where the rows nested in this one are and what to do, as the end of a sentence; or
-    ''.
+    """Describe where rows nested in this one are and what to do, to end a sentence; or ''.
 
     They are a list of objects under a name, as in {"data": [...]}, or columns.
     """

@@ -32,9 +32,7 @@ _DEPTH = 8
 
 @dataclass(frozen=True)
 class Leaf:
-    """An array of numbers: `exact` is a digest of integers, `means` are the means of blocks of
-    floats.
-    """
+    """Array of numbers: `exact` is a digest of integers, `means` are of blocks of floats."""
 
     shape: tuple[int, ...]
     exact: str | None
@@ -82,9 +80,7 @@ class SampleDigests:
 
 @dataclass(frozen=True)
 class SampleDifference:
-    """A rank and the first index at which its sample differs from rank 0's; `most`: most samples
-    differ.
-    """
+    """A rank, and the first index whose sample differs from rank 0's; `most`: most differ."""
 
     rank: int
     index: int
@@ -123,8 +119,7 @@ def digest_samples(
 
 
 def find_difference(found: Sequence[SampleDigests]) -> SampleDifference | None:
-    """Return the first rank most of whose samples differ from rank 0's, or else the first with any
-    difference.
+    """Return the first rank of whose samples most, or else any, differ from rank 0's.
 
     Samples that are unsteady or have no digest are not compared. None if all agree.
     """

@@ -97,9 +97,7 @@ def ensure_entry(
 
 
 def read_index(entry: Path) -> tuple[Index | None, str | None]:
-    """Return the index of a complete entry, or a description of what is wrong with a damaged
-    one.
-    """
+    """Return the index of a complete entry, or a description of what damage it has."""
     if not entry.is_dir():
         return None, None
     try:

@@ -477,9 +477,7 @@ def _files_below(root: Path, left_out: Collection[str] = ()) -> tuple[list[Path]
 
 
 def _is_of_outpace(folder: Path, names: Collection[str]) -> bool:
-    """Return whether a folder is a run or of a cache, which --out and --cache-dir may put within
-    the data.
-    """
+    """Return whether a folder is a run or a cache, which may lie within the data."""
     names = {name for name in names if not name.startswith(".")}
     if folder.name in _CACHED and names:
         entry = re.compile(f"{_HASH}({re.escape(_CACHED[folder.name])})?{_UNFINISHED}")
@@ -581,8 +579,7 @@ def _dataset_name(reference: str) -> tuple[str, str, str]:
 def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
     """Yield lines that are not blank, with their numbers from 1.
 
-    Raises BadInputError for a file that cannot be read, and for a line that is too large for
-    memory.
+    Raises BadInputError for an unreadable file, and for a line that is too large for memory.
     """
     with readable(file) as stream:
         for number in count(1):

@@ -30,9 +30,7 @@ _FAULT_BYTES = 2 << 20  # most that is mapped with a page: a huge page
 
 
 class MappedTokens:
-    """A file of token ids that is mapped into memory on use; when pickled, only its path is
-    kept.
-    """
+    """A file of token ids that is mapped into memory on use; pickled, only its path is kept."""
 
     def __init__(self, path: Path, dtype: str, offset: int = 0) -> None:
         self.path, self._dtype, self._offset = path, dtype, offset
@@ -52,8 +50,7 @@ class MappedTokens:
     def part(self, offset: int, count: int) -> Array:
         """Return ids from the file's pages, and drop earlier pages so that few stay resident.
 
-        Otherwise, the whole file would become resident during training and count towards its memory
-        peak.
+        Otherwise, the whole file would become resident in training and count in its memory peak.
         """
         found = self.ids[offset : offset + count]
         self._read_bytes += found.nbytes + _FAULT_BYTES
@@ -88,9 +85,7 @@ class Stream:
         return self.stop - self.start
 
     def read(self, begin: int, count: int, mapped: bool = True) -> Array:
-        """Return `count` tokens from position `begin`, as int64; `mapped` if only a few are
-        needed.
-        """
+        """Return `count` tokens from position `begin`, as int64; `mapped` if few are needed."""
         begin += self.start
         found = np.empty(count, dtype=np.int64)
         filled = 0
@@ -140,8 +135,7 @@ class Stream:
         return self.compute_extent()[1]
 
     def first_above(self, largest: int) -> tuple[Path, int, int]:
-        """Find the first id above `largest`, which must exist: its file, its position there, and
-        the id itself.
+        """Find the first id above `largest`, which must exist: its file, its position, the id.
 
         All shards are searched, even if this is only a part of them.
         """
@@ -180,11 +174,9 @@ def cached_stream(entry: Path, index: Index, split: str) -> Stream:
 
 
 def token_stream(files: Sequence[Path]) -> Stream:
-    """Return the tokens of .bin files in sequence, in the format given by each file's .idx or its
-    contents.
+    """Return the tokens of .bin files in sequence, in the format of each file's .idx or contents.
 
-    Raises BadInputError for a file that does not contain a whole number of ids, or that does not
-    contain tokens.
+    Raises BadInputError for a file without tokens, or with a part of an id.
     """
     streams = [
         megatron_stream(path) if path.with_suffix(".idx") in files else _plain_stream(path)

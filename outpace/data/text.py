@@ -88,8 +88,7 @@ def _border(text: str, begin: int, end: int) -> int:
 
     The best position is between two lines that are not blank there: tokenizers join white space
     across lines, and some join a line break with following signs, but none joins a character, one
-    line break and a letter or digit. In a text without lines, it is before the blank between two
-    words.
+    line break and a letter or digit. Without lines, it is before the blank of two words.
     """
     place = end - 1
     while (place := text.rfind("\n", begin, place)) > 0:

@@ -131,9 +131,7 @@ class Tokenizer:
 
     @property
     def opening_ids(self) -> list[int]:
-        """Return the bos token if the tokenizer puts it before a text, as Llama's do; otherwise
-        nothing.
-        """
+        """Return the bos token if the tokenizer puts it before texts, as Llama's; else nothing."""
         bos = self._vocab.get(self._roles.get("bos_token", ""))
         added: list[int] = self.inner.encode("a").ids
         return added[:1] if added[:1] == [bos] else []
@@ -187,9 +185,7 @@ class Tokenizer:
         )  # fmt: skip
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text without adding any. The name of a special token in the text
-        becomes that token.
-        """
+        """Return the ids of a text, none added. A special token's name becomes that token."""
         with _refusing_panics():
             if len(text) > _LONG_CHARACTERS:
                 (one,) = call_interruptibly(
@@ -349,9 +345,7 @@ _SAMPLE_CPU_S, _SAMPLE_BYTES = 5.0, 1 << 30
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether an error is a panic of `tokenizers`, which is not an Exception and whose class
-    is private.
-    """
+    """Return whether an error is a panic of `tokenizers`, no Exception and of a private class."""
     return type(error).__name__ == "PanicException"
 
 

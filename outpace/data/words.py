@@ -134,9 +134,7 @@ def _expand_classes(pattern: str, letters: str, numbers: str, spaces: str) -> st
 
 
 class _UnicodeClasses:
-    """Character classes limited to categories unchanged since Unicode 3.2, so that engines
-    agree.
-    """
+    """Character classes of categories unchanged since Unicode 3.2, so that engines agree."""
 
     def __init__(self) -> None:
         old, now = unicodedata.ucd_3_2_0.category, unicodedata.category

@@ -66,9 +66,7 @@ def starting_workers() -> Iterator[Begin]:
 
 
 def _abandon(error: OSError) -> None:
-    """End the workers of an iterator that could not start all of them, and cannot end them
-    itself.
-    """
+    """End the workers of an iterator that could not start all, and cannot end them itself."""
     step = error.__traceback__
     while step is not None:
         found = step.tb_frame.f_locals.get("self")
@@ -123,8 +121,7 @@ def worker_troubles(
     """Raise a BadInputError with advice for errors that torch raises about `workers`.
 
     `exit_codes` are those of the workers, None for a running one. `elsewhere`: not while waiting
-    for a batch; torch may report the end of a worker at any point, since it learns of it by a
-    signal.
+    for a batch; torch may report the end of a worker at any point, by a signal.
     """
     try:
         yield

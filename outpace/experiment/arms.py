@@ -96,9 +96,7 @@ def words_of(given: Mapping[str, Any], run: Path, config: Path) -> list[str]:
 
 
 def outcome(run: Path, code: int | None, said: str, limit_s: float) -> Measurement | RunFailure:
-    """Return a training's result, or its failure by the exit code (None if it was stopped at its
-    limit).
-    """
+    """Return a training's result, or its failure by exit code (None: stopped at its limit)."""
     if code is None:
         return RunFailure(None, f"it was stopped after {limit_s:.0f} s")
     return (
@@ -109,9 +107,7 @@ def outcome(run: Path, code: int | None, said: str, limit_s: float) -> Measureme
 
 
 def _require_left(run: Path) -> None:
-    """Raise BadInputError if a process still trains there, since it would disturb the
-    measurement.
-    """
+    """Raise BadInputError if a process still trains there, which would disturb the measurement."""
     (past,) = mark_running([read(run)])
     if past.row.state == "going on":
         raise BadInputError(

@@ -42,9 +42,7 @@ def compare(
     told: Callable[[Outcome, Mapping[str, Verdict]], None] = lambda outcome, verdicts: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> ComparisonEnd:
-    """Run rounds after those in `before`. `told` is called with every run and the current
-    verdicts.
-    """
+    """Run rounds after `before`. `told` is called with each run and the verdicts so far."""
     outcomes, began_s = list(before), clock() - sum(one.took_s for one in before)
     begin = 1 + max((one.round for one in before), default=-1)
     for number in range(begin, experiment.rounds):

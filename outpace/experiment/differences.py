@@ -25,8 +25,7 @@ _LOST = 0.1  # least share of a run's time in slow steps to report
 
 
 def differences(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> tuple[str, ...]:
-    """Describe in sentences what differs between runs, in which part of a step, and how slow steps
-    differ.
+    """Describe what differs between runs, in which part of a step, and how slow steps differ.
 
     `runs` are folders by their arms' names, in the order of `results`.
     """

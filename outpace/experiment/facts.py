@@ -58,9 +58,7 @@ Facts = Mapping[str, Mapping[str, Sequence[str]]]
 
 
 def facts_of(record: RunRecord, asked: Sequence[str] = ()) -> dict[str, str]:
-    """Return, by name, the facts that a comparison must hold constant, except variables `asked`
-    for.
-    """
+    """Return by name the facts that a comparison holds constant, but variables `asked` for."""
     variables = {k: v for k, v in record.environment.items() if k not in asked}
     return {
         "outpace": record.outpace,

@@ -56,9 +56,7 @@ def _names(runs: Sequence[Path]) -> list[str]:
 
 
 def outcomes_of(runs: Sequence[Path], experiment: Experiment) -> list[Outcome]:
-    """Cut each run into as many blocks as the shortest run has; a block's value is its median step
-    time.
-    """
+    """Cut each run into as many blocks as the shortest has, each with its median step time."""
     times = [[float(step["step_time_s"]) for step in steps_of(run)][WARMUP_STEPS:] for run in runs]
     least = min(map(len, times))
     if least == 0:

@@ -64,8 +64,7 @@ Spoil = Callable[[Layout], None]
 class ModuleTrial:
     """A user's module with its training data: a global batch per step, of `samples`.
 
-    `double`: whether to compute in float64. `spoil` plants a fault in a layout, to test its
-    detection.
+    `double`: whether to compute in float64. `spoil` plants a fault in a layout, for tests.
     """
 
     custom: CustomModel
@@ -220,8 +219,7 @@ class RankFindings:
 
     `whole` and `cut` are the differences from the two references, by (kind, name, step); `held` are
     the gradients on this rank in the first step. `unmatched` says why a tensor has no counterpart
-    in one process. `attributes` are those that steps changed before the checkpoint, which does not
-    contain them.
+    in one process. `attributes` are changed before the checkpoint, which lacks them.
     """
 
     whole: dict[tuple[str, str, int], float | None] = field(default_factory=dict)

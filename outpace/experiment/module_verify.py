@@ -227,9 +227,7 @@ def _resolve_plan(one: Plan | str, nproc: int, samples: int) -> Plan:
 
 
 def plan_for_module(strategy: Strategy, nproc: int, samples: int) -> Plan:
-    """Return a strategy's plan for all ranks, with two accumulation steps if the samples allow
-    it.
-    """
+    """Return a strategy's plan for all ranks, with two accumulation steps if samples allow it."""
     sizes = fill_axes(strategy, nproc, {})
     shares = sizes["dp_replicate"] * sizes["dp_shard"]
     if samples % shares:
@@ -364,17 +362,13 @@ class _Bench:
         return self._trial.samples // plan.data_parallel // plan.micro_batch
 
     def _cut_reference(self, way: _Cut) -> bool:
-        """Return whether this cut has a reference: a module may not be able to train on so
-        little.
-        """
+        """Return whether this cut has a reference: a module may be unable to train on so little."""
         if way not in self._courses and not self._reference(way).fine:
             self._courses[way] = Path()
         return self._courses[way] != Path()
 
     def _fails_cut(self, way: _Cut) -> bool:
-        """Return whether the plain module, which trains on the whole batch, fails on these parts of
-        it.
-        """
+        """Return whether the plain module, which trains on the whole batch, fails on its parts."""
         return way[:2] != _WHOLE[:2] and not self._cut_reference(way)
 
     def _paths(self, names: Mapping[str, _Cut]) -> dict[str, Path]:

@@ -77,9 +77,7 @@ class Trial:
         return 2 * self.steps * self.lr * LIMIT
 
     def batches(self) -> list[Batch]:
-        """Return a global batch for each step; if there is padding, it is at the ends of samples,
-        unevenly.
-        """
+        """Return a global batch for each step; padding is at the ends of samples, unevenly."""
         drawn = torch.Generator().manual_seed(self.seed)
         shape = (self.global_batch, self.seq_len + 1)
         made = []
@@ -93,9 +91,7 @@ class Trial:
         return made
 
     def objective(self, plan: Plan) -> LanguageModelObjective:
-        """Return the model with its loss, the same on every rank, before its weights are
-        lowered.
-        """
+        """Return the model with its loss, the same on every rank, before weights are lowered."""
         dtype = torch.float64 if plan.precision == "fp64" else torch.float32
         model = Transformer(self.spec, self.seed).to(self.device, dtype)
         with torch.no_grad():  # large enough for every part to have an effect
@@ -345,9 +341,7 @@ def differences(expected: Trace, found: Trace, allowed: Tolerance) -> Iterator[D
 
 
 def _distance(tensor: Tensor, known: Tensor, roundoff: float) -> float:
-    """Return the largest difference from the interval of numbers that `tensor` may be rounded
-    from.
-    """
+    """Return the largest difference from numbers that `tensor` may be rounded from."""
     tensor = tensor.to(known.dtype)
     apart = (tensor - known).abs()
     if roundoff:

@@ -22,8 +22,7 @@ from outpace.records.evidence import log_evidence
 
 
 def interval(values: Sequence[float], alpha: float) -> tuple[float, float]:
-    """Return an interval for the distribution's median that is valid at any time with probability 1
-    − α.
+    """Return an interval for the median that is valid at any time with probability 1 − α.
 
     It is infinite if there are too few values.
     """

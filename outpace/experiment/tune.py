@@ -72,9 +72,7 @@ def tune(
     told: Callable[[PlanTrial], None] = lambda trial: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TuningEnd:
-    """Run trials after those in `before`: the default, candidates for the fastest, then close ones
-    again.
-    """
+    """Run trials after those in `before`: the default, candidates, then close ones again."""
     trials, began_s = list(before), clock() - sum(trial.took_s for trial in before)
     while True:
         left = limits.trials - len(trials)

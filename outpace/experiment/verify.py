@@ -37,8 +37,7 @@ from outpace.training.collective_counter import CollectiveCounter
 
 
 def tiny_spec(plans: Iterable[Plan]) -> ModelSpec:
-    """Return a spec with all features that have caused errors: tied weights, grouped queries,
-    unequal stages.
+    """Return a spec with what has caused errors: tied weights, grouped queries, uneven stages.
 
     It is as small as the plans allow: one more layer than stages makes the stages unequal, and
     tensor parallelism splits the keys' heads.
@@ -76,9 +75,7 @@ def tiny_like(spec: ModelSpec, plans: Iterable[Plan]) -> ModelSpec:
 
 
 def plan_of_run(plan: Plan, precision: Precision) -> Plan:
-    """Return a run's layout with the trial's micro-batches, and without additional rounding or
-    randomness.
-    """
+    """Return a run's layout with the trial's micro-batches, without rounding or randomness."""
     samples = max(1, Trial.global_batch // (2 * plan.data_parallel))
     parts = plan.pp_microbatches
     if samples % parts:
@@ -147,8 +144,7 @@ def verify(
 ) -> Certificate:
     """Prove each plan; every rank of the job calls this and gets the same certificate.
 
-    `spoil` plants a fault in each layout, to test its detection. `skipped` says why strategies are
-    left out.
+    `spoil` plants a fault in each layout, for tests. `skipped` says why strategies are left out.
     """
     for plan in plans:
         if plan.compress_gradients != "none":

@@ -44,9 +44,7 @@ _ACTIVATIONS: Mapping[str, str] = MappingProxyType(
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Return the values of config.json. Raises BadInputError if there is none or it is not an
-    object.
-    """
+    """Return the values of config.json. Raises BadInputError if it is none or no object."""
     path = directory / CONFIG_FILE
     if not path.is_file():
         if (directory / "adapter_config.json").is_file():

@@ -316,8 +316,7 @@ def reading_notes(
     """Return notes on how a config.json was understood.
 
     They name dimensions that were `read` and are transformers' defaults, keys that the model_type
-    does not have, and GPT-2's and BERT's different dropouts; if `planned`, also what a plan
-    ignores.
+    does not have, and GPT-2's and BERT's different dropouts; if `planned`, what plans ignore.
     """
     notes: list[str] = []
     inner = read.inner("text_config")

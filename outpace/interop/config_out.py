@@ -55,11 +55,9 @@ def exported_type(spec: ModelSpec) -> str:
 
 
 def add_old_rotary_keys(values: dict[str, Any]) -> None:
-    """Add transformers 4's keys for rotary settings to a config, because version 4 ignores the new
-    key.
+    """Add transformers 4's keys for rotary settings to a config, which ignores the new.
 
-    rope_theta and rope_scaling are added next to rope_parameters (transformers 5, which reads all
-    three).
+    rope_theta and rope_scaling are added to rope_parameters (transformers 5 reads all three).
     """
     rope = values.get("rope_parameters")
     if isinstance(rope, dict):

@@ -56,9 +56,8 @@ def open_model(reference: str, cache_dir: Path | None = None) -> OpenedModel:
     """Find the model that `reference` names; `cache_dir` caches what was read about it.
 
     References are resolved in this order: a preset's name ("./gpt2" is the directory); a Hugging
-    Face directory; the directory of a finished run; a spec file (.toml, .json), or
-    "file.py:function"; a preset's name in capitals. Only "file.py:function" runs the user's code.
-    Raises BadInputError.
+    Face directory; the directory of a finished run; a spec file (.toml, .json); a preset's name in
+    capitals; "file.py:function", which alone runs code. Raises BadInputError.
     """
     if reference in PRESETS:
         return _open_preset(reference)

@@ -126,9 +126,7 @@ _NAMINGS: Mapping[str, Naming] = MappingProxyType(
 
 
 def tensor_naming(model_type: str) -> Naming | None:
-    """Return the names in a family's files; None for outpace's format, which has outpace's
-    names.
-    """
+    """Return the names in a family's files; None for outpace's format, which has its own."""
     if model_type == OWN_TYPE:
         return None
     traits = FAMILY_TRAITS.get(model_type)  # type: ignore[call-overload]
@@ -136,9 +134,7 @@ def tensor_naming(model_type: str) -> Naming | None:
 
 
 def group(names: Iterable[str], used: Naming | None) -> dict[str, list[str]]:
-    """Map each stored name to outpace's names in it, in order: GPT-2 stores q, k and v in one
-    tensor.
-    """
+    """Map stored names to outpace's, in order: GPT-2 stores q, k and v in one tensor."""
     groups: dict[str, list[str]] = {}
     for name in names:
         stored = name if used is None else used.stored_name(name)

@@ -31,8 +31,7 @@ def tokenizer_writer(source: Path, chat_template: str | None = None) -> Callable
     """Return a function that copies a tokenizer's files into a folder.
 
     Older formats, which other programs can read only with the model's type, are converted.
-    `chat_template` is the template that training has rendered with, if the folder has none. Raises
-    BadInputError.
+    `chat_template` is the one of training, if the folder has none. Raises BadInputError.
     """
     if not all((source / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         found = load_tokenizer(str(source))
@@ -55,11 +54,9 @@ def tokenizer_writer(source: Path, chat_template: str | None = None) -> Callable
 
 
 def kept_ids(source: Path, config: Mapping[str, Any]) -> dict[str, TokenIds]:
-    """Return the special ids of a folder, by the names of `hf_config`; ids that it does not give
-    are omitted.
+    """Return a folder's special ids, by the names of `hf_config`; ids that it lacks are omitted.
 
-    `config` contains the values of its config.json. Missing ids are taken from its settings for
-    generation.
+    `config` has the values of its config.json. Missing ids are taken from its generation settings.
     """
     generation = _generation(source)
     found: dict[str, TokenIds] = {}

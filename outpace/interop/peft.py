@@ -167,9 +167,7 @@ def _plain(number: float) -> int | float:
 
 
 def endings(chosen: Collection[str], known: Collection[str]) -> list[str]:
-    """Return the shortest name suffixes with which PEFT finds the modules `chosen` among
-    `known`.
-    """
+    """Return the shortest suffixes with which PEFT finds the modules `chosen` among `known`."""
     found = set()
     for name in chosen:
         parts = name.split(".")
@@ -279,8 +277,7 @@ def merge(
     base: Path,
     form: Base | None = None,
 ) -> None:
-    """Add an adapter to the `weights` read from `base` (outpace's names), in place: W + scale · B ·
-    A.
+    """Add an adapter to the `weights` read from `base` (outpace's names), in place: W + s·B·A.
 
     `form` is that of W, by default the one with which the adapter was trained, so that the result
     computes what was trained: weights in 4 bits are then dequantized. Raises BadInputError for an

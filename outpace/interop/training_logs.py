@@ -39,9 +39,7 @@ _TRAINERS = "outpace, torchtitan, Megatron-LM, Megatron-Bridge, DeepSpeed, trans
 
 
 def read_log(path: Path) -> LoggedRun:
-    """Read a log, or a run's folder. Raises BadInputError if it contains no steps of a known
-    trainer.
-    """
+    """Read a log, or a run's folder. Raises BadInputError if it has no steps of a known trainer."""
     if path.is_dir():
         return _read_folder(path)
     if path.name in ("metrics.jsonl", "run.json"):
@@ -465,9 +463,7 @@ def _read_trainer_state(path: Path) -> LoggedRun:
 
 
 def read_trainer_rate(folder: Path) -> float | None:
-    """Return the highest learning rate that Trainer logged next to a model; None without such a
-    log.
-    """
+    """Return the highest learning rate that Trainer logged beside a model; None without a log."""
     try:
         history = read_object(folder / _STATE).get("log_history")
     except BadInputError:

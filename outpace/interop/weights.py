@@ -78,8 +78,7 @@ def expected_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
 
 def read_weights(directory: Path, spec: ModelSpec) -> dict[str, Tensor]:
-    """Read the directory's weights under outpace's names, in fp32, on the CPU, for
-    `load_state_dict`.
+    """Read the directory's weights under outpace's names, fp32, on the CPU, for `load_state_dict`.
 
     Reads safetensors, single or sharded, or else .bin files (nothing in them is executed). At most
     one stored tensor is in memory in addition to the result. Raises BadInputError for files that
@@ -314,8 +313,7 @@ def has_weights(directory: Path) -> bool:
 
 
 def unread_weights(directory: Path) -> list[str]:
-    """Return files in a directory and its folders that may contain weights but that `read_weights`
-    ignores.
+    """Return files in and below a directory that may be weights, but `read_weights` ignores.
 
     Of trainers' checkpoints, only those with the model itself are returned. Data files may be .bin
     too: they are recognised by name.
@@ -341,9 +339,7 @@ def _may_be_data(path: Path, below: bool) -> bool:
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the files that hold the weights. Raises BadInputError if there are none or some are
-    missing.
-    """
+    """Return the files that hold the weights. Raises BadInputError if some are missing."""
     for single, index in ((SINGLE, INDEX), (BIN_SINGLE, BIN_INDEX)):
         if (directory / single).is_file():
             _require_one_model(directory / single, directory / index)
@@ -372,8 +368,7 @@ def _require_one_model(single: Path, index: Path) -> None:
 
 
 def fingerprint(directory: Path) -> str:
-    """Return a fingerprint of weights: the names and sizes of their files, and parts of each one's
-    contents.
+    """Return a fingerprint of weights: files' names, sizes, and parts of their contents.
 
     The parts are the first bytes, which list the tensors, the last ones, and some in the middle;
     they all differ if the weights were trained further.

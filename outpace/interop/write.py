@@ -36,14 +36,12 @@ def write_model(
     """Write config.json, generation_config.json, the weights in `dtype` and the tokenizer.
 
     `origin` is the folder from which the model and the same tokenizer came: its special ids and its
-    settings for generation are kept. `stop_ids` end an answer, in addition to those that end a
-    text.
+    settings for generation are kept. `stop_ids` end answers, besides those that end texts.
 
     `AutoModelForCausalLM.from_pretrained` (AutoModelForMaskedLM for BERT) loads the result. A spec
     that no architecture of transformers supports is written in outpace's own format, which
-    `spec_from_hf` and `read_weights` read. The directory is written completely or not at all; in
-    addition to `state_dict`, one shard is in memory. Raises BadInputError if the directory cannot
-    be written.
+    `spec_from_hf` and `read_weights` read. It is written completely or not at all; besides
+    `state_dict` one shard is in memory. Raises BadInputError if it cannot be written.
     """
     with whole_folder(directory, CONFIG_FILE) as folder:
         ids: dict[str, TokenIds] = {}
@@ -82,9 +80,7 @@ def write_config(
     dtype: torch.dtype,
     change: Callable[[Any], None] = lambda config: None,
 ) -> Any | None:
-    """Write config.json after applying `change`; return it, or None if it is in outpace's own
-    format.
-    """
+    """Write config.json after `change`; return it, None if it is in outpace's own format."""
     try:
         config = hf_config(spec, **ids, dtype=str(dtype).removeprefix("torch."))
     except BadInputError:
@@ -138,9 +134,7 @@ def write_weights(
 
 
 def _join(parts: list[Tensor], stored: str, used: Naming | None) -> Tensor:
-    """Return the stored form of our tensors: joined, and transposed if the family stores in ×
-    out.
-    """
+    """Return the stored form of tensors: joined, and transposed if the family stores in × out."""
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
     if used is not None and used.is_transposed(stored):
         whole = whole.t()

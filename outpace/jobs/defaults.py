@@ -123,8 +123,7 @@ def resolve_plan(
     machine: Machine,
     custom_model: bool = False,
 ) -> Plan:
-    """Return the requested layout for the present ranks. Raises BadInputError if it is not
-    possible.
+    """Return the requested layout of the present ranks. Raises BadInputError if impossible.
 
     `custom_model`: a live model of the user is trained instead of the settings'.
     """
@@ -206,9 +205,7 @@ def takes_cuda_graphs(
 def resolve_precision(
     settings: TrainSettings, device: torch.device, machine: Machine, custom_model: bool = False
 ) -> Precision:
-    """Return the requested precision, with Apex's levels resolved; else one that suits the
-    device.
-    """
+    """Return the requested precision, with Apex's levels resolved; else the device's own."""
     asked = settings.precision
     if asked is None:
         keeps = keeps_masters(settings) and not custom_model
@@ -240,8 +237,7 @@ def resolve_offload(settings: TrainSettings) -> dict[str, str]:
 
 
 def with_powersgd_start(plan: Plan, settings: TrainSettings, total_steps: int) -> Plan:
-    """Return the plan with the step at which PowerSGD starts: the requested one, or torch's
-    recommendation.
+    """Return the plan with PowerSGD's first step: as requested, or as torch recommends.
 
     torch recommends a tenth of the run, but not before the peak of the learning rate. Raises
     BadInputError if nothing would be compressed.
@@ -316,9 +312,7 @@ def _whole_share(settings: TrainSettings, sizes: Mapping[str, int]) -> int:
 
 
 def resolve_lr(settings: TrainSettings, stored: bool) -> float:
-    """Return the peak learning rate: the requested one, or one that suits random or `stored`
-    weights.
-    """
+    """Return the peak learning rate: as requested, or as suits random or `stored` weights."""
     if settings.lr is not None:
         return settings.lr
     if settings.lora_rank is not None:
@@ -329,9 +323,7 @@ def resolve_lr(settings: TrainSettings, stored: bool) -> float:
 
 
 def resolve_seq_len(settings: TrainSettings, positions: int | None) -> int:
-    """Return the number of tokens per sample. Raises BadInputError if it exceeds the model's
-    positions.
-    """
+    """Return the tokens per sample. Raises BadInputError if they exceed the model's positions."""
     if settings.seq_len is None:
         return min(DEFAULT_SEQ_LEN, positions or DEFAULT_SEQ_LEN)
     if positions is not None and settings.seq_len > positions:
@@ -343,9 +335,7 @@ def resolve_seq_len(settings: TrainSettings, positions: int | None) -> int:
 
 
 def resolve_steps(settings: TrainSettings, samples: int, seq_len: int | None) -> int:
-    """Return the number of optimizer steps from --steps, --tokens or --epochs; `samples` is the
-    number per epoch.
-    """
+    """Return the optimizer steps of --steps, --tokens or --epochs; an epoch has `samples`."""
     if settings.tokens is not None:
         if seq_len is None:
             raise BadInputError(
@@ -374,9 +364,7 @@ def resolve_out(settings: TrainSettings, model: str) -> Path:
 
 
 def find_in_catalog(machine: Machine, device: torch.device) -> Accelerator | None:
-    """Return the catalog's entry for a CUDA device, with the device's memory; None if there is no
-    entry.
-    """
+    """Return the catalog's entry for a CUDA device, with its memory; None if there is none."""
     if device.type != "cuda":
         return None
     present = machine.devices[device.index or 0]
@@ -387,9 +375,7 @@ def find_in_catalog(machine: Machine, device: torch.device) -> Accelerator | Non
 
 
 def peak_flops_per_s(plan: Plan, machine: Machine, device: torch.device) -> float | None:
-    """Return the total dense peak of the plan's devices in its dtype; None if the catalog does not
-    have it.
-    """
+    """Return the dense peak of all of a plan's devices in its dtype; None if it is unknown."""
     known = find_in_catalog(machine, device)
     if known is None:
         return None

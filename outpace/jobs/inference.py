@@ -56,9 +56,7 @@ from outpace.training.run_dir import RUN_FILE
 
 @dataclass(frozen=True)
 class Sampling:
-    """Rules for sampling tokens: `temperature` 0 takes the most likely token, `top_k` None samples
-    from all.
-    """
+    """Rules for sampling: `temperature` 0 takes the likeliest token, `top_k` None any."""
 
     max_new_tokens: int
     temperature: float
@@ -169,8 +167,7 @@ def system_message(system: str | None) -> list[Message]:
 
 
 def questions(path: Path) -> list[list[Message]]:
-    """Read conversations from a file in any form that outpace train accepts, each up to its last
-    answer.
+    """Read conversations, in any form that outpace train accepts, up to their last answers.
 
     Raises BadInputError.
     """

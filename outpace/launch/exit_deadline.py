@@ -1,5 +1,4 @@
-"""End of this process when its main thread cannot end it, since it waits in a library for a lost
-rank.
+"""End of this process when its main thread cannot, since it waits in a library for a lost rank.
 
 gloo has no call that interrupts a thread waiting in a collective, and a save in the background
 waits for as long as its process group allows.

@@ -135,9 +135,7 @@ def _forget_handlers() -> None:
 
 
 def _close_sockets() -> None:
-    """Close the launcher's sockets; otherwise those waiting for one to close would wait for this
-    process.
-    """
+    """Close the launcher's sockets; else who waits for one to close waits for this process."""
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
             if stat.S_ISSOCK(path.stat().st_mode) and int(path.name) > sys.stderr.fileno():

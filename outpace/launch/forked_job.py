@@ -1,7 +1,6 @@
 """A function run in forked processes that form a group, within a time limit.
 
-It is for what may hang or crash: the caller learns how each rank ended, and nothing is left
-running.
+It is for what may hang or crash: the caller learns how each rank ended, and none is left.
 """
 
 import gc
@@ -102,8 +101,7 @@ def run_forked(
 def _poll(fork: Fork) -> int | None:
     """Poll like `Fork.poll`, and leave nothing of what a rank started once it has ended.
 
-    Its process group is killed before the rank is reaped; afterwards the ID may belong to another
-    group.
+    Its process group is killed before the rank is reaped; then the ID may be another's.
     """
     if fork.returncode is None:
         seen = os.waitid(os.P_PID, fork.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -24,9 +24,7 @@ _DISTURBED = {"type": "DisruptionTarget", "status": "True"}
 
 @dataclass(frozen=True)
 class KubernetesOptions:
-    """Options that apply only to Kubernetes. `claim`: a volume that all pods share, mounted at the
-    job's folder.
-    """
+    """Options of Kubernetes alone. `claim`: a volume of all pods, mounted at the job's folder."""
 
     image: str
     runtime: str = "torch-distributed"

@@ -173,9 +173,7 @@ def run_ranks(
 
 @contextmanager
 def _shut_down_in_time() -> Iterator[None]:
-    """Limit how long other ranks may take after a failure; torch 2.13 gives them 30 s in any
-    case.
-    """
+    """Limit how long other ranks may take after a failure; torch 2.13 always gives 30 s."""
     from torch.distributed.elastic.multiprocessing.api import PContext
 
     whole = PContext.close

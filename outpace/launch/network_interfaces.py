@@ -21,9 +21,7 @@ _TAKE_A_NAME = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
 
 
 def variables_for(address: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return variables that make gloo and NCCL use this address's interface, unless they are
-    already set.
-    """
+    """Return variables, unless set, that make gloo and NCCL use this address's interface."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == address for one in addresses):
             return {k: f"{sign}{name}" for k, sign in _TAKE_A_NAME.items() if k not in environ}

@@ -160,9 +160,7 @@ def remote(host: Host, folder: Path, what: str) -> list[str]:
 
 
 def local_environment() -> dict[str, str]:
-    """Return this process's environment without the variables that tell from where the user
-    connected by ssh.
-    """
+    """Return this process's environment without what tells from where the user came by ssh."""
     return {name: value for name, value in os.environ.items() if name != "SSH_CONNECTION"}
 
 

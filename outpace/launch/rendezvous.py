@@ -58,9 +58,7 @@ class StaticRendezvousHandler(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Join the other hosts. Raises RendezvousError if that fails, or if not all arrive in
-        time.
-        """
+        """Join the other hosts. Raises RendezvousError if it fails, or not all arrive in time."""
         self._store = self._open()
         store = PrefixStore(self._run_id, self._store)
         self._await_all(store)

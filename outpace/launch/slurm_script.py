@@ -13,9 +13,7 @@ _WAIT_S = 600
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """Options that apply only to SLURM. `directives`: more #SBATCH lines, such as
-    'partition=gpu'.
-    """
+    """Options of SLURM alone. `directives`: more #SBATCH lines, such as 'partition=gpu'."""
 
     starter: Literal["srun", "torchrun"] = "srun"
     time: str | None = None
@@ -24,9 +22,7 @@ class SlurmOptions:
 
 
 def script(job: ClusterJob, options: SlurmOptions, path: str) -> str:
-    """Return the text of the script. `path`: folders with its programs, which precede all
-    others.
-    """
+    """Return the text of the script. `path`: folders with its programs, before all others."""
     return "\n".join(
         [
             "#!/bin/bash",
@@ -115,9 +111,7 @@ def _cpus_per_task(job: ClusterJob, options: SlurmOptions) -> int | None:
 
 
 def _start_lines(job: ClusterJob, options: SlurmOptions) -> Iterator[str]:
-    """Yield the lines that start all ranks. Blocks keep neighbours together, such as
-    tensor-parallel ones.
-    """
+    """Yield lines that start all ranks, in blocks, which keep neighbours together."""
     srun = ["srun", "--distribution=block", "--kill-on-bad-exit=0", f"--wait={_WAIT_S}", "--label"]
     cpus = _cpus_per_task(job, options)
     if cpus is not None:  # srun no longer inherits it from sbatch since 22.05

@@ -1,8 +1,7 @@
 """Training on several hosts from one, over ssh, with torch's elastic agent on each of them.
 
 A training consists of rounds: each is one start on the hosts that are ready, and resumes from the
-last checkpoint of the one before. A lost rank or host ends a round, and so does a host that comes
-back.
+last checkpoint of the one before. A lost rank or host, or one that comes back, ends a round.
 """
 
 import os
@@ -199,9 +198,7 @@ def _round(
 
 @dataclass
 class _EndRequest:
-    """Whether the ranks of these hosts have been asked to end; a second request ends them at
-    once.
-    """
+    """Whether these hosts' ranks have been asked to end; a second request ends them at once."""
 
     parts: "Sequence[_Part]"
     over: threading.Event = field(default_factory=threading.Event)

@@ -98,9 +98,7 @@ def run(work: HostCommand) -> NoReturn:
 
 
 def _finish(said: dict[str, Any]) -> NoReturn:
-    """Report how it ended, and exit; Python does not do so in order while a thread reads the
-    input.
-    """
+    """Report how it ended, and exit, which Python cannot in order while a thread reads."""
     sys.stdout.flush()
     print("\n" + MARK + json.dumps(said), flush=True)  # a dead rank may have left half a line
     sys.stderr.flush()

@@ -106,8 +106,7 @@ class _Parts:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """Compute softmax(q · kᵀ / √C) · v, of queries (B, H, S, C), keys and values (B, K, T, C), as
-    q.
+    """Compute softmax(q · kᵀ / √C) · v, q (B, H, S, C), k and v (B, K, T, C), as q.
 
     `mask`: bool (B or 1, 1, S, T), True for a visible key. `causal`: with as many queries as keys,
     each query sees no key after itself. The result is in memory as (B, S, H, C).
@@ -127,9 +126,7 @@ def _fake_output(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: b
 def _attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute gradients of `q`, `k` and `v` from that of the result. Sums over blocks are in
-    fp32.
-    """
+    """Return gradients of `q`, `k` and `v` from that of the result. Sums of blocks are in fp32."""
     parts = _Parts(q, k, mask, causal)
     several = q.shape[2] > ROWS
     q_grad = _empty_joined(q)
@@ -158,9 +155,7 @@ def _made_backward(
 
 
 def _empty_joined(x: Tensor) -> Tensor:
-    """Return an empty tensor of `x`'s shape (B, heads, length, C), in memory as (B, length, heads,
-    C).
-    """
+    """Return an empty tensor like `x` (B, heads, length, C), in memory (B, length, heads, C)."""
     return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
 
 

@@ -55,9 +55,7 @@ def _of_head(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def gradient_in_place(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the sum of losses, at least in fp32, and overwrite `logits` (N, V) with their
-    gradient.
-    """
+    """Return the sum of losses, fp32 or wider; overwrite `logits` (N, V) with their gradient."""
     wide = torch.promote_types(logits.dtype, torch.float32)
     total = torch.zeros((), dtype=wide)
     counts = targets != IGNORED

@@ -32,9 +32,7 @@ class Linear(nn.Linear):
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Return whether a module is exactly a `Linear`: no subclass, not split over ranks, no
-    hooks.
-    """
+    """Return whether a module is exactly a `Linear`: no subclass, not split, no hooks."""
     asked = module._forward_hooks or module._forward_pre_hooks
     return type(module) is Linear and not asked and not is_spread(module.weight)
 
@@ -48,8 +46,7 @@ def joined_weight(layers: Sequence[nn.Linear]) -> Tensor:
 def joined_product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
     """Return the concatenated outputs of several linear layers for `x`, by one product.
 
-    Joining the weights moves far less memory than `x` and its gradient, which are read and written
-    only once.
+    Joining the weights moves far less memory than `x` and its gradient, read and written only once.
     """
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
     bias = torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
@@ -185,9 +182,7 @@ class Attention(nn.Module):
         cache: LayerCache | None,
         read_B: Tensor | None = None,
     ) -> Tensor:
-        """Attend; maps (B, S, D) to (B, S, D), or to (B, 1, D) if only one position of each sample
-        is needed.
-        """
+        """Attend; maps (B, S, D) to itself, or to (B, 1, D) if one position a sample is needed."""
         x_BSD = to_autocast_dtype(x_BSD)
         asking = x_BSD
         if read_B is not None:
@@ -200,9 +195,7 @@ class Attention(nn.Module):
         return out
 
     def can_join(self, x: Tensor) -> bool:
-        """Return whether one product can replace three: no layer is split, adapted, quantised or
-        hooked.
-        """
+        """Return whether a product can replace three: none is split, adapted, quantised."""
         wanted = x.device.type not in ("cpu", "meta") if self.joins is None else self.joins
         return wanted and all(is_plain(part) for part in (self.q, self.k, self.v))
 
@@ -281,8 +274,7 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
         read_B: Tensor | None = None,
     ) -> Tensor:
-        """Map (B, S, D) to (B, S, D), or to (B, 1, D) if only one position of each sample is
-        needed.
+        """Map (B, S, D) to (B, S, D), or to (B, 1, D) if one position a sample is needed.
 
         In that case, other positions only serve as keys and values.
         """

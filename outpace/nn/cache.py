@@ -7,9 +7,7 @@ from torch import Tensor
 
 
 class LayerCache:
-    """One block's keys and values, with room for `capacity` tokens, of which `length` are in
-    use.
-    """
+    """One block's keys and values, with room for `capacity` tokens, `length` of them in use."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity

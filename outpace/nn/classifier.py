@@ -84,9 +84,7 @@ class Classifier(nn.Module):
         padding_mask_BS: Tensor | None = None,
         last_B: Tensor | None = None,
     ) -> Tensor:
-        """Return scores (B, C). `last_B`: the position of each sample's last token, for a
-        decoder.
-        """
+        """Return scores (B, C). `last_B`: positions of samples' last tokens, of a decoder."""
         batch, length = tokens_BS.shape
         if self.pooler is not None or last_B is None:
             last_B = tokens_BS.new_full((batch,), length - 1 if self.pooler is None else 0)
@@ -116,8 +114,7 @@ class ClassificationObjective(nn.Module):
         )
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
-        """Return the sum of losses in nats (fp32 or fp64, with gradient) and the number of samples
-        (int64).
+        """Return the sums of losses in nats (fp32 or fp64, with gradient) and of samples (int64).
 
         `batch` has `tokens` (B, S), `targets` (B,), −100 for a sample that does not count, and,
         for an encoder, `segments` and `padding_mask` (B, S); for a decoder `last` (B,).

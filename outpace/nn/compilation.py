@@ -98,9 +98,7 @@ class CompiledForward:
 
 
 def find_disabling_variable(environ: Mapping[str, str]) -> str | None:
-    """Return the environment variable that disables torch.compile, as it is set; None if none
-    is.
-    """
+    """Return the environment variable that disables torch.compile, as set; None if none is."""
     for name in ("TORCH_COMPILE_DISABLE", "TORCHDYNAMO_DISABLE"):
         if environ.get(name) == "1":
             return f"{name}=1"
@@ -112,8 +110,7 @@ def compile_forwards(
 ) -> Compilation:
     """Compile the forwards of modules in place; equal ones share the compiled code.
 
-    `on_failure` is called once with the reason if the compiler fails on one of them (None: a
-    warning).
+    `on_failure` is called once with the reason if the compiler fails on one (None: a warning).
     """
     compilation = Compilation(on_failure)
     for module in modules:
@@ -132,11 +129,9 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def copy_with_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a copy of a function that torch.compile counts separately from others with the same
-    code.
+    """Return a copy of a function that torch.compile counts apart from others of its code.
 
-    torch counts how often a code object is compiled, for all callers together, and gives up after a
-    few times.
+    torch counts how often a code object is compiled, for all callers, and gives up at some number.
     """
     assert isinstance(function, FunctionType)
     return FunctionType(

@@ -1,7 +1,6 @@
 """Extra state of a module's parts (`get_extra_state`), in a form that files can store.
 
-Without it, DCP would write the entries of a dict one by one, and read only those that a newly built
-module has too.
+Without it, DCP would write the entries of a dict one by one, and read only those of a new module.
 """
 
 import io
@@ -31,8 +30,7 @@ def parts_with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]
 
 
 def pack(state: dict[str, Any]) -> dict[str, Any]:
-    """Convert each extra state in a module's state dict to the bytes of torch.save; return the
-    dict.
+    """Convert each extra state in a module's state dict to torch.save's bytes; return the dict.
 
     This is in place, since a state dict has more than its items (`_metadata`). Raises BadInputError
     for values that cannot be written.
@@ -65,9 +63,7 @@ def require_plain(module: nn.Module) -> None:
 
 
 def from_bytes(data: bytes, name: str, device: torch.device | None = None) -> Any:
-    """Return the value that `pack` converted to bytes. Raises BadInputError if it is not a plain
-    value.
-    """
+    """Return what `pack` made bytes of. Raises BadInputError for other than plain values."""
     place = partial(_place, device=device or torch.device("cpu"))
     try:
         return torch.load(io.BytesIO(data), map_location=place, weights_only=True)

@@ -18,8 +18,7 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 def compute_in_fp32(model: nn.Module, runs_on: str) -> None:
-    """Make a model's norms and embeddings compute in fp32 under autocast, with weights of any
-    dtype.
+    """Make norms and embeddings compute in fp32 under autocast, whatever their weights' dtype.
 
     The model is changed in place; `runs_on` is the kind of device that it computes on. Without
     autocast, nothing changes. On a CPU, whose kernel sums an embedding's gradients in the dtype of

@@ -19,8 +19,7 @@ or one per chunk that adds to the last.
 `LogitsFunctions` read and write the logits, compiled by torch.compile (two kernels, static shapes)
 or eager. Products are cuBLAS's either way.
 
-Legend: N tokens (B·S), D hidden width, V vocabulary (this rank's part, if it is split), P = V
-padded.
+Legend: N tokens (B·S), D hidden width, V vocabulary (or this rank's part), P = V padded.
 """
 
 import warnings
@@ -226,9 +225,7 @@ def _compiler_errors() -> tuple[type[Exception], ...]:
 
 
 def _is_limit(error: Exception) -> bool:
-    """Return whether a function was compiled for too many shapes; torch 2.13 only says it in
-    words.
-    """
+    """Return whether a function was compiled for too many shapes(torch 2.13 says it in words)."""
     text = f"{type(error).__name__} {error}".lower()
     return "recompilelimit" in text or "recompile limit" in text
 
@@ -262,9 +259,7 @@ def padded_width(vocab: int) -> int:
 
 
 def chunk_rows(rows: int, vocab: int, itemsize: int) -> int:
-    """Return the rows of a chunk by size alone: all rows, or equal parts of at most `CHUNK_BYTES`
-    of logits.
-    """
+    """Return the rows of a chunk: all, or equal parts of at most `CHUNK_BYTES` of logits."""
     row_bytes = padded_width(vocab) * itemsize
     if rows * row_bytes <= WHOLE_BYTES:
         return max(rows, 1)
@@ -286,8 +281,7 @@ def head_loss_sum(
     gradient.
 
     `dtype` is that of products and logits (None: fp32, or the operands' if wider). `kind`: "plain"
-    computes all logits at once, "chunked" `CHUNK_ROWS` rows at a time, "auto" decides by their
-    size.
+    computes all logits at once, "chunked" `CHUNK_ROWS` rows at a time, "auto" goes by size.
     """
     dtype = dtype or torch.promote_types(hidden_ND.dtype, torch.float32)
     counts_N = targets_N != IGNORED
@@ -501,9 +495,7 @@ def _loss_alone(
 
 
 def padded_head(weight_VD: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the head (P, D) in the dtype of the products, padded with rows of zeros, or the head
-    itself.
-    """
+    """Return the head (P, D) in the products' dtype, with rows of zeros, or as it is."""
     vocab, width = weight_VD.shape
     rows = padded_width(vocab)
     if rows == vocab:
@@ -524,9 +516,7 @@ def _product(operand_ND: Tensor, head_PD: Tensor, bias_V: Tensor | None) -> Tens
 
 
 def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute `left` @ `right` in `dtype`, which cuBLAS writes from its fp32 sums without
-    rounding.
-    """
+    """Compute `left` @ `right` in `dtype`, which cuBLAS writes from fp32 sums unrounded."""
     if dtype == left.dtype:
         return torch.mm(left, right)
     if dtype != torch.float32:
@@ -549,9 +539,7 @@ def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _multiplies_wide(operand: Tensor) -> bool:
-    """Return whether the device has 16-bit products with fp32 results; traced tensors count as
-    such.
-    """
+    """Return whether the device has 16-bit products with fp32 results; so do traced tensors."""
     return operand.device.type == "cuda" or type(operand) is not Tensor
 
 

@@ -32,8 +32,7 @@ from outpace.nn.rotary import Tables
 class Recipe:
     """Recipe to recompute a tensor. Several readers share the result.
 
-    `compute` holds its inputs detached, since they would keep the graph alive otherwise; a backward
-    has no autocast.
+    `compute` holds its inputs detached, lest they keep the graph alive; a backward has no autocast.
     """
 
     def __init__(self, compute: Callable[[], Tensor]) -> None:

@@ -115,9 +115,7 @@ def attend_by_blocks(
 
 
 class _CompiledFlexAttention:
-    """FlexAttention, compiled once for each kind of mask; for all lengths from the second one
-    on.
-    """
+    """FlexAttention, compiled once for each kind of mask; for all lengths from the second on."""
 
     def __init__(self, compiled: Callable[..., Tensor]) -> None:
         self._compiled = compiled
@@ -160,9 +158,7 @@ def attend_by(
     is_causal: bool,
     dropout: float,
 ) -> Tensor:
-    """Compute softmax(q·kᵀ/√C)·v by one kernel, (B, H, S, C). `mask`: bool, True for a visible
-    key.
-    """
+    """Compute softmax(q·kᵀ/√C)·v by one kernel, (B, H, S, C). `mask`: bool, True where visible."""
     width, grouped = q_BHSC.shape[3], q_BHSC.shape[1] != k_BKTC.shape[1]
     if kernel == "any":
         return F.scaled_dot_product_attention(

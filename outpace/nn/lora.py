@@ -3,8 +3,7 @@
 Hu et al., "LoRA", arXiv 2106.09685, §4.1: h = W x + (α/r) · B A x, with A (r × in) drawn at random
 and B (out × r) zero at the beginning. Dettmers et al., "QLoRA", arXiv 2305.14314, eq. 5.
 
-Adapters are parameters of the module of their matrix, `lora_a` and `lora_b`; all others keep their
-names.
+Adapters are parameters of their matrix's module, `lora_a` and `lora_b`; others keep their names.
 """
 
 import math

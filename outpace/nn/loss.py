@@ -233,8 +233,7 @@ class ChunkedSum(torch.autograd.Function):
 class WideChunkedSum(torch.autograd.Function):
     """`ChunkedSum` on a CPU in the dtype of its operands, fp32 or fp64.
 
-    Each chunk's gradient replaces its logits, and the head's is accumulated without a second
-    tensor.
+    Each chunk's gradient replaces its logits, and the head's is summed without a second one.
     """
 
     @staticmethod

@@ -56,9 +56,7 @@ def _library() -> Any:
 
 @torch.no_grad()
 def quantize(weight: Tensor) -> dict[str, Tensor]:
-    """Return the PARTS of a matrix, each one-dimensional, on its device. They are equal on every
-    machine.
-    """
+    """Return a matrix's PARTS, one-dimensional, on its device, equal on every machine."""
     codes, state = _library().quantize_4bit(
         weight.float().contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
     )

@@ -108,9 +108,7 @@ class _PinnedTensor:
 
 
 class HostStore:
-    """Page-locked host memory, with one stream per direction that runs in parallel to the
-    computation.
-    """
+    """Page-locked host memory, with a stream per direction beside the computation."""
 
     def __init__(self, device: torch.device) -> None:
         self.down, self.up = torch.cuda.Stream(device), torch.cuda.Stream(device)

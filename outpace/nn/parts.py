@@ -11,9 +11,7 @@ from outpace.nn.transformer import Transformer
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a model: blocks, by number; the embedding, if it is the `first`; the head, if it is
-    the `last`.
-    """
+    """Part of a model: blocks, by number; embedding if it is the `first`, head if the `last`."""
 
     blocks: Collection[int]
     first: bool

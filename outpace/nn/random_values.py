@@ -77,9 +77,7 @@ def _xor_shifted(state: Tensor, places: int) -> Tensor:
 
 @cache
 def _quantiles(device: torch.device) -> Tensor:
-    """Return the normal distribution's quantiles at the middles of equal shares, fp32,
-    ascending.
-    """
+    """Return the normal law's quantiles at the middles of equal shares, fp32, ascending."""
     with unset_fake_temporarily(), torch.device("cpu"):
         shares = (torch.arange(_QUANTILES // 2, dtype=torch.float64) + 0.5) / _QUANTILES
         below = torch.special.ndtri(shares)

@@ -20,8 +20,7 @@ def remake_operands(
     make_input: Callable[[], Tensor] | None,
     make_weight: Callable[[], Tensor] | None,
 ) -> None:
-    """Make the backward of `product`, which `F.linear` computed from rows, call functions for its
-    operands.
+    """Make the backward of `product`, by `F.linear` from rows, call its operands' functions.
 
     None leaves an operand unchanged. An operand must have been saved: an input if the weight is
     trained, a weight if the input has a gradient. Nothing changes if torch computes the product in

@@ -57,8 +57,7 @@ class Region:
 class Scratch:
     """Allocator of memory in files in `directory` (None: the system's for temporary files).
 
-    `taken_bytes`: space taken on the disk, which does not shrink, since freed regions are used
-    again.
+    `taken_bytes`: space taken on the disk, which does not shrink: freed regions are used again.
     """
 
     def __init__(self, directory: Path | None = None) -> None:

@@ -133,9 +133,7 @@ def part_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def as_spread(part: Tensor, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Wrap a part as a DTensor of `shape`, spread like `like`; return it unchanged if that is not
-    spread.
-    """
+    """Wrap a part as a DTensor of `shape`, spread like `like`, if that is spread."""
     if not is_spread(like):
         return part
     from torch.distributed.tensor import DTensor

@@ -55,8 +55,7 @@ def reduce_scatter_single(
 def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Add the product of two 16-bit tensors to `total` in fp32, inside cuBLAS's product.
 
-    Fake tensors have no such operator before torch 2.13, so they compute only the product, with the
-    same work and memory.
+    Fake tensors have none before torch 2.13: they compute the product alone, of the same work.
     """
     if torch_release() < (2, 13) and type(total) is not Tensor:
         return torch.mm(left, right, out_dtype=torch.float32, out=total)
@@ -92,17 +91,14 @@ def without_saved_tensor_hooks() -> dict[str, Any]:
 
 
 def fsdp_param_groups(state: Any) -> list[Any]:
-    """Return the groups of parameters that a module's FSDP state gathers; a list since torch
-    2.12.
-    """
+    """Return groups of parameters that a module's FSDP state gathers, a list since torch 2.12."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
 def launch_config(shutdown_timeout_s: int, **settings: Any) -> "LaunchConfig":
-    """Return a LaunchConfig that ends workers after `shutdown_timeout_s` if torch supports it
-    (2.12).
+    """Return a LaunchConfig that ends workers after `shutdown_timeout_s`, from torch 2.12.
 
     Before 2.12, `PContext.close` has a default of 30 s, which its caller may replace.
     """
@@ -127,8 +123,7 @@ def stage_votes() -> Iterator[tuple[Any, str, Any]]:
 def fill_missing_gradients(stage: Any, micro_batch: int) -> None:
     """Give zeros to inputs of a pipeline stage without gradients, so that these can be sent.
 
-    torch does it itself since 2.13. Before, the stage raised, and the previous stage waited
-    forever.
+    torch does it itself since 2.13. Before, the stage raised and the one before waited.
     """
     gradients = stage.bwd_cache.get(micro_batch)
     if gradients is None or stage.is_first or hasattr(stage, "_get_grad_send_meta"):
@@ -153,8 +148,7 @@ def flight_recorder_dumps() -> list[Callable[[], str | bytes]]:
 
 
 def split_backward_refusal(strategy: str) -> str | None:
-    """Explain why a schedule that splits the backward cannot run on a CPU; None if it can (torch
-    2.13).
+    """Explain why schedules that split the backward cannot run on a CPU; None if they can.
 
     Before 2.13, `torch.autograd.grad` finds no metadata at operators with a registered backward,
     such as norms on a CPU.

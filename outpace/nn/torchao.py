@@ -12,9 +12,7 @@ CHATTY_LOGGERS = ("torchao", "torch.utils._pytree")
 
 
 def torchao_module(name: str, asked: str) -> Any:
-    """Return `torchao.NAME`. Raises BadInputError, which names the `asked` feature, if torchao is
-    not installed.
-    """
+    """Return `torchao.NAME`. Raises BadInputError, which names what `asked` for it."""
     if find_spec("torchao") is None:
         raise BadInputError(
             f"{asked} needs torchao, which is not installed. Install it with pip install "

@@ -58,9 +58,7 @@ class Embeddings(nn.Module):
 
 
 class HeadTransform(nn.Module):
-    """The layer of BERT before its prediction of masked tokens (Devlin et al., arXiv
-    1810.04805).
-    """
+    """The layer of BERT before its predicting masked tokens (Devlin et al., arXiv 1810.04805)."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -96,9 +94,7 @@ def fill_initial(parameter: Tensor, spec: ModelSpec, seed: int, name: str) -> Te
 def initial_value(
     spec: ModelSpec, seed: int, name: str, shape: Sequence[int], device: torch.device | None = None
 ) -> Tensor:
-    """Return a parameter's initial value (see `fill_initial`) in fp32, by default in host
-    memory.
-    """
+    """Return a parameter's initial value (see `fill_initial`) in fp32, by default on the host."""
     room = torch.empty(shape, dtype=torch.float32, device=device or "cpu")
     return fill_initial(room, spec, seed, name)
 
@@ -106,9 +102,7 @@ def initial_value(
 def drawn_transformer(
     spec: ModelSpec, seed: int, device: torch.device, dtype: torch.dtype
 ) -> "Transformer":
-    """Return a transformer with random weights, drawn directly on their device and in their
-    dtype.
-    """
+    """Return a transformer with random weights, drawn on their device and in their dtype."""
     if device.type == "cpu" and dtype == torch.float32:
         return Transformer(spec, seed)  # without the meta device, whose `empty_like` loads sympy
     with torch.device("meta"):
@@ -124,8 +118,7 @@ class Transformer(nn.Module):
     Weights are a pure function of (spec, seed). On the meta device none are drawn: allocate memory
     with `to_empty` and call `reset_parameters`, or load a state dict with `assign=True`.
     `blocks_of_masks`: whether masks are blocks if the device has a (compiled) kernel for them; else
-    they are S × S values. `runs_on`: the kind of device to choose for, if it is not that of the
-    tensors.
+    they are S × S values. `runs_on`: the kind of device to choose for, else the tensors'.
     """
 
     head_bias: nn.Parameter | None
@@ -239,9 +232,7 @@ class Transformer(nn.Module):
 
 
 def hold_masks(module: nn.Module) -> None:
-    """Make transformers in the context use masks of S × S values, so that nothing is compiled for
-    them.
-    """
+    """Make transformers in the context use masks of S × S values, which need no compiling."""
     for part in module.modules():
         if isinstance(part, Transformer):
             part.blocks_of_masks = False

@@ -143,8 +143,7 @@ def step_tensor(
 
     `weight` may stack several equal parameters in an additional first dimension. `means` are the
     running means of squares: of all elements, or over columns and over rows. `numbers`: 1 − β̂₂,
-    the bound of the relative step, and the factor of weight decay. `constants`: ε₁, ε₂ and d of the
-    paper.
+    the bound of the relative step, and the factor of weight decay. `constants`: its ε₁, ε₂ and d.
     """
     new, bound, kept = numbers
     least, smallest, threshold = constants

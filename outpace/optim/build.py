@@ -139,8 +139,7 @@ def _build(
 
 
 def steps_together(groups: Groups) -> bool:
-    """Return whether operators update all parameters at once: on a GPU, if the parameters are
-    alike.
+    """Return whether operators update all parameters at once: on a GPU, if they are alike.
 
     Plain tensors, tensors spread over ranks, and complex ones cannot share an operator.
     """
@@ -150,9 +149,7 @@ def steps_together(groups: Groups) -> bool:
 
 
 def begin_step(optimizer: torch.optim.Optimizer, number: int, lr: float) -> None:
-    """Set the number of an optimizer's next step, from 1 (its random numbers depend on it), and its
-    learning rate.
-    """
+    """Set an optimizer's learning rate and next step, from 1, on which random numbers depend."""
     for group in optimizer.param_groups:
         group["lr"] = lr
         if "number" in group:

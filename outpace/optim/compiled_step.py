@@ -1,5 +1,4 @@
-"""Steps of parameters as compiled functions, for a GPU, where single operators each pass over
-memory.
+"""Steps of parameters as compiled functions, for a GPU, whose operators each pass over memory.
 
 Numbers that change from step to step are passed as tensors, so nothing is recompiled for them. A
 function is compiled for each kind of tensors (dtypes, values that share a scale); their number is

@@ -159,18 +159,14 @@ def gradient_addresses(
 
 
 def addresses_of(parameters: Sequence[nn.Parameter]) -> Addresses | None:
-    """Return the addresses of parameters and gradients; None if the kernel does not support
-    them.
-    """
+    """Return the addresses of parameters and gradients; None if the kernel cannot take them."""
     weights = aligned_addresses(parameters)
     gradients = aligned_addresses([p.grad for p in parameters if p.grad is not None])
     return None if weights is None or gradients is None else Addresses(weights, gradients)
 
 
 def aligned_addresses(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
-    """Return the addresses of contiguous tensors of one dtype, aligned to 16 bytes; None for all
-    others.
-    """
+    """Return addresses of contiguous tensors of a dtype, aligned to 16 bytes; None for others."""
     if len({one.dtype for one in tensors}) != 1:
         return None
     addresses = tuple(one.data_ptr() for one in tensors)

@@ -60,9 +60,7 @@ class CodeTable:
         self._between = (self.values[1:] + self.values[:-1]) / 2
 
     def codes(self, x: Tensor) -> Tensor:
-        """Return the numbers of the nearest values, uint8; with 4 bits two per byte, neighbours in
-        a row.
-        """
+        """Return the numbers of the nearest values, uint8; with 4 bits two neighbours a byte."""
         codes = torch.bucketize(x, self._between, right=True, out_int32=True).to(torch.uint8)
         return codes if self.bits == 8 else codes[..., ::2] << 4 | codes[..., 1::2]
 

@@ -201,9 +201,7 @@ def _copy(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
 
 
 def masters_within(optimizer: torch.optim.Optimizer | None) -> MasterWeights | None:
-    """Return the optimizer that keeps master weights, which may be inside torch's
-    ZeroRedundancyOptimizer.
-    """
+    """Return the optimizer that keeps master weights, perhaps inside ZeroRedundancyOptimizer."""
     within = getattr(optimizer, "optim", optimizer)
     return within if isinstance(within, MasterWeights) else None
 

@@ -112,9 +112,7 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_add_(weights, updates, alpha=-rate)
 
     def _turn(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        """Step one matrix: Jordan et al., algorithm 2, with Nesterov's momentum and decoupled
-        weight decay.
-        """
+        """Step a matrix: Jordan et al., algorithm 2, with Nesterov's momentum, decoupled decay."""
         state, gradient = self.state[parameter], local(parameter.grad)  # type: ignore[arg-type]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -138,8 +136,7 @@ def _batches(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def orthogonalise(matrices_NRC: Tensor) -> Tensor:
-    """Return approximations of the nearest orthogonal matrices for N matrices at once; (N, R, C) in
-    bf16.
+    """Return approximations of the nearest orthogonal matrices of N matrices; (N, R, C) in bf16.
 
     Jordan et al., 2024: five steps of a fifth-order Newton-Schulz iteration in bf16, like torch's
     `_zeropower_via_newtonschulz` for one matrix.

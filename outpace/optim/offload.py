@@ -32,9 +32,7 @@ def with_offloading(build: Build, plan: Plan, scratch: Scratch) -> Build:
     disk = scratch if plan.offload_optimizer == "disk" else None
 
     def has_twin(parameter: Tensor) -> bool:
-        """Return whether a parameter has a copy: on a CPU only for `cpu`, which acts as
-        elsewhere.
-        """
+        """Return whether a parameter has a copy: on a CPU only for `cpu`, as elsewhere."""
         asked = plan.offload_optimizer == "cpu" and plan.offload_parameters == "none"
         return asked or parameter.device.type != "cpu"
 
@@ -136,9 +134,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     """Optimizer that `build` creates from `groups`, with its state in host memory or on disk.
 
     `has_twin` says which parameters are updated as copies on the host; `disk` stores their state
-    and these copies (None: host memory). `scratch` knows which parameters are on a disk. To
-    callers, this is an optimizer like that of `build`: the groups hold the model's parameters, and
-    `state` is theirs.
+    and these copies (None: host memory). `scratch` knows which parameters are on a disk. It looks
+    like that of `build`: the groups hold the model's parameters, and `state` is theirs.
     """
 
     def __init__(

@@ -46,8 +46,7 @@ class Noise:
     """Random numbers for a parameter's step, as a function of seed, name, step and position.
 
     So replicas draw the same numbers, shards of a tensor draw different ones, and a resumed run
-    draws those that the original run would have drawn. `names` are the parameters' names in a
-    single process.
+    draws those that the original run would have drawn. `names` are those in a single process.
     """
 
     seed: int = 0
@@ -102,9 +101,7 @@ def random_words(streams: Streams, count: int) -> Tensor:
 
 
 def field_of(words: Tensor, number: int) -> Tensor:
-    """Return the `number`th 16-bit field of 64-bit words, in the form that `round_to_bf16`
-    takes.
-    """
+    """Return the `number`th 16-bit field of 64-bit words, as `round_to_bf16` takes it."""
     return (words >> (_LOST_BITS * number)).bitwise_and_(_LOST).int()
 
 

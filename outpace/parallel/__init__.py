@@ -23,9 +23,7 @@ __all__ = ["Layout", "LayoutRequest", "StepHooks", "apply", "why_not"]
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Lay out an objective according to its plan. The objective is on its device, or on meta (see
-    `deferred_init`).
-    """
+    """Lay out an objective, on its device or on meta (see `deferred_init`), by its plan."""
     strategy, plan = request.plan.strategy, request.plan
     if plan.training_obstacle is not None:
         raise BadInputError(
@@ -57,9 +55,7 @@ def apply(request: LayoutRequest) -> Layout:
 
 
 def _wait_as_the_default(groups: set[dist.ProcessGroup], device: torch.device) -> None:
-    """Apply the default group's timeout to new groups, including those of a mesh, which would have
-    torch's.
-    """
+    """Apply the default group's timeout to new groups, those of a mesh included."""
     if not groups:
         return
     assert dist.group.WORLD is not None

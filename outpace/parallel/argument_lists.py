@@ -10,9 +10,7 @@ from torch import nn
 
 
 def keep_argument_lists(unit: nn.Module) -> None:
-    """Preserve the identity of lists and dicts that a module wrapped by `fully_shard` receives as
-    arguments.
-    """
+    """Preserve the identity of lists and dicts that a `fully_shard` module gets as arguments."""
     given: list[tuple[Any, Any]] = []
 
     def note(module: nn.Module, args: Any, kwargs: Any) -> None:

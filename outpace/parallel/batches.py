@@ -51,8 +51,7 @@ def _refuse_ragged(plain: Any) -> None:
 
 
 def cut(batch: Batch, parts: int) -> list[Batch]:
-    """Split a batch into equal parts: split the tensors that hold samples, and repeat everything
-    else in each part.
+    """Split a batch into equal parts: tensors that hold samples are split, all else is repeated.
 
     A tensor holds samples if its first dimension equals the number of samples in the batch.
     """
@@ -141,9 +140,7 @@ def concatenate(one: Batch, other: Batch) -> Batch | None:
 
 
 def _plain(batch: Batch) -> Batch:
-    """Convert mappings of other classes (transformers' BatchEncoding) to ones that pytrees
-    support.
-    """
+    """Convert mappings of other classes (transformers' BatchEncoding) to what pytrees take."""
     plain = dict(batch) if isinstance(batch, Mapping) else batch
     for leaf in tree_leaves(plain):
         if is_dataclass(leaf) and not isinstance(leaf, type):

@@ -44,9 +44,7 @@ def synchronise(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def by_micro_batch(module: nn.Module) -> None:
-    """Make all batch normalisations update their moving averages once per mini-batch; see
-    `commit`.
-    """
+    """Make all batch normalisations move their averages once per mini-batch; see `commit`."""
     for part in _changeable(module):
         part.__class__ = MicroBatchNorm
         part.seen = None
@@ -103,9 +101,7 @@ class _ConvertedNorm(_BatchNorm):
 
 
 class MicroBatchNorm(_ConvertedNorm):
-    """Batch normalisation with each micro-batch's statistics, which collects those of the
-    mini-batch.
-    """
+    """Batch normalisation by micro-batch, which collects the mini-batch's statistics."""
 
     seen: tuple[int, Tensor, Tensor] | None
 
@@ -221,8 +217,7 @@ def _statistics_of_all(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Ten
     """Return the number of values, mean and biased variance per channel, over all ranks' `x`.
 
     Each rank's statistics are gathered and combined around the common mean, because sums of squares
-    minus the mean's square would cancel. A row of zeros for each other rank turns the sum into a
-    gather.
+    minus the mean's square would cancel. Rows of zeros for other ranks make the sum a gather.
     """
     count, mean_C, squares_C = _statistics(x)
     said = x.new_zeros(dist.get_world_size(group), 1 + 2 * x.shape[1])

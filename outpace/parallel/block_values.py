@@ -41,9 +41,7 @@ class Form:
 
 
 def split(value: Any) -> tuple[Form, list[Tensor]] | None:
-    """Split a value into its form and its tensors; None if it contains something that cannot be
-    sent.
-    """
+    """Split a value into its form and its tensors; None if some of it cannot be sent."""
     leaves, spec = tree_flatten(value)
     if not all(isinstance(leaf, (Tensor, *_CONSTANTS)) for leaf in leaves):
         return None
@@ -152,9 +150,7 @@ def set_value(modules: Mapping[str, nn.Module], key: Key, value: Any) -> None:
 
 
 def get(modules: Mapping[str, nn.Module], key: Key) -> tuple[Form, list[Tensor]]:
-    """Return the value that a block stored. Raises BadInputError if it cannot be sent between
-    stages.
-    """
+    """Return the value that a block stored. Raises BadInputError if it cannot be sent."""
     found = split(_value(modules, key))
     if found is None:
         raise BadInputError(

@@ -13,9 +13,7 @@ Blocks = Sequence[str] | Sequence[Sequence[str]]  # by stages
 
 
 def blocks_of(request: LayoutRequest) -> list[nn.Module]:
-    """Return the blocks of a request's model. Raises BadInputError for unknown names, or if there
-    are none.
-    """
+    """Return the blocks of a request's model. Raises BadInputError for none or unknown names."""
     model: nn.Module = request.objective.model  # type: ignore[assignment]
     if request.blocks is None:
         return found_blocks(model)
@@ -23,9 +21,7 @@ def blocks_of(request: LayoutRequest) -> list[nn.Module]:
 
 
 def found_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of a model. Raises BadInputError, with advice, if there are
-    none.
-    """
+    """Return the repeated blocks of a model. Raises BadInputError, with advice, without any."""
     try:
         return find_blocks(model)
     except BadInputError:

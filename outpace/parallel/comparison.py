@@ -85,9 +85,7 @@ def halves_tolerance(plan: Plan, allowed: ComparisonLimits) -> float:
 
 
 def micro_loss_tolerance(narrowest: int, casts: bool) -> float:
-    """Return the tolerance of a micro-batch's loss in a pipeline, by the smallest number of
-    bytes.
-    """
+    """Return the tolerance of a micro-batch's loss in a pipeline, by the fewest bytes."""
     if casts or narrowest <= 2:
         return HALF.micro_loss
     return DOUBLE.micro_loss if narrowest == 8 else SINGLE.micro_loss
@@ -169,8 +167,7 @@ def square(gradient: Tensor) -> Tensor:
 
 
 class LayoutComparison:
-    """Comparison of a single process with a layout, from the sums on this rank. Creating it is
-    collective.
+    """Comparison of a single process with a layout, by this rank's sums. Collective.
 
     `plain` contains the sums of losses, targets and absolute losses, then a product for each name,
     then the number of gradients of each. `layout` contains the sums of losses and targets.
@@ -249,9 +246,7 @@ class LayoutComparison:
         return None
 
     def _zeros_alone(self) -> list[str]:
-        """Return the parameters that have a gradient on a pipeline's stage but none in one
-        process.
-        """
+        """Return parameters that have a gradient on a pipeline's stage but none in one process."""
         if not self._in_stages:
             return []
         made = self._plain[3 + len(self._names) :]
@@ -307,9 +302,7 @@ def mismatch(tensor: Tensor, known: Tensor | None) -> str:
 
 
 def explain(name: str, tensor: Tensor, wanted: Mapping[str, Tensor]) -> str | None:
-    """Describe a wrong gradient, for example as a multiple of the right one or as another
-    parameter's.
-    """
+    """Describe a wrong gradient, such as a multiple of the right one or another parameter's."""
     known = wanted.get(name)
     if known is None or tensor.shape != known.shape or not largest(known):
         return None

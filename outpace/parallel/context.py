@@ -96,9 +96,7 @@ def ring_attention(
     sees: Visibility,
     dropout: float,
 ) -> Tensor:
-    """Compute attention of this rank's queries to the keys of all ranks. Collective over the
-    ring.
-    """
+    """Return attention of this rank's queries to all ranks' keys. Collective over the ring."""
     # From the CPU's generator, which recomputation of activations sets back.
     drops = Dropout(dropout, int(torch.randint(2**62, ())) if dropout else 0)
     kernel = choose_ring_kernel(q_BHSC, drops, ring.runs_on)
@@ -110,9 +108,7 @@ def ring_attention(
 
 
 class RingAttention(torch.autograd.Function):
-    """Attention around the ring, with sums over turns in fp32 (fp64 for fp64) for any operand
-    dtype.
-    """
+    """Attention around the ring, with sums over turns in fp32 (fp64 for fp64) for any operands."""
 
     @staticmethod
     def forward(
@@ -146,8 +142,7 @@ class RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         """Send keys and values around again, with their gradients one step behind.
 
-        Each turn computes the gradients of its own keys, from the output and the log-sum-exp of all
-        keys.
+        Each turn computes the gradients of its own keys, from output and log-sum-exp of all keys.
         """
         q, held, mixed, lse = ctx.saved_tensors
         ring, kernel = ctx.ring, ctx.kernel
@@ -264,9 +259,7 @@ def apply(request: LayoutRequest) -> Layout:
 
 
 def share_sequences(objective: nn.Module, ring: SequenceRing) -> PartOfSequence:
-    """Replace the model's attention by ring attention, in place. Raises BadInputError for a custom
-    model.
-    """
+    """Replace the model's attention by ring attention, in place. BadInputError: a custom model."""
     if not isinstance(objective, LanguageModelObjective):
         raise BadInputError(
             "strategy cp replaces the attention of outpace's own transformers; it does not know "

@@ -43,8 +43,7 @@ class Recorder(Protocol):
         """Return whether there is enough memory for graphs in addition to everything else."""
 
     def record(self, work: Callable[[], list[Tensor]]) -> Callable[[], None]:
-        """Capture `work`. Calling the result runs it again and writes to the tensors that `work`
-        returned.
+        """Capture `work`. Calling the result runs it again, into the tensors that `work` returned.
 
         Capturing does not run the work. Raises RuntimeError if it cannot be captured.
         """
@@ -54,9 +53,7 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Recorder for a CUDA device. All graphs share one memory pool, because they never run at
-    once.
-    """
+    """Recorder for a CUDA device. All graphs, which never run at once, share a memory pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -83,9 +80,7 @@ class CudaRecorder:
             _set_sync_debug_mode(before)
 
     def has_room(self) -> bool:
-        """Require twice the memory of the passes so far, for graphs and for everything that runs
-        without them.
-        """
+        """Require twice the memory of the passes so far, for graphs and for all else."""
         now_bytes = torch.cuda.memory_allocated(self._device)
         taken_bytes = torch.cuda.max_memory_allocated(self._device) - now_bytes
         free_bytes, _ = torch.cuda.mem_get_info(self._device)
@@ -179,8 +174,7 @@ class _Work:
 
 
 class GraphedLayout(Layout):
-    """A single process whose passes are captured after `WARMUP_PASSES` of each shape, then
-    replayed.
+    """Single process whose passes are captured after `WARMUP_PASSES` of a shape, then replayed.
 
     The first micro-batch of a step and those that accumulate gradients use different graphs.
     `on_failure` is called once with the reason if passes cannot be captured.
@@ -274,9 +268,7 @@ class GraphedLayout(Layout):
         return next((p.grad for p in self._parameters() if p.grad is not None), None)
 
     def _adds_in_place(self, held: Tensor | None) -> bool:
-        """Return whether gradients are where a graph left them, so that another graph can add to
-        them there.
-        """
+        """Return whether gradients are where a graph left them, for another to add to them."""
         made = [one.captured.gradients[0][1] for one in self._shapes.values() if one.captured]
         return held is None or any(held is gradient for gradient in made)
 

@@ -156,9 +156,7 @@ class CustomPipeline(SpreadLayout):
         )
 
     def _make_shared(self, rest: Mapping[str, nn.Parameter]) -> dist.ProcessGroup | None:
-        """Create a group of the ranks of the first and the last stage, if they are two and share
-        parameters.
-        """
+        """Create a group of the ranks of first and last stage, if two share parameters."""
         ends = {self._ranks_of[0], self._ranks_of[-1]}
         trained = [parameter for parameter in rest.values() if parameter.requires_grad]
         if len(ends) == 1 or not trained:
@@ -192,9 +190,7 @@ class CustomPipeline(SpreadLayout):
         self._schedule_for(cut(batch, self._plan.pp_microbatches)[0], hooks)
 
     def learn_forms_alone(self, objective: nn.Module, batch: Batch, hooks: StepHooks) -> None:
-        """Determine the same as `learn_forms` from a whole objective on this rank, without
-        values.
-        """
+        """Learn the same as `learn_forms` from a whole objective on this rank, without values."""
         ends = (0, len(self._parts) - 1)
         by_micro_batch(objective.model)  # type: ignore[arg-type]
         whole = {
@@ -240,9 +236,7 @@ class CustomPipeline(SpreadLayout):
                 raise
 
     def plain_draws(self) -> PlainDraws:
-        """Return the seeds with which a plain module draws the same numbers as the stages in the
-        next step.
-        """
+        """Return seeds with which a plain module draws as the stages in the next step."""
         told: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(told, self._draws.peek(), group=self._group)
         keys = [told[rank] for rank in self._ranks_of]
@@ -262,9 +256,7 @@ class CustomPipeline(SpreadLayout):
         return self._schedule
 
     def _scaled_loss(self, made: Tensor, number: Tensor) -> Tensor:
-        """Return the value from which the backward starts on the last stage, and add to the
-        totals.
-        """
+        """Return what the backward starts from on the last stage, and add to the totals."""
         self._totals += made.detach().double()
         return self._pass.scale(made[0])
 
@@ -320,9 +312,7 @@ class CustomPipeline(SpreadLayout):
         return torch.zeros(2 + len(sums), dtype=torch.float64, device=self._at)
 
     def _add_up_rest(self) -> None:
-        """Sum the gradients of parameters outside of the blocks over the first and the last
-        stage.
-        """
+        """Sum the gradients of parameters outside the blocks over the first and the last stage."""
         if self._shared is None:
             return
         for bucket in self._buckets:
@@ -418,9 +408,7 @@ def _meta_like(tensor: Tensor) -> Tensor:
 
 
 def stages_of(model: nn.Module, given: Blocks | None, strategy: str, ranks: int) -> list[list[str]]:
-    """Return the names of each stage's blocks, in order. Raises BadInputError if there are too
-    few.
-    """
+    """Return the names of each stage's blocks, in order. Raises BadInputError if too few."""
     count = ranks * SCHEDULES[strategy].stages_per_rank
     if given and not isinstance(given[0], str):
         if len(given) != count:

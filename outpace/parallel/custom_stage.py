@@ -150,15 +150,11 @@ class CustomStage(nn.Module):
         return [next(iter(self._parts[number].values())) for number in self.mine]
 
     def modules_of(self, blocks: range) -> dict[str, nn.Module]:
-        """Return the modules in blocks by their names in the model. The name of a block itself ends
-        with a dot.
-        """
+        """Return the modules in blocks by their names in the model; a block's ends with a dot."""
         return {name: part for number in blocks for name, part in self._parts[number].items()}
 
     def forward(self, *received: Tensor, number: Tensor) -> Any:
-        """Return the message of this micro-batch to the next stage; on the last stage, the
-        totals.
-        """
+        """Return the message of this micro-batch to the next stage; on the last one, the totals."""
         self._micro_batch = micro_batch = int(number)
         message = None
         if self.first:
@@ -381,9 +377,7 @@ class CustomStage(nn.Module):
 
     @contextmanager
     def allow_recompute(self, micro_batch: int, done: bool) -> Iterator[None]:
-        """Mark a micro-batch's backward, in which activations may be recomputed; `done` if it is
-        the last.
-        """
+        """Mark a micro-batch's backward, which may recompute activations; `done`: the last."""
         self._recomputing = micro_batch
         try:
             yield
@@ -406,8 +400,7 @@ def copy_structure(module: nn.Module) -> nn.Module:
 class _DetachableCopy(torch.autograd.Function):
     """A copy of a tensor that a split backward may detach in place.
 
-    The original may be a view, a parameter, or a tensor that an earlier operation keeps for its
-    gradient.
+    The original may be a view, a parameter, or a tensor that an operation keeps for its gradient.
     """
 
     @staticmethod

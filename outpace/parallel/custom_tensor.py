@@ -83,9 +83,7 @@ def _split_by_kind(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def layouts_of(model: nn.Module, given: Mapping[str, str] | None, ranks: int) -> dict[str, str]:
-    """Return each module's layout by its full name. Raises BadInputError for modules that cannot be
-    split.
-    """
+    """Return each module's layout by full name. Raises BadInputError if one cannot be split."""
     table = given if given is not None else getattr(model, "tp_plan", None)
     if not isinstance(table, Mapping) or not table:
         raise BadInputError(

@@ -47,8 +47,7 @@ class FirstPiece:
 
 @dataclass(frozen=True)
 class CutDifference:
-    """Differences between a batch and its parts: in the `loss`, and in the `buffers` that they
-    change.
+    """Differences between a batch and its parts: in the `loss`, and in `buffers` they change.
 
     `read`: those buffers on which the loss depends. The running statistics of BatchNorm in training
     are not among them.
@@ -68,8 +67,7 @@ def compare_cut(
     synchronised: bool,
     tolerance: float,
 ) -> CutDifference:
-    """Compare the loss of a batch with that of its two halves. Returns no difference if no batch is
-    cut.
+    """Compare the loss of a batch with that of its two halves. No difference if none is cut.
 
     The halves' effects on buffers are compared if their losses agree.
 
@@ -109,9 +107,7 @@ def compare_cut(
 def find_read_buffers(
     plain: nn.Module, hooks: StepHooks, drops: bool, moved: Mapping[str, Tensor], piece: Batch
 ) -> Names:
-    """Return those of the `moved` buffers whose changes affect the loss of a few samples of a
-    piece.
-    """
+    """Return the `moved` buffers whose changes affect the loss of a few samples of a piece."""
     mean_of = partial(_mean_of, plain, hooks, drops)
     return _find_read(mean_of, plain, moved, take_first(piece, _FEW))
 

@@ -53,9 +53,7 @@ class DataParallel(Layout):
     def checkpoint_state(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
-        """Return the state to save, which is complete on rank 0. Other ranks have the weights of
-        the last forward.
-        """
+        """Return the state to save, whole on rank 0. Others have the last forward's weights."""
         return (self.model, optimizer) if self._first else (None, None)
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
@@ -98,9 +96,7 @@ class DataParallel(Layout):
     def _loss(
         self, outputs: Tensor, targets: Tensor, hooks: StepHooks
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the totals and, if gradients are needed, the gradient of the outputs. On rank
-        0.
-        """
+        """Return the totals and, for gradients, the gradient of the outputs. On rank 0."""
         outputs.requires_grad_(torch.is_grad_enabled())
         with hooks.cast():
             loss_sum, count = self.objective.loss_from_hidden(outputs, targets)
@@ -120,9 +116,7 @@ class DataParallel(Layout):
                 spread(message, alike)
 
     def _scatter(self, batch: Batch) -> dict[str, Tensor]:
-        """Return this rank's micro-batch without targets, sent as bytes because its tensors differ
-        in dtype.
-        """
+        """Return this rank's micro-batch without targets, sent as bytes of several dtypes."""
         form = self._agree_on_form(batch)
         sizes = [math.prod(shape) * dtype.itemsize for _, shape, dtype in form]
         mine = torch.empty(sum(sizes), dtype=torch.uint8, device=self._on)
@@ -148,9 +142,7 @@ class DataParallel(Layout):
         return self._form
 
     def expect(self, batch: dict[str, Tensor]) -> None:
-        """Assume that micro-batches have the form of this whole one, so that rank 0 need not send
-        it.
-        """
+        """Take all micro-batches to have this one's form, so that rank 0 need not send it."""
         self._form = self._form_of(batch)
 
     def _form_of(self, batch: dict[str, Tensor]) -> Form:
@@ -216,8 +208,7 @@ class Outputs(nn.Module):
 
 
 class Threads(nn.Module):
-    """torch's DataParallel in one process, with one thread per CUDA device. The loss is computed
-    here.
+    """DataParallel in one process, with a thread per CUDA device. The loss is computed here.
 
     With one device, or on a CPU, there is nothing to divide.
     """
@@ -238,9 +229,7 @@ def _show(form: Form) -> str:
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Make rank 0 the leader. Raises BadInputError across hosts, and for a loss that takes a
-    batch.
-    """
+    """Make rank 0 the leader. Raises BadInputError across hosts and for a batch's loss."""
     ranks, objective = request.ranks, request.objective
     if ranks.local_world_size != ranks.world_size:
         raise BadInputError(

@@ -83,8 +83,7 @@ class FirstBatch:
 
     Create it before the objective is laid out, because it copies the objective's structure. `say`
     is called with sentences on rank 0. `by_command`: the reader has flags, not a loop. `blocks` are
-    the names of the parts that recompute, if the user gives them. `resumed` may be set if earlier
-    steps were done.
+    the names of the parts that recompute, if the user gives them. `resumed` may be set.
     """
 
     def __init__(
@@ -172,8 +171,7 @@ class FirstBatch:
     ) -> tuple[tuple[str, str] | None, Tensor | None]:
         """Run the layout, and return the first difference and its likely cause, or None.
 
-        Also returns the first step's totals, if this was the first step. Collective. Raises
-        BadInputError.
+        Also returns the step's totals, if this was the first. Collective. Raises BadInputError.
         """
         device = layout._device()
         watch = MovedParameters(layout.named_parameters())
@@ -225,8 +223,7 @@ class FirstBatch:
             self._say(explain_kept_state(*told))
 
     def _find_moved_buffers(self, found: PlainSums, count: int) -> list[str]:
-        """Return the buffers that parts of the batch change differently, and on which the loss
-        depends.
+        """Return the buffers that parts of the batch change unlike, and the loss depends on.
 
         If a rank has several micro-batches, this is any such buffer, because each micro-batch reads
         what the previous ones left, which one process over all samples does not.
@@ -271,9 +268,7 @@ class FirstBatch:
             raise _on_all_ranks(self._explain_moves(apart, _BY_SAMPLES))
 
     def _require_shared_state(self, found: PlainSums, allowed: ComparisonLimits) -> None:
-        """Refuse state in attributes that depends on samples, since each rank has its own
-        samples.
-        """
+        """Refuse state in attributes that depends on samples, since each rank has its own."""
         least = halves_tolerance(self._plan, allowed)
         if self._plan.data_parallel > 1 and any(one.apart > least for one in found.states):
             ways_out = WAYS_OUT[self._by_command]
@@ -449,9 +444,7 @@ class FirstBatch:
     def _sums(
         self, layout: Layout, plain: PlainSums, holders: Sequence[ModuleDtypes], factor: float
     ) -> Tensor:
-        """Return this rank's shares of products and squares of gradients, and 1 for each: (3,
-        names).
-        """
+        """Return a rank's shares of gradients' products and squares, and 1 for each: (3, names)."""
         named = dict(layout.named_parameters()) if layout.has_sums else {}
         sums = torch.zeros(3, len(plain.names), dtype=torch.float64, device=plain.sums.device)
         for number, name in enumerate(plain.names):
@@ -529,9 +522,7 @@ def _explain_moved_buffers(names: Sequence[str]) -> str:
 
 
 def _apart_names(prints: Sequence[Mapping[str, Any]], holders_alone: bool = False) -> list[str]:
-    """Return names with several fingerprints or, except for `holders_alone`, with none on some
-    rank.
-    """
+    """Return names with several fingerprints or, but for `holders_alone`, none on a rank."""
     names = sorted(set().union(*prints))
     return [
         name

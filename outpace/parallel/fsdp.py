@@ -100,8 +100,7 @@ def unsplittable(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Para
 
 
 def _parts_of_units(module: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Return the modules of each block, without those of nested blocks, and the modules outside of
-    all blocks.
+    """Return the modules of each block, without nested blocks', and those outside of all.
 
     They are in the module's order, which is the same on all ranks.
     """

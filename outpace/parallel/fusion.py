@@ -14,8 +14,7 @@ class FusedGradients:
     """A buffer for the gradients of `parameters`, all with the same dtype and device.
 
     After the gradients, the buffer has one number per parameter: 1 if it has a gradient. After a
-    sum over ranks, 0 means that no rank has one, and the optimizer skips the parameter, as in a
-    single process.
+    sum over ranks, 0 means that no rank has one, and the optimizer skips the parameter.
     """
 
     def __init__(
@@ -64,8 +63,7 @@ def fuse(
 ) -> list[FusedGradients]:
     """Create buffers of at most `limit_bytes` for gradients of parameters in the given order.
 
-    A larger parameter gets its own buffer. `dtype` is that of the buffers; None: the parameters'
-    own.
+    A larger parameter gets its own buffer. `dtype` is the buffers'; None: the parameters'.
     """
     groups: list[list[nn.Parameter]] = []
     filled = 0

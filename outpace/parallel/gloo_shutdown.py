@@ -29,9 +29,7 @@ def _rest() -> None:
 
 
 def _busy() -> bool:
-    """Return whether one of gloo's threads runs, or would if it had a core; False except on
-    Linux.
-    """
+    """Return whether a thread of gloo's runs, or would if it had a core; False except on Linux."""
     for status in Path("/proc/self/task").glob("*/stat"):
         try:
             name, _, rest = status.read_text().partition("(")[2].rpartition(")")

@@ -51,9 +51,7 @@ class GradientUse:
         self.all_wrote = False
 
     def agree(self, used: Sequence[bool]) -> None:
-        """Drop the gradients of those parameters in `used` that no rank uses in this step.
-        Collective.
-        """
+        """Drop gradients of parameters in `used` that no rank uses in this step. Collective."""
         self.steps += 1
         self.all_wrote = False
         complete, wrote = all(used), self.find_writes()

@@ -55,9 +55,7 @@ class HorovodReducer:
         self._pending: list[Any] = []
 
     def begin(self, buffer: Tensor) -> None:
-        """Name buffers for Horovod, which matches them by name, with the same names in each
-        step.
-        """
+        """Name buffers for Horovod, which matches them by name, the same in each step."""
         name = f"outpace.{len(self._pending)}"
         handle = self._hvd.allreduce_async_(buffer, name=name, op=self._hvd.Sum)
         self._pending.append(handle)
@@ -70,9 +68,7 @@ class HorovodReducer:
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Make replicas equal and connect them by Horovod. Raises BadInputError if that is not
-    possible.
-    """
+    """Make replicas equal and connect them by Horovod. Raises BadInputError if it cannot."""
     reason = why_not(request.ranks)
     if reason is not None:
         raise BadInputError(f"strategy horovod: {reason}.")

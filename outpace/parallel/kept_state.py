@@ -50,8 +50,7 @@ Totals = tuple[float, float]  # sum of a loss, and count
 
 @dataclass(frozen=True)
 class KeptState:
-    """State on which the loss depends, and the module's own generators, by names of
-    `kept_attributes`.
+    """State that the loss depends on, and the module's generators, as `kept_attributes` names.
 
     `found`: whether the loss of samples changes with previous samples although everything that a
     checkpoint contains is the same. `unseen`: whether the cause is something that outpace could not
@@ -94,11 +93,9 @@ def find_kept_state(
     in_halves: bool = False,
     share: tuple[int, int] = (0, 1),
 ) -> KeptState:
-    """Find the state that an objective keeps, by running forwards of a few samples of a
-    micro-batch.
+    """Find state that an objective keeps, by forwards of a few samples of a micro-batch.
 
-    `other` is another micro-batch, if there is one; its first sample is run before a micro-batch of
-    one sample.
+    `other` is another micro-batch, if any; its first sample runs before a micro-batch of one.
 
     The loss of samples is compared with their loss after other samples, with the same buffers,
     parameters and random numbers. `alone`: there is a single process, whose checkpoints contain the
@@ -176,9 +173,7 @@ class _Comparison:
         self._is_first = False
 
     def run(self, batch: Batch, other: Batch, whole: Batch, more: Batch | None) -> KeptState:
-        """Search for state; `whole` gives the samples by which ranks would differ. Raises the
-        module's errors.
-        """
+        """Search for state; `whole` has the samples by which ranks would differ."""
         begin = kept_attributes(self._plain)
         fresh, kept = self._loss_after(None, batch)
         after, kept_after = self._loss_after(other, batch)
@@ -204,9 +199,7 @@ class _Comparison:
         return KeptState(True, tuple(sorted(changed)), generators, unseen, apart)
 
     def _find_noise(self, other: Batch, batch: Batch, fresh: float, after: float) -> float:
-        """Return by how much identical forwards differ; if it may be only rounding, compare both
-        again.
-        """
+        """Return how far identical forwards differ; if it may be rounding, compare again."""
         noise = difference(self._loss_after(None, batch)[0], fresh)
         if noise or difference(after, fresh) > _ROUNDING:
             return noise
@@ -327,9 +320,7 @@ class _Comparison:
         return 0.0 if shapes != other_shapes else difference(after_others, second)
 
     def _shapes_and_loss(self, other: Batch, batch: Batch) -> tuple[Any, float]:
-        """Return the shapes in the state kept after another batch, and a batch's loss after
-        that.
-        """
+        """Return shapes in the state kept after another batch, and a batch's loss after that."""
         with self._without_effects():
             drawn = random_state(self._device)
             self._mean(other)
@@ -472,8 +463,7 @@ def _explain_generators(names: Sequence[str]) -> str:
 
 
 def explain_evaluated_state(found: KeptState) -> str | None:
-    """Return a warning about the evaluation loss of a model with state that no file contains; None
-    without such state.
+    """Return a warning about the evaluation loss of a model with state of no file, or None.
 
     The state is searched on the evaluation data, in training mode.
     """
@@ -487,9 +477,7 @@ def explain_evaluated_state(found: KeptState) -> str | None:
 
 
 def explain_state_after_resume(found: KeptState) -> str:
-    """Return a warning for state that makes only a resumed run compute differently, also in a
-    single process.
-    """
+    """Return a warning for state that makes a resumed run differ, also in a single process."""
     return (
         "Without a break it is right; resumed it is not, as one process is not: the forward or the "
         f"loss keeps {name_attributes(found.names)} from step to step, the loss depends on it, and "

@@ -66,9 +66,7 @@ class LaterWrites:
             self._use.find_writes = self._find_writes
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Run the layout's `gradients`. Raises BadInputError for a forward that writes to
-        parameters.
-        """
+        """Run the layout's `gradients`. Raises BadInputError if a forward writes to parameters."""
         self._step += 1
         self._looks = self._step & (self._step - 1) == 0
         if self._looks:
@@ -112,9 +110,7 @@ class LaterWrites:
         return bool(self._written)
 
     def _judge(self) -> None:
-        """Refuse the writes, unless all ranks have written the same. Collective if there are
-        any.
-        """
+        """Refuse the writes, unless all ranks have written the same. Collective if any."""
         names = sorted(self._written)
         if self._use is None or not self._use.all_wrote:
             raise self._refusal(names)

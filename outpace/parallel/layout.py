@@ -44,10 +44,9 @@ class LayoutRequest:
     The objective is on its device, or on meta if `deferred_init.fills_later`.
 
     For a custom model, `blocks` are the names of its repeated parts, or one list of names for each
-    stage of a pipeline (None: detected). `layouts` maps names to the way their matrices are split.
+    stage of a pipeline (None: found). `layouts` maps names to the way their matrices are split.
     `scratch` stores the parameters of a plan that offloads them to disk. `cuda_graphs`: replay
-    passes of `single` as CUDA graphs; `on_failure` is called with the reason if that is not
-    possible.
+    passes of `single` as CUDA graphs; `on_failure` takes the reason where it cannot.
     """
 
     objective: nn.Module
@@ -78,15 +77,12 @@ def totals_of(loss_sum: Tensor, count: Tensor, *sums: Tensor) -> Tensor:
 
 
 def divisor(count: Tensor) -> Tensor:
-    """Return the number by which to divide a sum over `count` targets (or weights) to get its mean;
-    never 0.
-    """
+    """Return by what to divide a sum over `count` targets (or weights) for its mean; never 0."""
     return torch.where(count > 0, count, torch.ones_like(count))
 
 
 class Layout:
-    """An objective on this rank. The base class has the whole objective on each rank, without
-    communication.
+    """An objective on this rank. The base class has it whole on each rank, without communication.
 
     `module` is called instead of the objective; `model` holds this rank's parameters by their names
     in a single process. The collective divides the sum of the ranks' gradients by `averages`, so
@@ -117,9 +113,7 @@ class Layout:
         yield from self.model.named_parameters()
 
     def _parameters(self) -> list[nn.Parameter]:
-        """Return this rank's parameters. Walking over all modules in each step would take longer
-        than clipping.
-        """
+        """Return this rank's parameters. Walking over modules would take longer than clipping."""
         if self._known is None:
             self._known = [parameter for _, parameter in self.named_parameters()]
         return self._known
@@ -180,31 +174,26 @@ class Layout:
         """Prepare for the first step of this process, after `start_step` steps."""
 
     def learn_forms(self, batch: Batch, hooks: StepHooks) -> None:
-        """Learn what has to be kept from a first batch, before a check that restores what it
-        changes.
+        """Learn what has to be kept from a first batch, before a check that undoes changes.
 
         Collective. Most layouts do nothing.
         """
 
     def plain_draws(self) -> PlainDraws | None:
-        """Return a way for a plain module to draw the same numbers as the next step's stages.
-        Collective.
+        """Return a way for a plain module to draw as the next step's stages. Collective.
 
         None if that is unnecessary, since each rank has its own samples, or impossible.
         """
         return None
 
     def discard_comparison(self) -> None:
-        """Undo the counting by collectives in the `gradients` of a comparison, which is not a
-        step.
-        """
+        """Undo the counting by collectives in `gradients` of a comparison, which is no step."""
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
         """Run forward and backward of this rank's micro-batches of one step.
 
         Returns (2,) float64: this rank's share of the sum of losses and of the number of targets;
-        the sum over all ranks is that of the global batch. Afterwards, every parameter's gradient
-        is reduced.
+        over all ranks, of the global batch. Afterwards gradients are reduced.
         """
         if self.buffers is not None:
             self.buffers.begin_step()
@@ -278,9 +267,7 @@ class Layout:
         return [p.grad for p in self._parameters() if p.grad is not None]
 
     def total_norm(self) -> Tensor:
-        """Return the 2-norm of the whole model's gradient, counting each parameter once.
-        Collective.
-        """
+        """Return the 2-norm of the whole model's gradient, each parameter once. Collective."""
         return total_norm([*self._norms_of_stepped(), *self.local_gradients()])
 
     def clip(self, limit: float, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
@@ -374,8 +361,7 @@ class SpreadLayout(Layout):
 
 
 class ShardedLayout(SpreadLayout):
-    """A layout whose parameters are sharded over the ranks of `group`, at least the large ones, as
-    DTensors.
+    """A layout whose parameters are sharded over `group`, at least the large ones, as DTensors.
 
     `meta_model` is the model as it was before, without memory for its weights.
     """

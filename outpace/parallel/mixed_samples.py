@@ -37,9 +37,7 @@ _FIRST = 5
 
 @dataclass(frozen=True)
 class MixedDifference:
-    """A difference in the `loss`, or otherwise in the `gradient` of the parameters with these
-    `names`.
-    """
+    """Difference in the `loss`, or else in the `gradient` of the parameters `names`."""
 
     loss: float = 0.0
     gradient: float = 0.0
@@ -77,8 +75,7 @@ class MixedSamples:
         """Compare the first samples of ranks' micro-batches. Collective.
 
         `piece` is this rank's, or None if its samples are not needed; `order` is the rank's index
-        among those that have a piece. All ranks skip the comparison if any of them sets
-        `leave_out`.
+        among those that have a piece. All ranks skip it if any sets `leave_out`.
 
         A single sample may be a special case, so a difference is confirmed with two samples if
         micro-batches have at least four.

@@ -10,9 +10,7 @@ from outpace.records.plan import Strategy
 
 
 def find_refused_strategies(model: CustomModel, ranks: int) -> dict[Strategy, str]:
-    """Return the strategies that a module's structure rules out on `ranks` ranks, each with the
-    reason.
-    """
+    """Return the strategies that a module's structure rules out on `ranks`, with reasons."""
     others: tuple[Strategy, ...] = ("dp", "cp", "3d")  # of outpace's models
     found = {name: str(refused_strategy(name)) for name in others}
     try:

@@ -69,8 +69,7 @@ def preserve_state(module: nn.Module, device: torch.device) -> Iterator[Callable
 
 
 def kept_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the values that an objective keeps outside of parameters and saved buffers, in a
-    comparable form.
+    """Return values that an objective keeps outside of parameters and saved buffers, comparable.
 
     By name, these are numbers, tensors, generators, and the contents of containers and objects of
     the user's own classes in plain attributes; buffers that are not in checkpoints; and globals,
@@ -95,9 +94,7 @@ def kept_attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def unsaved_kind(objective: nn.Module, name: str, part: nn.Module, buffer: str) -> str | None:
-    """Return the kind of a buffer in the part `name` of an objective; None if checkpoints contain
-    it.
-    """
+    """Return the kind of a buffer in the part `name` of an objective; None if it is saved."""
     if buffer in part._non_persistent_buffers_set:
         return "a buffer with persistent=False"
     of_model = "model" not in objective._modules or name == "model" or name.startswith("model.")
@@ -163,8 +160,7 @@ def _is_constant(array: Any) -> bool:
 
 
 def change_counters(module: nn.Module, name: str, change: Callable[[Any], Any]) -> bool:
-    """Change the integers in the attribute `name` of `kept_attributes`; return whether there are
-    any.
+    """Change integers in the attribute `name` of `kept_attributes`; return if there are any.
 
     These include tensors and arrays with a single number, and entries of dicts and lists.
     """
@@ -254,9 +250,7 @@ def undo_draws(module: nn.Module) -> Undo:
 
 
 def _undo_all(module: nn.Module, only: tuple[type, ...] = (object,)) -> list[Undo]:
-    """Return functions that restore everything that a module's buffers, attributes and functions
-    reach.
-    """
+    """Return functions that restore all that a module's buffers, attributes, functions reach."""
     places = find_places(module)
     waiting: list[Any] = [*module.modules(), *(place.get() for place in places)]
     seen: dict[int, Any] = {id(p): p for p in module.parameters()}  # held, so that ids stay theirs

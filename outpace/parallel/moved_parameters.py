@@ -22,9 +22,7 @@ NEEDED_BEFORE = "other micro-batches, which are under way, need it as it was"
 
 
 class MovedParameters(TorchDispatchMode):
-    """Records which of the named tensors are written to inside the context, and their previous
-    values.
-    """
+    """Records which of the named tensors the context writes to, and their previous values."""
 
     supports_higher_order_operators = True
 
@@ -164,9 +162,7 @@ def is_lost_value(error: BaseException) -> bool:
 
 
 def explain_writes(names: Sequence[str], strategy: str, why: str) -> str:
-    """Return a message for a forward that writes to parameters although the strategy does not allow
-    it.
-    """
+    """Return a message for a forward that writes to parameters, which a strategy forbids."""
     return (
         f"the module's forward changes the values of {first_names(names)}, and under strategy "
         f"{strategy} {why}. Change parameters between steps instead, all ranks alike."

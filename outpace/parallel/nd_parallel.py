@@ -176,9 +176,7 @@ def _pipeline(
 
 
 def _clone_output(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
-    """Copy a stage's output, so that it is not a view of a DTensor's part, about which sharded
-    modules warn.
-    """
+    """Copy a stage's output: sharded modules warn about a view of a DTensor's part."""
     return output.clone()
 
 
@@ -198,8 +196,7 @@ def _share(
 def _sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh that shards parameters (dp_shard and cp), with its replicas.
 
-    For gradients, the ranks of a sequence are like the ranks of a batch. Replicas of shards are
-    averaged.
+    For gradients, a sequence's ranks are like a batch's. Replicas of shards are averaged.
     """
     shards = mesh["dp_shard", "cp"]._flatten("shard")
     return DeviceMesh._concatenate([mesh["dp_replicate"], shards])

@@ -34,9 +34,7 @@ if TYPE_CHECKING:
 
 
 def gathers(plan: Plan, device: torch.device) -> bool:
-    """Return whether a single process has to gather its parameters because they are stored
-    elsewhere.
-    """
+    """Return whether a single process has to gather its parameters as they are stored elsewhere."""
     from_disk = plan.offload_parameters == "disk" and device.type != "cpu"
     return plan.offload_parameters == "cpu" or from_disk
 

@@ -1,8 +1,7 @@
 """Variables outside of a user's module that its functions and its loss use, and may change.
 
 Globals of the user's files that code names, attributes of the user's classes and functions,
-variables that functions have enclosed, and default arguments. Of files of installed packages
-nothing is looked at.
+variables that functions have enclosed, and default arguments. Installed packages are left out.
 """
 
 import builtins
@@ -43,9 +42,7 @@ class OuterVariable:
 
 
 def find_places(module: nn.Module) -> list[OuterVariable]:
-    """Return all variables that functions of a module, its parts, its hooks and its loss can
-    use.
-    """
+    """Return all variables that functions of a module, its parts, hooks and loss can use."""
     walk = _Walk()
     for part in module.modules():
         walk.add(type(part))

@@ -69,8 +69,7 @@ class ParallelModule:
         """Return this rank's samples of a global batch that all ranks have read.
 
         If ranks read different samples instead (DistributedSampler), read share
-        `plan.data_rank(rank)` of `plan.data_parallel`: ranks of one pipeline or tensor-parallel
-        group read the same.
+        `plan.data_rank(rank)` of `plan.data_parallel`: a pipeline or tp group reads the same.
         """
         number, shares = self.plan.data_rank(self._ranks.rank), self.plan.data_parallel
         assert number is not None
@@ -80,8 +79,7 @@ class ParallelModule:
             ]
 
     def forward_backward(self, batch: Batch) -> Tensor:
-        """Compute the mean loss over the global batch from this rank's share of it, and its
-        gradients.
+        """Compute the global batch's mean loss from this rank's share, and its gradients.
 
         Replaces `loss.backward()`: afterwards, every gradient is that of this mean. Previous
         gradients are dropped. The share is processed in the plan's micro-batches.
@@ -111,9 +109,7 @@ class ParallelModule:
     def make_optimizer(
         self, build: Callable[..., torch.optim.Optimizer], **options: Any
     ) -> torch.optim.Optimizer:
-        """Return `build(parameters, **options)` for this rank's parameters, with for example
-        torch.optim.AdamW.
-        """
+        """Return this rank's optimizer: `build(parameters, **options)`, as by torch.optim.AdamW."""
         held = [p for _, p in self.layout.named_parameters() if p.requires_grad]
         return place_optimizer(
             self.layout, self.plan, self._scratch, [{"params": held}], partial(build, **options)
@@ -130,9 +126,7 @@ class ParallelModule:
             return totals[0] / totals[1]
 
     def state_dict(self) -> dict[str, Tensor] | None:
-        """Return the whole model's state by the original module's names on rank 0, and None on
-        other ranks.
-        """
+        """Return the whole model's state by the module's own names on rank 0, None elsewhere."""
         whole = self.layout.whole_model(self._ranks.rank == 0)
         return None if whole is None else dict(whole.state_dict())
 
@@ -247,8 +241,7 @@ def lay_out(
 ) -> Layout:
     """Lay out a custom model's objective on its ranks, with the plan's options. Collective.
 
-    Call `synchronise_statistics` before. `on_failure` is called with the reason if the compiler
-    fails on the model.
+    Call `synchronise_statistics` before. `on_failure` takes the reason if the compiler fails.
     """
     apply_plan_options(custom, plan, scratch, on_failure)
     return apply(
@@ -276,9 +269,7 @@ def synchronise_statistics(custom: CustomModel, plan: Plan) -> None:
 
 
 def refused_strategy(strategy: str) -> str | None:
-    """Explain why `parallelize` does not accept a strategy, and suggest another; None if it
-    does.
-    """
+    """Explain why `parallelize` does not take a strategy, and suggest another; None if it does."""
     return _REFUSED.get(strategy)
 
 
@@ -326,9 +317,7 @@ def launched_world_size() -> int:
 
 
 def _ranks(plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> Ranks:
-    """Return this process's position among the plan's ranks. Initialises torch.distributed if
-    necessary.
-    """
+    """Return this process's position among the plan's ranks. Initialises torch.distributed."""
     started = dist.get_world_size() if dist.is_initialized() else launched_world_size()
     if plan.world_size == 1 and started == 1 and mesh is None:
         if plan.strategy != "single":

@@ -83,9 +83,7 @@ class _Notice(ctypes.Structure):
 
 
 def _lasting_notice() -> _Notice:
-    """Create a notice with its own token that is never freed, because others may read it once more
-    at the end.
-    """
+    """Create a notice with its own token, never freed, as others may read it at the end."""
     notice = _Notice(secrets.randbits(62), 0, 0, 0)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(notice))
     return notice
@@ -126,9 +124,7 @@ def _reader() -> _Copy | None:
 
 
 def _let_family_read() -> None:
-    """Allow the launcher's other processes to read this one, if Yama allows only parents to do
-    so.
-    """
+    """Allow the launcher's other processes to read this one, if Yama lets only parents do so."""
     ctypes.CDLL(None).prctl(_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
@@ -138,8 +134,7 @@ class PeerMemoryGroup:
     All methods raise dist.DistError if a rank is gone, gave up, or does not arrive in time; this
     rank then gives up too, and the others see that. They raise BadInputError if another rank calls
     another collective, with a different `unit` or length. Buffers are one-dimensional. Each sum is
-    computed on one rank, in the order of ranks, and copied from there, so all ranks get bitwise
-    equal results.
+    computed on one rank, in the order of ranks, and copied: results are bitwise equal.
     """
 
     def __init__(self, group: dist.ProcessGroup, read: _Copy, limit_s: float) -> None:
@@ -180,9 +175,7 @@ class PeerMemoryGroup:
             self._move()  # before which nobody changes what others read
 
     def all_gather(self, buffer: Tensor, part: Tensor, unit: int = 0) -> None:
-        """Fill `buffer` with the ranks' parts, which have equal lengths; `part` may be a view of
-        it.
-        """
+        """Fill `buffer` with the ranks' parts, of equal lengths; `part` may be a view of it."""
         with self._or_give_up():
             self._share_buffer(part, 2 * unit)
             for (_, piece), one in zip(self._pieces(buffer), self._everyone, strict=True):
@@ -256,8 +249,7 @@ class PeerMemoryGroup:
     def _move(self) -> dict[int, int]:
         """Tell other ranks that the next move is made, and wait until they have made it too.
 
-        Returns the kinds of their collectives, which after the last move may already be the next
-        ones.
+        Returns the kinds of their collectives, which after the last move may be the next ones.
         """
         kinds = {}
         self._notice.moves += 1
@@ -287,8 +279,7 @@ class PeerMemoryGroup:
 
 
 def peer_memory_group(group: dist.ProcessGroup) -> PeerMemoryGroup | None:
-    """Return the ranks of a group if all are on this host; None if they cannot read each other's
-    memory.
+    """Return a group's ranks if all are on this host; None if they cannot read each other.
 
     Collective: all ranks get the same answer.
     """
@@ -310,9 +301,7 @@ def peer_memory_group(group: dist.ProcessGroup) -> PeerMemoryGroup | None:
 
 
 class GradientAveraging:
-    """DDP's gradient reduction with a `PeerMemoryGroup`. `begin` is DDP's hook; a thread does the
-    work.
-    """
+    """DDP's gradient reduction by a `PeerMemoryGroup`. `begin` is DDP's hook; a thread works."""
 
     def __init__(self, peer_memory_group: PeerMemoryGroup, group: dist.ProcessGroup) -> None:
         self._peers = peer_memory_group

@@ -87,8 +87,7 @@ class PipelineLayout(SpreadLayout):
 
     `parts` are the stages of the whole pipeline, as parts of the model. `group` contains its ranks,
     starting with that of the first stage. The totals of losses and targets are on the last stage.
-    `whole` is the model without memory for its weights, and `share` returns this rank's part of a
-    batch.
+    `whole` is the model without weights, and `share` returns this rank's part of a batch.
     """
 
     objective: LanguageModelObjective
@@ -120,9 +119,7 @@ class PipelineLayout(SpreadLayout):
         self._shape: torch.Size | None = None
 
     def _other_end(self, tied: bool) -> int | None:
-        """Return the rank that has the same embedding as this one, on the first or the last stage;
-        often none.
-        """
+        """Return the rank with this one's embedding, on the first or the last stage, if any."""
         first, last = self._ranks_of[0], self._ranks_of[-1]
         if not tied or first == last or self._rank not in (first, last):
             return None
@@ -177,15 +174,11 @@ class PipelineLayout(SpreadLayout):
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Return the dtype of hidden states between blocks, which does not depend on that of the
-        products.
-        """
+        """Return the dtype of hidden states between blocks, whatever that of products is."""
         return next(self.model.parameters()).dtype
 
     def _scaled_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return the value from which the backward starts on the last stage, and add to the
-        totals.
-        """
+        """Return what the backward starts from on the last stage, and add to the totals."""
         given = self._pass
         with given.cast():
             loss_sum, count = self.objective.loss_from_hidden(hidden, targets)
@@ -231,9 +224,7 @@ class PipelineLayout(SpreadLayout):
     def _pass_on(
         self, batch: Batch, hooks: StepHooks, sent: list[tuple[dist.Work, Tensor]]
     ) -> Tensor:
-        """Run a micro-batch through this rank's stages; tensors in `sent` must be kept until they
-        arrive.
-        """
+        """Run a micro-batch through this rank's stages; keep `sent` until it arrives."""
         hidden: Tensor = batch["tokens"]
         ranks, last = self._ranks_of, len(self._parts) - 1
         for stage, module in self.modules.items():
@@ -314,9 +305,7 @@ def _merge_parts(parts: Sequence[Part]) -> Part:
 
 
 def _context(batch: Batch) -> dict[str, Tensor]:
-    """Return the parts of a batch that the blocks need, by the names of the transformer's
-    arguments.
-    """
+    """Return the parts of a batch that the blocks need, by names of the transformer's arguments."""
     held = {f"{name}_BS": batch[name] for name in _CONTEXT if name in batch}
     if "positions" in batch:
         held["positions"] = batch["positions"].expand_as(batch["tokens"])  # to be cut as they are
@@ -324,9 +313,7 @@ def _context(batch: Batch) -> dict[str, Tensor]:
 
 
 def cut(plan: Plan, model: Transformer) -> list[Part]:
-    """Return the stages of a plan's pipeline. Raises BadInputError if there are fewer layers than
-    stages.
-    """
+    """Return a plan's stages. Raises BadInputError for fewer layers than stages."""
     spec = model.spec
     if spec.layers < plan.stages:
         # At least one layer for each stage.

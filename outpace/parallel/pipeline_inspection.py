@@ -75,9 +75,7 @@ class PipelineInspection:
         self.loss_dtype = torch.float32
 
     def take(self, batch: Batch, hooks: StepHooks) -> None:
-        """Configure what each stage receives and sends. Raises BadInputError on all ranks if one of
-        them fails.
-        """
+        """Set what each stage receives and sends. Raises BadInputError on all ranks."""
         if self._alone:
             return
         taken: dict[int, Message | None] = {}
@@ -134,9 +132,7 @@ class PipelineInspection:
         outputs: dict[int, Message | Tensor | None],
         found: dict[int, StageFindings],
     ) -> None:
-        """Run the micro-batch through this rank's stages; after a refusal, only its absence is
-        passed on.
-        """
+        """Run the micro-batch through this rank's stages; after a refusal, pass on its absence."""
         output: Message | Tensor | None = None
         error: Exception | None = None
         ranks = self._ranks_of
@@ -260,9 +256,7 @@ class PipelineInspection:
         return micro_loss_tolerance(min(sizes, default=4), low)
 
     def _whole(self, batch: Batch, hooks: StepHooks) -> Tensor | None:
-        """Return the totals of one process, from each rank's parameters; None if its forward
-        fails.
-        """
+        """Return the totals of one process, by each rank's parameters; None if it fails."""
         stage = self._stages[len(self._parts) - 1]
         lent = iter(range(len(self._names)))
 
@@ -326,8 +320,7 @@ class PipelineInspection:
         taken: Mapping[int, Message | None],
         outputs: Mapping[int, "Message | Tensor | None"],
     ) -> BadInputError | None:
-        """Tell stages which values are sent, from the stage that stores them to the last one that
-        reads them.
+        """Tell stages which values are sent, from the one that stores to the last that reads.
 
         Returns why one of this rank's stages cannot send them.
         """

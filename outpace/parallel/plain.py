@@ -29,9 +29,7 @@ _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
 
 class NoDropout(TorchFunctionMode):
-    """Replaces torch's dropout functions by the identity. `would_drop`: whether any would have
-    dropped values.
-    """
+    """Replaces torch's dropouts by the identity. `would_drop`: whether any would have dropped."""
 
     def __init__(self, would_drop: bool = False) -> None:
         super().__init__()
@@ -143,9 +141,7 @@ class NarrowResults(TorchDispatchMode):
 
 
 def to_float64(module: nn.Module) -> nn.Module:
-    """Convert all floating-point parameters and buffers to float64, and complex ones to
-    complex128.
-    """
+    """Convert floating-point parameters and buffers to float64, and complex ones to complex128."""
 
     def wide(tensor: Tensor) -> Tensor:
         if tensor.is_floating_point():

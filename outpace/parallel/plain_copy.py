@@ -43,8 +43,7 @@ def fill_copy(
     """Fill a copy without data with the layout's weights and buffers; yield the parameters' names.
 
     Whole tensors are shared with the layout, shards are gathered, and other ranks send the rest;
-    `holders` says which rank holds what. Ranks without samples (servers) do not need them.
-    Collective.
+    `holders` says which rank holds what. Servers, without samples, need none. Collective.
     """
     model = model_of(plain)
     names = [name for name, _ in model.named_parameters()]
@@ -72,8 +71,7 @@ def fill_copy(
 
 @contextmanager
 def redirect_references(trained: Sequence[nn.Module], plain: nn.Module) -> Iterator[None]:
-    """Redirect references to the trained module's parts, such as in a loss's closure, to the copy's
-    parts.
+    """Redirect references to the trained module's parts, as in a loss's closure, to the copy's.
 
     `trained` are the modules that `plain` was copied from, in order.
     """

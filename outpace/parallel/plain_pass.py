@@ -61,8 +61,7 @@ _FAILS = "a copy of the module fails"
 class PlainFailure:
     """Reason why there are no sums.
 
-    `by_cut`: the module works if the batch is not cut or all ranks compute. Training may not start
-    then.
+    `by_cut`: the module works where the batch is not cut. Training may not start then.
     """
 
     reason: str
@@ -215,13 +214,11 @@ class PlainPass:
         hooks: StepHooks,
         holders: Sequence[ModuleDtypes],
     ) -> "PlainSums | None":
-        """Return the sums of this rank's part of all samples, combined in a different way.
-        Collective.
+        """Return the sums of this rank's part of all samples, combined otherwise. Collective.
 
         For tensor-parallel ranks, which have the same samples. If the layout, which runs whole
         micro-batches, computes the same, then samples do not affect each other, nor do previous
-        calls. None if samples cannot be separated, or if a forward changes something that may
-        matter.
+        calls. None if samples cannot be separated, or a forward changes something.
         """
         if self._plan.tp == 1:
             return None
@@ -381,8 +378,7 @@ class PlainPass:
         draws: PlainDraws | None,
         keeps: bool = False,
     ) -> str | None:
-        """Add up this rank's part of the `pieces` from `_pieces`; return why that is impossible, or
-        None.
+        """Add up this rank's part of the `pieces` from `_pieces`; return why not, or None.
 
         `draws` makes ranks with the same samples draw what the layout will; without it, dropout is
         disabled. `keeps`: record whether attributes change.
@@ -426,8 +422,7 @@ class PlainPass:
     ) -> PlainFailure:
         """Check whether the module fails because tensors of a batch are not cut alike. Collective.
 
-        That is the case if the copy runs on the whole batch. If this cannot be tried, it may be the
-        case.
+        That is the case if the copy runs on the whole batch. If this cannot be tried, it may be.
         """
         if reason.startswith(COLLECTIVE):
             return PlainFailure(reason, by_cut=True)
@@ -502,8 +497,7 @@ def _run_backward(
 class PlainSums:
     """Results of the plain module on this rank.
 
-    They are sums of loss, count and sizes, then inner products of gradients, then the numbers of
-    gradients.
+    They are sums of loss, count and sizes, then gradients' inner products, then their numbers.
     """
 
     def __init__(self, names: Sequence[str], model: nn.Module, device: torch.device) -> None:

@@ -94,9 +94,7 @@ class Role(Layout):
         return square.sqrt()
 
     def sync_found_inf(self, found_inf: Tensor) -> None:
-        """Make all ranks skip the step if a server has to, since each server has seen only its own
-        share.
-        """
+        """Make all ranks skip the step if a server has to; each has seen only its own share."""
         dist.all_reduce(found_inf, dist.ReduceOp.MAX)
 
 
@@ -123,9 +121,7 @@ class Worker(Role):
         return self.model, optimizer if self.steps else None
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Compute the step's gradients. They end up on the servers if these update parameters,
-        otherwise here.
-        """
+        """Compute the step's gradients, for servers if they update parameters, else for here."""
         self._placeholder.set_gradient()
         totals = super().gradients(batches, hooks)
         for share in self._fused:
@@ -159,9 +155,7 @@ class Worker(Role):
 
     @torch.no_grad()
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the weights by fp32 copies, or receive the servers' if these update
-        parameters.
-        """
+        """Replace weights by fp32 copies, or receive the servers' if they update parameters."""
         if self.steps:
             super().raise_weights(optimizer)
             return
@@ -181,9 +175,7 @@ class Worker(Role):
 
 
 class Server(Role):
-    """A rank that sums the workers' gradients of its share. It has the share's weights if it
-    updates them.
-    """
+    """Rank that sums the workers' gradients of its share, whose weights it may update."""
 
     def __init__(self, request: LayoutRequest, share: Sequence[nn.Parameter]) -> None:
         super().__init__(request)

@@ -23,8 +23,7 @@ _EXIT_CODE = 2  # of bad input
 class RefusalWatch:
     """A thread that ends this rank during a call of `enter` if another rank has refused something.
 
-    `find(store)` returns a new refusal by another rank, or None, and tells the rank that refused
-    that it was received.
+    `find(store)` returns a new refusal by another rank, or None, and tells that rank so.
     """
 
     def __init__(self, store: Store, find: Callable[[Store], str | None]) -> None:

@@ -175,9 +175,7 @@ def _hear_refusal() -> str | None:
 
 
 def has_other_cause(error: Exception) -> bool:
-    """Return whether an error comes from memory or from a lost peer, and not from the user's
-    module.
-    """
+    """Return whether an error comes from memory or from a lost peer, not from the user's module."""
     if isinstance(error, torch.OutOfMemoryError | dist.DistError):
         return True
     said = str(error).lower()

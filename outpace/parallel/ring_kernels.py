@@ -39,9 +39,7 @@ class RingKernel(Protocol):
         self, number: int, q: Tensor, k: Tensor, v: Tensor, causal: bool,
         grad: Tensor, out: Tensor, lse: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return the gradients of queries, keys and values; output and log-sum-exp are those of all
-        turns.
-        """
+        """Return gradients of queries, keys and values; output and log-sum-exp are of all turns."""
         ...
 
 
@@ -119,9 +117,7 @@ class Flash:
 
 @dataclass(frozen=True)
 class Scores:
-    """Matrix products in fp32 (fp64 for fp64), computing a few rows of scores at a time; supports
-    dropout.
-    """
+    """Products in fp32 (fp64 for fp64), of a few rows of scores at a time, with dropout."""
 
     drops: Dropout
 

@@ -18,9 +18,7 @@ from outpace.parallel.plain import random_state, same_random_state, set_random_s
 
 
 class StageDraws:
-    """Seeds of this rank's stages. `drawn`: whether any of their forwards has drawn random
-    numbers.
-    """
+    """Seeds of this rank's stages. `drawn`: whether any of their forwards has drawn some."""
 
     def __init__(self, device: torch.device) -> None:
         self.drawn = False
@@ -67,9 +65,7 @@ class StageDraws:
         self._first = first
 
     def seed(self, stage: int, micro_batch: int) -> None:
-        """Seed the random numbers of a stage for a micro-batch of a pass. Does nothing outside of a
-        step.
-        """
+        """Seed a stage's random numbers for a micro-batch of a pass. Does nothing between steps."""
         if self._key is not None:
             seed_all_generators(self._device, self._key, stage, self._first + micro_batch)
 
@@ -78,8 +74,7 @@ class PlainDraws:
     """Seeds of all stages, for a plain module that runs through all of them.
 
     `keys` are those of each stage's rank; None if it draws nothing, or draws without a seed. `ends`
-    maps the blocks after which a stage begins to the number of that stage. `drew`: whether numbers
-    were drawn.
+    maps blocks after which a stage begins to its number. `drew`: whether it did.
     """
 
     def __init__(

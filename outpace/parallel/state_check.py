@@ -23,9 +23,7 @@ class StateCheck:
         self.resumed = False
 
     def check(self, layout: Layout, passes: Sequence[Batch], hooks: StepHooks) -> Tensor | None:
-        """Run a few samples of the first pass several times. Returns None, because no totals are
-        computed.
-        """
+        """Run a few samples of the first pass several times; return None for no totals."""
         writes = self._plan.offload_parameters != "none"
         compiled = self._plan.compile
         with torch.compiler.set_stance("force_eager") if compiled else nullcontext():

@@ -48,9 +48,7 @@ from outpace.records.plan import Plan
 
 
 class WholeWeights(ParallelStyle):
-    """A style whose weights are whole on every rank, with inputs and outputs spread over ranks by
-    `placement`.
-    """
+    """Style of whole weights on every rank, inputs and outputs being spread by `placement`."""
 
     def __init__(self, placement: Placement) -> None:
         super().__init__()
@@ -82,9 +80,7 @@ class EmbeddingLookup(WholeWeights):
 
 
 class SplitRows(ParallelStyle):
-    """The token embedding, split by the vocabulary; its sum over ranks gets the placement
-    `placement`.
-    """
+    """The token embedding, split by the vocabulary; its sum over ranks gets `placement`."""
 
     def __init__(self, placement: Placement) -> None:
         super().__init__()
@@ -192,9 +188,7 @@ def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def spread(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-    """Convert a parameter to a DTensor. All ranks have the same values already, so nothing is
-    sent.
-    """
+    """Convert a parameter to a DTensor. All ranks have its values already: nothing is sent."""
     given = getattr(module, name)
     tensor = distribute_tensor(given.detach(), mesh, [placement], src_data_rank=None)
     module.register_parameter(name, nn.Parameter(tensor, given.requires_grad))
@@ -343,9 +337,7 @@ class TensorParallel(ShardedLayout):
 
 
 def split(objective: nn.Module, plan: Plan, mesh: DeviceMesh) -> SplitObjective:
-    """Split an objective's model over `mesh`, in place. Raises BadInputError if it cannot be
-    split.
-    """
+    """Split an objective's model over `mesh`, in place. Raises BadInputError if it cannot."""
     assert isinstance(objective, LanguageModelObjective)  # others have `custom_tensor`
     require_splittable(objective.model.spec, plan.tp)
     if plan.loss == "chunked":

@@ -42,8 +42,7 @@ def copies(tensor: Tensor, ranks: int) -> int:
 
 
 def square_sum(gradients: Iterable[Tensor], ranks: int, device: torch.device) -> Tensor:
-    """Return this rank's share of the sum of squares, with each value's square divided by its
-    `copies`; float64.
+    """Return this rank's share of the sum of squares, each divided by its `copies`; float64.
 
     The sum of the shares over `ranks` ranks counts every value once.
     """
@@ -62,9 +61,7 @@ def norm_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of all values of plain tensors, like torch's `get_total_norm`, in
-    `norm_dtype`.
-    """
+    """Return the 2-norm of values of plain tensors, as `get_total_norm` does, in `norm_dtype`."""
     if all(norm_dtype(dtype) == dtype for dtype in {tensor.dtype for tensor in tensors}):
         return nn.utils.get_total_norm(tensors)
     norms = [

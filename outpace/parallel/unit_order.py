@@ -34,11 +34,9 @@ _WAIT_S, _LOOK_AGAIN_S = 60.0, 0.005
 
 
 class UnitOrder:
-    """Keeps the collectives of `units` (of `fully_shard`) under the objective `root` in the same
-    order on all ranks.
+    """Keeps the collectives of `fully_shard`'s `units` under `root` in one order on all ranks.
 
-    `group` contains all participating ranks. If a rank has no gradient for a parameter, its
-    gradient counts as zeros.
+    `group` contains all participating ranks. Where a rank has no gradient, it counts as zeros.
     """
 
     def __init__(
@@ -205,8 +203,7 @@ class UnitOrder:
         parameters: Sequence[nn.Parameter],
         replicated: Sequence[nn.Parameter],
     ) -> None:
-        """Drop the gradients of `parameters` that no rank has; use zeros for those that only some
-        have.
+        """Drop gradients of `parameters` that no rank has; make zeros of those that some have.
 
         `replicated` parameters belong to no unit. Collective.
         """

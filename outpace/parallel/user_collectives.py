@@ -22,9 +22,7 @@ class CollectiveError(BadInputError):
 
 
 class NoCollectives(TorchDispatchMode):
-    """Refuses collectives over all ranks, because only some ranks run the code inside the
-    context.
-    """
+    """Refuses collectives over all ranks, as only some ranks run the code inside the context."""
 
     supports_higher_order_operators = True
 

@@ -93,9 +93,7 @@ class SplitCrossEntropySum(torch.autograd.Function):
     def forward(
         ctx: Any, logits_NP: Tensor, targets_N: Tensor, first_row: int, group: dist.ProcessGroup
     ) -> Tensor:
-        """Run two collectives: one for the largest logits, one for sums of exponentials and the
-        targets' logits.
-        """
+        """Run two collectives: of largest logits, of sums of exponentials and targets' logits."""
         scores_NP = to_fp32(logits_NP.detach())
         rows = scores_NP.shape[1]
         largest_N = scores_NP.amax(1)

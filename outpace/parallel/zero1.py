@@ -52,9 +52,7 @@ class SharedStates(Replicas):
     """DistributedDataParallel replicas, each with an optimizer for its share of the parameters."""
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
-        """Return the optimizer of all parameters, which updates this rank's share and broadcasts
-        it.
-        """
+        """Return the optimizer of all parameters, which steps this rank's share and sends it."""
         dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
         kind: type[ZeroRedundancyOptimizer] = _MixedShares
         if len(dtypes) == 1:
@@ -73,8 +71,7 @@ class SharedStates(Replicas):
         """Return all weights, and the inner optimizer with the state of this rank's share.
 
         The optimizer is None if there are more ranks than parameters and none is left for this
-        rank. `ZeroRedundancyOptimizer.state_dict` would gather everything on one rank, with numbers
-        as names.
+        rank. `ZeroRedundancyOptimizer.state_dict` would gather all on one rank, by numbers.
         """
         assert isinstance(optimizer, ZeroRedundancyOptimizer)
         self._make_buffers_equal()
@@ -84,9 +81,7 @@ class SharedStates(Replicas):
 
     @torch.no_grad()
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the weights by fp32 copies; each rank has those of its share, and sends them to
-        the others.
-        """
+        """Replace the weights by fp32 copies, those of a rank's share, which it sends to others."""
         assert isinstance(optimizer, ZeroRedundancyOptimizer)
         kept = dict(master_weights(optimizer.optim))
         rank = dist.get_rank()

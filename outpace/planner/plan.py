@@ -321,9 +321,7 @@ def _least_s(job: PlanningProblem, nodes: int) -> float:
 
 
 def fastest_plans(job: PlanningProblem, count: int) -> tuple[list[tuple[Plan, float]], int]:
-    """Return the `count` fastest plans with their step times, of one kind or many, and the number
-    considered.
-    """
+    """Return the `count` fastest plans with step times, of any kinds, and the number considered."""
     columns, considered = fastest(job.question, job.wanted, job.checked_bytes, job.limit, count)
     places = np.arange(len(columns))
     times = simulate_pipelines(job.question, columns, estimate(job.question, columns), places)
@@ -345,9 +343,7 @@ def fastest_plan(
 
 
 def estimate_plan(job: PlanningProblem, plan: Plan) -> RankedPlan:
-    """Estimate one plan, whether it fits or not. Raises BadInputError if it does not divide the
-    batch.
-    """
+    """Estimate one plan, fitting or not. Raises BadInputError if the batch does not divide."""
     columns = of_plans([plan], job.wanted.global_batch, job.outline.layers)
     times = estimate(job.question, columns)
     times = simulate_pipelines(job.question, columns, times, np.array([0]))

@@ -118,9 +118,7 @@ class PlanBatch:
 
     @property
     def shards(self) -> Ints:
-        """Return the number of ranks over which parameters are sharded; in 3d, those of cp are
-        included.
-        """
+        """Return over how many ranks parameters are sharded; in 3d, with those of cp."""
         product = self.strategy == STRATEGIES.index("3d")
         return self.dp_shard * np.where(product & (self.zero > 0), self.cp, 1)
 
@@ -133,9 +131,7 @@ class PlanBatch:
         return np.isin(self.strategy, [STRATEGIES.index(name) for name in names])
 
     def holds_masters(self) -> Bools:
-        """Return which plans have fp32 shards as master weights, which bf16-master gathers in
-        bf16.
-        """
+        """Return which plans have fp32 shards as masters, which bf16-master gathers in bf16."""
         product = self.strategy_in("3d") & (self.dp_replicate * self.dp_shard * self.cp > 1)
         split = product | self.strategy_in(*FULLY_SHARDED)
         found: Bools = split & self.precision_in("bf16-master")

@@ -74,11 +74,9 @@ class PlanningProblem:
         )  # fmt: skip
 
     def checked_bytes(self, columns: PlanBatch) -> Floats:
-        """Return `required_bytes`, or just above the limit if the host has no memory for offloaded
-        data.
+        """Return `required_bytes`, or just above the limit if the host lacks memory for offloading.
 
-        Such a plan does not fit, but is closer to fitting than those that are too large for a
-        device.
+        Such a plan does not fit, but is nearer to it than those too large for a device.
         """
         needs = self.required_bytes(columns)
         host_bytes = self.cluster.host_bytes

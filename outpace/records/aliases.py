@@ -216,9 +216,7 @@ _VALUES = _table({
 
 
 def translate_alias(word: str, choices: Iterable[str]) -> tuple[list[str], str]:
-    """Return the names that another tool's word may stand for, perhaps with a value, and a
-    remark.
-    """
+    """Return the names that another tool's word may stand for, perhaps with a value; a remark."""
     known = {_plain(choice): choice for choice in choices}
     if _plain(word) in known:  # but for dashes and capitals
         return [known[_plain(word)]], ""

@@ -192,9 +192,7 @@ def format_path(path: Path) -> str:
 
 
 def _check_depth(value: Value) -> Value:
-    """Return the value. Raises RecursionError if processing it could, however deep the call stack
-    is.
-    """
+    """Return the value. Raises RecursionError if processing it could, at any stack depth."""
     level: list[Any] = [value]
     for _ in range(_MOST_LEVELS):
         level = [

@@ -94,9 +94,7 @@ class Experiment(Record):
 
 
 class Verdict(Record):
-    """Slowdown of an arm relative to the first (0.08: 8 % slower), with an always-valid
-    interval.
-    """
+    """Slowdown of an arm relative to the first (0.08: 8 % slower), with a lasting interval."""
 
     rounds: NonNegativeInt
     slowdown: float | None = Field(description="median of the rounds' ratios; None: no rounds")
@@ -189,9 +187,7 @@ class Verdict(Record):
         )
 
     def _of_two_runs(self, slowdown: float, arm: str, against: str) -> str:
-        """Describe two runs, whose blocks share everything that differs from one start to the
-        next.
-        """
+        """Describe two runs, whose blocks share all that differs from one start to the next."""
         parts = "of too few steps to measure how much they vary"
         if self.low is not None and self.high is not None:
             parts = f"{_percent(self.low)} to {_percent(self.high)} over parts of the runs"

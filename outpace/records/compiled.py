@@ -74,8 +74,7 @@ COMPILED: Mapping[str, CompileTrial] = {
 def compiled_region(plan: Plan) -> Region:
     """Return how much of the model a plan with `compile` compiles at once.
 
-    It is a block as well if gradients are dropped, or parameters or activations fetched, block by
-    block.
+    It is a block, too, if gradients are dropped, or parameters or activations fetched, by block.
     """
     elsewhere = plan.offload_parameters != "none" or plan.offload_activations != "none"
     by_block = plan.optimizer_in_backward or elsewhere

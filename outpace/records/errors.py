@@ -134,9 +134,7 @@ def suggest(word: str, choices: Iterable[str]) -> str:
 
 
 def _similar_names(word: str, known: list[str]) -> list[str]:
-    """Return the names that differ from a word by a typing error, closest first, or begin with
-    it.
-    """
+    """Return the names that differ from a word by a typing error, closest first, or begin so."""
     mine = word.strip("-").replace("_", "-").casefold()
     names = {name: name.strip("-").replace("_", "-").casefold() for name in known}
     ratio = {
@@ -155,9 +153,7 @@ def _similar_names(word: str, known: list[str]) -> list[str]:
 
 
 def _one_slip(one: str, other: str) -> bool:
-    """Return whether two words differ in one letter; short ones (tpu, cpu) only if letters are
-    swapped.
-    """
+    """Whether two words differ in one letter; short ones (tpu, cpu) if letters are swapped."""
     alike = len(one) > _FEW_LETTERS or {*one} == {*other}
     return alike and len(one) == len(other) and sum(map(str.__ne__, one, other)) == 1
 
@@ -214,9 +210,7 @@ def _size_of(name: str) -> tuple[str, float]:
 
 
 def _same_numbers(one: str, other: str) -> bool:
-    """Return whether two names have the same generation and size; BLOOM-175B also stands for
-    176B.
-    """
+    """Return whether two names have the same generation and size; BLOOM-175B is 176B, too."""
     mine, theirs = (list(map(int, re.findall(r"\d{1,6}", name))) for name in (one, other))
     return len(mine) == len(theirs) and all(
         abs(a - b) <= max(a, b) / 100 for a, b in zip(mine, theirs, strict=True)

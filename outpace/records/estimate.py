@@ -82,9 +82,7 @@ class Estimate(Record):
 
     @property
     def fits(self) -> bool:
-        """Return whether the plan fits into the memory of device and host, as far as it is
-        known.
-        """
+        """Return whether the plan fits into memory of device and host, as far as it is known."""
         device = self.memory_bytes is None or self.peak_memory_bytes <= self.memory_bytes
         host = self.host_memory_bytes is None or self.host_offloaded_bytes <= self.host_memory_bytes
         return device and host

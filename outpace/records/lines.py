@@ -26,9 +26,7 @@ class ChangedLineError(ValueError):
 
 
 def encode_line(record: Record) -> bytes:
-    """Encode a record as a line of a log: JSON with its checksum as the last entry, and a
-    newline.
-    """
+    """Encode a record as a line of a log: JSON with its checksum as last entry, a newline."""
     body = record.model_dump_json().encode(errors="surrogatepass")
     return b"%b,%b:%b}\n" % (body[:-1], _NAME, _checksum(body))
 

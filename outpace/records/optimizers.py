@@ -18,8 +18,7 @@ Kept = Literal["bf16", "8bit", "4bit"]
 
 
 class Operators(NamedTuple):
-    """Operators for what is updated at once: a matrix, a vector, or several joined matrices or
-    vectors.
+    """Operators for what is updated at once: a matrix, a vector, or several joined.
 
     Joining tensors adds `each` per tensor. `counted`: operators for counter-based random numbers
     for rounding; if joined tensors draw their numbers instead, each adds `drawn`.

@@ -58,8 +58,7 @@ class AttentionShape(Record):
 class Mlp(Record):
     """The MLP of a layer, or experts of which each token uses `active`.
 
-    `width` is that of one expert; `shared` is the width of the shared experts, which every token
-    uses.
+    `width` is that of one expert; `shared` is that of shared experts, which all tokens use.
     """
 
     width: PositiveInt

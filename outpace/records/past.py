@@ -12,9 +12,7 @@ State = Literal["done", "going on", "unfinished", "damaged"]
 
 
 class PastRun(Record):
-    """A row of the list of runs. None means unknown; figures of an unfinished run are its
-    latest.
-    """
+    """A row of the list of runs. None means unknown; an unfinished run's figures are its latest."""
 
     path: str
     state: State

@@ -278,9 +278,7 @@ class Plan(Record):
         return self.checkpointing != "none" or any(m != "none" for m in self.checkpoint_layers)
 
     def modes(self, layers: int) -> tuple[Checkpointing, ...]:
-        """Return the mode of each of `layers` blocks. Raises BadInputError if the numbers
-        differ.
-        """
+        """Return the mode of each of `layers`. Raises BadInputError if the numbers differ."""
         if not self.checkpoint_layers:
             every = self.checkpoint_every
             return tuple("none" if i % every else self.checkpointing for i in range(layers))
@@ -442,9 +440,7 @@ class Plan(Record):
         return " × ".join(split) or "one process"
 
     def accumulation(self, global_batch: int) -> int:
-        """Forward passes per data-parallel rank and step. Raises BadInputError if they do not
-        divide.
-        """
+        """Forward passes per data-parallel rank and step. Raises BadInputError if uneven."""
         per_pass = self.samples_per_pass * self.data_parallel
         if global_batch % per_pass:
             lower = global_batch // per_pass * per_pass

@@ -35,9 +35,7 @@ MEANS: Mapping[str, str] = {
 
 
 class ShardDtypes(NamedTuple):
-    """Dtypes in which ranks that shard parameters communicate: gathered parameters and reduced
-    gradients.
-    """
+    """Dtypes in which ranks gather sharded parameters and reduce their gradients."""
 
     gathered: LowDtype
     reduced: Literal["fp32"]

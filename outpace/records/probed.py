@@ -56,8 +56,7 @@ def network_fit(fits: Sequence[LinkFit], hosts: int) -> LinkFit | None:
 def node_bytes_per_s(fit: LinkFit, at_once: int) -> float | None:
     """Return a host's bandwidth, from `network_fit` and the number of local ranks in groups.
 
-    All groups sent at the same time, so the network carried the sum of their rates. None if the fit
-    was not steady enough.
+    All groups sent at once, so the network carried the sum of their rates. None: no steady fit.
     """
     return None if fit.bandwidth.value is None else fit.bandwidth.value * at_once
 

@@ -1,7 +1,6 @@
 """Strategies: what each of them splits, gathers, compresses and allows, in one table.
 
-Everything that the planner, the layouts and the messages know about a strategy by name is derived
-from here.
+All that planner, layouts and messages know of a strategy by name is derived from here.
 """
 
 from collections.abc import Callable, Mapping

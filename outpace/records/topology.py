@@ -39,9 +39,7 @@ def nvlinks(link: str | None) -> int:
 
 
 def goodness(link: str | None) -> int:
-    """Return a number that is higher for a better link: more NVLinks, then fewer bridges; None is
-    0.
-    """
+    """Return a number, higher for a better link: more NVLinks, then fewer bridges; None: 0."""
     if link is None:
         return 0
     if nvlinks(link):
@@ -140,9 +138,7 @@ class Topology(Record):
 
     @property
     def nvlink_groups(self) -> tuple[tuple[str, ...], ...]:
-        """Return groups of GPUs that NVLinks connect, directly or through each other; without
-        single GPUs.
-        """
+        """Return groups of several GPUs that NVLinks connect, directly or through others."""
         groups = [[gpu] for gpu in self.gpus]
         for one, other in combinations(self.gpus, 2):
             mine, theirs = (next(g for g in groups if gpu in g) for gpu in (one, other))
@@ -153,9 +149,7 @@ class Topology(Record):
 
 
 class Grouping(Record):
-    """GPUs in groups of one size, chosen so that the worst link within a group is the best
-    possible.
-    """
+    """GPUs in groups of one size, chosen for the best worst link within a group."""
 
     size: PositiveInt
     groups: tuple[tuple[str, ...], ...]

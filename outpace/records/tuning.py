@@ -58,9 +58,7 @@ class PlanTrial(Record):
 
     @property
     def compared_s(self) -> float | None:
-        """Return the step time to compare plans by; other load on the machine only makes steps
-        longer.
-        """
+        """Return the step time to compare plans by; other load only makes steps longer."""
         return self.undisturbed_s or self.step_time_s
 
 

@@ -79,9 +79,7 @@ class HostLoad(Record):
 
     @property
     def disturbing_cores(self) -> float | None:
-        """Return the cores that other processes kept busy, if enough to slow a run; otherwise
-        None.
-        """
+        """Return the cores that other processes kept busy, if enough to slow a run; else None."""
         used = self.other_cores
         return used if used is not None and used > _DISTURBING * len(self.cores) else None
 
@@ -187,9 +185,7 @@ class DeviceSeries(Record):
 
 
 class HostSeries(Record):
-    """A host's figures, one value per point; `cores` has one series per core. Fields as in
-    HostLoad.
-    """
+    """A host's figures, a value per point; `cores` has a series per core. Fields as in HostLoad."""
 
     cores: tuple[Values, ...]
     run_cores: Values
@@ -250,9 +246,7 @@ class Utilisation(Record):
         return average(self.loads) if self.ends_s else None
 
     def save(self, path: Path) -> None:
-        """Write the record as JSON, completely or not at all; in few lines, since it has many
-        numbers.
-        """
+        """Write the record as JSON, whole or not at all; in few lines, for its many numbers."""
         write_atomic(path, self.model_dump_json() + "\n")
 
 
@@ -325,9 +319,7 @@ def _series_of(one: HostSeries | DeviceSeries) -> Iterable[Values]:
 
 
 class ThinnedLoads:
-    """Series of loads that stays short: at `most` points, pairs are averaged and the period
-    doubles.
-    """
+    """Series of loads of at `most` points, at which pairs are averaged and the period doubles."""
 
     def __init__(self, period_s: float, most: int = 1000) -> None:
         self.base_period_s = period_s

@@ -81,9 +81,7 @@ def _strips(work: Workload, traced: Callable[[Workload], list[Strip]]) -> list[S
 
 
 def shallow_depths(spec: ModelSpec, plan: Plan) -> tuple[int, int] | None:
-    """Return two smaller numbers of layers from which to extrapolate to this one, if that is less
-    work.
-    """
+    """Return two smaller numbers of layers to extrapolate from, if that is less work."""
     period = plan.checkpoint_every
     if plan.pp > 1 or plan.checkpoint_layers or spec.window_layers is not None:
         return None
@@ -120,9 +118,7 @@ def record_strips(work: Trainable, rank: int, rules: Rules, ranks_per_host: int)
 def summarise_strips(
     strips: Sequence[Strip], plan: Plan, rank: int, rules: Rules, passes: float = 1.0
 ) -> MemoryAccount:
-    """Summarise recorded strips in an account. `passes`: how often each pass really occurs in a
-    step.
-    """
+    """Summarise recorded strips in an account. `passes`: how often each pass occurs in a step."""
     course = course_of(strips)
     position = int(course.live_bytes.argmax())
     last = [strip for strip in strips if strip.step == strips[-1].step]
@@ -178,9 +174,7 @@ def _timeline(course: AllocationCourse) -> list[Moment]:
 
 
 def _activations(course: AllocationCourse, position: int) -> dict[str, int]:
-    """Return bytes of activations live at the peak, by the modules that made them, largest
-    first.
-    """
+    """Return bytes of activations live at the peak, by modules that made them, largest first."""
     sums: dict[str, int] = {}
     for origin, count in zip(
         *np.unique(course.origin[: position + 1], return_counts=True), strict=True

@@ -108,9 +108,7 @@ class _PartitionedForward:
         return compiled
 
     def _runner(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Return a function that runs a graph on a list of inputs, which it empties in the
-        process.
-        """
+        """Return a function that runs a graph on a list of inputs, which it empties."""
         made = frozenset(node for node in gm.graph.nodes if _is_made(node))
 
         def run(inputs: list[Any]) -> Any:

@@ -91,8 +91,7 @@ class Rules:
                 module.mix = partial(_as_on_gpu, mix)
 
     def functions(self, drops: bool, plan: Plan) -> AbstractContextManager[object]:
-        """Return a context for a trace, with functions that keep other tensors on the device: rule
-        9.
+        """Return a context of functions that keep other tensors on the traced device: rule 9.
 
         `drops`: whether the model has dropout.
         """

@@ -110,8 +110,7 @@ def _in_order(entries: Iterable[Entry]) -> Iterator[Entry]:
 def extend(
     shallow: Sequence[Strip], deeper: Sequence[Strip], times: int, period: int = 1
 ) -> list[Strip]:
-    """Extrapolate to a model whose additional depth is `times` the difference between `deeper` and
-    `shallow`.
+    """Extrapolate to a depth that is `times` the difference of `deeper` and `shallow` above.
 
     The two are `period` layers apart. Raises IrregularError.
     """

@@ -19,8 +19,7 @@ _FEW_OTHERS = 2
 
 
 class RealSmallTensors(TorchDispatchMode):
-    """Mode on top of a FakeTensorMode in which small tensors are real if they are created from none
-    or from other real ones.
+    """Mode over a FakeTensorMode in which small tensors made from none or real ones are real.
 
     Optimizers read their step counts, meshes their ranks, and DDP the sizes of parameters: none of
     these depends on weights or data. Values read from other tensors are 1, such as the flag that a

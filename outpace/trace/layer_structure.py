@@ -54,8 +54,7 @@ def tell_apart(
 ) -> LayerStructure:
     """Return the stack with its attention projections, its MLP or its experts recognised.
 
-    `products` are in order; `places`: how many of them come before its self-attention and its
-    cross-attention.
+    `products` are in order; `places`: how many come before its self- and its cross-attention.
     """
     rest = list(products)
     uses = Counter(one.weight for one in products)
@@ -125,8 +124,7 @@ def _plain(
 ) -> Projected | None:
     """Find queries, keys and values by one product or several, all of the residual width.
 
-    Attention with a mask has its keys repeated to the number of queries, so the products show how
-    many there are.
+    Attention with a mask has its keys repeated to the number of queries, which products show.
     """
     read = [one for one in before if one.inputs == weights.hidden]
     queries = attention.heads * attention.head_dim
@@ -172,9 +170,7 @@ def _gate_products(attention: AttentionShape, taken: Sequence[ProductCall]) -> l
 def _latent(
     attention: AttentionShape, before: Sequence[ProductCall], weights: LayerWeights
 ) -> Projected | None:
-    """Find queries, and keys and values, through a narrow product (DeepSeek-V2, arXiv
-    2405.04434).
-    """
+    """Find queries, and keys and values, from a narrow product (DeepSeek-V2, arXiv 2405.04434)."""
     if attention.heads != attention.kv_heads:
         return None
     queries = attention.heads * attention.head_dim

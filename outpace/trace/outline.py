@@ -105,9 +105,7 @@ class ModuleTracing:
     def fill_layer(
         self, stack: Stack, rest: list[ProductCall], places: Places, path: str, names: list[str]
     ) -> Stack:
-        """Add the products of a layer to its stack; `places`: how many come before its
-        attentions.
-        """
+        """Add the products of a layer to its stack; `places`: how many precede its attentions."""
         products = self.products(rest, path, names, self._rows(stack))
         return stack.model_copy(update={"other": tuple(products)})
 
@@ -131,9 +129,7 @@ class ModuleTracing:
         return sorted(groups.values(), key=lambda group: order[id(group[0].done[0])])
 
     def _lists(self) -> Iterator[list[LayerPart]]:
-        """Return the outermost lists that repeat something and, beside them, lists with parts of
-        one class.
-        """
+        """Return the outermost lists that repeat something, and lists with parts of one class."""
         lists = [(p, m) for p, m in self.module.named_modules() if isinstance(m, _LISTS)]
         parts: dict[str, list[LayerPart]] = {}
         chosen: list[str] = []
@@ -219,8 +215,7 @@ class ModuleTracing:
     def _attentions(
         self, done: Sequence[ProductCall | AttentionCall], length: int, seen: int | None
     ) -> tuple[list[ProductCall], dict[str, tuple[AttentionCall, int]]]:
-        """Return other operations of a layer, and its attentions: self-attention and
-        cross-attention.
+        """Return other operations of a layer, and its attentions: self- and cross-attention.
 
         Each attention has the number of products before it.
         """
@@ -284,9 +279,7 @@ class ModuleTracing:
     def products(
         self, done: Sequence[ProductCall], path: str, names: Sequence[str], length: int | None
     ) -> list[ProductShape]:
-        """Return each weight once, with its number of uses; products without weights by their
-        shape.
-        """
+        """Return each weight once, with its number of uses; without weights by their shape."""
         by_weight: dict[str, ProductShape] = {}
         others: Counter[ProductShape] = Counter()
         for one in done:
@@ -357,9 +350,7 @@ class ModuleTracing:
         return taken.most_common(1)[0][0]
 
     def _table(self, left: Sequence[str], hidden: int, outputs: int) -> str | None:
-        """Return the token embedding: of the layers' width, with the head's rows or else the
-        most.
-        """
+        """Return the embedding: of the layers' width, with the head's rows, else the most."""
         rows = {
             f"{path}.weight" if path else "weight": part.num_embeddings
             for path, part in self.module.named_modules()

@@ -32,8 +32,7 @@ _ATTENTION = ("_scaled_dot_product_", "_flash_attention_forward", "_efficient_at
 
 
 class ProductCall(NamedTuple):
-    """A product, (rows, inputs) by (inputs, outputs), in `module`; `weight` is the parameter's
-    name.
+    """Product (rows, inputs) by (inputs, outputs) in `module`; `weight` names the parameter.
 
     If neither factor is a weight, there are `batch` products, and rows are those of all of them.
     """
@@ -91,9 +90,7 @@ def record(module: nn.Module, inputs: Any) -> Forward:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch's log about operations that need values, since they are repeated with
-    values.
-    """
+    """Silence torch's log about operations that need values, which are repeated with values."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL)

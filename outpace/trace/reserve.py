@@ -109,8 +109,7 @@ def events_of(course: AllocationCourse) -> Iterator[tuple[int, int]]:
     """Return a rank's course as allocations and frees of storages, without offloaded ones.
 
     The course does not say which of several equal storages is freed, so the last is assumed. Raises
-    IrregularError for a storage that is freed but was never allocated, which does not occur in
-    recorded courses.
+    IrregularError for a storage that is freed and was never allocated.
     """
     living: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     away = KINDS.index("offloaded")

@@ -371,8 +371,7 @@ def _join_products(
 ) -> tuple[ProductShape, ...]:
     """Join equal products; for those that grow with the tokens, set rows per token.
 
-    A convolution over a padded sequence has a few rows more than tokens: as many rows as tokens are
-    counted.
+    A convolution over a padded sequence has a few more rows than the tokens, which are counted.
     """
     rows, longer = _rows_of(short, length), _rows_of(long, 2 * length)
     made = [one for one in short if one.positions is None]

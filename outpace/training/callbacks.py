@@ -12,9 +12,7 @@ TRAINING = "training"  # the phase of steps
 
 
 class Callback:
-    """Base class of callbacks, which are called on rank 0 during the run. Override the methods that
-    you need.
-    """
+    """Base class of callbacks, called on rank 0 during the run. Override what you need."""
 
     def on_stage(self, message: str) -> None:
         """Handle the start of a phase, such as "preparing data"."""
@@ -26,9 +24,7 @@ class Callback:
         """Handle the start of a run, before its first step."""
 
     def on_memory(self, plan: Plan, use: MemoryUse) -> None:
-        """Handle a memory report: traced, before the first step; traced and measured, at the
-        end.
-        """
+        """Take a memory report: traced, before the first step; traced and measured, at the end."""
 
     def on_hint(self, sentence: str) -> None:
         """Handle a hint about something that the user may want to know or change."""

@@ -48,9 +48,7 @@ _LOOKS, _LOOK_AGAIN_S = 20, 0.5
 
 
 class Progress(Record):
-    """Progress of a run: the part of its state that is not a tensor. `step` is also the position in
-    the data.
-    """
+    """Progress of a run: its state that is no tensor. `step` is also the position in the data."""
 
     has_checksum: ClassVar[bool] = True
 
@@ -329,8 +327,7 @@ class Checkpointer:
             _mark_complete(folder, past_cache)
 
     def make_ready(self) -> None:
-        """Load the modules that saving needs in the background, so that the first save does not
-        wait for them.
+        """Load the modules that saving needs in the background, before the first save.
 
         If that fails, `save` fails in the same way.
         """
@@ -361,9 +358,7 @@ class Checkpointer:
         return True
 
     def wait_for_ranks(self) -> bool:
-        """Wait like `wait`, and until every rank has arrived: if a rank ended early, it would end
-        the others.
-        """
+        """Wait like `wait`, and for every rank: one that ended early would end the others."""
         saved = self.wait()
         dist.barrier(self._group)
         return saved
@@ -416,8 +411,7 @@ class Checkpointer:
 def put_later_aside(directory: Path, step: int, say: Callable[[str], None]) -> None:
     """Make room after `step`, from which training resumes; keep checkpoints that were complete.
 
-    Damaged checkpoints are moved to a folder next to `directory`, which is reported. Unfinished
-    ones are removed.
+    Damaged checkpoints are moved beside `directory`, and named; unfinished ones are removed.
     """
     damaged = directory.with_name(f"{directory.name}-damaged")
     for folder in sorted(_steps(directory), key=step_of):

@@ -18,8 +18,7 @@ def first_reason(error: BaseException) -> str:
 
 
 def release_frames(error: BaseException | None) -> None:
-    """Release objects held by an error's frames: tensors, and views of buffers that were being
-    written.
+    """Release objects held by an error's frames: tensors, and views of buffers.
 
     If such a view of an io.BytesIO is left to the garbage collector, it crashes CPython 3.12.1
     (segmentation fault in bytesiobuf_releasebuffer).

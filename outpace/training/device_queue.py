@@ -36,9 +36,7 @@ class DeviceQueue(Protocol):
         """Return a mark at the end of all work queued so far."""
 
     def copy_to_host(self, tensor: Tensor) -> Tensor:
-        """Start copying a tensor; the copy is complete when the device has reached the next
-        mark.
-        """
+        """Start copying a tensor; it is complete when the device has reached the next mark."""
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,7 @@ def evaluate(
     group: dist.ProcessGroup | None,
     stop: Callable[[], bool] | None = None,
 ) -> Evaluation:
-    """Return the mean loss per target over `steps` (lists of this rank's micro-batches), over all
-    ranks.
+    """Return the mean loss per target of all ranks over `steps` (lists of micro-batches).
 
     The result includes the metrics of an objective that has some. Dropout is off. Each rank must
     pass its own share and the same number of steps. Raises EvaluationStopped on all ranks if `stop`

@@ -161,8 +161,7 @@ class StopSignal:
         """End the main thread before its first step is done, or after the last, as a signal would.
 
         For another thread that learns that a signal has ended another rank. Between these two
-        points, `unless_ended` ends it. Returns False if signals are not handled, or no longer end
-        anything.
+        points, `unless_ended` ends it. Returns False if signals are not handled, or end nothing.
         """
         if not self._previous or self._disarmed:
             return False

@@ -43,8 +43,7 @@ class PagePrefaulter:
     supports them, and is not touched. Nothing happens if `keep_freed` is not in effect or if there
     is not enough memory.
 
-    Touched memory is held until it is handed over, because free memory may be returned to the
-    system (`malloc_trim`).
+    Touched memory is held until it is handed over, because free memory may go back (`malloc_trim`).
     """
 
     def __init__(self, nbytes: int, environment: Mapping[str, str]) -> None:

@@ -38,8 +38,7 @@ _WANDB_RUN = re.compile(r"(?:offline-)?run-(?P<time>\d{8}_\d{6})-(?P<id>.+)")
 class LoggerContext:
     """Information on a run for loggers that start.
 
-    `start_step`: the last step of a resumed run that is kept, otherwise None. `say`: takes a
-    sentence.
+    `start_step`: a resumed run's last step that is kept, or None. `say`: takes a sentence.
     """
 
     run_dir: RunDir
@@ -227,9 +226,7 @@ _LOGGERS: dict[str, Callable[[LoggerContext], Callback]] = {
 
 
 def make_loggers(logged: LoggerContext) -> list[Callback]:
-    """Create the requested loggers. Raises BadInputError if one cannot start (no login, no
-    network).
-    """
+    """Create the requested loggers. Raises BadInputError if one cannot start (no login)."""
     return [_begin(name, logged) for name in logged.record.settings.log]
 
 

@@ -62,9 +62,7 @@ class Loop:
             pass
 
     def iterate(self) -> Iterator[int]:
-        """Train like `run`, and yield the number of each step to the caller, who drives the
-        loop.
-        """
+        """Train like `run`, and yield each step's number to the caller, who drives the loop."""
         waiting: deque[RawStep] = deque()
         self.stop.stepping = True
         with (

@@ -44,8 +44,7 @@ def reset_peak_memory(device: torch.device) -> None:
 class CacheFreer:
     """Releases the memory that an allocator caches: torch's on CUDA, glibc's on a CPU.
 
-    Later allocations have to request it from the system again. Raises BadInputError on other
-    devices and systems.
+    Later allocations have to request it from the system again. Raises BadInputError elsewhere.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -26,9 +26,7 @@ def _block() -> mmap.mmap:
 
 
 class DirectWriter:
-    """Writer of a new file, block by block; the file is complete and on the disk once it is
-    closed.
-    """
+    """Writer of a new file, block by block, complete and on the disk once it is closed."""
 
     def __init__(self, path: Path) -> None:
         self._block = _block()
@@ -63,9 +61,7 @@ class DirectWriter:
         return count
 
     def flush(self) -> None:
-        """Do nothing: a block is written when it is full, and the last one when the file is
-        closed.
-        """
+        """Do nothing: a block is written when it is full, the last one when the file is closed."""
 
     def close(self) -> None:
         """Write the rest: whole pages directly, the remainder through the page cache."""

@@ -34,8 +34,7 @@ def default_precision(
 
 
 def float8_hints(plan: Plan) -> list[str]:
-    """Return advice if float8 would be slow, because computing scales takes many passes that a
-    compiler would fuse.
+    """Return advice if float8 would be slow: scales take many passes that a compiler fuses.
 
     On one H200, float8 took 5.5 times bf16's step (Llama-3.2-1B, 2026-11-27), and 0.92 times
     compiled block by block.
@@ -49,8 +48,7 @@ def float8_hints(plan: Plan) -> list[str]:
 
 
 def shape_hints(plan: Plan, spec: ModelSpec | None, seq_len: int) -> list[str]:
-    """Return sizes that are not a multiple of 8 under mixed precision, each with the nearest better
-    one.
+    """Return sizes that are no multiple of 8 in mixed precision, with the nearest better one.
 
     Tensor cores need multiples of 8 in 16-bit types (NVIDIA, "Train With Mixed Precision", §4.2).
     """

@@ -261,9 +261,7 @@ def _target(link: Path) -> Path:
 
 
 class MetricsWriter(Callback):
-    """Writer of one JSON object per step to metrics.jsonl, and one per evaluation to
-    evals.jsonl.
-    """
+    """Writer of a JSON object per step to metrics.jsonl, and one per evaluation to evals.jsonl."""
 
     def __init__(self, run_dir: RunDir) -> None:
         with ExitStack() as opened:

@@ -29,9 +29,7 @@ class Line(Generic[Entry]):
 
 @dataclass(frozen=True)
 class RunLog(Generic[Entry]):
-    """Contents of a file of records: its lines in order, and a description of what cannot be
-    read.
-    """
+    """Contents of a file of records: its lines in order, and what cannot be read."""
 
     path: Path
     lines: tuple[Line[Entry], ...] = ()

@@ -101,9 +101,7 @@ class InPlaceStager(AsyncStager):
             self._room = mmap.mmap(-1, largest) if largest else None
 
     def read(self, found: Any) -> Any:
-        """Return a copy of a tensor that may change, valid until the next call; return anything
-        else unchanged.
-        """
+        """Return a copy of a tensor, valid until the next call; return all else unchanged."""
         with self._turn:
             return found if self._unread.pop(id(found), None) is None else self._copy(found)
 
@@ -157,12 +155,10 @@ def is_small_on_gpu(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def join_small(state: dict[str, Any], memory: dict[Any, Tensor]) -> dict[str, Any]:
-    """Return the state with all small tensors of a device and dtype joined in one, of which they
-    become views.
+    """Return the state with small tensors of a device and dtype joined, as views of one.
 
     Copies to memory that is not pinned make the host wait for all copies before them, and fused
-    optimizers have a small tensor, "step", for each parameter. `memory` is reused from call to
-    call.
+    optimizers have a small tensor, "step", for each parameter. `memory` is reused.
     """
     leaves, structure = tree_flatten(state)
     alike: dict[Any, list[int]] = {}

@@ -78,9 +78,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class RawStep:
-    """A step whose device work may be unfinished: its figures are still being copied to the
-    host.
-    """
+    """A step whose device work may be unfinished: its figures are being copied to the host."""
 
     step: int
     lr: float
@@ -93,9 +91,7 @@ class RawStep:
 
     @property
     def done(self) -> bool:
-        """Return whether the device has finished it, so that its figures are available without
-        waiting.
-        """
+        """Return whether the device has finished it, so that its figures need no waiting."""
         return self.marks[-1][1].query()
 
     def figures(self) -> Figures:

@@ -61,11 +61,9 @@ def shares(batch: Batch, plan: Plan, rank: int) -> list[Batch | None]:
 
 
 class SyntheticSteps:
-    """A laid-out plan that can run steps of a synthetic training. Ranks outside of the plan do
-    nothing.
+    """A laid-out plan that can run steps of a synthetic training. Other ranks do nothing.
 
-    Every rank of the job creates and calls it in the same way. `control` carries small host
-    messages.
+    Every rank of the job creates and calls it in the same way. `control` carries host messages.
     """
 
     def __init__(

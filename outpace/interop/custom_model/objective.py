@@ -40,8 +40,7 @@ class CustomObjective(nn.Module):
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return the sum of losses (fp32 or fp64, with gradient) and its count, both scalars.
 
-        The count is the number of losses (int64), or the sum of their weights if the loss returns
-        weights.
+        The count is the number of losses (int64), or the sum of weights, if the loss returns these.
 
         Raises BadInputError if the loss or the module returns none of the above.
         """

@@ -14,9 +14,7 @@ Kind = Literal["NO", "MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM"]
 
 
 def write(request: ExportRequest) -> ExportedPlan:
-    """Write the YAML: FSDP2; DeepSpeed if only DeepSpeed supports the offloading or ZeRO-1;
-    Megatron-LM for pp.
-    """
+    """Write the YAML: FSDP2, DeepSpeed for what only it offloads or shards, Megatron-LM for pp."""
     plan = request.plan
     notes = unsupported.replicas(request, _TOOL)
     kind = _kind(request)
@@ -142,9 +140,7 @@ def _fsdp(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
 
 
 def axes(request: ExportRequest, tool: str, notes: list[str]) -> dict[str, int]:
-    """Return the sizes for ParallelismConfig, in which replicas in addition to tp or cp are
-    shards.
-    """
+    """Return the sizes for ParallelismConfig, in which replicas besides tp or cp are shards."""
     plan = request.plan
     replicate, shard = plan.dp_replicate, plan.dp_shard
     if replicate > 1 and shard == 1 and plan.tp * plan.cp > 1:

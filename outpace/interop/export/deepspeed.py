@@ -100,9 +100,7 @@ def _expressed_fields(plan: Plan) -> list[str]:
 
 
 def stage_for(request: ExportRequest, notes: list[str]) -> int:
-    """Return the ZeRO stage: that of the plan, raised if offloading needs more, lowered if
-    pipelines allow less.
-    """
+    """Return the plan's ZeRO stage, raised as offloading needs, lowered as pipelines allow."""
     plan = request.plan
     stage: int = request.stage
     least = 0

@@ -36,9 +36,7 @@ Argument = tuple[str, ...]
 
 
 def write(request: ExportRequest) -> ExportedPlan:
-    """Write the script. It supports every axis of a plan, 1F1B plain or interleaved, and ZeRO-1 to
-    3.
-    """
+    """Write the script. It has every axis, 1F1B plain or interleaved, and ZeRO-1 to 3."""
     plan, spec = request.plan, request.spec
     notes = unsupported.replicas(request, _TOOL)
     notes += unsupported.one_at_a_time(request, _TOOL, "a pipeline of all micro-batches, 1F1B")

@@ -22,9 +22,7 @@ HOST = 8
 
 
 class Note(str):
-    """A sentence on something that the plan does not specify or leaves to a script, without
-    changing the plan.
-    """
+    """Sentence on what the plan does not specify, or leaves to a script, and that changes none."""
 
     __slots__ = ()
 
@@ -67,9 +65,7 @@ class ExportedPlan:
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """Sentences on parts of the plan that are not expressed, so that memory or time would
-        differ.
-        """
+        """Sentences on what is not expressed of the plan, so that memory or time would differ."""
         return tuple(sentence for sentence in self.notes if not isinstance(sentence, Note))
 
     @property
@@ -108,8 +104,7 @@ class ExportedPlan:
 
 @dataclass(frozen=True)
 class RecomputedBlocks:
-    """The blocks that recompute their activations, expressed with a single mode as well as
-    possible.
+    """The blocks that recompute their activations, as far as one mode expresses them.
 
     `mode` is that of most of these blocks, and `count` is their number. `every` is K if they are
     each K-th block from the first, and None otherwise.
@@ -125,8 +120,7 @@ class RecomputedBlocks:
 class ExportRequest:
     """A plan for a model and a batch, to export for another trainer.
 
-    `model` is an outline if outpace knows only its dimensions; `reference` is the user's name for
-    the model.
+    `model` is an outline where only dimensions are known; `reference` is the user's name of it.
     """
 
     plan: Plan
@@ -158,9 +152,7 @@ class ExportRequest:
 
     @property
     def passes(self) -> int:
-        """Number of micro-batches of a data-parallel share per step, in a pipeline or one by
-        one.
-        """
+        """Micro-batches of a data-parallel share per step, in a pipeline or one by one."""
         return self.plan.pp_microbatches * self.accumulation
 
     @property
@@ -192,9 +184,7 @@ class ExportRequest:
 
     @property
     def recomputes_all(self) -> bool:
-        """Whether every block is fully recomputed. Raises the same errors as
-        `recomputed_blocks`.
-        """
+        """Whether every block is fully recomputed. Raises as `recomputed_blocks` does."""
         done = self.recomputed_blocks
         return done.mode == "full" and done.alike and done.count == self.layers
 
@@ -210,9 +200,7 @@ class ExportRequest:
 
 
 def hosts(ranks: int) -> tuple[int, int]:
-    """Return the number of hosts, and the number of ranks on each, for hosts with up to HOST
-    devices.
-    """
+    """Return the number of hosts, with up to HOST devices, and the number of ranks on each."""
     each = next(size for size in range(min(HOST, ranks), 0, -1) if ranks % size == 0)
     return ranks // each, each
 

@@ -80,9 +80,7 @@ def _toml_value(value: Any) -> str:
 
 
 def torchrun(ranks: int, *words: str, module: bool = False) -> str:
-    """Return the command that starts `ranks` processes of a program. It is the same on every
-    host.
-    """
+    """Return the command that starts `ranks` of a program. It is the same on all hosts."""
     nodes, each = hosts(ranks)
     many = [f"--nnodes={nodes}", f"--nproc-per-node={each}"]
     if nodes == 1:

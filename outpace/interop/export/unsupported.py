@@ -33,9 +33,7 @@ _AS_REPLICAS: Mapping[Strategy, str] = MappingProxyType(
 
 
 def clip(plan: Plan) -> float:
-    """Return the largest gradient norm: outpace's default, or none if the optimizer runs in the
-    backward.
-    """
+    """Return the largest gradient norm: the default, or none with the optimizer in the backward."""
     return 0.0 if plan.optimizer_in_backward else _CLIP
 
 
@@ -108,8 +106,7 @@ def checkpointing(
 ) -> str:
     """Explain that the configuration recomputes other blocks than the plan, or in another way.
 
-    The configuration uses `mode` in each `every`-th block; None: a mode that no plan of outpace
-    has.
+    The configuration uses `mode` in each `every`-th block; None: a mode of no plan.
     """
     done = request.recomputed_blocks
     kind = "" if done.alike else " and others"

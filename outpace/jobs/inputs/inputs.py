@@ -55,9 +55,7 @@ Split = Literal["train", "validation", "all"]
 
 @dataclass(frozen=True)
 class TrainingInputs:
-    """Inputs of a run. `spec` is None for a custom model, and `seq_len` is None for a user's data
-    set.
-    """
+    """Inputs of a run. `spec` is None for a custom model, `seq_len` for a user's data set."""
 
     name: str
     opened: OpenedModel | None
@@ -83,9 +81,7 @@ class TrainingInputs:
 
     @property
     def is_transformer(self) -> bool:
-        """Return whether the model is one of outpace's transformers with its vocabulary, not a
-        classifier or a custom model.
-        """
+        """Return whether the model is an outpace transformer over its vocabulary, no classifier."""
         return self.custom_model is None and self.labels is None
 
     @property
@@ -258,9 +254,7 @@ def _class_hints(
     cache_dir: Path,
     exported: bool = True,
 ) -> list[str]:
-    """Note where transformers reads the tokenizer, or the exported one, differently than
-    outpace.
-    """
+    """Note where transformers reads the tokenizer, or the exported one, unlike outpace."""
     folder = settings.tokenizer or (None if opened is None else opened.tokenizer)
     if tokenizer is None:
         return []
@@ -428,9 +422,7 @@ def check_tokenizer(tokenizer: Tokenizer, vocab: int, name: str) -> None:
 
 
 def _model_tokenizer(opened: OpenedModel | None) -> Tokenizer | None:
-    """Return the tokenizer beside a model, which may have encoded the data; None if not
-    readable.
-    """
+    """Return the tokenizer beside a model, which may have encoded the data; None if unreadable."""
     if opened is None or opened.tokenizer is None:
         return None
     try:

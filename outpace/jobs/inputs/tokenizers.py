@@ -129,9 +129,7 @@ def _train_or_load(
     cache_dir: Path,
     callbacks: Sequence[Callback],
 ) -> Tokenizer:
-    """Load the tokenizer with this key from the cache, or train it if it is missing or
-    incomplete.
-    """
+    """Load the tokenizer with this key from the cache, or train it if it is not whole there."""
     folder = cache_dir / "tokenizers" / key
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)

@@ -37,9 +37,7 @@ class Limit:
 
 
 def limit_of(settings: TrainSettings, ranks: Ranks, device: torch.device) -> Limit:
-    """Return the smallest of the requested limit, the control group's share, and available
-    memory.
-    """
+    """Return the least of the requested limit, the control group's share, and available memory."""
     limits = _of_device(device) if device.type == "cuda" else _of_host(ranks, device)
     if settings.memory_limit is not None:
         limits.append(Limit(settings.memory_limit, "--memory-limit"))
@@ -113,9 +111,7 @@ class MemoryFit:
 
     @property
     def predict(self) -> Predict | None:
-        """Return a predictor of a plan's memory, including what the process already holds; None if
-        unknown.
-        """
+        """Return a predictor of a plan's memory, with what the process holds; None if unknown."""
         if self._account is None or self._spec is None or self._seq_len is None:
             return None
         if self._predict is None:

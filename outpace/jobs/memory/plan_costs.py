@@ -36,9 +36,7 @@ def slack_bytes(tensor_bytes: int, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class JobSite:
-    """Environment of a job's ranks; `held_bytes` is the memory that the process holds besides the
-    training's.
-    """
+    """Environment of a job's ranks; `held_bytes` is what a process holds besides the training."""
 
     device: torch.device
     accelerator: Accelerator | None
@@ -49,9 +47,7 @@ class JobSite:
 def predictor(
     account: Account, settings: TrainSettings, spec: ModelSpec, seq_len: int, site: JobSite
 ) -> Predict:
-    """Return a predictor of plans' costs for this model. The peak is that of the fullest rank, with
-    slack.
-    """
+    """Return a predictor of this model's costs; the peak is of the fullest rank, plus slack."""
     known: dict[Plan, Cost] = {}
 
     def predict(plan: Plan) -> Cost:

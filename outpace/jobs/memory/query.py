@@ -101,9 +101,7 @@ class ModuleQuestion:
         )
 
     def trace(self, rank: int) -> MemoryAccount:
-        """Trace a rank's memory. Raises BadInputError if the plan cannot be applied or the module
-        cannot be traced.
-        """
+        """Trace a rank's memory. Raises BadInputError if plan or module cannot be traced."""
         from outpace.trace.custom_module import account_of_module
 
         return account_of_module(

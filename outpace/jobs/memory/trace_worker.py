@@ -1,8 +1,7 @@
 """Memory accounts from a separate process, for a job in progress.
 
 A trace creates a process group, which a process that already has one cannot; and its memory must
-not count as this process's. As a program it reads one request per line and writes one answer per
-line.
+not count as this process's. As a program it answers each line with one.
 """
 
 import json
@@ -92,9 +91,7 @@ class Tracer:
         return answer
 
     def give_up(self) -> bool:
-        """End the process from another thread, and fail the calls that wait for it. Returns False
-        if there is none.
-        """
+        """End the process from another thread, failing calls that wait; False if there is none."""
         process = self._process
         if process is None or process.poll() is not None:
             return False

@@ -1,6 +1,4 @@
-"""Runs from trainers' logs compared with the plans for their layouts, and a machine corrected by
-them.
-"""
+"""Runs of trainers' logs compared with plans of their layouts, and machines corrected by them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -62,9 +60,7 @@ class CalibratedRun:
 
 @dataclass(frozen=True)
 class CalibrationRequest:
-    """Logs, and the settings that they lack. `plan` is a complete layout, `layout` gives parts of
-    one.
-    """
+    """Logs, and the settings that they lack: `plan` is a whole layout, `layout` parts of one."""
 
     logs: tuple[Path, ...]
     asked: PlanQuestion
@@ -264,9 +260,7 @@ def _read_layout(text: str | None) -> dict[str, Any]:
 
 
 def _add_data_parallel(values: dict[str, Any], logged: LoggedRun) -> dict[str, Any]:
-    """Add the data-parallel degree that the other axes leave, if the log has the number of
-    devices.
-    """
+    """Add the data-parallel degree that the other axes leave, if the log has the devices."""
     rest = logged.world_size
     if rest is None or {"dp_replicate", "dp_shard"} & values.keys():
         return values

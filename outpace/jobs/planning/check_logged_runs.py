@@ -28,9 +28,7 @@ _ASSUMED = ("precision", "checkpointing", "optimizer")
 
 @dataclass(frozen=True)
 class Answers:
-    """Values of flags for the logged runs: `layout` comes from the flag `source`, --layout or
-    --plan.
-    """
+    """Flags' values for logged runs: `layout` is from the flag `source`, --layout or --plan."""
 
     source: str
     layout: Mapping[str, Any]
@@ -89,9 +87,7 @@ def list_assumed(logged: LoggedRun, plan: Plan, answers: Answers) -> dict[str, s
 
 
 def check_possible(question: PlanningProblem, run: ObservedRun, planned: Estimate) -> None:
-    """Raise BadInputError for a step that is impossibly fast for such a machine, or a layout that
-    does not fit.
-    """
+    """Raise BadInputError for a step too fast for such a machine, or a layout that does not fit."""
     device = question.cluster.device
     most = device.nominal_bytes or device.memory_bytes
     peak = run.peak_memory_bytes

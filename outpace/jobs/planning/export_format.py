@@ -61,8 +61,7 @@ class ExportChoice:
 def pick(
     name: str, job: PlanningProblem, answer: Plans, model: NamedModel, chosen: int | None
 ) -> ExportChoice:
-    """Choose the `chosen` plan, or the recommended one, or the fastest that format `name` can
-    express.
+    """Choose the `chosen` plan, or the recommended one, or the fastest that `name` can express.
 
     The recommended plan is chosen if the format can express it, and if, run by that trainer, it
     fits and is about as fast as the fastest. It is also chosen if the format can express no plan.

@@ -89,9 +89,7 @@ def _trace(build: Any, name: str) -> tuple[Outline, ModelSpec | None]:
 
 
 def _by_config(module: Any) -> Outline | None:
-    """Read a transformers model of a known architecture by its config, which says more than a
-    trace.
-    """
+    """Read a known transformers architecture by its config, which says more than a trace."""
     from outpace.interop.outline import READERS, outline_from_config
 
     config = getattr(module, "config", None)

@@ -1,6 +1,4 @@
-"""The network question: how much bandwidth a training needs, and what another network would
-cost.
-"""
+"""The network question: how much bandwidth a training needs, and what another one would cost."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -97,9 +95,7 @@ def _notes(global_batch: int | None, needs: Sequence[Need]) -> list[str]:
 
 
 def _networks(words: Sequence[str], machine_network: Network | None) -> list[Network]:
-    """Return the catalog's networks, the requested ones and the machine's, slowest first, without
-    duplicates.
-    """
+    """Return the catalog's networks, the requested and the machine's, once each, slowest first."""
     named = ([] if machine_network is None else [machine_network]) + [
         read_network(text) for text in words
     ]

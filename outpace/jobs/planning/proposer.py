@@ -54,9 +54,7 @@ class TuningProposal:
 
 
 def rates_to_begin_with(settings: TrainSettings) -> HostRates | None:
-    """Measure this host's rates to start with; return None if it was probed already, or if training
-    uses a GPU.
-    """
+    """Measure this host's rates to start with; None if it was probed, or training uses a GPU."""
     machine = identify(find_accelerator)
     if resolve_device(settings, Ranks()).type != "cpu" or find_probe(machine) is not None:
         return None
@@ -99,9 +97,7 @@ class Proposer:
         self.considered = sum(fastest_plans(job, 1)[1] for job in self._jobs.values())
 
     def proposals(self, trials: Sequence[PlanTrial]) -> list[TuningProposal]:
-        """Return the plans that may be worth a trial, fastest first, as predicted after
-        `trials`.
-        """
+        """Return plans that may be worth a trial, fastest first, as predicted after `trials`."""
         learned, too_many, found = self._learn_once(trials), self._too_many_bytes(trials), []
         for world, job in self._jobs.items():
             plans, _ = fastest_plans(_with_rates(job, learned.rates.rates[world]), _COUNT)
@@ -116,8 +112,7 @@ class Proposer:
     def _too_many_bytes(self, trials: Sequence[PlanTrial]) -> dict[int, float]:
         """Return the smallest predicted bytes of a rank that did not fit, though predicted to.
 
-        The result is by number of processes, which share the memory. When several fail at once,
-        none counts.
+        The result is by number of processes, which share the memory. If several fail, none counts.
         """
         found: dict[int, float] = {}
         for trial in trials:
@@ -248,9 +243,7 @@ def _ranks(settings: TrainSettings) -> Ranks:
 
 
 def _worlds(settings: TrainSettings, machine: Machine) -> list[int]:
-    """Return numbers of processes to try: as given, else one, all devices, and divisors of the
-    cores.
-    """
+    """Return numbers of processes to try: as given, else one, all devices, divisors of cores."""
     if settings.nproc is not None:
         return [settings.nproc]
     if machine.devices:

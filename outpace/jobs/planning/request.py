@@ -235,9 +235,7 @@ def _same_network(one: str, other: str) -> bool:
 
 
 def _read_corrected(asked: PlanQuestion, path: Path) -> Cluster:
-    """Read a machine corrected by logged runs. Raises BadInputError if flags contradict the
-    file.
-    """
+    """Read a machine corrected by logged runs. Raises BadInputError if flags contradict it."""
     file = CorrectedMachine.load(path, option="--machine ")
     check_network(asked, file, path)
     devices = asked.devices_per_node or file.devices_per_node
@@ -342,8 +340,7 @@ _FEW_LETTERS = 4  # shorter words start too many names
 def _suggest_setting(name: str, value: str) -> str:
     """Return ' Did you mean …?' with settings that begin with the name, before similar ones.
 
-    If there are several, only those that take the value: checkpoint=full is checkpointing, not
-    checkpoint_every.
+    If there are several, only those that take the value(checkpoint=full: not checkpoint_every).
     """
     start = name if len(name) >= _FEW_LETTERS else f"{name}_"
     begin = [known for known in KEPT if known.startswith(start)]

@@ -72,9 +72,7 @@ class _Run:
         return _QUICK_SAMPLES if self.quick else _SAMPLES
 
     def separate_place(self) -> AxisPlace:
-        """Return the place with separate buffers, so that interleaved measurements do not touch
-        them.
-        """
+        """Return the place with buffers of its own, which interleaved measurements do not touch."""
         buffers = self.place.buffers
         return replace(self.place, buffers=Buffers(buffers.device, buffers.rank))
 

@@ -122,8 +122,7 @@ def _device(request: ProbeRequest, ranks: Ranks) -> tuple[torch.device, tuple[st
 class _ProcessState:
     """Shared state of all sections in a process.
 
-    `seen`: observations of its GPU by all sections. `slowed`: reports of slowdowns from processes
-    that it started.
+    `seen`: observations of its GPU by all sections. `slowed`: slowdowns that its processes report.
     """
 
     request: ProbeRequest
@@ -283,9 +282,7 @@ def _gather(value: T, groups: Groups) -> list[T]:
 
 
 def _gather_observations(seen: Sequence[GpuObservation], groups: Groups) -> list[GpuObservation]:
-    """Return what all ranks saw of their GPUs, each with its rank, since hosts number GPUs
-    alike.
-    """
+    """Return what all ranks saw of their GPUs, each with its rank; hosts number GPUs alike."""
     rank = groups.ranks.rank
     own = [replace(one, gpu=f"{one.gpu} of rank {rank}") for one in seen]
     return [one for of in _gather(own, groups) for one in of]

@@ -2,8 +2,7 @@
 
 A rank that has waited for long asks all for their state, and writes down which one does not come.
 No rank ends because of it yet, since the late rank may still come. The verdict is final once a rank
-ends by it. A verdict that is not final is ignored after the rank that asked is lost, or has stopped
-waiting.
+ends by it. One that is not final is ignored once the rank that asked is lost, or waits no more.
 """
 
 from collections.abc import Callable
@@ -17,9 +16,7 @@ _NONE = "none"
 
 
 class HangVerdict(Record):
-    """The `blamed` ranks. `by`: the rank that asked; `number`: the number of its question, 0
-    without one.
-    """
+    """The `blamed` ranks. `by`: the rank that asked; `number`: of its question, 0 without one."""
 
     sentence: str
     by: int
@@ -59,9 +56,7 @@ class HangVerdicts:
         return known
 
     def finalize(self, verdict: HangVerdict) -> HangVerdict | None:
-        """Make a verdict final, because it ends this rank; return the final one, if there is
-        one.
-        """
+        """Make a verdict final, since it ends this rank; return the final one, if there is one."""
         final = verdict.model_copy(update={"final": True})
         found = self.replace(verdict, final)
         return found if found is not None and found.final else None

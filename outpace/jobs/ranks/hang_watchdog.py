@@ -1,8 +1,7 @@
 """Watchdog that finds the rank at fault when a collective fails or takes too long.
 
 Every rank has a thread that writes a snapshot to the store when another rank asks. This finds a
-rank that is gone, was stopped, or hangs in a line of Python while the others wait for it in a
-collective.
+rank that is gone, was stopped, or hangs in a line of Python while others wait in a collective.
 """
 
 import json
@@ -564,9 +563,7 @@ def _is_lost(one: RankSnapshot) -> bool:
 
 
 def find_culprits(found: Sequence[RankSnapshot]) -> list[RankSnapshot]:
-    """Return silent ranks; if there are none, those that have started fewer collectives than
-    others.
-    """
+    """Return silent ranks; without any, those that have started fewer collectives than others."""
     silent = [one for one in found if one.state == "silent"]
     if silent:
         return silent

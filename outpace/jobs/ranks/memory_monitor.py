@@ -1,6 +1,4 @@
-"""Monitor of this process's memory during training, so that a run ends before the kernel kills
-it.
-"""
+"""Monitor of a process's memory during training, to end runs before the kernel kills them."""
 
 import ctypes
 import threading
@@ -18,8 +16,7 @@ _JOIN_S = 5.0
 class Reading:
     """Memory use that may grow to `soft_bytes`; above `hard_bytes` there is no time to react.
 
-    `limit` is the limit's name for the user, `limit_bytes` its size, and `ranks` the number of
-    ranks that share it.
+    `limit` is the limit's name for the user, `limit_bytes` its size, and `ranks` how many share it.
     """
 
     limit: str
@@ -30,9 +27,7 @@ class Reading:
     hard_bytes: int
 
     def too_high(self) -> bool:
-        """Return whether the use is too high, even after the C library has returned cached
-        memory.
-        """
+        """Return whether use is too high even when the C library has returned what it cached."""
         if self.now() <= self.soft_bytes:
             return False
         give_back_free()

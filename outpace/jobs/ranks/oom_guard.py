@@ -41,9 +41,7 @@ End = Callable[[str, int], NoReturn]
 
 @dataclass(frozen=True)
 class Shortage:
-    """A rank that ran out of memory, and what used it. `used_bytes`: its use of the limited
-    memory.
-    """
+    """A rank that ran out of memory, and what used it. `used_bytes`: of limited memory."""
 
     rank: int
     sentence: str
@@ -72,9 +70,8 @@ class Guard:
     """Context in which OutOfMemoryError is raised on all ranks if one of them runs out of memory.
 
     `answer` formats the message about a shortage, and `list_holders` lists what holds memory; both
-    are set as soon as a job can provide them. `relieve`, if set, frees memory that training can
-    spare. `tidy` is called with the reason, then `end` ends this process with a message and an exit
-    code.
+    are set once a job has them. `relieve`, if set, frees memory that training can spare. `tidy` is
+    called with the reason, then `end` ends this process with message and exit code.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, end: End | None) -> None:

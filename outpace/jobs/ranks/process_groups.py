@@ -36,8 +36,7 @@ _MISSING_RANK = re.compile(r"wait timeout after .*/(\d+)$")  # torch's store abo
 
 @dataclass(frozen=True)
 class Groups:
-    """Process groups. `control` carries small host messages of each step; `saving` is only for
-    checkpoints.
+    """Process groups. `control` carries small host messages of each step, `saving` checkpoints.
 
     `patient` and `saving` wait for work that rank 0 does alone, however slow its disk is. Even so,
     the death of a rank ends the others' wait at once. `store` is the rendezvous store, and
@@ -88,8 +87,7 @@ class Groups:
 def resolve_backend(asked: Literal["auto", "gloo", "nccl", "mpi"], device: torch.device) -> str:
     """Return torch's name for the communication backend. Raises BadInputError if there is none.
 
-    The default is NCCL between CUDA devices and gloo between processes on the CPU. Host messages
-    always use gloo.
+    The default is NCCL between CUDA devices and gloo between CPU processes. Host messages use gloo.
     """
     on_cuda = device.type == "cuda"
     if asked == "nccl" and not on_cuda:
@@ -265,12 +263,10 @@ def process_groups(
     timeout_s: float,
     backend: str | None = None,
 ) -> Iterator[Groups]:
-    """Join this job's processes, and leave them at the end. `backend` is the result of
-    `resolve_backend`.
+    """Join this job's processes, and leave them then. `backend` is that of `resolve_backend`.
 
-    A job with one process gets a group too, so that other code need not distinguish the two cases.
-    Each time ranks join, they use new names in the store, which may still contain those of earlier
-    ranks.
+    A job with one process gets a group too, so that other code is the same. Each time ranks join,
+    they use new names in the store, which may still have earlier ranks'.
     """
     if dist.is_initialized():
         raise BadInputError(

@@ -29,8 +29,7 @@ def snapshot_rank(
 ) -> RankSnapshot:
     """Snapshot this rank; `thread` is the ID of its training thread.
 
-    `neighbours`: process IDs by rank on this host. `failed`: the collective that has failed
-    already, as text.
+    `neighbours`: this host's PIDs by rank. `failed`: the collective that has failed, as text.
     """
     frames = sys._current_frames()
     collectives = read_flight_recorder()
@@ -90,8 +89,7 @@ def _stacks(frames: Mapping[int, FrameType], main: int) -> str:
 
 
 def find_position(thread: int) -> Position:
-    """Return where a thread of this rank is. Positions are equal as long as it waits in the same
-    collective.
+    """Return where a thread of this rank is. They are equal while it waits in one collective.
 
     The recorder has no messages between two ranks, so the waiting call counts as well. A position
     keeps the objects that this call refers to alive.

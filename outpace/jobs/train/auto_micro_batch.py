@@ -40,9 +40,7 @@ Try = Callable[[TrainSettings, int], tuple[int, str]]
 
 
 def sizes(plan: Plan) -> list[int]:
-    """Return micro-batches that keep the global batch, largest first: divisors of a rank's
-    share.
-    """
+    """Return micro-batches of the same global batch, largest first: divisors of a share."""
     return [n for n in range(plan.micro_batch, 0, -1) if plan.micro_batch % n == 0]
 
 
@@ -52,9 +50,7 @@ def with_size(plan: Plan, size: int) -> Plan:
 
 
 def predict_largest(plan: Plan, predict: Predict | None, limit_bytes: int) -> int:
-    """Return the largest size that is predicted to fit, by bisection; all sizes if there is no
-    prediction.
-    """
+    """Return the largest size predicted to fit, by bisection; all without a prediction."""
     known = sizes(plan)
     if predict is None:
         return known[0]
@@ -79,8 +75,7 @@ def find(
 ) -> Plan:
     """Return the plan with the largest micro-batch that fits, the same on all ranks.
 
-    Raises OutOfMemoryError if a single sample does not fit, BadInputError if a trial fails for
-    another reason.
+    Raises OutOfMemoryError if one sample does not fit, BadInputError if a trial fails otherwise.
     """
     notify(callbacks, "on_stage", "predicting the largest micro-batch")
     limit = fitting.limit.bytes

@@ -146,9 +146,7 @@ class PreparedRun:
         )
 
     def _first_step(self) -> dict[str, Any]:
-        """Return the times until the end of the first step, and note if some of it was
-        compilation.
-        """
+        """Return the times until the end of the first step, and note if some was compilation."""
         first_step_s = time.perf_counter() - self.began_s
         compile_s = compile_time_s() - self.compiled_s
         if self.job.plan.compile:
@@ -325,9 +323,7 @@ def _make_first_check(
     device: torch.device,
     start_step: int,
 ) -> Callable[[list[Any], bool], torch.Tensor | None] | None:
-    """Return the check of the first batch of a run that starts after `start_step`, if there is
-    one.
-    """
+    """Return the check of the first batch, if there is one, of a run after `start_step`."""
     if first is None:
         return None
     first.resumed = start_step > 0
@@ -510,9 +506,7 @@ def _ledger(job: Job, progress: Progress | None, trained: int) -> Ledger:
 def _loader(
     job: Job, data: Any, start_step: int, total_steps: int, batch: int | None = None
 ) -> Loader:
-    """Return this rank's micro-batches of `data`, by step, for a `batch` other than the global
-    one.
-    """
+    """Return this rank's micro-batches of `data`, by step; `batch`: if not the global one."""
     settings = job.settings
     pin = job.device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
     return Loader(

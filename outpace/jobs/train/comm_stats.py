@@ -31,9 +31,7 @@ class CommStats:
 
     @property
     def _can_count(self) -> bool:
-        """Return whether a step's communication is visible to operator hooks and the same in each
-        step.
-        """
+        """Return whether operator hooks see a step's communication, the same in each step."""
         plan = self._job.plan
         begun = plan.powersgd_start is None or plan.powersgd_start < self._warm
         return begun and not plan.compile and plan.strategy != "horovod"

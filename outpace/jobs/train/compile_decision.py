@@ -39,9 +39,7 @@ class Decision:
 
 
 def expected_compile_s(layers: int, region: Region) -> float:
-    """Return an upper bound of the compile time: equal blocks share their code; a whole model
-    compiles all of them.
-    """
+    """Return a bound of the compile time: equal blocks share code; a whole model compiles all."""
     return _COMPILER_S + (_LAYER_S * layers if region == "whole" else 0.0)
 
 
@@ -54,8 +52,7 @@ def decide(
     total_steps: int,
     layers: int | None,
 ) -> Decision:
-    """Decide whether to compile a plan that may be compiled: as before in a resumed run, otherwise
-    by the time saved.
+    """Decide whether to compile a plan: as before in a resumed run, else by the time saved.
 
     `layers` is None for a model that the planner does not know. A run that only measures is
     compiled, since it stands for a longer one, and so is fp8, which is slow otherwise.

@@ -32,8 +32,7 @@ def restore(
 ) -> Progress | None:
     """Load the newest intact checkpoint of a resumed run; None means that it starts at step 0.
 
-    Does not change the run. Collective. Raises BadInputError if starting at step 0 would overwrite
-    work.
+    Does not change the run. Collective. Raises BadInputError if step 0 would overwrite work.
     """
     if not job.settings.resume:
         return None
@@ -70,9 +69,7 @@ def _require_saved_by(checkpoint: Path, run: RunRecord) -> None:
 
 
 def _require_unsaved(job: Job, earlier: RunRecord, history: History) -> None:
-    """Refuse to start at step 0 if there once was a complete checkpoint, or the run was
-    finished.
-    """
+    """Refuse to start at step 0 if there was a complete checkpoint, or the run was finished."""
     sign = _sign_of_checkpoints(earlier, history)
     if sign is None:
         return

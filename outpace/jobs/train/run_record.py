@@ -380,9 +380,7 @@ def _repetitions(job: Job) -> list[str]:
 
 
 def with_earlier_precision(settings: TrainSettings) -> TrainSettings:
-    """Return the settings of a resumed run with its earlier precision, even on a different
-    machine.
-    """
+    """Return the settings of a resumed run with its earlier precision, on any machine."""
     if not settings.resume or settings.precision is not None or settings.out is None:
         return settings
     earlier = RunDir(settings.out).require_run()

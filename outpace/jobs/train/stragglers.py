@@ -1,6 +1,4 @@
-"""Detection, during training, of a rank that is consistently slower than others with the same
-work.
-"""
+"""Detection, during training, of a rank that stays slower than others with the same work."""
 
 import socket
 from dataclasses import dataclass
@@ -37,9 +35,7 @@ class Facts:
 
 
 class Stragglers:
-    """Stragglers of one run. All ranks have the same data and reach the same result at the same
-    step.
-    """
+    """Stragglers of one run. All ranks have the same data and the same result at a step."""
 
     def __init__(self, job: Job, recording: Recording) -> None:
         self._job = job

@@ -16,9 +16,7 @@ from outpace.training.run_dir import UTILISATION_FOLDER
 
 
 class Recording:
-    """Recording of one run on this rank's host; the host's first rank records for all of its
-    ranks.
-    """
+    """Recording of one run on this rank's host; a host's first rank records for all of them."""
 
     def __init__(self, job: Job, start_step: int) -> None:
         self._job = job

@@ -77,8 +77,7 @@ class Calibration:
     def spreads(self, slopes: Floats) -> Floats:
         """Return the uncertainty of times with these slopes, as standard deviations of logarithms.
 
-        For the ratio of two times, use the difference of their slopes, in which common errors
-        cancel.
+        For the ratio of two times, use the difference of their slopes: common errors cancel.
         """
         found: Floats = np.sqrt(np.einsum("ki,kl,li->i", slopes, self.covariance, slopes))
         return found

@@ -27,9 +27,7 @@ def _residuals() -> Mapping[str, Any]:
 
 
 class Interval(NamedTuple):
-    """Factors on a predicted time that contain the true one with probability `level`, and their
-    basis.
-    """
+    """Factors on a predicted time that hold the true one with probability `level`, and why."""
 
     low: float
     high: float

@@ -12,8 +12,7 @@ Each of N ranks has B bytes; then it sends, in
 - send B.
 
 Counted is a collective that a rank takes part in, or a message that it sends; what it receives
-counts where it was sent. `training.collective_counter` counts the calls that are really made,
-by the same rule.
+counts where it was sent. `training.collective_counter` counts the calls made, by the same rule.
 
 Legend: A accumulation steps, b samples of a micro-batch, S sequence, D hidden width, L layers,
 Ψ parameters.
@@ -84,9 +83,7 @@ class StepOnRank:
 
     @property
     def passes(self) -> int:
-        """Return A: forward and backward passes per step (a pipeline's micro-batches are within
-        one).
-        """
+        """Return A: forward and backward passes per step (a pipeline's are within one)."""
         return self.plan.accumulation(self.global_batch)
 
     @property
@@ -122,8 +119,7 @@ class StepOnRank:
     def summed_item(self) -> int:
         """Return the bytes per number in gradients that are accumulated over micro-batches.
 
-        With master weights, they are accumulated in fp32; a single micro-batch needs no sum
-        (optim.master).
+        With master weights, they are accumulated in fp32; a single micro-batch needs no sum.
         """
         several = self.passes * self.plan.pp_microbatches > 1
         return 4 if several and self.plan.precision == "bf16-master" else self.item
@@ -151,8 +147,7 @@ def step_traffic(
 
     There is none for plans with recomputation or adapters.
 
-    It includes the messages of every job: the loss's sum and count, and each rank's request to
-    stop.
+    It includes the messages of every job: the loss's sum and count, and requests to stop.
     """
     formula = _FORMULAS.get(plan.strategy)
     if formula is None or plan.recomputes or plan.lora_rank is not None:
@@ -218,9 +213,7 @@ def _ring(work: StepOnRank, tally: Tally) -> None:
 
 
 def bucket_sizes(sizes: Iterable[int], limit: int) -> list[list[int]]:
-    """Group sizes so that the sum of each group is at most `limit`; a larger size forms its own
-    group.
-    """
+    """Group sizes so that the sum of each group is at most `limit`; a larger one is alone."""
     groups: list[list[int]] = []
     for size in sizes:
         if groups and sum(groups[-1]) + size <= limit:

@@ -32,8 +32,7 @@ def hint(
     best: Plan,
     step_s: float,
 ) -> str | None:
-    """Return a sentence that suggests a setting to vary; None if nothing would gain or all settings
-    are fixed.
+    """Return a sentence that suggests a setting to vary; None if nothing gains or all are fixed.
 
     To take only a fraction of the main search's time, it searches only the best plan's tensor,
     context and pipeline axes (fp8 has no tensor axis), so --vary may find more.

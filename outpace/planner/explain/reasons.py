@@ -34,9 +34,7 @@ def explain_plan(
     roles: Sequence[Role],
     listed: Sequence[int],
 ) -> str:
-    """Return one sentence: why a plan is listed, compared with the fastest; for the fastest, with
-    the next of the plans that are `listed`.
-    """
+    """Return why a plan is `listed`, compared with the fastest (the fastest: with the next)."""
     if "fastest" in roles:
         return _explain_fastest(job, found, place, roles, listed)
     against = _words_against(found, found.fastest, place, listed)
@@ -166,9 +164,7 @@ def _format_kept(wanted: SearchRequest) -> str:
 
 
 def lacks(job: PlanningProblem, columns: PlanBatch, place: int) -> str:
-    """Describe what a plan that does not fit needs, compared with what the device or its host
-    has.
-    """
+    """Describe what a plan that does not fit needs, beside what the device or its host has."""
     row = columns.take([place])
     need, host = float(job.required_bytes(row)[0]), job.cluster.host_bytes
     if need > job.limit or host is None:

@@ -13,8 +13,7 @@ from outpace.records.plan import Plan
 class Cost:
     """Peak memory of the fullest rank, and the time of a step by the planner's model, if known.
 
-    `tensor_bytes` of the peak are tensors. `by_kind` is the peak by the kinds of a memory account,
-    if known.
+    `tensor_bytes` of the peak are tensors. `by_kind` is it by an account's kinds, if known.
     """
 
     peak_memory_bytes: int

@@ -40,8 +40,7 @@ _PAIRS = 8
 
 @dataclass(frozen=True)
 class Proposal:
-    """Settings to change, and the prediction with them; `slowdown` 0.1 is 10 % more time, None
-    unknown.
+    """Settings to change, and the prediction with them; `slowdown` 0.1: 10 % more time.
 
     `exact`: training computes the same numbers, except for rounding.
     """

@@ -79,8 +79,7 @@ def cheapest(
     costs: Mapping[Checkpointing, float],
     need: float,
 ) -> Counts | None:
-    """Return the number of blocks for each mode that saves `need` bytes at the lowest cost; None if
-    that is impossible.
+    """Return the blocks of each mode that save `need` bytes at the lowest cost; None if none do.
 
     `saved` and `costs` are per block. The answer is exact: all numbers for two modes are tried,
     each with the smallest sufficient number for the third.

@@ -1,6 +1,4 @@
-"""Rates that a device reaches: matrix products, attention, memory and the host, from catalog or
-probe.
-"""
+"""A device's rates: products, attention, memory and the host, by catalog or probe."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -91,16 +89,12 @@ class DeviceRates:
     sources: tuple[str, ...] = ()
 
     def is_fp8(self, rate: Floats) -> Bools:
-        """Return whether a rate of matrix products is that of fp8, which is twice the rate of 16
-        bits.
-        """
+        """Return whether a rate of products is that of fp8, which is twice the rate of 16 bits."""
         found: Bools = rate > 1.5 * self.rate("bf16")
         return found
 
     def rate(self, dtype: str) -> float:
-        """Return the FLOP/s of large matrix products, or those of the next wider dtype if
-        unknown.
-        """
+        """Return the FLOP/s of large matrix products, or those of the next wider dtype."""
         wider = ("fp16" if dtype == "bf16" else "bf16", "tf32", "fp32")
         for name in (dtype, *(reversed(wider) if dtype == "tf32" else wider)):
             if name in self.best_flops_per_s:

@@ -112,8 +112,7 @@ class Fabric:
         Each token goes to `copies` experts drawn uniformly from those of the `size` ranks of its
         group: one copy for each expert. With `once`, there is one copy per rank, and across the
         network one per node, from which the node's own links distribute it (DeepSeek-AI, DeepEP).
-        Links inside nodes and across work at the same time; every device has its share of the
-        node's cards.
+        Links inside nodes and across work at the same time; devices share the node's cards.
         """
         within, nodes, _ = self.spread(size, stride)
         link = self.inside_bytes_per_s * self.all_to_all_share
@@ -133,8 +132,7 @@ class Fabric:
     def broadcasts_s(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
         """Return the time in which each rank of a group broadcasts its part of arrays of `nbytes`.
 
-        The broadcasts go round the ring one after the other, each in as many steps as there are
-        ranks.
+        The broadcasts go round the ring one after the other, in a step per rank each.
         """
         rate, nodes = self._ring(size, stride, 1.0)
         crossing = np.where(nodes > 1, nodes, 0)

@@ -21,9 +21,7 @@ _BUNDLE = re.compile(r"(?:([0-9]+)\s*[x×]\s*)?(.+)")
 
 
 def ladder() -> list[Network]:
-    """Return the networks of the catalog ordered by rate, slowest first; equally fast ones are
-    grouped.
-    """
+    """Return the networks of the catalog by rate, slowest first; equally fast ones together."""
     single = [(link.name, 1) for link in LINKS.values() if link.kind in _KINDS]
     return by_rate(
         Network(

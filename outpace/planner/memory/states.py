@@ -145,9 +145,7 @@ def _states(
 
 
 def whole_share(outline: Outline, columns: PlanBatch) -> Floats:
-    """Return the share of all elements on the fullest of dp_shard ranks that hold whole
-    parameters.
-    """
+    """Return the share of all elements on the fullest of dp_shard ranks with whole parameters."""
     return by_plans(columns, ("dp_shard",), lambda ranks: _whole_share(outline, ranks))
 
 

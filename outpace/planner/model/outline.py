@@ -75,11 +75,9 @@ def outline(spec: ModelSpec, name: str) -> Outline:
 
 
 def classifier_outline(found: Outline) -> Outline:
-    """Return the model with a pooler and a classification layer, which reads one token of each
-    text.
+    """Return the model with a pooler and a classification layerthat reads one token a text.
 
-    The outline contains the complete last layer, although outpace computes only what that token
-    needs.
+    The outline has the complete last layer, of which outpace computes what that token needs.
     """
     return found.model_copy(
         update={
@@ -157,9 +155,7 @@ def _mlp(mlp: Mlp, hidden: int) -> Iterator[Weight]:
 
 
 def seen_length(outline: Outline, stack: Stack, seq_len: int) -> int:
-    """Return the number of keys of a stack's cross-attention: the length of the last preceding
-    stack without it.
-    """
+    """Return the keys of a stack's cross-attention: the length of the last stack without it."""
     seen = seq_len
     for one in outline.stacks:
         if one is stack:
@@ -170,9 +166,7 @@ def seen_length(outline: Outline, stack: Stack, seq_len: int) -> int:
 
 
 def layer_parameters(stack: Stack, hidden: int) -> int:
-    """Return the number of parameters of one layer: matrices, biases, norms and other traced
-    ones.
-    """
+    """Return the parameters of one layer: matrices, biases, norms and other traced ones."""
     norms = stack.norms * hidden * (2 if stack.norm_bias else 1)
     for attention in (stack.attention, stack.cross_attention):
         if attention is None:
@@ -183,9 +177,7 @@ def layer_parameters(stack: Stack, hidden: int) -> int:
 
 
 def outside_elements(outline: Outline) -> int:
-    """Return the numbers of parameters outside of layers: embeddings, positions, head, rest; 0 for
-    a tied head.
-    """
+    """Return parameters outside layers: embeddings, positions, head (0 if tied), rest."""
     rows = outline.vocab + (0 if outline.tied else outline.outputs)
     products = sum(p.elements for p in (*outline.embed_products, *outline.head_products))
     embedded = rows * outline.table_width + outline.learned_positions * outline.hidden

@@ -68,9 +68,7 @@ def recomputed_flops(
 def layer_flops(
     stack: Stack, hidden: int, length: int, seen: int, *, attention: bool = True
 ) -> int:
-    """Return the FLOPs of a layer for one sample with `length` tokens, and `seen` tokens in
-    cross-attention.
-    """
+    """Return a layer's FLOPs for a sample of `length` tokens, `seen` in cross-attention."""
     total = _products(stack.other, length)
     bare = stack.model_copy(update={"other": ()})
     for weight in weights(bare, hidden):

@@ -188,8 +188,7 @@ class Site:
         )  # fmt: skip
 
     def precision(self, asked: Precision | None) -> Precision:
-        """Return the requested precision, or the fastest one in which matrix products were
-        measured.
+        """Return the requested precision, or the fastest whose products were measured.
 
         If none was measured, bf16 if the catalog says that the device supports it. On a GPU, this
         means bf16 with master weights, as outpace trains there.

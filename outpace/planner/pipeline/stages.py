@@ -53,8 +53,7 @@ def _spreads(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
 
 
 def spread_by_cost(costs: Sequence[float], stages: int) -> list[range]:
-    """Distribute unequal blocks over stages in order, at least one each, minimising the largest
-    cost.
+    """Distribute unequal blocks over stages in order, one at least, for the least largest cost.
 
     Among the cheapest cuts, the last stage starts as early as possible, then the one before it, and
     so on: later stages get more blocks, since earlier ones keep more activations.
@@ -85,8 +84,7 @@ def spread_by_cost(costs: Sequence[float], stages: int) -> list[range]:
 def representatives(plan: Plan) -> list[int]:
     """Return ranks of which one needs the most memory, one for each group of equal ranks.
 
-    These are the first rank of each pipeline stage, the first of all if shares are uneven, and a
-    server.
+    These are the first rank of each pipeline stage, of all if shares are uneven, and a server.
     """
     across = plan.world_size - plan.servers
     chosen = set(range(0, across, max(1, across // plan.pp)))

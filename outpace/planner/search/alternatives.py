@@ -49,8 +49,7 @@ class PlanChoice:
 
 
 def simplest(choice: PlanChoice, most_s: float, trains_all: bool) -> PlanBatch | None:
-    """Return the simplest plan that fits and takes at most `most_s`; among equals, the one with the
-    most free memory.
+    """Return the simplest plan that fits within `most_s`; of equals, that of most free memory.
 
     `trains_all`: the trainer is not outpace, so plans that outpace cannot train are not penalised.
     """
@@ -90,8 +89,7 @@ def _least_memory(
     """The plan of the least memory among the layouts with all options; None: none fits.
 
     With its bytes and seconds: of those that need `enough` or less, the fastest, with `enough`.
-    Those of the lowest `floors` come first, until none of the rest can need less than what was
-    found.
+    Those of the lowest `floors` come first, until none of the rest can need less.
     """
     best: tuple[float, float, PlanBatch] | None = None
     for part, took in _quick_plans(choice, most_s):

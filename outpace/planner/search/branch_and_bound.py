@@ -83,8 +83,7 @@ def search(
     memory_bytes: float,
     count: int = 10,
 ) -> SearchResult:
-    """Return the `count` fastest kinds of plans that fit into `memory_bytes`, and the result for
-    every family.
+    """Return the `count` fastest kinds of plans that fit `memory_bytes`, and families' results.
 
     Plans of one kind split the same axes and have the same ZeRO level; the fastest of them is used.
     `floors` are lower bounds of the bytes that plans need (`planner.memory.peak.least_bytes`),
@@ -120,8 +119,7 @@ def find_alternatives(
     floors: Needs,
     memory_bytes: float,
 ) -> SearchResult:
-    """Return `found` with additional rows for the simplest and the leanest plans that are about as
-    fast.
+    """Return `found` with rows for the simplest and the leanest plans that are about as fast.
 
     `floors` are lower bounds of the bytes that plans need (`planner.memory.peak.least_bytes`).
     """
@@ -160,8 +158,7 @@ def fastest(
 ) -> tuple[PlanBatch, int]:
     """Return the `count` fastest plans that fit, fastest first, and the number considered.
 
-    Layouts are visited in the order of their time without options, until no other can be among the
-    fastest.
+    Layouts are visited by their time without options, until no other can be among the fastest.
     """
     plain, chosen = layouts(wanted), list(memory_options(wanted))
     bound = least_s(question, wanted, plain)
@@ -223,8 +220,7 @@ def fastest_accepted(
 def least_s(question: StepTimeQuestion, wanted: SearchRequest, plain: PlanBatch) -> Floats:
     """Return a lower bound of a layout's step time: without options, with any optimizer.
 
-    The fastest optimizer depends on the layout: if compiled, those with fewer bits move less
-    memory.
+    The fastest optimizer depends on the layout: compiled, fewer bits move less memory.
     """
     found: Floats = estimate(question, plain).step_s
     for name in wanted.vary.get("optimizer", ()):
@@ -477,9 +473,7 @@ def _finish_search(
 
 
 def fits(wanted: SearchRequest, needs: Needs, floors: Needs, memory_bytes: float) -> bool:
-    """Return whether any plan fits, trying those with the smallest micro-batch and the most
-    recomputation.
-    """
+    """Return whether any plan fits, of the smallest micro-batch and the most recomputation."""
     plain, chosen = layouts(wanted), list(memory_options(wanted))
     if not chosen or not len(plain):
         return False

@@ -161,8 +161,7 @@ def _moved_bytes(
 def _simt_product_s(device: DeviceRates, rows: Floats, columns: Floats, inner: Floats) -> Floats:
     """Return seconds of a product in fp32 of which one dimension is an adapter's rank.
 
-    Its tiles are as narrow as cuBLAS has them, and other dimensions are long enough to fill the
-    device with them.
+    Its tiles are as narrow as cuBLAS has them, and other dimensions fill the device with them.
     """
     padded = np.ceil(rows / _SIMT_TILE) * np.ceil(columns / _SIMT_TILE) * _SIMT_TILE**2
     flops = 2 * padded * np.ceil(inner / _SIMT_DEPTH) * _SIMT_DEPTH
@@ -177,8 +176,7 @@ def unpacking_s(
 ) -> tuple[Floats, Floats]:
     """Return seconds in which frozen weights are unpacked, before a product and its gradient's.
 
-    Kernels, as bitsandbytes' and GPTQ's of Triton, read them packed and write them as they are
-    multiplied.
+    Kernels, as bitsandbytes' and GPTQ's, read them packed and write them as they are multiplied.
     """
     if adapters.base_bytes is None:
         return np.zeros_like(elements), np.zeros_like(elements)

@@ -56,8 +56,7 @@ def ring_s(setup: StepTimeSetup, passes: StepPasses) -> Floats:
 
 
 def experts_s(setup: StepTimeSetup, busy: Floats) -> Floats:
-    """Return the time of tokens to their experts and back: all-to-all twice forward, twice
-    backward.
+    """Return the time of tokens to their experts and back: all-to-all twice each way.
 
     Of ranks of tp each sends its part of the tokens; those that have parts of the same experts
     gather what came to any of them, and scatter sums, of more tokens than tp's own collectives

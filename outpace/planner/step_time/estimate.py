@@ -1,8 +1,7 @@
 """Step times of many plans at once, and where the time goes, in closed form.
 
 A step is the pipeline's passes (compute and what it waits for, the bubble), the reduction of
-gradients as far as no backward hides it, and the optimizer. docs/concepts/planner.md derives each
-term.
+gradients as far as no backward hides it, and the optimizer. docs/concepts/planner.md derives them.
 """
 
 from dataclasses import dataclass, fields, replace

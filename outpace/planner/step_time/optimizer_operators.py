@@ -23,8 +23,7 @@ from outpace.records.outline import Outline
 def count_operators(outline: Outline, kind: str, c: PlanBatch, compiled: Bools) -> Floats:
     """Return operators of the tensors that a rank steps on a device of `kind`, one entry a plan.
 
-    `compiled`: where plans compile; not every optimizer does then. What does not depend on tensors
-    is left out.
+    `compiled`: where plans compile; not all optimizers do. What depends on no tensors is left out.
     """
     found = np.zeros(len(c))
     keys = np.stack([c.optimizer, c.tp, c.ep, compiled]).astype(np.int64)

@@ -44,8 +44,7 @@ def weight_traffic_s(setup: StepTimeSetup) -> Floats:
 
     Where ranks split parameters each casts its shard before it is gathered, and all gradients as
     they are copied to the buffer that they are reduced in. Frozen weights are kept as they are
-    multiplied, or unpacked; but outpace casts those of 32 bits that are not packed each time, or
-    their shards.
+    multiplied, or unpacked; but outpace casts those of 32 bits, or their shards, each time.
     """
     c, numbers = setup.columns, setup.numbers
     present, rate = setup.parameters.present, setup.device.memory_bytes_per_s

@@ -22,8 +22,7 @@ class PipelineTime:
     """Seconds of a micro-batch: on a rank with the slowest stages, and on all stages together.
 
     `compute_s` is what a rank with the slowest stages computes, `pace_s` with its weights' traffic.
-    `ranks` has seconds and layers of the ranks that may be slowest: the first, those between, the
-    last.
+    `ranks` has seconds and layers of the ranks that may be slowest: first, between, last.
     """
 
     pace_s: Floats

@@ -1,6 +1,4 @@
-"""Advice from measured links: whether they suffice for large trainings, and which ranks are
-slow.
-"""
+"""Advice from measured links: if they suffice for large trainings, and which ranks are slow."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median

@@ -21,9 +21,7 @@ _DECADES = 30
 
 
 def contribution(rank: int, draw: int = 0) -> Tensor:
-    """Return a rank's data, repeated as needed: (65521,) random fp32 values, different in each
-    draw.
-    """
+    """A rank's data, repeated as needed: (65521,) random fp32 values, different in each draw."""
     seed = (0xC0DE + draw << 24) + rank
     return torch.randn(_PERIOD, generator=torch.Generator().manual_seed(seed))
 
@@ -55,9 +53,7 @@ class Buffers:
         return self._held[-1]
 
     def settle(self) -> None:
-        """Release the objects held by cases that were created before the buffers grew to their
-        final size.
-        """
+        """Release the objects held by cases that were created before the buffers grew."""
         for held in self._held:
             held.clear()
         if self.device.type == "cuda":
@@ -91,9 +87,7 @@ class Buffers:
 
 
 def compare(found: Tensor, ranks: Sequence[int], offset: int, draw: int = 0) -> str | None:
-    """Describe what is wrong with the sum of these ranks' data from element `offset` on; None if it
-    is right.
-    """
+    """Describe what is wrong with the sum of these ranks' data from element `offset` on."""
     wanted, size = (torch.zeros(_PERIOD, dtype=torch.float64) for _ in range(2))
     for rank in ranks:
         part = contribution(rank, draw).double().roll(-(offset % _PERIOD))

@@ -47,9 +47,7 @@ class AxisPlace:
         return self.members.index(self.rank)
 
     def count(self, size: int) -> int:
-        """Return the elements of an array of about `size` bytes that can be divided equally among
-        all ranks.
-        """
+        """Return the elements of an array of about `size` bytes that ranks can share equally."""
         share = self.axis.ranks
         return max(1, size // ITEM_BYTES // share) * share
 
@@ -58,8 +56,7 @@ Made = tuple[Callable[[], Tensor], Callable[[Tensor], str | None]]
 
 
 def case(collective: str, place: AxisPlace, size: int) -> Case:
-    """Return a case of one collective with an array of about `size` bytes, on all groups of an axis
-    at once.
+    """Return a case of a collective of about `size` bytes, on all groups of an axis at once.
 
     Its check has the same result on all ranks: all of them report an error on one.
     """
@@ -130,9 +127,7 @@ def _all_reduce(place: AxisPlace, count: int) -> Made:
 
 
 def parts_wrong(place: AxisPlace, found: Tensor, offset: int) -> str | None:
-    """Describe what is wrong with equal parts, each of which comes from one rank, from element
-    `offset` on.
-    """
+    """Describe what is wrong with equal parts of one rank each, from element `offset` on."""
     for piece, rank in zip(found.chunk(len(place.members)), place.members, strict=True):
         if wrong := compare(piece, [rank], offset, place.buffers.draw):
             return wrong

@@ -28,9 +28,7 @@ OVERLAPPED = ("all-reduce", "all-gather", "reduce-scatter")
 
 
 def hidden_share(compute_s: float, collective_s: float, both_s: float) -> float:
-    """Return the fraction of the shorter that the longer hides: 1 all, 0 nothing; below 0, overlap
-    costs time.
-    """
+    """Return the fraction of the shorter that the longer hides; below 0, overlap costs time."""
     return (compute_s + collective_s - both_s) / max(min(compute_s, collective_s), _LEAST_S)
 
 
@@ -140,9 +138,7 @@ def _compute_nothing() -> None:
 
 
 def share_hidden(key: Key, found: Sequence[Figure]) -> Figure:
-    """Return the hidden fraction from rounds that timed computation, collective and both in
-    turn.
-    """
+    """Return the hidden fraction from rounds that timed computation, collective, and both."""
     rounds = tuple(
         tuple(hidden_share(*times) for times in zip(*samples, strict=True))
         for samples in zip(*(figure.rounds for figure in found), strict=False)

@@ -28,8 +28,7 @@ _TIMED = 0.9  # of the budget; the rest is for looking at the values again
 def by_rank(
     calls: Sequence[Callable[[], Any]], clock: RanksClock, rounds: int, budget_s: float
 ) -> Turns[list[Rounds]]:
-    """Yield rounds of samples for each call, each with the seconds of every rank. All ranks make
-    these calls.
+    """Yield rounds of samples for each call, with every rank's seconds. All ranks call.
 
     Samples go through the calls forwards and backwards in turn.
     """
@@ -120,8 +119,7 @@ def pair_figures(
 ) -> Turns[dict[Pair, list[Figure]]]:  # fmt: skip
     """Time each pair while both send to each other at the same time, by size.
 
-    Raises WrongResultError if the received data differ from the sent data before or after the
-    timing.
+    Raises WrongResultError if received data differ from sent data before or after.
     """
     slots = [(slot, size) for slot in pair_slots(nodes) for size in sizes]
     place.buffers.take(max(sizes) // ITEM_BYTES)  # once: what is sent is parts of them

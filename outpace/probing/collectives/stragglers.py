@@ -59,9 +59,7 @@ def slow_ranks(seconds: Mapping[int, Sequence[float]]) -> list[Slowness[int]]:
 
 @dataclass(frozen=True)
 class SlowLinks:
-    """The `ranks` that are slow on all of their links, and the `links` that are slow
-    individually.
-    """
+    """The `ranks` that are slow on all their links, and the `links` that are slow individually."""
 
     ranks: tuple[Slowness[int], ...] = ()
     links: tuple[Slowness[Pair], ...] = ()

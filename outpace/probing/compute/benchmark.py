@@ -36,8 +36,7 @@ def probe_matmul(
     progress: Progress,
     tokens: int | None = None,
 ) -> Turns[ProbeSection]:
-    """Time matrix products on a device. `features` are those of its processor. Raises
-    WrongResultError.
+    """Time matrix products on a device. `features` are its processor's. Raises WrongResultError.
 
     `tokens`: the number in a model's products; None for as many as keep a call short.
     """

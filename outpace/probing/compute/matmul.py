@@ -55,9 +55,7 @@ class Bench:
     rates: dict[Dtype, float] = field(default_factory=dict)
 
     def takes(self, dtype: Dtype, shape: Shape) -> bool:
-        """Return whether the operands fit into the pool, and whether the dtype supports products of
-        this shape.
-        """
+        """Return whether the operands fit into the pool, and the dtype supports this shape."""
         m, n, k = shape
         fine = dtype != "fp8" or n % _FP8_MULTIPLE == k % _FP8_MULTIPLE == 0
         return fine and m * k + k * n <= self.pools[dtype].numel()
@@ -216,8 +214,7 @@ def largest(on: Bench, dtype: Dtype, at_most: int) -> int:
 def tokens_for(on: Bench, dtype: Dtype, spec: ModelSpec, given: int | None = None) -> int:
     """Return the given number of tokens, however long a product then takes.
 
-    If none is given: the largest power of two for which the largest product of a model is short
-    enough.
+    If none is given: the largest power of two at which a model's largest product is short enough.
     """
     if given is not None:
         return given
@@ -229,9 +226,7 @@ def tokens_for(on: Bench, dtype: Dtype, spec: ModelSpec, given: int | None = Non
 
 
 def fine_cases(on: Bench, dtype: Dtype, base: int) -> list[Case]:
-    """Vary each dimension by 1 and by larger steps, to detect tiles; on a GPU, vary n over
-    waves.
-    """
+    """Vary each dimension by 1 and larger steps, to detect tiles; on a GPU, vary n over waves."""
     by = (16, 64) if on.device.type == "cuda" else (8, 16)
     sweeps = [[*range(1, 9), *range(by[0], by[0] * by[1] + 1, by[0])] for _ in range(3)]
     if on.device.type == "cuda":
@@ -257,9 +252,7 @@ def one_thread_cases(on: Bench, dtype: Dtype, base: int) -> list[Case]:
 
 
 def unlucky_cases(on: Bench, dtype: Dtype, base: int, quick: bool) -> list[Case]:
-    """Return dimensions that exceed a round size by 1, 8, 16, 64 and 128, and 2 and 3 times
-    these.
-    """
+    """Return dimensions above a round size by 1, 8, 16, 64 and 128, and 2 and 3 times these."""
     round_one = case(on, dtype, (base, base, base), "unlucky", dim=ROUND)
     above = {step * times for step in _STEPS for times in _TIMES}
     shapes = [
@@ -327,8 +320,7 @@ def _work(shape: Shape) -> float:
 
 
 def best_cases(on: Bench, dtype: Dtype, cases: Sequence[Case], count: int = 3) -> list[Case]:
-    """Return the fastest shapes, and the fastest one doubled in each dimension, as candidates for
-    the best.
+    """Return candidates for the best shape: the fastest, and the first doubled each way.
 
     They are timed again, because the best of many that were timed together is partly the luckiest.
     """

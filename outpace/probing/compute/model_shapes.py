@@ -28,9 +28,7 @@ _WHOLE = ("forward and backward",)
 
 
 def vocabulary_cases(on: Bench, dtype: Dtype, spec: ModelSpec, tokens: int) -> list[Case]:
-    """Return the head's three products, forward and backward, with the vocabulary unpadded and
-    padded.
-    """
+    """Return the head's products, forward and backward, with and without a padded vocabulary."""
     sizes = sorted({spec.vocab, *(next_multiple(spec.vocab, of) for of in _PADDED_TO)})
     return [
         Case(

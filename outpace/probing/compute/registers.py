@@ -12,11 +12,9 @@ _ROW_BITS = 512
 
 
 def step_words(step: int, bits: int, dtype: Dtype, dim: str) -> str | None:
-    """Describe a step of a product's dimension in registers of `bits` bits; None if it is not a
-    whole number.
+    """Describe a step of a product's dimension in registers of `bits` bits; None if not whole.
 
-    Products are summed in fp32, so along m and n a register holds adjacent sums, and along k
-    adjacent operands.
+    Products are summed in fp32, so along m and n a register has adjacent sums, along k operands.
     """
     row = min(bits, _ROW_BITS)
     whole = f"{row}-bit register" if bits == row else f"{row}-bit row of an AMX register"

@@ -59,8 +59,7 @@ def find_tile(sizes: Sequence[int], seconds: Sequence[float]) -> TileSteps | Non
 def find_waves(
     columns: Sequence[int], seconds: Sequence[float], rows: int, multiprocessors: int
 ) -> tuple[tuple[int, int], float] | None:
-    """Return the tile whose waves explain a sweep of a product's columns, and the explained
-    fraction.
+    """Return the tile whose waves explain a sweep of columns, and the explained fraction.
 
     None if no tile's waves explain it much better than a straight line.
     """

@@ -1,7 +1,6 @@
 """The doctor: checks of an inventory, each a pure function, and the findings in order of cost.
 
-A check returns findings (none: all is well) or raises `UnknownFactError` with the fact that it
-lacks.
+A check returns findings (none: all is well) or raises `UnknownFactError` with what it lacks.
 """
 
 from collections.abc import Callable, Iterable

@@ -25,9 +25,7 @@ def _gpu_names(gpus: list[GpuState]) -> str:
 
 
 def pcie(inventory: Inventory) -> Iterator[Finding]:
-    """Find cards in a slot, or behind a riser, with fewer lanes or an older generation than they
-    support.
-    """
+    """Find cards in a slot or riser with fewer lanes or an older generation than they have."""
     name = "PCIe width"
     gpus = _gpus(inventory)
     known = [gpu for gpu in gpus if gpu.pcie_width and gpu.pcie_width_max]
@@ -178,9 +176,7 @@ def links(inventory: Inventory) -> Iterator[Finding]:
 
 
 def gpu_sharing(inventory: Inventory) -> Iterator[Finding]:
-    """Find other programs on the GPU, a MIG slice instead of a whole GPU, or a driver that
-    unloads.
-    """
+    """Find other programs on a GPU, a MIG slice instead of a GPU, or an unloading driver."""
     gpus = _gpus(inventory)
     used = [gpu for gpu in gpus if gpu.other_processes]
     if used:
@@ -213,9 +209,7 @@ def gpu_sharing(inventory: Inventory) -> Iterator[Finding]:
 
 
 def binding(inventory: Inventory) -> Iterator[Finding]:
-    """Find a rank whose process runs on CPUs far from its GPU, so memory traffic and interrupts
-    cross between processors.
-    """
+    """Find a rank on CPUs far from its GPU, whose memory traffic crosses between processors."""
     gpus, rank = _gpus(inventory), inventory.local_rank
     if rank is None:
         raise UnknownFactError("not started as a rank: run outpace doctor in place of the training")

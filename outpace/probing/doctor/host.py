@@ -24,9 +24,7 @@ def _power(inventory: Inventory) -> float:
 
 
 def quota(inventory: Inventory) -> Iterator[Finding]:
-    """Find a container with less CPU time than visible CPUs, so that threads are throttled in every
-    step.
-    """
+    """Find a container with less CPU time than visible CPUs, which throttles threads."""
     name = "CPU quota"
     if not inventory.cpu_quota_known:
         raise UnknownFactError("no cgroup of this process that limits CPU time can be read")
@@ -108,9 +106,7 @@ def hyper_threads(inventory: Inventory) -> Iterator[Finding]:
 
 
 def affinity(inventory: Inventory) -> Iterator[Finding]:
-    """Find binding to a part of the host: intended with several ranks, a launcher's mistake with
-    only one.
-    """
+    """Find binding to a part of the host, which with only one rank is a launcher's mistake."""
     usable, online = _usable(inventory), cpu_set(inventory.cpu.cpus)
     if usable >= online or (inventory.local_world_size or 1) > 1:
         return
@@ -204,9 +200,7 @@ def swap(inventory: Inventory) -> Iterator[Finding]:
 
 
 def shared_memory(inventory: Inventory) -> Iterator[Finding]:
-    """Find a small /dev/shm, through which loader workers and NCCL pass data; Docker gives it 64
-    MiB.
-    """
+    """Find a small /dev/shm, through which loader workers and NCCL pass data (Docker: 64 MiB)."""
     size, free = inventory.shared_memory_bytes, inventory.shared_memory_free_bytes
     if size is None:
         raise UnknownFactError("there is no /dev/shm, or it cannot be read")

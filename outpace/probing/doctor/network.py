@@ -192,9 +192,7 @@ def _slower_ports(active: list[NetworkPort]) -> str:
 
 
 def gpu_choice(inventory: Inventory) -> Iterator[Finding]:
-    """Find a CUDA_VISIBLE_DEVICES that selects GPUs with a slow link, though others have a better
-    one.
-    """
+    """Find a CUDA_VISIBLE_DEVICES that selects GPUs with a slower link than others."""
     known = inventory.topology
     if known is None:
         raise UnknownFactError(inventory.topology_unknown or "there is no topology")

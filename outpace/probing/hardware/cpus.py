@@ -34,9 +34,7 @@ def cpu_quota(membership: Path = MEMBERSHIP, mounts: Path = MOUNTS) -> tuple[flo
 
 
 def read_cpus(sys: Path = SYS) -> CpuTopology:
-    """Read packages, cores, NUMA nodes and caches. Values that the kernel lacks are None or
-    empty.
-    """
+    """Read packages, cores, NUMA nodes and caches. What the kernel lacks is None or empty."""
     folder = sys / "devices/system/cpu"
     online = read_text(folder / "online")
     cpus = cpu_set(online) if online else frozenset(range(os.cpu_count() or 1))

@@ -27,9 +27,7 @@ def place(
     nvlink_bytes_per_s: float | None = None,
     slot_bytes_per_s: float | None = None,
 ) -> Placement:
-    """Return advice on a topology, given the one-way rates of an NVLink and of a GPU's PCIe
-    slot.
-    """
+    """Return advice on a topology, by the one-way rates of an NVLink and of a GPU's PCIe slot."""
     gpus = topology.gpus
     sizes = [size for size in (2, 4, 8, 16) if size <= len(gpus)]
     if len(gpus) > 1 and len(gpus) not in sizes:
@@ -163,12 +161,10 @@ def _worth_it(found: tuple[Grouping, ...], gpus: int) -> Grouping | None:
 
 
 def missing_nvlinks(topology: Topology) -> MissingNvlinks | None:
-    """Return GPUs and pairs that have fewer NVLinks than the others; None if there is no regular
-    pattern.
+    """Return GPUs and pairs that have fewer NVLinks than the others; None without a pattern.
 
     There is a pattern if at least half of all pairs have the same kind of connection, the host's
-    best. This holds for hosts whose GPUs are all connected alike, but not if bridges connect them
-    in pairs.
+    best. This holds for hosts whose GPUs are all connected alike, not by bridges in pairs.
     """
     pairs = list(combinations(topology.gpus, 2))
     links = [topology.link_between(*pair) for pair in pairs]

@@ -34,9 +34,7 @@ def measure_host_rates(threads: int) -> HostRates | None:
 
 
 def measure_rates(threads: int) -> HostRates:
-    """Measure the rates of `threads` threads in a thread of this process, which must end
-    afterwards.
-    """
+    """Measure the rates of `threads` threads in a thread of this process, which ends afterwards."""
     import torch
 
     # One thread by its own clock, which others' programs do not slow down.

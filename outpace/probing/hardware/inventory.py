@@ -43,9 +43,7 @@ def gather(
     watch_s: float = 0.5,
     timeout_s: float = 20.0,
 ) -> Inventory:
-    """Read the facts about this host. `watch_s`: how long to observe other programs; `timeout_s`:
-    for each of the driver's two tools.
-    """
+    """Read this host's facts. `watch_s`: for other programs; `timeout_s`: for a driver's tool."""
     cpu = read_cpus(sys)
     usable = frozenset(usable_cpus())
     quota, quota_known = cpu_quota(proc / "self/cgroup", proc / "self/mountinfo")

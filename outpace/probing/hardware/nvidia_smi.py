@@ -108,8 +108,7 @@ def parse(text: str, source: str) -> Topology:
     """Return the topology in a tool's output, wherever it is in `text`.
 
     Cells that a terminal has run together are separated; a missing cell in one row is taken from
-    the other device's row. Raises BadInputError if there is no matrix or if links of GPUs remain
-    unknown.
+    the other device's row. Raises BadInputError without a matrix, or if GPUs' links stay unknown.
     """
     lines = [_ANSI.sub("", line).rstrip() for line in text.splitlines()]
     at, header = _find_header(lines, source)

@@ -68,9 +68,7 @@ def answers(timeout_s: float = 20.0, library: str = LIBRARY) -> bool:
 
 
 def read_gpus(library: Any) -> tuple[GpuState, ...]:
-    """Return all GPUs from an initialised `pynvml`, or a compatible object. Raises its
-    NVMLError.
-    """
+    """Return all GPUs from an initialised `pynvml`, or one like it. Raises its NVMLError."""
     count = library.nvmlDeviceGetCount()
     return tuple(_state(library, index) for index in range(count))
 
@@ -163,9 +161,7 @@ def throttle_reasons(library: Any, handle: Any) -> tuple[str, ...] | None:
 
 
 def computing_pids(library: Any, handle: Any) -> frozenset[int] | None:
-    """Return the processes that compute on a device now, by NVML's numbers; None if the driver does
-    not say.
-    """
+    """Return the processes that compute on a device now; None if the driver does not say."""
     listed = _Device(library, handle).read_field("ComputeRunningProcesses")
     return None if listed is None else frozenset(one.pid for one in listed)
 
@@ -208,9 +204,7 @@ def _times(value: float | None, factor: float) -> float | None:
 
 
 def share(percent: int) -> float | None:
-    """Return a percentage as a fraction. Drivers have reported more than 100 (for a process that
-    has ended).
-    """
+    """Return a percentage as a fraction. For ended processes drivers report more than 100."""
     return percent / 100 if 0 <= percent <= 100 else None
 
 
@@ -220,9 +214,7 @@ def words(value: str | bytes | None) -> str | None:
 
 
 def main() -> None:
-    """Print this host's GPUs as one line of JSON after a marker, or the reason if there are
-    none.
-    """
+    """Print this host's GPUs as a line of JSON after a marker, or the reason if there are none."""
     gpus: tuple[GpuState, ...] = ()
     why = None
     try:

@@ -16,9 +16,7 @@ _NO_LIMIT = 2**60
 
 
 def anonymous_bytes() -> int:
-    """Return anonymous resident memory; all resident memory if the kernel does not separate the
-    two.
-    """
+    """Return anonymous resident memory; all resident memory if the kernel does not tell which."""
     found = resident.anonymous_bytes()
     return int(psutil.Process().memory_info().rss) if found is None else found
 
@@ -58,9 +56,7 @@ def find_cgroup(membership: Path = MEMBERSHIP, mounts: Path = MOUNTS) -> Cgroup 
 
 
 def free_bytes() -> int:
-    """Return the host's available memory, or what its control group may still use, if that is
-    less.
-    """
+    """Return the host's available memory, or what its control group may still use if less."""
     available, group = int(psutil.virtual_memory().available), find_cgroup()
     if group is None:
         return available

@@ -31,12 +31,10 @@ _ADDRESS_WITH_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]*@")
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of the relevant packages, and of CUDA and its driver if there
-    are any.
+    """Return the versions of Python, of the relevant packages, of CUDA and its driver, if any.
 
     This includes the communication libraries. The driver is not queried, because a broken one may
-    not answer. outpace and torch report their own versions, because nothing else knows them if they
-    are only on PYTHONPATH.
+    not answer. outpace and torch report their own versions, which nothing else knows on PYTHONPATH.
     """
     found = {"python": platform.python_version(), "outpace": __version__, "torch": VERSION}
     for package in _PACKAGES:
@@ -80,11 +78,9 @@ def changes() -> str | None:
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Select the variables that affect computation or communication, but not those that describe
-    the launch.
+    """Select the variables that affect computation or communication, but none of the launch.
 
-    Variables that contain a secret are left out, judged by their names or by an address with a
-    password.
+    Variables that contain a secret are left out, by their names or an address with a password.
     """
     return {
         name: value

@@ -29,8 +29,7 @@ def advise(figures: Sequence[Figure]) -> tuple[Advice, ...]:
 
 
 def cheapest(figures: Sequence[Figure]) -> Figure | None:
-    """Return the setting with the fewest workers, and then the least prefetching, that is as fast
-    as the fastest.
+    """Return the setting of fewest workers, then least prefetching, as fast as the fastest.
 
     None if there are no figures.
     """

@@ -63,9 +63,7 @@ class LoaderInput:
 
 
 def prepare_input(data: LoaderData, folder: Path, quick: bool) -> LoaderInput:
-    """Return the data ready for loading, writing what is needed in `folder`. Raises
-    BadInputError.
-    """
+    """Return data ready for loading, writing what is needed in `folder`. Raises BadInputError."""
     if data.dataset is not None:
         return LoaderInput(data.dataset, None, notes=(_name_dataset(data.dataset),))
     if not data.sources:

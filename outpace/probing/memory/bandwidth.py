@@ -260,9 +260,7 @@ def probe_memory(
 
 
 def hidden_shares(figures: Sequence[Figure]) -> list[Figure]:
-    """Return how much of a product and a transfer overlap, as a fraction of the shorter, by
-    direction.
-    """
+    """Return the overlap of a product and a transfer, as a share of the shorter, by direction."""
     took = {f.key.of["of"]: f for f in figures if f.key.what == "overlap"}
     return [
         share_hidden(

@@ -63,11 +63,9 @@ def probe_storage(
     budget_s: float,
     progress: Progress = lambda share: None,
 ) -> Turns[ProbeSection]:
-    """Time each role's directory (checkpoints, offload); directories on one file system are timed
-    once.
+    """Time each role's directory (checkpoints, offload), those on one file system once.
 
-    `budget_s`: for all of them. Raises BadInputError if one cannot be written to, or has too little
-    free space.
+    `budget_s`: for all of them. Raises BadInputError if one cannot be written to, or lacks space.
     """
     if not sys.platform.startswith("linux"):
         return ProbeSection(notes=("storage: direct I/O is measured on Linux only",))
@@ -114,8 +112,7 @@ def _probe_directory(
 
 @contextmanager
 def storage_cases(directory: Path, role: str, quick: bool) -> Iterator[Disk]:
-    """Yield the cases for an existing directory. `role` is its name in figures, which never show
-    its path.
+    """Yield the cases for an existing directory. `role` is its name in figures.
 
     Nothing is left in the directory. Raises BadInputError if there is too little space, OSError if
     it cannot be written to.

@@ -93,8 +93,7 @@ class _Lane:
 
 
 class PageFile:
-    """`pages` random pages in an unlinked file in `directory`, written until full or until `fill_s`
-    is over.
+    """`pages` pages of an unlinked file in `directory`, written until full or for `fill_s`.
 
     A page's first word is its salted number, and the second rises with every write. So no two pages
     are equal, no page is written twice with the same content, and a page that was not written or

@@ -25,8 +25,7 @@ class Gain:
 
 
 def gain(before: Figure, after: Figure, among: int = 1) -> Gain | None:
-    """Return the gain from `before` to `after`, from the ratio of samples that were taken side by
-    side.
+    """Return the gain from `before` to `after`, by the ratio of samples taken side by side.
 
     A slow period affects both and cancels out. `among`: if the largest gain among that many is
     sought, each interval must hold with a higher probability (Bonferroni). None if there are fewer

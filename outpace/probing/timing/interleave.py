@@ -24,8 +24,7 @@ def run_turns(turns: Turns[T]) -> T:
 
 
 def interleave_turns(*parts: Turns[Any]) -> Turns[list[Any]]:
-    """Interleave several parts: one turn of each forms a turn of the whole. Return the result of
-    each.
+    """Interleave several parts: a turn of each is one of the whole. Return their results.
 
     If one raises an error, the others end too, and release what they hold.
     """

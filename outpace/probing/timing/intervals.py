@@ -18,8 +18,7 @@ _DRIFT_T = 4.0
 
 
 def half_width(samples: Sequence[float], level: float = LEVEL, slack: float = SLACK) -> float:
-    """Return the largest expected distance between this median and that of a repeat with as many
-    samples.
+    """Return how far the median of a repeat with as many samples may lie from this one.
 
     It uses Student's t for the difference of two such medians. The scale is the median absolute
     deviation, which a few disturbed samples do not widen; autocorrelated samples count as fewer
@@ -54,9 +53,7 @@ def _autocorrelation(values: Sequence[float], scale: float) -> float:
 
 
 def trend(rounds: Sequence[float]) -> float:
-    """Return the distance between the medians of the last and first third; 0.0 if it may be
-    chance.
-    """
+    """Return the distance between the medians of the last and first third; 0.0 if by chance."""
     third = len(rounds) // 3
     if third < 2:
         return 0.0

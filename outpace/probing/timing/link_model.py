@@ -57,8 +57,7 @@ class LinkLine:
 def fit_line(
     points: Sequence[tuple[float, float]], weights: Sequence[float] | None = None
 ) -> LinkLine:
-    """Return the line with the smallest sum of relative distances from points (traffic_bytes,
-    time_s).
+    """Return the line of least relative distances from points (traffic_bytes, time_s).
 
     Neither latency nor time per byte is negative. Such a line goes through two of the points, or
     through one if its latency or its time per byte is 0 (Bloomfield & Steiger, "Least Absolute

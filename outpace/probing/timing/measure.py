@@ -111,8 +111,7 @@ class Effort:
 
     On shared machines, speed changes from one tenth of a second to the next, and many short samples
     are more informative than a few long ones (docs/development/log.md). If time is short, there are
-    fewer rounds, spread over as many turns. `wakes`: before each sample, run half of one without
-    timing it.
+    fewer rounds, spread over as many turns. `wakes`: before each sample, run half of one untimed.
     """
 
     budget_s: float
@@ -171,8 +170,7 @@ def measure(
     effort: Effort,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Turns[list[Figure]]:
-    """Time all cases, one round in each turn. `progress` is called with the used share of the
-    budget.
+    """Time all cases, one round in each turn. `progress` takes the used share of the budget.
 
     Raises WrongResultError if a case computes a wrong result.
     """

@@ -62,8 +62,7 @@ def time_limit_s(group: dist.ProcessGroup, device: torch.device) -> float:
 def await_device(group: dist.ProcessGroup, device: torch.device) -> None:
     """Wait until a device has finished its queued work, but no longer than the group's ranks wait.
 
-    Raises DistBackendError after that. NCCL's path has never run, since no machine with two GPUs
-    was available.
+    Raises DistBackendError after that. NCCL's path has never run: no machine had two GPUs.
     """
     if device.type == "cuda":
         event = torch.cuda.Event()
@@ -76,8 +75,7 @@ class PatientCudaClock:
 
     The polling interval does not affect the measured time, which is between two events on the
     device. Raises DistBackendError beyond the limit, and aborts the group. NCCL's path has never
-    run, since no machine with two GPUs was available; the behaviour of `ended` was tested with fake
-    events.
+    run, since no machine with two GPUs was available; `ended` was tested with fake events.
     """
 
     def __init__(self, device: torch.device, group: dist.ProcessGroup, limit_s: float) -> None:
@@ -100,9 +98,7 @@ class PatientCudaClock:
 
 
 def patient_clock(device: torch.device, group: dist.ProcessGroup) -> Clock:
-    """Return a clock for collectives of a group on a device, which waits no longer than the group
-    does.
-    """
+    """Return a clock for a group's collectives on a device, which waits as long as the group."""
     if device.type == "cuda":
         return PatientCudaClock(device, group, _PATIENCE * time_limit_s(group, device))
     return clock_of(device)

@@ -55,8 +55,7 @@ class Processes:
         return frozenset(self._running)
 
     def read_usage(self) -> tuple[float, int] | None:
-        """Return the total processor time in seconds and the resident bytes; None if all processes
-        have ended.
+        """Return the processor time in seconds and resident bytes; None if all processes ended.
 
         The time of an ended process counts as soon as its parent has waited for it. The bytes
         exclude shared and file-backed memory.

@@ -30,9 +30,7 @@ class Samples:
         self._last_s = time.monotonic()
 
     def take(self) -> Load | None:
-        """Return the load since the previous call; None, without keeping it, if that was just
-        now.
-        """
+        """Return the load since the previous call; None, and not kept, if that was just now."""
         now_s = time.monotonic()
         if now_s - self._last_s < _LEAST_S:
             return None

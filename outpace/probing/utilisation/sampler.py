@@ -39,9 +39,7 @@ _FIRST_NAMESPACE = "pid:[4026531836]"
 
 
 class Nvml(Protocol):
-    """The functions of the module `pynvml` that are used. Each call raises an error if the device
-    does not support it.
-    """
+    """Functions of `pynvml` that are used; each raises an error if the device lacks it."""
 
     def nvmlDeviceGetCount(self) -> int: ...  # noqa: N802
     def nvmlDeviceGetHandleByIndex(self, index: int, /) -> Any: ...  # noqa: N802
@@ -58,8 +56,7 @@ class Nvml(Protocol):
 
 
 def open_nvml(timeout_s: float = 20.0, library: str = LIBRARY) -> Nvml | None:
-    """Return the driver's interface; None without a driver, without nvidia-ml-py, or if the driver
-    hangs.
+    """Return the driver's interface; None without it or nvidia-ml-py, or if it hangs.
 
     A query to a broken driver may never return, and a call in this process cannot be ended. So
     another process queries it first, and has `timeout_s` to do so.
@@ -76,8 +73,7 @@ def open_nvml(timeout_s: float = 20.0, library: str = LIBRARY) -> Nvml | None:
 
 
 class DeviceReader:
-    """Reader of one device; if NVML has counters, each reading covers the time since the previous
-    one.
+    """Reader of one device; with NVML's counters each reading covers the time since the last.
 
     `pids_known`: whether NVML's process numbers are the ones visible here; in a container, they may
     be those of the host. Raises NVML's error if there is no such device.
@@ -188,9 +184,7 @@ def _query(query: Callable[[], Result]) -> Result | None:
 
 
 class Sampler:
-    """Sampler that returns one `Load` of this host per call. `roots` are the PIDs of a run's first
-    processes here.
-    """
+    """Sampler of this host's `Load`. `roots` are the PIDs of a run's first processes here."""
 
     def __init__(
         self,
@@ -212,9 +206,7 @@ class Sampler:
         return self._processes is not None and not self._processes.pids
 
     def read(self) -> Load:
-        """Return the load since the previous call. Leave at least a tenth of a second between two
-        calls.
-        """
+        """Return the load since the previous call. Leave a tenth of a second between two calls."""
         now_s = time.monotonic()
         host = self._host.read(now_s)
         run_pids = None if self._processes is None else self._processes.pids
@@ -236,8 +228,7 @@ def _readers(nvml: Nvml) -> list[DeviceReader]:
 
 
 def training_in(metrics: Path) -> list[int]:
-    """Return the PIDs of the first processes on this host of the run that has this metrics file
-    open.
+    """Return the PIDs of this host's first processes of the run that has this metrics file.
 
     Rank 0 holds it open; a launcher that started rank 0 and others on this host stands for all.
     """

@@ -22,8 +22,7 @@ _PART_OF_A_BAR = "%{customdata[0]}<br>%{fullData.name}: %{customdata[1]}<extra><
 
 @dataclass(frozen=True)
 class Unit:
-    """The unit of a figure's numbers: they are multiplied by `factor`, and the axis calls the unit
-    `name`.
+    """Unit of a figure's numbers: they are multiplied by `factor`, and an axis calls it `name`.
 
     `si`: the axis has prefixes, as in 5M.
     """
@@ -251,9 +250,7 @@ def _line_at(words: str, x: float) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LineSeries:
-    """A series of a line figure; `x` has values for each quantity of the horizontal axis, in one
-    order.
-    """
+    """Series of a line figure; `x` has values for each quantity of the horizontal axis."""
 
     name: str
     x: tuple[Values, ...]

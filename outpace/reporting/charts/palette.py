@@ -44,9 +44,7 @@ PREDICTED, MEASURED = ORANGE, BLUE
 
 
 def colour(place: int) -> str:
-    """Return the colour of series number `place`: eight colours, then the same ones with another
-    `dash`.
-    """
+    """Return the colour of series number `place`: eight, then the same with another `dash`."""
     return _SERIES[place % len(_SERIES)]
 
 

@@ -18,9 +18,7 @@ from outpace.records.run import RunRecord
 
 @dataclass(frozen=True)
 class Prediction:
-    """A run's plan with its estimate. `basis`: origin of the rates; `stages`: those of a
-    pipeline.
-    """
+    """A run's plan with its estimate. `basis`: origin of rates; `stages`: of a pipeline."""
 
     planned: RankedPlan
     basis: str

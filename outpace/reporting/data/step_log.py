@@ -60,8 +60,7 @@ class StepLog:
 def read_steps(path: Path) -> StepLog:
     """Read metrics.jsonl; a missing or empty file gives no steps.
 
-    An incomplete last line, as left by a killed run, is skipped. Raises BadInputError for any other
-    invalid line.
+    An incomplete last line, as left by a killed run, is skipped. Raises BadInputError for others.
     """
     columns = _read_with_arrow(path) if path.is_file() else {}
     if columns is None:

@@ -59,9 +59,7 @@ _COUNT = Unit("", 1.0, lambda value: f"{value or 0:,.0f}")
 def comparison_document(
     comparison: Comparison, folder: Path | None = None, probe: Machine | None = None
 ) -> Document:
-    """Show which claims hold, with which certainty, and how arms differ; runs are read from
-    `folder`.
-    """
+    """Show which claims hold, how surely, and how arms differ; runs are read from `folder`."""
     runs = first_runs(comparison, folder)
     names = [one.arm for one in comparison.arms]
     said = tuple(opening(comparison))
@@ -112,9 +110,7 @@ def first_runs(comparison: Comparison, folder: Path | None) -> dict[str, RunFold
 
 
 def unit_of(comparison: Comparison) -> Unit:
-    """Return the unit of the compared values: that of a step's time, or of a command's own
-    metric.
-    """
+    """Return the unit of the compared values: of a step's time, or of a command's own metric."""
     values = [one.value for one in comparison.outcomes]
     return seconds(values) if comparison.experiment.metric is None else plain("", 6)
 

@@ -42,9 +42,7 @@ _WIDEST = 4.0
 
 
 def run_document(run: RunFolder, probe: Machine | None = None) -> Document:
-    """Show the results of a run, where its time and memory went, and how these compare with the
-    prediction.
-    """
+    """Show the results of a run, where time and memory went, and how the prediction compares."""
     said = predict(run.record, run.hosts, probe)
     sections = [_losses(run), _time(run)]
     if run.record.plan.pp > 1:

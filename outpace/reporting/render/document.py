@@ -106,8 +106,7 @@ class DocumentSection:
 class Document:
     """One subject: the first line of the verdict is the headline; `facts` are a name and a value.
 
-    `subject` is the kind of the document in a word: run, comparison, tuning, plan, probe,
-    certificate.
+    `subject` is its kind in a word: run, comparison, tuning, plan, probe, certificate.
     """
 
     subject: str

@@ -206,9 +206,7 @@ def _document(parts: list[str], height: float) -> str:
 
 
 def cpu_svg(cpu: CpuTopology) -> str:
-    """Return an SVG document with a box per NUMA node and its cores; with SMT, two CPUs per
-    core.
-    """
+    """Return an SVG with a box per NUMA node and its cores; with SMT, two CPUs per core."""
     cores = cpu.siblings or tuple(str(one) for one in sorted(cpu_set(cpu.cpus)))
     boxes = [(f"NUMA node {node.number}", node.cpus, node.memory_bytes) for node in cpu.numa]
     parts, y = [_text(30, 40, f"{cpu.cpu_count} CPUs, {len(cores)} cores", 17, bold=True)], 60.0

@@ -15,8 +15,7 @@ from outpace.records.units import show_bytes
 def certificate_table(certificate: Certificate) -> Group:
     """Return the verdict, a row for each plan, and each reason once.
 
-    A row shows how closely the plan agrees with the reference, and what the busiest rank sends per
-    step.
+    A row shows how closely the plan agrees with the reference, and what the busiest rank sends.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     several = len({verdict.precision for verdict in certificate.verdicts}) > 1

@@ -66,8 +66,7 @@ _NOTES = {
 
 
 def headline(comparison: Comparison) -> str | None:
-    """Say which of three or more arms is claimed to be the fastest, or that none is; None for
-    fewer arms.
+    """Say which of three or more arms is claimed to be the fastest, if any; None for fewer.
 
     Only differences to the first are tested.
     """

@@ -16,9 +16,7 @@ class Console(console.Console):
 
     @property
     def size(self) -> console.ConsoleDimensions:
-        """Return columns and lines: those of the terminal, or of COLUMNS and LINES, within
-        reasonable limits.
-        """
+        """Return columns and lines of the terminal, or of COLUMNS and LINES, within limits."""
         width, height = super().size
         return console.ConsoleDimensions(min(width, _MOST_COLUMNS), min(height, _MOST_LINES))
 

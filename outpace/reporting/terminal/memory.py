@@ -79,9 +79,7 @@ def document(
 
 
 def relative_error(traced: MemoryAccount, measured: MemoryAccount | None) -> float | None:
-    """Return how far the trace is above the allocated memory, or else the live memory, as a
-    fraction.
-    """
+    """Return by which share the trace is above the allocated memory, else the live memory."""
     if measured is None:
         return None
     return traced.peak_memory_bytes / _measured_bytes(measured) - 1

@@ -18,9 +18,7 @@ _LEAST_TITLE = 16  # columns; of 80 the widest figures leave 18
 
 
 def plans_text(answer: Plans) -> Group:
-    """Format the plans, the reasons for them, time and memory of the first, and the rejected
-    families.
-    """
+    """Format plans, their reasons, times and memory of the first, and rejected families."""
     obstacle = common_obstacle(answer.plans)
     parts: list[RenderableType] = [Text(plans_head(answer))]
     if obstacle is not None:

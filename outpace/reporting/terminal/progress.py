@@ -39,9 +39,7 @@ _WIDE = 110
 
 
 class TrainingProgress(Callback):
-    """Callback that shows progress on standard error: stages, tokenization, the training line,
-    evaluations and hints.
-    """
+    """Callback that shows stages, tokenization, steps, evaluations and hints on standard error."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(stderr=True, highlight=False)

@@ -46,9 +46,7 @@ _LONGEST_VALUE = 28
 
 
 def runs_table(rows: Sequence[PastRun]) -> RenderableType:
-    """Return a row per run, in two lines: its description below its path, its progress below the
-    time.
-    """
+    """Return a row of two lines per run: description below path, progress below time."""
     steps = [f"{row.steps:,}" + (f"/{row.total_steps:,}" if row.total_steps else "")
              for row in rows]  # fmt: skip
     states = [Text(utc_minute(row.started)).append(Text(f"\n{row.state}", style=_STYLES[row.state]))

@@ -79,9 +79,7 @@ def _short(names: tuple[str, ...]) -> str:
 
 
 def advice(placement: Placement, topology: Topology) -> list[str]:
-    """Say in sentences which groups should hold tensor parallelism, and where a slow link costs
-    speed.
-    """
+    """Say which groups should hold tensor parallelism, and where a slow link costs speed."""
     count = len(topology.gpus)
     if count < 2:
         return [f"{count} GPU: nothing to place."]

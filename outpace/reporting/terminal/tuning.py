@@ -31,9 +31,7 @@ def verdict_line(tuning: Tuning) -> str:
 
 
 def one_trial_words(tuning: Tuning) -> str:
-    """Return a warning if the fastest plan ran only once, because the minimum of several
-    measurements is biased low.
-    """
+    """Return a warning if the fastest plan ran once: a minimum of measurements is too low."""
     best = tuning.fastest
     same = [one for one in tuning.trials if best is not None and one.plan == best.plan]
     several = len({one.plan.model_dump_json() for one in tuning.trials}) > 1

@@ -41,8 +41,7 @@ def sparkline(values: Sequence[float | None], cells: int) -> str:
 def averages_table(
     loads: Sequence[Load], history: Sequence[Utilisation] = (), width: int = 80
 ) -> RenderableType:
-    """Return a line per device and host; with a `history`, its development in the remaining
-    `width`.
+    """Return a line per device and host; with a `history`, its course in the rest of `width`.
 
     Devices that the run did not use are counted, not listed.
     """
