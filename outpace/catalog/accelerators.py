@@ -32,9 +32,7 @@ _A10: Rates = {"fp32": 31.2, "tf32": 62.5, "bf16": 125, "fp16": 125, "int8": 250
 _A10G: Rates = {"fp32": 35, "tf32": 35, "bf16": 70, "fp16": 70, "int8": 140}
 _RTX_3090: Rates = {"fp32": 35.6, "tf32": 35.6, "bf16": 71, "fp16": 71, "int8": 284}
 _L4: Rates = {"fp32": 30.3, "tf32": 60, "bf16": 121, "fp16": 121, "fp8": 242.5, "int8": 242.5}
-_L40S: Rates = {
-    "fp32": 91.6, "tf32": 183, "bf16": 362.05, "fp16": 362.05, "fp8": 733, "int8": 733,
-}  # fmt: skip
+_L40S: Rates = {"fp32": 91.6, "tf32": 183, "bf16": 362.05, "fp16": 362.05, "fp8": 733, "int8": 733}
 _RTX_4090: Rates = {
     "fp32": 82.6, "tf32": 82.6, "bf16": 165.2, "fp16": 165.2, "fp8": 330.3, "int8": 660.6,
 }  # fmt: skip
@@ -47,18 +45,10 @@ _H100_PCIE: Rates = {
 _HOPPER_NVL: Rates = {
     "fp32": 60, "tf32": 417.5, "bf16": 835.5, "fp16": 835.5, "fp8": 1670.5, "int8": 1670.5,
 }  # fmt: skip
-_B200: Rates = {
-    "fp32": 75, "tf32": 1100, "bf16": 2250, "fp16": 2250, "fp8": 4500, "int8": 4500,
-}  # fmt: skip
-_GB200: Rates = {
-    "fp32": 80, "tf32": 1250, "bf16": 2500, "fp16": 2500, "fp8": 5000, "int8": 5000,
-}  # fmt: skip
-_B300: Rates = {
-    "fp32": 80, "tf32": 1125, "bf16": 2250, "fp16": 2250, "fp8": 4500, "int8": 153.5,
-}  # fmt: skip
-_GB300: Rates = {
-    "fp32": 80, "tf32": 1250, "bf16": 2500, "fp16": 2500, "fp8": 5000, "int8": 165,
-}  # fmt: skip
+_B200: Rates = {"fp32": 75, "tf32": 1100, "bf16": 2250, "fp16": 2250, "fp8": 4500, "int8": 4500}
+_GB200: Rates = {"fp32": 80, "tf32": 1250, "bf16": 2500, "fp16": 2500, "fp8": 5000, "int8": 5000}
+_B300: Rates = {"fp32": 80, "tf32": 1125, "bf16": 2250, "fp16": 2250, "fp8": 4500, "int8": 153.5}
+_GB300: Rates = {"fp32": 80, "tf32": 1250, "bf16": 2500, "fp16": 2500, "fp8": 5000, "int8": 165}
 _H20: Rates = {"fp32": 44, "tf32": 74, "bf16": 148, "fp16": 148, "fp8": 296, "int8": 296}
 _A30: Rates = {"fp32": 10.3, "tf32": 82, "bf16": 165, "fp16": 165, "int8": 330}
 _GB10: Rates = {"fp32": 29.7, "tf32": 59.4, "bf16": 119, "fp16": 119, "fp8": 238}
@@ -70,12 +60,8 @@ _MI300X: Rates = {
     "fp32": 163.4, "tf32": 653.7, "bf16": 1307.4, "fp16": 1307.4, "fp8": 2614.9, "int8": 2614.9,
 }  # fmt: skip
 
-_MI355X: Rates = {
-    "fp32": 157.3, "bf16": 2516.6, "fp16": 2516.6, "fp8": 5033.2, "int8": 5033.2,
-}  # fmt: skip
-_MI350X: Rates = {
-    "fp32": 144.2, "bf16": 2306.9, "fp16": 2306.9, "fp8": 4613.7, "int8": 4613.7,
-}  # fmt: skip
+_MI355X: Rates = {"fp32": 157.3, "bf16": 2516.6, "fp16": 2516.6, "fp8": 5033.2, "int8": 5033.2}
+_MI350X: Rates = {"fp32": 144.2, "bf16": 2306.9, "fp16": 2306.9, "fp8": 4613.7, "int8": 4613.7}
 
 _HALF = "dense (half of the figures with sparsity)"
 _GTX_1080_TI_PAGE = (
@@ -130,7 +116,7 @@ _Rest = tuple[int | None, str, tuple[str, int] | None, str]
 _GP102: _Rest = (28, "PCIe 3 x16", None, _GTX_1080_TI_PAGE)
 _GV100_PAPER = "NVIDIA Tesla V100 whitepaper"
 _GV100_SXM: _Rest = (80, "PCIe 3 x16", ("NVLink 2", 6), _GV100_PAPER)
-_GV100_PCIE: _Rest = (80, "PCIe 3 x16", None, _GV100_PAPER)
+_GV100: _Rest = (80, "PCIe 3 x16", None, _GV100_PAPER)
 _TU102: _Rest = (72, "PCIe 3 x16", ("NVLink 2", 2), "NVIDIA Turing whitepaper: full TU102")
 _TU104: _Rest = (40, "PCIe 3 x16", None, "NVIDIA Turing whitepaper")
 _GA100: _Rest = (108, "PCIe 4 x16", ("NVLink 3", 12), "NVIDIA A100 whitepaper")
@@ -216,13 +202,9 @@ _TABLE = (
     _Row("GTX 1080 Ti", "GTX 1080 Ti", 11, 484, _GTX_1080_TI, (250,), _GP102, _GTX_1080_TI_PAGE),
     _Row("V100 SXM2 16 GB", "V100-SXM2-16GB", 16, 900, _V100_SXM2, (300,), _GV100_SXM, _V100_SHEET),
     _Row("V100 SXM2 32 GB", "V100-SXM2-32GB", 32, 900, _V100_SXM2, (300,), _GV100_SXM, _V100_SHEET),
-    _Row(
-        "V100 PCIe 16 GB", "V100-PCIE-16GB", 16, 900, _V100_PCIE, (250,), _GV100_PCIE, _V100_SHEET
-    ),
-    _Row(
-        "V100 PCIe 32 GB", "V100-PCIE-32GB", 32, 900, _V100_PCIE, (250,), _GV100_PCIE, _V100_SHEET
-    ),
-    _Row("V100S PCIe 32 GB", "V100S-PCIE-32GB", 32, 1134, _V100S, (250,), _GV100_PCIE, _V100_SHEET),
+    _Row("V100 PCIe 16 GB", "V100-PCIE-16GB", 16, 900, _V100_PCIE, (250,), _GV100, _V100_SHEET),
+    _Row("V100 PCIe 32 GB", "V100-PCIE-32GB", 32, 900, _V100_PCIE, (250,), _GV100, _V100_SHEET),
+    _Row("V100S PCIe 32 GB", "V100S-PCIE-32GB", 32, 1134, _V100S, (250,), _GV100, _V100_SHEET),
     _Row("TITAN RTX", "TITAN RTX", 24, 672, _TITAN_RTX, (280,), _TU102, _TURING_PAPER),
     _Row("T4", "T4", 16, 320, _T4, (70,), _TU104, _T4_SHEET),
     _Row("A100 SXM 40 GB", "A100-SXM4-40GB", 40, 1555, _A100, (400,), _GA100, _A100_SHEET),
@@ -245,49 +227,17 @@ _TABLE = (
     _Row("RTX 5090", "RTX 5090", 32, 1792, _RTX_5090, (575,), _GB202, _RTX_5090_PAPER),
     _Row("A800 SXM 80 GB", "A800-SXM4-80GB", 80, 2039, _A100, (400,), _GA100_400, _A800_SHEET),
     _Row("A30", "A30", 24, 933, _A30, (165,), _GA100_A30, _A30_SHEET),
-    _Row(
-        "H100 SXM 96 GB 500 W",
-        "H100 96GB HBM2e",
-        96,
-        2400,
-        _HOPPER_SXM,
-        (500,),
-        _GH100_SXM,
-        _H100_96_SHEET,
-    ),
-    _Row(
-        "H100 SXM 94 GB",
-        "H100 SXM5 94GB",
-        94,
-        3360,
-        _HOPPER_SXM,
-        (700,),
-        _GH100_SXM,
-        _H100_94_SHEET,
-    ),
-    _Row(
-        "H100 SXM 64 GB",
-        "H100 SXM5 64GB",
-        64,
-        2020,
-        _HOPPER_SXM,
-        (700,),
-        _GH100_SXM,
-        _H100_64_SHEET,
-    ),
+    _Row("H100 SXM 96 GB 500 W", "H100 96GB HBM2e", 96, 2400, _HOPPER_SXM, (500,), _GH100_SXM,
+         _H100_96_SHEET),
+    _Row("H100 SXM 94 GB", "H100 SXM5 94GB", 94, 3360, _HOPPER_SXM, (700,), _GH100_SXM,
+         _H100_94_SHEET),
+    _Row("H100 SXM 64 GB", "H100 SXM5 64GB", 64, 2020, _HOPPER_SXM, (700,), _GH100_SXM,
+         _H100_64_SHEET),
     _Row("H800 SXM", "H800", 80, 3350, _HOPPER_SXM, (700,), _GH100_400, _H800_SHEET),
     _Row("H20", "H20", 96, 4000, _H20, (400,), _GH100_H20, _H20_SHEET),
     _Row("GH200 96 GB", "GH200 480GB", 96, 4000, _HOPPER_SXM, (1000,), _GH100_C2C, _GH200_SHEET),
-    _Row(
-        "GH200 144 GB",
-        "GH200 144G HBM3e",
-        141,
-        4800,
-        _HOPPER_SXM,
-        (1000,),
-        _GH100_C2C,
-        _GH200_SHEET,
-    ),
+    _Row("GH200 144 GB", "GH200 144G HBM3e", 141, 4800, _HOPPER_SXM, (1000,), _GH100_C2C,
+         _GH200_SHEET),
     _Row("B300", "B300 SXM6 AC", 270, 7750, _B300, (1100,), _GB110, _B300_SHEET),
     _Row("GB300", "GB300", 279, 8000, _GB300, (1400,), _GB110_C2C, _GB300_SHEET),
     _Row("GB10", "GB10", 128, 273, _GB10, (140,), _GB10_C2C, _GB10_SHEET),
@@ -296,7 +246,7 @@ _TABLE = (
     _Row("MI325X", "MI325X", 256, 6000, _MI300X, (1000,), _CDNA3, _MI325X_SHEET),
     _Row("MI350X", "MI350X", 288, 8000, _MI350X, (1000,), _CDNA4, _MI355X_SHEET),
     _Row("MI355X", "MI355X", 288, 8000, _MI355X, (1400,), _CDNA4, _MI355X_SHEET),
-)
+)  # fmt: skip
 
 
 def _accelerator(row: _Row) -> Accelerator:
