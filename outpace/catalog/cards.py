@@ -56,8 +56,8 @@ def _cards(architecture: Architecture, *rows: tuple[Any, ...]) -> Iterator[Card]
         plain = re.sub(r" \d+ GB$", "", name).replace(" Ada", " Ada Generation")
         driver_name = _DRIVER_NAMES.get(name, f"{plain} GPU" if "Laptop" in name else plain)
         link, *bridge = numbers[9:]
-        host_link = f"PCIe {link}"
-        yield Card(name, driver_name, architecture, *numbers[:9], host_link, (*bridge, None)[0])
+        fields = (driver_name, architecture, *numbers[:9], f"PCIe {link}", (*bridge, None)[0])
+        yield Card._make((name, *fields))
 
 
 CARDS: tuple[Card, ...] = (

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self, TypeVar
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from outpace.records.errors import BadInputError, excerpt, shorten, suggest
 
@@ -28,6 +28,11 @@ _MOST_BYTES = 64 << 20  # of a record; a file from elsewhere may be without end
 _CHECKSUM = "xxh3_128"  # a record's entry for it
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _MOST_LEVELS = 100  # of objects in objects: Python follows some hundreds, fewer when called deep
+
+
+def entry(text: str, default: Any = None) -> Any:
+    """Return a record's field that has a default; `text` describes it."""
+    return Field(default=default, description=text)
 
 
 class Record(BaseModel):

@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 
-from outpace.records.base import Record
+from outpace.records.base import Record, entry
 
 # What Kubernetes asks of a Service's name (RFC 1035): it needs no quotes anywhere.
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
@@ -22,7 +22,7 @@ class ClusterJob(Record):
     cpus_per_rank: PositiveInt | None = None
     command: tuple[str, ...] = Field(min_length=1)
     folder: Path = Field(description="where the command runs, as all nodes see it")
-    out: Path | None = Field(default=None, description="the run's folder, if it is known")
+    out: Path | None = entry("the run's folder, if it is known")
 
     @field_validator("name")
     @classmethod

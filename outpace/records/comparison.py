@@ -12,7 +12,7 @@ from pydantic import (
     model_validator,
 )
 
-from outpace.records.base import Record
+from outpace.records.base import Record, entry
 from outpace.records.evidence import fewest_rounds
 from outpace.records.machine import Machine
 from outpace.records.measurement import TimeParts
@@ -25,11 +25,11 @@ class Arm(Record):
     """One of the compared options: settings of outpace, or a command."""
 
     name: str = Field(min_length=1)
-    settings: dict[str, Any] = Field(
-        default={}, description="settings of outpace train, in addition to the common ones"
+    settings: dict[str, Any] = entry(
+        "settings of outpace train, in addition to the common ones", {}
     )
-    environment: dict[str, str] = Field(default={}, description="environment variables to set")
-    command: str | None = Field(default=None, description="any command, instead of settings")
+    environment: dict[str, str] = entry("environment variables to set", {})
+    command: str | None = entry("any command, instead of settings")
 
 
 class Experiment(Record):
@@ -38,21 +38,14 @@ class Experiment(Record):
     has_checksum: ClassVar[bool] = True
 
     arms: tuple[Arm, ...]
-    common: dict[str, Any] = Field(default={}, description="settings of every arm")
-    metric: str | None = Field(
-        default=None,
-        description="regular expression of a command's output; its group is the figure",
-    )
-    rounds: PositiveInt = Field(default=40, description="at most")
-    budget_s: PositiveFloat = Field(default=600.0, description="no round starts after this time")
-    within: PositiveFloat = Field(
-        default=0.015, description="differences below this share are ignored"
-    )
-    seed: NonNegativeInt = Field(default=0, description="random seed of the order of the arms")
-    price: PositiveFloat | None = Field(
-        default=None, description="price per device and hour; on processors, per host"
-    )
-    in_turn: bool = Field(default=True, description="False: comparison of finished runs")
+    common: dict[str, Any] = entry("settings of every arm", {})
+    metric: str | None = entry("regular expression of a command's output; its group is the figure")
+    rounds: PositiveInt = entry("at most", 40)
+    budget_s: PositiveFloat = entry("no round starts after this time", 600.0)
+    within: PositiveFloat = entry("differences below this share are ignored", 0.015)
+    seed: NonNegativeInt = entry("random seed of the order of the arms", 0)
+    price: PositiveFloat | None = entry("price per device and hour; on processors, per host")
+    in_turn: bool = entry("False: comparison of finished runs", True)
 
     @model_validator(mode="after")
     def _comparable(self) -> Self:
@@ -104,13 +97,9 @@ class Verdict(Record):
     claimed: bool = Field(
         description="whether there is a difference at level `alpha`, valid however often one looks"
     )
-    slower: bool | None = Field(
-        default=None, description="direction of most rounds; None: no claim"
-    )
+    slower: bool | None = entry("direction of most rounds; None: no claim")
     alpha: float
-    in_turn: bool = Field(
-        default=True, description="False: rounds are blocks of two runs, so there is no claim"
-    )
+    in_turn: bool = entry("False: rounds are blocks of two runs, so there is no claim", True)
 
     @property
     def interval(self) -> tuple[float, float] | None:
@@ -226,10 +215,8 @@ class Outcome(Record):
     round: NonNegativeInt
     value: _Figure | None = Field(description="step time in seconds, or the metric; None: failed")
     failure: str | None = None
-    run: str | None = Field(
-        default=None, description="the run's directory, within the experiment's"
-    )
-    took_s: NonNegativeFloat = Field(default=0.0, description="including start and end")
+    run: str | None = entry("the run's directory, within the experiment's")
+    took_s: NonNegativeFloat = entry("including start and end", 0.0)
 
 
 def remaining_arms(experiment: Experiment, outcomes: Sequence[Outcome]) -> list[Arm]:
@@ -253,29 +240,20 @@ class ArmResult(Record):
     peak_memory_bytes: int | None = None
     peak_memory_by_rank: tuple[int, ...] = ()
     parts: TimeParts | None = None
-    sent_bytes: int | None = Field(default=None, description="bytes that all ranks send in a step")
-    idle_share: float | None = Field(
-        default=None,
-        description="share of the ranks' time in which main threads, or devices, waited",
+    sent_bytes: int | None = entry("bytes that all ranks send in a step")
+    idle_share: float | None = entry(
+        "share of the ranks' time in which main threads, or devices, waited"
     )
-    device_utilisation: float | None = Field(
-        default=None, description="mean share of time in which the run's devices computed"
+    device_utilisation: float | None = entry(
+        "mean share of time in which the run's devices computed"
     )
-    core_utilisation: float | None = Field(
-        default=None, description="mean share of time in which the hosts' cores were busy"
-    )
-    other_cores: float | None = Field(
-        default=None, description="cores that other processes kept busy; None: few, or unknown"
-    )
+    core_utilisation: float | None = entry("mean share of time in which the hosts' cores were busy")
+    other_cores: float | None = entry("cores that other processes kept busy; None: few, or unknown")
     final_loss: float | None = None
     price_per_million_tokens: float | None = None
     metric: float | None = None
-    verdict: Verdict | None = Field(
-        default=None, description="against the first arm; None for the first arm"
-    )
-    facts: dict[str, str] = Field(
-        default={}, description="what determined its runs; with → if it changed between them"
-    )
+    verdict: Verdict | None = entry("against the first arm; None for the first arm")
+    facts: dict[str, str] = entry("what determined its runs; with → if it changed between them", {})
 
 
 class Comparison(Record):
@@ -287,22 +265,17 @@ class Comparison(Record):
     command: tuple[str, ...] = Field(description="command that repeats it")
     arms: tuple[ArmResult, ...]
     outcomes: tuple[Outcome, ...]
-    differing: tuple[str, ...] = Field(
-        default=(), description="differences that were not asked for"
+    differing: tuple[str, ...] = entry("differences that were not asked for", ())
+    differences: tuple[str, ...] = entry(
+        "for finished runs: how they differ, and where it shows", ()
     )
-    differences: tuple[str, ...] = Field(
-        default=(), description="for finished runs: how they differ, and where it shows"
-    )
-    losses: str | None = Field(
-        default=None, description="whether the loss curves agree, as a sentence"
-    )
+    losses: str | None = entry("whether the loss curves agree, as a sentence")
     stopped: str = Field(description="why no further round was run")
     took_s: float
     machine: Machine
     started: str
-    beside: tuple[str, ...] = Field(
-        default=(),
-        description="for a repeated comparison: whether the result is the same, and what is new",
+    beside: tuple[str, ...] = entry(
+        "for a repeated comparison: whether the result is the same, and what is new", ()
     )
 
     def verdicts(self) -> Mapping[str, Verdict]:

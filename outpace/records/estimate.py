@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from outpace.records.base import Record
+from outpace.records.base import Record, entry
 from outpace.records.plan import Plan
 
 Depth = Literal["estimate", "trace", "measure"]
@@ -48,9 +48,8 @@ class Estimate(Record):
     high_s: PositiveFloat
     level: PositiveFloat
     tokens_per_s: PositiveFloat
-    samples_per_s: PositiveFloat | None = Field(
-        default=None,
-        description="samples per second of a model without tokens; None for one with tokens",
+    samples_per_s: PositiveFloat | None = entry(
+        "samples per second of a model without tokens; None for one with tokens"
     )
     mfu: NonNegativeFloat | None
     hfu: NonNegativeFloat | None
@@ -59,19 +58,17 @@ class Estimate(Record):
         description="memory of a device that its driver leaves free; None: unknown"
     )
     memory: dict[str, NonNegativeInt]
-    host_offloaded_bytes: NonNegativeInt = Field(default=0, description="memory on a node's host")
-    host_memory_bytes: NonNegativeInt | None = Field(
-        default=None, description="memory of a node's host; None: unknown"
-    )
-    disk_offloaded_bytes: NonNegativeInt = Field(default=0, description="memory on a node's disks")
+    host_offloaded_bytes: NonNegativeInt = entry("memory on a node's host", 0)
+    host_memory_bytes: NonNegativeInt | None = entry("memory of a node's host; None: unknown")
+    disk_offloaded_bytes: NonNegativeInt = entry("memory on a node's disks", 0)
     parts_s: dict[str, NonNegativeFloat]
-    offloading: tuple[OffloadingPart, ...] = Field(
-        default=(), description="the parts of offloading's time; empty: none, or unknown"
+    offloading: tuple[OffloadingPart, ...] = entry(
+        "the parts of offloading's time; empty: none, or unknown", ()
     )
     ranks: PositiveInt
-    tokens: PositiveInt | None = Field(default=None, description="tokens to train on")
-    time_s: PositiveFloat | None = Field(default=None, description="time to train on all tokens")
-    cost: NonNegativeFloat | None = Field(default=None, description="cost of all devices' hours")
+    tokens: PositiveInt | None = entry("tokens to train on")
+    time_s: PositiveFloat | None = entry("time to train on all tokens")
+    cost: NonNegativeFloat | None = entry("cost of all devices' hours")
 
     @property
     def rate(self) -> tuple[float, str]:
@@ -120,14 +117,12 @@ class RankedPlan(Record):
     identity: str = Field(description="the batch as a product")
     estimate: Estimate
     why: str
-    untrained: str | None = Field(default=None, description="why outpace cannot train it")
+    untrained: str | None = entry("why outpace cannot train it")
     roles: tuple[Role, ...] = ()
-    cases: tuple[MeasuredCase, ...] = Field(
-        default=(), description="published steps that are nearest to it, nearest first"
+    cases: tuple[MeasuredCase, ...] = entry(
+        "published steps that are nearest to it, nearest first", ()
     )
-    extrapolated: tuple[str, ...] = Field(
-        default=(), description="aspects of it that no measured step has"
-    )
+    extrapolated: tuple[str, ...] = entry("aspects of it that no measured step has", ())
     placement: dict[str, str] = Field(
         default_factory=dict, description="the link that each split axis uses"
     )
@@ -160,10 +155,10 @@ class Plans(Record):
     parameters: PositiveInt
     machine: str
     nodes: PositiveInt
-    idle_nodes: NonNegativeInt = Field(default=0, description="nodes that no plan uses")
+    idle_nodes: NonNegativeInt = entry("nodes that no plan uses", 0)
     devices_per_node: PositiveInt
-    nominal_memory_bytes: NonNegativeInt | None = Field(
-        default=None, description="memory of a device as its maker states it; None: unknown"
+    nominal_memory_bytes: NonNegativeInt | None = entry(
+        "memory of a device as its maker states it; None: unknown"
     )
     seq_len: PositiveInt
     global_batch: PositiveInt
@@ -174,9 +169,7 @@ class Plans(Record):
     took_s: NonNegativeFloat
     source: RateSource = Field(description="sources of the rates")
     notes: tuple[str, ...] = ()
-    defaults: dict[str, str] = Field(
-        default={}, description="options that were not given, with the values used"
-    )
+    defaults: dict[str, str] = entry("options that were not given, with the values used", {})
 
     def plan_for(self, role: Role) -> RankedPlan | None:
         """Return the plan listed as recommended, fastest or leanest; None if it is not listed."""

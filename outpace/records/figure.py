@@ -5,7 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, FiniteFloat, model_validator
 
-from outpace.records.base import Record
+from outpace.records.base import Record, entry
 from outpace.records.units import show_count, show_seconds, show_share
 
 Unit = Literal["FLOP/s", "B/s", "s", "tokens/s", "samples/s", "ratio"]
@@ -28,7 +28,7 @@ class Key(Record):
 
     kind: str = Field(description="what was probed: matmul, memory, all-reduce, …")
     what: str = Field(description="which number of it: rate, time, latency, …")
-    of: dict[str, str | int] = Field(default={}, description="dtype, sizes, axis, …")
+    of: dict[str, str | int] = entry("dtype, sizes, axis, …", {})
 
     def __hash__(self) -> int:
         return hash((self.kind, self.what, tuple(sorted(self.of.items()))))
@@ -61,9 +61,9 @@ class Figure(Record):
     low: FiniteFloat | None = None
     high: FiniteFloat | None = None
     level: FiniteFloat | None = None
-    rounds: tuple[tuple[FiniteFloat, ...], ...] = Field(default=(), description="of samples")
+    rounds: tuple[tuple[FiniteFloat, ...], ...] = entry("of samples", ())
     unstable: str | None = None
-    source: str | None = Field(default=None, description="source of a catalog figure")
+    source: str | None = entry("source of a catalog figure")
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:

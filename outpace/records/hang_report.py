@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from outpace.records.base import Record
+from outpace.records.base import Record, entry
 
 State = Literal["waits", "works", "silent"]
 
@@ -24,13 +24,13 @@ class RankSnapshot(Record):
     rank: int
     host: str
     pid: int
-    doing: str = Field(default="", description="as text, such as 'step 12'")
+    doing: str = entry("as text, such as 'step 12'", "")
     state: State
     place: str = Field(description="what it waits in, its line of Python, or why it is silent")
-    processes: dict[int, str] = Field(
-        default={}, description="what the kernel says about each process, by rank on this host"
+    processes: dict[int, str] = entry(
+        "what the kernel says about each process, by rank on this host", {}
     )
-    stacks: str = Field(default="", description="stacks of all Python threads")
+    stacks: str = entry("stacks of all Python threads", "")
     collectives: tuple[CollectiveEvent, ...] = Field(
         default=(), alias="exchanges", description="oldest first"
     )

@@ -2,9 +2,9 @@
 
 from typing import Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+from pydantic import NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
-from outpace.records.base import Record
+from outpace.records.base import Record, entry
 
 Dtype = Literal["fp32", "tf32", "bf16", "fp16", "fp8", "int8"]
 
@@ -115,7 +115,7 @@ class Node(Record):
     host_memory_bytes: PositiveInt | None = None
     cpu_features: tuple[str, ...] = ()
     source: str
-    assumed: str | None = Field(default=None, description="assumptions where nothing is stated")
+    assumed: str | None = entry("assumptions where nothing is stated")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -2,7 +2,7 @@
 
 from pydantic import Field, NonNegativeInt
 
-from outpace.records.base import Record
+from outpace.records.base import Record, entry
 from outpace.records.topology import CpuTopology, Placement, Topology
 
 
@@ -11,11 +11,11 @@ class GpuState(Record):
 
     index: NonNegativeInt
     name: str | None = None
-    bus: str | None = Field(default=None, description="PCI address")
+    bus: str | None = entry("PCI address")
     memory_bytes: int | None = None
     memory_used_bytes: int | None = None
-    utilisation: float | None = Field(default=None, description="share of time, 0 to 1")
-    performance_state: int | None = Field(default=None, description="0 is the fastest")
+    utilisation: float | None = entry("share of time, 0 to 1")
+    performance_state: int | None = entry("0 is the fastest")
     sm_clock_hz: float | None = None
     sm_clock_max_hz: float | None = None
     temperature_c: float | None = None
@@ -26,29 +26,21 @@ class GpuState(Record):
     throttled_by: tuple[str, ...] | None = None
     ecc: bool | None = None
     ecc_pending: bool | None = None
-    ecc_uncorrected: int | None = Field(default=None, description="errors since the driver's start")
-    remap_pending: bool | None = Field(
-        default=None, description="memory rows to be remapped at the next reset"
-    )
+    ecc_uncorrected: int | None = entry("errors since the driver's start")
+    remap_pending: bool | None = entry("memory rows to be remapped at the next reset")
     pcie_generation: int | None = None
-    pcie_generation_max: int | None = Field(
-        default=None, description="maximum of card and slot together"
-    )
-    pcie_generation_card: int | None = Field(default=None, description="maximum of the card alone")
+    pcie_generation_max: int | None = entry("maximum of card and slot together")
+    pcie_generation_card: int | None = entry("maximum of the card alone")
     pcie_width: int | None = None
     pcie_width_max: int | None = None
-    nvlinks: int | None = Field(default=None, description="number of them")
+    nvlinks: int | None = entry("number of them")
     nvlinks_active: int | None = None
     nvlink_version: int | None = None
     cpu_affinity: str | None = None
     mig: bool | None = None
     persistence: bool | None = None
-    other_processes: int | None = Field(
-        default=None, description="processes that compute on it now"
-    )
-    not_told: dict[str, str] = Field(
-        default={}, description="queries that the driver refused, and why"
-    )
+    other_processes: int | None = entry("processes that compute on it now")
+    not_told: dict[str, str] = entry("queries that the driver refused, and why", {})
 
 
 class NetworkPort(Record):
@@ -80,7 +72,7 @@ class Inventory(Record):
 
     cpu: CpuTopology
     usable_cpus: str = Field(description="CPUs that this process may run on")
-    cpu_quota: float | None = Field(default=None, description="CPU time that its cgroup may use")
+    cpu_quota: float | None = entry("CPU time that its cgroup may use")
     cpu_quota_known: bool = True
     governors: tuple[str, ...] | None = None
     scaling_driver: str | None = None
@@ -89,28 +81,26 @@ class Inventory(Record):
     memory_bytes: int | None = None
     swap_used_bytes: int | None = None
     swapped_bytes_per_s: float | None = None
-    shared_memory_bytes: int | None = Field(default=None, description="size of /dev/shm")
+    shared_memory_bytes: int | None = entry("size of /dev/shm")
     shared_memory_free_bytes: int | None = None
-    open_files_limit: int | None = Field(default=None, description="soft limit; -1 is none")
+    open_files_limit: int | None = entry("soft limit; -1 is none")
     open_files_hard_limit: int | None = None
-    locked_memory_limit_bytes: int | None = Field(
-        default=None, description="soft limit; -1 is none"
-    )
-    settings: dict[str, str] = Field(default={}, description="environment variables that matter")
+    locked_memory_limit_bytes: int | None = entry("soft limit; -1 is none")
+    settings: dict[str, str] = entry("environment variables that matter", {})
     local_rank: int | None = None
     local_world_size: int | None = None
     other_busy_cores: float | None = None
     busy: tuple[BusyProgram, ...] = ()
     gpus: tuple[GpuState, ...] = ()
-    gpus_unknown: str | None = Field(default=None, description="why no GPUs can be seen")
+    gpus_unknown: str | None = entry("why no GPUs can be seen")
     topology: Topology | None = None
     topology_unknown: str | None = None
     ports: tuple[NetworkPort, ...] = ()
-    gpu_direct: bool | None = Field(default=None, description="whether nvidia_peermem is loaded")
-    verbs_devices: bool | None = Field(
-        default=None, description="whether programs may open the ports (/dev/infiniband exists)"
+    gpu_direct: bool | None = entry("whether nvidia_peermem is loaded")
+    verbs_devices: bool | None = entry(
+        "whether programs may open the ports (/dev/infiniband exists)"
     )
-    verbs_library: bool | None = Field(default=None, description="whether libibverbs can be loaded")
+    verbs_library: bool | None = entry("whether libibverbs can be loaded")
 
 
 def omp_threads(text: str) -> int | None:
@@ -127,7 +117,7 @@ class HostTopology(Record):
 
     topology: Topology | None = None
     placement: Placement | None = None
-    cpu: CpuTopology | None = Field(default=None, description="None if read from a file")
+    cpu: CpuTopology | None = entry("None if read from a file")
     gpus: tuple[GpuState, ...] = ()
-    gpus_unknown: str | None = Field(default=None, description="why the topology is unknown")
-    state_unknown: str | None = Field(default=None, description="why the GPUs' state is unknown")
+    gpus_unknown: str | None = entry("why the topology is unknown")
+    state_unknown: str | None = entry("why the GPUs' state is unknown")

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 from pydantic import Field, PositiveInt
 
-from outpace.records.base import Record
+from outpace.records.base import Record, entry
 from outpace.records.probed import ProbeRecord
 from outpace.records.topology import Topology
 
@@ -28,11 +28,10 @@ class Machine(Record):
     cpu_features: tuple[str, ...] = ()
     devices: tuple[Device, ...] = ()
     system: str = ""
-    topology: Topology | None = Field(
-        default=None,
-        description="links between devices, by the driver's numbers; None if it reports none",
+    topology: Topology | None = entry(
+        "links between devices, by the driver's numbers; None if it reports none"
     )
-    probed: ProbeRecord | None = Field(default=None, description="results of outpace probe")
+    probed: ProbeRecord | None = entry("results of outpace probe")
 
     def differences(self, other: "Machine") -> tuple[str, ...]:
         """Return which properties that affect speed differ in another machine."""

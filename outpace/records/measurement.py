@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from outpace.records.base import Record
+from outpace.records.base import Record, entry
 from outpace.records.plan import Plan, Strategy
 from outpace.records.settings import Task
 from outpace.records.units import show_seconds
@@ -70,7 +70,7 @@ class RunInfo(Record):
     parameters: int
     device: str = Field(description="the user's name for it: cpu, or the GPU's name")
     total_steps: int
-    start_step: int = Field(default=0, description="steps already done, if resumed")
+    start_step: int = entry("steps already done, if resumed", 0)
     hosts: int = 1
     hints: tuple[str, ...] = ()
 
@@ -102,8 +102,8 @@ class StepRecord(Record):
     peak_memory_bytes: int | None = Field(description="maximum over ranks so far")
     loss_scale: float | None = Field(description="fp16 only")
     skipped_steps: int = Field(description="steps skipped so far because of an fp16 overflow")
-    cache_freed_bytes: int | None = Field(
-        default=None, description="bytes released between phases by --empty-cache, on rank 0"
+    cache_freed_bytes: int | None = entry(
+        "bytes released between phases by --empty-cache, on rank 0"
     )
 
 
@@ -115,16 +115,10 @@ class Evaluation(Record):
     perplexity: float
     tokens: int = Field(description="targets")
     tokens_per_s: float
-    seq_len: int | None = Field(
-        default=None, description="upper bound; None if it was not trained by outpace"
-    )
-    left_over_tokens: int = Field(
-        default=0, description="unused tokens after the last whole sample of each source"
-    )
-    sums: dict[str, float] = Field(
-        default={}, description="sums over all ranks, from which metrics are computed"
-    )
-    metrics: dict[str, float] = Field(default={}, description="by name: accuracy, f1")
+    seq_len: int | None = entry("upper bound; None if it was not trained by outpace")
+    left_over_tokens: int = entry("unused tokens after the last whole sample of each source", 0)
+    sums: dict[str, float] = entry("sums over all ranks, from which metrics are computed", {})
+    metrics: dict[str, float] = entry("by name: accuracy, f1", {})
 
 
 class StepTimeCheck(Record):
@@ -200,11 +194,9 @@ class Measurement(Record):
     parameters: NonNegativeInt
     world_size: PositiveInt
     strategy: Strategy | None = None
-    device: str | None = Field(default=None, description="cpu, cuda or mps")
-    first_step_s: float | None = Field(
-        default=None, description="from the start of the job to the end of its first step"
-    )
-    compile_s: float = Field(default=0.0, description="part of it spent in torch.compile")
+    device: str | None = entry("cpu, cuda or mps")
+    first_step_s: float | None = entry("from the start of the job to the end of its first step")
+    compile_s: float = entry("part of it spent in torch.compile", 0.0)
     step_time_s: float | None = Field(gt=0, allow_inf_nan=False, description="median")
     tokens_per_s: Rate | None
     samples_per_s: Rate | None
@@ -213,42 +205,36 @@ class Measurement(Record):
     mfu: Rate | None
     hfu: Rate | None
     peak_memory_bytes: int | None
-    peak_memory_by_rank: tuple[int, ...] = Field(
-        default=(), description="bytes per rank, of which the maximum is above; empty: unknown"
+    peak_memory_by_rank: tuple[int, ...] = entry(
+        "bytes per rank, of which the maximum is above; empty: unknown", ()
     )
     parts: TimeParts = Field(description="of a step of median length")
-    parts_by_rank: tuple[TimeParts, ...] = Field(
-        default=(), description="the same by each rank's clock; `parts` is rank 0's"
+    parts_by_rank: tuple[TimeParts, ...] = entry(
+        "the same by each rank's clock; `parts` is rank 0's", ()
     )
     first_loss: float | None
     final_loss: float | None
     initial_eval: Evaluation | None = None
     final_eval: Evaluation | None = None
-    unigram_entropy: float | None = Field(
-        default=None, description="nats per validation token of a unigram model"
-    )
-    sample: str | None = Field(default=None, description="text generated at the end")
+    unigram_entropy: float | None = entry("nats per validation token of a unigram model")
+    sample: str | None = entry("text generated at the end")
     skipped_steps: int = 0
-    cache_freed_bytes: int | None = Field(default=None, description="median over steps")
-    utilisation: tuple[Load, ...] = Field(
-        default=(), description="average for each host and its devices over the training"
+    cache_freed_bytes: int | None = entry("median over steps")
+    utilisation: tuple[Load, ...] = entry(
+        "average for each host and its devices over the training", ()
     )
     step_time_check: StepTimeCheck | None = Field(
         default=None, alias="promise", description="if a step time was expected"
     )
     # Of runs with --measure-only.
-    sent_bytes: int | None = Field(
-        default=None,
-        description="bytes that all ranks send in a step, counted in the last warm-up step",
+    sent_bytes: int | None = entry(
+        "bytes that all ranks send in a step, counted in the last warm-up step"
     )
-    idle_share: float | None = Field(
-        default=None,
-        description="share of the time after warm-up in which ranks' main threads waited; the "
-        "mean, if these compute (cpu)",
+    idle_share: float | None = entry(
+        "share of the time after warm-up in which ranks' main threads waited; the "
+        "mean, if these compute (cpu)"
     )
-    start_step: NonNegativeInt = Field(
-        default=0, description="steps done before this part of a resumed run"
-    )
+    start_step: NonNegativeInt = entry("steps done before this part of a resumed run", 0)
     # Hugging Face Trainer's names, so that results stand side by side. Times and rates of a resumed
     # run are of its last part.
     train_runtime: float

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from outpace.records.base import Record
+from outpace.records.base import Record, entry
 from outpace.records.families import FAMILY_TRAITS, Family
 
 # Numbers beyond these are slips of the pen, whose products no integer of a tensor's size holds.
@@ -37,7 +37,7 @@ class ModelSpec(Record):
     max_positions: Rows = Field(description="longest sequence")
     norm: Literal["layernorm", "rmsnorm"]
     norm_eps: PositiveFloat
-    norm_first: bool = Field(default=True, description="normalize before each sub-layer (GPT-2)")
+    norm_first: bool = entry("normalize before each sub-layer (GPT-2)", True)
     positions: Literal["learned", "rotary"]
     rope_theta: PositiveFloat = 10_000.0
     rope_scaling: RopeScaling | None = None
@@ -46,15 +46,13 @@ class ModelSpec(Record):
     qkv_bias: bool
     out_bias: bool = Field(description="bias of attention's output projection")
     mlp_bias: bool
-    qk_norm: bool = Field(default=False, description="RMSNorm on queries and keys per head")
+    qk_norm: bool = entry("RMSNorm on queries and keys per head", False)
     tied: bool = Field(description="the head shares its weight with the embedding")
     causal: bool = True
-    sliding_window: PositiveInt | None = Field(
-        default=None, description="each token attends to itself and the window − 1 tokens before it"
+    sliding_window: PositiveInt | None = entry(
+        "each token attends to itself and the window − 1 tokens before it"
     )
-    window_layers: tuple[int, ...] | None = Field(
-        default=None, description="layers with the sliding window (default: all)"
-    )
+    window_layers: tuple[int, ...] | None = entry("layers with the sliding window (default: all)")
     segments: int = Field(default=0, ge=0, description="token types (BERT: 2)")
     dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
 

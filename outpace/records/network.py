@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from outpace.records.base import Record
+from outpace.records.base import Record, entry
 from outpace.records.figure import Figure
 from outpace.records.plan import Plan
 
@@ -64,8 +64,8 @@ class Need(Record):
     costs: tuple[NetworkCost, ...]
     cheapest: Network | None
     present_cost: NetworkCost | None = Field(alias="own", description="on the present network")
-    device_costs: tuple[NetworkCost, ...] = Field(default=(), description="on a device's link")
-    cheapest_inside: Network | None = Field(default=None, description="on the device's links")
+    device_costs: tuple[NetworkCost, ...] = entry("on a device's link", ())
+    cheapest_inside: Network | None = entry("on the device's links")
     present_device_cost: NetworkCost | None = Field(
         default=None, alias="own_inside", description="on a device's present link"
     )
@@ -95,5 +95,5 @@ class NetworkReport(Record):
     present: Network | None = Field(alias="own", description="the machine's network")
     measured: tuple[Figure, ...] = ()
     needs: tuple[Need, ...]
-    refused: dict[str, str] = Field(default={}, description="plans that are not possible, and why")
-    notes: tuple[str, ...] = Field(default=(), description="what differs from the request")
+    refused: dict[str, str] = entry("plans that are not possible, and why", {})
+    notes: tuple[str, ...] = entry("what differs from the request", ())

@@ -8,7 +8,7 @@ from typing import Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from outpace.records.base import Record
+from outpace.records.base import Record, entry
 
 # Configurations of other trainers that hold a plan and no dimensions of a model.
 OUTLINE_FORMATS = ("deepspeed", "accelerate", "fsdp")
@@ -27,16 +27,15 @@ class AttentionShape(Record):
     head_dim: PositiveInt = Field(description="width of queries and keys")
     value_dim: PositiveInt = Field(description="width of values (default: head_dim)")
     causal: bool = True
-    window: PositiveInt | None = Field(default=None, description="maximum number of keys per query")
+    window: PositiveInt | None = entry("maximum number of keys per query")
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
     query_rank: PositiveInt | None = None
     kv_rank: PositiveInt | None = None
     rope_dim: NonNegativeInt = 0
-    projected: bool = Field(
-        default=True,
-        description="false: the projections of queries, keys and values are in the stack's `other`",
+    projected: bool = entry(
+        "false: the projections of queries, keys and values are in the stack's `other`", True
     )
 
     @model_validator(mode="before")
@@ -64,12 +63,10 @@ class Mlp(Record):
     width: PositiveInt
     gated: bool = False
     bias: bool = False
-    experts: NonNegativeInt = Field(default=0, description="0: one MLP for all tokens")
-    active: PositiveInt = Field(default=1, description="experts that each token uses")
+    experts: NonNegativeInt = entry("0: one MLP for all tokens", 0)
+    active: PositiveInt = entry("experts that each token uses", 1)
     shared: NonNegativeInt = 0
-    shared_gate: bool = Field(
-        default=False, description="whether each token has a gate on `shared`"
-    )
+    shared_gate: bool = entry("whether each token has a gate on `shared`", False)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -85,15 +82,9 @@ class ProductShape(Record):
     inputs: PositiveInt
     outputs: PositiveInt
     count: PositiveInt = 1
-    positions: PositiveInt | None = Field(
-        default=None, description="rows per sample (None: the sequence's)"
-    )
-    uses: PositiveInt = Field(
-        default=1, description="products with the same weight in a forward pass"
-    )
-    weighted: bool = Field(
-        default=True, description="false: without a weight, or with one that is counted elsewhere"
-    )
+    positions: PositiveInt | None = entry("rows per sample (None: the sequence's)")
+    uses: PositiveInt = entry("products with the same weight in a forward pass", 1)
+    weighted: bool = entry("false: without a weight, or with one that is counted elsewhere", True)
 
     @property
     def elements(self) -> int:
@@ -115,13 +106,11 @@ class Stack(Record):
     mlp: Mlp | None = None
     other: tuple[ProductShape, ...] = ()
     other_parameters: NonNegativeInt = 0
-    norms: NonNegativeInt = Field(
-        default=2, description="norms of a layer, as a multiple of the hidden width"
-    )
+    norms: NonNegativeInt = entry("norms of a layer, as a multiple of the hidden width", 2)
     norm_bias: bool = False
     seq_len: PositiveInt | None = None
     dropout: bool = False
-    parallel: bool = Field(default=False, description="MLP parallel to attention (GPT-NeoX, Phi)")
+    parallel: bool = entry("MLP parallel to attention (GPT-NeoX, Phi)", False)
 
 
 class Outline(Record):
@@ -137,18 +126,15 @@ class Outline(Record):
     hidden: PositiveInt
     stacks: tuple[Stack, ...] = Field(min_length=1)
     vocab: NonNegativeInt = Field(description="rows of the embedding")
-    embedding_width: PositiveInt | None = Field(default=None, description="None: hidden")
+    embedding_width: PositiveInt | None = entry("None: hidden")
     outputs: NonNegativeInt = 0
     tied: bool = False
     learned_positions: NonNegativeInt = 0
-    outside_parameters: NonNegativeInt = Field(
-        default=0,
-        description="parameters besides embeddings, positions and head: norms, transforms, patches",
+    outside_parameters: NonNegativeInt = entry(
+        "parameters besides embeddings, positions and head: norms, transforms, patches", 0
     )
-    embed_products: tuple[ProductShape, ...] = Field(
-        default=(), description="width before the layers"
-    )
-    head_products: tuple[ProductShape, ...] = Field(default=(), description="width before the head")
+    embed_products: tuple[ProductShape, ...] = entry("width before the layers", ())
+    head_products: tuple[ProductShape, ...] = entry("width before the head", ())
     predicted: PositiveInt | None = None
     max_positions: PositiveInt
     source: str = ""

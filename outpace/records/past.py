@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from outpace.records.base import Record
+from outpace.records.base import Record, entry
 from outpace.records.plan import Strategy
 from outpace.records.precisions import Precision
 
@@ -16,24 +16,22 @@ class PastRun(Record):
 
     path: str
     state: State
-    changed: tuple[str, ...] = Field(
-        default=(), description="sentences about files that differ from what was written"
-    )
-    damage: str | None = Field(default=None, description="what cannot be read, and why")
-    started: str | None = Field(default=None, description="UTC, ISO 8601")
-    model: str | None = Field(default=None, description="as the user gave it")
+    changed: tuple[str, ...] = entry("sentences about files that differ from what was written", ())
+    damage: str | None = entry("what cannot be read, and why")
+    started: str | None = entry("UTC, ISO 8601")
+    model: str | None = entry("as the user gave it")
     strategy: Strategy | None = None
-    mesh: str | None = Field(default=None, description="the axes that are split")
+    mesh: str | None = entry("the axes that are split")
     precision: Precision | None = None
     asked: dict[str, Any] = Field(
         default_factory=dict,
         description="settings that the user gave and that differ from the default",
     )
     processes: int | None = None
-    steps: int = Field(default=0, description="done")
+    steps: int = entry("done", 0)
     total_steps: int | None = None
-    step_time_s: float | None = Field(default=None, description="median")
+    step_time_s: float | None = entry("median")
     tokens_per_s: float | None = None
     mfu: float | None = None
-    final_loss: float | None = Field(default=None, description="at the last completed step")
+    final_loss: float | None = entry("at the last completed step")
     peak_memory_bytes: int | None = None

@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from outpace.records.base import Record
+from outpace.records.base import Record, entry
 from outpace.records.errors import BadInputError, join_or
 from outpace.records.optimizers import LOW, PLAIN_ADAMW, OptimizerName
 from outpace.records.pipelines import SCHEDULES, refusal
@@ -556,8 +556,8 @@ class PlanFile(Plan):
     These are None if unknown, as in files written before they were saved.
     """
 
-    seq_len: PositiveInt | None = Field(default=None, description="tokens per sample")
-    global_batch: PositiveInt | None = Field(default=None, description="samples per step")
+    seq_len: PositiveInt | None = entry("tokens per sample")
+    global_batch: PositiveInt | None = entry("samples per step")
 
     @classmethod
     def from_plan(cls, plan: Plan, seq_len: int | None, global_batch: int | None) -> Self:

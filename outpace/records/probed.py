@@ -5,7 +5,7 @@ from typing import Literal, Protocol
 
 from pydantic import Field, PositiveInt
 
-from outpace.records.base import Record
+from outpace.records.base import Record, entry
 from outpace.records.figure import Figure, Key
 
 SectionName = Literal[
@@ -66,21 +66,18 @@ class Advice(Record):
 
     about: str = Field(description="vocabulary, heads, loader, …")
     text: str = Field(description="what to change, with the figures")
-    gain: float | None = Field(default=None, description="0.03: 3 % faster; None: unknown")
-    low: float | None = Field(
-        default=None,
-        description="lower end of the gain's interval, from the intervals of its figures",
-    )
+    gain: float | None = entry("0.03: 3 % faster; None: unknown")
+    low: float | None = entry("lower end of the gain's interval, from the intervals of its figures")
     high: float | None = None
-    of: tuple[Key, ...] = Field(default=(), description="the figures that it is based on")
+    of: tuple[Key, ...] = entry("the figures that it is based on", ())
 
 
 class Steadiness(Record):
     """Other load on the machine during the measurement. None: unknown."""
 
-    other_cores: float | None = Field(default=None, description="cores used by others, on average")
-    stolen: float | None = Field(default=None, description="share of time the hypervisor took")
-    throttled: tuple[str, ...] = Field(default=(), description="devices that slowed down, and why")
+    other_cores: float | None = entry("cores used by others, on average")
+    stolen: float | None = entry("share of time the hypervisor took")
+    throttled: tuple[str, ...] = entry("devices that slowed down, and why", ())
     warnings: tuple[str, ...] = ()
 
 
@@ -98,7 +95,7 @@ class ProbeRecord(Record):
     figures: tuple[Figure, ...] = ()
     fits: tuple[LinkFit, ...] = ()
     advice: tuple[Advice, ...] = ()
-    notes: tuple[str, ...] = Field(default=(), description="what could not be probed, and why")
+    notes: tuple[str, ...] = entry("what could not be probed, and why", ())
     steadiness: Steadiness = Steadiness()
 
     def all_figures(self) -> Iterator[Figure]:

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from outpace.records.base import Record
+from outpace.records.base import Record, entry
 from outpace.records.machine import Machine
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
@@ -43,9 +43,7 @@ class RunRecord(Record):
     plan: Plan
     identity: str
     model: ModelSpec | None
-    model_code: str | None = Field(
-        default=None, description="hash of a custom model's file, without comments"
-    )
+    model_code: str | None = entry("hash of a custom model's file, without comments")
     parameters: int
     total_steps: int
     seq_len: int | None
@@ -56,19 +54,13 @@ class RunRecord(Record):
     versions: dict[str, str]
     commit: str | None
     uncommitted_changes: bool | None
-    changes: str | None = Field(
-        default=None, description="hash of the uncommitted changes; None: there are none"
-    )
+    changes: str | None = entry("hash of the uncommitted changes; None: there are none")
     machine: Machine
     device: str
     threads: int
-    environment: dict[str, str] = Field(
-        default={}, description="variables that affect computation or communication"
-    )
-    load_before: float | None = Field(
-        default=None,
-        description="load average of the minute before the run: processes running or waiting for "
-        "a core",
+    environment: dict[str, str] = entry("variables that affect computation or communication", {})
+    load_before: float | None = entry(
+        "load average of the minute before the run: processes running or waiting for a core"
     )
     started: str
     resumes: tuple[dict[str, Any], ...] = ()
@@ -81,6 +73,4 @@ class Failure(Record):
 
     reason: str
     ended: str = Field(description="UTC, ISO 8601")
-    checkpoint_step: int | None = Field(
-        default=None, description="the newest checkpoint then; None: there was none"
-    )
+    checkpoint_step: int | None = entry("the newest checkpoint then; None: there was none")

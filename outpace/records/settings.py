@@ -51,15 +51,13 @@ Task = Literal["pretrain", "chat", "classify"]
 DEFAULT_SEQ_LEN = 256  # of training, where a model has as many positions
 
 
-def _field(group: str, help_text: str, default: Any = None) -> Any:
-    return Field(default=default, description=help_text, json_schema_extra={"group": group})
+def _field(group: str, help_text: str, default: Any = None, **bounds: Any) -> Any:
+    extra: Any = {"group": group}
+    return Field(default=default, description=help_text, json_schema_extra=extra, **bounds)
 
 
 def _axis(help_text: str) -> Any:
-    described = f"{help_text}; -1: all remaining ranks"
-    return Field(
-        default=None, ge=-1, description=described, json_schema_extra={"group": "computation"}
-    )
+    return _field("computation", f"{help_text}; -1: all remaining ranks", ge=-1)
 
 
 def _types_of(annotation: Any) -> set[Any]:
@@ -81,12 +79,8 @@ class TrainSettings(Record):
     init: Literal["pretrained", "random"] | None = _field(
         "model", "weights to start from (default: pretrained if the model has weights)"
     )
-    dropout: float | None = Field(
-        default=None,
-        ge=0,
-        lt=1,
-        description="dropout probability (default: the model's)",
-        json_schema_extra={"group": "model"},
+    dropout: float | None = _field(
+        "model", "dropout probability (default: the model's)", ge=0, lt=1
     )
 
     data: tuple[str, ...] = _field(
@@ -102,12 +96,12 @@ class TrainSettings(Record):
     eval_data: tuple[str, ...] | None = _field(
         "data", "validation data, in the form of --data (default: held-out documents)"
     )
-    eval_fraction: float = Field(
-        default=0.05,
+    eval_fraction: float = _field(
+        "data",
+        "share of documents to hold out for validation, chosen by content hash",
+        0.05,
         gt=0,
         lt=1,
-        description="share of documents to hold out for validation, chosen by content hash",
-        json_schema_extra={"group": "data"},
     )
     task: Task = _field(
         "data",
@@ -165,12 +159,8 @@ class TrainSettings(Record):
     warmup: NonNegativeInt | None = _field(
         "optimization", "steps of linear warm-up (default: a twentieth of the steps)"
     )
-    min_lr_ratio: float = Field(
-        default=0.1,
-        ge=0,
-        le=1,
-        description="final learning rate as a share of the peak",
-        json_schema_extra={"group": "optimization"},
+    min_lr_ratio: float = _field(
+        "optimization", "final learning rate as a share of the peak", 0.1, ge=0, le=1
     )
     optimizer: OptimizerName | None = _field(
         "optimization",
@@ -190,20 +180,10 @@ class TrainSettings(Record):
         "embeddings of one dimension",
         0.1,
     )
-    beta1: float = Field(
-        default=0.9,
-        ge=0,
-        lt=1,
-        description="decay of AdamW's first moment; momentum of SGD",
-        json_schema_extra={"group": "optimization"},
+    beta1: float = _field(
+        "optimization", "decay of AdamW's first moment; momentum of SGD", 0.9, ge=0, lt=1
     )
-    beta2: float = Field(
-        default=0.95,
-        ge=0,
-        lt=1,
-        description="decay of AdamW's second moment",
-        json_schema_extra={"group": "optimization"},
-    )
+    beta2: float = _field("optimization", "decay of AdamW's second moment", 0.95, ge=0, lt=1)
     clip: NonNegativeFloat = _field("optimization", "maximum gradient norm; 0 = no clipping", 1.0)
 
     lora_rank: PositiveInt | None = _field(
@@ -215,13 +195,7 @@ class TrainSettings(Record):
     lora_targets: tuple[LoraTarget, ...] = _field(
         "adapters", "matrices of each block with an adapter", ("all",)
     )
-    lora_dropout: float = Field(
-        default=0.0,
-        ge=0,
-        lt=1,
-        description="dropout probability before adapters",
-        json_schema_extra={"group": "adapters"},
-    )
+    lora_dropout: float = _field("adapters", "dropout probability before adapters", 0.0, ge=0, lt=1)
     base: Base = _field(
         "adapters",
         "format of the frozen weights; nf4: 4 bits for the blocks' matrices (QLoRA)",
@@ -334,11 +308,10 @@ class TrainSettings(Record):
         "none",
     )
     powersgd_rank: PositiveInt = _field("computation", "rank of powersgd's matrices", 1)
-    powersgd_start: int | None = Field(
-        default=None,
+    powersgd_start: int | None = _field(
+        "computation",
+        "steps before powersgd starts (default: a tenth of all, or the warm-up)",
         ge=POWERSGD_LEAST_START,
-        description="steps before powersgd starts (default: a tenth of all, or the warm-up)",
-        json_schema_extra={"group": "computation"},
     )
     bucket_mib: PositiveInt = _field(
         "computation", "MiB of gradients that ddp, zero1 and ring reduce at once", 25

@@ -5,7 +5,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
-from outpace.records.base import Record
+from outpace.records.base import Record, entry
 
 # What `nvidia-smi topo -m` prints, from the NVML documentation (nvmlGpuTopologyLevel_t) and the
 # tool's own legend. SOC is what drivers before 384 called SYS.
@@ -74,8 +74,8 @@ class Endpoint(Record):
 
     name: str
     kind: Literal["gpu", "nic"]
-    label: str | None = Field(default=None, description="a card's name in the NIC legend")
-    cpu_affinity: str | None = Field(default=None, description="CPUs, such as 0-31,64-95")
+    label: str | None = entry("a card's name in the NIC legend")
+    cpu_affinity: str | None = entry("CPUs, such as 0-31,64-95")
     numa_affinity: str | None = None
     gpu_numa_id: str | None = None
 
@@ -86,10 +86,8 @@ class Topology(Record):
     devices: tuple[Endpoint, ...]
     links: tuple[tuple[Link | None, ...], ...]
     source: str
-    notes: tuple[str, ...] = Field(default=(), description="what was damaged in the source")
-    pcie_only: bool = Field(
-        default=False, description="from topo -mp, which leaves NVLinks out, so there may be some"
-    )
+    notes: tuple[str, ...] = entry("what was damaged in the source", ())
+    pcie_only: bool = entry("from topo -mp, which leaves NVLinks out, so there may be some", False)
 
     @model_validator(mode="after")
     def _is_a_matrix(self) -> Self:
@@ -154,10 +152,9 @@ class Grouping(Record):
     size: PositiveInt
     groups: tuple[tuple[str, ...], ...]
     worst_link: str | None
-    left_out: tuple[str, ...] = Field(default=(), description="GPUs that are in no group")
-    link_bytes_per_s: float | None = Field(
-        default=None,
-        description="of the worst link, one direction; only for NVLinks with a known rate",
+    left_out: tuple[str, ...] = entry("GPUs that are in no group", ())
+    link_bytes_per_s: float | None = entry(
+        "of the worst link, one direction; only for NVLinks with a known rate"
     )
 
 
@@ -182,7 +179,7 @@ class SlowPairs(Record):
 
     link: str
     pairs: tuple[tuple[str, str], ...]
-    times_slower: float | None = Field(default=None, description="None unless both rates are known")
+    times_slower: float | None = entry("None unless both rates are known")
 
 
 class NearNics(Record):
@@ -231,7 +228,7 @@ class CpuTopology(Record):
     cpus: str = Field(description="online")
     packages: PositiveInt | None = None
     cores: PositiveInt | None = None
-    siblings: tuple[str, ...] = Field(default=(), description="CPUs of each core")
+    siblings: tuple[str, ...] = entry("CPUs of each core", ())
     numa: tuple[NumaNode, ...] = ()
     caches: tuple[Cache, ...] = ()
 

@@ -12,7 +12,7 @@ from pydantic import (
     model_validator,
 )
 
-from outpace.records.base import Record, read_object
+from outpace.records.base import Record, entry, read_object
 from outpace.records.errors import BadInputError
 from outpace.records.machine import Machine
 from outpace.records.outline import Outline
@@ -35,8 +35,8 @@ class LoggedRun(Record):
     steps: PositiveInt
     step_time_s: PositiveFloat | None = None
     tokens_per_s_per_device: PositiveFloat | None = None
-    clock_step_s: tuple[NonNegativeFloat, PositiveFloat] | None = Field(
-        default=None, description="shortest and longest step, by the times of the log's lines"
+    clock_step_s: tuple[NonNegativeFloat, PositiveFloat] | None = entry(
+        "shortest and longest step, by the times of the log's lines"
     )
     samples_per_s: PositiveFloat | None = None
     peak_memory_bytes: NonNegativeInt | None = None
@@ -52,14 +52,12 @@ class LoggedRun(Record):
     cp: PositiveInt | None = None
     ep: PositiveInt | None = None
     expert_tp: PositiveInt | None = None
-    zero: NonNegativeInt | None = Field(default=None, description="ZeRO stage; 0: none")
+    zero: NonNegativeInt | None = entry("ZeRO stage; 0: none")
     checkpointing: Checkpointing | None = None
-    pp_schedules_all: bool = Field(
-        default=False, description="whether a pipeline takes all micro-batches of a step"
-    )
+    pp_schedules_all: bool = entry("whether a pipeline takes all micro-batches of a step", False)
     parameters: PositiveInt | None = None
-    plan: Plan | None = Field(default=None, description="set for outpace's runs")
-    notes: tuple[str, ...] = Field(default=(), description="for what the log does not say")
+    plan: Plan | None = entry("set for outpace's runs")
+    notes: tuple[str, ...] = entry("for what the log does not say", ())
 
 
 class ObservedRun(Record):

@@ -12,7 +12,7 @@ from pydantic import (
     model_validator,
 )
 
-from outpace.records.base import Record
+from outpace.records.base import Record, entry
 from outpace.records.machine import Machine
 from outpace.records.plan import Plan
 
@@ -28,30 +28,22 @@ class PlanTrial(Record):
     plan: Plan
     first_predicted_s: PositiveFloat = Field(description="predicted step time, before any trial")
     predicted_s: PositiveFloat = Field(description="predicted step time, when it was chosen")
-    step_time_s: PositiveFloat | None = Field(
-        default=None, description="measured median; None: it failed"
+    step_time_s: PositiveFloat | None = entry("measured median; None: it failed")
+    undisturbed_s: PositiveFloat | None = entry("first quartile of its step times; None: unknown")
+    raced: bool = entry("at the end, in turn with neighbouring trials", False)
+    tokens_per_s: PositiveFloat | None = entry(
+        "median over all processes; None: it failed, or has no tokens"
     )
-    undisturbed_s: PositiveFloat | None = Field(
-        default=None, description="first quartile of its step times; None: unknown"
+    samples_per_s: PositiveFloat | None = entry(
+        "median over all processes; None: it failed, or is older"
     )
-    raced: bool = Field(default=False, description="at the end, in turn with neighbouring trials")
-    tokens_per_s: PositiveFloat | None = Field(
-        default=None, description="median over all processes; None: it failed, or has no tokens"
-    )
-    samples_per_s: PositiveFloat | None = Field(
-        default=None, description="median over all processes; None: it failed, or is older"
-    )
-    peak_memory_bytes: NonNegativeInt | None = Field(
-        default=None, description="bytes of tensors, of the fullest process"
-    )
-    other_cores: PositiveFloat | None = Field(
-        default=None,
-        description="cores that other processes kept busy meanwhile; None: few, or unknown",
+    peak_memory_bytes: NonNegativeInt | None = entry("bytes of tensors, of the fullest process")
+    other_cores: PositiveFloat | None = entry(
+        "cores that other processes kept busy meanwhile; None: few, or unknown"
     )
     failure: str | None = None
-    exit_code: int | None = Field(
-        default=None,
-        description="exit code of a failed trial; None: it was stopped, or did not fail",
+    exit_code: int | None = entry(
+        "exit code of a failed trial; None: it was stopped, or did not fail"
     )
     took_s: NonNegativeFloat = Field(description="including start and end")
     run: str = Field(description="its directory, within the tuning's")

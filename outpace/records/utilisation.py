@@ -14,7 +14,7 @@ from pydantic import (
     model_validator,
 )
 
-from outpace.records.base import Record, write_atomic
+from outpace.records.base import Record, entry, write_atomic
 
 Values = tuple[int | float | None, ...]
 _DISTURBING = 0.25  # a host's share of cores that others use, from which on it is told
@@ -42,33 +42,32 @@ class DeviceLoad(Record):
     index: NonNegativeInt = Field(description="the driver's index, over all devices of the host")
     name: str
     memory_total_bytes: int | None = None
-    utilisation: float | None = Field(default=None, description=_UTILISATION)
-    run_utilisation: float | None = Field(default=None, description=_OF_RUN)
-    memory_bytes: int | None = Field(default=None, description="highest seen")
-    run_memory_bytes: int | None = Field(default=None, description=_OF_RUN)
+    utilisation: float | None = entry(_UTILISATION)
+    run_utilisation: float | None = entry(_OF_RUN)
+    memory_bytes: int | None = entry("highest seen")
+    run_memory_bytes: int | None = entry(_OF_RUN)
     power_w: float | None = None
-    clock_hz: float | None = Field(default=None, description="share of its multiprocessors")
-    pcie_rx_bytes_per_s: float | None = Field(default=None, description="into the device")
+    clock_hz: float | None = entry("share of its multiprocessors")
+    pcie_rx_bytes_per_s: float | None = entry("into the device")
     pcie_tx_bytes_per_s: float | None = None
-    nvlink_rx_bytes_per_s: float | None = Field(default=None, description="all its links")
+    nvlink_rx_bytes_per_s: float | None = entry("all its links")
     nvlink_tx_bytes_per_s: float | None = None
 
 
 class HostLoad(Record):
     """Processor and memory over a period of time. Fields without `run_` include all processes."""
 
-    cores: Values = Field(default=(), description="share of time in which each core was busy")
-    run_cores: float | None = Field(
-        default=None, description="cores that the run's processes kept busy: 1.5 is one and a half"
+    cores: Values = entry("share of time in which each core was busy", ())
+    run_cores: float | None = entry(
+        "cores that the run's processes kept busy: 1.5 is one and a half"
     )
     memory_total_bytes: int | None = None
-    memory_bytes: int | None = Field(default=None, description="highest seen")
-    run_memory_bytes: int | None = Field(
-        default=None,
-        description="resident memory that is neither shared nor backed by files; maximum",
+    memory_bytes: int | None = entry("highest seen")
+    run_memory_bytes: int | None = entry(
+        "resident memory that is neither shared nor backed by files; maximum"
     )
-    power_w: float | None = Field(default=None, description="power of the processors, by RAPL")
-    clock_hz: float | None = Field(default=None, description="mean over the cores")
+    power_w: float | None = entry("power of the processors, by RAPL")
+    clock_hz: float | None = entry("mean over the cores")
 
     @property
     def other_cores(self) -> float | None:
@@ -93,7 +92,7 @@ class HostLoad(Record):
 class Load(Record):
     """Load of a host and its devices over `duration_s`; also the average over a series."""
 
-    node: NonNegativeInt = Field(default=0, description="which host of the job")
+    node: NonNegativeInt = entry("which host of the job", 0)
     duration_s: PositiveFloat
     devices: tuple[DeviceLoad, ...] = ()
     host: HostLoad
@@ -201,7 +200,7 @@ class Utilisation(Record):
 
     has_checksum: ClassVar[bool] = True
 
-    node: NonNegativeInt = Field(default=0, description="which host of the job")
+    node: NonNegativeInt = entry("which host of the job", 0)
     started: Time = Field(description="UTC, ISO 8601")
     period_s: PositiveFloat = Field(description="intended time between points")
     ends_s: tuple[PositiveFloat, ...] = Field(description="end of each point, from the start")

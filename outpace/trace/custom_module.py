@@ -48,7 +48,7 @@ _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
 class ModuleWorkload:
     """Training of a custom model: passes over `plan.samples_read` samples make a step.
 
-    `build` creates the module with its loss; `samples` returns a batch of so many.
+    `build` creates the module with its loss; `samples` returns a batch of a number of samples.
     """
 
     build: Callable[[], CustomModel]
