@@ -135,11 +135,20 @@ def find_node(name: str, accelerators: Mapping[str, Accelerator]) -> Node:
     plain = [_slug(known) for known in accelerators]
     known = [*NODES, *plain]
     alike = [] if translate_alias(wanted, known)[0] else _similar_names(wanted, plain)
-    meant = f" Did you mean {join_or(alike)}?" if alike else suggest(wanted, known)
+    meant = f" Did you mean {join_or(alike)}?" if alike else _suggest(wanted, known, plain)
     raise BadInputError(
         f"machine {name!r} is not in the catalog.{meant} "
         f"It has {nearest_of(wanted, known)}; docs/reference/catalog.md has all."
     )
+
+
+def _suggest(wanted: str, known: Sequence[str], chips: Sequence[str]) -> str:
+    """Suggest names in the catalog, or that many of an accelerator: "8xh100" for "8xh100x"."""
+    counted = _COUNT_FIRST.fullmatch(wanted)
+    if counted is None:
+        return suggest(wanted, known)
+    count = counted[1]
+    return suggest(f"{count}x{counted[2]}", [f"{count}x{_base(chip)}" for chip in chips] + [*known])
 
 
 def _find_counted(name: str, text: str, accelerators: Mapping[str, Accelerator]) -> Node | None:

@@ -166,14 +166,16 @@ def _compare(arguments: argparse.Namespace, asked: "PlanQuestion") -> int:
              "best": None if best is None else best.model_dump(mode="json")}
             for nodes, devices, best in rows
         ]  # fmt: skip
-        batch = question.wanted.global_batch
-        print(json.dumps({"global_batch": batch, "scaling": document}, indent=2), flush=True)
+        asked_of = {
+            "model": question.outline.name, "machine": question.cluster.name,
+            "seq_len": question.wanted.seq_len, "global_batch": question.wanted.global_batch,
+        }  # fmt: skip
+        print(json.dumps({**asked_of, "scaling": document}, indent=2), flush=True)
         return 0
     from outpace.reporting.terminal.console import Console
     from outpace.reporting.terminal.plan import scaling
 
-    notes = (*question.outline.notes, *question.cluster.notes)
-    Console().print(scaling(rows, question.wanted.global_batch, notes))
+    Console().print(scaling(rows, question))
     return 0
 
 

@@ -33,9 +33,9 @@ def test_strategies_are_compared_and_assumptions_shown(capsys, monkeypatch):
     answer = said(capsys, *BLOOM)
     needs = {need["title"]: need for need in answer["needs"]}
     assert set(needs) == {
-        "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3, 1 pass", "TP4 × PP12 × DP8",
+        "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3, 1 pass", "TP 4 × PP 12 × replicas 8",
     }  # fmt: skip
-    product, zero3 = needs["TP4 × PP12 × DP8"], needs["ZeRO-3"]
+    product, zero3 = needs["TP 4 × PP 12 × replicas 8"], needs["ZeRO-3"]
     assert zero3["least_node_bytes_per_s"] > 2 * product["least_node_bytes_per_s"]
     assert product["own"]["slowdown"] < 0.05 < zero3["own"]["slowdown"]
     assert needs["DDP"]["fits"] is False and zero3["fits"] is True
@@ -46,7 +46,7 @@ def test_strategies_are_compared_and_assumptions_shown(capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert "TFLOP/s per device, catalog;" in " ".join(shown.split())
     assert "…" not in shown and max(map(len, shown.splitlines())) <= 100
-    assert "limited by this network" in shown and "this network is fast enough" in shown
+    assert "network is too slow, a step" in shown and "network is fast enough, it costs" in shown
 
 
 def test_a_share_of_the_peak_takes_the_place_of_published_rates(capsys):
@@ -165,7 +165,7 @@ def test_tensor_and_pipeline_parallelism_alone_where_they_can_be(capsys):
     plans = {need["title"]: need["plan"] for need in answer["needs"]}
     assert (plans["TP"]["strategy"], plans["TP"]["tp"]) == ("tp", 4)
     assert (plans["PP"]["strategy"], plans["PP"]["pp"]) == ("1f1b", 4)
-    assert "TP4" not in plans  # once is enough
+    assert "TP 4" not in plans  # once is enough
     answer = said(capsys, "network", "--model=gpt2", "--machine=dgx-a100", "--nodes=2")
     assert answer["refused"]["TP"] == "16 devices cannot share 12 heads and 12 kv_heads evenly"
     assert answer["refused"]["PP"] == "12 layers are fewer than 16 devices"
@@ -205,13 +205,13 @@ def test_on_one_host_the_links_between_its_devices_are_compared(capsys, monkeypa
     shown = " ".join(shown.split())
     assert "2 × NVLink 2 ◂" in shown
     longer = f"{100 * ddp['own_inside']['slowdown']:.0f} %"
-    assert f"DDP: limited by this link, a step takes {longer} longer. 2 × NVLink 2 carries" in shown
+    assert f"link is too slow, a step takes {longer} longer. 2 × NVLink 2 carries 50" in shown
     needs = show_count(least, "B/s")
-    assert f"carries 50.00 GB/s, but it needs {needs} a device." in shown
+    assert f"carries 50.00 GB/s, but the plan needs {needs} per device." in shown
     assert main(["network", "--model=gpt2", "--machine=dgx-h100", "--global-batch=512",
                  "--micro-batch=64"]) == 0  # fmt: skip
     shown = " ".join(capsys.readouterr().out.split())
-    assert "DDP: this link is faster than needed" in shown
+    assert "DDP: this machine's link is faster than needed" in shown
 
 
 def test_a_network_stands_by_the_name_that_it_was_asked_by(capsys, monkeypatch):
@@ -308,7 +308,7 @@ def test_a_batch_that_cannot_be_shared_out_is_said(capsys):
     assert main([*words, "--global-batch=7"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert (
-        "--global-batch 7 cannot be divided by all plans. These are used instead: 8 by TP8 × DP4"
+        "--global-batch 7 cannot be divided by all plans. These are used instead: 8 by TP 8 × replicas 4"
         in shown
     )
     assert said(capsys, *words, "--global-batch=32")["notes"] == []

@@ -216,7 +216,8 @@ def test_scaling_says_where_the_network_takes_over(capsys, monkeypatch):
     speed = [row["best"]["estimate"]["tokens_per_s"] for row in rows]
     assert speed == sorted(speed) and speed[3] < 64 * speed[0]
     text = shown(capsys, monkeypatch, *words)
-    assert "Global batch 512 throughout" in text and "efficiency" in text
+    assert "llama-3-8b, 8.03 G parameters, on nodes like hgx-h100" in text
+    assert "global batch 512 in every row" in text and "efficiency" in text
     assert "The network dominates from" in text
     assert "GiB" in text and "memory" in text and "More than 100 %" not in text
 

@@ -12,7 +12,7 @@ from outpace.records.optimizers import default_optimizer
 from outpace.records.plan import Plan
 from outpace.records.precisions import Precision
 
-PRODUCT = "TP × PP × DP"
+PRODUCT = "TP × PP × replicas"
 
 
 class _Study:
@@ -62,9 +62,9 @@ def candidate_plans(
     alone = [_tensor(study), _pipeline(study)] if world > 1 else []
     yield from alone
     product = _product(study)
-    shown = {"DP", *(one.title for one in alone if isinstance(one, NetworkEntry))}
+    shown = {"replicas", *(one.title for one in alone if isinstance(one, NetworkEntry))}
     title = product.title if isinstance(product, NetworkEntry) else product[0]
-    if world == 1 or title.removesuffix(str(world)) not in shown:
+    if world == 1 or title.removesuffix(f" {world}") not in shown:
         yield product
 
 
@@ -111,8 +111,8 @@ def _product(study: _Study) -> NetworkEntry | tuple[str, str]:
         replicas = world // tp // pp
         samples = round(study.global_batch / (replicas * study.micro_batch))
         axis_values = {"tp": tp, "pp": pp, "dp_replicate": replicas}
-        title = " × ".join(f"{name}{size}" for name, size in
-                           (("TP", tp), ("PP", pp), ("DP", replicas)) if size > 1)  # fmt: skip
+        title = " × ".join(f"{name} {size}" for name, size in
+                           (("TP", tp), ("PP", pp), ("replicas", replicas)) if size > 1)  # fmt: skip
         found = _entry(study, title or "one device", {
             "strategy": "3d", "micro_batch": study.micro_batch,
             "pp_microbatches": max(pp, samples) if pp > 1 else 1, **axis_values,

@@ -44,7 +44,7 @@ class _Ladder:
     present: Network | None
     costs: Callable[[Need], tuple[NetworkCost, ...]]
     mine: Callable[[Need], NetworkCost | None]
-    cheapest: Callable[[Need], Network | None]
+    slowest: Callable[[Need], Network | None]
     least: Callable[[Need], str]
     rate: Callable[[float], str]
 
@@ -55,16 +55,16 @@ def _ladder(answered: NetworkReport) -> _Ladder | None:
         return _Ladder(
             what="network", of="a node's network", present=answered.present,
             costs=lambda need: need.costs, mine=lambda need: need.present_cost,
-            cheapest=lambda need: need.cheapest, rate=_bits,
-            least=lambda need: f"{_both_units(need.least_node_bytes_per_s)} a node",
+            slowest=lambda need: need.cheapest, rate=_bits,
+            least=lambda need: f"{_bits(need.least_node_bytes_per_s)} per node",
         )  # fmt: skip
     if answered.inside is None:
         return None
     return _Ladder(
         what="link", of="a device's link", present=answered.inside,
         costs=lambda need: need.device_costs, mine=lambda need: need.present_device_cost,
-        cheapest=lambda need: need.cheapest_inside, rate=_rate,
-        least=lambda need: f"{_rate(need.least_device_bytes_per_s)} a device",
+        slowest=lambda need: need.cheapest_inside, rate=_rate,
+        least=lambda need: f"{_rate(need.least_device_bytes_per_s)} per device",
     )  # fmt: skip
 
 
@@ -105,9 +105,10 @@ def _table() -> Table:
 
 def _needs_table(answered: NetworkReport) -> Table:
     table = _table()
+    table.collapse_padding = True  # fits 80 columns
     table.add_column("plan", no_wrap=True)
-    for head in ( "computing", "sent per\ndevice", "leaves\na node", "least a\ndevice",
-                 "least\na node", "cheapest\nenough"):  # fmt: skip
+    for head in ("compute", "sent per\ndevice", "leaves\na node", "a device\nneeds",
+                 "a node\nneeds", "slowest\nenough"):  # fmt: skip
         table.add_column(head, justify="right", no_wrap=True)
     for need in answered.needs:
         sent = sum(one.sent_bytes for one in need.traffic)
@@ -117,12 +118,13 @@ def _needs_table(answered: NetworkReport) -> Table:
             _digits(sent, "B"),
             _digits(need.node_bytes, "B"),
             _digits(need.least_device_bytes_per_s, "B/s"),
-            _digits(need.least_node_bytes_per_s, "B/s"),
-            _cheapest(answered, need),
+            _bits(need.least_node_bytes_per_s),
+            _slowest(answered, need),
         )
     table.caption = (
-        "least: bandwidth that a device's link within a node, and a node's network, need so "
-        f"that each costs at most {100 * answered.tolerance:g} % of a step."
+        "needs: bandwidth of a device's link within its node, and of a node's network, at which "
+        f"each costs at most {100 * answered.tolerance:g} % of a step. slowest enough: the slowest "
+        "one below that provides it."
     )
     if any(need.fits is False for need in answered.needs):
         table.caption += " † does not fit on a device."
@@ -145,12 +147,12 @@ def _seconds(seconds: float) -> str:
     return f"{seconds:,.1f} s" if seconds >= 1 else show_seconds(seconds)
 
 
-def _cheapest(answered: NetworkReport, need: Need) -> str:
+def _slowest(answered: NetworkReport, need: Need) -> str:
     ladder = _ladder(answered)
     if ladder is None:
         return "–"
-    cheapest = ladder.cheapest(need)
-    return "none" if cheapest is None else ladder.rate(cheapest.bytes_per_s)
+    enough = ladder.slowest(need)
+    return "none" if enough is None else ladder.rate(enough.bytes_per_s)
 
 
 def _traffic_table(need: Need) -> Table:
@@ -211,12 +213,11 @@ def _findings(answered: NetworkReport) -> list[str]:
     found = []
     ladder = _ladder(answered)
     if ladder is not None:
-        lines = (_present_finding(answered, ladder, need) for need in answered.needs)
-        found = [line for line in lines if line]
-        found.append(
-            f"The catalog has no prices, so the slowest sufficient {ladder.what} counts as the "
-            "cheapest."
-        )
+        found = [
+            f"{need.title}: {present}{_inside_finding(answered, need)}"
+            for need in answered.needs
+            if (present := _present_finding(answered, ladder, need))
+        ]
     batches: dict[str, list[str]] = {}
     for need in answered.needs:
         batches.setdefault(need.identity, []).append(need.title)
@@ -227,23 +228,35 @@ def _findings(answered: NetworkReport) -> list[str]:
 
 
 def _present_finding(answered: NetworkReport, ladder: _Ladder, need: Need) -> str:
-    own, cheapest = ladder.mine(need), ladder.cheapest(need)
+    own, enough = ladder.mine(need), ladder.slowest(need)
     if own is None:
         return ""
     if own.slowdown > answered.tolerance:
         return (
-            f"{need.title}: limited by this {ladder.what}, a step takes "
-            f"{100 * own.slowdown:.0f} % longer. {_short(own.network)} carries "
-            f"{ladder.rate(own.network.bytes_per_s)}, but it needs {ladder.least(need)}."
+            f"this machine's {ladder.what} is too slow, a step takes {100 * own.slowdown:.0f} % "
+            f"longer. {_short(own.network)} carries {ladder.rate(own.network.bytes_per_s)}, but "
+            f"the plan needs {ladder.least(need)}."
         )
-    if cheapest is not None and own.network.bytes_per_s >= _PLENTY * cheapest.bytes_per_s:
+    if enough is not None and own.network.bytes_per_s >= _PLENTY * enough.bytes_per_s:
         return (
-            f"{need.title}: this {ladder.what} is faster than needed: "
-            f"{ladder.rate(cheapest.bytes_per_s)} ({_short(cheapest)}) would be enough."
+            f"this machine's {ladder.what} is faster than needed, "
+            f"{ladder.rate(enough.bytes_per_s)} ({_short(enough)}) would be enough."
         )
     return (
-        f"{need.title}: this {ladder.what} is fast enough, it costs {100 * own.slowdown:.1f} % "
-        "of a step."
+        f"this machine's {ladder.what} is fast enough, it costs {100 * own.slowdown:.1f} % of a "
+        "step."
+    )
+
+
+def _inside_finding(answered: NetworkReport, need: Need) -> str:
+    """Return what the links within a node cost, if several nodes have links that are too slow."""
+    own = need.present_device_cost
+    if answered.nodes == 1 or own is None or own.slowdown <= answered.tolerance:
+        return ""
+    return (
+        f" The links within a node are too slow: they cost {100 * own.slowdown:.0f} % of a "
+        f"step. {_short(own.network)} carries {_rate(own.network.bytes_per_s)}, but the plan "
+        f"needs {_rate(need.least_device_bytes_per_s)} per device."
     )
 
 
@@ -252,7 +265,7 @@ def _rate(value: float | None) -> str:
 
 
 def _bits(bytes_per_s: float) -> str:
-    return f"{8 * bytes_per_s / 1e9:g} Gbit/s"
+    return f"{8 * bytes_per_s / 1e9:.4g} Gbit/s" if bytes_per_s else "–"
 
 
 def _both_units(bytes_per_s: float) -> str:

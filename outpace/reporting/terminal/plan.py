@@ -8,6 +8,8 @@ from rich.table import Table
 from rich.text import Text
 
 from outpace.planner.explain.titles import PARTS
+from outpace.planner.model.outline import parameters
+from outpace.planner.problem import PlanningProblem
 from outpace.records.estimate import Estimate, MeasuredCase, Plans, RankedPlan
 from outpace.records.outline import OUTLINE_FORMATS
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share, show_size
@@ -312,7 +314,7 @@ def plan_text(planned: RankedPlan, notes: Sequence[str] = ()) -> Group:
 
 
 def scaling(
-    rows: Sequence[tuple[int, int, RankedPlan | None]], global_batch: int, notes: Sequence[str]
+    rows: Sequence[tuple[int, int, RankedPlan | None]], question: PlanningProblem
 ) -> Group:
     """Show throughput by number of nodes: nodes, devices, and the fastest plan for each."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
@@ -338,8 +340,8 @@ def scaling(
             show_share(exposed), show_bytes(one.peak_memory_bytes), _marked_title(planned),
         )  # fmt: skip
     caption = [
-        f"Global batch {global_batch:,} throughout. efficiency: {unit} of a device, against the "
-        "first row that fits. network: the exposed share of a step.",
+        f"efficiency: {unit} per device, relative to the first row that fits. network: the exposed "
+        "share of a step.",
         f"The network dominates from {over:,} nodes: its exposed time is more than half of "
         "computation." if over
         else "The network never dominates (more than half of computation).",
@@ -349,9 +351,17 @@ def scaling(
             "More than 100 %: with more devices sharing the states, each has memory for a faster "
             "plan (a larger micro-batch, less recomputation or offloading)."
         )
+    notes = [*question.outline.notes, *question.cluster.notes]
     if any(planned is not None and planned.untrained for *_, planned in rows):
-        notes = (_UNTRAINED, *notes)
-    return Group(table, Text(" ".join(caption)), *(_item("•", note) for note in notes))
+        notes.insert(0, _UNTRAINED)
+    outline, wanted = question.outline, question.wanted
+    sequences = f"sequences of {wanted.seq_len:,}, " if unit == "tokens/s" else ""
+    head = (
+        f"{outline.name}, {show_count(parameters(outline))} parameters, on nodes like "
+        f"{question.cluster.name}; {sequences}global batch {wanted.global_batch:,} in every row."
+    )
+    parts = (Text(head), table, Text(" ".join(caption)))
+    return Group(*parts, *(_item("•", note) for note in notes))
 
 
 _LINEAR = 1.005  # of the first row's rate: above, more than rounding has been gained
