@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from outpace.cli.output import tell_hint
 from outpace.cli.parser import Parser, number_type
 
 if TYPE_CHECKING:
@@ -45,6 +46,10 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         Console().print(part)
     for one in beyond:
         Console().print(Text(f"Extrapolated: {one}."))
+    open_options = [f"--{name}" for name in ("model", "machine") if not vars(arguments)[name]]
+    if open_options:
+        add = " and ".join(open_options)
+        tell_hint(f"add {add} to compare these as well, as outpace plan does; a plan has neither")
     return 0
 
 

@@ -24,5 +24,6 @@ def test_cases_like_a_plan_are_listed(capsys, monkeypatch, tmp_path):
     assert max(map(len, text.splitlines())) <= 80
     # Without a model and a machine the plan alone is compared.
     assert main(["accuracy", f"--like={file}"]) == 0
+    assert "hint: add --model and --machine to compare these as well" in capsys.readouterr().err
     assert main(["accuracy", f"--like={tmp_path / 'none.json'}"]) == 2
     assert "none.json" in capsys.readouterr().err

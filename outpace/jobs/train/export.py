@@ -1,6 +1,6 @@
 """The end of a run: export the model, generate a sample, write the result."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from outpace.training.run_dir import RESULT_FILE
 
 SAMPLE_PROMPT = "def "
 PROMPT_TOKENS = 6
+_SEARCHED_TOKENS = 128  # for a prompt of whole words
 
 
 def finish(
@@ -156,12 +157,25 @@ def _prompt(job: Job, tokenizer: Tokenizer) -> list[int]:
     corpus = job.inputs.eval_corpus
     if corpus is None or job.settings.data == ("stdlib",):
         return tokenizer.encode(SAMPLE_PROMPT) or [tokenizer.eos_id]
-    ids = corpus.streams[0].read(0, min(PROMPT_TOKENS, len(corpus.streams[0]))).tolist()
+    stream = corpus.streams[0]
+    ids = stream.read(0, min(_SEARCHED_TOKENS, len(stream))).tolist()
+    begins = stream.document_starts is not None and stream.start in stream.document_starts
     while ids and ids[0] == tokenizer.eos_id:
         ids.pop(0)
-    ends = [place for place, one in enumerate(ids) if one == tokenizer.eos_id]
-    first = ids[: ends[0]] if ends else ids
-    return first or [tokenizer.eos_id]
+        begins = True
+    first = ids[: ids.index(tokenizer.eos_id)] if tokenizer.eos_id in ids else ids
+    return whole_words(first, tokenizer, begins) or [tokenizer.eos_id]
+
+
+def whole_words(ids: Sequence[int], tokenizer: Tokenizer, begins: bool) -> list[int]:
+    """Return a few tokens that begin and end with a word, if its tokens start with blanks.
+
+    `begins`: the first token is the start of a text, not of the rest of a word.
+    """
+    starts = [at for at, one in enumerate(ids) if tokenizer.decode([one])[:1].isspace()]
+    begin = 0 if begins or not starts else starts[0]
+    end = next((at for at in starts if at >= begin + PROMPT_TOKENS), begin + PROMPT_TOKENS)
+    return list(ids[begin:end])
 
 
 def _sample(job: Job, model: nn.Module) -> str | None:
@@ -185,7 +199,7 @@ def _sample(job: Job, model: nn.Module) -> str | None:
         seed=job.settings.seed,
         stop_ids=stop_ids,
     )
-    return tokenizer.decode(ids)
+    return tokenizer.decode(ids).lstrip(" ")
 
 
 def _measurement(

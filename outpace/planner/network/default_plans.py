@@ -111,8 +111,8 @@ def _product(study: _Study) -> NetworkEntry | tuple[str, str]:
         replicas = world // tp // pp
         samples = round(study.global_batch / (replicas * study.micro_batch))
         axis_values = {"tp": tp, "pp": pp, "dp_replicate": replicas}
-        title = " × ".join(f"{name} {size}" for name, size in
-                           (("TP", tp), ("PP", pp), ("replicas", replicas)) if size > 1)  # fmt: skip
+        sizes = (("TP", tp), ("PP", pp), ("replicas", replicas))
+        title = " × ".join(f"{name} {size}" for name, size in sizes if size > 1)
         found = _entry(study, title or "one device", {
             "strategy": "3d", "micro_batch": study.micro_batch,
             "pp_microbatches": max(pp, samples) if pp > 1 else 1, **axis_values,

@@ -142,7 +142,8 @@ def _right(run: RunFolder, said: Prediction | str) -> list[str]:
     """Report one prediction: the one measured before, else the planner's if narrow enough."""
     check, step_time_s = _expected_step_time(run), step_time(run)
     if check is not None:
-        return [f"{check.verdict}: {check.words}."]
+        caution = "" if check.as_expected else _caution(run)
+        return [f"{check.verdict}: {check.words}.{caution}"]
     if isinstance(said, str) or step_time_s is None:
         return []
     one = said.planned.estimate
@@ -153,15 +154,23 @@ def _right(run: RunFolder, said: Prediction | str) -> list[str]:
         f"The planner predicts {show_seconds(one.step_time_s)} per step, "
         f"{show_seconds(one.low_s)} to {show_seconds(one.high_s)} with {one.level:.0%} "
         f"probability; the measurement lies {'within' if inside else 'outside'}."
+        f"{'' if inside else _caution(run)}"
     ]
+
+
+def _caution(run: RunFolder) -> str:
+    """Return a sentence against blaming the prediction for cores that other programs used."""
+    if not _other_programs(run):
+        return ""
+    return " Predictions assume free cores, which other programs used here."
 
 
 def _facts(run: RunFolder) -> list[tuple[str, str]]:
     measured, tokens, skipped = run.measurement, tokens_per_s(run), skipped_steps(run)
     check = _expected_step_time(run)
     found = {
-        "throughput": None if tokens is None else f"{show_count(tokens)} tokens/s",
-        "time of a step": None if step_time(run) is None else show_seconds(step_time(run)),
+        "median throughput": None if tokens is None else f"{show_count(tokens)} tokens/s",
+        "median step": None if step_time(run) is None else show_seconds(step_time(run)),
         "steps": f"{len(run.steps):,} of {run.record.total_steps:,}",
         "skipped steps": f"{skipped:,}, for overflow in fp16" if skipped else None,
         "MFU": None if measured is None or measured.mfu is None else show_share(measured.mfu),
@@ -340,13 +349,18 @@ def _prediction_section(run: RunFolder, said: Prediction | str) -> DocumentSecti
         both = [check.expected_s], [check.compared_s]
         figure = prediction_bars("Time of a step", ["Time of a step"], *both, unit, "time")
         return DocumentSection(
-            title, (Paragraph(f"Compared with an earlier measurement: {check.words}."), figure)
+            title,
+            (
+                Paragraph(f"Compared with an earlier measurement: {check.words}.{_caution(run)}"),
+                figure,
+            ),
         )
     if isinstance(said, str):
         return DocumentSection(title, (Paragraph(f"There is no prediction. {said}"),))
     one = said.planned.estimate
     bars = parts_bars("Predicted parts of a step", {"predicted": one})
-    return DocumentSection(title, (Paragraph(said.basis), *_prediction_figures(one, run), bars))
+    basis = Paragraph(f"{said.basis}{_caution(run)}")
+    return DocumentSection(title, (basis, *_prediction_figures(one, run), bars))
 
 
 def _prediction_figures(one: Estimate, run: RunFolder) -> list[Part]:

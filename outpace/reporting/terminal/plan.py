@@ -313,9 +313,7 @@ def plan_text(planned: RankedPlan, notes: Sequence[str] = ()) -> Group:
     return Group(*lines, *(_item("•", note) for note in notes))
 
 
-def scaling(
-    rows: Sequence[tuple[int, int, RankedPlan | None]], question: PlanningProblem
-) -> Group:
+def scaling(rows: Sequence[tuple[int, int, RankedPlan | None]], question: PlanningProblem) -> Group:
     """Show throughput by number of nodes: nodes, devices, and the fastest plan for each."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     unit = next((one.estimate.rate[1] for _, _, one in rows if one is not None), "tokens/s")

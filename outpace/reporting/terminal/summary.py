@@ -22,12 +22,12 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 def runtime_name(measurement: Measurement) -> str:
     """Name what `train_runtime` measures; in a resumed run, its last part."""
     started = measurement.start_step
-    return f"time since step {started:,}" if started else "time in all"
+    return f"training since step {started:,}" if started else "training time"
 
 
 def first_step_name(measurement: Measurement) -> str:
     """Name what `first_step_s` measures; in a resumed run, the first step of its last part."""
-    return f"until step {measurement.start_step + 1:,}"
+    return f"time to step {measurement.start_step + 1:,}"
 
 
 def summary(measurement: Measurement) -> RenderableType:
@@ -122,13 +122,13 @@ def _speed(measurement: Measurement) -> Table:
         rate = show_whole(measurement.train_samples_per_second, "samples/s")
     else:
         rate = show_whole(measurement.tokens_per_s, "tokens/s")
-    table.add_row("throughput", Text(rate, style="bold green"))
+    table.add_row("median throughput", Text(rate, style="bold green"))
     table.add_row("model FLOP/s", show_count(measurement.model_flops_per_s, "FLOP/s"))
     table.add_row("MFU", show_share(measurement.mfu))
     table.add_row("peak memory", show_bytes(measurement.peak_memory_bytes))
     if measurement.cache_freed_bytes is not None:
         table.add_row("cache freed a step", show_bytes(measurement.cache_freed_bytes))
-    table.add_row("time per step", show_seconds(measurement.step_time_s))
+    table.add_row("median step", show_seconds(measurement.step_time_s))
     table.add_row("steps", f"{measurement.steps:,}")
     if measurement.tokens is not None:
         table.add_row("tokens", show_whole(measurement.tokens))

@@ -238,7 +238,8 @@ def test_strategies_are_compared_with_batches_that_divide():
     found = list(candidate_plans(product()[0], JEAN_ZAY, "bf16-pure"))
     titles = [one.title if isinstance(one, NetworkEntry) else one[0] for one in found]
     assert titles == [
-        "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3, 1 pass", "TP", "PP", "TP 4 × PP 12 × replicas 8",
+        "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3, 1 pass", "TP", "PP",
+        "TP 4 × PP 12 × replicas 8",
     ]  # fmt: skip
     # 112 heads on 384 devices, and 70 layers.
     assert [one[0] for one in found if not isinstance(one, NetworkEntry)] == ["TP", "PP"]

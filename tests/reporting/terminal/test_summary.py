@@ -62,23 +62,23 @@ def test_the_figures_of_the_run_are_all_there() -> None:
     assert "8.1250" in row(text, "validation before")
     assert "3.6250" in row(text, "validation after")
     assert "5.8750" in row(text, "unigram entropy")
-    assert "20,480 tokens/s" in row(text, "throughput")
+    assert "20,480 tokens/s" in row(text, "median throughput")
     assert "240.00 GFLOP/s" in row(text, "FLOP/s")
     assert "3.00 GiB" in row(text, "peak memory")
-    assert "1 min 35 s" in row(text, "time in all")
+    assert "1 min 35 s" in row(text, "training time")
     assert "runs/first" in row(text, "Run ")
 
 
 def test_the_time_until_the_first_step_is_shown_and_how_much_was_compiling() -> None:
     text = shown(summary(measurement(first_step_s=31.0, compile_s=19.0)))
-    assert "31.00 s" in row(text, "until step 1") and "19.00 s" in row(text, "compiling")
+    assert "31.00 s" in row(text, "time to step 1") and "19.00 s" in row(text, "compiling")
     assert "compiling" not in shown(summary(measurement(first_step_s=4.0)))
 
 
 def test_times_of_a_resumed_run_are_named_by_its_last_part() -> None:
     text = shown(summary(measurement(start_step=50, first_step_s=4.0)))
-    assert "4.00 s" in row(text, "until step 51") and "until step 1 " not in text
-    assert "1 min 35 s" in row(text, "time since step 50") and "time in all" not in text
+    assert "4.00 s" in row(text, "time to step 51") and "time to step 1 " not in text
+    assert "1 min 35 s" in row(text, "training since step 50") and "training time" not in text
     assert "Times and rates are of the steps after step 50." in text
     assert "steps after" not in shown(summary(measurement(first_step_s=4.0)))
 
@@ -99,7 +99,7 @@ def test_unknown_is_n_a() -> None:
     assert "38.2 %" in row(shown(summary(measurement(mfu=0.382))), "MFU")
     nothing = dict.fromkeys(("step_time_s", "tokens_per_s", "model_flops_per_s", "tokens"))
     text = shown(summary(measurement(**nothing, parts=TimeParts(), sample=None, final_eval=None)))
-    assert row(text, "throughput").split()[-1] == "samples/s"
+    assert row(text, "median throughput").split()[-1] == "samples/s"
     assert "Where the time went" not in text
     assert "Sample" not in text
 
