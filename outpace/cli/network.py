@@ -77,9 +77,9 @@ def _parser() -> Parser:
     add("--seq-len", "N", whole,
         "tokens per sample (default: the plan's, else the model's, at most 2048)")  # fmt: skip
     add("--tp", "N", whole,
-        "tensor-parallel degree of TP × PP × replicas (default: the devices of a node)")  # fmt: skip
+        "tensor-parallel degree of TP × PP × replicas (default: a node's devices)")  # fmt: skip
     add("--pp", "N", whole,
-        "pipeline stages of TP × PP × replicas (default: the fewest that fit on a device)")  # fmt: skip
+        "pipeline stages of TP × PP × replicas (default: the fewest that fit)")  # fmt: skip
     add("--precision", "NAME", str,
         "bf16 communicates weights and gradients in fp32, bf16-pure in bf16 (default: the fastest "
         "one measured, else one that the catalog has a rate for)", choices=get_args(Precision)

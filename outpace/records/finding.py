@@ -26,9 +26,10 @@ class Slowdown(Record):
         return self
 
     def __str__(self) -> str:
-        if self.low == self.high:
-            return f"{self.of} {self.low:.2g}× slower"
-        return f"{self.of} {self.low:.2g}–{self.high:.2g}× slower"
+        times = f"{self.low:.2g} to {self.high:.2g}"
+        if self.low in (1, self.high):
+            times = f"{'up to ' * (self.low < self.high)}{self.high:.2g}"
+        return f"{times} × the time of {self.of}"
 
 
 class Finding(Record):

@@ -78,7 +78,11 @@ def pcie(inventory: Inventory) -> Iterator[Finding]:
 
 def _refusal(gpus: tuple[GpuState, ...], question: str) -> str:
     reasons = {gpu.not_told[question] for gpu in gpus if question in gpu.not_told}
-    return f"the driver does not say: {join_names(sorted(reasons))}" if reasons else "not told"
+    return (
+        f"the driver does not report it: {join_names(sorted(reasons))}"
+        if reasons
+        else "not reported"
+    )
 
 
 def power(inventory: Inventory) -> Iterator[Finding]:
@@ -94,7 +98,7 @@ def power(inventory: Inventory) -> Iterator[Finding]:
             "power cap", "moderate", "the power limit is below the card's own",
             f"{_gpu_names(low)}: {one.power_limit_w:.0f} W of {one.power_limit_default_w:.0f} W",
             f"nvidia-smi -pl {one.power_limit_default_w:.0f} as root, if cooling and supply allow; "
-            "what it costs: outpace probe matmul at both",
+            "outpace probe matmul at both limits shows the cost",
         )  # fmt: skip
 
 
@@ -111,9 +115,9 @@ def throttling(inventory: Inventory) -> Iterator[Finding]:
             for gpu in hot if gpu.sm_clock_max_hz
         ][:1]  # fmt: skip
         yield make_finding(
-            "throttling", "severe", "clocks are held down",
+            "throttling", "severe", "clocks are throttled now",
             f"{_gpu_names(hot)}: {', '.join([*why, *clocks])}",
-            "air flow, dust, the room's temperature; power brake: the supply or its cables",
+            "check air flow, dust and room temperature; after a power brake, the power supply",
         )  # fmt: skip
     fixed = [gpu for gpu in gpus if "clocks set by a user" in (gpu.throttled_by or ())]
     if fixed:
@@ -130,7 +134,7 @@ def ecc(inventory: Inventory) -> Iterator[Finding]:
     if bad:
         yield make_finding(
             "ECC", "severe", "memory errors that could not be corrected",
-            f"{_gpu_names(bad)}: {sum(gpu.ecc_uncorrected or 0 for gpu in bad)} since the start",
+            f"{_gpu_names(bad)}: {sum(gpu.ecc_uncorrected or 0 for gpu in bad)} since boot",
             "take the GPU out of the job, reset it (nvidia-smi -r), and run dcgmi diag -r 3",
         )  # fmt: skip
     rows = [gpu for gpu in gpus if gpu.remap_pending]
@@ -149,7 +153,7 @@ def ecc(inventory: Inventory) -> Iterator[Finding]:
     changing = [gpu for gpu in gpus if None not in (gpu.ecc, gpu.ecc_pending)
                 and gpu.ecc != gpu.ecc_pending]  # fmt: skip
     if changing:
-        yield make_finding("ECC", "low", "a change waits for a reset", _gpu_names(changing),
+        yield make_finding("ECC", "low", "a new ECC mode waits for a reset", _gpu_names(changing),
                     "nvidia-smi -r when it is free")  # fmt: skip
 
 
@@ -182,7 +186,7 @@ def gpu_sharing(inventory: Inventory) -> Iterator[Finding]:
     if used:
         one = used[0]
         yield make_finding(
-            "GPU sharing", "high", "other programs compute on it now",
+            "GPU sharing", "high", "other programs are using the GPU",
             f"{_gpu_names(used)}: {sum(gpu.other_processes or 0 for gpu in used)} processes, "
             f"{show_bytes(one.memory_used_bytes)} in use on GPU {one.index}",
 
@@ -193,7 +197,7 @@ def gpu_sharing(inventory: Inventory) -> Iterator[Finding]:
     sliced = [gpu for gpu in gpus if gpu.mig]
     if sliced:
         yield make_finding(
-            "GPU sharing", "high", "divided into slices (MIG), which communicate neither by "
+            "GPU sharing", "high", "divided into MIG slices, which communicate neither by "
                                    "NVLink nor directly over PCIe", _gpu_names(sliced),
             "for one large training: nvidia-smi -mig 0 as root, and a reset",
         )  # fmt: skip

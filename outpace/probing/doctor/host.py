@@ -62,7 +62,7 @@ def threads(inventory: Inventory) -> Iterator[Finding]:
         return
     count = omp_threads(text)
     if count is None:
-        yield make_finding(name, "moderate", "it is no number of threads", f"{name}={text}",
+        yield make_finding(name, "moderate", "not a valid number of threads", f"{name}={text}",
                     f"{name}={fair}")  # fmt: skip
         return
     if count * ranks > power + 0.01:
@@ -75,14 +75,14 @@ def threads(inventory: Inventory) -> Iterator[Finding]:
             f"{name}={fair}",
         )
     elif count == 1 and fair >= 2:
-        why = "as torchrun sets it where it is not set, " if ranks > 1 else ""
+        why = "as torchrun sets it by default, " if ranks > 1 else ""
         yield make_finding(
             name,
             "low" if inventory.gpus else "high",
             "torch computes on only one of several cores",
             f"{name}=1, {why}with {fair} cores for each process",
             f"{name}={fair}, where the CPU computes or loads data in the training process",
-            times(1, fair, "work on the CPU", f"1 thread against {fair} cores, at most"),
+            times(1, fair, "work on the CPU", f"1 thread instead of {fair}, at most"),
         )
 
 
@@ -90,7 +90,7 @@ def hyper_threads(inventory: Inventory) -> Iterator[Finding]:
     """Find two threads per core, which slow each other down in matrix products."""
     name = "hyper-threads"
     if not inventory.cpu.siblings:
-        raise UnknownFactError("the kernel does not say which CPUs share a core")
+        raise UnknownFactError("the kernel does not report which CPUs share a core")
     usable = _usable(inventory)
     cores = inventory.cpu.cores_of(usable)
     count = omp_threads(inventory.settings.get("OMP_NUM_THREADS", ""))
@@ -148,7 +148,7 @@ def governor(inventory: Inventory) -> Iterator[Finding]:
     """Find processors that save power instead of running at full clock."""
     name = "CPU governor"
     if inventory.governors is None:
-        raise UnknownFactError("the kernel does not say (as in most virtual machines)")
+        raise UnknownFactError("the kernel does not report it (as in most virtual machines)")
     preferences = inventory.energy_preferences or ()
     # With these drivers the governor powersave reaches the full clock, if the preference allows.
     own = inventory.scaling_driver in ("intel_pstate", "amd-pstate-epp")
@@ -161,7 +161,7 @@ def governor(inventory: Inventory) -> Iterator[Finding]:
     yield make_finding(
         name,
         "moderate",
-        "the processors save power",
+        "the processors are in a power-saving mode",
         f"{'energy preference' if own else 'governor'} {join_names(saving)} "
         f"({inventory.scaling_driver or 'unknown driver'})",
         "cpupower frequency-set -g performance, as root",
@@ -171,7 +171,7 @@ def governor(inventory: Inventory) -> Iterator[Finding]:
 def huge_pages(inventory: Inventory) -> Iterator[Finding]:
     """Find disabled huge pages, which cause more TLB misses in large arrays."""
     if inventory.transparent_hugepages is None:
-        raise UnknownFactError("the kernel does not tell")
+        raise UnknownFactError("the kernel does not report it")
     if inventory.transparent_hugepages == "never":
         yield make_finding(
             "huge pages",
@@ -187,7 +187,7 @@ def swap(inventory: Inventory) -> Iterator[Finding]:
     """Find memory in swap; severe if swapping is active."""
     used, rate = inventory.swap_used_bytes, inventory.swapped_bytes_per_s
     if used is None:
-        raise UnknownFactError("the kernel does not tell")
+        raise UnknownFactError("the kernel does not report it")
     remedy = (
         "end the programs that use the memory; then swapoff -a && swapon -a, as root, brings "
         "pages back"
@@ -257,11 +257,14 @@ def other_programs(inventory: Inventory) -> Iterator[Finding]:
     yield make_finding(
         "other programs",
         "high" if busy >= 0.5 * count else "moderate",
-        "other programs use the cores now",
+        "the cores are in use",
         f"{busy:.1f} of {count} cores are busy: {names or 'by programs outside this container'}",
         "wait for them, end them, or assign them other cores (taskset)",
         times(
-            1, (count + busy) / count, "work on all cores", "load measured now, cores shared fairly"
+            1,
+            (count + busy) / count,
+            "work on all cores",
+            "from the load now, if cores are shared fairly",
         ),
     )
 

@@ -20,14 +20,14 @@ def examination_text(examination: Examination) -> Group:
     for number, finding in enumerate(examination.findings, 1):
         lines += _finding_lines(number, finding)
     count = len(examination.findings)
-    said = f"{count} finding{'s' if count != 1 else ''}" if count else "Nothing found wrong"
+    said = f"{count} finding{'s' if count != 1 else ''}" if count else "No problems found"
     looked = f"{said}. Checked: {', '.join(examination.checked) or 'nothing'}."
     lines.append(Text(looked, style="" if count else "green"))
     reasons: dict[str, list[str]] = {}
     for name, why in examination.not_checked.items():
         reasons.setdefault(why, []).append(name)
     if reasons:
-        lines.append(Text("Could not be checked:"))
+        lines.append(Text("Not checked:"))
     for why, names in reasons.items():
         lines.append(_indent(f"{', '.join(names)}: {why}", 2, "dim"))
     return Group(*lines)
@@ -37,10 +37,10 @@ def _finding_lines(number: int, finding: Finding) -> list[RenderableType]:
     head = Text(f"{number}. ")
     head.append(finding.severity, style=_STYLES[finding.severity])
     head.append(f" · {finding.check}: {finding.what}", style="bold")
-    cost = "costs: not known"
+    cost = "cost: not known"
     if finding.costs is not None:
-        cost = f"costs: {finding.costs} ({finding.costs.source})"
-    body = [f"seen: {finding.seen}", f"do: {finding.remedy}", cost]
+        cost = f"cost: {finding.costs} ({finding.costs.source})"
+    body = [f"seen: {finding.seen}", f"fix: {finding.remedy}", cost]
     return [head, *(_indent(line, 3) for line in body), Text("")]
 
 

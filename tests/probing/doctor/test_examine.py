@@ -262,7 +262,7 @@ def test_which_gpu_of_unlike_ones_a_rank_uses_is_told_by_the_order_that_is_set()
 def test_a_refused_question_leaves_the_others():
     refused = GpuState(index=0, **{**GPU, "ecc": None, "not_told": {"EccMode": "Not Supported"}})
     examination = examine(host(gpus=(refused,)))
-    assert examination.not_checked == {"ECC": "the driver does not say: Not Supported"}
+    assert examination.not_checked == {"ECC": "the driver does not report it: Not Supported"}
 
 
 class Library:
