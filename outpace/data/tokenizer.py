@@ -193,8 +193,7 @@ class Tokenizer:
                 )
             else:
                 one = self.inner.encode(text, add_special_tokens=False)
-        ids: list[int] = one.ids
-        return ids
+        return one.ids
 
     def encode_batch(self, texts: list[str]) -> list[np.ndarray[Any, np.dtype[np.uint32]]]:
         """Return the ids of many texts, equal to what `encode` returns for each."""

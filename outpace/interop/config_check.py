@@ -91,8 +91,7 @@ class ReadValues:
 
     def inner(self, name: str) -> "ReadValues | None":
         """Return the values that were read from a nested config."""
-        found: ReadValues | None = vars(self).get(f"_inner_{name}")
-        return found
+        return vars(self).get(f"_inner_{name}")
 
     @property
     def config(self) -> Any:

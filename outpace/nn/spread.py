@@ -43,8 +43,7 @@ def local(tensor: Tensor) -> Tensor:
     """Return the part of a tensor on this rank, which shares its memory."""
     if not is_spread(tensor):
         return tensor
-    part: Tensor = tensor.to_local()
-    return part
+    return tensor.to_local()
 
 
 @torch.no_grad()

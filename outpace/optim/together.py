@@ -41,8 +41,7 @@ def step_counts(steps_P: Tensor) -> list[float]:
     """Return the step count of each parameter; parameters without memory have none."""
     if has_no_memory(steps_P):
         return [0.0] * len(steps_P)
-    counts: list[float] = steps_P.tolist()
-    return counts
+    return steps_P.tolist()
 
 
 def has_no_memory(tensor: Tensor) -> bool:

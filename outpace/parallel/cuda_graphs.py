@@ -115,8 +115,7 @@ class CudaRecorder:
             raise failure
         if self._pool is None:
             self._pool = graph.pool()
-        replay: Callable[[], None] = graph.replay
-        return replay
+        return graph.replay
 
     def release(self) -> None:
         """Release the graphs as soon as the device has finished them."""

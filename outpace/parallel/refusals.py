@@ -134,8 +134,7 @@ def _refusal_in(store: Store) -> _Refusal:
 
 
 def _store() -> Store | None:
-    found: Store | None = _get_default_store() if dist.is_initialized() else None
-    return found
+    return _get_default_store() if dist.is_initialized() else None
 
 
 def _withdraw() -> None:

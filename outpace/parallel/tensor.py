@@ -149,8 +149,7 @@ class Rowwise(RowwiseParallel):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         if getattr(module, "lora_a", None) is not None:
             spread(module, "lora_a", device_mesh, Shard(1))
-        split_module: nn.Module = super()._apply(module, device_mesh)
-        return split_module
+        return super()._apply(module, device_mesh)
 
 
 class RankLocalDropout(ParallelStyle):

@@ -134,8 +134,7 @@ class PlanBatch:
         """Return which plans have fp32 shards as masters, which bf16-master gathers in bf16."""
         product = self.strategy_in("3d") & (self.dp_replicate * self.dp_shard * self.cp > 1)
         split = product | self.strategy_in(*FULLY_SHARDED)
-        found: Bools = split & self.precision_in("bf16-master")
-        return found
+        return split & self.precision_in("bf16-master")
 
     def shard_bytes(self) -> tuple[Floats, Floats]:
         """Return the bytes of gathered parameters and of reduced gradients of each plan."""

@@ -98,14 +98,13 @@ class _PartitionedForward:
             with _forward_of(self._module, self._forward):
                 return torch.func.functional_call(self._module, tensors_by_name, args, kwargs)
 
-        compiled: Callable[..., Any] = aot_function(
+        return aot_function(
             run,
             fw_compiler=self._runner,
             bw_compiler=self._runner,
             partition_fn=min_cut_rematerialization_partition,
             decompositions=select_decomp_table(),
         )
-        return compiled
 
     def _runner(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         """Return a function that runs a graph on a list of inputs, which it empties."""

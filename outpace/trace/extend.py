@@ -191,8 +191,7 @@ def _split_at_jumps(b: Sequence[Entry], begin: int, end: int) -> list[tuple[int,
 def _unlikeness(sizes: NDArray[np.float64], size: int) -> NDArray[np.float64]:
     """Return the relative difference of sizes: 0 if equal, at most 1."""
     larger = np.maximum(np.abs(sizes), abs(size))
-    apart: NDArray[np.float64] = np.abs(sizes - size) / np.maximum(larger, 1)
-    return apart
+    return np.abs(sizes - size) / np.maximum(larger, 1)
 
 
 def _open_insertion(cost: NDArray[np.float64], came_from: NDArray[np.int32]) -> NDArray[np.float64]:

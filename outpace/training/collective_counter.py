@@ -82,10 +82,8 @@ def _group(args: Any) -> dist.ProcessGroup:
     """Return a collective's group: an argument; for functional ones named by the last argument."""
     boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
     if boxed is None:
-        named: dist.ProcessGroup = _resolve_process_group(args[-1])
-        return named
-    group: dist.ProcessGroup = dist.ProcessGroup.unbox(boxed)
-    return group
+        return _resolve_process_group(args[-1])
+    return dist.ProcessGroup.unbox(boxed)
 
 
 def _tensors(given: Any) -> list[torch.Tensor]:

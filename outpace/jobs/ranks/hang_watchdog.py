@@ -538,8 +538,7 @@ def _has_answered(store: Any, rank: int, asks: int) -> bool:
 
 def _read_process(store: Any, rank: int) -> dict[str, Any]:
     key = f"alive/who/{rank}"
-    found: dict[str, Any] = json.loads(store.get(key)) if store.check([key]) else {}
-    return found
+    return json.loads(store.get(key)) if store.check([key]) else {}
 
 
 def _silent_snapshot(

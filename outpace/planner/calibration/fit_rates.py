@@ -71,8 +71,7 @@ class Calibration:
         rates = self.rates[ranks]
         here = np.log(steps_s(rates))
         changed = [np.log(steps_s(adjust(rates, math.exp(_SLOPE)))) for adjust in self.adjustments]
-        found: Floats = (np.array(changed) - here) / _SLOPE
-        return found
+        return (np.array(changed) - here) / _SLOPE
 
     def spreads(self, slopes: Floats) -> Floats:
         """Return the uncertainty of times with these slopes, as standard deviations of logarithms.
@@ -122,8 +121,7 @@ def calibrate(
 def _limit_outliers(misses: Floats) -> Floats:
     """Limit misses so that their squares grow linearly beyond _SOFT, against disturbed steps."""
     squares = 2 * _SOFT**2 * (np.sqrt(1 + (misses / _SOFT) ** 2) - 1)
-    found: Floats = np.sign(misses) * np.sqrt(squares)
-    return found
+    return np.sign(misses) * np.sqrt(squares)
 
 
 @dataclass(frozen=True)

@@ -90,8 +90,7 @@ class DeviceRates:
 
     def is_fp8(self, rate: Floats) -> Bools:
         """Return whether a rate of products is that of fp8, which is twice the rate of 16 bits."""
-        found: Bools = rate > 1.5 * self.rate("bf16")
-        return found
+        return rate > 1.5 * self.rate("bf16")
 
     def rate(self, dtype: str) -> float:
         """Return the FLOP/s of large matrix products, or those of the next wider dtype."""
@@ -237,8 +236,7 @@ def sustained_product_s(
     share = np.where(device.is_fp8(rate), device.sustained_fp8, device.sustained)
     # fp32 without tensor cores draws less.
     share = np.where(rate <= device.rate("fp32"), 1.0, share)
-    seconds: Floats = np.maximum(short, 2.0 * batch * m * n * k / (rate * share))
-    return seconds
+    return np.maximum(short, 2.0 * batch * m * n * k / (rate * share))
 
 
 def _measured_ratio(device: DeviceRates, m: Floats, n: Floats, k: Floats, rate: Floats) -> Floats:

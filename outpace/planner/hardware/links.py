@@ -191,11 +191,9 @@ class Fabric:
         leaves = size * stride > self.per_node
         rate = np.where(leaves, self.across_bytes_per_s / self.per_node, self.pair_bytes_per_s)
         last = [one for one in self.protocols if not one.by_size][-1]
-        found: Floats = last.base_s + np.where(leaves, last.across_s, last.inside_s) + nbytes / rate
-        return found
+        return last.base_s + np.where(leaves, last.across_s, last.inside_s) + nbytes / rate
 
 
 def _count_targets(groups: Floats, copies: int) -> Floats:
     """Return how many groups, except its own, a token with `copies` random copies reaches."""
-    share: Floats = groups * (1 - (1 - 1 / groups) ** copies) * (groups - 1) / groups
-    return share
+    return groups * (1 - (1 - 1 / groups) ** copies) * (groups - 1) / groups

@@ -482,10 +482,7 @@ def _recomputes(every: Ints, place: int) -> Bools:
 def _kept_bytes(step: AdapterMemory, every: Ints, place: int) -> Floats:
     """Return bytes that a block saves in its forward."""
     less = step.first_saves_less if place == 0 else 0.0
-    found: Floats = np.where(
-        _recomputes(every, place), _checkpoint_bytes(step), step.saved_bytes - less
-    )
-    return found
+    return np.where(_recomputes(every, place), _checkpoint_bytes(step), step.saved_bytes - less)
 
 
 def _checkpoint_bytes(step: AdapterMemory) -> Floats:
@@ -499,8 +496,7 @@ def _checkpoint_bytes(step: AdapterMemory) -> Floats:
 
 def _copy_bytes(step: AdapterMemory, every: Ints, place: int) -> Floats:
     """Return bytes of casts that a block saves in its forward."""
-    found: Floats = np.where(_recomputes(every, place), 0.0, step.block_copies(first=place == 0))
-    return found
+    return np.where(_recomputes(every, place), 0.0, step.block_copies(first=place == 0))
 
 
 def _pass_over_others(
@@ -522,8 +518,7 @@ def _pass_over_others(
 
 def _has_gradients(step: AdapterMemory) -> Bools:
     """Return where gradients exist before a backward makes new ones."""
-    found: Bools = step.columns.strategy_in("ddp") | (step.columns.passes > 1)
-    return found
+    return step.columns.strategy_in("ddp") | (step.columns.passes > 1)
 
 
 def _reduce(timeline: MemoryTimeline, step: AdapterMemory, reduced: Floats) -> Floats:

@@ -70,10 +70,7 @@ def recompute_interval(columns: PlanBatch, layers: int) -> Ints:
     Plans have shares: n of L blocks mean every (L/n rounded up)-th one.
     """
     recomputed = np.rint((1 - columns.modes[:, MODES.index("none")]) * layers)
-    found: Ints = np.where(recomputed > 0, np.ceil(layers / np.maximum(recomputed, 1)), 0).astype(
-        np.int64
-    )
-    return found
+    return np.where(recomputed > 0, np.ceil(layers / np.maximum(recomputed, 1)), 0).astype(np.int64)
 
 
 @lru_cache(maxsize=4096)

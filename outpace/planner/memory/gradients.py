@@ -52,8 +52,7 @@ def gradient_bytes(setup: MemorySetup, allocates: Bools, joins: Bools) -> Gradie
 
 def added_bytes(setup: MemorySetup) -> Floats:
     """Return bytes of a gradient that is added to existing ones, without gathered parameters."""
-    added: Floats = np.where(setup.gradients.casts_sums, FP32, setup.sharding.item)
-    return added
+    return np.where(setup.gradients.casts_sums, FP32, setup.sharding.item)
 
 
 def add_gradient(

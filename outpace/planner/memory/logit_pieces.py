@@ -26,14 +26,12 @@ LOW_HEAD_ROWS = 2048
 
 def padded_columns(vocab: Floats) -> Floats:
     """Return the columns of logits on an accelerator, with padding."""
-    columns: Floats = np.ceil(vocab / _PADDED_TO) * _PADDED_TO
-    return columns
+    return np.ceil(vocab / _PADDED_TO) * _PADDED_TO
 
 
 def fits(rows: Floats, columns: Floats, operand: Floats) -> Bools:
     """Return whether an accelerator computes all logits at once; `columns` are padded."""
-    whole: Bools = rows * columns * operand <= _WHOLE_BYTES
-    return whole
+    return rows * columns * operand <= _WHOLE_BYTES
 
 
 def accelerator_rows(rows: Floats, columns: Floats, operand: Floats, asked: Bools) -> Floats:
@@ -56,18 +54,15 @@ def block_bytes(rows: Floats, columns: Floats, compiled: Bools) -> Floats:
 def exceeds_cpu(rows: Floats, vocab: Floats, in_bf16: Bools) -> Bools:
     """Return whether logits are too large for a CPU to compute all at once."""
     large = (rows > CHUNK_ROWS) & (FP32 * rows * vocab > _CHUNKS_FROM)
-    found: Bools = np.where(in_bf16, rows > whole_bf16_rows(vocab), large)
-    return found
+    return np.where(in_bf16, rows > whole_bf16_rows(vocab), large)
 
 
 def whole_bf16_rows(vocab: Floats) -> Floats:
     """Return the number of tokens for which a CPU in bf16 holds all logits."""
-    rows: Floats = np.maximum(CHUNK_ROWS, np.floor(_LOW_BYTES / (2 * np.maximum(vocab, 1))))
-    return rows
+    return np.maximum(CHUNK_ROWS, np.floor(_LOW_BYTES / (2 * np.maximum(vocab, 1))))
 
 
 def softmax_rows(vocab: Floats, rows: Floats) -> Floats:
     """Return the number of tokens for which a CPU in bf16 computes the softmax at a time."""
     most = np.floor(_LOW_BLOCK_BYTES / (FP32 * np.maximum(vocab, 1)))
-    block: Floats = np.minimum(np.maximum(1, most), rows)
-    return block
+    return np.minimum(np.maximum(1, most), rows)

@@ -123,8 +123,7 @@ def _add_logits(
 
 def _vocab(setup: MemorySetup) -> Floats:
     """Return the columns of logits on a rank."""
-    vocab: Floats = np.ceil(setup.outline.outputs / setup.columns.tp)
-    return vocab
+    return np.ceil(setup.outline.outputs / setup.columns.tp)
 
 
 def _transform_bytes(setup: MemorySetup) -> Floats | float:
@@ -155,8 +154,7 @@ def _keeps_logits(setup: MemorySetup, rows: Floats, columns: Floats) -> Bools:
     """Return whether logits live from forward to backward; else the forward frees them."""
     c = setup.columns
     whole = c.compile & fits(rows, columns, setup.sizes.operand)
-    between: Bools = _splits_backward(setup) | (c.tp > 1) | whole
-    return between
+    return _splits_backward(setup) | (c.tp > 1) | whole
 
 
 def _add_logits_in_place(timeline: MemoryTimeline, head: _Head) -> None:

@@ -103,8 +103,7 @@ class RankSetup:
         """Return the elements of the largest parameter: a block's, the embedding or the head."""
         setup, place = self.setup, self.place
         ends = np.where(place.first | place.last, setup.ends.embedding, 0.0)
-        largest: Floats = np.maximum(setup.block.largest, ends) / setup.sharding.shards
-        return largest
+        return np.maximum(setup.block.largest, ends) / setup.sharding.shards
 
     @cached_property
     def gradient(self) -> GradientBytes:

@@ -293,5 +293,4 @@ def mean(values: list[Floats], stacks: tuple[Stack, ...]) -> Floats:
 
 def share_of(columns: PlanBatch, mode: Checkpointing) -> Floats:
     """Return the share of blocks in a mode."""
-    share: Floats = columns.modes[:, MODES.index(mode)]
-    return share
+    return columns.modes[:, MODES.index(mode)]

@@ -219,8 +219,7 @@ class NetworkSteps:
             first = np.argmax(enough, axis=1)[:, None]
             low = np.take_along_axis(rates, np.maximum(first - 1, 0), axis=1)[:, 0]
             high = np.take_along_axis(rates, first, axis=1)[:, 0]
-        found: Floats = np.where(high == math.log(_LEAST), 0.0, np.exp(high))
-        return found
+        return np.where(high == math.log(_LEAST), 0.0, np.exp(high))
 
     def node_costs(self) -> list[tuple[NetworkCost, ...]]:
         """Return each plan's costs of the networks between nodes."""

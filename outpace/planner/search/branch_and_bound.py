@@ -245,8 +245,7 @@ class _Acceptance:
         answers = [
             self._accepts_row(row, columns, int(at)) for row, at in zip(rows, first, strict=True)
         ]
-        found: Bools = np.array(answers, bool)[back.reshape(-1)]
-        return found
+        return np.array(answers, bool)[back.reshape(-1)]
 
     def first(self, columns: PlanBatch) -> int | None:
         """The place of the first that is."""
@@ -398,8 +397,7 @@ def _time_limits(fastest: dict[int, float], count: int, kinds: Ints) -> Floats:
     worst = sorted(fastest.values())[count - 1] if len(fastest) >= count else np.inf
     each, place = np.unique(kinds, return_inverse=True)
     limits = [min(worst, fastest.get(int(one), np.inf)) for one in each]
-    found: Floats = np.array(limits, float)[place] * _NEAR
-    return found
+    return np.array(limits, float)[place] * _NEAR
 
 
 def _pieces(seconds: Floats) -> Iterator[Ints]:
@@ -437,8 +435,7 @@ def _ranking_s(c: PlanBatch, seconds: Floats) -> Floats:
             c.offload_optimizer > 0, c.modes[:, 0] < 1, c.even_stages, c.in_backward,
         )
     )  # fmt: skip
-    ranked: Floats = seconds * (1 + 1e-4 * pulled)
-    return ranked
+    return seconds * (1 + 1e-4 * pulled)
 
 
 def _concatenate(parts: list[PlanBatch]) -> PlanBatch:

@@ -56,5 +56,4 @@ def _actions(row: PlanBatch) -> int:
 
 def order(times: StepTimes, places: Ints) -> Ints:
     """Return `places` ordered by time, fastest first."""
-    found: Ints = places[np.argsort(times.step_s[places], kind="stable")]
-    return found
+    return places[np.argsort(times.step_s[places], kind="stable")]

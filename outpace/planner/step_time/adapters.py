@@ -167,8 +167,7 @@ def _simt_product_s(device: DeviceRates, rows: Floats, columns: Floats, inner: F
     flops = 2 * padded * np.ceil(inner / _SIMT_DEPTH) * _SIMT_DEPTH
     moved = _FP32 * (rows * inner + inner * columns + rows * columns)
     busy = np.maximum(flops / device.rate("fp32"), moved / device.memory_bytes_per_s)
-    seconds: Floats = device.fixed_s + busy
-    return seconds
+    return device.fixed_s + busy
 
 
 def unpacking_s(

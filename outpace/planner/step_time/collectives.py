@@ -218,8 +218,7 @@ def _beside_stages_s(setup: StepTimeSetup, comm_s: Floats, pass_s: Floats, units
     others = (stages - 1) / stages
     hidden_s = np.minimum(comm_s, np.minimum(c.microbatches, c.pp) * pass_s) * others
     hides = setup.device.hides if stack.overlaps else 0.0
-    found: Floats = first + comm_s * others - hides * hidden_s
-    return found
+    return first + comm_s * others - hides * hidden_s
 
 
 def _buckets(setup: StepTimeSetup, grads: Floats) -> Floats:
@@ -231,8 +230,7 @@ def _buckets(setup: StepTimeSetup, grads: Floats) -> Floats:
     table = setup.outline.vocab * setup.outline.table_width / c.tp / setup.parameters.present
     last = np.where(c.pp > 1, 0.0, np.minimum(table, 1.0))
     buckets = np.maximum(1.0, np.floor(grads / c.bucket_bytes))
-    found: Floats = np.minimum(buckets, 1 / np.maximum(last, 1e-9))
-    return found
+    return np.minimum(buckets, 1 / np.maximum(last, 1e-9))
 
 
 def _launch_s(setup: StepTimeSetup) -> Floats:

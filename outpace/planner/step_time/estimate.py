@@ -143,10 +143,7 @@ def _parts(setup: StepTimeSetup, passes: StepPasses, pipeline: PipelineTime) -> 
 def _mean_s(setup: StepTimeSetup, passes: StepPasses, name: str) -> Floats:
     """Return a rank's seconds of all passes in the mean, of a part by its name in `PassTime`."""
     layers = passes.forward(name) + passes.backward(name)
-    seconds: Floats = setup.micro * (
-        setup.layers * layers + passes.ends_part(name) / setup.columns.pp
-    )
-    return seconds
+    return setup.micro * (setup.layers * layers + passes.ends_part(name) / setup.columns.pp)
 
 
 def _weights_share(passes: StepPasses) -> Floats:

@@ -252,8 +252,7 @@ def _slices_s(device: DeviceRates, experts: Floats | float, nbytes: Floats) -> F
     tools/autograd/derivatives.yaml, select_backward).
     """
     moved = nbytes * (experts + 2 + 3 * (experts - 1))
-    seconds: Floats = moved / device.memory_bytes_per_s
-    return seconds
+    return moved / device.memory_bytes_per_s
 
 
 def _expert_operators(stack: Stack, cells: Cells) -> tuple[Floats, Floats]:
@@ -404,8 +403,7 @@ def _attention_rate(device: DeviceRates, cells: Cells) -> Floats:
     if device.attention_rates:
         low, full = device.attention_rates["bf16"], device.attention_rates["fp32"]
         return np.where(cells.item < 4, low, full)
-    rate: Floats = np.minimum(device.rate("bf16"), cells.rate)
-    return rate
+    return np.minimum(device.rate("bf16"), cells.rate)
 
 
 def _layer_traffic(

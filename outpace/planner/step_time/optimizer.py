@@ -65,8 +65,7 @@ def optimizer_s(
     if ahead_s is not None:
         return np.maximum(busy, host + besides - ahead_s)
     together = busy + host if device.kind == "cpu" else np.maximum(busy, host)
-    found: Floats = together + besides
-    return found
+    return together + besides
 
 
 def _on_gpu(

@@ -52,8 +52,7 @@ def weight_traffic_s(setup: StepTimeSetup) -> Floats:
         each = np.where(numbers.autocast, 6.0, 0.0)
         each = np.where(numbers.casts_shards, 6.0 / setup.shards, each)
         whole = present - setup.parameters.packed
-        frozen_s: Floats = whole * each * (not setup.question.other_program) / rate
-        return frozen_s
+        return whole * each * (not setup.question.other_program) / rate
     # Weights are read in 4 bytes and written in 2, gradients the other way round; of weights that
     # micro-batches share the cast of (train.step), once a step.
     once = np.where(numbers.shares_casts, setup.micro, 1)
@@ -130,5 +129,4 @@ def _saved_bytes(setup: StepTimeSetup) -> Floats:
             + modes["full"] * hidden
         )
         total = total + stack.layers / c.pp * each
-    saved: Floats = total * setup.tokens * setup.numbers.item
-    return saved
+    return total * setup.tokens * setup.numbers.item

@@ -203,8 +203,7 @@ def _is_alone(setup: StepTimeSetup) -> bool:
 
 def _launched_s(setup: StepTimeSetup, operators: Floats) -> Floats:
     """Return the host's time to launch operators; a CUDA graph is launched at once."""
-    seconds: Floats = np.where(setup.replays, 0.0, operators * setup.device.operator_s)
-    return seconds
+    return np.where(setup.replays, 0.0, operators * setup.device.operator_s)
 
 
 def _tensor_collectives(setup: StepTimeSetup) -> _TensorCollectives:

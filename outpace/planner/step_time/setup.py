@@ -128,8 +128,7 @@ class StepTimeSetup:
         """Return what is exposed of communication in equal parts, all but one with company."""
         exposed = np.maximum(comm_s / units, comm_s - compute_s * (units - 1) / units)
         hides = self.device.hides if self.question.stack.overlaps else 0.0
-        found: Floats = comm_s - hides * (comm_s - exposed)
-        return found
+        return comm_s - hides * (comm_s - exposed)
 
 
 def set_up(question: StepTimeQuestion, columns: PlanBatch) -> StepTimeSetup:
@@ -180,8 +179,7 @@ def _replays(question: StepTimeQuestion, columns: PlanBatch) -> Bools:
     away = c.offload_activations + c.offload_parameters + c.offload_optimizer > 0
     drops = any(stack.dropout for stack in question.outline.stacks)
     own = _trains_on_gpu(question) & c.strategy_in("single") & c.compile & ~away & ~c.in_backward
-    replays: Bools = own & ~(_recomputes(c) & drops) | question.stack.graphs
-    return replays
+    return own & ~(_recomputes(c) & drops) | question.stack.graphs
 
 
 def _trains_on_gpu(question: StepTimeQuestion) -> bool:
