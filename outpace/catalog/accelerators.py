@@ -161,26 +161,24 @@ _CDNA4: _Rest = (
 _ISSUE = "torch's message of {} GiB capacity, github.com/{}"
 _A10_ISSUE = "zai-org/CogVLM/issues/236 (A10)"
 _SMI = "nvidia-smi's total is the same within 6 MiB (github.com/modal-labs/modal-client/pull/2797)"
-_USABLE: Mapping[str, tuple[float, str]] = MappingProxyType(
-    {
-        "V100 SXM2 32 GB": (31.74, "liucongg/ChatGLM-Finetuning/issues/73 (V100 32 GB)"),
-        "V100 PCIe 32 GB": (31.74, "liucongg/ChatGLM-Finetuning/issues/73 (V100 32 GB)"),
-        "V100S PCIe 32 GB": (31.74, "liucongg/ChatGLM-Finetuning/issues/73 (V100 32 GB)"),
-        "T4": (14.56, "AlphaGPU/leetgpu-challenges/issues/52 (T4)"),
-        "A100 SXM 40 GB": (39.45, "LianjiaTech/BELLE/issues/375 (A100 40 GB)"),
-        "A100 PCIe 40 GB": (39.45, "LianjiaTech/BELLE/issues/375 (A100 40 GB)"),
-        "A100 SXM 80 GB": (79.25, "levihsu/OOTDiffusion/issues/235 (A100)"),
-        "A100 PCIe 80 GB": (79.25, "levihsu/OOTDiffusion/issues/235 (A100)"),
-        "A10": (21.99, _A10_ISSUE),
-        "A10G": (21.99, f"{_A10_ISSUE}; huggingface/local-gemma/pull/25: an A10G has about 22 GB"),
-        "RTX 3090": (23.70, "xiaoxiangAQ/GAS-Net/issues/7 (RTX 3090)"),
-        "L4": (21.99, f"{_A10_ISSUE}; of an L4 {_SMI}"),
-        "L40S": (44.43, f"DINGYANB/MTVCrafter/issues/21 (RTX 6000 Ada); of an L40S {_SMI}"),
-        "RTX 4090": (23.64, "ali-vilab/VGen/issues/104 (RTX 4090)"),
-        "H100 SXM": (79.11, "vllm-project/vllm/issues/27508 (H100)"),
-        "RTX 5090": (31.37, "Wan-Video/Wan2.1/issues/465 (RTX 5090)"),
-    }
-)
+_USABLE: Mapping[str, tuple[float, str]] = {
+    "V100 SXM2 32 GB": (31.74, "liucongg/ChatGLM-Finetuning/issues/73 (V100 32 GB)"),
+    "V100 PCIe 32 GB": (31.74, "liucongg/ChatGLM-Finetuning/issues/73 (V100 32 GB)"),
+    "V100S PCIe 32 GB": (31.74, "liucongg/ChatGLM-Finetuning/issues/73 (V100 32 GB)"),
+    "T4": (14.56, "AlphaGPU/leetgpu-challenges/issues/52 (T4)"),
+    "A100 SXM 40 GB": (39.45, "LianjiaTech/BELLE/issues/375 (A100 40 GB)"),
+    "A100 PCIe 40 GB": (39.45, "LianjiaTech/BELLE/issues/375 (A100 40 GB)"),
+    "A100 SXM 80 GB": (79.25, "levihsu/OOTDiffusion/issues/235 (A100)"),
+    "A100 PCIe 80 GB": (79.25, "levihsu/OOTDiffusion/issues/235 (A100)"),
+    "A10": (21.99, _A10_ISSUE),
+    "A10G": (21.99, f"{_A10_ISSUE}; huggingface/local-gemma/pull/25: an A10G has about 22 GB"),
+    "RTX 3090": (23.70, "xiaoxiangAQ/GAS-Net/issues/7 (RTX 3090)"),
+    "L4": (21.99, f"{_A10_ISSUE}; of an L4 {_SMI}"),
+    "L40S": (44.43, f"DINGYANB/MTVCrafter/issues/21 (RTX 6000 Ada); of an L40S {_SMI}"),
+    "RTX 4090": (23.64, "ali-vilab/VGen/issues/104 (RTX 4090)"),
+    "H100 SXM": (79.11, "vllm-project/vllm/issues/27508 (H100)"),
+    "RTX 5090": (31.37, "Wan-Video/Wan2.1/issues/465 (RTX 5090)"),
+}
 # If no figure is known: the middle of those above without error-correction codes in GDDR6, which
 # are 98.0 % (RTX 5090) to 99.2 % (V100).
 _USABLE_SHARE = 0.985

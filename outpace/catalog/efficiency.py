@@ -245,13 +245,11 @@ def _cudnn_on(chip: str, forward: float, backward: float, peak: float) -> Attent
     )  # fmt: skip
 
 
-_CUDNN_OF: Mapping[str, AttentionRate] = MappingProxyType(
-    {
-        "GB200": _cudnn_on("GB200", 1760, 1370, 2500),
-        "GB300": _cudnn_on("GB300", 2080, 1500, 2500),
-        "B300": _cudnn_on("GB300", 2080, 1500, 2500),
-    }
-)
+_CUDNN_OF: Mapping[str, AttentionRate] = {
+    "GB200": _cudnn_on("GB200", 1760, 1370, 2500),
+    "GB300": _cudnn_on("GB300", 2080, 1500, 2500),
+    "B300": _cudnn_on("GB300", 2080, 1500, 2500),
+}
 _WITHOUT_OWN: tuple[Architecture, ...] = ("pascal", "volta", "turing", "ampere", "cdna2")
 ATTENTION: Mapping[Architecture, Mapping[AttentionKernel, AttentionRate]] = MappingProxyType(
     {

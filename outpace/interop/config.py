@@ -29,18 +29,16 @@ CONFIG_FILE = "config.json"
 SAME_LAYERS: Mapping[str, str] = MappingProxyType({"kimi_k2": "deepseek_v3"})
 # The model_type of a spec that transformers has no architecture for; only outpace reads it.
 OWN_TYPE = "outpace"
-_ACTIVATIONS: Mapping[str, str] = MappingProxyType(
-    {
-        "gelu": "gelu",
-        "gelu_python": "gelu",
-        "gelu_new": "gelu_tanh",
-        "gelu_fast": "gelu_tanh",
-        "gelu_pytorch_tanh": "gelu_tanh",
-        "gelu_python_tanh": "gelu_tanh",
-        "silu": "silu",
-        "swish": "silu",
-    }
-)
+_ACTIVATIONS: Mapping[str, str] = {
+    "gelu": "gelu",
+    "gelu_python": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_python_tanh": "gelu_tanh",
+    "silu": "silu",
+    "swish": "silu",
+}
 
 
 def read_config(directory: Path) -> dict[str, Any]:

@@ -6,7 +6,6 @@ config of another model loads without a warning and computes something else.
 
 import re
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import Any, NoReturn
 
 from outpace.records.errors import BadInputError, excerpt, shorten
@@ -202,14 +201,12 @@ def format_missing_dimensions(values: Mapping[str, Any]) -> str:
 
 
 # Keys of rotary settings for each kind that outpace computes.
-_ROPE_KEYS: Mapping[str, frozenset[str]] = MappingProxyType(
-    {
-        "default": frozenset(),
-        "llama3": frozenset(
-            {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-        ),
-    }
-)
+_ROPE_KEYS: Mapping[str, frozenset[str]] = {
+    "default": frozenset(),
+    "llama3": frozenset(
+        {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+    ),
+}
 _ROPE_COMMON = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_factor"})
 
 

@@ -6,7 +6,6 @@ Tables map outpace's modules to those in the files; `*` stands for the layer's n
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from outpace.interop.config import OWN_TYPE
 from outpace.records.families import FAMILY_TRAITS
@@ -102,27 +101,25 @@ class Naming:
         return any(re.search(pattern, current_name) for pattern in self.ignored)
 
 
-_NAMINGS: Mapping[str, Naming] = MappingProxyType(
-    {
-        "gpt2": Naming(
-            _GPT2,
-            "transformer.",
-            ("lm_head.",),
-            (r"\.attn\.(bias|masked_bias)$",),
-            "lm_head.weight",
-            transposed=("c_attn", "c_proj", "c_fc"),
-        ),
-        "bert": Naming(
-            _BERT,
-            "bert.",
-            ("cls.",),
-            (r"\.position_ids$", r"\.pooler\.", r"^cls\.seq_relationship\."),
-            "cls.predictions.decoder.weight",
-            head_bias="cls.predictions.bias",
-        ),
-        "llama": Naming(_LLAMA, "model.", ("lm_head.",), (r"rotary_emb\.",), "lm_head.weight"),
-    }
-)
+_NAMINGS: Mapping[str, Naming] = {
+    "gpt2": Naming(
+        _GPT2,
+        "transformer.",
+        ("lm_head.",),
+        (r"\.attn\.(bias|masked_bias)$",),
+        "lm_head.weight",
+        transposed=("c_attn", "c_proj", "c_fc"),
+    ),
+    "bert": Naming(
+        _BERT,
+        "bert.",
+        ("cls.",),
+        (r"\.position_ids$", r"\.pooler\.", r"^cls\.seq_relationship\."),
+        "cls.predictions.decoder.weight",
+        head_bias="cls.predictions.bias",
+    ),
+    "llama": Naming(_LLAMA, "model.", ("lm_head.",), (r"rotary_emb\.",), "lm_head.weight"),
+}
 
 
 def tensor_naming(model_type: str) -> Naming | None:

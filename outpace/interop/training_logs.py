@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, TypeGuard
 
 from outpace.records.base import read_object
@@ -217,19 +216,17 @@ def _torchtitan_mesh(text: str) -> dict[str, int]:
 
 
 # Megatron's arguments as _print_args writes them: "  seq_length ........ 4096".
-_MEGATRON: Mapping[str, str] = MappingProxyType(
-    {
-        "seq_length": "seq_len",
-        "global_batch_size": "global_batch",
-        "micro_batch_size": "micro_batch",
-        "world_size": "world_size",
-        "tensor_model_parallel_size": "tp",
-        "pipeline_model_parallel_size": "pp",
-        "context_parallel_size": "cp",
-        "expert_model_parallel_size": "ep",
-        "expert_tensor_parallel_size": "expert_tp",
-    }
-)
+_MEGATRON: Mapping[str, str] = {
+    "seq_length": "seq_len",
+    "global_batch_size": "global_batch",
+    "micro_batch_size": "micro_batch",
+    "world_size": "world_size",
+    "tensor_model_parallel_size": "tp",
+    "pipeline_model_parallel_size": "pp",
+    "context_parallel_size": "cp",
+    "expert_model_parallel_size": "ep",
+    "expert_tensor_parallel_size": "expert_tp",
+}
 
 
 def _megatron(lines: Sequence[str]) -> dict[str, Any] | None:
@@ -297,13 +294,11 @@ def _find_settings(lines: Iterable[str], names: Mapping[str, str]) -> Iterator[t
             yield names[match[1]], int(match[2])
 
 
-_DEEPSPEED: Mapping[str, str] = MappingProxyType(
-    {
-        "train_batch_size": "global_batch",
-        "train_micro_batch_size_per_gpu": "micro_batch",
-        "world_size": "world_size",
-    }
-)
+_DEEPSPEED: Mapping[str, str] = {
+    "train_batch_size": "global_batch",
+    "train_micro_batch_size_per_gpu": "micro_batch",
+    "world_size": "world_size",
+}
 
 
 def _deepspeed(lines: Sequence[str]) -> dict[str, Any] | None:

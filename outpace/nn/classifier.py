@@ -4,7 +4,6 @@ Legend: B batch, S sequence, D hidden width, C classes.
 """
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +17,16 @@ from outpace.nn.transformer import INIT_STD, Transformer
 from outpace.records.model import ModelSpec
 
 # How tensor parallelism splits the blocks (Shoeybi et al., arXiv 1909.08053, §3).
-_TP_PLAN: Mapping[str, str] = MappingProxyType(
-    {
-        **{f"backbone.blocks.*.attention.{name}": "colwise" for name in "qkv"},
-        "backbone.blocks.*.attention.out": "rowwise",
-        **{f"backbone.blocks.*.mlp.{name}": "colwise" for name in ("up", "gate")},
-        "backbone.blocks.*.mlp.down": "rowwise",
-        **{
-            f"backbone.blocks.*.attention.{name}_norm": "replicated_with_grad_allreduce"
-            for name in "qk"
-        },
-    }
-)
+_TP_PLAN: Mapping[str, str] = {
+    **{f"backbone.blocks.*.attention.{name}": "colwise" for name in "qkv"},
+    "backbone.blocks.*.attention.out": "rowwise",
+    **{f"backbone.blocks.*.mlp.{name}": "colwise" for name in ("up", "gate")},
+    "backbone.blocks.*.mlp.down": "rowwise",
+    **{
+        f"backbone.blocks.*.attention.{name}_norm": "replicated_with_grad_allreduce"
+        for name in "qk"
+    },
+}
 
 
 def initial_value(seed: int, name: str, shape: Sequence[int]) -> Tensor:

@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
-from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -34,13 +33,11 @@ from outpace.records.errors import error_summary
 Kernel = Literal["any", "flash", "efficient", "math"]
 
 # For one query the last is no loss: its scores are (B, H, 1, T).
-_BACKENDS: Mapping[Kernel, tuple[SDPBackend, ...]] = MappingProxyType(
-    {
-        "flash": (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH),
-        "efficient": (SDPBackend.EFFICIENT_ATTENTION,),
-        "math": (SDPBackend.MATH,),
-    }
-)
+_BACKENDS: Mapping[Kernel, tuple[SDPBackend, ...]] = {
+    "flash": (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH),
+    "efficient": (SDPBackend.EFFICIENT_ATTENTION,),
+    "math": (SDPBackend.MATH,),
+}
 # Kinds of masks, each with and without gradients, of one length and of any.
 _COMPILED_MOST = 64
 NARROWEST = 16  # heads that FlexAttention takes

@@ -5,7 +5,6 @@ default becomes a sentence here.
 """
 
 from collections.abc import Callable, Collection, Mapping
-from types import MappingProxyType
 
 from outpace.interop.export.request import ExportRequest, Note, Replacement, ScriptEdit, hosts
 from outpace.records.pipelines import SCHEDULES
@@ -22,14 +21,12 @@ EPS = 1e-8
 _CLIP: float = _SETTINGS["clip"].default
 
 # Strategies that outpace implements differently from others' all-reduce.
-_AS_REPLICAS: Mapping[Strategy, str] = MappingProxyType(
-    {
-        "dp": "one process that owns the parameters and sends them to workers",
-        "ps": "parameter servers",
-        "ring": "a ring all-reduce of its own",
-        "horovod": "Horovod's all-reduce",
-    }
-)
+_AS_REPLICAS: Mapping[Strategy, str] = {
+    "dp": "one process that owns the parameters and sends them to workers",
+    "ps": "parameter servers",
+    "ring": "a ring all-reduce of its own",
+    "horovod": "Horovod's all-reduce",
+}
 
 
 def clip(plan: Plan) -> float:
@@ -233,31 +230,29 @@ def _place(name: str, meaning: str) -> Callable[[Plan], str | None]:
     return sentence
 
 
-_SENTENCES: Mapping[str, Callable[[Plan], str | None]] = MappingProxyType(
-    {
-        "sequence_parallel": lambda plan: (
-            "sequence_parallel off: tp splits sequences between its layers as well"
-            if plan.tp > 1 and not plan.sequence_parallel
-            else None
-        ),
-        "offload_activations": _place("offload_activations", "activations stay on the device"),
-        "offload_parameters": _place("offload_parameters", "parameters stay on the device"),
-        "offload_optimizer": _place("offload_optimizer", "optimizer state stays on the device"),
-        "empty_cache": _flag("empty_cache", "cached memory is kept between a step's phases"),
-        "compile": _flag("compile", "blocks are not compiled"),
-        "optimizer_in_backward": _flag(
-            "optimizer_in_backward", "the step comes after the backward, and gradients are kept"
-        ),
-        "loss": lambda plan: (
-            "loss chunked: logits of the whole vocabulary are in memory at once"
-            if plan.loss == "chunked"
-            else None
-        ),
-        "compress_gradients": _compress,
-        "bucket_mib": _bucket,
-        "lora_rank": _lora,
-    }
-)
+_SENTENCES: Mapping[str, Callable[[Plan], str | None]] = {
+    "sequence_parallel": lambda plan: (
+        "sequence_parallel off: tp splits sequences between its layers as well"
+        if plan.tp > 1 and not plan.sequence_parallel
+        else None
+    ),
+    "offload_activations": _place("offload_activations", "activations stay on the device"),
+    "offload_parameters": _place("offload_parameters", "parameters stay on the device"),
+    "offload_optimizer": _place("offload_optimizer", "optimizer state stays on the device"),
+    "empty_cache": _flag("empty_cache", "cached memory is kept between a step's phases"),
+    "compile": _flag("compile", "blocks are not compiled"),
+    "optimizer_in_backward": _flag(
+        "optimizer_in_backward", "the step comes after the backward, and gradients are kept"
+    ),
+    "loss": lambda plan: (
+        "loss chunked: logits of the whole vocabulary are in memory at once"
+        if plan.loss == "chunked"
+        else None
+    ),
+    "compress_gradients": _compress,
+    "bucket_mib": _bucket,
+    "lora_rank": _lora,
+}
 
 
 def remaining_options(plan: Plan, tool: str, expressed: Collection[str]) -> list[str]:
