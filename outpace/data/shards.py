@@ -29,6 +29,7 @@ from outpace.data.sources import Source, check_unchanged
 from outpace.data.text import Piece, pieces
 from outpace.data.tokenizer import Tokenizer
 from outpace.records.base import sync_folder
+from outpace.records.checksums import file_checksum
 from outpace.records.errors import BadInputError
 
 Progress = Callable[[str, int, int | None], None]
@@ -107,19 +108,11 @@ def read_index(entry: Path) -> tuple[Index | None, str | None]:
             path = entry / name
             if path.stat().st_size != file.bytes:
                 return None, f"cached shard {name} has the wrong size"
-            if check and _checksum(path) != file.xxh3_128:
+            if check and file_checksum(path) != file.xxh3_128:
                 return None, f"cached shard {name} has the wrong checksum"
     except (OSError, BadInputError) as error:
         return None, f"cached tokens are damaged ({error})"
     return index, None
-
-
-def _checksum(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as stream:
-        while block := stream.read(1 << 22):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _build(
@@ -275,7 +268,7 @@ class _SplitWriter:
         held = io.BytesIO()
         np.save(held, np.array(self._starts, dtype=np.int64))
         path.write_bytes(held.getvalue())
-        self.files[name] = {"bytes": path.stat().st_size, "xxh3_128": _checksum(path)}
+        self.files[name] = {"bytes": path.stat().st_size, "xxh3_128": file_checksum(path)}
         return {
             "tokens": self.tokens,
             "largest": self.largest,

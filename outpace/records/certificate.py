@@ -43,12 +43,12 @@ class ParityVerdict(Record):
     worst_relative_difference: float | None
     worst_tensor: str | None
     tolerance: float
-    bytes_on_wire: int | None
-    bytes_formula: int | None
-    collectives: dict[str, int] = Field(alias="exchanges")
-    collectives_formula: dict[str, int] | None = Field(alias="exchanges_formula")
-    bytes_by_kind: dict[str, int]
-    bytes_by_kind_formula: dict[str, int] | None
+    bytes_on_wire: int | None = None
+    bytes_formula: int | None = None
+    collectives: dict[str, int] = Field(default={}, alias="exchanges")
+    collectives_formula: dict[str, int] | None = Field(default=None, alias="exchanges_formula")
+    bytes_by_kind: dict[str, int] = Field(default={})
+    bytes_by_kind_formula: dict[str, int] | None = None
     reason: str | None = None
     refused: bool = False
     differences: tuple[TensorDifference, ...] = ()

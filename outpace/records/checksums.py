@@ -24,11 +24,16 @@ def checksum(blocks: Iterable[bytes | memoryview]) -> str:
     return digest.hexdigest()
 
 
+def file_checksum(path: Path) -> str:
+    """Return a file's checksum. Raises BadInputError if it cannot be read."""
+    return checksum(_blocks(path))
+
+
 def write_checksums(folder: Path) -> None:
     """Write the size and checksum of every file in `folder`, without subfolders."""
     files = sorted(path for path in folder.iterdir() if path.is_file())
     entries = {
-        path.name: {"bytes": path.stat().st_size, "xxh3_128": checksum(_blocks(path))}
+        path.name: {"bytes": path.stat().st_size, "xxh3_128": file_checksum(path)}
         for path in files
         if path.name != CHECKSUMS_FILE
     }
@@ -97,7 +102,7 @@ def _damage(path: Path, entries: dict[str, Any], reads: bool = True) -> str | No
     size = path.stat().st_size
     if size != entry["bytes"]:
         return f"{path} has {size} bytes instead of {entry['bytes']}"
-    if reads and checksum(_blocks(path)) != entry["xxh3_128"]:
+    if reads and file_checksum(path) != entry["xxh3_128"]:
         return f"{path} does not have the checksum it was written with"
     return None
 

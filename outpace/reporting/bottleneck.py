@@ -1,6 +1,6 @@
 """The part that limits training most, from the measured times of its steps."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from outpace.records.measurement import TimeParts
@@ -66,16 +66,17 @@ def _losses(seen: BottleneckInputs) -> Iterator[tuple[float, Bottleneck]]:
     parts = seen.parts
     data, communication = parts.data_s / parts.total_s, parts.communication_s / parts.total_s
     optimizer = parts.optimizer_s / parts.total_s
-    yield data, _waiting_for_data(data)
-    yield communication, _communication(seen.strategy, communication, seen.hosts)
-    yield optimizer, _optimizer(optimizer)
+    sends = "network" if seen.hosts > 1 else "communication"
+    yield data, _limit("data", data)
+    yield communication, _limit("stages" if seen.strategy in SCHEDULES else sends, communication)
+    yield optimizer, _limit("optimizer", optimizer)
     if seen.device == "cpu":
         yield from _cores(seen, data + communication)
     elif seen.device is not None:
         busy = device_utilisation(seen.loads, seen.processes)
         if busy is not None:
             # What waits for data is known already; a collective keeps a GPU busy.
-            yield 1 - busy - data, _host(busy)
+            yield 1 - busy - data, _limit("host", busy)
 
 
 def _cores(seen: BottleneckInputs, waiting: float) -> Iterator[tuple[float, Bottleneck]]:
@@ -85,69 +86,58 @@ def _cores(seen: BottleneckInputs, waiting: float) -> Iterator[tuple[float, Bott
     if not shares:
         return
     busy = sum(shares) / len(shares)
-    yield 1 - busy - waiting, _idle_cores(busy)
+    yield 1 - busy - waiting, _limit("cores", busy)
     of_run = [host.run_cores for host in hosts if host.run_cores is not None]
     if len(of_run) == len(hosts):
         others = busy - sum(of_run) / sum(len(host.cores) for host in hosts)
-        yield others, _other_programs(others)
+        yield others, _limit("others", others)
 
 
-def _waiting_for_data(share: float) -> Bottleneck:
-    return Bottleneck(
-        f"waits for data {_percent(share)}",
-        f"Steps wait for data {_percent(share)} of the time. Load data in the background with "
-        "--workers (outpace probe loader recommends a number).",
-    )
+_COMMUNICATES = (
+    "Ranks communicate without computing {} of the time. A larger --global-batch communicates "
+    "less per token, --compress-gradients sends less, and outpace compare shows which --strategy "
+    "waits least."
+)
+# By what limits a step: the words, and the advice; {} is the share.
+_LIMITS: Mapping[str, tuple[str, str]] = {
+    "data": (
+        "waits for data {}",
+        "Steps wait for data {} of the time. Load data in the background with --workers (outpace "
+        "probe loader recommends a number).",
+    ),
+    "stages": (
+        "waits for stages {}",
+        "Stages wait for each other {} of the time. Use more micro-batches per step "
+        "(--pp-microbatches) or another schedule to reduce the idle time.",
+    ),
+    "optimizer": (
+        "optimizer {}",
+        "The optimizer takes {} of the time. A larger --global-batch steps less often per token, "
+        "and --strategy zero1 divides its work.",
+    ),
+    "host": (
+        "host-bound: GPU {} busy",
+        "GPUs compute {} of the time, and otherwise wait for the host to launch work. Use a "
+        "larger --micro-batch or --compile to launch fewer, larger kernels.",
+    ),
+    "cores": (
+        "cores {} busy",
+        "Cores are busy {} of the time. Use more --threads or a larger --micro-batch to keep the "
+        "others busy.",
+    ),
+    "others": (
+        "others use {} of the cores",
+        "Other programs keep {} of the cores busy. End them, or leave cores to them with fewer "
+        "--threads.",
+    ),
+    "network": ("network {}", _COMMUNICATES),
+    "communication": ("communication {}", _COMMUNICATES),
+}
 
 
-def _communication(strategy: Strategy | None, share: float, hosts: int) -> Bottleneck:
-    if strategy in SCHEDULES:
-        return Bottleneck(
-            f"waits for stages {_percent(share)}",
-            f"Stages wait for each other {_percent(share)} of the time. Use more micro-batches "
-            "per step (--pp-microbatches) or another schedule to reduce the idle time.",
-        )
-    return Bottleneck(
-        f"{'network' if hosts > 1 else 'communication'} {_percent(share)}",
-        f"Ranks communicate without computing {_percent(share)} of the time. A larger "
-        "--global-batch communicates less per token, --compress-gradients sends less, and "
-        "outpace compare shows which --strategy waits least.",
-    )
-
-
-def _optimizer(share: float) -> Bottleneck:
-    return Bottleneck(
-        f"optimizer {_percent(share)}",
-        f"The optimizer takes {_percent(share)} of the time. A larger --global-batch steps "
-        "less often per token, and --strategy zero1 divides its work.",
-    )
-
-
-def _host(busy: float) -> Bottleneck:
-    return Bottleneck(
-        f"host-bound: GPU {_percent(busy)} busy",
-        f"GPUs compute {_percent(busy)} of the time, and otherwise wait for the host to launch "
-        "work. Use a larger --micro-batch or --compile to launch fewer, larger kernels.",
-        of_step=False,
-    )
-
-
-def _idle_cores(busy: float) -> Bottleneck:
-    return Bottleneck(
-        f"cores {_percent(busy)} busy",
-        f"Cores are busy {_percent(busy)} of the time. Use more --threads or a larger "
-        "--micro-batch to keep the others busy.",
-        of_step=False,
-    )
-
-
-def _other_programs(share: float) -> Bottleneck:
-    return Bottleneck(
-        f"others use {_percent(share)} of the cores",
-        f"Other programs keep {_percent(share)} of the cores busy. End them, or leave cores to "
-        "them with fewer --threads.",
-        of_step=False,
-    )
+def _limit(what: str, share: float) -> Bottleneck:
+    words, advice = (text.format(_percent(share)) for text in _LIMITS[what])
+    return Bottleneck(words, advice, of_step=what not in ("host", "cores", "others"))
 
 
 def _compute_bound(seen: BottleneckInputs) -> Bottleneck:

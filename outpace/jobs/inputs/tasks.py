@@ -292,52 +292,31 @@ def _chat_hints(
     chat: ChatFormat, parts: Sequence[Conversations], seq_len: int, count: str
 ) -> list[str]:
     """Note which parts of conversations are not learnt, or differ from the data."""
-    altered = [where for part in parts for where in part.altered]
-    toolless = [where for part in parts for where in part.toolless]
-    unwritten = [where for part in parts for where in part.unwritten]
-    marked = [where for part in parts for where in part.marked]
-    wordless = [where for part in parts for where in part.wordless]
-    joined = [where for part in parts for where in part.joined]
-    told = [
-        (sum(part.cut for part in parts), f"are longer than {seq_len} tokens and were cut there"),
-        (sum(part.empty for part in parts), "have no answer to learn and were skipped"),
-        (
-            sum(part.partial for part in parts),
-            "are changed by the chat template as they grow, so only their last answer is learnt",
-        ),
-        (
-            len(altered),
-            "have answers that the chat template changes: what it leaves out is not learnt "
-            f"(first {next(iter(altered), '')})",
-        ),
-        (
-            len(toolless),
-            "have tools that the chat template leaves out: answers are learnt without them "
-            f"(first {next(iter(toolless), '')})",
-        ),
-        (
-            len(unwritten),
-            "have messages that the chat template leaves out: answers are learnt without them "
-            f"(first {next(iter(unwritten), '')})",
-        ),
-        (
-            len(marked),
-            "contain the name of a special token, which is read as that token, such as the "
-            f"end of an answer (first {next(iter(marked), '')})",
-        ),
-        (
-            len(wordless),
-            "have an empty answer, so the model learns to say nothing (first "
-            f"{next(iter(wordless), '')})",
-        ),
-        (
-            len(joined),
-            "have an answer whose beginning is one token with the chat template's text before "
-            "it. That token is not learnt, and no prompt ends with it. Let the template end "
-            f"before the space or line break there (first {next(iter(joined), '')})",
-        ),
-    ]
-    hints = [f"{found:,} of {count} conversations {what}" for found, what in told if found]
+    counted = {
+        "cut": f"are longer than {seq_len} tokens and were cut there",
+        "empty": "have no answer to learn and were skipped",
+        "partial": "are changed by the chat template as they grow, so only their last answer is "
+        "learnt",
+    }
+    named = {
+        "altered": "have answers that the chat template changes: what it leaves out is not learnt",
+        "toolless": "have tools that the chat template leaves out: answers are learnt without them",
+        "unwritten": "have messages that the chat template leaves out: answers are learnt without "
+        "them",
+        "marked": "contain the name of a special token, which is read as that token, such as the "
+        "end of an answer",
+        "wordless": "have an empty answer, so the model learns to say nothing",
+        "joined": "have an answer whose beginning is one token with the chat template's text "
+        "before it. That token is not learnt, and no prompt ends with it. Let the template end "
+        "before the space or line break there",
+    }
+    hints = []
+    for name, what in counted.items():
+        if found := sum(getattr(part, name) for part in parts):
+            hints.append(f"{found:,} of {count} conversations {what}")
+    for name, what in named.items():
+        if places := [where for part in parts for where in getattr(part, name)]:
+            hints.append(f"{len(places):,} of {count} conversations {what} (first {places[0]})")
     unread = dict.fromkeys(name for part in parts for name in part.unread)
     if unread:
         hints.append(

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -44,13 +45,14 @@ def tokenizer_for(
             "tokenizer with --tokenizer."
         )
     _require_no_weights(settings, opened)
-    return _train_on_data(
-        settings,
-        vocab or DEFAULT_VOCAB,
-        objective == "masked",
-        _family(opened),
-        cache_dir,
-        callbacks,
+    masked, family = objective == "masked", _family(opened)
+    learner = _Learner(vocab or DEFAULT_VOCAB, masked, family, cache_dir, callbacks)
+    content = content_fingerprint(settings.data, settings.text_field, cache_dir)
+    split: Literal["all", "train"] = "all" if settings.eval_data is not None else "train"
+    told = f"{content}|{split}|{settings.eval_fraction!r}|{learner.vocab}|{masked}"
+    return learner.load_or_train(
+        f"{told}|{settings.text_field}",
+        lambda: read_documents(settings.data, settings.text_field, split, settings.eval_fraction),
     )
 
 
@@ -70,20 +72,13 @@ def task_tokenizer(
     if opened is not None and opened.tokenizer is not None:
         return load_tokenizer(str(opened.tokenizer))
     _require_no_weights(settings, opened)
-    size, family = vocab or DEFAULT_VOCAB, _family(opened)
-    told = f"{content}|{settings.task}|{size}|{masked}{_pattern_key(family)}"
-    key = xxhash.xxh3_128_hexdigest(told.encode())
-    return _train_or_load(key, texts, size, masked, family, cache_dir, callbacks)
+    learner = _Learner(vocab or DEFAULT_VOCAB, masked, _family(opened), cache_dir, callbacks)
+    return learner.load_or_train(f"{content}|{settings.task}|{learner.vocab}|{masked}", texts)
 
 
 def _family(opened: OpenedModel | None) -> str | None:
     """Return the family that the model is exported as, None for a custom one."""
     return None if opened is None or opened.spec is None else exported_type(opened.spec)
-
-
-def _pattern_key(family: str | None) -> str:
-    """Return the part of the cache key for tokenizers trained with the family's pattern."""
-    return f"|{family}" if has_class_by_family(family) else ""
 
 
 def _require_no_weights(settings: TrainSettings, opened: OpenedModel | None) -> None:
@@ -94,63 +89,44 @@ def _require_no_weights(settings: TrainSettings, opened: OpenedModel | None) -> 
         )
 
 
-def _train_on_data(
-    settings: TrainSettings,
-    vocab: int,
-    masked: bool,
-    family: str | None,
-    cache_dir: Path,
-    callbacks: Sequence[Callback],
-) -> Tokenizer:
-    """Return a tokenizer trained on the data, cached beside the tokens."""
-    content = content_fingerprint(settings.data, settings.text_field, cache_dir)
-    split: Literal["all", "train"] = "all" if settings.eval_data is not None else "train"
-    held_out = f"{split}|{settings.eval_fraction!r}"
-    key = xxhash.xxh3_128_hexdigest(
-        f"{content}|{held_out}|{vocab}|{masked}|{settings.text_field}{_pattern_key(family)}".encode()
-    )
-    return _train_or_load(
-        key,
-        lambda: read_documents(settings.data, settings.text_field, split, settings.eval_fraction),
-        vocab,
-        masked,
-        family,
-        cache_dir,
-        callbacks,
-    )
+@dataclass(frozen=True)
+class _Learner:
+    """Trains a tokenizer of `vocab` tokens, or finds it in the cache."""
 
+    vocab: int
+    masked: bool
+    family: str | None
+    cache_dir: Path
+    callbacks: Sequence[Callback]
 
-def _train_or_load(
-    key: str,
-    texts: Callable[[], Iterable[str]],
-    vocab: int,
-    masked: bool,
-    family: str | None,
-    cache_dir: Path,
-    callbacks: Sequence[Callback],
-) -> Tokenizer:
-    """Load the tokenizer with this key from the cache, or train it if it is not whole there."""
-    folder = cache_dir / "tokenizers" / key
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with entry_lock(folder.with_suffix(".lock")):
-            if (known := _load_cached(folder)) is not None:
-                return known
-            notify(callbacks, "on_stage", f"training a tokenizer of {vocab} tokens")
-            pattern = cut_as_qwen2 if has_class_by_family(family) else None
-            learnt = train_tokenizer(texts(), vocab, masked=masked, set_pattern=pattern)
-            temporary = folder.with_suffix(".tmp")
-            for left in (temporary, folder):  # damaged, or left by a killed process
-                _remove(left)
-            learnt.save(temporary)
-            write_checksums(temporary)
-            temporary.replace(folder)
-    except OSError as error:
-        raise BadInputError(
-            f"the cache {cache_dir} cannot be written ({error.strerror}). Free some space, or "
-            "choose another folder with --cache-dir."
-        ) from None
-    return load_tokenizer(str(folder))
+    def load_or_train(self, told: str, texts: Callable[[], Iterable[str]]) -> Tokenizer:
+        """Load the tokenizer of texts that `told` stands for, or train it if it is not whole."""
+        by_family = has_class_by_family(self.family)
+        told += f"|{self.family}" if by_family else ""
+        key = xxhash.xxh3_128_hexdigest(told.encode())
+        folder = self.cache_dir / "tokenizers" / key
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with entry_lock(folder.with_suffix(".lock")):
+                if (known := _load_cached(folder)) is not None:
+                    return known
+                notify(self.callbacks, "on_stage", f"training a tokenizer of {self.vocab} tokens")
+                pattern = cut_as_qwen2 if by_family else None
+                learnt = train_tokenizer(
+                    texts(), self.vocab, masked=self.masked, set_pattern=pattern
+                )
+                temporary = folder.with_suffix(".tmp")
+                for left in (temporary, folder):  # damaged, or left by a killed process
+                    _remove(left)
+                learnt.save(temporary)
+                write_checksums(temporary)
+                temporary.replace(folder)
+        except OSError as error:
+            raise BadInputError(
+                f"the cache {self.cache_dir} cannot be written ({error.strerror}). Free some "
+                "space, or choose another folder with --cache-dir."
+            ) from None
+        return load_tokenizer(str(folder))
 
 
 def _load_cached(folder: Path) -> Tokenizer | None:

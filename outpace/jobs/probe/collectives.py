@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-import psutil
 import torch
 import torch.distributed as dist
 
@@ -30,7 +29,7 @@ from outpace.probing.collectives.cases import (
 from outpace.probing.collectives.groups import Axis, Nodes, axes_of, nodes_of
 from outpace.probing.collectives.overlap import OVERLAPPED, probe_overlap
 from outpace.probing.collectives.pairwise import pair_figures, pair_fits, ranks_figures, work_of
-from outpace.probing.hardware.process_memory import find_cgroup
+from outpace.probing.hardware.process_memory import free_bytes
 from outpace.probing.timing.interleave import Turns, interleave_turns, wrap_turns
 from outpace.probing.timing.link_model import COLLECTIVES, fit_link
 from outpace.probing.timing.measure import Case, Effort, measure, rounds_of
@@ -207,15 +206,6 @@ def _most_bytes(run: _Run) -> int:
     least = torch.tensor([min(share, _TOP_BYTES)])
     dist.all_reduce(least, dist.ReduceOp.MIN, group=run.groups.control)
     return int(least.item())
-
-
-def free_bytes() -> int:
-    """Return the host memory that this process may still use, within its control group's limit."""
-    free = int(psutil.virtual_memory().available)
-    group = find_cgroup()
-    if group is None or group.limit_bytes is None:
-        return free
-    return max(0, min(free, group.limit_bytes - group.used_bytes()))
 
 
 def _note_case(doing: RankActivity, case: Case) -> Case:

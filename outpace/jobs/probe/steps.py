@@ -7,13 +7,13 @@ import torch
 import torch.distributed as dist
 
 from outpace.catalog.references import Kind, Reference, references
-from outpace.jobs.probe.collectives import free_bytes
 from outpace.jobs.ranks.hang_watchdog import RankActivity, hang_watchdog
 from outpace.jobs.ranks.process_groups import Groups
 from outpace.planner.memory import peak
 from outpace.planner.model.outline import outline
 from outpace.planner.plan_batch import of_plans
 from outpace.probing.hardware.machine import usable_cores
+from outpace.probing.hardware.process_memory import free_bytes
 from outpace.probing.timing.interleave import Turns
 from outpace.probing.timing.measure import Case, Effort, measure, rounds_of
 from outpace.probing.timing.rank_clock import RanksClock, patient_clock

@@ -47,7 +47,7 @@ def probe_overlap(
     product, right = _product(place.buffers.device)
     clock.seconds(product, 1)
     product_s = min(clock.seconds(product, 1) for _ in range(3))
-    begun = [_make_begun(name, place, place.count(size)) for name in collectives for size in sizes]
+    begun = [_BEGUN[name](place, place.count(size)) for name in collectives for size in sizes]
     timed = _Product(product, right, product_s)
     cases = [case for one in begun for case in _cases(one, place, timed, clock)]
     place.buffers.settle()
@@ -92,7 +92,7 @@ def _cases(
     one: _PendingCollective, place: AxisPlace, product: _Product, clock: Clock
 ) -> list[Case]:
     """Yield cases of computation, the collective, and both at once."""
-    alone = _compute_meanwhile(one, _compute_nothing)
+    alone = _compute_meanwhile(one, compute_nothing)
     collective_s = min(clock.seconds(alone, 1) for _ in range(4))
     products = max(1, round(collective_s / max(product.seconds, _LEAST_S)))
 
@@ -133,8 +133,8 @@ def _ready(call: PreparedCall) -> PreparedCall:
     return call
 
 
-def _compute_nothing() -> None:
-    pass
+def compute_nothing() -> None:
+    """Stand for the computation where nothing is computed."""
 
 
 def share_hidden(key: Key, found: Sequence[Figure]) -> Figure:
@@ -153,10 +153,6 @@ def share_hidden(key: Key, found: Sequence[Figure]) -> Figure:
         high=high, level=LEVEL, rounds=rounds,
         unstable=None if conclusive else f"a repeat may lie {100 * away:.0f} points away",
     )  # fmt: skip
-
-
-def _make_begun(collective: str, place: AxisPlace, count: int) -> _PendingCollective:
-    return _BEGUN[collective](place, count)
 
 
 def _all_reduce(place: AxisPlace, count: int) -> _PendingCollective:

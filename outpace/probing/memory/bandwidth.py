@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outpace.probing.collectives.overlap import share_hidden
+from outpace.probing.collectives.overlap import compute_nothing, share_hidden
 from outpace.probing.compute.matmul import wrong_product
 from outpace.probing.hardware.cpus import read_cpus
 from outpace.probing.timing.interleave import Turns
@@ -197,7 +197,7 @@ def _overlap_cases(device: torch.device) -> Iterator[Case]:
 
     yield Case(_key("overlap", of="product"), "s", _call_of(product), check=product_fault)
     for way, sends in ways.items():
-        alone = partial(_compute_beside, device, sends, _compute_nothing)
+        alone = partial(_compute_beside, device, sends, compute_nothing)
         check = partial(_arrival_fault, sends)
         yield Case(_key("overlap", of=f"transfer {way}"), "s", _call_of(alone), check=check)
         both = partial(_compute_beside, device, sends, product)
@@ -239,21 +239,14 @@ def _both_right(
     return one(found) or other(found)
 
 
-def _compute_nothing() -> None:
-    pass
-
-
 def probe_memory(
     device: torch.device, quick: bool, budget_s: float, progress: Callable[[float], None]
 ) -> Turns[ProbeSection]:
     """Measure a device's memory, and on a GPU transfers to the host's."""
     effort = Effort(budget_s, rounds_of(quick))
     figures = yield from measure(memory_cases(device, quick), clock_of(device), effort, progress)
-    notes = (
-        ()
-        if device.type == "cuda"
-        else (("host and device are the same, so there are no transfers to measure"),)
-    )
+    alike = "host and device are the same, so there are no transfers to measure"
+    notes = () if device.type == "cuda" else (alike,)
     hidden = hidden_shares(figures)
     advice = tuple(hidden_advice(hidden))
     return ProbeSection((*figures, *hidden), advice, (*notes, *hidden_notes(hidden)))

@@ -223,19 +223,14 @@ def _move_case(
     mover.calibrate()
     what = f"{'sequential' if sequential else 'random'} {verb}"
     nbytes = pages * PAGE_BYTES
-    key = _key(
-        what, directory=role, block_bytes=nbytes, queue=queue, direct=_yes_or_no(file.direct)
-    )
+    direct = "yes" if file.direct else "no"
+    key = _key(what, directory=role, block_bytes=nbytes, queue=queue, direct=direct)
     return Case(key, "B/s", lambda: mover, mover.operations * queue * nbytes,
                 check=lambda moved: moved.find_error())  # fmt: skip
 
 
 def _key(what: str, **of: str | int) -> Key:
     return Key(kind="storage", what=what, of=of)
-
-
-def _yes_or_no(yes: bool) -> str:
-    return "yes" if yes else "no"
 
 
 def _checkpoint_cases(named: Path, role: str, stack: ExitStack) -> Iterator[Case]:
