@@ -530,8 +530,6 @@ def _is_rtx_blackwell(accelerator: Accelerator) -> bool:
 
 
 def _is_geforce_ada(accelerator: Accelerator) -> bool:
-    """Return whether fp32 accumulation runs at half of the chip's rate, so that power is no
-    limit.
-    """
+    """Return whether fp32 sums run at half of the chip's rate, so that power is no limit."""
     name = accelerator.name
     return accelerator.architecture == "ada" and name.startswith("RTX") and "Ada" not in name

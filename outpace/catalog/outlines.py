@@ -172,9 +172,7 @@ def _phi3() -> Outline:
 
 
 def _t5() -> Outline:
-    """Make T5's outline. Outside of layers it has two norms, and twice 32 position biases per
-    head.
-    """
+    """Make T5's outline. Outside layers it has two norms, and twice 32 position biases per head."""
     hidden, heads = 1024, 128
     attention = _heads(heads, heads, 128, causal=False)
     mlp = Mlp(width=65536)

@@ -76,9 +76,7 @@ def is_run(folder: Path) -> bool:
 
 
 def find(folders: Iterable[Path]) -> list[PastRunFolder]:
-    """Find every run in and below these folders, newest first; runs with unknown times come
-    last.
-    """
+    """Find every run in and below these folders, newest first; those without times come last."""
     # Path.resolve raises for circular links.
     found = {os.path.realpath(where): read(where, trouble) for where, trouble in _places(folders)}
     runs = mark_running(found.values())

@@ -4,6 +4,7 @@ Each architecture has a small reader; dimensions are those of the model that tra
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -266,18 +267,6 @@ def _dense(values: _Values) -> Mlp:
     return Mlp(width=values.whole("intermediate_size"), gated=True, bias=bias)
 
 
-def _llama(values: _Values) -> dict[str, Any]:
-    return _llama_like(values, windowed=False)
-
-
-def _qwen2(values: _Values) -> dict[str, Any]:
-    return _llama_like(values, qkv_bias=True, out_bias=False)
-
-
-def _qwen3(values: _Values) -> dict[str, Any]:
-    return _llama_like(values, qk_norm=True)
-
-
 def _mixtral(values: _Values) -> dict[str, Any]:
     experts = _experts(values, "num_local_experts", "intermediate_size")
     return _llama_like(values, lambda layer: experts, qkv_bias=False, out_bias=False)
@@ -358,25 +347,10 @@ def _deepseek(values: _Values) -> dict[str, Any]:
     }
 
 
-def _gemma(values: _Values) -> dict[str, Any]:
-    return _llama_like(values, windowed=False)
-
-
-def _gemma2(values: _Values) -> dict[str, Any]:
-    return _llama_like(values, norms=4)
-
-
-def _gemma3(values: _Values) -> dict[str, Any]:
-    return _llama_like(values, norms=4, qk_norm=True)
-
-
 def _gemma3_text(values: _Values) -> dict[str, Any]:
     """Read the text part of a multimodal model, without its vision tower."""
-    return _gemma3(_Values(values.config.text_config, f"{values.where}: text_config"))
-
-
-def _phi3(values: _Values) -> dict[str, Any]:
-    return _llama_like(values, qkv_bias=False, out_bias=False)
+    text = _Values(values.config.text_config, f"{values.where}: text_config")
+    return _llama_like(text, norms=4, qk_norm=True)
 
 
 def _gpt_like(
@@ -573,10 +547,10 @@ def _t5(values: _Values) -> dict[str, Any]:
 READERS: Mapping[str, tuple[str, Reader]] = MappingProxyType(
     {
         "gpt2": ("GPT-2", _gpt2),
-        "llama": ("Llama", _llama),
+        "llama": ("Llama", partial(_llama_like, windowed=False)),
         "mistral": ("Mistral", _llama_like),
-        "qwen2": ("Qwen 2", _qwen2),
-        "qwen3": ("Qwen 3", _qwen3),
+        "qwen2": ("Qwen 2", partial(_llama_like, qkv_bias=True, out_bias=False)),
+        "qwen3": ("Qwen 3", partial(_llama_like, qk_norm=True)),
         "bert": ("BERT", _bert),
         "gpt_neox": ("GPT-NeoX", _gpt_neox),
         "bloom": ("BLOOM", _bloom),
@@ -587,12 +561,12 @@ READERS: Mapping[str, tuple[str, Reader]] = MappingProxyType(
         "qwen3_moe": ("Qwen3-MoE", _qwen3_moe),
         "deepseek_v2": ("DeepSeek-V2", _deepseek),
         "deepseek_v3": ("DeepSeek-V3", _deepseek),
-        "gemma": ("Gemma", _gemma),
-        "gemma2": ("Gemma 2", _gemma2),
-        "gemma3_text": ("Gemma 3", _gemma3),
+        "gemma": ("Gemma", partial(_llama_like, windowed=False)),
+        "gemma2": ("Gemma 2", partial(_llama_like, norms=4)),
+        "gemma3_text": ("Gemma 3", partial(_llama_like, norms=4, qk_norm=True)),
         "gemma3": ("Gemma 3, whose vision tower is not included", _gemma3_text),
         "phi": ("Phi", _phi),
-        "phi3": ("Phi-3", _phi3),
+        "phi3": ("Phi-3", partial(_llama_like, qkv_bias=False, out_bias=False)),
         "vit": ("ViT", _vit),
         "t5": ("T5", _t5),
     }

@@ -166,9 +166,7 @@ def _check_layers(config: Any, where: str) -> None:
 
 
 def _auto_class(config: Any) -> tuple[bool, Any] | None:
-    """Return whether the model has a decoder, and its class with a head; None if there is no
-    class.
-    """
+    """Return whether the model has a decoder, and its class with a head; None without a class."""
     import transformers
     from transformers.models.auto import modeling_auto as auto
 

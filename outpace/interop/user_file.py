@@ -118,9 +118,7 @@ def _run_file(path: Path) -> ModuleType:
 
 
 class _UncachedLoader(importlib.machinery.SourceFileLoader):
-    """Loader that compiles the current file: the bytecode cache ignores changes that keep size
-    and second.
-    """
+    """Loader that compiles the file: the bytecode cache misses changes of equal size and second."""
 
     def get_code(self, fullname: str) -> CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)

@@ -1,6 +1,4 @@
-"""The weights of a Hugging Face model directory, read one tensor at a time under outpace's
-names.
-"""
+"""Weights of a Hugging Face model directory, read one tensor at a time under outpace's names."""
 
 import json
 import pickle
@@ -330,9 +328,7 @@ def unread_weights(directory: Path) -> list[str]:
 
 
 def _may_be_data(path: Path, below: bool) -> bool:
-    """Return whether a .bin file next to a model, or in a folder `below` it, may be data, by its
-    name.
-    """
+    """Return whether a .bin file beside a model, or in a folder `below`, may be data, by name."""
     if _MODEL_NAME.search(path.stem.lower()):
         return False
     return below or _DATA_NAME.search(path.stem.lower()) is not None

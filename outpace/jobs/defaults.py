@@ -282,9 +282,7 @@ def _strategy_for(settings: TrainSettings, world_size: int) -> Strategy:
 def _micro_batches(
     settings: TrainSettings, strategy: Strategy, sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the requested micro-batch; by default a rank's share, in parts that suit a
-    pipeline.
-    """
+    """Return the requested micro-batch; by default a rank's share, in parts that fit a pipeline."""
     # With micro-batch auto, a search starts later from the whole share.
     asked = None if settings.micro_batch == "auto" else settings.micro_batch
     if asked is None:

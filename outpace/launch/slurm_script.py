@@ -102,9 +102,7 @@ def _directives(job: ClusterJob, options: SlurmOptions) -> Iterator[str]:
 
 
 def _cpus_per_task(job: ClusterJob, options: SlurmOptions) -> int | None:
-    """Return cores per task; None for the cluster's default. torchrun is one task for all ranks
-    of a node.
-    """
+    """Return cores per task; None for the cluster's default. torchrun is one task per node."""
     if options.starter == "torchrun":
         return (job.cpus_per_rank or 1) * job.ranks_per_node
     return job.cpus_per_rank

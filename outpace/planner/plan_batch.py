@@ -89,9 +89,7 @@ class PlanBatch:
         return found.pop() if found else None
 
     def unknown_with_adapters(self) -> Iterator[tuple[str, Bools]]:
-        """Yield settings with which the planner cannot estimate adapters, and the plans that
-        have them.
-        """
+        """Yield settings with which adapters cannot be estimated, and the plans that have them."""
         columns: dict[str, tuple[Any, Sequence[Any]]] = {
             "strategy": (self.strategy, STRATEGIES),
             "offload_activations": (self.offload_activations, OFFLOADS),

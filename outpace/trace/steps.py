@@ -122,8 +122,17 @@ def run_steps(
 ) -> None:
     """Build the model, lay it out and train, as a trainer does; `watch` is entered."""
     plan, away = work.plan, lies_on_host(work.plan, rules)
+    lr = work.settings.lr or _ANY_LR
     with watch.on_host(away):
-        layout, optimizer, mixed = _prepare(work, ranks, watch, lay_out, rules, scratch)
+        mixed = work.make_mixed()
+        layout = work.lay_out_model(mixed, ranks, watch, lay_out, rules, scratch)
+        optimizer = make_optimizer(
+            layout.named_parameters(),
+            plan.optimizer,
+            work.settings.model_copy(update={"lr": lr}),
+            partial(place_optimizer, layout, plan, scratch),
+            master_weights=mixed.keeps_masters,
+        )
     if plan.optimizer_in_backward:
         layout.step_in_backward(optimizer)
     watch.register(layout.model, (parameter for _, parameter in layout.named_parameters()))
@@ -131,31 +140,8 @@ def run_steps(
         keep_on_host(watch, layout)
     for step in range(1, STEPS + 1):
         watch.begin_step(step)
-        begin_step(optimizer, step, work.settings.lr or _ANY_LR)
+        begin_step(optimizer, step, lr)
         _step(work, ranks, watch, layout, optimizer, mixed, away)
-
-
-def _prepare(
-    work: Trainable,
-    ranks: Ranks,
-    watch: AllocationTracer,
-    lay_out: LayOut,
-    rules: Rules,
-    scratch: Scratch,
-) -> tuple[Layout, torch.optim.Optimizer, MixedPrecision]:
-    """Return the model, laid out, and its optimizer."""
-    plan, lr = work.plan, work.settings.lr or _ANY_LR
-    settings = work.settings.model_copy(update={"lr": lr})
-    mixed = work.make_mixed()
-    layout = work.lay_out_model(mixed, ranks, watch, lay_out, rules, scratch)
-    optimizer = make_optimizer(
-        layout.named_parameters(),
-        plan.optimizer,
-        settings,
-        partial(place_optimizer, layout, plan, scratch),
-        master_weights=mixed.keeps_masters,
-    )
-    return layout, optimizer, mixed
 
 
 def _objective(work: Workload, mixed: MixedPrecision) -> LanguageModelObjective:

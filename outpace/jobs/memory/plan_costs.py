@@ -99,9 +99,7 @@ def _cost(
 
 
 def _save_bytes(found: AccountSummary, plan: Plan, device: torch.device) -> int:
-    """Return the host memory that saving needs: the state, and a copy unless it is already on
-    disk.
-    """
+    """Return the host memory that saving needs: the state, and a copy unless it is on disk."""
     kinds: tuple[Kind, ...] = ("weights", "optimizer state")
     state = sum(found.by_kind.get(kind, 0) for kind in kinds)
     on_disk = "disk" in (plan.offload_optimizer, plan.offload_parameters)

@@ -165,18 +165,6 @@ def _check_file(
             )
 
 
-def _plan_world(
-    settings: TrainSettings,
-    origins: Mapping[str, str],
-    machine: Machine,
-    world: int,
-    per_node: int | None,
-) -> tuple[Plans, PlanningProblem]:
-    """Return plans for `world` processes, and the problem. Raises BadInputError if none fits."""
-    job = question(settings, origins, machine, world, per_node)
-    return plans(job), job
-
-
 def _pick(
     settings: TrainSettings,
     origins: Mapping[str, str],
@@ -190,7 +178,8 @@ def _pick(
     per_node = None if ranks is None else ranks.local_world_size
     for world in _worlds(settings, ranks, machine):
         try:
-            answers.append(_plan_world(settings, origins, machine, world, per_node))
+            job = question(settings, origins, machine, world, per_node)
+            answers.append((plans(job), job))
         except BadInputError as error:
             failed = failed or error
     if not answers:

@@ -60,9 +60,7 @@ class Cluster:
 
     @property
     def guessed(self) -> bool:
-        """Return whether its rates come neither from the catalog's measurements nor from
-        complete steps.
-        """
+        """Return whether its rates are neither from the catalog's measurements nor from steps."""
         return not self.calibrated and not self.device.peak_flops_per_s
 
     @property

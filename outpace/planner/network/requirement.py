@@ -189,9 +189,7 @@ class NetworkSteps:
         return 1.0 if self._asked.present is None else network_share(self._asked.present)
 
     def device_share(self, link: Network) -> float:
-        """Return the share of its rate that a device link reaches; like the present one for its
-        kind.
-        """
+        """Return the share of its rate that a device link reaches, like the present one."""
         own = self._asked.present_link
         if own is None or _is_pcie(own) != _is_pcie(link):
             return link_share(link)

@@ -61,9 +61,7 @@ def _backends() -> dict[str, str]:
 
 
 def commit() -> tuple[str | None, bool | None]:
-    """Return the working directory's commit and whether it has changes; None outside a
-    repository.
-    """
+    """Return the working copy's commit and whether it has changes; None without a repository."""
     head = _git("rev-parse", "HEAD")
     if head is None:
         return None, None

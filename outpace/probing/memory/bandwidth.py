@@ -158,9 +158,7 @@ def _optimizer_step(device: torch.device, elements: int) -> Case:
 
 
 def _transfers(device: torch.device, quick: bool) -> Iterator[Case]:
-    """Yield transfers between host and device: pageable and pinned, both ways, and during a
-    product.
-    """
+    """Yield transfers of host and device: pageable and pinned, both ways, and during a product."""
     for size in (1 << 26,) if quick else (1 << 12, 1 << 16, 1 << 20, 1 << 26, 1 << 28):
         there = torch.empty(size // 4, device=device).normal_()
         for pinned in (False, True):

@@ -164,9 +164,7 @@ def _busy_share(before: tuple[float, float], now: tuple[float, float]) -> float 
 
 
 def _packages(rapl: Path) -> list[tuple[Callable[[], float | None], float | None]]:
-    """Return for each processor package where to read its energy in microjoules, and where that
-    wraps.
-    """
+    """Return by processor package where to read its energy in microjoules, and where it wraps."""
 
     def reader(path: Path) -> Callable[[], float | None]:
         return lambda: _number(path)

@@ -40,9 +40,7 @@ class StepLog:
 
     @property
     def passed_s(self) -> Floats:
-        """Return the seconds spent in steps up to the end of each, without evaluations and
-        saving.
-        """
+        """Return seconds spent in steps up to the end of each, without evaluating and saving."""
         return np.nancumsum(self["step_time_s"])
 
     def steady(self, name: str) -> Floats:
