@@ -38,41 +38,23 @@ if TYPE_CHECKING:
     from outpace.records.settings import TrainSettings
     from outpace.training.callbacks import Callback
 
-# Public name -> its module, which is loaded on first access, so that importing outpace imports no
-# torch and `outpace --help` is fast.
-_PUBLIC = {
-    "BadInputError": "outpace.records.errors",
-    "Callback": "outpace.training.callbacks",
-    "Certificate": "outpace.records.certificate",
-    "DivergedError": "outpace.records.errors",
-    "Evaluation": "outpace.records.measurement",
-    "InterruptedRunError": "outpace.records.errors",
-    "Measurement": "outpace.records.measurement",
-    "ModelSpec": "outpace.records.model",
-    "OutpaceError": "outpace.records.errors",
-    "ParallelModule": "outpace.parallel.parallelize",
-    "Plan": "outpace.records.plan",
-    "RunInfo": "outpace.records.measurement",
-    "StepRecord": "outpace.records.measurement",
-    "TrainSettings": "outpace.records.settings",
-    "Transformer": "outpace.nn.transformer",
-    "compare": "outpace.api",
-    "doctor": "outpace.api",
-    "estimate": "outpace.api",
-    "evaluate": "outpace.api",
-    "generate": "outpace.api",
-    "memory": "outpace.api",
-    "network": "outpace.api",
-    "parallelize": "outpace.parallel.parallelize",
-    "plan": "outpace.api",
-    "probe": "outpace.api",
-    "report": "outpace.api",
-    "runs": "outpace.api",
-    "topology": "outpace.api",
-    "train": "outpace.api",
-    "tune": "outpace.api",
-    "verify": "outpace.experiment.module_verify",
+# Public names by their module, which is loaded when one is first used, so that importing outpace
+# imports no torch and `outpace --help` is fast.
+_MODULES = {
+    "outpace.api": "compare doctor estimate evaluate generate memory network plan probe report "
+    "runs topology train tune",
+    "outpace.experiment.module_verify": "verify",
+    "outpace.nn.transformer": "Transformer",
+    "outpace.parallel.parallelize": "ParallelModule parallelize",
+    "outpace.records.certificate": "Certificate",
+    "outpace.records.errors": "BadInputError DivergedError InterruptedRunError OutpaceError",
+    "outpace.records.measurement": "Evaluation Measurement RunInfo StepRecord",
+    "outpace.records.model": "ModelSpec",
+    "outpace.records.plan": "Plan",
+    "outpace.records.settings": "TrainSettings",
+    "outpace.training.callbacks": "Callback",
 }
+_PUBLIC = {name: module for module, names in _MODULES.items() for name in names.split()}
 
 __all__ = [
     "BadInputError",

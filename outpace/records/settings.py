@@ -4,6 +4,7 @@ One field is one flag (`--global-batch`), one TOML key (`global-batch` or `globa
 keyword of `outpace.train`. Its description is the flag's help.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
 
@@ -56,8 +57,16 @@ def _field(group: str, help_text: str, default: Any = None, **bounds: Any) -> An
     return Field(default=default, description=help_text, json_schema_extra=extra, **bounds)
 
 
+# A field of each group of options.
+_model, _data, _batch, _length, _optimization, _adapters, _computation, _run = (
+    partial(_field, group)
+    for group in ("model", "data", "batch", "length", "optimization", "adapters", "computation",
+                  "run")
+)  # fmt: skip
+
+
 def _axis(help_text: str) -> Any:
-    return _field("computation", f"{help_text}; -1: all remaining ranks", ge=-1)
+    return _computation(f"{help_text}; -1: all remaining ranks", ge=-1)
 
 
 def _types_of(annotation: Any) -> set[Any]:
@@ -71,309 +80,254 @@ class TrainSettings(Record):
 
     model_config = ConfigDict(allow_inf_nan=False)
 
-    model: str = _field(
-        "model",
+    model: str = _model(
         "preset, Hugging Face directory, TOML/JSON spec, run directory or file.py:build",
         "outpace-small",
     )
-    init: Literal["pretrained", "random"] | None = _field(
-        "model", "weights to start from (default: pretrained if the model has weights)"
+    init: Literal["pretrained", "random"] | None = _model(
+        "weights to start from (default: pretrained if the model has weights)"
     )
-    dropout: float | None = _field(
-        "model", "dropout probability (default: the model's)", ge=0, lt=1
-    )
+    dropout: float | None = _model("dropout probability (default: the model's)", ge=0, lt=1)
 
-    data: tuple[str, ...] = _field(
-        "data",
+    data: tuple[str, ...] = _data(
         "file, directory, glob, .txt/.jsonl/.parquet, nanoGPT .bin, Megatron .bin/.idx, "
         "hf:NAME[:CONFIG[:SPLIT]] or 'stdlib' (Python's own source); may be repeated for a "
         "mixture",
         ("stdlib",),
     )
-    data_weights: tuple[PositiveFloat, ...] | None = _field(
-        "data", "share of each --data in a mixture, comma-separated (default: by size)"
+    data_weights: tuple[PositiveFloat, ...] | None = _data(
+        "share of each --data in a mixture, comma-separated (default: by size)"
     )
-    eval_data: tuple[str, ...] | None = _field(
-        "data", "validation data, in the form of --data (default: held-out documents)"
+    eval_data: tuple[str, ...] | None = _data(
+        "validation data, in the form of --data (default: held-out documents)"
     )
-    eval_fraction: float = _field(
-        "data",
-        "share of documents to hold out for validation, chosen by content hash",
-        0.05,
-        gt=0,
-        lt=1,
+    eval_fraction: float = _data(
+        "share of documents to hold out for validation, chosen by content hash", 0.05, gt=0, lt=1
     )
-    task: Task = _field(
-        "data",
+    task: Task = _data(
         "what to learn: text, the assistant's messages in conversations, or labels of texts",
         "pretrain",
     )
-    text_fields: tuple[str, ...] | None = _field(
-        "data", "columns with the one or two texts to classify (default: found by name)"
+    text_fields: tuple[str, ...] | None = _data(
+        "columns with the one or two texts to classify (default: found by name)"
     )
-    label_field: str | None = _field("data", "column with their label (default: found by name)")
-    text_field: str = _field("data", "key of the text in .jsonl, .parquet and datasets", "text")
-    tokenizer: str | None = _field(
-        "data",
+    label_field: str | None = _data("column with their label (default: found by name)")
+    text_field: str = _data("key of the text in .jsonl, .parquet and datasets", "text")
+    tokenizer: str | None = _data(
         "Hugging Face tokenizer directory, tokenizer.json, a folder with encoder.json and "
-        "vocab.bpe, or vocab.txt (default: the model's own, else a BPE trained on the data)",
+        "vocab.bpe, or vocab.txt (default: the model's own, else a BPE trained on the data)"
     )
-    document_attention: bool = _field(
-        "data",
-        "restrict attention to the document of each token when documents are packed together",
-        False,
+    document_attention: bool = _data(
+        "restrict attention to the document of each token when documents are packed together", False
     )
-    cache_dir: Path | None = _field("data", "token cache (default: ~/.cache/outpace)")
-    workers: NonNegativeInt = _field("data", "background processes for loading data", 0)
-    pin_memory: bool | None = _field("data", "use page-locked host memory (default: on CUDA)")
+    cache_dir: Path | None = _data("token cache (default: ~/.cache/outpace)")
+    workers: NonNegativeInt = _data("background processes for loading data", 0)
+    pin_memory: bool | None = _data("use page-locked host memory (default: on CUDA)")
 
-    seq_len: PositiveInt | None = _field(
-        "batch", "tokens per sample (default: 256, or the model's positions if fewer)"
+    seq_len: PositiveInt | None = _batch(
+        "tokens per sample (default: 256, or the model's positions if fewer)"
     )
-    padding: Literal["dynamic", "fixed"] | None = _field(
-        "batch",
+    padding: Literal["dynamic", "fixed"] | None = _batch(
         "pad a task's samples to the longest of the micro-batch (dynamic), or to --seq-len; "
-        "both rounded up to 8 (default: dynamic if the strategy allows different shapes)",
+        "both rounded up to 8 (default: dynamic if the strategy allows different shapes)"
     )
-    global_batch: PositiveInt = _field("batch", "samples per optimizer step, over all ranks", 16)
-    micro_batch: PositiveInt | Literal["auto"] | None = _field(
-        "batch",
+    global_batch: PositiveInt = _batch("samples per optimizer step, over all ranks", 16)
+    micro_batch: PositiveInt | Literal["auto"] | None = _batch(
         "samples per rank and forward pass, or auto: as many as fit (default: the rank's "
-        "share, without accumulation)",
+        "share, without accumulation)"
     )
-    steps: PositiveInt | None = _field(
-        "length", "optimizer steps (default: 70, or 3 epochs of a task's data)"
+    steps: PositiveInt | None = _length(
+        "optimizer steps (default: 70, or 3 epochs of a task's data)"
     )
-    tokens: PositiveInt | None = _field("length", "train on this many tokens, instead of --steps")
-    epochs: PositiveFloat | None = _field(
-        "length", "pass over the data this many times, instead of --steps"
-    )
+    tokens: PositiveInt | None = _length("train on this many tokens, instead of --steps")
+    epochs: PositiveFloat | None = _length("pass over the data this many times, instead of --steps")
 
-    lr: PositiveFloat | None = _field(
-        "optimization",
-        "peak learning rate (default: 1e-3, or 5e-5 from stored weights, 2e-4 with LoRA)",
+    lr: PositiveFloat | None = _optimization(
+        "peak learning rate (default: 1e-3, or 5e-5 from stored weights, 2e-4 with LoRA)"
     )
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = _field(
-        "optimization", "learning rate schedule after warm-up", "cosine"
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = _optimization(
+        "learning rate schedule after warm-up", "cosine"
     )
-    warmup: NonNegativeInt | None = _field(
-        "optimization", "steps of linear warm-up (default: a twentieth of the steps)"
+    warmup: NonNegativeInt | None = _optimization(
+        "steps of linear warm-up (default: a twentieth of the steps)"
     )
-    min_lr_ratio: float = _field(
-        "optimization", "final learning rate as a share of the peak", 0.1, ge=0, le=1
+    min_lr_ratio: float = _optimization(
+        "final learning rate as a share of the peak", 0.1, ge=0, le=1
     )
-    optimizer: OptimizerName | None = _field(
-        "optimization",
+    optimizer: OptimizerName | None = _optimization(
         "AdamW in three implementations, or with moments in 16, 8 or 4 bits; Adafactor; Muon "
         "for hidden matrices with AdamW for the rest; SGD with momentum (default: "
-        "adamw-fused, or adamw-bf16 for weights in 16 bits)",
+        "adamw-fused, or adamw-bf16 for weights in 16 bits)"
     )
-    optimizer_in_backward: bool = _field(
-        "optimization",
+    optimizer_in_backward: bool = _optimization(
         "step each parameter during the backward and free its gradient; needs --clip 0 "
         "(single, zero2, zero3, hsdp)",
         False,
     )
-    weight_decay: NonNegativeFloat = _field(
-        "optimization",
+    weight_decay: NonNegativeFloat = _optimization(
         "weight decay, decoupled except for sgd; not applied to biases, norms and "
         "embeddings of one dimension",
         0.1,
     )
-    beta1: float = _field(
-        "optimization", "decay of AdamW's first moment; momentum of SGD", 0.9, ge=0, lt=1
-    )
-    beta2: float = _field("optimization", "decay of AdamW's second moment", 0.95, ge=0, lt=1)
-    clip: NonNegativeFloat = _field("optimization", "maximum gradient norm; 0 = no clipping", 1.0)
+    beta1: float = _optimization("decay of AdamW's first moment; momentum of SGD", 0.9, ge=0, lt=1)
+    beta2: float = _optimization("decay of AdamW's second moment", 0.95, ge=0, lt=1)
+    clip: NonNegativeFloat = _optimization("maximum gradient norm; 0 = no clipping", 1.0)
 
-    lora_rank: PositiveInt | None = _field(
-        "adapters", "freeze the weights and train adapters of this rank (LoRA)"
+    lora_rank: PositiveInt | None = _adapters(
+        "freeze the weights and train adapters of this rank (LoRA)"
     )
-    lora_alpha: PositiveFloat | None = _field(
-        "adapters", "scale adapters by this over their rank (default: the rank)"
+    lora_alpha: PositiveFloat | None = _adapters(
+        "scale adapters by this over their rank (default: the rank)"
     )
-    lora_targets: tuple[LoraTarget, ...] = _field(
-        "adapters", "matrices of each block with an adapter", ("all",)
+    lora_targets: tuple[LoraTarget, ...] = _adapters(
+        "matrices of each block with an adapter", ("all",)
     )
-    lora_dropout: float = _field("adapters", "dropout probability before adapters", 0.0, ge=0, lt=1)
-    base: Base = _field(
-        "adapters",
-        "format of the frozen weights; nf4: 4 bits for the blocks' matrices (QLoRA)",
-        "fp32",
+    lora_dropout: float = _adapters("dropout probability before adapters", 0.0, ge=0, lt=1)
+    base: Base = _adapters(
+        "format of the frozen weights; nf4: 4 bits for the blocks' matrices (QLoRA)", "fp32"
     )
 
-    precision: AskedPrecision | None = _field(
-        "computation",
+    precision: AskedPrecision | None = _computation(
         "precision of matrix products (default: bf16 if the device has it, on a GPU "
         "bf16-master, else fp32); tf32: fp32 rounded for tensor cores; bf16-pure and "
         "fp16-pure: weights as well; bf16-master and fp16-master: also fp32 copies of the "
         "weights in the optimizer; fp8: in blocks, on hardware that has it; O0 to O3: Apex's "
-        "levels",
+        "levels"
     )
-    autocast_cache: bool | None = _field(
-        "computation",
+    autocast_cache: bool | None = _computation(
         "keep each weight's cast until the end of the forward pass (default: for custom "
-        "models, which may use a weight twice)",
+        "models, which may use a weight twice)"
     )
-    checkpointing: Checkpointing = _field(
-        "computation",
+    checkpointing: Checkpointing = _computation(
         "activations to recompute: full keeps only a block's input, attention also the output "
         "of its attention, selective also those of matrix products",
         "none",
     )
-    checkpoint_every: PositiveInt = _field(
-        "computation", "checkpoint every K-th block, from the first", 1
+    checkpoint_every: PositiveInt = _computation("checkpoint every K-th block, from the first", 1)
+    checkpoint_layers: tuple[Checkpointing, ...] = _computation(
+        "checkpointing of each block, comma-separated, instead of --checkpointing", ()
     )
-    checkpoint_layers: tuple[Checkpointing, ...] = _field(
-        "computation",
-        "checkpointing of each block, comma-separated, instead of --checkpointing",
-        (),
+    memory_budget: Size | None = _computation(
+        "recompute as little as possible while each rank's memory stays within this, such as 8GiB"
     )
-    memory_budget: Size | None = _field(
-        "computation",
-        "recompute as little as possible while each rank's memory stays within this, such as 8GiB",
-    )
-    memory_limit: Size | None = _field(
-        "computation",
+    memory_limit: Size | None = _computation(
         "end the run when a rank needs more memory than this, such as 8GiB, and say what "
-        "would fit (default on a CPU: the control group's limit)",
+        "would fit (default on a CPU: the control group's limit)"
     )
-    offload: Literal["none", "cpu", "disk"] | None = _field(
-        "computation", "same as --offload-parameters and --offload-optimizer"
+    offload: Literal["none", "cpu", "disk"] | None = _computation(
+        "same as --offload-parameters and --offload-optimizer"
     )
-    offload_activations: Offload = _field(
-        "computation",
-        "keep what blocks save for the backward in host memory (CUDA) or on disk",
-        "none",
+    offload_activations: Offload = _computation(
+        "keep what blocks save for the backward in host memory (CUDA) or on disk", "none"
     )
-    offload_parameters: Offload | None = _field(
-        "computation",
+    offload_parameters: Offload | None = _computation(
         "keep parameters and gradients in host memory (single, zero2, zero3, hsdp, 3d), or "
-        "parameters on disk (default: none)",
+        "parameters on disk (default: none)"
     )
-    offload_optimizer: Offload | None = _field(
-        "computation",
-        "keep optimizer states in host memory or on disk, and step on the CPU (default: none)",
+    offload_optimizer: Offload | None = _computation(
+        "keep optimizer states in host memory or on disk, and step on the CPU (default: none)"
     )
-    offload_dir: Path | None = _field(
-        "computation", "directory on the disk to offload to (default: the run's)"
+    offload_dir: Path | None = _computation(
+        "directory on the disk to offload to (default: the run's)"
     )
-    empty_cache: bool = _field(
-        "computation", "free cached memory between the phases of a step", False
+    empty_cache: bool = _computation("free cached memory between the phases of a step", False)
+    compile: bool | None = _computation(
+        "torch.compile the forward pass (default: on CUDA, if it saves time over the run)"
     )
-    compile: bool | None = _field(
-        "computation",
-        "torch.compile the forward pass (default: on CUDA, if it saves time over the run)",
-    )
-    cuda_graphs: bool | None = _field(
-        "computation",
+    cuda_graphs: bool | None = _computation(
         "replay forward and backward passes of one CUDA device as graphs, so that the host "
-        "does not launch each kernel (default: with compile, if memory suffices)",
+        "does not launch each kernel (default: with compile, if memory suffices)"
     )
-    loss: Literal["auto", "plain", "chunked"] = _field(
-        "computation", "compute the cross-entropy over the vocabulary at once or in chunks", "auto"
+    loss: Literal["auto", "plain", "chunked"] = _computation(
+        "compute the cross-entropy over the vocabulary at once or in chunks", "auto"
     )
-    plan: str | None = _field(
-        "computation",
+    plan: str | None = _computation(
         "auto: the fastest plan that fits this machine (using machine.json here, if there is "
-        "one); or a plan.json",
+        "one); or a plan.json"
     )
-    strategy: Strategy | None = _field(
-        "computation", "parallel strategy (default: single, or ddp on several processes)"
+    strategy: Strategy | None = _computation(
+        "parallel strategy (default: single, or ddp on several processes)"
     )
     dp_replicate: int | None = _axis("number of groups of ranks with the same parameters")
     dp_shard: int | None = _axis("number of ranks to shard parameters and their states over")
     cp: int | None = _axis("number of ranks to split sequences over")
     tp: int | None = _axis("number of ranks to split each layer's matrices over")
     pp: int | None = _axis("number of ranks to split the layers over")
-    pp_microbatches: PositiveInt | None = _field(
-        "computation", "micro-batches in flight in a pipeline (default: one per stage)"
+    pp_microbatches: PositiveInt | None = _computation(
+        "micro-batches in flight in a pipeline (default: one per stage)"
     )
-    pp_schedule: ProductSchedule | None = _field(
-        "computation", "schedule of a pipeline that is given by its axis (default: 1f1b)"
+    pp_schedule: ProductSchedule | None = _computation(
+        "schedule of a pipeline that is given by its axis (default: 1f1b)"
     )
-    sequence_parallel: bool = _field(
-        "computation", "also split the sequence between the layers that tp splits", True
+    sequence_parallel: bool = _computation(
+        "also split the sequence between the layers that tp splits", True
     )
-    servers: PositiveInt | None = _field(
-        "computation", "number of parameter servers of strategy ps, the last ranks (default: 1)"
+    servers: PositiveInt | None = _computation(
+        "number of parameter servers of strategy ps, the last ranks (default: 1)"
     )
-    server_updates: bool = _field(
-        "computation", "let parameter servers step the optimizer, rather than the workers", False
+    server_updates: bool = _computation(
+        "let parameter servers step the optimizer, rather than the workers", False
     )
-    worker_devices: PositiveInt = _field("computation", "processes per worker of strategy ps", 1)
-    compress_gradients: Compression = _field(
-        "computation",
-        "reduce gradients in bf16 (ddp, zero1, cp, ring) or as low-rank matrices (not ring)",
-        "none",
+    worker_devices: PositiveInt = _computation("processes per worker of strategy ps", 1)
+    compress_gradients: Compression = _computation(
+        "reduce gradients in bf16 (ddp, zero1, cp, ring) or as low-rank matrices (not ring)", "none"
     )
-    powersgd_rank: PositiveInt = _field("computation", "rank of powersgd's matrices", 1)
-    powersgd_start: int | None = _field(
-        "computation",
+    powersgd_rank: PositiveInt = _computation("rank of powersgd's matrices", 1)
+    powersgd_start: int | None = _computation(
         "steps before powersgd starts (default: a tenth of all, or the warm-up)",
         ge=POWERSGD_LEAST_START,
     )
-    bucket_mib: PositiveInt = _field(
-        "computation", "MiB of gradients that ddp, zero1 and ring reduce at once", 25
+    bucket_mib: PositiveInt = _computation(
+        "MiB of gradients that ddp, zero1 and ring reduce at once", 25
     )
-    nproc: PositiveInt | None = _field("computation", "number of processes to start on this host")
-    device: Literal["auto", "cpu", "cuda", "mps"] = _field(
-        "computation", "device to compute on", "auto"
-    )
-    backend: Literal["auto", "gloo", "nccl", "mpi"] = _field(
-        "computation",
+    nproc: PositiveInt | None = _computation("number of processes to start on this host")
+    device: Literal["auto", "cpu", "cuda", "mps"] = _computation("device to compute on", "auto")
+    backend: Literal["auto", "gloo", "nccl", "mpi"] = _computation(
         "communication backend (auto: nccl on CUDA, else gloo; mpi: if torch was built with it)",
         "auto",
     )
-    threads: PositiveInt | None = _field(
-        "computation", "CPU threads per process (default: OMP_NUM_THREADS, else cores / processes)"
+    threads: PositiveInt | None = _computation(
+        "CPU threads per process (default: OMP_NUM_THREADS, else cores / processes)"
     )
-    comm_timeout_s: Annotated[PositiveFloat, Field(le=_MOST_TIMEOUT_S)] = _field(
-        "computation",
-        "seconds after which a collective of a step, or a lost rank, ends the run",
-        300.0,
+    comm_timeout_s: Annotated[PositiveFloat, Field(le=_MOST_TIMEOUT_S)] = _computation(
+        "seconds after which a collective of a step, or a lost rank, ends the run", 300.0
     )
 
-    eval_every: NonNegativeInt = _field(
-        "run", "steps between evaluations; 0 = only at the start and end", 0
+    eval_every: NonNegativeInt = _run("steps between evaluations; 0 = only at the start and end", 0)
+    eval_batches: NonNegativeInt | None = _run(
+        "global batches per evaluation, 0 for none (default: 128 samples, or all when classifying)"
     )
-    eval_batches: NonNegativeInt | None = _field(
-        "run",
-        "global batches per evaluation, 0 for none (default: 128 samples, or all when classifying)",
+    measure_only: bool = _run("write neither checkpoints nor the model", False)
+    expect_step_time_s: PositiveFloat | None = _run(
+        "expected step time; warn if the first 100 steps differ from it by more than 3 %"
     )
-    measure_only: bool = _field("run", "write neither checkpoints nor the model", False)
-    expect_step_time_s: PositiveFloat | None = _field(
-        "run", "expected step time; warn if the first 100 steps differ from it by more than 3 %"
+    save_every: NonNegativeInt = _run("steps between checkpoints; 0 = only at the end", 0)
+    keep: PositiveInt = _run("number of checkpoints to keep, newest first", 2)
+    out: Path | None = _run("directory of the run (default: runs/<time>-<model>)")
+    resume: bool = _run(
+        "resume from the newest complete checkpoint in --out; --resume DIR gives both", False
     )
-    save_every: NonNegativeInt = _field("run", "steps between checkpoints; 0 = only at the end", 0)
-    keep: PositiveInt = _field("run", "number of checkpoints to keep, newest first", 2)
-    out: Path | None = _field("run", "directory of the run (default: runs/<time>-<model>)")
-    resume: bool = _field(
-        "run", "resume from the newest complete checkpoint in --out; --resume DIR gives both", False
-    )
-    seed: NonNegativeInt = _field("run", "random seed for weights, data order and dropout", 0)
-    check: Literal["on", "model", "off"] = _field(
-        "run",
+    seed: NonNegativeInt = _run("random seed for weights, data order and dropout", 0)
+    check: Literal["on", "model", "off"] = _run(
         "check a custom model on several processes before step 1: model compares a batch with "
         "the plain module, and refuses a strategy that computes something else; on also "
         "compares a few samples of the ranks' data sets",
         "on",
     )
-    deterministic: bool = _field(
-        "run",
+    deterministic: bool = _run(
         "use only kernels that give the same bits each time on a GPU, so that repeated and "
         "resumed runs are equal; slower (a CPU's always do)",
         False,
     )
-    log: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = _field(
-        "run", "also log to these, comma-separated", ()
+    log: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = _run(
+        "also log to these, comma-separated", ()
     )
-    profile: bool = _field("run", "write a Chrome trace of a few steps", False)
-    memory: bool = _field(
-        "run", "show where memory goes: traced before the first step, measured at the end", False
+    profile: bool = _run("write a Chrome trace of a few steps", False)
+    memory: bool = _run(
+        "show where memory goes: traced before the first step, measured at the end", False
     )
-    memory_snapshot: bool = _field("run", "write torch's memory snapshot (CUDA)", False)
-    sample_tokens: NonNegativeInt = _field("run", "tokens of sample text at the end; 0 = none", 80)
+    memory_snapshot: bool = _run("write torch's memory snapshot (CUDA)", False)
+    sample_tokens: NonNegativeInt = _run("tokens of sample text at the end; 0 = none", 80)
 
     @field_validator("*", mode="before")
     @classmethod
