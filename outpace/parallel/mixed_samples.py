@@ -23,7 +23,7 @@ from outpace.parallel.batches import concatenate, samples_in, take_first
 from outpace.parallel.comparison import ComparisonLimits, Projection, difference, square
 from outpace.parallel.layout import Batch, StepHooks
 from outpace.parallel.module_state import preserve_state
-from outpace.parallel.moved_parameters import keep_values
+from outpace.parallel.moved_parameters import MovedParameters
 from outpace.parallel.plain import random_state, same_random_state, without_dropout
 from outpace.parallel.plain_copy import model_of
 from outpace.parallel.user_collectives import NoCollectives
@@ -134,15 +134,15 @@ class MixedSamples:
         try:
             for part in parts:
                 dropping = without_dropout(self._plain) if self._drops else nullcontext()
-                named = model_of(self._plain).named_parameters()
+                watch = MovedParameters(model_of(self._plain).named_parameters())
                 with (
-                    keep_values(named),
+                    watch.put_back_unless(lambda: False),
                     preserve_state(self._plain, self._device),
                     dropping,
                     torch.enable_grad(),
                 ):
                     begin = random_state(self._device)
-                    with self._hooks.cast(), NoCollectives(self._strategy):
+                    with watch, self._hooks.cast(), NoCollectives(self._strategy):
                         loss_sum, targets, *_ = self._plain(part)
                     loss_sum.backward()
                     losses += torch.stack((loss_sum.detach().double(), targets.double()))

@@ -160,9 +160,8 @@ class PlainPass:
                 state = self._find_state(plain, self._first_piece(passes), passes, hooks)
             in_order = state is not None and self._needs_order(state)
             watch = MovedParameters(model.named_parameters())
-            with watch:
-                pieces = self._pieces(passes, in_order)
-                reason = self._run_pieces(plain, found, pieces, hooks, draws)
+            pieces = self._pieces(passes, in_order)
+            reason = self._run_pieces(plain, found, pieces, hooks, draws, watch)
             self.synchronised |= watch.communicates  # by collectives of the user's own
             unseen = watch.written_unseen()
             found.moved = watch.put_back()
@@ -236,8 +235,7 @@ class PlainPass:
             reason: str | None = "samples cannot be taken apart"
             if parts is not None:
                 pieces = [(number, part, True) for number, part in enumerate(parts)]
-                with watch:
-                    reason = self._run_pieces(plain, found, pieces, hooks, None, keeps=True)
+                reason = self._run_pieces(plain, found, pieces, hooks, None, watch, keeps=True)
             changed = any((
                 watch.written_unseen(), watch.put_back(), watch.written,
                 found.buffers, found.moved_back, found.keeps,
@@ -376,12 +374,14 @@ class PlainPass:
         pieces: Iterable[tuple[int, Batch, bool]],
         hooks: StepHooks,
         draws: PlainDraws | None,
+        watch: MovedParameters,
         keeps: bool = False,
     ) -> str | None:
         """Add up this rank's part of the `pieces` from `_pieces`; return why not, or None.
 
         `draws` makes ranks with the same samples draw what the layout will; without it, dropout is
-        disabled. `keeps`: record whether attributes change.
+        disabled. `watch` observes forwards: in a backward it would keep gradients alive, so that
+        each is copied. `keeps`: record whether attributes change.
         """
         model, device = model_of(plain), found.sums.device
         for name, parameter in model.named_parameters():
@@ -401,7 +401,8 @@ class PlainPass:
                 before = kept_attributes(plain) if keeps else {}
                 for number, piece, mine in pieces:
                     draws.begin(number)
-                    with hooks.cast(), torch.set_grad_enabled(mine), self._guard_forwards():
+                    compute = torch.set_grad_enabled(mine)
+                    with watch, hooks.cast(), compute, self._guard_forwards():
                         loss_sum, count, *_ = plain(piece)
                     if mine:
                         _run_backward(model, found, number, piece, loss_sum, count, versions)
