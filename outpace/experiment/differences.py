@@ -6,7 +6,7 @@ from pathlib import Path
 from statistics import median
 
 from outpace.experiment.facts import facts_of
-from outpace.experiment.results import steps_of
+from outpace.experiment.results import step_times_of
 from outpace.records.comparison import ArmResult
 from outpace.records.measurement import PARTS, Measurement
 from outpace.records.plan import Plan
@@ -33,7 +33,13 @@ def differences(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> tuple
     found = _values(records)
     told = ", ".join(f"{name} {_change(values)}" for name, values in found.items())
     first = f"They differ in: {told}." if told else "Nothing that was recorded of them differs."
-    return first, *_part(results), *_slow_steps(runs, results), *_other_programs(runs)
+    resumed = [
+        f"{name} was resumed after step {record.start_step:,}: its times are of the steps since."
+        for name, record in zip(runs, records, strict=True)
+        if record.start_step
+    ]
+    rest = (*_part(results), *_slow_steps(runs, results), *_other_programs(runs))
+    return first, *resumed, *rest
 
 
 def _change(values: Sequence[str]) -> str:
@@ -103,7 +109,7 @@ def _slow_steps(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> list[
     """Say what slower steps took, in runs whose total time the median step does not explain."""
     told = []
     for (name, run), result in zip(runs.items(), results, strict=True):
-        times_s = [float(step["step_time_s"]) for step in steps_of(run)]
+        times_s = step_times_of(run)
         middle_s = result.step_time_s or median(times_s)
         lost_s = sum(times_s) - middle_s * len(times_s)
         if lost_s > _LOST * sum(times_s):

@@ -5,7 +5,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from outpace.experiment.results import steps_of
+from outpace.experiment.results import step_times_of
 from outpace.records.comparison import Arm, Experiment, Outcome
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import WARMUP_STEPS
@@ -57,13 +57,15 @@ def _names(runs: Sequence[Path]) -> list[str]:
 
 def outcomes_of(runs: Sequence[Path], experiment: Experiment) -> list[Outcome]:
     """Cut each run into as many blocks as the shortest has, each with its median step time."""
-    times = [[float(step["step_time_s"]) for step in steps_of(run)][WARMUP_STEPS:] for run in runs]
+    times = [step_times_of(run)[WARMUP_STEPS:] for run in runs]
     least = min(map(len, times))
     if least == 0:
         short = runs[times.index(min(times, key=len))]
+        begun = RunRecord.load(short / RUN_FILE).start_step
+        since = f" since it was resumed after step {begun:,}" if begun else ""
         raise BadInputError(
-            f"{short} has no more than {WARMUP_STEPS} steps, all of them warm-up: nothing can be "
-            "compared. Train it for more."
+            f"{short} has no more than {WARMUP_STEPS} steps{since}, all of them warm-up: nothing "
+            "can be compared. Train it for more."
         )
     size = -(-least // _MOST_BLOCKS)
     found = []

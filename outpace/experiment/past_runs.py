@@ -125,7 +125,9 @@ def read(folder: Path, trouble: OSError | None = None) -> PastRunFolder:
     )
     try:
         result = result_of(folder, record, changed.append)
-        figures = _of_result(result) if result is not None else _of_steps(folder, changed.append)
+        figures = (
+            _of_result(result) if result is not None else _of_steps(folder, record, changed.append)
+        )
         failure = _failure(folder) if result is None else None
     except BadInputError as error:
         damaged = row.model_copy(update={"state": "damaged", "damage": str(error)})
@@ -159,13 +161,14 @@ def _of_result(result: Measurement) -> dict[str, Any]:
     return {"state": "done", **{name: getattr(result, name) for name in names}}
 
 
-def _of_steps(folder: Path, on_change: OnChange) -> dict[str, Any]:
-    """Return medians over the latest steps."""
+def _of_steps(folder: Path, record: RunRecord, on_change: OnChange) -> dict[str, Any]:
+    """Return medians over the latest steps, without those before the run was last resumed."""
     steps = latest_steps(folder / METRICS_FILE, on_change)
     if not steps:
         return {}
+    timed = [step for step in steps if step.step > record.start_step]
     rates = {
-        name: [value for step in steps if (value := getattr(step, name)) is not None]
+        name: [value for step in timed if (value := getattr(step, name)) is not None]
         for name in ("step_time_s", "tokens_per_s", "mfu")
     }
     return {

@@ -155,6 +155,16 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
     return found
 
 
+def step_times_of(run: Path) -> list[float]:
+    """Return the seconds of each step since the run was last resumed, in order.
+
+    Those before may be of another layout or machine than its record says. Raises BadInputError like
+    `steps_of`.
+    """
+    begun = RunRecord.load(run / RUN_FILE).start_step
+    return [float(step["step_time_s"]) for step in steps_of(run) if step.get("step", 1) > begun]
+
+
 def _is_number(value: Any) -> bool:
     """Return whether it is a number that a float can hold."""
     return isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 1024)

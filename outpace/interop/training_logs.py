@@ -46,14 +46,45 @@ def read_log(path: Path) -> LoggedRun:
     text = _read_text(path)
     if path.name == _STATE or (text.lstrip()[:1] == "{" and '"log_history"' in text):
         return _read_trainer_state(path)
+    lines, notes = _last_start(text.splitlines())
     for reader in (_torchtitan, _nanotron, _megatron, _deepspeed, _trainer):
-        found = reader(text.splitlines())
+        found = reader(lines)
         if found is not None:
-            return LoggedRun.parse({**found, "log": _log_name(path)}, str(path))
+            notes = (*found.pop("notes", ()), *notes)
+            return LoggedRun.parse({**found, "log": _log_name(path), "notes": notes}, str(path))
     raise BadInputError(
         f"{path}: no steps of a trainer that is known are in it. Known are logs of {_TRAINERS}; "
         "give the console's output, trainer_state.json, or the folder of a run."
     )
+
+
+# What trainers print of a run before its first step, and of each step.
+_SETTING = re.compile(
+    r"device mesh with|local batch size \d+, global batch size|^\W*(?:\d+: *)?\w+ \.{4,} \S"
+    r"|\[config\.py:\d+:print\]|Config\(general="
+)
+_STEP = re.compile(
+    r"step:\s*\d+\s+loss:|elapsed time per iteration|elapsed_time_per_iteration_ms"
+    r"|CurrSamplesPerSec="
+)
+
+
+def _last_start(lines: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
+    """Return the lines of the last start that has steps, and a note where there are others.
+
+    A job that is restarted often writes on in the same file, and its layout may be another then.
+    """
+    begin, steps, setting, starts = 0, False, None, 1
+    for place, line in enumerate(lines):
+        if _STEP.search(line):
+            if setting is not None:
+                begin, setting, starts = setting, None, starts + 1
+            steps = True
+        elif steps and setting is None and _SETTING.search(line):
+            setting = place
+    if starts == 1:
+        return lines, ()
+    return lines[begin:], (f"the log has {starts} starts of a run: only the last is read.",)
 
 
 def _read_text(path: Path) -> str:
@@ -111,10 +142,16 @@ def _read_outpace(path: Path) -> LoggedRun:
         except ValueError:
             continue  # the last line of a killed run
         if isinstance(row, dict) and _is_possible(row.get("step_time_s")):
-            rows.append(row)
+            step = row.get("step")
+            # Those before the run was resumed may be of another layout.
+            if not _is_possible(step) or step > record.start_step:
+                rows.append(row)
     steady = rows[WARMUP_STEPS:] if len(rows) > 2 * WARMUP_STEPS else rows
     if not steady:
-        raise BadInputError(f"{path}: the run has no steps yet.")
+        since = (
+            f" since it was resumed after step {record.start_step:,}" if record.start_step else ""
+        )
+        raise BadInputError(f"{path}: the run has no steps yet{since}.")
     told = [row.get("peak_memory_bytes") for row in rows]
     memory = [int(value) for value in told if _is_possible(value)]
     settings = record.settings

@@ -65,6 +65,14 @@ class RunRecord(Record):
     started: str
     resumes: tuple[dict[str, Any], ...] = ()
 
+    @property
+    def start_step(self) -> int:
+        """The step after which the run was last resumed; 0 if it never was.
+
+        Only the steps after it were made in this plan, by this machine.
+        """
+        return int(self.resumes[-1].get("step", 0)) if self.resumes else 0
+
 
 class Failure(Record):
     """Reason why a run ended before its last step; failure.json, until it is resumed."""

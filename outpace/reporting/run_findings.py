@@ -18,7 +18,7 @@ def run_examination(run: RunFolder) -> Examination:
     findings: list[Finding] = []
     checked, not_checked = ["parts of a step", "slow steps"], {}
     seen = _measured_parts(run)
-    if len(run.steps) == 0 or seen.parts.total_s <= 0:
+    if len(run.timed_steps) == 0 or seen.parts.total_s <= 0:
         checked, not_checked = [], dict.fromkeys(checked, "no step was recorded")
     else:
         findings += _limits(seen) + _slow_steps(run)
@@ -51,7 +51,7 @@ def _measured_parts(run: RunFolder) -> BottleneckInputs:
     loads = tuple(average(one.loads) for one in run.utilisation if one.loads)
     plan = run.record.plan
     return BottleneckInputs(
-        parts=run.steps.median_parts() if measured is None else measured.parts,
+        parts=run.timed_steps.median_parts() if measured is None else measured.parts,
         device=run.record.device if measured is None else measured.device,
         strategy=plan.strategy,
         processes=plan.world_size,
@@ -79,13 +79,14 @@ def _limits(seen: BottleneckInputs) -> list[Finding]:
 
 
 def _slow_steps(run: RunFolder) -> list[Finding]:
-    times = run.steps.steady("step_time_s")
+    steps = run.timed_steps
+    times = steps.steady("step_time_s")
     median = float(np.median(times))
     slow = times > _SLOW * median
     lost = float((times[slow] - median).sum())
     if lost < _LEAST_LOST * float(times.sum()):
         return []
-    numbers = run.steps.steady("step")[slow].astype(int)[:5]
+    numbers = steps.steady("step")[slow].astype(int)[:5]
     more = f" and {int(slow.sum()) - 5:,} more" if slow.sum() > 5 else ""
     return [
         Finding(

@@ -10,6 +10,8 @@ import sys
 import pytest
 
 from outpace.cli.main import main
+from outpace.interop.training_logs import read_log
+from outpace.records.measurement import WARMUP_STEPS
 from outpace.reporting.render.screenshot import BROWSERS
 
 
@@ -97,6 +99,37 @@ def test_two_finished_runs_are_compared_by_what_they_differ_in_first(
     assert "NCCL_ALGO= none → Ring" in lines[0]
     assert lines[1].startswith("It shows most in backward: ")
     assert any("took 100.0 % longer than" in line for line in lines)
+
+
+def test_of_a_resumed_run_the_steps_since_are_timed(run, capsys, tmp_path, monkeypatch):
+    """Those before may be of another layout than it has now: here they took ten times as long."""
+    monkeypatch.setenv("COLUMNS", "400")
+    first, resumed = copied(run, tmp_path / "a"), copied(run, tmp_path / "b")
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    last.pop("xxh3_64")  # changed on purpose
+    for folder, slow in ((first, 1), (resumed, 10)):
+        steps = [
+            {**last, "step": step, "step_time_s": 0.5 * (slow if step <= 20 else 1)}
+            for step in range(1, 41)
+        ]
+        text = "".join(json.dumps(one) + "\n" for one in steps)
+        (folder / "metrics.jsonl").write_text(text)
+        (folder / "result.json").unlink()
+        record = json.loads((folder / "run.json").read_text())
+        record.pop("xxh3_128")
+        record["total_steps"] = 60
+        record["resumes"] = [{"at": record["started"], "ranks": 1, "step": 20}] if slow > 1 else []
+        (folder / "run.json").write_text(json.dumps(record))
+    assert main(["compare", str(first), str(resumed), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {one["value"] for one in told["outcomes"]} == {0.5}
+    assert any("was resumed after step 20: its times are of" in one for one in told["differences"])
+    assert main(["report", str(resumed), "--format=md"]) == 0
+    assert "took more than twice the median" not in capsys.readouterr().out
+    assert main(["runs", str(resumed), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_time_s"] == 0.5
+    logged = read_log(resumed)
+    assert (logged.step_time_s, logged.steps) == (0.5, 20 - WARMUP_STEPS)
 
 
 def test_cores_that_others_used_and_factors_are_told(run, capsys, tmp_path, monkeypatch):

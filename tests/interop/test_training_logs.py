@@ -125,6 +125,34 @@ def test_a_finished_trainer_state(tmp_path: Path) -> None:
         read_log(path)
 
 
+# What a restarted job writes on in the same file, after three steps of another layout and speed.
+RESTARTED = {
+    "torchtitan": (
+        TORCHTITAN.replace("dp_shard=4", "dp_shard=8").replace("tp=2", "tp=1"),
+        "tps: 6,012",
+        "tps: 9,999",
+    ),
+    "megatron": (MEGATRON.replace("size ...................... 2", "size ...................... 1"),
+                 "820.5", "410.2"),
+    "deepspeed": (DEEPSPEED.replace("size ............. 32", "size ............. 64"), "31.25",
+                  "99.5"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RESTARTED)
+def test_of_a_log_with_several_starts_the_last_is_read(name: str, tmp_path: Path) -> None:
+    text, values = FOUND[name]
+    earlier, *steps = RESTARTED[name]
+    assert earlier != text
+    earlier = earlier.replace(*steps)
+    last = earlier.splitlines()[-1]
+    log = tmp_path / "console.log"
+    log.write_text(f"{earlier}{last}\n{last}\n{text}")
+    found = read_log(log).model_dump()
+    assert {key: found[key] for key in values} == pytest.approx(values)
+    assert found["notes"][-1] == "the log has 2 starts of a run: only the last is read."
+
+
 def test_what_is_no_log(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("step 1 went well")
     with pytest.raises(BadInputError, match="no steps of a trainer that is known"):

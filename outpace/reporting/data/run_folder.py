@@ -46,6 +46,11 @@ class RunFolder:
         return self.path.resolve().name
 
     @property
+    def timed_steps(self) -> StepLog:
+        """The steps since the run was last resumed: those before may be of another layout."""
+        return self.steps.after(self.record.start_step)
+
+    @property
     def hosts(self) -> int:
         """Return the number of hosts that recorded their load, or 1."""
         return max(1, len({one.node for one in self.utilisation}))

@@ -216,7 +216,7 @@ def median_parts(run: RunFolder) -> TimeParts | None:
     """Return the parts of a step of median length on rank 0; None if no step was recorded."""
     if run.measurement is not None:
         return run.measurement.parts if run.measurement.parts.total_s else None
-    return run.steps.median_parts() if len(run.steps) else None
+    return run.timed_steps.median_parts() if len(run.timed_steps) else None
 
 
 def peak_memory(run: RunFolder) -> int | None:
@@ -237,7 +237,7 @@ def _last(run: RunFolder, name: str) -> int | None:
 
 
 def _median(run: RunFolder, name: str) -> float | None:
-    values = run.steps.steady(name)
+    values = run.timed_steps.steady(name)
     values = values[np.isfinite(values)]
     return float(np.median(values)) if len(values) else None
 
@@ -260,8 +260,9 @@ def _losses(run: RunFolder) -> DocumentSection:
 
 def _time(run: RunFolder) -> DocumentSection:
     title = "Time of a step"
-    if not len(run.steps):
-        return DocumentSection(title, (Paragraph("No step was recorded."),))
+    if not len(run.timed_steps):
+        since = " since the run was resumed" if len(run.steps) else ""
+        return DocumentSection(title, (Paragraph(f"No step was recorded{since}."),))
     ranks = run.measurement.parts_by_rank if run.measurement is not None else ()
     own = median_parts(run)
     parts: list[Part] = []
@@ -272,7 +273,7 @@ def _time(run: RunFolder) -> DocumentSection:
         if run.record.plan.world_size > 1:
             parts.append(Paragraph("This run recorded only the times of rank 0."))
     return DocumentSection(
-        title, (*parts, step_breakdown.spread(run.steps), curves.step_times(run.steps))
+        title, (*parts, step_breakdown.spread(run.timed_steps), curves.step_times(run.steps))
     )
 
 
