@@ -50,6 +50,21 @@ def known_labels(directory: Path) -> tuple[str, ...] | None:
     return tuple(str(names[key]) for key in sorted(names, key=int))
 
 
+def other_problem(directory: Path) -> str | None:
+    """Return what a stored classifier tells other than one class of a text; None: it tells that.
+
+    As transformers reads `problem_type`, or one label without it.
+    """
+    values = read_config(directory)
+    labels = known_labels(directory)
+    problem = values.get("problem_type")
+    if labels is not None and problem == "multi_label_classification":
+        return f"several labels of a text (problem_type {problem})"
+    if labels is not None and (problem == "regression" or (problem is None and len(labels) == 1)):
+        return f"numbers (problem_type {problem or 'not given, and a single label'})"
+    return None
+
+
 def require_layer(directory: Path) -> None:
     """Refuse a classifier whose files lack the classification layer. Raises BadInputError."""
     used = _classifier_naming(str(read_config(directory).get("model_type")))
@@ -76,7 +91,7 @@ def read_classifier(
     own = {_flat(name): name for name in model.state_dict()}
     shapes = {_flat(name): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     new = {name for name in shapes if name.startswith(("pooler.", "classifier."))}
-    keeps = known_labels(directory) == tuple(labels)
+    keeps = known_labels(directory) == tuple(labels) and other_problem(directory) is None
     wanted = shapes if keeps else {n: s for n, s in shapes.items() if "classifier." not in n}
     found = read_tensors(directory, wanted, used, new, _OTHER_HEADS)
     drawn = {name: initial_value(seed, own[name], shapes[name]) for name in new - found.keys()}

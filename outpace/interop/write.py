@@ -1,6 +1,7 @@
 """Writer of outpace's models as Hugging Face model directories."""
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -118,7 +119,7 @@ def write_weights(
     for file, stored_names in split.filename_to_tensors.items():
         shard = {
             stored: _join(
-                [state_dict[name].detach().to("cpu", dtype) for name in groups[stored]],
+                [_cast(state_dict[name].detach(), dtype, stored) for name in groups[stored]],
                 stored,
                 used,
             )
@@ -131,6 +132,19 @@ def write_weights(
             "weight_map": split.tensor_to_filename,
         }
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype, stored: str) -> Tensor:
+    """Return a tensor on the CPU in `dtype`. Raises BadInputError if it is too large for it."""
+    cast = tensor.to("cpu", dtype)
+    if dtype == torch.float16 and tensor.dtype != dtype and not bool(torch.isfinite(cast).all()):
+        largest = float(tensor.abs().max())
+        if math.isfinite(largest):
+            raise BadInputError(
+                f"{stored} has values up to {largest:.4g}, which fp16 cannot hold (at most "
+                f"{torch.finfo(dtype).max:,.0f}). Write the weights in bf16 or fp32."
+            )
+    return cast
 
 
 def _join(parts: list[Tensor], stored: str, used: Naming | None) -> Tensor:

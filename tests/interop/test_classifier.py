@@ -4,7 +4,12 @@ import pytest
 import torch
 import transformers
 
-from outpace.interop.classifier import known_labels, read_classifier, write_classifier
+from outpace.interop.classifier import (
+    known_labels,
+    other_problem,
+    read_classifier,
+    write_classifier,
+)
 from outpace.interop.huggingface import spec_from_hf
 from outpace.nn.classifier import Classifier
 from outpace.nn.transformer import Transformer
@@ -62,6 +67,30 @@ def test_their_classifier_is_read_and_written_with_equal_scores(tmp_path, family
     other = read_classifier(tmp_path / "out", spec, ("a", "b"), seed=0)
     assert torch.equal(other.backbone.embed.tokens.weight, ours.backbone.embed.tokens.weight)
     assert other.classifier.weight.shape == (2, 16)
+
+
+@pytest.mark.parametrize(
+    ("labels", "problem", "told"),
+    [
+        (2, None, None),
+        (2, "single_label_classification", None),
+        (2, "multi_label_classification", "several labels of a text"),
+        (2, "regression", "numbers (problem_type regression)"),
+        (1, None, "numbers (problem_type not given, and a single label)"),
+    ],
+)
+def test_what_a_stored_classifier_was_trained_for(tmp_path, labels, problem, told):
+    config = transformers.GPT2Config(
+        **CONFIGS["gpt2"].to_diff_dict() | {"num_labels": labels, "problem_type": problem}
+    )
+    transformers.GPT2ForSequenceClassification(config).save_pretrained(tmp_path)
+    found = other_problem(tmp_path)
+    assert found == told or (told and found and found.startswith(told))
+    if labels == 2:
+        spec = spec_from_hf(tmp_path)
+        stored = theirs(tmp_path).score.weight
+        ours = read_classifier(tmp_path, spec, known_labels(tmp_path), seed=0)
+        assert torch.equal(ours.classifier.weight, stored) == (told is None)
 
 
 def _words():

@@ -283,6 +283,18 @@ def test_exported_model_generates_in_transformers(load_theirs: LoadTheirs, tmp_p
     assert ids.shape == (1, 7)
 
 
+def test_values_beyond_the_type_that_is_written_are_refused(tmp_path: Path) -> None:
+    weights = Transformer(tiny()).state_dict()
+    name = next(iter(weights))
+    weights[name].view(-1)[0] = 1e5
+    with pytest.raises(
+        BadInputError, match=r"values up to 1e\+05, which fp16 cannot hold \(at most"
+    ):
+        write_model(tmp_path / "model", tiny(), weights, None, dtype=torch.float16)
+    assert not (tmp_path / "model").exists()
+    write_model(tmp_path / "model", tiny(), weights, None, dtype=torch.bfloat16)
+
+
 def test_an_older_export_is_replaced(tmp_path: Path) -> None:
     first, second = tiny(), tiny(hidden=32)
     model = tmp_path / "model"

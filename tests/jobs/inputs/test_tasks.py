@@ -147,7 +147,7 @@ def test_a_task_resumes_as_if_it_had_not_stopped(home):
         assert losses(out) == losses(home / f"{task}-whole")
 
 
-@pytest.mark.parametrize("given", ["numbers", "names", "others"])
+@pytest.mark.parametrize("given", ["numbers", "names", "others", "several labels"])
 def test_a_stored_classifier_keeps_its_layer_over_its_own_classes(home, tmp_path, given):
     names = ("neg", "neu", "pos")
     rows = [{"text": f"a text of class {n % 3}", "label": n % 3} for n in range(24)]
@@ -156,10 +156,12 @@ def test_a_stored_classifier_keeps_its_layer_over_its_own_classes(home, tmp_path
         intermediate_size=32, max_position_embeddings=32, id2label=dict(enumerate(names)),
         label2id={name: n for n, name in enumerate(names)},
     )  # fmt: skip
+    if given == "several labels":
+        config.problem_type = "multi_label_classification"
     stored = transformers.BertForSequenceClassification(config)
     stored.save_pretrained(tmp_path / "in")
     train_tokenizer([row["text"] for row in rows], 300, masked=True).save(tmp_path / "in")
-    labels = {"numbers": range(3), "names": names, "others": ("aa", "mm", "zz")}[given]
+    labels = {"numbers": range(3), "others": ("aa", "mm", "zz")}.get(given, names)
     lines = [json.dumps({**row, "label": labels[row["label"]]}) for row in rows]
     (tmp_path / "data.jsonl").write_text("\n".join(lines))
     settings = asked(
@@ -169,11 +171,11 @@ def test_a_stored_classifier_keeps_its_layer_over_its_own_classes(home, tmp_path
     with prepare_run(settings, RunContext()) as ready:
         weight = ready.loop.layout.objective.model.classifier.weight
         kept = torch.equal(weight, stored.classifier.weight)
-        assert kept == (given != "others")
+        assert kept == (given in ("numbers", "names"))
         inputs = ready.job.inputs
         assert inputs.labels == (("aa", "mm", "zz") if given == "others" else names)
         said = " ".join(inputs.hints)
-        assert ("replaced by a new one" in said) == (given == "others")
+        assert ("replaced by a new one" in said) == (given in ("others", "several labels"))
         assert ("1 = neu" in said) == (given == "numbers")
 
 
