@@ -7,6 +7,7 @@ import sys
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from outpace.cli.options import DEFAULT, RUN_FILE
@@ -23,6 +24,19 @@ _EPILOG = (
     "and --out runs/NAME unless you give another."
 )
 _DIRECTIVE = re.compile(r"[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?")  # a single line
+# Options of sbatch that the script is written for, and the flag by which each is asked for here:
+# as another line they would contradict what starts the ranks, or saves in time.
+_WRITTEN: Mapping[str, str] = MappingProxyType(
+    {
+        "nodes": "--nodes",
+        **dict.fromkeys(("ntasks", "ntasks-per-node", "ntasks-per-gpu"), "--ranks-per-node"),
+        **dict.fromkeys(("gpus", "gpus-per-node", "gpus-per-task"), "--gpus-per-node"),
+        **dict.fromkeys(("cpus-per-task", "cpus-per-gpu"), "--cpus-per-rank"),
+        "time": "--time",
+        "signal": "--save-s",
+        "chdir": "--folder",
+    }
+)
 # "Acceptable time formats" of sbatch(1).
 _TIME = re.compile(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?")
 
@@ -223,6 +237,17 @@ def _add_slurm(parser: Parser) -> None:
 def _directive(text: str) -> str:
     if not _DIRECTIVE.fullmatch(text):
         raise ArgumentTypeError(f"{text!r} is not of the form partition=gpu")
+    name = text.partition("=")[0]
+    if name in _WRITTEN:
+        raise ArgumentTypeError(
+            f"the script is written for its own {name}, so {text!r} would contradict it. Use "
+            f"{_WRITTEN[name]} instead"
+        )
+    if name == "array":
+        raise ArgumentTypeError(
+            f"{text!r}: all jobs of an array would train in one folder. Submit a job for each run, "
+            "with a --name of its own"
+        )
     return text
 
 

@@ -76,6 +76,12 @@ def test_two_files_for_kubernetes(here: Path, capsys: pytest.CaptureFixture[str]
         (["slurm", "--name", "a b", *TRAIN], "lower-case letters, digits and hyphens"),
         (["slurm", "--time", "1:00 #", *TRAIN], "is not a time in sbatch's notation"),
         (["slurm", "--sbatch", "a=b\n#SBATCH --c", *TRAIN], "is not of the form partition=gpu"),
+        (["slurm", "--sbatch", "ntasks-per-node=8", *TRAIN], "Use --ranks-per-node instead"),
+        (["slurm", "--sbatch", "nodes=4", *TRAIN], "Use --nodes instead"),
+        (["slurm", "--sbatch", "gpus-per-task=1", *TRAIN], "Use --gpus-per-node instead"),
+        (["slurm", "--sbatch", "cpus-per-task=8", *TRAIN], "Use --cpus-per-rank instead"),
+        (["slurm", "--sbatch", "signal=TERM@60", *TRAIN], "Use --save-s instead"),
+        (["slurm", "--sbatch", "array=0-3", *TRAIN], "jobs of an array would train in one folder"),
         (["slurm", "--nodes", "0", *TRAIN], "0 is not at least 1"),
         (
             ["slurm", *TRAIN, "--max-restarts", "3"],
