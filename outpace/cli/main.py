@@ -91,6 +91,13 @@ _REFUSALS = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.EISDIR, errno.ENOTDIR,
     errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST, errno.EIO,
 )  # fmt: skip
+# Variables that say where libraries keep files.
+_PLACES = (
+    "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME", "TORCH_HOME", "CUDA_CACHE_PATH",
+    "TORCH_EXTENSIONS_DIR", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_ASSETS_CACHE",
+    "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "MPLCONFIGDIR", "WANDB_DIR", "WANDB_CACHE_DIR",
+    "TMPDIR", "TEMP", "TMP",
+)  # fmt: skip
 _UNWINDING = tuple(one for one in ENDING if one != signal.SIGINT)  # Python handles SIGINT
 
 _HELP = """\
@@ -161,8 +168,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if output is not None:
             return _fail(str(output), output.exit_code, arguments, environ)
         message = (
-            _disk_sentence(error)
-            or _file_sentence(error)
+            _disk_sentence(error, arguments, environ)
+            or _file_sentence(error, arguments, environ)
             or _home_sentence(error)
             or _logs_sentence(error, environ)
         )
@@ -279,15 +286,39 @@ def _write_error_file(message: str, exit_code: int, environ: Mapping[str, str]) 
     write_atomic(Path(path), json.dumps(record))
 
 
-def _disk_sentence(error: BaseException | None) -> str | None:
+def _remedy(path: object, arguments: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Return how to choose another place than the one of this path: by a variable, or by flags."""
+    name = os.fsdecode(path) if isinstance(path, str | bytes) else ""
+    given = (word.rpartition("=")[2] for word in arguments)
+    if not any(_holds(place, name) for place in given):
+        places = [one for one in _PLACES if _holds(environ.get(one, ""), name)]
+        if places:
+            of = max(places, key=lambda one: len(environ[one]))
+            return (
+                f"{of} = {excerpt(environ[of])} is the place: set it to a folder that can be "
+                "read and written, or unset it"
+            )
+    return "choose folders that can be read and written with --out and --cache-dir"
+
+
+def _holds(folder: str, path: str) -> bool:
+    """Return whether a path is this folder, or within it."""
+    return bool(folder and path) and Path(os.path.realpath(path)).is_relative_to(
+        os.path.realpath(folder)
+    )
+
+
+def _disk_sentence(
+    error: BaseException | None, arguments: Sequence[str], environ: Mapping[str, str]
+) -> str | None:
     """Return a message if the error or its cause is a full disk or a file size limit; else None."""
     while error is not None:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             where = f" (writing {error.filename})" if error.filename else ""
             return (
-                f"the disk is full{where}: {error.strerror}. Free some space, or choose other "
-                "folders with --out and --cache-dir; --resume continues a run that has a "
-                "checkpoint."
+                f"the disk is full{where}: {error.strerror}. Free some space, or "
+                f"{_remedy(error.filename, arguments, environ)}; --resume continues a run that "
+                "has a checkpoint."
             )
         if isinstance(error, OSError) and error.errno == errno.EFBIG:
             where = f" {error.filename}" if error.filename else ""
@@ -320,7 +351,9 @@ def _logs_sentence(error: BaseException, environ: Mapping[str, str]) -> str | No
     )
 
 
-def _file_sentence(error: BaseException) -> str | None:
+def _file_sentence(
+    error: BaseException, arguments: Sequence[str], environ: Mapping[str, str]
+) -> str | None:
     """Return a message if the operating system refused to open a file; else None."""
     many = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
     if many or os.strerror(errno.EMFILE) in str(error):  # libraries of torch report it as text
@@ -330,9 +363,10 @@ def _file_sentence(error: BaseException) -> str | None:
         )
     if not isinstance(error, OSError) or error.errno not in _REFUSALS or not error.filename:
         return None
+    remedy = _remedy(error.filename, arguments, environ)
     return (
-        f"{os.fsdecode(error.filename)} cannot be used: {error.strerror}. Choose folders that "
-        "can be read and written with --out and --cache-dir."
+        f"{os.fsdecode(error.filename)} cannot be used: {error.strerror}. "
+        f"{remedy[0].upper()}{remedy[1:]}."
     )
 
 

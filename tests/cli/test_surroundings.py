@@ -60,6 +60,7 @@ SURROUNDINGS = {
     "no terminal": "TERM=dumb NO_COLOR=1 {}",
     "no folder for temporary files": "TMPDIR=/nonexistent {}",
     "logs that torch does not know": "TORCH_LOGS=nonsense {}",
+    "no folder for compiled code": "TORCHINDUCTOR_CACHE_DIR=/proc/nowhere {}",
 }
 REFUSED = ("calibrate", "merge")  # of these words, before anything is written
 OFTEN = [  # of all pairs, which each code path is among
@@ -144,6 +145,15 @@ def test_what_cannot_be_shown_ends_no_training(
     done = tried("train", around, run, short, tmp_path)
     assert done.returncode == 0
     assert json.loads((tmp_path / "trained" / "result.json").read_text())["steps"] == 6
+
+
+def test_the_variable_of_a_folder_that_cannot_be_made_is_named(
+    run: Path, short: str, tmp_path: Path
+) -> None:
+    done = tried("memory", "no folder for compiled code", run, short, tmp_path)
+    assert done.returncode == 2
+    assert "TORCHINDUCTOR_CACHE_DIR = '/proc/nowhere' is the place: set it to" in done.stderr
+    assert "--out" not in done.stderr
 
 
 def test_json_in_ascii_means_the_same(run: Path, short: str, tmp_path: Path) -> None:
