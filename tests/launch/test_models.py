@@ -38,13 +38,14 @@ class _Hints(Callback):
 
 @pytest.fixture
 def start(tmp_path, corpus, token_cache):
-    def go(name, live=None, heard=(), **changes):
+    def go(name, live=None, heard=(), given=(), **changes):
         values = {"steps": 6, "seq_len": 32, "global_batch": 8, "eval_batches": 2,
                   "sample_tokens": 0, "precision": "fp32", "model": "outpace-tiny",
                   "cache_dir": token_cache, "out": tmp_path / name, **changes}  # fmt: skip
         values.setdefault("data", (str(corpus),))
         settings = TrainSettings(**values)
-        return train(settings, RunContext(callbacks=heard, model=live))
+        origins = dict.fromkeys(given, "command line")
+        return train(settings, RunContext(callbacks=heard, model=live, origins=origins))
 
     return go
 
@@ -93,6 +94,23 @@ def test_stored_weights_are_where_training_goes_on_from(start, tmp_path, referen
     assert anew.initial_eval.loss == pytest.approx(first.initial_eval.loss, rel=1e-6)
 
 
+def test_settings_that_change_nothing_are_said(start, corpus):
+    heard, used = _Hints(), _Hints()
+    idle = {
+        "schedule": "constant", "min_lr_ratio": 0.5, "optimizer": "sgd", "beta2": 0.5,
+        "eval_every": 1, "eval_batches": 0, "bucket_mib": 9.0, "compress_gradients": "bf16",
+        "data": [str(corpus / "wave.txt")], "text_field": "body", "offload_dir": str(corpus),
+    }  # fmt: skip
+    start("idle", heard=[heard], given=idle, steps=1, **idle)
+    told = ("min-lr-ratio", "beta2", "eval-every", "bucket-mib", "compress-gradients",
+            "text-field", "offload-dir")  # fmt: skip
+    for name in told:
+        assert f"--{name} changes nothing in this run: " in heard.said
+    given = {"min_lr_ratio": 0.5, "beta2": 0.9, "eval_every": 1}
+    start("used", heard=[used], given=given, steps=1, **given)
+    assert "changes nothing" not in used.said
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU")
 def test_gpus_that_torch_does_not_see_are_said(start, tmp_path, monkeypatch):
     (tmp_path / "nvidia0").touch()
@@ -112,6 +130,14 @@ def test_gpus_that_torch_does_not_see_are_said(start, tmp_path, monkeypatch):
         assert f"the run is on the CPU: {why}" in heard.said
     start("meant", heard=[chosen], steps=1, device="cpu")
     assert "NVIDIA" not in chosen.said
+    (tmp_path / "kfd").touch()
+    monkeypatch.setattr(torch.version, "hip", "6.2")
+    monkeypatch.setenv("ROCR_VISIBLE_DEVICES", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    heard = _Hints()
+    start("of AMD", heard=[heard], steps=1)
+    assert "this host has an AMD GPU" in heard.said
+    assert "ROCR_VISIBLE_DEVICES=1 CUDA_VISIBLE_DEVICES=1 hides them" in heard.said
 
 
 def test_evaluation_of_a_run_gives_the_loss_that_training_measured(start, tmp_path, corpus):

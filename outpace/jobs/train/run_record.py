@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from datetime import UTC, datetime
 from pathlib import Path
@@ -11,6 +11,7 @@ import psutil
 import torch
 
 from outpace.data.samples import TokenDataset
+from outpace.data.sources import form_of
 from outpace.interop.training_logs import read_trainer_rate
 from outpace.interop.user_file import code_fingerprint
 from outpace.interop.weights import fingerprint
@@ -25,7 +26,7 @@ from outpace.records.plan import POWERSGD_LEAST_START, Plan
 from outpace.records.precisions import COMPUTES_IN_FP16, MEANS, PURE
 from outpace.records.run import RunRecord
 from outpace.records.settings import TrainSettings
-from outpace.records.strategies import idle_strategy_note
+from outpace.records.strategies import TRAITS, idle_strategy_note
 from outpace.records.units import show_count, show_seconds
 from outpace.records.version import __version__
 from outpace.training.accounting import OPENING_STEPS
@@ -45,7 +46,8 @@ _LARGE_RATE = 0.1  # for AdamW and similar, whose steps have about that size
 # rate.
 _FEW_STEPS, _MUCH_HIGHER = 1_000, 5.0
 _TOY_PARAMETERS = 1_000_000
-_DEV = Path("/dev")  # NVIDIA's driver has a file per GPU there
+_DEV = Path("/dev")  # NVIDIA's driver has a file per GPU there, AMD's has one for all
+_HIDING = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 # Up to this many passes, repeated data is about as good as new (Muennighoff et al., arXiv
 # 2305.16264).
 _USEFUL_PASSES = 4
@@ -222,22 +224,65 @@ def _computation(job: Job, parameters: int) -> list[str]:
 
 
 def _unused_gpus(job: Job) -> list[str]:
-    """Say that this host has NVIDIA GPUs of which torch sees none."""
-    chosen = job.device.type != "cpu" or job.settings.device != "auto"
-    count = len([*_DEV.glob("nvidia[0-9]*")])
-    if chosen or not count:
+    """Say that this host has GPUs of which torch sees none."""
+    if job.device.type != "cpu" or job.settings.device != "auto":
+        return []
+    of_amd = torch.version.hip is not None
+    maker = "an AMD" if of_amd else "an NVIDIA"
+    count = len([*_DEV.glob("kfd" if of_amd else "nvidia[0-9]*")])
+    if not count:
         return []
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if torch.version.cuda is None:
+    hiding = [f"{name}={os.environ[name]}" for name in _HIDING if name in os.environ]
+    if of_amd and hiding:
+        # ROCm, "GPU isolation techniques".
+        why = (
+            f"{' '.join(hiding)} hides them (the second and third count from 0 what the first "
+            f"of {', '.join(_HIDING)} leaves, so set one alone)"
+        )
+    elif of_amd:
+        why = "rocm-smi says what the driver sees of them"
+    elif torch.version.cuda is None:
         why = f"this torch ({VERSION}) is built without CUDA"
     elif visible is not None and not read_visible(visible.split(","), count):
         why = f"CUDA_VISIBLE_DEVICES={visible} hides them"
     else:
         why = "outpace doctor says what it sees of them"
     return [
-        f"this host has an NVIDIA GPU, torch sees none, and the run is on the CPU: {why}. "
+        f"this host has {maker} GPU, torch sees none, and the run is on the CPU: {why}. "
         "Use --device cpu if that is intended"
     ]
+
+
+def _without_effect(
+    settings: TrainSettings, plan: Plan, origins: Mapping[str, str]
+) -> Iterator[str]:
+    """Yield hints on settings that the user gave and that change nothing in this run."""
+    plain = all(Path(one).is_file() and form_of(Path(one)) == "text" for one in settings.data)
+    alone = plan.world_size == 1 and plan.compress_gradients != "none"
+    cases = (
+        ("min_lr_ratio", settings.schedule == "constant", "schedule constant keeps --lr"),
+        ("beta1", settings.optimizer == "adafactor", "adafactor has no such moment"),
+        ("beta2", settings.optimizer == "sgd", "sgd has no second moment"),
+        ("beta2", settings.optimizer == "adafactor", "adafactor's decay grows with the steps"),
+        ("eval_every", settings.eval_batches == 0, "--eval-batches is 0"),
+        ("eval_fraction", settings.eval_data is not None, "--eval-data is given"),
+        ("text_field", settings.task == "pretrain" and plain, "the data have no fields"),
+        ("powersgd_rank", plan.compress_gradients != "powersgd", "gradients are not compressed"),
+        ("powersgd_start", plan.compress_gradients != "powersgd", "gradients are not compressed"),
+        ("compress_gradients", alone, "one process sends no gradients"),
+        ("bucket_mib", not TRAITS[plan.strategy].buckets, f"{plan.strategy} has no buckets"),
+        ("offload_dir", "disk" not in _offloads(plan), "nothing is offloaded to a disk"),
+        ("save_every", settings.measure_only, "--measure-only saves nothing"),
+        ("keep", settings.measure_only, "--measure-only saves nothing"),
+    )
+    for name, is_idle, why in cases:
+        if is_idle and origins.get(name, "default") not in ("default", RUN_FILE):
+            yield f"--{name.replace('_', '-')} changes nothing in this run: {why}"
+
+
+def _offloads(plan: Plan) -> tuple[str, str, str]:
+    return plan.offload_activations, plan.offload_parameters, plan.offload_optimizer
 
 
 def _unlikely_settings(settings: TrainSettings, plan: Plan) -> list[str]:
@@ -293,6 +338,7 @@ def run_info(
     parameters = record.parameters
     hints = [*job.inputs.hints, *_repetitions(job), *placement]
     hints += _computation(job, parameters) + _unlikely_settings(job.settings, job.plan)
+    hints += _without_effect(job.settings, job.plan, record.origins)
     hints += _low_rate(job, record, start_step)
     if job.plan.lora_rank is not None:
         form = "frozen" if job.plan.base == "fp32" else "frozen in 4 bits"

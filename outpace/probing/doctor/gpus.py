@@ -259,6 +259,15 @@ def visible(inventory: Inventory) -> Iterator[Finding]:
             said,
             f"unset CUDA_VISIBLE_DEVICES, or {remedy}",
         )
+    elif len(shown) > 1 and shown[0].startswith("MIG-"):
+        # MIG User Guide, "CUDA Device Enumeration".
+        yield make_finding(
+            "visible GPUs",
+            "high",
+            "of several slices (MIG) CUDA uses the first alone",
+            said,
+            "start one training for each slice, or train on whole GPUs (nvidia-smi -mig 0 as root)",
+        )
     elif len(shown) < len(words):
         odd = words[len(shown)]
         other = odd.startswith(_UUIDS) or (words[0].startswith(_UUIDS) and odd.isdigit())

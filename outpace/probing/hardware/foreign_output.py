@@ -16,7 +16,8 @@ _KNOWN = (
     (r"(?i)command not found|not recognized as an internal|no such file or directory",
      "there was no nvidia-smi on that host: no NVIDIA driver, or not on PATH."),
     (r"ROCm System Management Interface|\bXGMI\b|rocm-smi|amd-smi",
-     "it is output of rocm-smi for AMD GPUs; outpace reads only topologies of NVIDIA GPUs."),
+     "it is output of rocm-smi or amd-smi for AMD GPUs; outpace reads only topologies of NVIDIA "
+     "GPUs."),
     (r"\bPPU\d|\bICN\d*\b",
      (
          "it is a matrix of PPUs (connected by ICN), which are not NVIDIA GPUs; outpace does "

@@ -165,8 +165,12 @@ def _find_header(lines: list[str], source: str) -> tuple[int, _Header]:
         return at, _Header(names, columns, tuple(match.start() + shift for match in found))
     said = describe_foreign("\n".join(lines))
     raise BadInputError(
-        f"{source}: it contains no matrix of GPUs."
-        + (said or " Save the output of `nvidia-smi topo -m`, from the line with GPU0 on.")
+        f"{source}: "
+        + (
+            said
+            or "it contains no matrix of GPUs. Save the output of `nvidia-smi topo -m`, from the "
+            "line with GPU0 on."
+        )
     )
 
 
