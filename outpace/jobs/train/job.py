@@ -258,6 +258,15 @@ def _require_possible(
         RunDir(settings.out).require_free()
 
 
+# Settings that ranks may have in several ways: of a host, of places whose contents are compared,
+# and what the number of steps, the device and the plan are compared for.
+_OF_A_RANK = frozenset(Plan.model_fields) | {
+    "model", "tokenizer", "data", "eval_data", "cache_dir", "offload_dir", "out", "plan", "log",
+    "threads", "workers", "pin_memory", "nproc", "memory_limit", "comm_timeout_s", "backend",
+    "device", "resume", "steps", "tokens", "epochs",
+}  # fmt: skip
+
+
 def _require_same(
     groups: Groups, settings: TrainSettings, device: torch.device, plan: Plan, total_steps: int,
     inputs: TrainingInputs,
@@ -279,5 +288,10 @@ def _require_same(
             "number of validation samples": None
             if inputs.eval_data is None
             else len(inputs.eval_data),
+            **{
+                "--" + name.replace("_", "-"): value
+                for name, value in settings
+                if name not in _OF_A_RANK
+            },
         }
     )
