@@ -48,7 +48,7 @@ class RunFolder:
     @property
     def timed_steps(self) -> StepLog:
         """The steps since the run was last resumed: those before may be of another layout."""
-        return self.steps.since(self.record.start_step)
+        return self.steps.steps_after(self.record.start_step)
 
     @property
     def hosts(self) -> int:

@@ -47,7 +47,7 @@ class StepLog:
         """Return a column without the first steps, unless only a few would remain."""
         return self[name][WARMUP_STEPS if len(self) > 2 * WARMUP_STEPS else 0 :]
 
-    def since(self, step: int) -> "StepLog":
+    def steps_after(self, step: int) -> "StepLog":
         """Return the steps after this one."""
         later = self["step"] > step
         return StepLog({name: values[later] for name, values in self.columns.items()})
