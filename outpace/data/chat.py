@@ -82,9 +82,9 @@ def _with_fixed_date(template: str) -> str:
     fixed = _CLOCK.sub(lambda call: repr(LEARNT_DATE.strftime(call.group(2))), template)
     if "strftime_now(" in fixed:
         raise BadInputError(
-            "the tokenizer's chat template writes the time in a form that it makes itself "
-            "(strftime_now of no text), so that a resumed run would learn another text. Write the "
-            "form into it as a text, or set chat_template in the tokenizer's folder."
+            "the tokenizer's chat template computes the format of the time that it writes "
+            "(strftime_now), so a resumed run would learn another text. Write the format into the "
+            "template as a string, or set chat_template in the tokenizer's folder."
         )
     return fixed
 
@@ -506,8 +506,8 @@ def _learnt_spans(
         return rendered.spans
     if rendered.answers is None:
         raise BadInputError(
-            f"{where}: some of its answers are not to be learnt, and the chat template's "
-            "{% generation %} blocks are not one for each answer, so which they are is not known."
+            f"{where}: some of its answers are not to be learnt, but the chat template does not "
+            "have one {% generation %} block per answer, so they cannot be told apart."
         )
     pairs = zip(rendered.answers, rendered.spans, strict=True)
     return tuple(span for number, span in pairs if talk.learnt[number])

@@ -198,7 +198,7 @@ def _label(row: Row, name: str, classes: Sequence[str], signed: bool) -> str:
     if value is None or _is_none(value):
         raise BadInputError(
             f"{row.where} has no label ({name!r} is {value!r}), as in a benchmark's test set. Give "
-            "data with labels; where -1 is a class among others, give the classes names."
+            "data with labels; if -1 is one of the classes, give the classes names."
         )
     if isinstance(value, str):
         return checked_text(value, row.where, name).strip()  # blanks do not distinguish classes

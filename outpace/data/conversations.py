@@ -117,9 +117,9 @@ def _require_wanted(row: Row) -> None:
     """Refuse an answer that its row marks as unwanted, as KTO's data does."""
     if row.values.get("label") is False:
         raise BadInputError(
-            f"{row.where} says by 'label': false that its answer is not wanted, as in data for "
-            "preference training (KTO), which outpace does not do. Leave such rows out: all others "
-            "are learnt."
+            f"{row.where} marks its answer as unwanted ('label': false), as in data for preference "
+            "training (KTO), which outpace does not support. Leave such rows out; all others are "
+            "learnt."
         )
 
 
@@ -256,8 +256,8 @@ def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
         role = told
     elif role not in _ROLES:
         raise BadInputError(
-            f"{row.where}: a message is from {told!r}, and it is not known who that is. Known are "
-            f"{', '.join(_KNOWN)}, and what the chat template names."
+            f"{row.where}: a message has the unknown role {told!r}. Known roles are "
+            f"{', '.join(_KNOWN)}, and those that the chat template names."
         )
     name = "content" if "content" in one else "value"
     content = one.get(name)
@@ -301,8 +301,8 @@ def _require_one_text(parts: Sequence[Any], row: Row) -> None:
     texts = [part for part in parts if isinstance(part, str)]
     if len(texts) > 1:
         raise BadInputError(
-            f"{row.where}: a message has a list of {len(texts)} texts ({_show(texts[0])}, …), and "
-            "it is not known whether they are parts of one or alternatives. Join them, write parts "
+            f"{row.where}: a message has a list of {len(texts)} texts ({_show(texts[0])}, …), "
+            "which may be parts of one text or alternatives. Join them, write parts "
             'as {"type": "text", "text": …}, or give each alternative a row of its own.'
         )
 

@@ -86,8 +86,8 @@ def prepare(
             raise BadInputError(f"the data at {reference} holds no text")
         if len(stream) == 0:
             raise BadInputError(
-                f"the data at {reference} is too little to train on and to hold a part out for "
-                "validation. Give more, or name validation data with --eval-data."
+                f"the data at {reference} is too little to divide into training and validation "
+                "data. Give more, or name validation data with --eval-data."
             )
     name = tokenizer.fingerprint if tokenizer else "tokens"
     name += "|opened" if tokenizer and tokenizer.opening_ids else ""

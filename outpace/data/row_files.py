@@ -95,7 +95,7 @@ def checked_text(text: Any, where: str, field: str) -> str:
         except UnicodeEncodeError as error:
             raise BadInputError(
                 f"{where}: {field!r} has half of a surrogate pair, "
-                f"{text[error.start]!r}, at character {error.start}, which is no text"
+                f"{text[error.start]!r}, at character {error.start}, which is not valid text"
             ) from None
     return text
 
@@ -466,8 +466,8 @@ def _require_delimiter(file: Path, delimiter: str, header: Sequence[str]) -> Non
             known = {",": "name it .csv", "\t": "name it .tsv"}
             remedy = known.get(other) or f"write it with {_DELIMITERS[delimiter]}"
             raise BadInputError(
-                f"{file} is divided by {name}, where {_DELIMITERS[delimiter]} are read: its only "
-                f"column would be {header[0]!r}. To read it, {remedy}."
+                f"{file} is separated by {name}, but {_DELIMITERS[delimiter]} are expected: its "
+                f"only column would be {header[0]!r}. To read it, {remedy}."
             )
 
 

@@ -177,7 +177,7 @@ def split_rows(rows: Sequence[Row], fraction: float) -> tuple[list[Row], list[Ro
         parts = (list(rows[:border]), list(rows[border:]))
     if not all(parts):
         raise BadInputError(
-            f"{len(rows)} row is too little to train on and to hold a part out for validation. "
+            f"{len(rows)} row is too little to divide into training and validation data. "
             "Give more, or name validation data with --eval-data."
         )
     return parts

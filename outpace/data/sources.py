@@ -370,7 +370,7 @@ def require_tokens(file: Path, head: bytes) -> None:
     """Refuse a .bin that begins like a file of another kind."""
     if (kind := binary_kind(head)) is not None:
         raise BadInputError(
-            f"{file} is {kind}, not ids of tokens. Write them as uint16 or uint32 without a "
+            f"{file} is {kind}, not token ids. Write them as uint16 or uint32 without a "
             "header, as numpy's tofile does, or as Megatron's .bin with its .idx."
         )
 

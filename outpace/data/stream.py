@@ -205,8 +205,8 @@ def _plain_stream(path: Path) -> Stream:
     require_tokens(path, head)
     if size % 2:
         raise BadInputError(
-            f"{path} has an odd number of bytes, so it is no file of uint16 ids, as nanoGPT's, or "
-            "it was cut short"
+            f"{path} has an odd number of bytes, so it is not a file of uint16 ids like nanoGPT's, "
+            "or it is truncated"
         )
     return _stream([MappedTokens(path, _width_of(path, size))], None)
 
@@ -218,7 +218,7 @@ def _llmc_stream(path: Path, header: Array, size: int) -> Stream:
     if dtype is None or len(header) * 4 < _HEADER_BYTES or found != version:
         raise BadInputError(
             f"{path} begins like a file of llm.c (magic number {header[0]}, version {found}), "
-            "but not as one of tokens to train on."
+            "but not one with tokens to train on."
         )
     if size != _HEADER_BYTES + count * np.dtype(dtype).itemsize:
         raise BadInputError(

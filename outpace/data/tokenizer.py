@@ -442,8 +442,8 @@ def _require_no_dropout(tokenizer: Tokenizer, path: Path) -> None:
     dropout = getattr(tokenizer.inner.model, "dropout", None)
     if dropout:
         raise BadInputError(
-            f"the tokenizer {path} leaves out merges at random (dropout {dropout:.3g}), so that a "
-            "text has other tokens each time, those that are held out too; outpace encodes a text "
+            f"the tokenizer {path} drops merges at random (dropout {dropout:.3g}), so a text gets "
+            "different tokens each time, also in validation; outpace encodes a text "
             'once. Set "dropout" of "model" in tokenizer.json to null.'
         )
 
@@ -459,8 +459,8 @@ def _require_files(path: Path) -> None:
         pieces = next((one for name in _SENTENCEPIECE if (one := path / name).is_file()), None)
     if pieces is not None:
         raise BadInputError(
-            f"{pieces} is a model of SentencePiece, which outpace does not read. Have transformers "
-            f"write it as tokenizer.json: AutoTokenizer.from_pretrained({str(folder)!r})"
+            f"{pieces} is a SentencePiece model, which outpace does not read. Let transformers "
+            f"convert it to tokenizer.json: AutoTokenizer.from_pretrained({str(folder)!r})"
             f".save_pretrained({str(folder)!r})"
         )
 
@@ -501,8 +501,8 @@ def _follow_config(inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> No
     kind = str(config.get("tokenizer_class") or "").removesuffix("Fast")
     if config.get("split_special_tokens") is True:
         raise BadInputError(
-            "its tokenizer_config.json has split_special_tokens: true, so that special tokens "
-            "would be cut in pieces, those of a chat template too. Remove it there"
+            "its tokenizer_config.json has split_special_tokens: true, so special tokens would be "
+            "split, including those of a chat template. Remove it there"
         )
     if kind in _BERT_CLASSES and isinstance(inner.normalizer, normalizers.BertNormalizer):
         inner.normalizer = normalizers.BertNormalizer(

@@ -353,7 +353,7 @@ def _read_rope(rope: Mapping[str, Any], where: str) -> dict[str, Any]:
     if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise BadInputError(
             f"{where}: partial_rotary_factor = {rope['partial_rotary_factor']} is not supported; "
-            "rotary positions turn whole heads here"
+            "rotary positions are applied to whole heads here"
         )
     read: dict[str, Any] = {"rope_theta": rope.get("rope_theta", 10_000.0)}
     if kind == "llama3":

@@ -259,7 +259,8 @@ def _check_rope_pair(values: Mapping[str, Any], where: str) -> None:
         if old is not None and new is not None and old != new:
             raise BadInputError(
                 f"{where} contradicts itself: {key} {excerpt(old)} and, in rope_parameters, "
-                f"{excerpt(new)}; transformers 4 and 5 read another model each. Leave one out."
+                f"{excerpt(new)}, so transformers 4 and 5 build different models. Remove one of "
+                "them."
             )
 
 

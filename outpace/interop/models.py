@@ -104,8 +104,8 @@ def _open_huggingface(path: Path, cache_dir: Path | None) -> OpenedModel:
     if (path / ADAPTER_CONFIG).is_file():
         if has_weights(path):
             raise BadInputError(
-                f"{path} holds a whole model and an adapter ({ADAPTER_CONFIG}), so it is ambiguous "
-                ": transformers would add the adapter to the base that it names. Move "
+                f"{path} holds a whole model and an adapter ({ADAPTER_CONFIG}), so it is "
+                "ambiguous: transformers would add the adapter to the base that it names. Move "
                 "the files of one of the two into a folder of their own."
             )
         return _open_adapter("huggingface", path, path.name)  # which may have a config.json

@@ -206,8 +206,9 @@ def _check_form(values: Mapping[str, Any], path: Path) -> None:
     begun = values.get("init_lora_weights", True)
     if begun not in _BEGINNINGS:
         raise BadInputError(
-            f"{path}: init_lora_weights is {excerpt(begun)}: the adapter may belong to weights "
-            "that it changed when it began, not to those of its base model. Merge it with peft "
+            f"{path}: init_lora_weights is {excerpt(begun)}: its initialisation may have changed "
+            "the base model's weights, so that the adapter belongs to other ones. Merge it with "
+            "peft "
             "(merge_and_unload), or save it for the base model with "
             "path_initial_model_for_weight_conversion."
         )
@@ -226,22 +227,24 @@ def _check_alphas(values: Mapping[str, Any], path: Path) -> None:
         _check_patterns(key, found or {}, path)
     for name, alpha in {"lora_alpha": values.get("lora_alpha", 8), **patterns}.items():
         if type(alpha) not in (int, float) or not abs(alpha) < _MOST_ALPHA:
-            raise BadInputError(f"{path}: {shorten(name)} is {excerpt(alpha)}, which is no alpha")
+            raise BadInputError(
+                f"{path}: {shorten(name)} is {excerpt(alpha)}, which is not a valid alpha"
+            )
 
 
 def _check_patterns(key: str, patterns: Any, path: Path) -> None:
     """Refuse invalid patterns of module names. Raises BadInputError."""
     if not isinstance(patterns, dict):
         raise BadInputError(
-            f"{path}: {key} is {excerpt(patterns)}; it has to be an object, of names of modules "
-            "with a number for each"
+            f"{path}: {key} is {excerpt(patterns)}; it has to be an object that maps names of "
+            "modules to numbers"
         )
     for name in patterns:
         try:
             re.compile(name)
         except re.error as error:
             raise BadInputError(
-                f"{path}: {key} has {excerpt(name)}, which is no pattern of names: {error}"
+                f"{path}: {key} has {excerpt(name)}, which is not a valid pattern of names: {error}"
             ) from None
 
 
@@ -286,8 +289,8 @@ def merge(
     note = _note(folder)
     if note is not None and form is None and note.fingerprint != fingerprint(base):
         raise BadInputError(
-            f"the weights in {base} are not those that the adapter in {folder} was trained beside. "
-            "Restore them, or add it to these anyway: outpace merge --base fp32."
+            f"the weights in {base} are not those that the adapter in {folder} was trained with. "
+            "Restore them, or merge it into these anyway: outpace merge --base fp32."
         )
     if (form or (note.base if note else "fp32")) == "nf4":
         _round(weights)
@@ -331,9 +334,9 @@ def _require_targets(folder: Path, held: Collection[str], known: Collection[str]
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise BadInputError(
                 f"{folder / ADAPTER_WEIGHTS} {found} {shorten(names[0], 120)}{more}, which "
-                f"target_modules in {ADAPTER_CONFIG} {contrary}: one of the two files is of "
-                "another adapter, or not whole. Bring both back as they were saved, or correct "
-                "target_modules to what is to be added."
+                f"target_modules in {ADAPTER_CONFIG} {contrary}: one of the two files belongs to "
+                "another adapter or is incomplete. Restore both as they were saved, or correct "
+                "target_modules."
             )
 
 
@@ -423,22 +426,22 @@ def _read_pairs(folder: Path) -> Iterator[tuple[str, Pair]]:
         found = _KEY.fullmatch(key)
         if found is None:
             raise BadInputError(
-                f"{path} holds {shorten(key, 120)}, which is no pair of LoRA's matrices beside a "
-                "layer, as of embeddings, heads or layers that were trained whole. Merge the "
+                f"{path} holds {shorten(key, 120)}, which is not a LoRA matrix of a layer, such as "
+                "an embedding, a head or a layer that was fully trained. Merge the "
                 "adapter into its base model with peft (merge_and_unload)."
             )
         require_numbers(tensor, f"{path}: {key}")
         halves.setdefault(found[1], {})[found[2]] = tensor.float()
     for module, held in halves.items():
         if held.keys() != {"A", "B"}:
-            raise BadInputError(f"{path} holds a half of the adapter of {module} only.")
+            raise BadInputError(f"{path} holds only one half of the adapter of {module}.")
         rank = len(held["A"])
         named = _of_module(config.get("rank_pattern") or {}, module, config.get("r", rank))
         if named != rank:
             raise BadInputError(
                 f"{path}: the matrices of {module} have rank {rank}, and adapter_config.json says "
-                f"{excerpt(named)}: one of the two files is of another adapter, or was changed. "
-                "Bring both back as they were saved."
+                f"{excerpt(named)}: one of the two files belongs to another adapter or was "
+                "changed. Restore both as they were saved."
             )
         yield module, Pair(held["A"], held["B"], _scale(config, module, rank))
 

@@ -53,7 +53,7 @@ def read_log(path: Path) -> LoggedRun:
             notes = (*found.pop("notes", ()), *notes)
             return LoggedRun.parse({**found, "log": _log_name(path), "notes": notes}, str(path))
     raise BadInputError(
-        f"{path}: no steps of a trainer that is known are in it. Known are logs of {_TRAINERS}; "
+        f"{path}: it contains no steps of a known trainer. Supported are logs of {_TRAINERS}; "
         "give the console's output, trainer_state.json, or the folder of a run."
     )
 
@@ -432,9 +432,9 @@ def _subtract_evaluations(
     count = f"{len(evaluations_s)} evaluation{'' if len(evaluations_s) == 1 else 's'}"
     if total >= runtime_s:
         raise BadInputError(
-            f"{where}: {count} took {total:,.6g} s, but train_runtime, which they are in, is "
-            f"{runtime_s:,.6g} s. Was the run resumed? Then train_runtime is of its last part "
-            "alone: give the log of a run that was not."
+            f"{where}: {count} took {total:,.6g} s, but train_runtime, which includes them, is "
+            f"{runtime_s:,.6g} s. Was the run resumed? Then train_runtime covers only its last "
+            "part: give the log of a run that was not."
         )
     note = (
         f"{count} took {total:,.6g} s of the {runtime_s:,.6g} s that Trainer timed "
@@ -454,7 +454,7 @@ def _read_trainer_state(path: Path) -> LoggedRun:
     values = read_object(path)
     history = values.get("log_history")
     if not isinstance(history, list):
-        raise BadInputError(f"{path} has no log_history: it is no trainer_state.json.")
+        raise BadInputError(f"{path} has no log_history, so it is not a trainer_state.json.")
     rows = [row for row in history if isinstance(row, dict)]
     ends = [place for place, row in enumerate(rows) if "train_runtime" in row]
     if not ends:

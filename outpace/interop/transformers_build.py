@@ -140,8 +140,8 @@ def _text_config(config: Any, where: str) -> Any:
         text = config.get_text_config()
     except ValueError as error:
         raise BadInputError(
-            f"{where}: {shorten(str(error))} Name the model that is meant by a Python function "
-            "that builds it: --model file.py:build."
+            f"{where}: {shorten(str(error))} Name the intended model by a Python function that "
+            "builds it: --model file.py:build."
         ) from None
     if getattr(config, "is_encoder_decoder", False) and type(text) is type(config):
         return config

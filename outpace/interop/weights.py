@@ -142,7 +142,7 @@ def _by_canonical_name(
         if other is not tensor and not _equal(other, tensor):
             raise BadInputError(
                 f"{other.file} and {tensor.file} hold {tensor.name} twice, and the two differ, so "
-                "which to use is not known. Fetch the model again, or leave only one of them."
+                "it is unknown which to use. Fetch the model again, or leave only one of them."
                 if other.name == tensor.name
                 else f"{tensor.file} holds {other.name} and {tensor.name}, which are the same "
                 "tensor by an old name and a new one, and the two differ. Leave only one of them."
@@ -211,7 +211,7 @@ def _check(
     if sentences:
         raise BadInputError(
             "\n".join(sentences) + "\nThe weights are not those of the model in config.json; use "
-            "--init random to train it from nothing."
+            "--init random to train it from scratch."
         )
 
 

@@ -73,8 +73,8 @@ def _choose(
 ) -> int:
     if not bool(torch.isfinite(logits_V).all()):
         raise BadInputError(
-            "the model's logits are NaN or infinite, so no token can be chosen: its weights "
-            "are damaged, or of a training that diverged. Use another copy of it."
+            "the model's logits are NaN or infinite, so no token can be chosen: its weights are "
+            "damaged, or its training diverged. Use another copy."
         )
     if temperature < _LEAST_TEMPERATURE:
         return int(logits_V.argmax())

@@ -243,8 +243,8 @@ def require_place(where: Offload, device: torch.device) -> None:
     """Refuse a place that does not suit activations of a device. Raises BadInputError."""
     if where == "cpu" and device.type != "cuda":
         raise BadInputError(
-            f"offload_activations cpu: what a {device.type} device saves lies in host memory as it "
-            "is. Use offload_activations disk, or checkpointing full."
+            f"offload_activations cpu: the activations of a {device.type} device are in host "
+            "memory anyway. Use offload_activations disk, or checkpointing full."
         )
     if where == "disk" and device.type != "cpu":
         raise BadInputError(

@@ -104,7 +104,7 @@ def read_json(path: Path, on_change: OnChange | None = None, option: str = "") -
             content = file.read(_MOST_BYTES + 1)
         if len(content) > _MOST_BYTES:
             raise BadInputError(
-                f"{path} is larger than {_MOST_BYTES >> 20} MiB, which no record is"
+                f"{path} is larger than {_MOST_BYTES >> 20} MiB, the limit for a record"
             )
         values = _check_depth(json.loads(content))
     if isinstance(values, dict) and _CHECKSUM in values:

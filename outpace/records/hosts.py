@@ -64,7 +64,7 @@ def read_hosts(path: Path) -> tuple[Host, ...]:
 def _host(name: str, slots: str, where: str) -> Host:
     if not _SLOTS.fullmatch(slots):
         raise BadInputError(
-            f"{where}: {excerpt(slots)} is not a number of ranks, from 1 to 999999 on a host"
+            f"{where}: {excerpt(slots)} is not a number of ranks per host, from 1 to 999999"
         )
     if not re.fullmatch(_NAME, name):
         raise BadInputError(

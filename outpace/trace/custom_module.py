@@ -165,9 +165,8 @@ class _ReadRefusal(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS and isinstance(args[0], FakeTensor):
             raise BadInputError(
-                f"{type(self._module).__name__} or its loss reads a number that is computed "
-                f"({_place(traceback.extract_stack())}), on which depends what it does next; a "
-                f"trace has no values. {_MEASURE}"
+                f"{type(self._module).__name__} or its loss depends on a computed number "
+                f"({_place(traceback.extract_stack())}), but a trace has no values. {_MEASURE}"
             )
         return func(*args, **(kwargs or {}))
 

@@ -83,7 +83,7 @@ def record(module: nn.Module, inputs: Any) -> Forward:
         if any(parameter.is_meta for parameter in module.parameters()):
             raise BadInputError(
                 f"{error}. Its parameters are on the device meta, so it cannot be run with values; "
-                "build it on the CPU if it looks into them"
+                "build it on the CPU if its forward reads values"
             ) from error
     return _record_forward(module, inputs, None)
 

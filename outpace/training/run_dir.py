@@ -89,8 +89,8 @@ class RunDir:
                 if path.is_symlink() and not _target(path).is_relative_to(root):
                     raise BadInputError(
                         f"{path} is a link out of the run, to {_target(path)}: resuming would "
-                        "write or remove there. Put in its place what it leads to; a run on "
-                        "another disk is a link as a whole."
+                        "write or remove files there. Replace the link by its target. To keep a "
+                        "run on another disk, link to the whole run."
                     )
             if Path(folder) == self.path and WANDB_FOLDER in below:
                 below.remove(WANDB_FOLDER)

@@ -145,7 +145,7 @@ def test_all_ranks_of_many_hosts_are_no_link_within_one(capsys, tmp_path):
     assert "the links within a node are not known" in capsys.readouterr().err
     probed = probe(tmp_path / "m.json", link("across", 2, 2e9), ranks=7, hosts=2)
     assert main(["network", "--model=outpace-tiny", probed]) == 2
-    assert "not equally many on each" in capsys.readouterr().err
+    assert "but not equally many on each" in capsys.readouterr().err
 
 
 def test_the_probe_says_of_a_node_what_the_network_question_reckons_with(capsys, tmp_path):
@@ -280,11 +280,11 @@ def test_no_torch_is_imported():
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("network", "--model=gpt2"), "where would it train?"),
+        (("network", "--model=gpt2"), "no machine is given"),
         (("network", "--model=gpt2", "--machine=foo"), "machine 'foo' is not in the catalog"),
         (("network", "--model=gpt2", "--machine=laptop"), "Measure it with outpace probe matmul"),
         ((*TINY, "--network=fast"), "link 'fast' is not in the catalog"),
-        ((*TINY, "--precision=fp64"), "no fp64 rate is known of this machine"),
+        ((*TINY, "--precision=fp64"), "no machine's fp64 rate is known"),
         ((*TINY, "--share=2"), "2 is not at least 0.01 and at most 1"),
         ((*TINY, "--nodes=10000000"), "at most 100000"),
         ((*TINY, "--tp=3"), "--tp 3: tp 3 does not divide"),

@@ -81,7 +81,7 @@ def test_sentencepiece_alone_is_refused_with_what_writes_the_other_form(
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
     said = refused(capsys, "train", f"--data={corpus}", f"--tokenizer={tmp_path}",
                    f"--out={tmp_path / 'out'}")  # fmt: skip
-    assert "tokenizer.model is a model of SentencePiece" in said and "save_pretrained" in said
+    assert "tokenizer.model is a SentencePiece model" in said and "save_pretrained" in said
 
 
 class Code:

@@ -104,7 +104,7 @@ def test_usual_forms_mean_the_same(values):
         ({"messages": '[{"role": "user"}]'}, "it is JSON within a text. Decode it"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "DPO.*To learn the preferred answers"),
         ({"chosen": [{"role": "user", "content": "a"}], "rejected": []}, r"line 1 has .*\(DPO and"),
-        ({"prompt": "a", "completion": "b", "label": False}, "its answer is not wanted"),
+        ({"prompt": "a", "completion": "b", "label": False}, "marks its answer as unwanted"),
         ({"input_ids": [1, 2], "labels": [1, 2]}, "tokenised already.*into a .bin file"),
         ({"data": [{"prompt": "a", "completion": "b"}]}, "Its 'data' is a list of 1 objects: if"),
         ({"conversations": [{"messages": [], "id": 1}]}, "no role. Its 'conversations' is a list"),
@@ -127,8 +127,8 @@ def test_usual_forms_mean_the_same(values):
         ({"prompt": "a", "completion": None}, "'completion' is null, not text. Write it as a text"),
         ({"prompt": "a", "completion": []}, "'completion' is empty, and 'prompt' is text. Write"),
         ({"prompt": ["a"], "completion": "b"}, "'prompt' is list .* and 'completion' is text"),
-        ({"messages": [{"role": "narrator", "content": "a"}]}, "is from 'narrator', and it is not"),
-        ({"conversations": [{"from": "somebody", "value": "a"}]}, "is from 'somebody'"),
+        ({"messages": [{"role": "narrator", "content": "a"}]}, "unknown role 'narrator'. Known"),
+        ({"conversations": [{"from": "somebody", "value": "a"}]}, "unknown role 'somebody'"),
         ({"prompt": "a", "completion": "b", "history": ["c"]}, "not a pair of question and answer"),
         ({"prompt": "a", "completion": "b\ud800"}, "half of a surrogate pair.* at character 1"),
         (
@@ -137,7 +137,7 @@ def test_usual_forms_mean_the_same(values):
         ),
         (
             {"messages": [{"role": "assistant", "content": ["yes", "no"]}]},
-            "line 1: a message has a list of 2 texts .str 'yes', …., and it is not known",
+            "line 1: a message has a list of 2 texts .str 'yes', …., which may be parts",
         ),
         (
             {"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]},
@@ -355,7 +355,7 @@ def test_the_date_that_is_learnt_does_not_change(plain, clock):
     chat = ChatFormat(plain.replace(plain.inner, {"chat_template": "{{ " + clock + " }}" + CHATML}))
     whole, _, _ = learnt_of(chat, row("q", "a"))
     assert whole.startswith(("26 Jul 2024 00:00:00<", "Friday<")) and chat.dated
-    with pytest.raises(BadInputError, match="writes the time in a form that it makes itself"):
+    with pytest.raises(BadInputError, match="computes the format of the time that it writes"):
         other = "{% set f = '%d' %}{{ strftime_now(f) }}" + CHATML
         ChatFormat(plain.replace(plain.inner, {"chat_template": other}))
 

@@ -115,7 +115,7 @@ def test_minus_one_and_one_are_two_classes_in_this_order(tmp_path):
         _, labels, found = examples(read_table(str(tmp_path / name)))
         assert labels == ("-1", "1") and [one.label for one in found[:2]] == ["1", "-1"]
     (tmp_path / "b.csv").write_text(f"text,label\n{rows}more,0\n")
-    with pytest.raises(BadInputError, match="where -1 is a class among others"):
+    with pytest.raises(BadInputError, match="if -1 is one of the classes"):
         examples(read_table(str(tmp_path / "b.csv")))
 
 
@@ -298,10 +298,10 @@ def test_a_saved_dataset_without_splits_is_not_validated_with_itself(tmp_path):
             "text;label\nhello;1\n",
             r"by semicolons.*write it with commas",
         ),
-        ("a.csv", "text|label\nhello|1\n", r"divided by vertical bars, where commas are read"),
-        ("a.csv", "text\tlabel\nhello\t1\n", r"divided by tabs.*name it \.tsv"),
-        ("a.tsv", "text,label\nhello,1\n", r"divided by commas.*name it \.csv"),
-        ("a.tsv", "text;label\nhello;1\n", r"divided by semicolons.*write it with tabs"),
+        ("a.csv", "text|label\nhello|1\n", r"separated by vertical bars, but commas are expected"),
+        ("a.csv", "text\tlabel\nhello\t1\n", r"separated by tabs.*name it \.tsv"),
+        ("a.tsv", "text,label\nhello,1\n", r"separated by commas.*name it \.csv"),
+        ("a.tsv", "text;label\nhello;1\n", r"separated by semicolons.*write it with tabs"),
         ("a.csv", "text,label\rhello,1\rho,0\r", r"carriage returns alone.*tr '.r' '.n'"),
         ("a.tsv", "text\tlabel\rhello\t1\rho\t0", r"carriage returns alone"),
         ("a.jsonl", '{"text":"a","label":1}\r{"text":"b","label":0}\r', r"carriage returns alone"),

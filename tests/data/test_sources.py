@@ -232,7 +232,7 @@ def test_llmc(tmp_path, prepare, dtype):
     assert tokens(prepare(tmp_path / "x.bin", tokenizer=None)) == [ids.tolist()]
     for changed, said in (
         ({"count": 1000}, "says 1000 tokens .* cut short"),
-        ({"version": 3}, r"magic number 20240\d+, version 3.* not as one of tokens"),
+        ({"version": 3}, r"magic number 20240\d+, version 3.* not one with tokens"),
     ):
         write_llmc(tmp_path / "x.bin", dtype, ids, **changed)
         with pytest.raises(BadInputError, match=said):
@@ -379,7 +379,7 @@ def test_json_lines_in_another_encoding(tmp_path, prepare):
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_no_text_to_hold_out(tmp_path, prepare, split):
     path = write_lines(tmp_path / "x.jsonl", {"text": ""})
-    with pytest.raises(BadInputError, match=r"too little to train on .* --eval-data"):
+    with pytest.raises(BadInputError, match=r"too little to divide .* --eval-data"):
         prepare(path, split=split)
 
 
@@ -641,7 +641,7 @@ def test_two_columns_of_one_name_in_a_parquet_file_are_refused(tmp_path, prepare
         ("x.arrow", b"\xff\xff\xff\xff\x98\x00\x00\x00", "is an Arrow stream, as datasets writes"),
         ("x.avro", b"Obj\x01\x04\x14", "is an Avro file"),
         ("x.pdf", b"%PDF-1.7\nplain ascii", "is a PDF document"),
-        ("x.bin", b"\x93NUMPY\x01\x00", r"is a NumPy array, not ids.* numpy's tofile"),
+        ("x.bin", b"\x93NUMPY\x01\x00", r"is a NumPy array, not token ids.* numpy's tofile"),
         ("x.npy", b"\x93NUMPY\x01\x00", r"is a NumPy array, not text.* tofile into .* named .bin"),
         ("x.npy", b"\x01\x01\x02\x00" * 99, r"as in UTF-16.* ids of tokens, write .* named .bin"),
     ],

@@ -103,7 +103,7 @@ def test_what_peft_trained_beside_layers_is_refused_with_what_to_do(make_theirs,
     config = peft.LoraConfig(target_modules=["q_proj", "embed_tokens"], task_type="CAUSAL_LM")
     found = peft.get_peft_model(theirs, config)
     found.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
-    with pytest.raises(BadInputError, match=r"embed.* is no pair of LoRA's .*merge_and_unload"):
+    with pytest.raises(BadInputError, match=r"embed.* is not a LoRA matrix .*merge_and_unload"):
         merged(tmp_path / "adapter", tmp_path / "base")
     save_file({}, tmp_path / "adapter" / "adapter_model.safetensors")
     with pytest.raises(BadInputError, match="holds no tensors: the adapter would change nothing"):
@@ -225,7 +225,7 @@ def test_an_adapter_of_another_rank_than_its_config_says_is_refused(adapted):
     for change, said in (
         ({"r": 3}, "_proj have rank 2, and .* says 3"),
         ({"rank_pattern": {"v_proj": 1}}, r"v_proj have rank 2, and .* says 1"),
-        ({"rank_pattern": {"(": 1}}, "rank_pattern has .*, which is no pattern of names"),
+        ({"rank_pattern": {"(": 1}}, "rank_pattern has .*, which is not a valid pattern of names"),
         ({"rank_pattern": [1]}, r"rank_pattern is \[1\]; it has to be an object"),
     ):
         config.write_text(json.dumps(written | change))
@@ -257,7 +257,7 @@ def test_what_is_refused(adapted, tmp_path):
     (adapter / "adapter_config.json").write_text(written)
     other = Transformer(spec_from_hf(base), seed=3)
     write_model(base, other.spec, other.state_dict(), None)
-    with pytest.raises(BadInputError, match=r"are not those that the adapter .* trained beside"):
+    with pytest.raises(BadInputError, match=r"are not those that the adapter .* trained with"):
         merged(adapter, base)
     merged(adapter, base, "fp32")
     narrow = other.spec.model_copy(update={"hidden": 16, "head_dim": 4})

@@ -155,7 +155,7 @@ def test_of_a_log_with_several_starts_the_last_is_read(name: str, tmp_path: Path
 
 def test_what_is_no_log(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("step 1 went well")
-    with pytest.raises(BadInputError, match="no steps of a trainer that is known"):
+    with pytest.raises(BadInputError, match="it contains no steps of a known trainer"):
         read_log(tmp_path / "notes.txt")
     with pytest.raises(BadInputError, match="cannot read"):
         read_log(tmp_path / "none.log")

@@ -84,8 +84,8 @@ class CustomObjective(nn.Module):
         names = [name for name in ("targets", "labels") if name in batch]
         if names and not any(name in self._signature.parameters for name in names):
             raise BadInputError(
-                f"{type(self.model).__name__} returns a scalar beside its logits, but its forward "
-                "is not given the targets, so that this is no loss by itself. Let forward take "
+                f"{type(self.model).__name__} returns a scalar next to its logits, but its forward "
+                "does not get the targets, so the scalar is not the loss. Let forward take "
                 "targets and return (logits, loss), or return a loss function "
                 "loss(module, batch) beside the module that adds the scalar."
             )
@@ -103,8 +103,8 @@ class CustomObjective(nn.Module):
         coefficient = next((value for value in found if isinstance(value, int | float)), None)
         if coefficient is None:
             raise BadInputError(
-                f"{type(self.model).__name__} returns an aux_loss without a loss, and no "
-                "router_aux_loss_coef by which to add it. Return a loss function "
+                f"{type(self.model).__name__} returns an aux_loss without a loss, and has no "
+                "router_aux_loss_coef to scale it. Return a loss function "
                 "loss(module, batch) beside the module that adds it."
             )
         return coefficient * _scalar(extra, "aux_loss")

@@ -74,8 +74,8 @@ class Site:
         self.probe: Machine | None = None
         if asked.machine is None and asked.probe is None:
             raise BadInputError(
-                "where would it train? Name a machine of the catalog, as in --machine hgx-h100, or "
-                "give what outpace probe wrote: --probe machine.json."
+                "no machine is given. Name one of the catalog, as in --machine hgx-h100, or give "
+                "a record of outpace probe: --probe machine.json."
             )
         if asked.machine is not None:
             self.node = find_node(asked.machine, ACCELERATORS)
@@ -96,7 +96,8 @@ class Site:
         if self._results.ranks_per_host is None:
             raise BadInputError(
                 f"{self._asked.probe} is of {self._results.world_size} ranks on "
-                f"{self._results.hosts} hosts, not equally many on each. Say --devices-per-node."
+                f"{self._results.hosts} hosts, but not equally many on each. Give "
+                "--devices-per-node."
             )
         return self._results.ranks_per_host
 
@@ -135,8 +136,8 @@ class Site:
         """
         if precision == "fp64":
             raise BadInputError(
-                "--precision fp64: no fp64 rate is known of this machine, nor of any other: it is "
-                "there to prove strategies with. Use the precision that you train in."
+                "--precision fp64: no machine's fp64 rate is known, since fp64 is only used to "
+                "verify strategies. Use the precision that you train in."
             )
         found = None
         if self.node is not None and self.accelerator is not None:
@@ -147,7 +148,8 @@ class Site:
         if found is None:
             assert self.node is not None
             raise BadInputError(
-                f"no rates are known of {self.node.name}, which has no accelerator of the catalog. "
+                f"the rates of {self.node.name} are unknown: it has no accelerator of the "
+                "catalog. "
                 "Measure it with outpace probe matmul memory --out machine.json, and give that "
                 "as --probe."
             )
@@ -252,8 +254,8 @@ class Site:
         if link is None:
             raise BadInputError(
                 "the links within a node are not known. Measure them with outpace probe allreduce "
-                "and give --probe machine.json, or say what a device's carries, as in --inside "
-                "25GB/s."
+                "and give --probe machine.json, or give the rate of a device's link, as in "
+                "--inside 25GB/s."
             )
         return Network(name=link, bytes_per_s=LINKS[link].bytes_per_s, origin="catalog",
                        source=LINKS[link].source)  # fmt: skip
