@@ -11,6 +11,8 @@ import torch
 
 from outpace.catalog.accelerators import find_accelerator
 from outpace.interop.models import names_code
+from outpace.interop.user_file import code_fingerprint
+from outpace.interop.weights import fingerprint
 from outpace.jobs.defaults import (
     resolve_device,
     resolve_lr,
@@ -40,6 +42,7 @@ from outpace.launch.exit_deadline import ExitDeadline
 from outpace.nn.compilation import compiler_cache, find_disabling_variable
 from outpace.nn.fp8 import require_fp8
 from outpace.nn.mixed import fp32_products
+from outpace.nn.torch_versions import VERSION
 from outpace.parallel import why_not
 from outpace.parallel.offload import require
 from outpace.probing.hardware.machine import identify, usable_cores
@@ -52,6 +55,7 @@ from outpace.records.places import cache_folder
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
+from outpace.records.version import __version__
 from outpace.training.callbacks import Callback, notify
 from outpace.training.cuda_allocator import grow_segments
 from outpace.training.guards import StopSignal, deterministic_kernels
@@ -258,6 +262,14 @@ def _require_possible(
         RunDir(settings.out).require_free()
 
 
+def _weights_fingerprint(settings: TrainSettings, inputs: TrainingInputs) -> str | None:
+    """Return a fingerprint of the stored weights that this rank reads; None if it reads none."""
+    opened = inputs.opened
+    if opened is None or opened.weights is None or not inputs.starts_from_stored(settings):
+        return None
+    return fingerprint(opened.weights)
+
+
 # Settings that ranks may have in several ways: of a host, of places whose contents are compared,
 # and what the number of steps, the device and the plan are compared for.
 _OF_A_RANK = frozenset(Plan.model_fields) | {
@@ -279,6 +291,12 @@ def _require_same(
             "plan": plan.model_dump_json(),
             "number of steps": total_steps,
             "model": None if inputs.spec is None else inputs.spec.model_dump_json(),
+            "code of its model": None
+            if inputs.custom_model is None
+            else code_fingerprint(settings.model),
+            "content of its weights": _weights_fingerprint(settings, inputs),
+            "version of outpace": __version__,
+            "version of torch": VERSION,
             "tokenizer": inputs.tokenizer.fingerprint if inputs.tokenizer else None,
             "training data": inputs.train_fingerprint,
             "validation data": inputs.eval_fingerprint,

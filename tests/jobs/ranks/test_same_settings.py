@@ -4,6 +4,11 @@ from pathlib import Path
 
 import pytest
 
+from outpace.data.tokenizer import train_tokenizer
+from outpace.interop.huggingface import write_model
+from outpace.nn.transformer import Transformer
+from outpace.records.model import ModelSpec
+
 FORKED = Path(__file__).parents[2] / "parallel" / "forked.py"
 FLAGS = ("--model=outpace-tiny", "--seq-len=32", "--global-batch=4", "--steps=2", "--lr=1e-3",
          "--sample-tokens=0", "--precision=fp32", "--device=cpu", "--threads=1")  # fmt: skip
@@ -13,6 +18,12 @@ from outpace.cli.main import command
 
 unlike = sys.argv[1:3] if os.environ["RANK"] == "1" else []
 command(["train", *sys.argv[3:], *unlike])
+"""
+CODE = """
+from torch import nn
+
+def build():
+    return nn.Sequential(nn.Embedding(512, 16), nn.Tanh(), nn.Linear(16, 512))
 """
 
 
@@ -26,3 +37,25 @@ def test_ranks_with_other_settings_are_refused(setting, command, corpus, token_c
     assert done.returncode != 0
     assert f"rank 1 has another {setting[0]} than rank 0: " in done.stdout + done.stderr
     assert not (tmp_path / "run").exists()
+
+
+def test_ranks_with_other_code_or_weights_are_refused(command, corpus, token_cache, tmp_path):
+    """Folders of one name on two hosts, one of them out of date."""
+    script = tmp_path / "unlike.py"
+    script.write_text(UNLIKE)
+    for name, text in (("one", CODE), ("two", CODE.replace("Tanh", "Sigmoid"))):
+        (tmp_path / f"{name}.py").write_text(text)
+        spec = ModelSpec(family="llama", layers=1, hidden=16, heads=2, vocab=512, max_positions=64)
+        weights = Transformer(spec, seed=len(text)).state_dict()
+        write_model(tmp_path / name, spec, weights, None)
+    train_tokenizer((corpus / "wave.txt").read_text().splitlines(), 512).save(tmp_path / "words")
+    places = (f"--data={corpus}", f"--cache-dir={token_cache}", f"--tokenizer={tmp_path / 'words'}")
+    for first, second, what in (
+        (tmp_path / "one.py:build", tmp_path / "two.py:build", "code of its model"),
+        (tmp_path / "one", tmp_path / "two", "content of its weights"),
+    ):
+        other = ("--model", second)
+        out = f"--out={tmp_path / 'run'}"
+        done = command(FORKED, 2, script, *other, *FLAGS, *places, f"--model={first}", out)
+        assert done.returncode != 0
+        assert f"rank 1 has another {what} than rank 0: " in done.stdout + done.stderr
