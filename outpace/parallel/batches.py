@@ -1,12 +1,16 @@
 """Batches of any structure, cut by their samples."""
 
-from collections.abc import Iterable, Mapping, Sequence
+import copy
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import (
+    SUPPORTED_NODES,
     register_pytree_node,
     tree_flatten,
     tree_leaves,
@@ -51,9 +55,11 @@ def _refuse_ragged(plain: Any) -> None:
 
 
 def cut(batch: Batch, parts: int) -> list[Batch]:
-    """Split a batch into equal parts: tensors that hold samples are split, all else is repeated.
+    """Split a batch into equal parts: split what holds samples, and repeat everything else in each
+    part.
 
-    A tensor holds samples if its first dimension equals the number of samples in the batch.
+    A tensor or an array holds samples if its first dimension equals the number of samples in the
+    batch, and so does a list of as many values, texts or records.
     """
     size = samples_in(batch) // parts
     return [_slice(batch, number * size, size) for number in range(parts)]
@@ -64,6 +70,22 @@ def take_first(batch: Batch, count: int) -> Batch:
     return _slice(batch, 0, count)
 
 
+def copy_batch(batch: Batch, tensors: bool = True) -> Batch:
+    """Copy a batch, so that a forward that changes its tensors, or pops entries, leaves it.
+
+    Without `tensors`, only the structure is copied.
+    """
+
+    def copy_leaf(leaf: Any) -> Any:
+        if not tensors:
+            return leaf
+        if isinstance(leaf, Tensor):
+            return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
+
+    return tree_map(copy_leaf, _plain(batch))
+
+
 def _slice(batch: Batch, begin: int, size: int) -> Batch:
     samples = samples_in(batch)
 
@@ -71,10 +93,31 @@ def _slice(batch: Batch, begin: int, size: int) -> Batch:
         if isinstance(leaf, Tensor) and leaf.is_nested:
             parts = leaf.unbind()[begin : begin + size]
             return torch.nested.as_nested_tensor(parts, layout=leaf.layout)
-        has_samples = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == samples
-        return leaf[begin : begin + size] if has_samples else leaf
+        return leaf[begin : begin + size] if _has_samples(leaf, samples) else leaf
 
-    return tree_map(part_of, _plain(batch))
+    return tree_map(part_of, _plain(batch), is_leaf=partial(_is_list_of_samples, samples))
+
+
+def _has_samples(value: Any, samples: int) -> bool:
+    """Return whether a leaf of a batch has an entry for each sample."""
+    if isinstance(value, Tensor | np.ndarray):
+        return value.ndim > 0 and value.shape[0] == samples
+    return _is_list_of_samples(samples, value)
+
+
+def _is_list_of_samples(samples: int, value: Any) -> TypeGuard[list[Any]]:
+    """Return whether a value is a list of `samples` texts, numbers or records (dicts), or tensors
+    that have other lengths.
+    """
+    return (
+        type(value) is list
+        and len(value) == samples
+        and not any(
+            isinstance(one, list | tuple)
+            or (isinstance(one, Tensor | np.ndarray) and _has_samples(one, samples))
+            for one in value
+        )
+    )
 
 
 def take_apart(passes: Sequence[Batch], place: int, places: int) -> list[Batch] | None:
@@ -122,8 +165,8 @@ def concatenate(one: Batch, other: Batch) -> Batch | None:
     None if they cannot be joined: they differ in structure or in lengths.
     """
     samples, more = samples_in(one), samples_in(other)
-    leaves, structure = tree_flatten(_plain(one))
-    others, structure_too = tree_flatten(_plain(other))
+    leaves, structure = tree_flatten(_plain(one), partial(_is_list_of_samples, samples))
+    others, structure_too = tree_flatten(_plain(other), partial(_is_list_of_samples, more))
     if structure != structure_too:
         return None
     joined = []
@@ -131,7 +174,15 @@ def concatenate(one: Batch, other: Batch) -> Batch | None:
         if isinstance(leaf, Tensor) and leaf.is_nested:
             parts = (*leaf.unbind(), *leaf_too.unbind())
             leaf = torch.nested.as_nested_tensor(parts, layout=leaf.layout)
-        elif isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == samples:
+        elif type(leaf) is list or type(leaf_too) is list:
+            if type(leaf) is not type(leaf_too):
+                return None
+            leaf = leaf + leaf_too
+        elif isinstance(leaf, np.ndarray) and _has_samples(leaf, samples):
+            if leaf_too.shape != (more, *leaf.shape[1:]) or leaf_too.dtype != leaf.dtype:
+                return None
+            leaf = np.concatenate((leaf, leaf_too))
+        elif isinstance(leaf, Tensor) and _has_samples(leaf, samples):
             if leaf_too.shape != (more, *leaf.shape[1:]) or leaf_too.dtype != leaf.dtype:
                 return None
             leaf = torch.cat((leaf, leaf_too))
@@ -140,13 +191,52 @@ def concatenate(one: Batch, other: Batch) -> Batch | None:
 
 
 def _plain(batch: Batch) -> Batch:
-    """Convert mappings of other classes (transformers' BatchEncoding) to what pytrees take."""
-    plain = dict(batch) if isinstance(batch, Mapping) else batch
-    for leaf in tree_leaves(plain):
+    """Let pytrees know the classes in a batch: dataclasses, and mappings such as transformers'
+    BatchEncoding. Mappings that cannot be copied become dicts.
+    """
+    found = [leaf for leaf in tree_leaves(batch) if not isinstance(leaf, Tensor)]
+    mappings = [leaf for leaf in found if isinstance(leaf, Mapping)]
+    if any(not isinstance(one, MutableMapping) for one in mappings):
+        return _plain(tree_map(lambda one: dict(one) if isinstance(one, Mapping) else one, batch))
+    for one in mappings:
+        _let_pytrees_know_mapping(type(one))
+    for leaf in found:
         if is_dataclass(leaf) and not isinstance(leaf, type):
             _let_pytrees_know(type(leaf))
-            return _plain(plain)
-    return plain
+            return _plain(batch)
+    return _plain(batch) if mappings else batch
+
+
+class _EmptyMapping:
+    """A mapping of a class of the user's own, without its entries, to make others of."""
+
+    def __init__(self, one: Any) -> None:
+        self.empty, self.keys = copy.copy(one), tuple(one)
+        self.empty.clear()
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _EmptyMapping):
+            return NotImplemented
+        return type(self.empty) is type(other.empty) and self.keys == other.keys
+
+    def __hash__(self) -> int:
+        return hash(self.keys)
+
+    def fill(self, values: Iterable[Any]) -> Any:
+        made = copy.copy(self.empty)
+        for key, value in zip(self.keys, values, strict=True):
+            made[key] = value
+        return made
+
+
+def _let_pytrees_know_mapping(kind: type) -> None:
+    """Register a class of mappings as a pytree of its values, for all of torch."""
+    if kind not in SUPPORTED_NODES:
+        register_pytree_node(
+            kind,
+            lambda one: ([one[key] for key in one], _EmptyMapping(one)),
+            lambda values, context: context.fill(values),
+        )
 
 
 def _let_pytrees_know(kind: type) -> None:

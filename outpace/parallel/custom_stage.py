@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from outpace.parallel.batches import copy_batch
 from outpace.parallel.block_values import (
     Form,
     Key,
@@ -123,6 +124,7 @@ class CustomStage(nn.Module):
         self._borrow: Callable[[int], Any] | None = None
         self._before: Snapshot | None = None
         self._looks = False
+        self._copies = False  # whether the forward changes tensors of the batch
         self._received: Message | None = None
         self._returned: list[Any] = []
         self._next = 0
@@ -194,13 +196,18 @@ class CustomStage(nn.Module):
         """Run the stage as `forward` does, on a given micro-batch."""
         self._received, self._next, self._returned = received, 0, []
         self._seed(2 * len(self._names))
+        # Other stages here, and other micro-batches in the same memory, are to see it as it was.
+        given = copy_batch(batch, tensors=self._looks or self._copies)
         try:
-            loss_sum, *others = self.objective(batch)
+            loss_sum, *others = self.objective(given)
         except StageExit as leaving:
             return self._message(leaving, received)
         finally:
             self._received = None
             self._note_draws()
+            if self._looks:
+                tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
+                self._copies |= any(tensor._version for tensor in tensors)
         if self._next < len(self._names):
             raise BadInputError(
                 f"the forward ended without calling block {self._names[self._next]!r}. A pipeline "

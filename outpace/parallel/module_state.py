@@ -306,7 +306,7 @@ def _undo_value(value: Any) -> Undo | None:
 
 def _is_user_object(value: Any) -> bool:
     """Return whether an object's class is not from one of the underlying libraries."""
-    if isinstance(value, type | ModuleType) or hasattr(value, "__code__"):
+    if isinstance(value, type | ModuleType) or hasattr(type(value), "__code__"):
         return False
     library = type(value).__module__.partition(".")[0]
     return library not in _LIBRARIES and isinstance(getattr(value, "__dict__", None), dict)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from outpace.nn.spread import gather_rows, is_spread, split_rows, whole
 from outpace.parallel.layout import Layout
@@ -15,6 +16,7 @@ from outpace.parallel.tensors import concatenate, spread
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 
+_REGISTERS = frozenset(vars(nn.Module()))
 _MESSAGE_BYTES = 32 << 20  # of what ranks send at once
 
 
@@ -52,7 +54,7 @@ def fill_copy(
         yield names
         return
     parameters = {id(p): nn.Parameter(values[id(p)], p.requires_grad) for p in model.parameters()}
-    before: list[tuple[dict[str, Any], str, Tensor]] = []
+    before: list[tuple[dict[str, Any], str, Any]] = []
     for part in plain.modules():
         registers: tuple[tuple[dict[str, Any], Any], ...] = (
             (part._parameters, parameters), (part._buffers, values),
@@ -62,11 +64,16 @@ def fill_copy(
                 if tensor is not None and id(tensor) in found:
                     before.append((register, name, tensor))
                     register[name] = found[id(tensor)]
+        for name, value in list(vars(part).items()):
+            held = set() if name in _REGISTERS else {id(leaf) for leaf in tree_leaves(value)}
+            if held & parameters.keys():
+                before.append((vars(part), name, value))
+                vars(part)[name] = tree_map(lambda leaf: parameters.get(id(leaf), leaf), value)
     try:
         yield names
     finally:
-        for register, name, tensor in before:
-            register[name] = tensor
+        for register, name, value in before:
+            register[name] = value
 
 
 @contextmanager

@@ -25,6 +25,7 @@ from outpace.nn.model_options import apply_checkpointing
 from outpace.nn.spread import is_spread
 from outpace.parallel.batches import (
     concatenate,
+    copy_batch,
     cut,
     explain_lengths,
     samples_in,
@@ -113,6 +114,7 @@ class PlainPass:
         }
         try:
             self._copy = meta_copy(objective)
+            self._copy.register_forward_pre_hook(_give_copies)
             self._trained = list(objective.modules())
         except Exception as error:
             self.left_out = f"the module cannot be copied ({type(error).__name__}: {error})"
@@ -563,6 +565,11 @@ class PlainSums:
         self.sums[:3] += totals
         if self.first is None:
             self.first = piece, float(totals[0] / totals[1])
+
+
+def _give_copies(plain: nn.Module, batches: tuple[Batch, ...]) -> tuple[Batch, ...]:
+    """Give a forward its own batch, which it may change; others are to see it as it was."""
+    return tuple(map(copy_batch, batches))
 
 
 def _find_moved(model: nn.Module, versions: Mapping[str, Any]) -> dict[str, Tensor]:

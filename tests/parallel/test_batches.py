@@ -1,12 +1,14 @@
 """Batches of any form are cut by their samples, or refused."""
 
+from collections import UserDict
 from dataclasses import dataclass
 
+import numpy as np
 import pytest
 import torch
 
 from outpace.data.loader import pin_batch
-from outpace.parallel.batches import concatenate, cut, explain_lengths, samples_in
+from outpace.parallel.batches import concatenate, copy_batch, cut, explain_lengths, samples_in
 from outpace.records.errors import BadInputError
 
 
@@ -71,3 +73,54 @@ def test_tensors_of_other_lengths_than_samples_are_explained():
     assert "those of 2, 4 are whole" in explain_lengths(graphs)
     alike = {"x": torch.zeros(4, 3), "y": torch.zeros(4), "rate": torch.tensor(0.1), "name": "a"}
     assert explain_lengths(alike) == ""
+
+
+def test_lists_and_arrays_with_an_entry_for_each_sample_are_cut_and_joined():
+    batch = {
+        "x": torch.arange(4), "texts": ["a", "b", "c", "d"], "weights": np.arange(4.0),
+        "records": [{"boxes": torch.zeros(n, 4), "id": n} for n in range(4)],
+        "names": ["cat", "dog"], "size": (4, 4), "crops": [torch.zeros(4, 2) for _ in range(4)],
+    }  # fmt: skip
+    first, second = cut(batch, 2)
+    assert second["texts"] == ["c", "d"] and second["weights"].tolist() == [2, 3]
+    assert [one["id"] for one in second["records"]] == [2, 3]
+    assert second["records"][1]["boxes"].shape == (3, 4)
+    # What is not of samples is whole in each part, and a list of tensors may hold several views.
+    assert second["names"] == ["cat", "dog"] and second["size"] == (4, 4)
+    assert [one.shape for one in second["crops"]] == [(2, 2)] * 4
+    del first["names"], second["names"]
+    joined = concatenate(first, second)
+    assert joined["texts"] == batch["texts"] and joined["weights"].tolist() == [0, 1, 2, 3]
+    assert [one["id"] for one in joined["records"]] == [0, 1, 2, 3]
+
+
+class Encoding(UserDict):
+    """Entries that are attributes, too, as of transformers' BatchEncoding."""
+
+    def __getattr__(self, name):
+        return self.data[name]
+
+
+class Fields(dict):
+    __getattr__ = dict.__getitem__
+
+
+@pytest.mark.parametrize("kind", [Encoding, Fields])
+def test_mappings_keep_their_class_wherever_they_are(kind):
+    batch = kind({"x": torch.arange(4), "inner": kind({"y": torch.arange(4) * 2, "rate": 0.5})})
+    _, second = cut(batch, 2)
+    assert type(second) is kind and second.x.tolist() == [2, 3]
+    assert type(second.inner) is kind and second.inner.y.tolist() == [4, 6]
+    assert second.inner.rate == 0.5 and batch.inner.y.tolist() == [0, 2, 4, 6]
+    both = concatenate(*cut((batch, torch.zeros(4)), 2))
+    assert both[0].x.tolist() == [0, 1, 2, 3]
+
+
+def test_a_forward_may_change_its_copy_of_a_batch():
+    batch = {"x": torch.ones(2), "weights": np.ones(2), "y": torch.ones(2, requires_grad=True)}
+    copied = copy_batch(batch)
+    copied["x"] -= 1
+    copied["weights"] -= 1
+    assert copied.pop("y").requires_grad and "y" in batch
+    assert batch["x"].tolist() == [1, 1] and batch["weights"].tolist() == [1, 1]
+    assert copy_batch(batch, tensors=False)["x"] is batch["x"]
