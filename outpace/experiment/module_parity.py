@@ -46,6 +46,7 @@ from outpace.parallel.plain import (
     to_float64,
     without_dropout,
 )
+from outpace.parallel.shared_memory import refuse_shared_memory
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
@@ -248,6 +249,7 @@ class PlannedRun:
         self._references, self._at = references, at
         self.found = RankFindings()
         at("laying the module out")
+        refuse_shared_memory(trial.custom.module, plan.strategy)
         objective = trial.begin()
         self._control = dist.new_group(backend="gloo")
         scratch = Scratch(folder)

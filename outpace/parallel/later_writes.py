@@ -23,7 +23,7 @@ from outpace.nn.spread import is_spread, local
 from outpace.nn.torch_versions import fsdp_param_groups
 from outpace.parallel.ddp import Replicas
 from outpace.parallel.layout import Batch, Layout, StepHooks
-from outpace.parallel.moved_parameters import find_written
+from outpace.parallel.moved_parameters import find_written, storage_id
 from outpace.parallel.refusals import has_other_cause
 from outpace.records.errors import BadInputError, first_names
 from outpace.records.plan import Plan
@@ -158,7 +158,7 @@ class _Writes(TorchDispatchMode):
     def find_names(self) -> set[str]:
         """Return the names so far, including those of tensors with replaced memory (p.data = …)."""
         for name, tensor, storage in self._tensors:
-            if _storage(local(tensor)) != storage._cdata:
+            if storage_id(local(tensor)) != storage._cdata:
                 self._names.add(name)
         return self._names
 
@@ -169,7 +169,7 @@ class _Writes(TorchDispatchMode):
         schema = getattr(func, "_schema", None)
         if schema is not None and schema.is_mutable and func.namespace not in _COLLECTIVES:
             for one in find_written(schema, args, kwargs):
-                names = self._watched.get(_storage(one))
+                names = self._watched.get(storage_id(one))
                 if names and not _gathers():
                     self._names.update(names)
         return func(*args, **kwargs)
@@ -185,8 +185,3 @@ def _gathers() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def _storage(tensor: Tensor) -> int:
-    """Return an identifier of a tensor's memory that survives freeing and reallocation."""
-    return int(tensor.untyped_storage()._cdata)

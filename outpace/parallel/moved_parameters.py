@@ -152,6 +152,11 @@ def has_memory(value: object) -> TypeGuard[Tensor]:
     )
 
 
+def storage_id(tensor: Tensor) -> int:
+    """Return an identifier of a tensor's memory that survives freeing and reallocation."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def _memory(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 

@@ -26,6 +26,7 @@ from outpace.parallel.gloo_shutdown import register_gloo_shutdown
 from outpace.parallel.layout import Batch, Layout, LayoutRequest, StepHooks, divisor
 from outpace.parallel.offload import place_optimizer
 from outpace.parallel.refusals import refuse_together
+from outpace.parallel.shared_memory import refuse_shared_memory
 from outpace.parallel.sparse_gradients import refuse_sparse_gradients
 from outpace.parallel.state_check import StateCheck
 from outpace.records.errors import BadInputError
@@ -309,6 +310,7 @@ def _check(module: nn.Module, plan: Plan) -> None:
         raise BadInputError("the module has no parameter that requires gradients")
     require_run_once(module, plan.recomputes)
     refuse_sparse_gradients(module, plan.strategy)
+    refuse_shared_memory(module, plan.strategy)
 
 
 def launched_world_size() -> int:

@@ -14,6 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from outpace.parallel.moved_parameters import has_memory, storage_id
+
 # Functions that return their first argument where nothing is dropped.
 _DROPS = {
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
@@ -141,15 +143,42 @@ class NarrowResults(TorchDispatchMode):
 
 
 def to_float64(module: nn.Module) -> nn.Module:
-    """Convert floating-point parameters and buffers to float64, and complex ones to complex128."""
+    """Convert all floating-point parameters and buffers to float64, and complex ones to
+    complex128. What is in one memory stays so.
+    """
+    found: dict[tuple[int, torch.dtype], list[Tensor]] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        if has_memory(tensor) and _wide_dtype(tensor) != tensor.dtype:
+            key = storage_id(tensor), tensor.dtype
+            found.setdefault(key, []).append(tensor)
+    wide_storages = {key: _widen_storage(some[0]) for key, some in found.items() if len(some) > 1}
+    done: dict[Tensor, Tensor] = {}  # buffers, which may have several names
 
     def wide(tensor: Tensor) -> Tensor:
-        if tensor.is_floating_point():
-            return tensor.double()
-        return tensor.to(torch.complex128) if tensor.is_complex() else tensor
+        flat = wide_storages.get((storage_id(tensor), tensor.dtype)) if has_memory(tensor) else None
+        if tensor not in done:
+            made = tensor.to(_wide_dtype(tensor))
+            if flat is not None:
+                made = flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+            if isinstance(tensor, nn.Parameter):
+                return made  # which becomes its data
+            done[tensor] = made
+        return done[tensor]
 
     changed: nn.Module = module._apply(wide)
     return changed
+
+
+def _wide_dtype(tensor: Tensor) -> torch.dtype:
+    if tensor.is_complex():
+        return torch.complex128
+    return torch.float64 if tensor.is_floating_point() else tensor.dtype
+
+
+def _widen_storage(tensor: Tensor) -> Tensor:
+    """Return all numbers in a tensor's memory in its wide dtype."""
+    numbers = tensor.untyped_storage().nbytes() // tensor.itemsize
+    return tensor.detach().as_strided((numbers,), (1,), 0).to(_wide_dtype(tensor))
 
 
 def floating_dtypes(tensors: Iterable[Tensor]) -> set[torch.dtype]:

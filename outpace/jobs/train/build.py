@@ -49,6 +49,7 @@ from outpace.parallel.first_batch import FirstBatch
 from outpace.parallel.module_state import preserve_state
 from outpace.parallel.offload import parameter_device, place_optimizer
 from outpace.parallel.parallelize import apply_plan_options, synchronise_statistics
+from outpace.parallel.shared_memory import refuse_shared_memory
 from outpace.parallel.sparse_gradients import refuse_sparse_gradients
 from outpace.parallel.state_check import StateCheck
 from outpace.parallel.tensors import make_equal
@@ -291,6 +292,7 @@ def _lay_out(
     first: FirstBatch | StateCheck | None = None
     if own is not None:
         refuse_sparse_gradients(own.module)
+        refuse_shared_memory(own.module, plan.strategy)
         if not job.settings.measure_only:
             require_plain(own.module)
         synchronise_statistics(own, plan)

@@ -1,0 +1,116 @@
+"""Tensors in the memory of trained parameters are found, and refused where ranks separate them."""
+
+import pytest
+import torch
+from torch import nn
+
+from outpace.parallel.plain import to_float64
+from outpace.parallel.shared_memory import find_shared_memory, refuse_shared_memory
+from outpace.records.errors import BadInputError
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+
+def transposed():
+    made = Pair()
+    made.b.weight = nn.Parameter(made.a.weight.t())
+    return made
+
+
+def one_row():
+    made = Pair()
+    made.b.bias = nn.Parameter(made.a.weight[1])
+    return made
+
+
+def with_buffer():
+    made = Pair()
+    made.register_buffer("old", made.a.weight.data)
+    return made
+
+
+def with_attribute():
+    made = Pair()
+    made.old = {"a": [made.a.weight.detach()]}
+    return made
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "kind"),
+    [
+        (transposed, "a.weight", "a parameter"), (one_row, "a.weight", "a parameter"),
+        (with_buffer, "old", "a buffer"), (with_attribute, "old", "an attribute"),
+    ],
+)  # fmt: skip
+def test_what_moves_with_a_trained_parameter_is_refused(make, name, kind):
+    """Under ddp each rank has whole tensors in one memory, as one process has them."""
+    found = find_shared_memory(make())
+    assert found is not None and found[:2] == (name, kind)
+    for strategy in ("zero1", "zero3", "1f1b", "tp"):
+        with pytest.raises(BadInputError, match=rf"{name}, {kind}, is in the memory of .*clone"):
+            refuse_shared_memory(make(), strategy)
+    refuse_shared_memory(make(), "ddp")
+
+
+def tied():
+    made = Pair()
+    made.b.weight = made.a.weight
+    return made
+
+
+def parts_of_one_tensor():
+    made = Pair()
+    rows = torch.randn(8, 4)
+    columns = torch.randn(4, 8)
+    made.a.weight, made.b.weight = (nn.Parameter(one) for one in rows.chunk(2))
+    made.c, made.d = (nn.Parameter(one) for one in columns.chunk(2, 1))
+    return made
+
+
+def frozen():
+    made = with_buffer()
+    made.a.weight.requires_grad_(False)
+    return made
+
+
+def normalised():
+    made = Pair()
+    nn.utils.spectral_norm(made.a)
+    return made
+
+
+@pytest.mark.parametrize("make", [tied, parts_of_one_tensor, frozen, normalised])
+def test_ties_neighbours_in_memory_and_what_nothing_trains_are_right(make):
+    assert find_shared_memory(make()) is None
+    refuse_shared_memory(make(), "zero3")
+    refuse_shared_memory(nn.LSTM(4, 4, 2), "zero3")  # which lists its parameters itself
+
+
+def test_lists_of_parameters_are_refused_where_ranks_train_others():
+    made = Pair()
+    made.decayed = {"all": [p for p in made.parameters() if p.dim() > 1]}
+    with pytest.raises(BadInputError, match=r"decayed, a plain attribute, holds .* a\.weight"):
+        refuse_shared_memory(made, "zero2")
+    for strategy in ("ddp", "zero1"):
+        refuse_shared_memory(made, strategy)
+
+
+@pytest.mark.parametrize("make", [transposed, one_row, with_buffer])
+def test_one_memory_stays_one_in_float64(make):
+    made = to_float64(make())
+    assert find_shared_memory(made) is not None
+    values = {name: tensor.clone() for name, tensor in make().state_dict().items()}
+    assert {one.dtype for one in made.state_dict().values()} == {torch.float64}
+    assert {one.shape for one in made.state_dict().values()} == {v.shape for v in values.values()}
+
+
+def test_a_buffer_of_two_names_stays_one_in_float64():
+    made, table = Pair(), torch.arange(3.0)
+    made.a.register_buffer("table", table)
+    made.b.register_buffer("table", table)
+    made = to_float64(made)
+    assert made.a.table is made.b.table and made.a.table.tolist() == [0, 1, 2]
