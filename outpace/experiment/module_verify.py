@@ -35,11 +35,13 @@ from outpace.experiment.module_parity import (
 )
 from outpace.interop.custom_model import CustomModel, build_custom_model
 from outpace.launch.forked_job import ForkedRank, RankEnd, run_forked
+from outpace.nn.extra_state import require_plain
 from outpace.parallel import why_not
 from outpace.parallel.batches import explain_lengths, samples_in
 from outpace.parallel.batchnorm import batch_norms
 from outpace.parallel.comparison import DOUBLE, HALF, MISSING, SINGLE, ComparisonLimits
 from outpace.parallel.kept_state import (
+    explain_reshaped,
     explain_state_after_resume,
     explain_state_of_wrong,
     name_attributes,
@@ -168,6 +170,7 @@ def _check(module: nn.Module) -> None:
     if any(p.is_meta for p in module.parameters()):
         raise BadInputError("the module has parameters on meta. Give them values first.")
     refuse_sparse_gradients(module)
+    require_plain(module)
 
 
 def _bytes(module: nn.Module) -> list[int]:
@@ -289,8 +292,7 @@ class _Bench:
             )
         facts = self._course().facts
         dtypes = parameter_dtypes(self._trial.custom.module)
-        if facts.made:
-            raise BadInputError(explain_new_parameters(facts.made))
+        self._refuse_changes(facts)
         if facts.draws:
             raise BadInputError(
                 f"{type(self._trial.custom.module).__name__} draws random numbers in its forward, "
@@ -313,6 +315,13 @@ class _Bench:
             notes.append("in evaluation mode, as it was given; call module.train() for the other")
         self._floor = allowed.floor
         return allowed, notes
+
+    def _refuse_changes(self, facts: ReferenceFacts) -> None:
+        """Raise BadInputError if forwards change what a module consists of."""
+        if facts.made:
+            raise BadInputError(explain_new_parameters(facts.made))
+        if facts.state.reshaped:
+            raise BadInputError(explain_reshaped(facts.state.reshaped))
 
     def _reference(self, way: _Cut) -> RankEnd:
         folder = self._next()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from outpace.records.errors import BadInputError
+from outpace.records.errors import BadInputError, first_names
 
 _KEY = "_extra_state"  # the last part of its name in a state dict
 
@@ -53,13 +53,24 @@ def unpack(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def require_plain(module: nn.Module) -> None:
-    """Refuse extra state that cannot be written, or not be read without running code.
+    """Refuse extra state that cannot be written, or not be read without running code, and tensors
+    in the state dict under names that no parameter or buffer has.
 
     Raises BadInputError.
     """
     for name, part in parts_with_extra_state(module):
         shown = name or type(part).__name__
         from_bytes(_to_bytes(part.get_extra_state(), shown), shown)
+    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
+    others = [n for n in module.state_dict() if n not in known and not is_extra_state(n)]
+    if others:
+        raise BadInputError(
+            f"state_dict() of {type(module).__name__} has {first_names(others)}, and no parameter "
+            "or buffer has that name: a hook or the method itself renames or adds entries, and "
+            "checkpoints find tensors by name. Rename entries where you export the model, and use "
+            "get_extra_state for what else is to be saved."
+        )
 
 
 def from_bytes(data: bytes, name: str, device: torch.device | None = None) -> Any:

@@ -7,7 +7,7 @@ Parameters outside of the blocks (embedding, head) lie on the first and the last
 gradients are added up over the two.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -127,10 +127,8 @@ class CustomPipeline(SpreadLayout):
         held: nn.Module = copy_structure(model)
         kept = [p for stage in mine for n in parts[stage] for p in blocks[n].parameters()]
         kept += rest.values() if any(stage in ends for stage in mine) else []
-        # Averages of blocks that other ranks run stay as they are here: they are not to be saved.
-        others = [n for s in range(len(parts)) if s not in mine for n in parts[s]]
-        still = {id(buffer) for n in others for buffer in blocks[n].buffers()}
-        drop_all_but([*kept, *(b for b in model.buffers() if id(b) not in still)], held)
+        drop_all_but([*kept, *model.buffers()], held)
+        _drop_buffers(named_blocks(held, names), {n for s in mine for n in parts[s]})
         self._draws = StageDraws(request.device)
         # The last one takes the objective itself, after the others have copied it.
         self._stages = {
@@ -338,7 +336,11 @@ class CustomPipeline(SpreadLayout):
         """Send all blocks' parameters to the first rank, which alone may request them."""
         held = self.model.state_dict()
         weights: dict[str, Any] = {}
-        for name, like in self._meta_model.state_dict().items():
+        wanted_state = self._meta_model.state_dict(keep_vars=True)
+        sent_as = self._choose_names(wanted_state)
+        for name, like in wanted_state.items():
+            if sent_as[name] != name:
+                continue
             owner = self._owner(name)
             if is_extra_state(name):
                 weights[name] = self._first_of(held.get(name), owner)
@@ -354,10 +356,25 @@ class CustomPipeline(SpreadLayout):
                 weights[name] = held[name]
         if not wanted:
             return None
+        weights |= {name: weights[main] for name, main in sent_as.items()}
         self._meta_model.load_state_dict(
             {n: w.cpu() if isinstance(w, Tensor) else w for n, w in weights.items()}, assign=True
         )
         return self._meta_model
+
+    def _choose_names(self, state: Mapping[str, Any]) -> dict[str, str]:
+        """Return the name under which each entry is sent: of several names of one tensor, one in a
+        block.
+        """
+        names: dict[int, list[str]] = {}
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                names.setdefault(id(value), []).append(name)
+        main = {
+            key: next((one for one in some if self._rank_of_block(one) is not None), some[0])
+            for key, some in names.items()
+        }
+        return {name: main.get(id(value), name) for name, value in state.items()}
 
     def _first_of(self, value: Any, owner: int) -> Any:
         """Return, on the first rank, a value of the owner that is not a tensor."""
@@ -372,10 +389,26 @@ class CustomPipeline(SpreadLayout):
         """Return the rank that has a parameter or buffer; the first of two."""
         if name in self._look.buffers:
             return self._ranks_of[-1]
+        rank = self._rank_of_block(name)
+        return self._ranks_of[0] if rank is None else rank
+
+    def _rank_of_block(self, name: str) -> int | None:
+        """Return the rank of the block that a name is in; None for what is in no block."""
         for part, rank in zip(self._parts, self._ranks_of, strict=True):
             if any(name.startswith(f"{self._names[number]}.") for number in part):
                 return rank
-        return self._ranks_of[0]
+        return None
+
+
+def _drop_buffers(blocks: Sequence[nn.Module], mine: Collection[int]) -> None:
+    """Remove the buffers of blocks that other ranks run: averages that stay as they are here, and
+    are not to be saved.
+    """
+    kept = {part for number in mine for part in blocks[number].modules()}
+    for number, block in enumerate(blocks):
+        for part in () if number in mine else block.modules():
+            if part not in kept:
+                part._buffers.update(dict.fromkeys(part._buffers))
 
 
 _group_as_torch = _backward.get_param_groups

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from outpace.nn.fingerprint import fingerprint
 from outpace.nn.spread import is_spread, local
+from outpace.parallel.batches import copy_batch
 from outpace.parallel.blocks import Blocks
 from outpace.parallel.comparison import (
     ComparisonLimits,
@@ -33,6 +34,7 @@ from outpace.parallel.comparison import (
 )
 from outpace.parallel.kept_state import (
     explain_kept_state,
+    explain_reshaped,
     explain_state_apart,
     explain_state_of_wrong,
 )
@@ -246,6 +248,9 @@ class FirstBatch:
         made = next((report.made for report in reports if report.made), None)
         if made is not None:
             raise _on_all_ranks(explain_new_parameters(made))
+        reshaped = sorted({name for report in reports for name in report.state.reshaped})
+        if reshaped:
+            raise _on_all_ranks(f"{explain_reshaped(reshaped)} {WAYS_OUT[self._by_command]}")
         unseen = sorted({name for report in reports for name in report.unseen})
         if unseen:
             raise _on_all_ranks(self._explain_moves(unseen, _UNSEEN))
@@ -438,7 +443,7 @@ class FirstBatch:
                 nothing = stack.enter_context(without_dropout(layout.objective))
             if compiled:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            totals = run(list(passes), hooks)
+            totals = run([copy_batch(batch) for batch in passes], hooks)
         return totals, compiled or (nothing is not None and nothing.would_drop)
 
     def _sums(

@@ -92,7 +92,7 @@ def unsplittable(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Para
         most = sizes.most_common(1)[0][0] if sizes else None
         for parameter in unit:
             other = parameter.requires_grad and parameter.dtype != most
-            if not parameter.dim() or owners[parameter] > 1 or other:
+            if not (parameter.dim() and parameter.numel()) or owners[parameter] > 1 or other:
                 found[parameter] = None
             else:
                 parameter.data = parameter.data.contiguous()

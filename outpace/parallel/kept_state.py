@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from outpace.nn.extra_state import parts_with_extra_state
-from outpace.parallel.batches import concatenate, cut, samples_in, take_first
+from outpace.parallel.batches import concatenate, copy_batch, cut, samples_in, take_first
 from outpace.parallel.comparison import difference
 from outpace.parallel.layout import Batch, StepHooks
 from outpace.parallel.module_state import (
@@ -59,7 +59,8 @@ class KeptState:
     each sample has for itself. `failure`: why the check failed, although the samples have a loss.
     `writes`: whether a forward writes to parameters or saved buffers, or no forward finished.
     `halves`: sum and count of the loss of each half of the piece, if known and if the first half
-    leaves nothing that may affect the other.
+    leaves nothing that may affect the other. `reshaped`: saved buffers that a forward gives another
+    shape.
     """
 
     found: bool = False
@@ -70,6 +71,7 @@ class KeptState:
     failure: str = ""
     writes: bool = False
     halves: tuple[Totals, Totals] | None = None
+    reshaped: tuple[str, ...] = ()
 
     @property
     def is_any(self) -> bool:
@@ -115,7 +117,8 @@ def find_kept_state(
             found = _Comparison(plain, hooks, alone, writes, drops, share)
             state = found.run(batch, before, piece if samples_in(batch) == 1 else batch, other)
             halves = None if found.saw_writes or not halved else found.first_totals
-            return replace(state, writes=found.saw_writes, halves=halves)
+            reshaped = tuple(sorted(found.reshaped))
+            return replace(state, writes=found.saw_writes, halves=halves, reshaped=reshaped)
         except Exception as error:  # normalisation of a few samples, say
             failure = error
         halved = False
@@ -169,6 +172,8 @@ class _Comparison:
         self._model: nn.Module = plain.model  # type: ignore[assignment]
         self._watch: MovedParameters | None = None
         self.saw_writes = False  # to parameters, or to buffers that checkpoints have
+        self.reshaped: set[str] = set()
+        self._left: dict[str, torch.Tensor] = {}  # what the last forward wrote to such buffers
         self._device = next(plain.parameters()).device
         self._is_first = False
 
@@ -176,7 +181,9 @@ class _Comparison:
         """Search for state; `whole` has the samples by which ranks would differ."""
         begin = kept_attributes(self._plain)
         fresh, kept = self._loss_after(None, batch)
+        left = self._left
         after, kept_after = self._loss_after(other, batch)
+        left_after = self._left
         self.first_totals = self._totals[0], self._totals[1]
         drawn = [n for n, v in kept.items() if n in begin and is_generator(v) and v != begin[n]]
         generators = tuple(sorted(drawn))
@@ -184,6 +191,8 @@ class _Comparison:
         changed -= set(generators)
         if not (math.isfinite(fresh) and math.isfinite(after)):
             return KeptState(generators=generators)
+        if fresh == after and changed and not _are_alike(left, left_after):
+            return KeptState(True, tuple(sorted(changed)), generators)
         if fresh == after:
             later = self._find_later_by_few(changed, batch, fresh) if changed else None
             return KeptState(later is not None, later or (), generators)
@@ -348,7 +357,7 @@ class _Comparison:
         is_first, self._is_first = self._is_first, False
         with torch.enable_grad(), self._given.cast():
             try:
-                loss_sum, count, *_ = self._plain(batch)
+                loss_sum, count, *_ = self._plain(copy_batch(batch))
             except Exception as error:
                 raise (_FirstForwardError(error) if is_first else error) from error
         totals = float(loss_sum.detach().double()), float(count.double())
@@ -362,22 +371,32 @@ class _Comparison:
     def _put_back_saved(self) -> Callable[[], None]:
         """Return a function that restores saved buffers, and extra state if it counts."""
         held = [
-            (part._buffers, buffer, tensor, None if tensor is None else tensor.detach().clone())
+            (
+                f"{name}.{buffer}".removeprefix("model.").removeprefix("."),
+                part._buffers,
+                buffer,
+                tensor,
+                None if tensor is None else tensor.detach().clone(),
+            )
             for name, part in self._plain.named_modules()
             if part._buffers
             for buffer, tensor in part._buffers.items()
             if unsaved_kind(self._plain, name, part, buffer) is None
         ]
-        versions = [0 if t is None or t.is_inference() else t._version for _, _, t, _ in held]
+        versions = [0 if t is None or t.is_inference() else t._version for *_, t, _ in held]
         extra = []
         for _, part in parts_with_extra_state(self._model) if self._alone else ():
             with suppress(TypeError, pickle.PicklingError):  # of what no checkpoint can hold
                 extra.append((part, copy.deepcopy(part.get_extra_state())))
 
         def put_back() -> None:
+            self._left = {}
             with torch.no_grad():
-                for (register, name, tensor, values), version in zip(held, versions, strict=True):
-                    replaced = register.get(name) is not tensor
+                for (path, register, name, tensor, values), version in zip(
+                    held, versions, strict=True
+                ):
+                    now = register.get(name)
+                    replaced = now is not tensor
                     register[name] = tensor
                     if tensor is None or values is None:
                         self.saw_writes |= replaced
@@ -386,11 +405,35 @@ class _Comparison:
                     same = known and not replaced and tensor._version == version
                     if not (same and torch.equal(tensor, values)):
                         self.saw_writes = True
+                        if now is not None:
+                            self._left[path] = now.detach().clone()
+                            if now.shape != values.shape:
+                                self.reshaped.add(path)
                         tensor.detach().copy_(values)
             for part, state in extra:
                 part.set_extra_state(state)
 
         return put_back
+
+
+def _are_alike(left: dict[str, torch.Tensor], left_after: dict[str, torch.Tensor]) -> bool:
+    """Return whether two forwards of the same samples have left the same in saved buffers."""
+    return left.keys() == left_after.keys() and all(
+        one.shape == left_after[name].shape
+        and torch.allclose(one, left_after[name], rtol=_ROUNDING, equal_nan=True)
+        for name, one in left.items()
+        if one.layout == torch.strided
+    )
+
+
+def explain_reshaped(names: Sequence[str]) -> str:
+    """Return a message about saved buffers of which forwards change the shape."""
+    return (
+        f"the forward changes the shape of {first_names(names)}, which state_dict() holds: a "
+        "checkpoint with it does not fit the module as it is built, and ranks have it of other "
+        "shapes. Give it its full size in __init__, with a number of the rows in use in a buffer "
+        "beside it, or use persistent=False where each forward makes it once more."
+    )
 
 
 def _later_multiple(number: Any, calls: int) -> Any:

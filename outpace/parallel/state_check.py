@@ -6,7 +6,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from outpace.parallel.kept_state import explain_kept_state, find_kept_state
+from outpace.parallel.kept_state import explain_kept_state, explain_reshaped, find_kept_state
 from outpace.parallel.layout import Batch, Layout, StepHooks
 from outpace.records.plan import Plan
 
@@ -37,4 +37,6 @@ class StateCheck:
             )
         if found.is_any:
             self._say(explain_kept_state([found], 1, self._by_command, self.resumed))
+        if found.reshaped:
+            self._say(explain_reshaped(found.reshaped))
         return None

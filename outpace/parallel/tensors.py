@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from outpace.nn.spread import is_spread, local, whole
-from outpace.records.errors import BadInputError
+from outpace.records.errors import BadInputError, first_names
 
 __all__ = [
     "by_dtype",
@@ -132,8 +132,19 @@ def _share_uncopyable(module: nn.Module, memo: dict[int, Any]) -> None:
 
 @torch.no_grad()
 def make_equal(module: nn.Module) -> None:
-    """Copy rank 0's parameters and buffers to all ranks. Collective."""
-    for tensor in [*module.parameters(), *module.buffers()]:
+    """Copy rank 0's parameters and buffers to all ranks. Collective.
+
+    Raises BadInputError for sparse tensors.
+    """
+    named = [*module.named_parameters(), *module.named_buffers()]
+    sparse = [name.removeprefix("model.") for name, t in named if t.layout != torch.strided]
+    if sparse:
+        raise BadInputError(
+            f"{first_names(sparse)} {'is' if len(sparse) == 1 else 'are'} sparse, and ranks send "
+            "each other dense tensors. Use dense buffers for the indices and the values, of which "
+            "the forward makes the sparse tensor."
+        )
+    for _, tensor in named:
         dist.broadcast(tensor, 0)
 
 

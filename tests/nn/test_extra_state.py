@@ -42,3 +42,16 @@ def test_what_cannot_be_pickled_is_refused_in_words(state):
         ) as e:
             refuse(module)
         assert "no file can hold it" in str(e.value) and "Return tensors, numbers" in str(e.value)
+
+
+def test_names_that_no_tensor_has_are_refused():
+    """Checkpoints find tensors by name, and torch's look for a part of that name."""
+    module = nn.Sequential(nn.Linear(2, 2), Part({"calls": 3}))
+    require_plain(module)
+
+    def rename(module, state, prefix, metadata):
+        state[f"{prefix}w"] = state.pop(f"{prefix}weight")
+
+    module[0].register_state_dict_post_hook(rename)
+    with pytest.raises(BadInputError, match=r"has 0\.w, and no parameter .* Rename entries where"):
+        require_plain(module)

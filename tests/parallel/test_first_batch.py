@@ -1138,3 +1138,51 @@ def test_faults_of_tensor_parallel_ranks_and_what_the_cut_changes(
     assert all(refused in said.get("refused", "") for said in both)
     assert all(("refused" in said) == bool(refused) for said in both)
     assert [told in one for one in both[0]["warnings"]] == [True] * bool(told)
+
+
+class Table(nn.Module):
+    """One table is a buffer of all blocks, and a parameter has no elements."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(5, 3)
+        self.empty = nn.Parameter(torch.empty(0))
+        table = torch.linspace(0.5, 1, 5)
+        for block in self.blocks:
+            block[1].register_buffer("table", table)
+
+    def forward(self, x):
+        x -= 0.5
+        for block in self.blocks:
+            x = block(x) * block[1].table
+        return self.head(x.to(self.empty.dtype))
+
+
+def popped(module, batch):
+    wanted = batch.pop(1)
+    return (module(batch[0]) - wanted).square().mean()
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "1f1b"])
+def test_a_forward_may_change_its_batch(tmp_path, strategy, monkeypatch):
+    """Writes to inputs, and entries that are taken out, are seen by no other forward."""
+    given = global_batch()
+    monkeypatch.setattr(f"{__name__}.global_batch", lambda samples: dict(enumerate(given)))
+    for said in looked_at(tmp_path, strategy, make=Table, loss=popped):
+        assert said["warnings"] == [] and "refused" not in said
+
+
+class Penalised(Stack):
+    def __init__(self):
+        super().__init__()
+        self.parts = [self.head.weight]
+
+    def forward(self, x):
+        return super().forward(x) + sum(part.square().sum() for part in self.parts)
+
+
+def test_a_copy_has_parameters_in_plain_lists_too(tmp_path):
+    for said in looked_at(tmp_path, "zero1", make=Penalised):
+        assert said["warnings"] == [] and "refused" not in said

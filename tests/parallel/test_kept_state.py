@@ -380,6 +380,43 @@ def test_state_is_found_and_named_and_nothing_is_moved(make, samples):
     assert kept_attributes(objective) == before and torch.equal(drawn, torch.get_rng_state())
 
 
+class Loads(Base):
+    """Counts that no checkpoint has move a bias that each has; no loss shows it in few steps."""
+
+    def set_up(self):
+        self.register_buffer("loads", torch.zeros(3), persistent=False)
+        self.register_buffer("bias", torch.zeros(3))
+
+    def finish(self, y):
+        with torch.no_grad():
+            self.loads += (y > 0).float().mean(0)
+            self.bias += 1e-3 * (self.loads.mean() - self.loads)
+        return y + self.bias.round()
+
+
+class Bank(Base):
+    def set_up(self):
+        self.register_buffer("bank", torch.zeros(1, 3))
+
+    def finish(self, y):
+        self.bank = torch.cat([self.bank, y.detach()])[-9:]
+        return y + self.bank.mean()
+
+
+def test_what_moves_saved_buffers_is_state_too():
+    found = find_kept_state(objective_of(Loads), global_batch(), StepHooks(), alone=False)
+    assert found.found and found.names == ("model.loads (a buffer with persistent=False)",)
+
+
+def test_buffers_that_change_their_shape_are_named():
+    found = find_kept_state(objective_of(Bank), global_batch(), StepHooks(), alone=False)
+    assert found.reshaped == ("bank",)
+    assert (
+        find_kept_state(objective_of(Loads), global_batch(), StepHooks(), alone=False).reshaped
+        == ()
+    )
+
+
 @pytest.mark.parametrize("make", KEPT)
 def test_ranks_that_share_the_look_find_what_one_finds(make):
     found = [
