@@ -44,7 +44,10 @@ from outpace.records.certificate import ParityVerdict
 from outpace.records.errors import BadInputError
 
 ZOO = Path(__file__).parent.parent / "tests" / "parallel" / "zoo"
-FILES = ("data_parallel", "pipelines", "whole", "traps", "kinds", "recipes", "libraries")
+FILES = (
+    "data_parallel", "pipelines", "whole", "traps", "kinds", "recipes", "libraries", "projects",
+    "aliases",
+)  # fmt: skip
 SAMPLES, LIMIT_S = 8, 90.0
 # The strategies of a whole row, on two processes of any machine.
 ALL = set(STRATEGIES) - {"single", "horovod"} - set(filter(refused_strategy, STRATEGIES))
