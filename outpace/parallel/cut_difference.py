@@ -19,7 +19,7 @@ from outpace.parallel.kept_state import Totals
 from outpace.parallel.layout import Batch, StepHooks
 from outpace.parallel.module_state import preserve_state
 from outpace.parallel.moved_parameters import keep_values
-from outpace.parallel.plain import without_dropout
+from outpace.parallel.plain import random_state, same_random_state, without_dropout
 from outpace.parallel.plain_copy import model_of
 from outpace.records.plan import Plan
 
@@ -27,6 +27,10 @@ Names = tuple[str, ...]
 _FEW = 2  # samples
 _MOST_NAMED = 32  # of buffers that are tried one by one
 _MeanOf = Callable[[Sequence[Batch]], float]  # the mean loss of several pieces
+
+
+class _DrawsError(Exception):
+    """A forward that draws numbers, apart from dropout."""
 
 
 @dataclass(frozen=True)
@@ -209,15 +213,21 @@ def _compare_passes(mean_of: _MeanOf, passes: Sequence[Batch], plan: Plan) -> fl
 
 
 def _mean_of(plain: nn.Module, hooks: StepHooks, drops: bool, pieces: Sequence[Batch]) -> float:
-    """Return the mean loss of several pieces. Dropout is disabled, and everything is restored."""
+    """Return the mean loss of several pieces. Dropout is disabled, and everything is restored.
+
+    Raises _DrawsError if numbers are drawn, which are others for other pieces.
+    """
     device = next(plain.parameters()).device
     totals = torch.zeros(2, dtype=torch.float64, device=device)
     dropping = without_dropout(plain) if drops else nullcontext()
     with torch.no_grad(), dropping, preserve_state(plain, device):
+        begin = random_state(device)
         for piece in pieces:
             with hooks.cast():
                 loss_sum, count, *_ = plain(piece)
             totals += torch.stack((loss_sum.double(), count.double()))
+        if drops and not same_random_state(begin, random_state(device)):
+            raise _DrawsError
     return float(totals[0] / totals[1])
 
 

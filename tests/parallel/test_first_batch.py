@@ -1186,3 +1186,14 @@ class Penalised(Stack):
 def test_a_copy_has_parameters_in_plain_lists_too(tmp_path):
     for said in looked_at(tmp_path, "zero1", make=Penalised):
         assert said["warnings"] == [] and "refused" not in said
+
+
+class Noised(Stack):
+    def forward(self, x):
+        return super().forward(x + torch.randn_like(x))
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "1f1b"])
+def test_numbers_that_a_forward_draws_are_no_effect_of_the_cut(tmp_path, strategy):
+    for said in looked_at(tmp_path, strategy, make=Noised):
+        assert said["warnings"] == [] and "refused" not in said
