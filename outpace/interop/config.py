@@ -1,10 +1,8 @@
 """config.json of a Hugging Face model directory, read into a ModelSpec."""
 
-import logging
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 from outpace.interop.config_check import (
     ReadValues,
     format_missing_dimensions,
+    quiet_transformers,
     reading_notes,
     require_consistent,
 )
@@ -25,8 +24,9 @@ from outpace.records.model import ModelSpec
 
 CONFIG_FILE = "config.json"
 # Model types of folders with custom code whose layers are those of a family in transformers:
-# config.json of moonshotai/Kimi-K2-Instruct names DeepseekV3ForCausalLM.
-SAME_LAYERS: Mapping[str, str] = MappingProxyType({"kimi_k2": "deepseek_v3"})
+# config.json of moonshotai/Kimi-K2-Instruct names DeepseekV3ForCausalLM; that of
+# microsoft/Phi-4-multimodal-instruct has Phi-3's keys beside those of images and sound.
+SAME_LAYERS: Mapping[str, str] = MappingProxyType({"kimi_k2": "deepseek_v3", "phi4mm": "phi3"})
 # The model_type of a spec that transformers has no architecture for; only outpace reads it.
 OWN_TYPE = "outpace"
 _ACTIVATIONS: Mapping[str, str] = {
@@ -184,21 +184,6 @@ def load_config(directory: Path, values: Mapping[str, Any], *, strict: bool) -> 
         raise BadInputError(
             f"{where} is not understood by transformers: {said}{format_missing_dimensions(values)}"
         ) from None
-
-
-@contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Suppress transformers' messages about a config; errors are still raised."""
-    from transformers.utils import logging as hf_logging
-
-    earlier = hf_logging.get_verbosity()
-    hf_logging.set_verbosity(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        hf_logging.set_verbosity(earlier)
 
 
 class DimensionsError(BadInputError):

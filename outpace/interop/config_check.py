@@ -4,8 +4,11 @@ transformers accepts any key and ignores those that the model's code does not re
 config of another model loads without a warning and computes something else.
 """
 
+import logging
 import re
+import warnings
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from outpace.records.errors import BadInputError, excerpt, shorten
@@ -32,6 +35,7 @@ _NEUTRAL_KEYS = frozenset(
     initializer_range initializer_factor rope_theta rope_scaling rope_parameters directionality
     pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type
     unsloth_version unsloth_fixed pretraining_tp max_window_layers loss_type partial_rotary_factor
+    original_max_position_embeddings
     """.split()  # noqa: SIM905 (a table of names)
 )
 _NEUTRAL = re.compile(r"^_|_token_id$|^unsloth_|_ids?$")
@@ -68,8 +72,26 @@ _DIMENSIONS = frozenset(
     moe_intermediate_size expansion_ratio max_seq_len
     """.split()  # noqa: SIM905 (a table of names)
 )
-_FUTURE_TOKENS = "num_nextn_predict_layers"
+# Layers that predict further tokens, by the names that architectures have for their number.
+_FUTURE_TOKENS = (
+    "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers",
+)  # fmt: skip
 _MOST_NAMED = 8
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Suppress transformers' messages about a config; errors are still raised."""
+    from transformers.utils import logging as hf_logging
+
+    earlier = hf_logging.get_verbosity()
+    hf_logging.set_verbosity(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        hf_logging.set_verbosity(earlier)
 
 
 class ReadValues:
@@ -107,7 +129,7 @@ def require_consistent(values: Mapping[str, Any], where: str, *, strict: bool) -
     model_type = str(values["model_type"])
     _check_architectures(values.get("architectures"), model_type, where)
     for part, kind, place in _parts(values, where):
-        _check_dimensions(part, place)
+        _check_dimensions(part, place, strict=strict)
         _check_rope(part, place, strict=strict)
         unknown = _unknown_keys(part, kind)
         inside = [key for key in unknown if _CONFIG.search(key) and isinstance(part[key], dict)]
@@ -130,6 +152,8 @@ def _parts(values: Mapping[str, Any], where: str) -> Iterator[tuple[Mapping[str,
     inner = getattr(kind, "sub_configs", {}).get("text_config")
     text = values.get("text_config")
     if inner is not None and isinstance(text, dict):
+        if text.get("model_type") in CONFIG_MAPPING:
+            inner = CONFIG_MAPPING[text["model_type"]]
         yield text, inner, f"{where}: text_config"
 
 
@@ -145,10 +169,9 @@ def _check_architectures(architectures: Any, model_type: str, where: str) -> Non
     for architecture in map(str, architectures):
         if architecture in _classes_of(model_type):
             continue
-        rest = architecture.lower().removeprefix(own)
-        if rest == architecture.lower() or not re.match(
-            r"(text)?(for|model|lm|doubleheads|pretrained)|$", rest
-        ):
+        joined = architecture.lower().replace("_", "")
+        rest = joined.removeprefix(own)
+        if rest == joined or not re.match(r"(text)?(for|model|lm|doubleheads|pretrained)|$", rest):
             raise BadInputError(
                 f"{where}: architectures says {shorten(architecture)}, model_type says "
                 f"{model_type!r}: two different models. Fetch config.json again from where the "
@@ -170,13 +193,18 @@ def _classes_of(model_type: str) -> set[str]:
 
 def _stem(config_class: str) -> str:
     """Return the prefix of the names of an architecture's classes, in lower case."""
-    return config_class.removesuffix("Config").removesuffix("Text").lower()
+    return config_class.removesuffix("Config").removesuffix("Text").lower().replace("_", "")
 
 
-def _check_dimensions(values: Mapping[str, Any], where: str) -> None:
+def _check_dimensions(values: Mapping[str, Any], where: str, *, strict: bool) -> None:
+    """Refuse what is no whole number above 0, or no list of these, one for each layer.
+
+    `strict`: lists, too, which no family that outpace trains has.
+    """
     for name in _DIMENSIONS & values.keys():
         value = values[name]
-        if value is not None and (type(value) is not int or value < 1):
+        by_layer = value if isinstance(value, list) and value and not strict else [value]
+        if value is not None and any(type(one) is not int or one < 1 for one in by_layer):
             raise BadInputError(
                 f"{where}: {name} = {excerpt(value)}; it has to be a whole number, at least 1"
             )
@@ -273,13 +301,36 @@ def _refuse_rope(name: str, rope: Mapping[str, Any], where: str, what: str) -> N
 
 def _unknown_keys(values: Mapping[str, Any], kind: Any) -> list[str]:
     """Return keys with a value that the config class does not have."""
-    known = {*getattr(kind, "__dataclass_fields__", ()), *getattr(kind, "attribute_map", ())}
+    aliases: Mapping[str, str] = getattr(kind, "attribute_map", {})
+    known = {*getattr(kind, "__dataclass_fields__", ()), *aliases, *aliases.values()}
     known |= _NEUTRAL_KEYS
+    text = getattr(kind, "sub_configs", {}).get("text_config")
+    if text is not None and "text_config" not in values:  # older files have one level
+        known |= {*getattr(text, "__dataclass_fields__", ())}
     return [
         key
         for key in values
-        if key not in known and not _NEUTRAL.search(key) and not _is_neutral(key, values)
+        if key not in known
+        and not _NEUTRAL.search(key)
+        and not _is_neutral(key, values)
+        and not _is_turned(key, values, kind)
     ]
+
+
+def _is_turned(key: str, values: Mapping[str, Any], kind: Any) -> bool:
+    """Return whether the class makes other values of a key that it does not have."""
+
+    def parse(given: Mapping[str, Any]) -> dict[str, Any]:
+        found: dict[str, Any] = kind(**given).to_dict()
+        found.pop(key, None)
+        return found
+
+    rest = {name: value for name, value in values.items() if name != "model_type"}
+    try:
+        with quiet_transformers():
+            return parse(rest) != parse({name: rest[name] for name in rest if name != key})
+    except Exception:  # whatever a family's code raises on what it cannot be
+        return False
 
 
 def _is_neutral(key: str, values: Mapping[str, Any]) -> bool:
@@ -317,10 +368,10 @@ def reading_notes(
     """
     notes: list[str] = []
     inner = read.inner("text_config")
-    for part, _, place in _parts(values, where):
+    for part, kind, place in _parts(values, where):
         seen = inner if place != where and inner is not None else read
         notes += _defaults(part, seen, place) if inner is None or place != where else []
-        notes += _ignored_keys(part, seen, place, every=not planned)
+        notes += _ignored_keys(part, kind, seen, place, every=not planned)
     notes += _dropouts(read.config, where)
     if not planned:
         notes += _custom_code_notes(values, where)
@@ -354,21 +405,21 @@ def _defaults(values: Mapping[str, Any], read: ReadValues, where: str) -> list[s
 
 
 def _ignored_keys(
-    values: Mapping[str, Any], read: ReadValues, where: str, *, every: bool
+    values: Mapping[str, Any], kind: Any, read: ReadValues, where: str, *, every: bool
 ) -> list[str]:
     """List keys that the config class lacks: `every` one, or those that may change the layers."""
     names = [
         name
-        for name in _unknown_keys(values, type(read.config))
+        for name in _unknown_keys(values, kind)
         if name not in read.names
-        and name not in (*_TURNED, _FUTURE_TOKENS)
+        and name not in (*_TURNED, *_FUTURE_TOKENS)
         and (every or _changes(name, values))
     ]
     if not names:
         return []
     return [
-        f"{where} has {_pairs(values, names)}, which transformers' {read.config.model_type} does "
-        "not read; nor does outpace."
+        f"{where} has {_pairs(values, names)}, which transformers' {kind.model_type} does not "
+        "read; nor does outpace."
     ]
 
 
@@ -423,10 +474,12 @@ def _plan_limits(values: Mapping[str, Any], where: str) -> list[str]:
             f"{where}: the weights are stored in {kind} (quantization_config). The plan is for "
             "training in the precision that it names, from weights that are converted first."
         )
-    layers = values.get(_FUTURE_TOKENS)
-    if isinstance(layers, int) and layers > 0:
-        notes.append(
-            f"{where}: the layers for predicting further tokens ({_FUTURE_TOKENS} {layers}) are "
-            "not planned for; their parameters, time and memory come on top."
-        )
+    for part, _, place in _parts(values, where):
+        for name in _FUTURE_TOKENS:
+            layers = part.get(name)
+            if isinstance(layers, int) and layers > 0:
+                notes.append(
+                    f"{place}: the layers for predicting further tokens ({name} {layers}) are not "
+                    "planned for; their parameters, time and memory come on top."
+                )
     return notes

@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from outpace.interop.config import OWN_TYPE, quiet_transformers, spec_from_config
+from outpace.interop.config import OWN_TYPE, spec_from_config
+from outpace.interop.config_check import quiet_transformers
 from outpace.interop.origin import TokenIds
 from outpace.records.errors import BadInputError
 from outpace.records.families import FAMILIES, FAMILY_TRAITS, Family, FamilyTraits

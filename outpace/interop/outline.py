@@ -107,6 +107,10 @@ def read_outline_and_spec(directory: Path) -> tuple[Outline, ModelSpec | None]:
     if family not in READERS:
         raise _unknown_architecture(model_type, where)
     values = {**values, "model_type": family}
+    if family != model_type and isinstance(values.get("architectures"), list):
+        stem = model_type.replace("_", "")
+        other = [one for one in values["architectures"] if not str(one).lower().startswith(stem)]
+        values["architectures"] = other
     config = ReadValues(load_config(directory, values, strict=family in FAMILIES))
     _restore_tied(config, values, where)
     try:

@@ -15,7 +15,8 @@ import tokenizers
 
 from outpace.data.isolation import call_isolated
 from outpace.data.tokenizer import Tokenizer
-from outpace.interop.config import CONFIG_FILE, quiet_transformers
+from outpace.interop.config import CONFIG_FILE
+from outpace.interop.config_check import quiet_transformers
 from outpace.records.base import keep_memo
 from outpace.records.errors import BadInputError, shorten
 

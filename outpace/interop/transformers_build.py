@@ -1,7 +1,8 @@
 """A model of transformers from its config alone, on the meta device, for any of its families."""
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,23 +11,24 @@ from outpace.interop.config import (
     CONFIG_FILE,
     OWN_TYPE,
     load_config,
-    quiet_transformers,
     read_config,
 )
-from outpace.interop.config_check import ReadValues, reading_notes
+from outpace.interop.config_check import ReadValues, quiet_transformers, reading_notes
 from outpace.records.errors import BadInputError, excerpt, shorten
 
 # More is a typing error, which would take minutes to build.
 _MOST_LAYERS = 2000
-_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_seq_length")
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_seq_length",
+              "max_target_positions", "max_encoder_position_embeddings")  # fmt: skip
 
 
 @dataclass(frozen=True)
 class BuiltModel:
     """A model without storage. `positions`: the longest sequence; None if any length is accepted.
 
-    `decodes`: it has a decoder in addition to its encoder. `family` is the model_type of the built
-    model, and `notes` describe how the config was understood.
+    `decodes`: it has a decoder in addition to its encoder, which reads `features`, if any: the name
+    of an input that is no tokens, and its shape for one sample. `family` is the model_type of the
+    built model, and `notes` describe how the config was understood.
     """
 
     module: Any
@@ -34,6 +36,14 @@ class BuiltModel:
     positions: int | None
     decodes: bool
     notes: tuple[str, ...]
+    features: tuple[str, tuple[int, ...]] | None = None
+
+
+def config_value(config: Any, name: str) -> Any:
+    """Return a value of a config; None if it has none, or one for each layer."""
+    with suppress(Exception):  # transformers refuses to name one of several
+        return getattr(config, name)
+    return None
 
 
 def transformers_version() -> str | None:
@@ -64,13 +74,30 @@ def build_from_folder(directory: Path, dtype: str = "bfloat16") -> BuiltModel:
     values = read_config(directory)
     config = load_config(directory, values, strict=False)
     text = _text_config(config, where)
-    _restore_tied_head(config, text, values)
-    built = build_on_meta(config, where, dtype)
-    read = ReadValues(config)
-    notes = [*built.notes]
-    notes += _names_of_defaults(values, config, text, where)
-    notes += reading_notes(values, read, where, planned=True)
-    return BuiltModel(built.module, built.family, built.positions, built.decodes, tuple(notes))
+    tied = [*_restore_tied_head(config, text, values, where)]
+    with _reads(type(text)) as read:
+        built = build_on_meta(config, where, dtype)
+    notes = [*built.notes, *tied]
+    notes += _names_of_defaults(values, config, text, read, where)
+    notes += reading_notes(values, ReadValues(config), where, planned=True)
+    return replace(built, notes=tuple(notes))
+
+
+@contextmanager
+def _reads(kind: Any) -> Iterator[set[str]]:
+    """Record the names of values that are read from the configs of a class."""
+    names: set[str] = set()
+    inherited = kind.__getattribute__
+
+    def note(config: Any, name: str) -> Any:
+        names.add(name)
+        return inherited(config, name)
+
+    kind.__getattribute__ = note
+    try:
+        yield names
+    finally:
+        del kind.__getattribute__
 
 
 def build_on_meta(config: Any, where: str, dtype: str = "bfloat16") -> BuiltModel:
@@ -102,7 +129,23 @@ def build_on_meta(config: Any, where: str, dtype: str = "bfloat16") -> BuiltMode
             f"{where}: only the text part ({text.model_type}) of {config.model_type} is planned; "
             "what it makes of images or sound comes on top."
         )
-    return BuiltModel(module, config.model_type, _positions(text), decodes, tuple(notes))
+    features = _features(module, text) if decodes else None
+    if features is not None:
+        name, shape = features
+        notes.append(
+            f"{where}: its encoder reads {name} of {' × '.join(map(str, shape))} a sample."
+        )
+    return BuiltModel(module, config.model_type, _positions(text), decodes, tuple(notes), features)
+
+
+def _features(module: Any, config: Any) -> tuple[str, tuple[int, ...]] | None:
+    """Return the features of sound of the greatest length that the encoder has positions for."""
+    positions = getattr(config, "max_source_positions", None)
+    if module.main_input_name != "input_features" or positions is None:
+        return None
+    if hasattr(config, "num_mel_bins"):  # Whisper: its second convolution halves the length
+        return "input_features", (config.num_mel_bins, 2 * positions)
+    return "input_features", (positions, config.input_feat_per_channel)
 
 
 Maker = Callable[[Any], Any]
@@ -111,19 +154,14 @@ Maker = Callable[[Any], Any]
 def _maker(config: Any, text: Any) -> tuple[Maker, bool, str]:
     """Return a builder of the model in a dtype, whether it has a decoder, and what is missing."""
     import transformers
-    from transformers.models.auto import modeling_auto as auto
 
     found = _auto_class(text)
     if found is not None:
         decodes, chosen = found
         return lambda dtype: chosen.from_config(text, dtype=dtype), decodes, ""
-    for mapping, several in (
-        (auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, transformers.AutoModelForImageTextToText),
-        (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, transformers.AutoModelForSeq2SeqLM),
-        (auto.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.AutoModelForCausalLM),
-    ):
-        if text is not config and type(config) in mapping:
-            return partial(_text_of, several, config, text), False, ""
+    several = _whole_class(config) if text is not config else None
+    if several is not None:
+        return partial(_text_of, several, config, text), False, ""
     headless: Any = transformers.AutoModel
     return lambda dtype: headless.from_config(text, dtype=dtype), False, ", without a head"
 
@@ -143,21 +181,47 @@ def _text_config(config: Any, where: str) -> Any:
             f"{where}: {shorten(str(error))} Name the intended model by a Python function that "
             "builds it: --model file.py:build."
         ) from None
-    if getattr(config, "is_encoder_decoder", False) and type(text) is type(config):
+    if getattr(config, "is_encoder_decoder", False) and _auto_class(config) is not None:
         return config
     return text
 
 
-def _restore_tied_head(config: Any, text: Any, values: Mapping[str, Any]) -> None:
-    """Restore the file's setting of a tied head."""
-    tied = values.get("tie_word_embeddings")
+def _restore_tied_head(
+    config: Any, text: Any, values: Mapping[str, Any], where: str
+) -> Iterator[str]:
+    """Restore the file's setting of a tied head; yield a note if it has none."""
+    tied, inner = values.get("tie_word_embeddings"), values.get("text_config")
     if isinstance(tied, bool):
         config.tie_word_embeddings = text.tie_word_embeddings = tied
+    elif not isinstance(inner, dict) or "tie_word_embeddings" not in inner:
+        usual, outer = (config_value(part, "tie_word_embeddings") for part in (text, config))
+        if usual is not None and outer is not None and usual != outer:
+            kind = "" if usual else "not "
+            yield (
+                f"{where} does not say whether the head is tied to the embedding: it is taken "
+                f"{kind}to be, as is usual for {text.model_type}. If the weights say otherwise, "
+                "write tie_word_embeddings there."
+            )
+
+
+def _whole_class(config: Any) -> Any:
+    """Return the class that makes the model of which a text part is one; None: no class."""
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    for mapping, chosen in (
+        (auto.MODEL_FOR_MULTIMODAL_LM_MAPPING, transformers.AutoModelForMultimodalLM),
+        (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, transformers.AutoModelForSeq2SeqLM),
+        (auto.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.AutoModelForCausalLM),
+    ):
+        if type(config) in mapping:
+            return chosen
+    return None
 
 
 def _check_layers(config: Any, where: str) -> None:
     for name in ("num_hidden_layers", "num_layers", "n_layer", "encoder_layers", "decoder_layers"):
-        value = getattr(config, name, None)
+        value = config_value(config, name)
         if isinstance(value, int) and not 0 < value <= _MOST_LAYERS:
             raise BadInputError(
                 f"{where}: {name} = {excerpt(value)}; it has to be a whole number, at least 1 and "
@@ -170,48 +234,61 @@ def _auto_class(config: Any) -> tuple[bool, Any] | None:
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
-    kind = type(config)
-    if getattr(config, "is_encoder_decoder", False) and (
-        kind in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
-    ):
-        return True, transformers.AutoModelForSeq2SeqLM
+    kind, decodes = type(config), bool(getattr(config, "is_encoder_decoder", False))
     architectures = getattr(config, "architectures", None)
-    named = " ".join(map(str, architectures)) if isinstance(architectures, list) else ""
-    decoder = getattr(config, "is_decoder", False) or "CausalLM" in named or "LMHead" in named
-    masked = kind in auto.MODEL_FOR_MASKED_LM_MAPPING
-    if masked and not decoder and kind not in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING:
-        return False, transformers.AutoModelForMaskedLM
-    if kind in auto.MODEL_FOR_CAUSAL_LM_MAPPING:
-        return False, transformers.AutoModelForCausalLM
-    return (False, transformers.AutoModelForMaskedLM) if masked else None
+    named = list(map(str, architectures)) if isinstance(architectures, list) else []
+    joined = " ".join(named)
+    decoder = getattr(config, "is_decoder", False) or "CausalLM" in joined or "LMHead" in joined
+    translates = kind in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
+    # Of these the first that the family has, unless the config names another.
+    heads: tuple[tuple[bool, Any, Any], ...] = (
+        (decodes, auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, transformers.AutoModelForSeq2SeqLM),
+        (decodes, auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING, transformers.AutoModelForSpeechSeq2Seq),
+        (not (decoder or translates), auto.MODEL_FOR_MASKED_LM_MAPPING,
+         transformers.AutoModelForMaskedLM),
+        (True, auto.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.AutoModelForCausalLM),
+        (True, auto.MODEL_FOR_MASKED_LM_MAPPING, transformers.AutoModelForMaskedLM),
+        (True, auto.MODEL_FOR_MULTIMODAL_LM_MAPPING, transformers.AutoModelForMultimodalLM),
+    )  # fmt: skip
+    likely = [(mapping[kind], chosen) for likely, mapping, chosen in heads
+              if likely and kind in mapping]  # fmt: skip
+    exact = [one for one in likely if getattr(one[0], "__name__", None) in named]
+    for _, chosen in (*exact, *likely):
+        return decodes and chosen is not transformers.AutoModelForCausalLM, chosen
+    return None
 
 
 def _positions(config: Any) -> int | None:
-    for name in _POSITIONS:
-        value = getattr(config, name, None)
-        if isinstance(value, int) and value > 0:
-            return value
+    """Return the longest sequence, by the config or by that of its decoder."""
+    for part in (config, getattr(config, "decoder", None)):
+        for name in _POSITIONS:
+            value = config_value(part, name)
+            if isinstance(value, int) and value > 0:
+                return value
     return None
 
 
 def _names_of_defaults(
-    values: Mapping[str, Any], config: Any, text: Any, where: str
+    values: Mapping[str, Any], config: Any, text: Any, read: Collection[str], where: str
 ) -> Iterator[str]:
-    """Name whole numbers that the file omits and transformers fills in with defaults."""
+    """Name whole numbers that were `read`, that the file omits and transformers fills in."""
     inner = values.get("text_config") if text is not config else values
-    given = inner if isinstance(inner, dict) else {}
+    given = inner if isinstance(inner, dict) else values  # older files have one level
     aliases: Mapping[str, str] = getattr(text, "attribute_map", {})
     named = {aliases.get(name, name) for name in given}
+    needed = {aliases.get(name, name) for name in read}
+    nested = [one for value in given.values() if isinstance(value, dict) for one in value.values()]
     fields = getattr(type(text), "__dataclass_fields__", {})
     taken = [
         f"{name} {fields[name].default}"
         for name in fields
-        if name not in named
+        if name in needed - named
         and _is_dimension(name, fields[name].default)
-        and getattr(text, name, None) == fields[name].default
+        and config_value(text, name) == fields[name].default
+        and fields[name].default not in nested  # Kimi Linear's are in linear_attn_config
     ]
     if taken:
-        place = where if text is config else f"{where}: text_config"
+        place = f"{where}: text_config" if given is not values else where
         yield (
             f"{place} leaves out dimensions, for which transformers' defaults are taken: "
             f"{', '.join(taken)}. If the model is another, write its own there."

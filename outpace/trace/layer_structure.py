@@ -15,18 +15,25 @@ from outpace.trace.products import ProductCall
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """Shapes of a layer's parameters by name, its residual width, and its rows in the trace."""
+    """Shapes of a layer's parameters by name, its residual width, and its rows in the trace.
+
+    `cross_rows`: those of what its cross-attention reads.
+    """
 
     shapes: Mapping[str, tuple[int, ...]]
     hidden: int
     rows: int
+    cross_rows: int | None = None
 
-    def is_whole(self, one: ProductCall) -> bool:
-        """Return whether a product uses the whole matrix, once for each token."""
+    def is_whole(self, one: ProductCall, *, cross: bool = False) -> bool:
+        """Return whether a product uses the whole matrix, once for each token.
+
+        `cross`: of the layer or of what its cross-attention reads.
+        """
         shape = self.shapes.get(one.weight or "")
         return (
             shape is not None
-            and one.rows == self.rows
+            and (one.rows == self.rows or (cross and one.rows == self.cross_rows))
             and (len(shape) == 2 or (len(shape) == 3 and shape[-1] == 1))
             and shape[0] * shape[1] == one.inputs * one.outputs
         )
@@ -65,7 +72,13 @@ def tell_apart(
         if attention is None:
             continue
         before, after = (
-            [o for o in part if o not in taken and uses[o.weight] == 1 and weights.is_whole(o)]
+            [
+                o
+                for o in part
+                if o not in taken
+                and uses[o.weight] == 1
+                and weights.is_whole(o, cross=place == "cross")
+            ]
             for part in (products[: places[place]], products[places[place] :])
         )
         projected = _projections(attention, before, after, weights)
@@ -81,6 +94,7 @@ def tell_apart(
     if found_mlp is not None:
         updates["mlp"], found = found_mlp
         rest = [one for one in rest if one not in found]
+        rest += _wider_router(updates["mlp"], found)
     return LayerStructure(stack.model_copy(update=updates), tuple(rest))
 
 
@@ -93,6 +107,15 @@ def _groups(products: Sequence[ProductCall]) -> Iterator[list[ProductCall]]:
             groups.setdefault(tuple(parts[:depth]), []).append(one)
     for path in sorted(groups, key=len, reverse=True):
         yield groups[path]
+
+
+def _likely_groups(
+    before: Sequence[ProductCall], out: ProductCall
+) -> Iterator[Sequence[ProductCall]]:
+    """Yield what may have the projections of an attention: its module, then outer parts first."""
+    start = f"{_place(out)}."
+    yield [one for one in before if str(one.weight).startswith(start)]
+    yield from reversed(list(_groups(before)))
 
 
 Projected = tuple[AttentionShape, list[ProductCall]]
@@ -109,7 +132,7 @@ def _projections(
     out = next((one for one in after if (one.inputs, one.outputs) == (mixed, weights.hidden)), None)
     if out is None:
         return None
-    for group in reversed(list(_groups(before))):
+    for group in _likely_groups(before, out):
         for reader in (_plain, _latent):
             found = reader(attention, group, weights)
             if found is not None:
@@ -246,13 +269,14 @@ def _experts(
     """Find experts with stacked weights, where each token goes through some of them."""
     stacked = [one for one in rest if len(weights.shapes.get(one.weight or "", ())) == 3]
     stacked = [one for one in stacked if one.rows % weights.rows == 0]
-    for down in stacked:
+    for down in sorted(stacked, key=lambda one: one.inputs * one.outputs, reverse=True):
         count = weights.shapes[str(down.weight)][0]
         if down.outputs != weights.hidden or not _is_stacked(down, weights):
             continue
         up = [one for one in stacked if one is not down and one.rows == down.rows
               and one.inputs == weights.hidden and _is_stacked(one, weights)
-              and weights.shapes[str(one.weight)][0] == count]  # fmt: skip
+              and weights.shapes[str(one.weight)][0] == count
+              and _place(one) == _place(down)]  # fmt: skip
         active = down.rows // weights.rows
         products = sum(one.outputs for one in up) / down.inputs
         if products not in (1, 2) or not 1 <= active <= count:
@@ -264,13 +288,27 @@ def _experts(
         if shared is not None and shared[0].gated == mlp.gated:
             taken += shared[1]
             mlp = mlp.model_copy(update={"shared": shared[0].width})
-        router = next(
-            (one for one in whole if one not in taken
-             and (one.inputs, one.outputs) == (weights.hidden, count)), None
-        )  # fmt: skip
-        if router is not None:
-            return mlp, [*taken, router]
+        routers = [
+            one
+            for one in whole
+            if one not in taken and one.inputs == weights.hidden and one.outputs >= count
+        ]
+        if routers:
+            return mlp, [*taken, min(routers, key=lambda one: one.outputs)]
     return None
+
+
+def _place(one: ProductCall) -> str:
+    """Return the module that has the product's weight, or the one around it."""
+    return str(one.weight).removesuffix(".weight").rpartition(".")[0]
+
+
+def _wider_router(mlp: Mlp, taken: Sequence[ProductCall]) -> list[ProductCall]:
+    """Return the router's columns for choices that are no experts (LongCat's identities)."""
+    router = taken[-1]
+    if not mlp.experts or router.outputs == mlp.experts:
+        return []
+    return [router._replace(weight=None, outputs=router.outputs - mlp.experts)]
 
 
 def _is_stacked(one: ProductCall, weights: LayerWeights) -> bool:

@@ -15,8 +15,8 @@ from outpace.records.outline import AttentionShape, Outline, ProductShape, Stack
 from outpace.trace.products import AttentionCall, Forward, ProductCall, record
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-# Of a layer's attentions, "own" and "cross": how many products come before each.
-Places = Mapping[str, int]
+# Of a layer's attentions, "own" and "cross": how many products come before each, and its keys.
+Places = Mapping[str, tuple[int, int]]
 # Repeated parts with less than this share of the largest's work are no layers.
 _MINOR = 0.1
 
@@ -105,7 +105,7 @@ class ModuleTracing:
     def fill_layer(
         self, stack: Stack, rest: list[ProductCall], places: Places, path: str, names: list[str]
     ) -> Stack:
-        """Add the products of a layer to its stack; `places`: how many precede its attentions."""
+        """Add the products of a layer to its stack; `places` of its attentions among them."""
         products = self.products(rest, path, names, self._rows(stack))
         return stack.model_copy(update={"other": tuple(products)})
 
@@ -189,7 +189,7 @@ class ModuleTracing:
             norms=0,
             seq_len=None if length == self.seq_len else length,
         )
-        places = {name: place for name, (_, place) in found.items()}
+        places = {name: (place, one.keys) for name, (one, place) in found.items()}
         stack = self.fill_layer(stack, rest, places, path, names)
         self.taken.update(names)
         parameters = sum(self.sizes[name] for name in names)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from outpace.nn.evaluation_mode import evaluation_mode
 from outpace.records.errors import BadInputError
+from outpace.trace.assumed_values import AssumedValues
 
 _aten = torch.ops.aten
 # Where the two factors are among the arguments.
@@ -74,8 +75,9 @@ def record(module: nn.Module, inputs: Any) -> Forward:
     BadInputError if the forward cannot run.
     """
     if all(parameter.is_meta for parameter in module.parameters()):
-        with _quiet(), suppress(BadInputError):  # several times as fast as fake tensors
-            return _record_forward(module, inputs, None)
+        for assumed in (None, AssumedValues()):  # several times as fast as fake tensors
+            with _quiet(), suppress(BadInputError):
+                return _record_forward(module, inputs, None, assumed)
     try:
         with _quiet():
             return _record_forward(module, inputs, FakeTensorMode(allow_non_fake_inputs=True))
@@ -111,14 +113,16 @@ def _open_lstm() -> Iterator[None]:
         torch._C._set_mkldnn_enabled(enabled)
 
 
-def _record_forward(module: nn.Module, inputs: Any, fake: Any) -> Forward:
+def _record_forward(
+    module: nn.Module, inputs: Any, fake: Any, assumed: AssumedValues | None = None
+) -> Forward:
     with ExitStack() as stack:
         # Without gradients an encoder layer takes a fast path of one operator.
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(_open_lstm())
         copied = _copy_module(module, fake)
-        if any(parameter.is_meta for parameter in module.parameters()):
+        if assumed is None and any(parameter.is_meta for parameter in module.parameters()):
             inputs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
             stack.enter_context(torch.device("meta"))
         if fake is None:
@@ -126,7 +130,7 @@ def _record_forward(module: nn.Module, inputs: Any, fake: Any) -> Forward:
         else:
             inputs = tree_map_only(Tensor, fake.from_tensor, inputs)
             stack.enter_context(fake)
-        watch = _Watch(copied)
+        watch = _Watch(copied, assumed)
         stack.enter_context(watch.module_hooks(copied))
         stack.enter_context(watch)
         _call(copied, inputs)
@@ -166,8 +170,9 @@ def _call(module: nn.Module, inputs: Any) -> None:
 class _Watch(TorchDispatchMode):
     """Recorder of computations. Weights are recognised by their storage, also if cast."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, assumed: AssumedValues | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._run = _call_operator if assumed is None else assumed.run
         self.forward = Forward()
         self._inside: list[str] = []
         self._kept: list[Any] = []  # a freed storage's place would be taken by another
@@ -208,7 +213,7 @@ class _Watch(TorchDispatchMode):
             self.forward.shapes[name] = tuple(found[0].shape)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = func(*args, **(kwargs or {}))
+        made = self._run(func, args, kwargs or {})
         packet = func.overloadpacket
         if packet in _FACTORS:
             first = _FACTORS[packet]
@@ -273,6 +278,10 @@ class _Watch(TorchDispatchMode):
                 causal=bool(given.get("is_causal", False)),
             )
         )
+
+
+def _call_operator(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(*args, **kwargs)
 
 
 def _size(shape: Any) -> int:

@@ -16,26 +16,31 @@ import torch
 from torch import nn
 from torch.distributions import Distribution
 
-from outpace.interop.config import CONFIG_FILE, quiet_transformers
-from outpace.interop.transformers_build import BuiltModel, build_from_folder
+from outpace.interop.config import CONFIG_FILE
+from outpace.interop.config_check import quiet_transformers
+from outpace.interop.transformers_build import BuiltModel, build_from_folder, config_value
 from outpace.planner.model.outline import layer_parameters, parameters
 from outpace.records.errors import BadInputError
 from outpace.records.outline import AttentionShape, Outline, ProductShape, Stack
 from outpace.trace.layer_structure import LayerWeights, tell_apart
 from outpace.trace.outline import LayerPart, ModuleTracing, Places
-from outpace.trace.products import ProductCall
+from outpace.trace.products import AttentionCall, ProductCall
 
 _SAMPLES = 2
 # Twice as many tokens tell which products of activations grow with the length. Recurrent layers
 # work in chunks of 64 (gated delta rule) to 256 tokens (Mamba 2), which they fill up.
 _LENGTH = 512
+_TOKEN = 5  # the first ones are often padding
 _FEWEST = 3  # equal layers of which some are left out
 _NUMBERS = re.compile(r"idx|index|layer_id|layer_number|depth")
 _COUNTS = re.compile(r"layer|block|depth|^n_", re.IGNORECASE)
 _WINDOWS = ("sliding_window", "window_size", "attention_window", "local_window_size")
 _POSITIONS = re.compile(r"^wpe$|pos")
+_MANY = 0.1
 _ANY_LENGTH = 2**20  # of a model without positions
 _PLAIN = (bool, int, float, str, type(None))
+_EXPERT = re.compile(r"(\bexperts?[._](?:expert_)?)\d+")  # the number of an expert in a name
+Shape = tuple[int, ...]
 
 
 def outline_from_folder(directory: Path) -> Outline:
@@ -48,9 +53,20 @@ def outline_from_folder(directory: Path) -> Outline:
         update={
             "source": f"{directory / CONFIG_FILE}, built by transformers and traced",
             "untrained": f"outpace has no {built.family}",
-            "notes": built.notes,
+            "notes": (*built.notes, *_unused_parameters(found)),
         }
     )
+
+
+def _unused_parameters(found: Outline) -> Iterator[str]:
+    """Say how many parameters are in no product, where they are more than a tenth."""
+    rest = found.outside_parameters + sum(s.layers * s.other_parameters for s in found.stacks)
+    if rest > _MANY * parameters(found):
+        yield (
+            f"{rest:,} of {parameters(found):,} parameters are in no matrix product of the traced "
+            "forward: tables that are looked up, or parts that text alone does not run. They count "
+            "as weights, gradients and states of the optimizer."
+        )
 
 
 def outline_of_builds(build: Callable[[str], BuiltModel], name: str) -> tuple[BuiltModel, Outline]:
@@ -79,11 +95,9 @@ def _outline(built: BuiltModel, name: str, cached: bool) -> Outline:
     longer = min(2 * _LENGTH, positions or 2 * _LENGTH)
     length = max(1, longer // 2)
     with quiet_transformers(), _without_value_checks():
-        found = _trace_model(model, name, length, built.decodes)
+        found = _trace_model(built, name, length)
         if _grows(found):
-            found = _scale_products(
-                found, _trace_model(model, name, 2 * length, built.decodes), length
-            )
+            found = _scale_products(found, _trace_model(built, name, 2 * length), length)
     learned = _learned_positions(model, found)
     return found.model_copy(
         update={
@@ -116,10 +130,14 @@ def _learned_positions(model: nn.Module, found: Outline) -> int:
     )
 
 
-def _trace_model(model: nn.Module, name: str, length: int, decodes: bool) -> Outline:
-    tokens = torch.zeros((_SAMPLES, length), dtype=torch.int64)
+def _trace_model(built: BuiltModel, name: str, length: int) -> Outline:
+    model = built.module
+    tokens = torch.full((_SAMPLES, length), _TOKEN)
     inputs: dict[str, Any] = {"input_ids": tokens}
-    if decodes:
+    if built.features is not None:
+        key, shape = built.features
+        inputs = {key: torch.zeros((_SAMPLES, *shape), dtype=model.dtype)}
+    if built.decodes:
         inputs["decoder_input_ids"] = tokens
     sizes = _Sizes(model)
     with _leave_out_layers(model, sizes) as equal:
@@ -145,9 +163,11 @@ class _Sizes:
     """Names of a model's parameters, each once, with their shapes; kinds of its layers."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+        self.shapes: dict[str, Shape] = {
+            name: tuple(p.shape) for name, p in model.named_parameters()
+        }
         config = getattr(model, "config", None)
-        self.kinds_of_layers: Sequence[str] = getattr(config, "layer_types", None) or ()
+        self.kinds_of_layers: Sequence[str] = config_value(config, "layer_types") or ()
         self.counts = {
             value
             for key, value in vars(config or object).items()
@@ -234,9 +254,13 @@ class _Tracing(ModuleTracing):
         equal: Mapping[str, tuple[str, ...]],
     ) -> None:
         super().__init__(model, inputs)
+        self.inputs = inputs
         self.known = sizes
         self.equal = equal
         self.sizes = {name: math.prod(shape) for name, shape in sizes.shapes.items()}
+        self.forward.done, self.stacked = _stack_experts(
+            self.forward.done, sizes.shapes, self.samples * (self.seq_len or 1)
+        )
         self.modules = dict(model.named_modules())
         embedding = _weight_name(model, "get_input_embeddings")
         self.table = embedding if embedding in self.sizes else None
@@ -255,11 +279,13 @@ class _Tracing(ModuleTracing):
         layer = self.modules[path]
         bare = self._add_traits(stack, path, layer, names)
         weights = LayerWeights(
-            shapes={name: self.known.shapes[name] for name in names},
+            shapes={name: self.known.shapes[name] for name in names} | self.stacked,
             hidden=self.hidden or 0,
             rows=self.samples * self._rows(stack),
+            cross_rows=self.samples * places["cross"][1] if "cross" in places else None,
         )
-        found = tell_apart(bare, rest, places, weights)
+        before = {name: place for name, (place, _) in places.items()}
+        found = tell_apart(bare, rest, before, weights)
         found = replace(found, stack=self._limit_experts(found.stack))
         filled = super().fill_layer(found.stack, list(found.rest), places, path, names)
         if layer_parameters(filled, weights.hidden) <= sum(self.sizes[name] for name in names):
@@ -277,9 +303,10 @@ class _Tracing(ModuleTracing):
         both = stack.attention is not None and len(norms) == 1
         return stack.model_copy(
             update={
-                "attention": self._set_mask(stack.attention, path, layer),
-                "cross_attention": stack.cross_attention
-                and stack.cross_attention.model_copy(update={"causal": False}),
+                "attention": self._set_mask(
+                    stack.attention, path, layer, stack.cross_attention is not None
+                ),
+                "cross_attention": self._set_cross_mask(stack.cross_attention, path, layer),
                 "norms": len(norms),
                 "norm_bias": any(getattr(norm, "bias", None) is not None for norm in norms),
                 "dropout": drops,
@@ -297,18 +324,28 @@ class _Tracing(ModuleTracing):
         return stack.model_copy(update={"mlp": mlp.model_copy(update={"active": active})})
 
     def _set_mask(
-        self, attention: AttentionShape | None, path: str, layer: nn.Module
+        self, attention: AttentionShape | None, path: str, layer: nn.Module, decodes: bool
     ) -> AttentionShape | None:
-        """Set the mask from the modules, since a trace has no values of its tensor."""
+        """Set the mask from the modules, since a trace has no values of its tensor.
+
+        `decodes`: the layer is a decoder's, where its modules do not say so.
+        """
         if attention is None:
             return None
         told = [
             m.is_causal for m in layer.modules() if isinstance(getattr(m, "is_causal", None), bool)
         ]
         window = self._window(path, layer)
-        return attention.model_copy(
-            update={"causal": told[0] if told else attention.causal, "window": window}
-        )
+        usual = attention.causal or decodes or "CausalLM" in type(self.module).__name__
+        return attention.model_copy(update={"causal": told[0] if told else usual, "window": window})
+
+    def _set_cross_mask(
+        self, attention: AttentionShape | None, path: str, layer: nn.Module
+    ) -> AttentionShape | None:
+        """Set the mask: none, unless it is a layer's second attention to itself (LongCat)."""
+        if attention is None or "decoder_input_ids" not in self.inputs:
+            return self._set_mask(attention, path, layer, decodes=True)
+        return attention.model_copy(update={"causal": False})
 
     def _window(self, path: str, layer: nn.Module) -> int | None:
         """Return how far back a layer attends, by its modules or its kind in the config."""
@@ -320,8 +357,11 @@ class _Tracing(ModuleTracing):
                                          ("chunked", "attention_chunk_size")) if word in kind),
                 None,
             )  # fmt: skip
-            value = getattr(config, name, None) if name else None
-            return value if isinstance(value, int) and value > 0 else None
+            value = config_value(config, name) if name else None
+            if isinstance(value, int) and value > 0:
+                return value
+            if name is None:
+                return None
         for module in layer.modules():
             for name in _WINDOWS:
                 value = getattr(module, name, None)
@@ -331,6 +371,32 @@ class _Tracing(ModuleTracing):
 
     def _table(self, left: Sequence[str], hidden: int, outputs: int) -> str | None:
         return self.table if self.table in left else super()._table(left, hidden, outputs)
+
+
+def _stack_experts(
+    done: Sequence[ProductCall | AttentionCall], shapes: Mapping[str, Shape], tokens: int
+) -> tuple[list[ProductCall | AttentionCall], dict[str, Shape]]:
+    """Join products of experts that run one by one, each on its share of the tokens.
+
+    Returns all operations, and the shapes that the joined weights have as one.
+    """
+    groups: dict[Any, list[ProductCall]] = {}
+    for one in done:
+        if isinstance(one, ProductCall) and one.weight in shapes and one.rows < tokens:
+            key = (_EXPERT.sub(r"\1", str(one.weight)), one.inputs, one.outputs)
+            groups.setdefault(key, []).append(one)
+    joined: dict[int, ProductCall | None] = {}
+    stacked: dict[str, Shape] = {}
+    for group in groups.values():
+        first, elements = group[0], group[0].inputs * group[0].outputs
+        weights = [math.prod(shapes[name]) for name in {str(one.weight) for one in group}]
+        whole = len(weights) == len(group) or len(weights) == 1  # each its own, or parts of one
+        if len(group) > 1 and whole and sum(weights) // elements >= len(group):
+            joined |= dict.fromkeys(map(id, group), None)
+            joined[id(first)] = first._replace(rows=sum(one.rows for one in group))
+            stacked[str(first.weight)] = (len(group), first.inputs, first.outputs)
+    kept = [joined.get(id(one), one) for one in done]
+    return [one for one in kept if one is not None], stacked
 
 
 def _weight_name(model: nn.Module, getter: str) -> str | None:

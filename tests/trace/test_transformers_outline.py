@@ -77,6 +77,15 @@ SMALL: dict[str, dict[str, Any]] = {
                       "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_head_dim": 8,
                       "sliding_window_size": 16, "d_rel": 4, "rel_extent": 16,
                       "n_layers_per_attn_res_block": 2},
+    # Experts in loops that read where the tokens go: each with a part of a weight, or its own.
+    "jetmoe": {**_WIDTHS, "kv_channels": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "longcat_flash": {**_WIDTHS, "n_routed_experts": 8, "num_layers": 4, "q_lora_rank": 12,
+                      "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+                      "v_head_dim": 6, "ffn_hidden_size": 40, "expert_ffn_hidden_size": 24,
+                      "moe_topk": 3, "num_key_value_heads": 4, "head_dim": 4, "zero_expert_num": 4},
+    "switch_transformers": {"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4,
+                            "num_layers": 4, "num_decoder_layers": 4, "num_experts": 4,
+                            "num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2},
     "bart": {"vocab_size": 61, "d_model": 32, "encoder_layers": 3, "decoder_layers": 3,
              "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
              "decoder_ffn_dim": 40, "max_position_embeddings": SEQ_LEN, "pad_token_id": None,
@@ -86,10 +95,12 @@ SMALL: dict[str, dict[str, Any]] = {
 
 # transformers sends every token through every expert, trainers through those it is routed to.
 _RUNS_EVERY_EXPERT = ("llama4_text",)
+# Of its choices some are no experts, as the values of a router have it.
+_DEPENDS_ON_VALUES = ("longcat_flash",)
 
 
 # The rest is counted where slow tests run.
-OFTEN = ("gpt_oss", "glm4_moe", "modernbert", "qwen3_5_text")
+OFTEN = ("gpt_oss", "glm4_moe", "modernbert", "qwen3_5_text", "jetmoe", "switch_transformers")
 
 
 def test_parameters_are_those_of_transformers(subtests: pytest.Subtests) -> None:
@@ -104,7 +115,7 @@ def test_parameters_are_those_of_transformers(subtests: pytest.Subtests) -> None
 
 @pytest.mark.slow
 def test_flops_are_those_of_transformers(subtests: pytest.Subtests) -> None:
-    for model_type in sorted(set(SMALL) - {*OFTEN, *_RUNS_EVERY_EXPERT}):
+    for model_type in sorted(set(SMALL) - {*OFTEN, *_RUNS_EVERY_EXPERT, *_DEPENDS_ON_VALUES}):
         with subtests.test(model_type):
             config = CONFIG_MAPPING[model_type](**SMALL[model_type])
             assert_flops(config, traced(config))
@@ -154,6 +165,50 @@ def flops(auto: Any, config: Any, found: Outline, length: int) -> int:
         for layers, one in pairs if one is not None
     )  # fmt: skip
     return counter.get_total_flops() - beyond
+
+
+def test_experts_in_loops_are_told_apart() -> None:
+    """A third of LongCat's choices are identities, and each layer has two attentions."""
+    found = traced(CONFIG_MAPPING["longcat_flash"](**SMALL["longcat_flash"]))
+    (stack,) = found.stacks
+    assert stack.mlp is not None and stack.attention is not None
+    assert (stack.mlp.experts, stack.mlp.active, stack.mlp.gated) == (8, 2, True)
+    assert stack.attention == stack.cross_attention and stack.attention.kv_rank == 16
+    found = traced(CONFIG_MAPPING["jetmoe"](**SMALL["jetmoe"]))
+    (mlp,) = (stack.mlp for stack in found.stacks)
+    assert mlp is not None and (mlp.experts, mlp.active, mlp.width) == (4, 2, 48)
+
+
+def test_a_model_that_hears_has_its_encoder() -> None:
+    """Whisper's: 3000 frames are 1500 positions, which the decoder's cross-attention reads."""
+    config = transformers.WhisperConfig(
+        d_model=32, encoder_layers=3, decoder_layers=3, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=40, vocab_size=61,
+        max_source_positions=20, max_target_positions=SEQ_LEN, pad_token_id=0,
+        decoder_start_token_id=1, num_mel_bins=8,
+    )  # fmt: skip
+    built, found = outline_of_builds(lambda dtype: build_on_meta(config, "x", dtype), "whisper")
+    encoder, decoder = found.stacks
+    assert parameters(found) == numel(transformers.AutoModelForSpeechSeq2Seq, config)
+    assert (encoder.seq_len, decoder.seq_len, found.max_positions) == (20, None, SEQ_LEN)
+    assert decoder.cross_attention is not None and decoder.cross_attention.projected
+    assert decoder.mlp is not None and decoder.mlp.width == 40
+    assert any("its encoder reads input_features of 8 × 40 a sample" in one for one in built.notes)
+    model = transformers.AutoModelForSpeechSeq2Seq.from_config(
+        config, attn_implementation="eager", dtype=torch.float32
+    )
+    tokens = torch.ones((1, SEQ_LEN), dtype=torch.int64)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model.eval()(input_features=torch.zeros(1, 8, 40), decoder_input_ids=tokens)
+    assert forward_flops(found, SEQ_LEN, 1) == counter.get_total_flops()
+
+
+def test_the_architecture_that_a_config_names_is_built() -> None:
+    values = {name: value for name, value in SMALL["bart"].items() if "token_id" not in name}
+    for name, decodes in (("PegasusForCausalLM", False), ("PegasusForConditionalGeneration", True)):
+        config = CONFIG_MAPPING["pegasus"](architectures=[name], **values)
+        built = build_on_meta(config, "x")
+        assert (type(built.module).__name__, built.decodes) == (name, decodes)
 
 
 def folder(directory: Path, **values: Any) -> Path:
@@ -230,6 +285,82 @@ def test_a_folder_with_code_of_its_own_and_the_layers_of_a_family(tmp_path: Path
     _, found, _ = find_outline(str(tmp_path))
     assert found.stacks == known.stacks
     assert "kimi_k2 is read as deepseek_v3" in found.notes[0]
+
+
+def test_keys_of_a_text_config_and_of_one_level(tmp_path: Path) -> None:
+    """What the class of the text part reads is not said to be passed over, nor left out."""
+    text = {**given(_EXPERTS), **_LINEAR, "model_type": "qwen3_5_moe_text",
+            "layer_types": ["linear_attention", "full_attention"] * 2, "n_odd_experts": 7,
+            "mtp_num_hidden_layers": 1,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1]}}  # fmt: skip
+    folder(tmp_path, model_type="qwen3_5_moe", text_config=text, tie_word_embeddings=False)
+    _, *notes = outline_from_folder(tmp_path).notes
+    assert any("n_odd_experts 7, which transformers' qwen3_5_moe_text" in note for note in notes)
+    assert not any(" num_experts 8" in note or "layer_types" in note for note in notes)
+    assert any("further tokens (mtp_num_hidden_layers 1) are not planned" in note for note in notes)
+
+    rope = {"type": "mrope", "mrope_section": [1, 1, 2]}
+    folder(tmp_path, model_type="qwen2_5_vl", rope_scaling=rope, sliding_window=32,
+           use_sliding_window=False, tie_word_embeddings=False, **given(_WIDTHS))  # fmt: skip
+    _, text_part, *more = outline_from_folder(tmp_path).notes
+    assert "only the text part" in text_part and not more
+
+
+def test_a_head_of_which_nothing_says_whether_it_is_tied(tmp_path: Path) -> None:
+    text = {**given(_WIDTHS), "model_type": "qwen2"}
+    folder(tmp_path, model_type="internvl", text_config=text)
+    found = outline_from_folder(tmp_path)
+    assert not found.tied
+    assert any("does not say whether the head is tied" in note for note in found.notes)
+    folder(tmp_path, model_type="internvl", text_config=text, tie_word_embeddings=True)
+    found = outline_from_folder(tmp_path)
+    assert found.tied and not any("head is tied" in note for note in found.notes)
+
+
+def test_rotary_positions_that_read_the_length(tmp_path: Path) -> None:
+    """transformers' longrope and dynamic compare the positions with those of training."""
+    rope = {"type": "longrope", "original_max_position_embeddings": 32, "short_mscale": 1.2,
+            "long_mscale": 1.2, "long_factor": [1.0] * 4, "short_factor": [1.0] * 4}  # fmt: skip
+    values = {**given(_EXPERTS), "rope_scaling": rope}
+    found = outline_from_folder(folder(tmp_path, model_type="phimoe", **values))
+    assert parameters(found) == numel(
+        transformers.AutoModelForCausalLM, transformers.AutoConfig.from_pretrained(tmp_path)
+    )
+    text = {**given(_WIDTHS), "model_type": "qwen2",
+            "rope_scaling": {"type": "dynamic", "factor": 2.0}}  # fmt: skip
+    folder(tmp_path, model_type="internvl", text_config=text, tie_word_embeddings=False)
+    assert outline_from_folder(tmp_path).layers == 4
+
+
+def test_configs_as_published(tmp_path: Path) -> None:
+    """Widths by layer, names that a family's class turns into its own, and other spellings."""
+    more = {"linear_attn_config": {"full_attn_layers": [4], "kda_layers": [1, 2, 3], "head_dim": 8,
+                                   "num_heads": 4, "short_conv_kernel_size": 4},
+            "q_lora_rank": None, "kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+            "v_head_dim": 8, "first_k_dense_replace": 1, "pad_token_id": 0}  # fmt: skip
+    values = {**given(_EXPERTS), "num_key_value_heads": 4, **more}
+    found = outline_from_folder(folder(tmp_path, model_type="kimi_linear", **values))
+    assert sum(s.layers for s in found.stacks if s.attention is not None) == 1
+    assert not any("linear_" in note.replace("kimi_linear", "") for note in found.notes)
+    values = {**given(_WIDTHS), "intermediate_size": [48, 40, 48, 40], "altup_num_inputs": 3,
+              "vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 4,
+              "num_kv_shared_layers": 2, "laurel_rank": 4, "sliding_window": 16,
+              "activation_sparsity_pattern": [0.0] * 4,
+              "layer_types": ["sliding_attention", "full_attention"] * 2}  # fmt: skip
+    found = outline_from_folder(folder(tmp_path, model_type="gemma3n_text", **values))
+    assert {stack.mlp.width for stack in found.stacks if stack.mlp} == {40, 48}
+    values = {**given(_WIDTHS), "architectures": ["Ernie4_5_ForCausalLM"]}
+    assert outline_from_folder(folder(tmp_path, model_type="ernie4_5", **values)).layers == 4
+    values = {**given(_WIDTHS), "architectures": ["Phi4MMForCausalLM"], "vision_lora": {"r": 256}}
+    _, found, _ = find_outline(str(folder(tmp_path, model_type="phi4mm", **values)))
+    assert "phi4mm is read as phi3" in found.notes[0]
+    assert any("vision_lora {…}, which transformers' phi3" in note for note in found.notes)
+
+
+def test_widths_by_layer_of_a_family_without_them(tmp_path: Path) -> None:
+    folder(tmp_path, model_type="llama", **{**given(_WIDTHS), "intermediate_size": [48, 40]})
+    with pytest.raises(BadInputError, match="it has to be a whole number"):
+        read_outline_and_spec(tmp_path)
 
 
 _READ: dict[str, dict[str, Any]] = {

@@ -1,0 +1,83 @@
+"""Values that a forward reads while its weights and activations have none.
+
+Whole numbers that depend on the tokens and on sizes alone are computed. Experts get equal shares of
+the tokens that a router distributes.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+_aten = torch.ops.aten
+
+
+class AssumedValues:
+    """Operators on tensors of the CPU, which have values, and of the device meta, which have none.
+
+    Results of the CPU's alone have values; all others have none.
+    """
+
+    def __init__(self) -> None:
+        # The router's last decision: how many experts there are, and choices among them.
+        self.experts = 0
+        self._choices = 0
+        self._reads = 0
+
+    def run(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Run an operator. Raises what torch raises if it needs values that nothing tells."""
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if not any(tensor.is_meta for tensor in tensors):
+            return self._keep_values(func, args, kwargs)
+        packet = func.overloadpacket
+        if packet in (_aten.topk, _aten.argmax):
+            self._note_choice(packet, args, kwargs)
+        elif packet is _aten.nonzero:
+            return self._indices(args[0])
+        elif packet is _aten._to_copy and _is_cpu(kwargs.get("device")):
+            return self._move(func, args, kwargs)
+        args, kwargs = tree_map_only(Tensor, lambda one: one.to("meta"), (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _keep_values(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Compute whole numbers, truths and what the CPU has, also where they belong on meta."""
+        made = func(*args, **kwargs)
+        if isinstance(made, Tensor) and made.is_meta and not made.dtype.is_floating_point:
+            made = func(*args, **{**kwargs, "device": torch.device("cpu")})
+        return made
+
+    def _note_choice(self, packet: Any, args: Any, kwargs: Any) -> None:
+        scores = args[0]
+        dim = args[2] if len(args) > 2 else kwargs.get("dim", -1)
+        each = args[1] if packet is _aten.topk else 1
+        self.experts = int(scores.shape[-1 if dim is None else dim])
+        self._choices = scores.numel() // max(1, self.experts) * int(each)
+
+    def _indices(self, mask: Tensor) -> Tensor:
+        """Return all experts, or, one by one, the tokens of each."""
+        if mask.dim() == 1 and 0 < self.experts <= len(mask):
+            self._reads = 0
+            return torch.arange(self.experts, device="cpu").unsqueeze(1)
+        if not self.experts:
+            return mask.nonzero()
+        rows = _share(mask.numel(), self.experts, self._reads % self.experts)
+        self._reads += 1
+        return torch.empty((rows, mask.dim()), dtype=torch.int64, device="meta")
+
+    def _move(self, func: Any, args: Any, kwargs: Any) -> Tensor:
+        """Return the number of tokens of each expert, or what has no values, where it is."""
+        counts = args[0]
+        if counts.is_floating_point() or counts.shape != (self.experts,):
+            moved: Tensor = func(*args, **{**kwargs, "device": torch.device("meta")})
+            return moved
+        shares = [_share(self._choices, self.experts, i) for i in range(self.experts)]
+        return torch.tensor(shares, dtype=counts.dtype, device="cpu")
+
+
+def _share(many: int, parts: int, number: int) -> int:
+    return many * (number + 1) // parts - many * number // parts
+
+
+def _is_cpu(device: Any) -> bool:
+    return device is not None and torch.device(device).type == "cpu"
