@@ -379,9 +379,9 @@ def runs(
     [12, 12]
     """
     from outpace.cli.runs import search_folders, select
-    from outpace.experiment.past_runs import find
+    from outpace.experiment.past_runs import find_runs
 
-    found = find(search_folders([Path(folder) for folder in folders]))
+    found = find_runs(search_folders([Path(folder) for folder in folders]))
     return [one.row for one in select(found, where, sort, reverse)]
 
 

@@ -20,7 +20,7 @@ sys.path.insert(0, str(ROOT))
 
 import outpace  # noqa: E402
 from outpace.cli.main import COMMANDS  # noqa: E402
-from outpace.cli.options import show  # noqa: E402
+from outpace.cli.options import as_words  # noqa: E402
 from outpace.cli.parser import Parser  # noqa: E402
 from outpace.records.base import Record  # noqa: E402
 from outpace.records.settings import TrainSettings  # noqa: E402
@@ -168,7 +168,7 @@ def settings_page() -> str:
         rows = []
         for name in named:
             field = SETTINGS[name]
-            default = "" if field.default in (None, ()) else f"`{show(field.default)}`"
+            default = "" if field.default in (None, ()) else f"`{as_words(field.default)}`"
             rows.append([usage(actions[name]), default, cell(linked(field.description or ""))])
         parts.append(table(["option", "default", "meaning"], rows))
     return "".join(parts)

@@ -20,7 +20,7 @@ from outpace.cli.experiments import (
     format_interruption,
     format_now,
     from_toml,
-    show,
+    show_result,
     whole_lines,
 )
 from outpace.cli.main import TerminatedError
@@ -73,7 +73,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     else:
         from outpace.reporting.terminal.comparison import comparison_text
 
-        show(comparison_text(comparison), folder, "again", comparison.command)
+        show_result(comparison_text(comparison), folder, "again", comparison.command)
         if comparison.beside:
             print(*map(escape_controls, comparison.beside), sep="\n  ")
     return 0 if any(one.value is not None for one in comparison.outcomes) else 1

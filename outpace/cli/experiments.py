@@ -67,7 +67,9 @@ def format_now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def show(result: "RenderableType", folder: Path | None, what: str, command: Sequence[str]) -> None:
+def show_result(
+    result: "RenderableType", folder: Path | None, what: str, command: Sequence[str]
+) -> None:
     """Print a result, where it is saved, and a command on a line of its own that can be copied.
 
     Without a command, print only where the result is saved.
@@ -261,7 +263,7 @@ def _cross_with_grid(arms: Sequence[Arm], grid: Mapping[str, Any], path: Path) -
 
 def _name(settings: Mapping[str, Any], environment: Mapping[str, str]) -> str:
     words = [
-        str(value) if key == "strategy" else f"{key}={options.show(value)}"
+        str(value) if key == "strategy" else f"{key}={options.as_words(value)}"
         for key, value in settings.items()
     ]
     return ", ".join([*words, *(f"{key}={value}" for key, value in environment.items())]) or "-"

@@ -112,7 +112,7 @@ def add_settings(parser: Parser, texts: Mapping[str, str] = MappingProxyType({})
         if holds.many and holds.choices:
             text += f": {', '.join(holds.choices)}"
         if field.default not in (None, ()) and "default" not in text:
-            text += f" (default: {show(field.default)})"
+            text += f" (default: {as_words(field.default)})"
         options: dict[str, Any] = {"help": text, "dest": name}
         if holds.kind is bool:
             options["action"] = argparse.BooleanOptionalAction
@@ -137,12 +137,12 @@ def _metavar(name: str, holds: Shape) -> str:
     return words.get(holds.kind, name.rsplit("_", 1)[-1].upper())
 
 
-def show(value: Any) -> str:
+def as_words(value: Any) -> str:
     """Return a value as it would be written on the command line."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, (tuple, list)):
-        return " ".join(show(part) for part in value)
+        return " ".join(as_words(part) for part in value)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

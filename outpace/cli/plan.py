@@ -225,7 +225,7 @@ def _export(
     arguments: argparse.Namespace, question: "PlanningProblem", answer: "Plans", chosen: int | None
 ) -> int:
     """Export the chosen or the recommended plan, else the fastest that the format can express."""
-    from outpace.jobs.planning.export_format import NamedModel, figures, pick
+    from outpace.jobs.planning.export_format import NamedModel, figures, pick_plan
     from outpace.jobs.planning.find_outline import find_outline
 
     _, outline, spec = find_outline(arguments.model)
@@ -239,7 +239,7 @@ def _export(
         )
     model = NamedModel(arguments.model, outline if spec is None else spec)
     try:
-        picked = pick(arguments.emit, question, answer, model, chosen)
+        picked = pick_plan(arguments.emit, question, answer, model, chosen)
     except BadInputError as error:
         raise BadInputError(f"--emit {arguments.emit}: {error}") from None
     written = picked.emitted

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.catalog.models import PRESETS, named_model
-from outpace.cli.options import RUN_FILE, flag, show
+from outpace.cli.options import RUN_FILE, as_words, flag
 from outpace.experiment.past_runs import checkpoints
 from outpace.records.base import read_object
 from outpace.records.errors import BadInputError
@@ -144,16 +144,16 @@ def check_unchanged(asked: Mapping[str, Any], of_run: Mapping[str, Any], run: Pa
             if name in _PATHS and of_run.get(name) is not None and _lies_there(asked[name]):
                 continue
             kept = of_run.get(name)
-            was = "chosen by outpace" if kept is None else show(kept)
+            was = "chosen by outpace" if kept is None else as_words(kept)
             raise BadInputError(
-                f"{flag(name)} {show(asked[name])}: the run in {run} was started with "
+                f"{flag(name)} {as_words(asked[name])}: the run in {run} was started with "
                 f"{flag(name)} {was}, and another value would make it another run. Leave "
                 f"{flag(name)} out to resume, or start a new run with another --out."
             )
 
 
 def _lies_there(value: Any) -> bool:
-    """Return whether all that is named exists: files, patterns, a file's function, data sets."""
+    """Return whether the named files, patterns, functions and data sets exist."""
     if isinstance(value, (tuple, list)):
         return all(map(_lies_there, value))
     file = str(value).rpartition(":")[0]

@@ -12,11 +12,11 @@ from outpace.cli.conditions import condition_of, field_of
 from outpace.cli.parser import Parser
 from outpace.experiment.past_runs import (
     PastRunFolder,
-    count,
-    find,
+    count_runs,
+    find_runs,
     is_run,
     mark_running,
-    read,
+    read_past_run,
     sizes,
 )
 from outpace.records.errors import BadInputError
@@ -55,10 +55,12 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     if len(paths) == 1 and is_run(paths[0]) and not filters:
         return _show(paths[0], arguments.json)
     folders = search_folders(paths, arguments.all)
-    runs = find(folders)
+    runs = find_runs(folders)
     kept = select(runs, arguments.where, arguments.sort, arguments.reverse)
     _list(kept, len(runs), folders, arguments.json)
-    others = 0 if paths or arguments.all or arguments.json else count(_existing_folders(_OTHERS))
+    others = (
+        0 if paths or arguments.all or arguments.json else count_runs(_existing_folders(_OTHERS))
+    )
     if others:
         print(f"{others} more from comparisons and tunings: outpace runs --all")
     return 0
@@ -129,7 +131,7 @@ def _show(folder: Path, as_json: bool) -> int:
             f"{folder} holds no run (no run.json). outpace runs lists the runs of this folder, "
             "outpace runs FOLDER those of another."
         )
-    (past,) = mark_running([read(folder)])
+    (past,) = mark_running([read_past_run(folder)])
     command = None if past.record is None else repeat_command(past.record)
     files = sizes(folder)
     if as_json:

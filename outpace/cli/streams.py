@@ -70,7 +70,7 @@ class _Output(io.FileIO):
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Return how many bytes were taken. Raises OSError, once."""
+        """Return the number of bytes accepted. Raises OSError the first time that writing fails."""
         if self.error is not None:
             return len(data)
         try:
@@ -84,7 +84,7 @@ class _LenientOutput(_Output):
     """A descriptor that accepts whatever is written, even if its disk or terminal does not."""
 
     def write(self, data: Any) -> int:
-        """Return how many bytes were taken. Raises nothing."""
+        """Return the number of bytes accepted. Raises nothing."""
         with suppress(OSError):
             return super().write(data)
         return len(data)

@@ -15,7 +15,7 @@ from outpace.cli.experiments import (
     folder_of,
     format_interruption,
     format_now,
-    show,
+    show_result,
     whole_lines,
 )
 from outpace.cli.main import TerminatedError
@@ -66,7 +66,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         from outpace.reporting.terminal.tuning import tuning_text
 
         then = _command(asked, folder) if tuning.fastest is not None else ()
-        show(tuning_text(tuning), folder, "then", then)
+        show_result(tuning_text(tuning), folder, "then", then)
     return 0 if tuning.fastest is not None else 1
 
 

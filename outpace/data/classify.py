@@ -324,7 +324,7 @@ def encode(
     seq_len: int,
     segments: bool,
 ) -> EncodedSamples:
-    """Return token ids of the examples, longer texts of pairs cut first; `segments`: 0 and 1.
+    """Return token ids of the examples, cutting a pair's longer text first.
 
     Raises BadInputError for a label that is not among `labels`, or if no text would be left.
     """

@@ -13,7 +13,7 @@ from outpace.data.hashes import cached_fingerprint, remembered_extent
 from outpace.data.index import Index
 from outpace.data.misread import misread_hints
 from outpace.data.order import block_size_for
-from outpace.data.shards import Progress, ensure_entry, entry_path, split_of
+from outpace.data.shards import Progress, ensure_entry, entry_path, split_of_document
 from outpace.data.sources import Source, markup_hints, open_source, unread_split_hints
 from outpace.data.stream import Stream, cached_stream, token_stream
 from outpace.data.text import pieces
@@ -184,7 +184,7 @@ def _texts(source: Source, text_field: str, split: str, eval_fraction: float) ->
     wanted = True
     for piece in pieces(source, text_field):
         if piece.first and split != "all":
-            wanted = split_of(piece.text, eval_fraction) == split
+            wanted = split_of_document(piece.text, eval_fraction) == split
         if wanted:
             yield piece.text
 

@@ -134,7 +134,7 @@ def _build(
         current = writers["train"]
         for piece, ids in encode_pieces(source, tokenizer, text_field, processes, progress):
             if piece.first:
-                current = writers[split_of(piece.text, eval_fraction)]
+                current = writers[split_of_document(piece.text, eval_fraction)]
                 current.begin_document()
                 current.write(opening)
             current.write(ids)
@@ -161,7 +161,7 @@ def _build(
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def split_of(text: str, eval_fraction: float) -> str:
+def split_of_document(text: str, eval_fraction: float) -> str:
     """Return the split of a document, by the hash of its beginning."""
     share = xxhash.xxh3_64_intdigest(text[:_HASHED_CHARACTERS].encode()) / 2**64
     return "validation" if share < eval_fraction else "train"

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from outpace.experiment.past_runs import mark_running, read
+from outpace.experiment.past_runs import mark_running, read_past_run
 from outpace.experiment.processes import ProcessTree
 from outpace.records.comparison import Arm, Experiment, Outcome
 from outpace.records.errors import BadInputError
@@ -108,7 +108,7 @@ def outcome(run: Path, code: int | None, said: str, limit_s: float) -> Measureme
 
 def _require_left(run: Path) -> None:
     """Raise BadInputError if a process still trains there, which would disturb the measurement."""
-    (past,) = mark_running([read(run)])
+    (past,) = mark_running([read_past_run(run)])
     if past.row.state == "going on":
         raise BadInputError(
             f"a process on this host still trains in {run}, left from an earlier start of this "

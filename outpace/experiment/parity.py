@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from outpace.experiment.tolerance import Tolerance
-from outpace.nn.lora import adapt, adapters
+from outpace.nn.lora import adapters, add_adapters
 from outpace.nn.loss import IGNORED, LanguageModelObjective
 from outpace.nn.mixed import DTYPES, lower_weights, make_mixed
 from outpace.nn.model_options import apply_options
@@ -98,7 +98,7 @@ class Trial:
             for parameter in model.parameters():
                 if parameter.ndim >= 2:
                     parameter.mul_(4)
-        adapt(model, plan, self.seed)
+        add_adapters(model, plan, self.seed)
         self._begin_adapters(model)
         return LanguageModelObjective(model, plan.loss, DTYPES[plan.precision], plan.compile)
 

@@ -75,15 +75,18 @@ def is_run(folder: Path) -> bool:
     return (folder / RUN_FILE).exists() or (folder / METRICS_FILE).exists()
 
 
-def find(folders: Iterable[Path]) -> list[PastRunFolder]:
+def find_runs(folders: Iterable[Path]) -> list[PastRunFolder]:
     """Find every run in and below these folders, newest first; those without times come last."""
     # Path.resolve raises for circular links.
-    found = {os.path.realpath(where): read(where, trouble) for where, trouble in _places(folders)}
+    found = {
+        os.path.realpath(where): read_past_run(where, trouble)
+        for where, trouble in _places(folders)
+    }
     runs = mark_running(found.values())
     return sorted(runs, key=lambda one: one.row.started or "", reverse=True)
 
 
-def count(folders: Iterable[Path]) -> int:
+def count_runs(folders: Iterable[Path]) -> int:
     """Count the runs in and below these folders without reading any."""
     return sum(trouble is None for _, trouble in _places(folders))
 
@@ -100,7 +103,7 @@ def _places(folders: Iterable[Path]) -> Iterator[tuple[Path, OSError | None]]:
         yield Path(trouble.filename), trouble
 
 
-def read(folder: Path, trouble: OSError | None = None) -> PastRunFolder:
+def read_past_run(folder: Path, trouble: OSError | None = None) -> PastRunFolder:
     """Read a run from its files; problems are reported in its row, and nothing is raised."""
     if trouble is not None:
         return PastRunFolder(

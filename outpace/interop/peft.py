@@ -273,7 +273,7 @@ def _directory(named: str) -> Path | None:
         return None
 
 
-def merge(
+def merge_into(
     weights: dict[str, Tensor],
     folder: Path,
     spec: ModelSpec,

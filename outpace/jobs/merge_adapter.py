@@ -12,7 +12,7 @@ from outpace.interop.config import read_config, spec_from_hf
 from outpace.interop.huggingface import read_weights, write_model
 from outpace.interop.models import OpenedModel, open_model
 from outpace.interop.origin import tokenizer_writer
-from outpace.interop.peft import ADAPTER_CONFIG, NOTE, adapter_notes, merge, named_base
+from outpace.interop.peft import ADAPTER_CONFIG, NOTE, adapter_notes, merge_into, named_base
 from outpace.records.errors import BadInputError, shorten
 from outpace.records.plan import Base
 from outpace.records.run import RunRecord
@@ -47,7 +47,7 @@ def merge_adapter(
         raise BadInputError(f"--out {out} exists and is not empty. Choose another directory.")
     _require_tokenizer_fits(opened)
     weights = read_weights(opened.weights, opened.spec)
-    merge(weights, opened.adapter, opened.spec, opened.weights, base)
+    merge_into(weights, opened.adapter, opened.spec, opened.weights, base)
     save = tokenizer_writer(opened.tokenizer) if opened.tokenizer else None
     write_model(
         out, opened.spec, weights, save, DTYPES[dtype], origin=opened.folder,

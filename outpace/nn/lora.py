@@ -87,7 +87,7 @@ class NF4Linear(LoraLinear):
         return dequantize(self._parts(), self.shape, self.dtype)
 
 
-def adapt(
+def add_adapters(
     model: Transformer, plan: Plan, seed: int, device: torch.device | None = None
 ) -> Transformer:
     """Freeze a model and add the plan's adapters, in place; do nothing without adapters.

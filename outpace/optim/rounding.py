@@ -54,13 +54,13 @@ class Noise:
 
     def generator(self, parameter: nn.Parameter, step: int, what: str) -> torch.Generator:
         """Return the generator for rounding `what` of a parameter in a step."""
-        key = (self.seed, self.names.get(parameter, ""), step, _place(parameter), what)
+        key = (self.seed, self.names.get(parameter, ""), step, _offset_of(parameter), what)
         device = "cpu" if parameter.device.type == "meta" else parameter.device
         return torch.Generator(device).manual_seed(_hash(key) >> 1)
 
     def key(self, parameter: nn.Parameter) -> int:
         """Return the 64-bit key of a parameter's own numbers; see `random_words`."""
-        return _hash((self.seed, self.names.get(parameter, ""), _place(parameter)))
+        return _hash((self.seed, self.names.get(parameter, ""), _offset_of(parameter)))
 
     def step_key(self, step: int) -> int:
         """Return the number that a step adds to all keys, 64 bits as a signed number."""
@@ -110,7 +110,7 @@ def _hash(key: tuple[object, ...]) -> int:
     return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "big")
 
 
-def _place(parameter: Tensor) -> tuple[int, ...]:
+def _offset_of(parameter: Tensor) -> tuple[int, ...]:
     """Return where in the whole tensor this rank's part begins."""
     if not is_spread(parameter):
         return ()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from outpace.nn.lora import adapt, first_value
+from outpace.nn.lora import add_adapters, first_value
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.mixed import MixedPrecision, keeps_casts, make_mixed
 from outpace.nn.model_options import apply_options
@@ -153,7 +153,7 @@ def _objective(work: Workload, mixed: MixedPrecision) -> LanguageModelObjective:
             model = Transformer(work.spec)
     finally:
         torch.set_default_dtype(before)
-    adapt(model, plan, work.settings.seed)
+    add_adapters(model, plan, work.settings.seed)
     if work.settings.compile is False:
         hold_masks(model)
     return LanguageModelObjective(model, plan.loss, mixed.dtype, plan.compile)

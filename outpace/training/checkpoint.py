@@ -271,7 +271,7 @@ class Checkpointer:
         if self._copies:
             self._lent = self._make_stager(state) if self._lends else None
             try:
-                return states.begin(state, folder, self._group, self._lent)
+                return states.begin_write(state, folder, self._group, self._lent)
             except (RuntimeError, MemoryError) as error:
                 if self._lent is None or self._lent is not self._pinned:
                     raise
@@ -280,10 +280,10 @@ class Checkpointer:
                     f"waits while it is made: {first_reason(error)}"
                 )
             self._lent, self._pins = None, False
-            return states.begin(state, folder, self._group)
+            return states.begin_write(state, folder, self._group)
         done: Future[Any] = Future()
         try:
-            done.set_result(states.write(state, folder, self._group))
+            done.set_result(states.write_state(state, folder, self._group))
         except states.ERRORS as error:
             done.set_exception(error)
         return done
@@ -403,7 +403,7 @@ class Checkpointer:
         from outpace.training import states
 
         state = states.collect_tensors(model, optimizer, self._trained_only)
-        states.read(state, folder, self._group)
+        states.read_state(state, folder, self._group)
         states.load_tensors(model, optimizer, state, self._trained_only)
         return Progress.load(folder / PROGRESS_FILE)
 

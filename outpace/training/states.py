@@ -308,7 +308,7 @@ def pinned_copies(state: dict[str, Any]) -> PinnedCopies | None:
     return PinnedCopies(StateDictStager(pin_memory=True), CopyStream(device))
 
 
-def begin(
+def begin_write(
     state: dict[str, Any],
     folder: Path,
     group: dist.ProcessGroup,
@@ -327,12 +327,12 @@ def begin(
     return written
 
 
-def write(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) -> Any:
+def write_state(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) -> Any:
     """Write in the foreground; DCP's metadata on rank 0. Raises `ERRORS`."""
     return save(state, storage_writer=_Writer(folder), process_group=group)
 
 
-def read(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) -> None:
+def read_state(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) -> None:
     """Fill the tensors of `state` from a checkpoint written by any number of ranks.
 
     Raises BadInputError for a checkpoint of something else, or one that would run code.

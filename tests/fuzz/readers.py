@@ -176,13 +176,13 @@ def _outline(folder: Path) -> None:
 
 def _adapter(folder: Path) -> None:
     from outpace.interop.huggingface import read_weights, spec_from_hf
-    from outpace.interop.peft import base_of, merge
+    from outpace.interop.peft import base_of, merge_into
 
     with suppress(BadInputError):  # it may name a folder that is not here
         base_of(folder)
     base = folder / "base"
     spec = spec_from_hf(base)
-    merge(read_weights(base, spec), folder, spec, base)
+    merge_into(read_weights(base, spec), folder, spec, base)
 
 
 def _tokenizer(folder: Path) -> None:
@@ -204,10 +204,10 @@ def _report(folder: Path) -> None:
 
 def _runs(folder: Path) -> None:
     from outpace.cli import runs
-    from outpace.experiment.past_runs import find
+    from outpace.experiment.past_runs import find_runs
 
     runs.run([str(folder.parent), "--json"], {})
-    find(folder.iterdir())  # what is no folder cannot be looked into
+    find_runs(folder.iterdir())  # what is no folder cannot be looked into
 
 
 def _shown(folder: Path) -> None:
@@ -307,7 +307,7 @@ READERS: Mapping[str, Reader] = MappingProxyType({
                                        "_read_bert", "_read_llama_like", "_read_biases",
                                        "_read_windows", "_read_rope")}),
         Reader("adapter", documents.adapters, _adapter, {
-            "outpace.interop.peft": ("read_adapter_config", "base_of", "merge", "_note",
+            "outpace.interop.peft": ("read_adapter_config", "base_of", "merge_into", "_note",
                                      "_read_pairs", "_scale", "_check_alphas", "_directory"),
             "outpace.interop.config": ("read_config",)}),
         Reader("tokenizer", documents.tokenizers, _tokenizer, {
@@ -324,7 +324,7 @@ READERS: Mapping[str, Reader] = MappingProxyType({
             "outpace.reporting.data.chrome_trace": ("measured_timeline", "_last_pass",
                                                  "_read_action")}),
         Reader("runs", results.runs, _runs, {
-            "outpace.experiment.past_runs": ("find", "read", "result_of", "_failure",
+            "outpace.experiment.past_runs": ("find_runs", "read_past_run", "result_of", "_failure",
                                         "_of_steps", "latest_steps", "is_run")}),
         Reader("shown run", results.runs, _shown, {
             "outpace.experiment.past_runs": ("is_run", "checkpoints", "sizes", "_bytes")}),

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 
 from outpace.interop.huggingface import read_weights, spec_from_hf, write_model
 from outpace.interop.models import open_model
-from outpace.interop.peft import adapter_notes, endings, merge, write_adapter
-from outpace.nn.lora import adapt, adapters
+from outpace.interop.peft import adapter_notes, endings, merge_into, write_adapter
+from outpace.nn.lora import adapters, add_adapters
 from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
@@ -33,7 +33,7 @@ def adapted(make_theirs, tmp_path):
         ours = Transformer(spec)
         ours.load_state_dict(read_weights(base, spec))
         plan = PLAN.model_copy(update=lora)
-        adapt(ours, plan, 1)
+        add_adapters(ours, plan, 1)
         with torch.no_grad():
             for _, b, _ in adapters(ours).values():
                 b.normal_(0, 0.3)
@@ -46,7 +46,7 @@ def adapted(make_theirs, tmp_path):
 def merged(adapter, base, form=None):
     spec = spec_from_hf(base)
     weights = read_weights(base, spec)
-    merge(weights, adapter, spec, base, form)
+    merge_into(weights, adapter, spec, base, form)
     model = Transformer(spec)
     model.load_state_dict(weights)
     return model.eval()

@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outpace.nn.block import Attention
-from outpace.nn.lora import adapt
+from outpace.nn.lora import add_adapters
 from outpace.nn.model_options import apply_checkpointing
 from outpace.nn.transformer import Transformer
 from outpace.records.model import ModelSpec
@@ -67,7 +67,9 @@ def test_it_is_taken_on_an_accelerator_and_only_of_plain_layers():
     handle = attention.k.register_forward_hook(lambda *_: None)
     assert not attention.can_join(here)
     handle.remove()
-    adapted = adapt(Transformer(GPT2, seed=1), Plan(lora_rank=2, lora_targets=("v",)), seed=1)
+    adapted = add_adapters(
+        Transformer(GPT2, seed=1), Plan(lora_rank=2, lora_targets=("v",)), seed=1
+    )
     adapted.blocks[0].attention.joins = True
     assert not adapted.blocks[0].attention.can_join(here)
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from outpace.nn.lora import NF4Linear, adapt, adapters, parameter_counts
+from outpace.nn.lora import NF4Linear, adapters, add_adapters, parameter_counts
 from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
@@ -17,7 +17,7 @@ TOKENS = torch.arange(24).view(2, 12)
 
 
 def adapted(spec=LLAMA, spread=0.3, **plan):
-    model = adapt(Transformer(spec, 1), Plan(lora_rank=3, **plan), seed=5)
+    model = add_adapters(Transformer(spec, 1), Plan(lora_rank=3, **plan), seed=5)
     with torch.no_grad():
         for _, b, _ in adapters(model).values():
             b.normal_(0, spread)
@@ -50,7 +50,10 @@ def test_training_begins_where_the_model_was_and_moves_adapters_alone():
     assert trained == {f"{name}.{half}" for name in adapters(model) for half in
                        ("lora_a", "lora_b")}  # fmt: skip
     assert plain.state_dict().keys() == model.state_dict().keys() - trained
-    again, other = adapted(spread=0.0), adapt(Transformer(LLAMA, 1), Plan(lora_rank=3), seed=6)
+    again, other = (
+        adapted(spread=0.0),
+        add_adapters(Transformer(LLAMA, 1), Plan(lora_rank=3), seed=6),
+    )
     for name, (a, _, _) in adapters(model).items():
         assert torch.equal(a, adapters(again)[name][0])
         assert not torch.equal(a, adapters(other)[name][0])

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.flop_counter import FlopCounterMode
 
 from outpace.nn.compilation import compile_forwards
-from outpace.nn.lora import adapt
+from outpace.nn.lora import add_adapters
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.model_options import apply_checkpointing, apply_options, find_blocks
 from outpace.nn.transformer import Transformer
@@ -107,7 +107,7 @@ def test_generators_are_kept_for_blocks_that_draw(make_spec, tokens, monkeypatch
     objective = _objective(make_spec, "gpt2", dropout=0.2 if drawn_by == "dropout" else 0.0)
     if drawn_by == "an adapter":
         plan = {"strategy": "single", "lora_rank": 2, "lora_alpha": 4, "lora_dropout": 0.1}
-        adapt(objective.model, Plan.parse(plan, "test"), 0)
+        add_adapters(objective.model, Plan.parse(plan, "test"), 0)
     apply_checkpointing(objective.model, "full")
     kept, state = [], torch.get_rng_state
     monkeypatch.setattr(torch, "get_rng_state", lambda: kept.append(1) or state())

@@ -12,7 +12,7 @@ import torch
 
 from outpace.jobs.ranks.process_groups import process_groups
 from outpace.launch.launcher_env import ranks_from
-from outpace.nn.lora import adapt, first_value
+from outpace.nn.lora import add_adapters, first_value
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.transformer import Transformer, initial_value
 from outpace.parallel import LayoutRequest, apply
@@ -42,10 +42,10 @@ def main() -> None:
         for values in json.loads(sys.argv[2]):
             plan = Plan.parse(values, "test")
             assert fills_later(plan), plan
-            whole = LanguageModelObjective(adapt(Transformer(spec, seed=3), plan, 5))
+            whole = LanguageModelObjective(add_adapters(Transformer(spec, seed=3), plan, 5))
             at_once = parts(apply(LayoutRequest(whole, plan, ranks, CPU)))
             with torch.device("meta"):
-                objective = LanguageModelObjective(adapt(Transformer(spec), plan, 5))
+                objective = LanguageModelObjective(add_adapters(Transformer(spec), plan, 5))
             layout = apply(LayoutRequest(objective, plan, ranks, CPU))
             fill(layout, CPU, partial(first, spec, shapes, plan))
             later = parts(layout)

@@ -27,14 +27,14 @@ from outpace.interop.custom_model import (
 )
 from outpace.interop.huggingface import read_weights
 from outpace.interop.models import OpenedModel, open_model
-from outpace.interop.peft import merge
+from outpace.interop.peft import merge_into
 from outpace.interop.tokenizer_class import export_difference, source_difference
 from outpace.interop.weights import unread_weights
 from outpace.jobs.defaults import resolve_seq_len
 from outpace.jobs.inputs.tasks import TaskModel, held_out_part, load_task_inputs
 from outpace.jobs.inputs.tokenizers import tokenizer_for
 from outpace.nn.classifier import ClassificationObjective, Classifier
-from outpace.nn.lora import adapt, first_value
+from outpace.nn.lora import add_adapters, first_value
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.mixed import weights_dtype
 from outpace.nn.nf4 import require_nf4
@@ -464,10 +464,10 @@ def build_objective(
         return ClassificationObjective(classifier).to(device)
     if inputs.is_transformer and fills_later(plan):
         with torch.device("meta"):
-            empty = adapt(Transformer(inputs.spec), plan, settings.seed)
+            empty = add_adapters(Transformer(inputs.spec), plan, settings.seed)
         return LanguageModelObjective(empty, plan.loss, compute_dtype, plan.compile)
     model = initial_model(inputs.opened, inputs.spec, settings, place)
-    adapt(model, plan, settings.seed, device)
+    add_adapters(model, plan, settings.seed, device)
     return LanguageModelObjective(model, plan.loss, compute_dtype, plan.compile).to(device)
 
 
@@ -547,7 +547,7 @@ def stored_weights(opened: OpenedModel, spec: ModelSpec) -> dict[str, torch.Tens
     assert opened.weights is not None
     weights = read_weights(opened.weights, spec)
     if opened.adapter is not None:
-        merge(weights, opened.adapter, spec, opened.weights)
+        merge_into(weights, opened.adapter, spec, opened.weights)
     return weights
 
 

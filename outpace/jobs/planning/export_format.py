@@ -58,7 +58,7 @@ class ExportChoice:
     warning: str | None
 
 
-def pick(
+def pick_plan(
     name: str, job: PlanningProblem, answer: Plans, model: NamedModel, chosen: int | None
 ) -> ExportChoice:
     """Choose the `chosen` plan, or the recommended one, or the fastest that `name` can express.
@@ -112,7 +112,7 @@ def assign_trainer(name: str, job: PlanningProblem) -> PlanningProblem:
 
 
 def _framework_traits(name: str, job: PlanningProblem) -> FrameworkTraits:
-    """Return how the exported-to trainer uses memory."""
+    """Return how the trainer that is exported to uses memory."""
     if name == "megatron":
         precision = job.wanted.keep.get("precision", job.wanted.precision)
         if precision in COMPUTES_IN_BF16:

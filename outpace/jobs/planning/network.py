@@ -9,7 +9,7 @@ from outpace.planner.hardware.networks import by_rate, device_ladder, ladder, re
 from outpace.planner.model.flops import parameter_count
 from outpace.planner.model.outline import outline
 from outpace.planner.network.default_plans import PRODUCT, candidate_plans
-from outpace.planner.network.requirement import NetworkEntry, NetworkProblem, answer
+from outpace.planner.network.requirement import NetworkEntry, NetworkProblem, network_needs
 from outpace.planner.network.site import NetworkQuestion, Site
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
@@ -46,7 +46,7 @@ def network_report(asked: NetworkQuestion) -> NetworkReport:
     )
     refused: dict[str, str] = {}
     if plan is not None:
-        needs = answer(problem, [_file_entry(asked, plan, site)])
+        needs = network_needs(problem, [_file_entry(asked, plan, site)])
     else:
         needs, refused = _compare(asked, problem, precision)
     return _answer(asked, name, problem, site, precision, needs, refused)
@@ -75,7 +75,7 @@ def _compare(
     if axes and PRODUCT in refused:
         given = " ".join(f"--{axis} {size}" for axis, size in axes.items())
         raise BadInputError(f"{given}: {refused[PRODUCT]}.")
-    return answer(problem, [one for one in found if isinstance(one, NetworkEntry)]), refused
+    return network_needs(problem, [one for one in found if isinstance(one, NetworkEntry)]), refused
 
 
 def _notes(global_batch: int | None, needs: Sequence[Need]) -> list[str]:

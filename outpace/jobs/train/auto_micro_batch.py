@@ -65,7 +65,7 @@ def predict_largest(plan: Plan, predict: Predict | None, limit_bytes: int) -> in
     return known[low]
 
 
-def find(
+def find_micro_batch(
     plan: Plan,
     settings: TrainSettings,
     fitting: MemoryFit,

@@ -163,7 +163,7 @@ def prepare_run(settings: TrainSettings, context: RunContext) -> Iterator[Prepar
                     )  # fmt: skip
                     plan = find_on_device(plan, settings, take, heard)
                 else:
-                    plan = auto_micro_batch.find(
+                    plan = auto_micro_batch.find_micro_batch(
                         plan, settings, fitting, groups, context.attempt, heard
                     )
                 settings = settings.model_copy(update={"micro_batch": plan.micro_batch})

@@ -26,7 +26,7 @@ class Crossing:
     node_bytes: int
 
 
-def place(plan: Plan, flow: Flow, per_node: int) -> Crossing:
+def place_flow(plan: Plan, flow: Flow, per_node: int) -> Crossing:
     """Return the placement of a flow on nodes of `per_node` devices."""
     if flow.axis == "pp":
         return _place_stages(plan, flow, per_node)
@@ -65,9 +65,9 @@ def _place_stages(plan: Plan, flow: Flow, per_node: int) -> Crossing:
     leaving: Counter[int] = Counter()
     staying: Counter[int] = Counter()
     for first, second in pairs:
-        for place in range(apart):
-            ranks = first * apart + place, second * apart + place
-            nodes = [rank // per_node for rank in ranks]
+        for rank in range(apart):
+            ranks = first * apart + rank, second * apart + rank
+            nodes = [each // per_node for each in ranks]
             if nodes[0] != nodes[1]:  # each way
                 leaving.update(nodes)
             else:

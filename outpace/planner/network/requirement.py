@@ -14,7 +14,7 @@ from outpace.catalog import efficiency
 from outpace.planner.calibration.cluster import Cluster, network_share
 from outpace.planner.calibration.fit_rates import steps_s
 from outpace.planner.communication.flows import Flow, Part, Where, flows
-from outpace.planner.communication.node_placement import Crossing, place
+from outpace.planner.communication.node_placement import Crossing, place_flow
 from outpace.planner.communication.volume import StepOnRank
 from outpace.planner.memory import peak
 from outpace.planner.plan_batch import Floats, PlanBatch, of_plans
@@ -80,7 +80,7 @@ def _is_pcie(link: Network) -> bool:
     return link.name.startswith("PCIe")
 
 
-def answer(asked: NetworkProblem, entries: Sequence[NetworkEntry]) -> list[Need]:
+def network_needs(asked: NetworkProblem, entries: Sequence[NetworkEntry]) -> list[Need]:
     """Return what each plan needs for the network to cost at most the tolerance of a step.
 
     Device links are judged with an infinitely fast network between nodes. Raises BadInputError for
@@ -302,4 +302,4 @@ def _crossings(asked: NetworkProblem, entry: NetworkEntry) -> list[Crossing]:
         for key, flow in mine.items():
             if key not in most or flow.link_bytes > most[key].link_bytes:
                 most[key] = flow
-    return [place(plan, flow, asked.cluster.fabric.per_node) for flow in most.values()]
+    return [place_flow(plan, flow, asked.cluster.fabric.per_node) for flow in most.values()]

@@ -5,7 +5,7 @@ from statistics import median
 
 from outpace.probing.collectives.groups import Nodes, Pair
 from outpace.probing.collectives.stragglers import slow_links, slow_ranks
-from outpace.probing.timing.intervals import spread
+from outpace.probing.timing.intervals import normal_deviation
 from outpace.records.figure import Figure
 from outpace.records.probed import Advice, LinkFit, network_fit, node_bytes_per_s
 from outpace.records.units import show_count
@@ -108,7 +108,7 @@ def _median_spread(figures: Sequence[Figure], axis: str) -> float | None:
         and len(figure.rounds) >= _LEAST_ROUNDS
     ]
     middles = [[median(samples) for samples in figure.rounds] for figure in large]
-    return median(spread(of) / median(of) for of in middles) if middles else None
+    return median(normal_deviation(of) / median(of) for of in middles) if middles else None
 
 
 def rank_advice(figures: Sequence[Figure]) -> list[Advice]:

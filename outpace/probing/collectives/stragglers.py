@@ -11,7 +11,7 @@ from statistics import median
 from typing import Generic, TypeVar
 
 from outpace.probing.collectives.groups import Pair
-from outpace.probing.timing.intervals import half_width, spread
+from outpace.probing.timing.intervals import half_width, normal_deviation
 
 _RANK_SLOWER, _LINK_SLOWER = 1.10, 1.25
 # Beyond what the others differ by among themselves, in their standard deviations.
@@ -52,7 +52,7 @@ def slow_ranks(seconds: Mapping[int, Sequence[float]]) -> list[Slowness[int]]:
     found = []
     for one in _slower_ones(ratios, _RANK_SLOWER):
         others = [middle for rank, middle in middles.items() if rank != one.who]
-        if one.times - median(others) > _APART * spread(others):
+        if one.times - median(others) > _APART * normal_deviation(others):
             found.append(one)
     return found
 

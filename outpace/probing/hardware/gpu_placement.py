@@ -22,7 +22,7 @@ _SLOWEST_FOR_TENSOR_PARALLEL = goodness("PXB")
 _MOST_SEARCHED = 16
 
 
-def place(
+def advise_placement(
     topology: Topology,
     nvlink_bytes_per_s: float | None = None,
     slot_bytes_per_s: float | None = None,

@@ -8,7 +8,7 @@ from outpace.catalog.accelerators import ACCELERATORS, find_accelerator
 from outpace.catalog.links import LINKS, find_link
 from outpace.probing.hardware import nvml
 from outpace.probing.hardware.cpus import read_cpus
-from outpace.probing.hardware.gpu_placement import place
+from outpace.probing.hardware.gpu_placement import advise_placement
 from outpace.probing.hardware.nvidia_smi import ToolError, parse, read_live
 from outpace.records.errors import BadInputError
 from outpace.records.hardware import Accelerator
@@ -32,7 +32,7 @@ def read_topology(
     gpus, gpus_why = ((), None) if file is not None else nvml.query(timeout_s)
     return HostTopology(
         topology=topology,
-        placement=None if topology is None else place(topology, *_rates(nvlink, gpus)),
+        placement=None if topology is None else advise_placement(topology, *_rates(nvlink, gpus)),
         cpu=None if file is not None else read_cpus(),
         gpus=gpus,
         gpus_unknown=why,

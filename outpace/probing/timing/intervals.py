@@ -30,13 +30,13 @@ def half_width(samples: Sequence[float], level: float = LEVEL, slack: float = SL
         return inf
     from scipy.special import stdtrit  # slow to load, and needed here alone
 
-    scale = spread(samples)
+    scale = normal_deviation(samples)
     alike = max(0.0, _autocorrelation(samples, scale))
     apart = scale * _MEDIAN_COSTS * ((1 + alike) / (1 - alike) * 2 / count) ** 0.5
     return float(slack * stdtrit(_EFFICIENCY * (count - 1), (1 + level) / 2) * apart)
 
 
-def spread(values: Sequence[float]) -> float:
+def normal_deviation(values: Sequence[float]) -> float:
     """Return the standard deviation of normal values with this median absolute deviation."""
     middle = median(values)
     return 1.4826 * median(abs(value - middle) for value in values)
@@ -59,6 +59,6 @@ def trend(rounds: Sequence[float]) -> float:
         return 0.0
     first, last = rounds[:third], rounds[-third:]
     apart = (median(last) - median(first)) / median(rounds)
-    within = max(spread(first), spread(last)) / median(rounds)
+    within = max(normal_deviation(first), normal_deviation(last)) / median(rounds)
     beyond = _MEDIAN_COSTS * within * (2 / third) ** 0.5
     return apart if abs(apart) > max(_DRIFT, _DRIFT_T * beyond) else 0.0

@@ -12,7 +12,7 @@ from math import fsum
 from operator import mul
 from statistics import median
 
-from outpace.probing.timing.intervals import spread
+from outpace.probing.timing.intervals import normal_deviation
 from outpace.probing.timing.measure import figure_of
 from outpace.records.figure import Figure, Key
 from outpace.records.probed import LinkFit
@@ -98,7 +98,7 @@ def fit_link(figures: Sequence[Figure]) -> LinkFit | None:
     collective, ranks = first.key.kind, int(of["ranks"])
     factor = bus_factor(collective, ranks)
     traffic = [factor * int(figure.key.of["bytes"]) for figure in figures]
-    weights = [1 / max(_STEADY, spread(times) / median(times)) for times in series]
+    weights = [1 / max(_STEADY, normal_deviation(times) / median(times)) for times in series]
     lines = [
         fit_line([(x, times[number]) for x, times in zip(traffic, series, strict=True)], weights)
         for number in range(count)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pydantic_core import from_json
 
-from outpace.experiment.past_runs import mark_running, read
+from outpace.experiment.past_runs import mark_running, read_past_run
 from outpace.records.certificate import Certificate
 from outpace.records.errors import BadInputError
 from outpace.records.lines import CHECKSUM, describe_changes
@@ -60,7 +60,7 @@ def read_run(path: Path) -> RunFolder:
     """Read a run's folder. Raises BadInputError if a file is damaged."""
     memory, certificate = path / _MEMORY_FILE, path / _CERTIFICATE_FILE
     logs = [path / name for name in (METRICS_FILE, EVALS_FILE) if (path / name).is_file()]
-    (past,) = mark_running([read(path)])
+    (past,) = mark_running([read_past_run(path)])
     if past.record is None or past.row.damage is not None:
         raise BadInputError(past.row.damage or f"{path} is damaged.")
     return RunFolder(

@@ -273,7 +273,8 @@ def _time(run: RunFolder) -> DocumentSection:
         if run.record.plan.world_size > 1:
             parts.append(Paragraph("This run recorded only the times of rank 0."))
     return DocumentSection(
-        title, (*parts, step_breakdown.spread(run.timed_steps), curves.step_times(run.steps))
+        title,
+        (*parts, step_breakdown.step_intervals(run.timed_steps), curves.step_times(run.steps)),
     )
 
 

@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Mapping, Sequence
 
-from outpace.probing.hardware.gpu_placement import place
+from outpace.probing.hardware.gpu_placement import advise_placement
 from outpace.records.machine import Machine
 from outpace.records.run import RunRecord
 from outpace.records.units import show_bytes
@@ -53,7 +53,7 @@ def topology(machine: Machine, probe: Machine | None = None) -> DocumentSection:
         elif len(machine.devices) > 1:
             why += ": give the machine.json of outpace probe as well"
         return DocumentSection("Topology", (Paragraph(f"{why}."),))
-    placement = place(machine.topology)
+    placement = advise_placement(machine.topology)
     said = advice(placement, machine.topology)
     notes = [Paragraph(f"Caution: {note}.") for note in machine.topology.notes]
     picture = Picture(

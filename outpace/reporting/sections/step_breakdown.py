@@ -42,7 +42,7 @@ def by_rank(parts: Sequence[TimeParts]) -> Chart:
     return parts_figure(title, {f"rank {rank}": parts[rank] for rank in sorted(slow)})
 
 
-def spread(steps: StepLog) -> Chart:
+def step_intervals(steps: StepLog) -> Chart:
     """Return the median of each part, and the interval of 90 % of the steps."""
     found = {
         part: np.nanpercentile(steps.steady(f"{part}_s"), (50, 5, 95)).tolist() for part in PARTS

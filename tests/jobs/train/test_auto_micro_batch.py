@@ -12,7 +12,12 @@ import outpace
 from outpace.catalog.models import preset
 from outpace.cli.main import main
 from outpace.jobs.train import micro_batch_device
-from outpace.jobs.train.auto_micro_batch import TRIAL_STEPS, find, predict_largest, sizes
+from outpace.jobs.train.auto_micro_batch import (
+    TRIAL_STEPS,
+    find_micro_batch,
+    predict_largest,
+    sizes,
+)
 from outpace.jobs.train.micro_batch_device import can_try, device_steps, find_on_device
 from outpace.planner.fit.cost import Cost
 from outpace.records.errors import BadInputError, OutOfMemoryError
@@ -73,7 +78,7 @@ def search(monkeypatch, limit, codes):
         outcomes[:] = [(code, "broken" if code else "") for code in codes[len(tried) - 1]]
 
     monkeypatch.setattr("torch.distributed.all_gather_object", gather)
-    found = find(PLAN, SETTINGS, Fits(limit), Alone(), attempt, [])
+    found = find_micro_batch(PLAN, SETTINGS, Fits(limit), Alone(), attempt, [])
     return found.micro_batch, tried
 
 
@@ -100,7 +105,7 @@ def test_a_trial_compresses_as_the_run_will():
         outcomes[:] = [own]
 
     with patch("torch.distributed.all_gather_object", gather):
-        find(plan, SETTINGS, Fits(700), Alone(), attempt, [])
+        find_micro_batch(plan, SETTINGS, Fits(700), Alone(), attempt, [])
     assert POWERSGD_LEAST_START <= seen[0].powersgd_start < seen[0].steps
 
 

@@ -13,12 +13,12 @@ from outpace.catalog.models import preset
 from outpace.catalog.nodes import find_node
 from outpace.planner.calibration.cluster import network_share, of_catalog
 from outpace.planner.communication.flows import Flow
-from outpace.planner.communication.node_placement import place
+from outpace.planner.communication.node_placement import place_flow
 from outpace.planner.hardware.networks import by_rate, device_ladder, ladder, read_network
 from outpace.planner.model.flops import parameter_count
 from outpace.planner.model.outline import outline
 from outpace.planner.network.default_plans import NetworkEntry, candidate_plans
-from outpace.planner.network.requirement import NetworkProblem, NetworkSteps, answer
+from outpace.planner.network.requirement import NetworkProblem, NetworkSteps, network_needs
 from outpace.planner.network.site import NetworkQuestion, Site
 from outpace.planner.plan import estimate_plan
 from outpace.planner.problem import PlanningProblem
@@ -78,7 +78,7 @@ def test_a_step_is_the_planner_s(layout):
 def test_least_is_least_and_the_cheapest_is_enough(layout):
     asked, entry = question(layout)
     steps = NetworkSteps(asked, [entry])
-    (need,) = answer(asked, [entry])
+    (need,) = network_needs(asked, [entry])
     least, allowed = need.least_node_bytes_per_s, (1 + TOLERANCE) * steps.ideal_s[0]
     inside, share = reached(asked)[0], network_share(asked.present)
     assert least > 0
@@ -123,8 +123,8 @@ def test_a_faster_network_is_never_slower(layout, rate, factor, speed, per_node)
 def test_plans_are_answered_together_as_each_alone():
     asked, one = question(LAYOUTS[0])
     other = question(LAYOUTS[3])[1]
-    alone = [*answer(asked, [one]), *answer(asked, [other])]
-    for need, its in zip(answer(asked, [one, other]), alone, strict=True):
+    alone = [*network_needs(asked, [one]), *network_needs(asked, [other])]
+    for need, its in zip(network_needs(asked, [one, other]), alone, strict=True):
         assert [cost.step_s for cost in need.costs] == pytest.approx([c.step_s for c in its.costs])
         assert need.least_node_bytes_per_s == pytest.approx(its.least_node_bytes_per_s, rel=1e-5)
         assert (need.cheapest, need.traffic) == (its.cheapest, its.traffic)
@@ -137,7 +137,7 @@ def test_a_ring_leaves_a_node_once_and_stages_leave_it_with_all_ranks():
     )  # fmt: skip
 
     def nodes(part, axis, per_node):
-        return place(plan, Flow(part, axis, 200, 100), per_node)
+        return place_flow(plan, Flow(part, axis, 200, 100), per_node)
 
     assert nodes("activations", "tp", 8).node_bytes == 0
     assert nodes("activations", "tp", 8).link_bytes == 100
@@ -210,7 +210,7 @@ def test_bloom_is_faster_at_rates_that_today_s_kernels_reach():
 
 def test_bloom_was_not_bound_by_50_gbit_a_gpu_and_zero3_sends_far_more():
     plans = {"3d": product(), 1: zero3(1), 2: zero3(2), 5: zero3(5)}
-    needs = {name: answer(asked, [entry])[0] for name, (asked, entry) in plans.items()}
+    needs = {name: network_needs(asked, [entry])[0] for name, (asked, entry) in plans.items()}
     assert slowdown(*product(), A_GPU) < 0.04
     assert slowdown(*zero3(1), A_GPU) > 0.5
     assert needs[1].least_node_bytes_per_s > 2 * needs["3d"].least_node_bytes_per_s
@@ -225,12 +225,14 @@ def test_bloom_was_not_bound_by_50_gbit_a_gpu_and_zero3_sends_far_more():
 def test_what_hides_needs_little_more_of_the_network_though_it_is_far_more():
     # The whole share of a batch in one pass: 7.6 times the bytes of the product need 1.7 times the
     # network, not less than it: most of them go while it computes, but a part never does.
-    (hidden,), (exposed,) = (answer(asked, [one]) for asked, one in (zero3(5), product()))
+    (hidden,), (exposed,) = (network_needs(asked, [one]) for asked, one in (zero3(5), product()))
     assert 7.5 < hidden.node_bytes / exposed.node_bytes < 7.8
     assert 1.6 < hidden.least_node_bytes_per_s / exposed.least_node_bytes_per_s < 1.8
     asked, one = zero3(5)
     device = replace(asked.cluster.device, hides=1.0)
-    (all_hidden,) = answer(replace(asked, cluster=replace(asked.cluster, device=device)), [one])
+    (all_hidden,) = network_needs(
+        replace(asked, cluster=replace(asked.cluster, device=device)), [one]
+    )
     assert all_hidden.least_node_bytes_per_s < 0.75 * exposed.least_node_bytes_per_s
 
 

@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 from rich.console import Console
 
-from outpace.probing.hardware.gpu_placement import missing_nvlinks, place
+from outpace.probing.hardware.gpu_placement import advise_placement, missing_nvlinks
 from outpace.probing.hardware.nvidia_smi import parse, render
 from outpace.records.errors import BadInputError
 from outpace.records.topology import Endpoint, Topology
@@ -26,7 +26,7 @@ def joined(gpus: int, usual: str, odd: dict[tuple[int, int], str], **more: objec
 
 
 def said(topology: Topology) -> list[str]:
-    placement = place(topology)
+    placement = advise_placement(topology)
     assert topology_svg(topology, placement).startswith("<svg")
     written = io.StringIO()
     console = Console(width=200, file=written)
@@ -49,7 +49,7 @@ def test_one_gpu_without_nvlink_is_said_first(lost: int) -> None:
         "them)."
     )
     assert "An all-reduce over all 8 drops to PCIe" in second
-    best = place(topology).tensor_parallel
+    best = advise_placement(topology).tensor_parallel
     assert best is not None and (best.size, best.worst_link) == (4, "NV18")
     assert f"GPU{lost}" in best.left_out
     assert not any("No group is connected by NVLink" in line for line in rest)
@@ -106,7 +106,7 @@ def test_bridges_and_meshes_are_no_fault(topology: Topology) -> None:
 def test_groups_that_leave_gpus_out(
     topology: Topology, size: int, worst: str, groups: set[tuple[str, ...]], left: tuple[str, ...]
 ) -> None:
-    best = place(topology).tensor_parallel
+    best = advise_placement(topology).tensor_parallel
     assert best is not None
     assert (best.size, best.worst_link, set(best.groups)) == (size, worst, groups)
     assert best.left_out == left
@@ -128,7 +128,7 @@ def test_a_matrix_without_nvlinks_says_so(text: str) -> None:
     lines = said(topology)
     assert "topo -mp`, which leaves NVLinks out" in lines[0] and "topo -m`." in lines[0]
     assert not any("No group is connected by NVLink" in line or "crosses" in line for line in lines)
-    placement = place(topology)
+    placement = advise_placement(topology)
     assert placement.bottleneck is None and placement.slow == ()
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from outpace.probing.hardware.cpus import read_cpus
-from outpace.probing.hardware.gpu_placement import group_gpus, place
+from outpace.probing.hardware.gpu_placement import advise_placement, group_gpus
 from outpace.probing.hardware.nvidia_smi import ToolError, parse, read_live, render
 from outpace.records.errors import BadInputError
 from outpace.records.topology import Endpoint, Topology, cpu_list, cpu_set, goodness
@@ -199,13 +199,13 @@ def test_lists_of_cpus_are_read_back(cpus):
     ],
 )
 def test_where_tensor_parallelism_belongs(name, size, worst, groups):
-    best = place(published(name)).tensor_parallel
+    best = advise_placement(published(name)).tensor_parallel
     found = best and (best.size, best.worst_link, len(best.groups))
     assert found == (None if size is None else (size, worst, groups))
 
 
 def test_advice_on_dgx_1():
-    advice = place(published("dgx-1-v100"), nvlink_bytes_per_s=25e9)
+    advice = advise_placement(published("dgx-1-v100"), nvlink_bytes_per_s=25e9)
     twos = advice.groupings[0]
     assert (twos.worst_link, twos.link_bytes_per_s) == ("NV2", 50e9)
     assert set(advice.tensor_parallel.groups) == {
@@ -233,7 +233,7 @@ def test_sixteen_gpus_are_grouped_in_no_time():
     devices = [Endpoint(name=f"GPU{at}", kind="gpu") for at in range(16)]
     topology = Topology(devices=devices, links=links, source="made")
     began_s = time.process_time()
-    advice = place(topology)
+    advice = advise_placement(topology)
     assert time.process_time() - began_s < 20
     assert [one.size for one in advice.groupings] == [2, 4, 8, 16]
 
