@@ -91,7 +91,7 @@ class _Refusal:
         self._mine = ""
 
     def is_new(self, entry: str) -> bool:
-        """Whether it is of a call that this rank has not refused, too, and dealt with."""
+        """Return whether an entry is for a call that this rank has not also refused and handled."""
         call = entry.partition("\n")[0].rpartition("-")[2]
         return call.isdigit() and int(call) > self._dealt_with
 
@@ -108,7 +108,7 @@ class _Refusal:
 
     @cached_property
     def watch(self) -> RefusalWatch:
-        """The watch of a group whose collectives wait for a rank that has gone."""
+        """Return the watch of a group whose collectives wait for a rank that has gone."""
         return RefusalWatch(self._store, self.find)
 
     def _leave(self) -> None:

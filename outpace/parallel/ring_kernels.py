@@ -148,7 +148,7 @@ def _attend(
     drops: Dropout,
     generator: torch.Generator | None,
 ) -> tuple[Tensor, Tensor]:
-    """softmax(q·kᵀ/√C)·v and the logarithm of the softmax's denominator, (B, H, S)."""
+    """Compute softmax(q·kᵀ/√C)·v and the logarithm of the softmax's denominator, (B, H, S)."""
     out, lse = torch.empty_like(q_BHSC), q_BHSC.new_empty(q_BHSC.shape[:-1])
     for rows, columns in _pieces(q_BHSC.shape[-2], causal):
         q = _by_group(q_BHSC[..., rows, :], k_BKTC.shape[1])
@@ -173,7 +173,7 @@ def _attend_backward(
     lse_BHS: Tensor,
     delta_BHS: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of queries, keys and values (Dao et al., arXiv 2205.14135, algorithm 4).
+    """Compute gradients of queries, keys and values (Dao et al., arXiv 2205.14135, algorithm 4).
 
     `lse_BHS` is that of all keys, so that the weights are the true ones; `delta_BHS` is the
     gradient times the output, summed over C.
@@ -198,14 +198,14 @@ def _attend_backward(
 
 
 def _pieces(length: int, causal: bool) -> Iterator[tuple[slice, slice]]:
-    """Rows of scores, and the columns that they need."""
+    """Yield rows of scores, and the columns that they need."""
     for start in range(0, length, _ROWS):
         stop = min(start + _ROWS, length)
         yield slice(start, stop), slice(0, stop) if causal else slice(None)
 
 
 def _scores(q_BKRC: Tensor, k_BKTC: Tensor, rows: slice | None) -> Tensor:
-    """q·kᵀ/√C for rows that hold G heads each, −∞ for keys behind `rows`."""
+    """Compute q·kᵀ/√C for rows of G heads each, with −∞ for keys after `rows`."""
     scores: Tensor = (q_BKRC * q_BKRC.shape[-1] ** -0.5) @ k_BKTC.mT
     if rows is not None:
         at = torch.arange(rows.start, rows.stop, device=scores.device)
@@ -215,12 +215,12 @@ def _scores(q_BKRC: Tensor, k_BKTC: Tensor, rows: slice | None) -> Tensor:
 
 
 def _by_group(x_BHSC: Tensor, groups: int) -> Tensor:
-    """(B, H, S, C) to (B, K, G·S, C), so that keys are multiplied with all queries they serve."""
+    """Map (B, H, S, C) to (B, K, G·S, C), so that keys meet all queries that share them."""
     grouped: Tensor = x_BHSC.unflatten(1, (groups, -1))
     return grouped.flatten(2, 3)
 
 
 def _by_head(x_BKRC: Tensor, heads: int) -> Tensor:
-    """The other way round."""
+    """Undo `_by_group`."""
     parted: Tensor = x_BKRC.unflatten(2, (heads // x_BKRC.shape[1], -1))
     return parted.flatten(1, 2)

@@ -125,7 +125,7 @@ def _shard(request: LayoutRequest, over: DeviceMesh) -> Layout:
 
 
 def _units_of(request: LayoutRequest) -> list[nn.Module]:
-    """The model's blocks, each once; none where a user's model has none, and is one unit."""
+    """Return the model's blocks, each once; a user's model without blocks is one unit."""
     model: nn.Module = request.objective.model  # type: ignore[assignment]
     if request.blocks is None and ranks_may_differ(request.objective):
         try:

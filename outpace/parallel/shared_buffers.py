@@ -99,7 +99,7 @@ class SharedBuffers:
 
     @torch.no_grad()
     def _send(self) -> None:
-        """Give all ranks rank 0's. Collective where some are shared."""
+        """Send rank 0's buffers to all ranks. Collective if any are shared."""
         if not self._shared:  # to walk over all modules takes time in each step
             return
         held = [
@@ -114,7 +114,7 @@ class SharedBuffers:
 
 
 def _as_numbers(buffer: Tensor) -> Tensor:
-    """A view of which the values can be sent."""
+    """Return a view whose values can be sent."""
     if buffer.is_complex():
         return torch.view_as_real(buffer)
     return buffer.view(torch.uint8) if buffer.dtype == torch.bool else buffer

@@ -9,12 +9,12 @@ from torch import Tensor
 
 
 class _NotReentrant:
-    """Stands for torch's CheckpointFunction, by which `use_reentrant=True` checkpoints.
+    """Replacement for torch's CheckpointFunction, which `use_reentrant=True` checkpoints use.
 
-    That one runs its part without a graph, computes backwards within the backward, and passes
-    nothing on that its inputs do not need: a stage that is left inside of it would have no
-    gradient, and one whose backward is split could not use it. Values and gradients are the same.
-    `always` says that inputs need gradients, whether they look so or not.
+    CheckpointFunction runs its part without a graph, runs a backward within the backward, and
+    passes on only what its inputs need: a stage that is left inside of it would have no gradient,
+    and a split backward could not use it. Values and gradients are the same. `always`: inputs need
+    gradients even if they do not look so.
     """
 
     def __init__(self, reentrant: Any, always: bool) -> None:

@@ -235,7 +235,7 @@ def split_model(model: Transformer, mesh: DeviceMesh, stream: Placement) -> None
 
 
 def _split_embeddings(embed: Embeddings, mesh: DeviceMesh, stream: Placement) -> None:
-    """Tokens by the vocabulary; the rest is small, and each rank looks its part up."""
+    """Split the token embedding by vocabulary; each rank looks up its part of the small tables."""
     styles: dict[str, ParallelStyle] = {
         "tokens": SplitRows(stream),
         "positions": EmbeddingLookup(stream),

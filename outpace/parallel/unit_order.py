@@ -71,7 +71,7 @@ class UnitOrder:
         return state is self._root_state or state in self._called
 
     def _run(self, batch: Any) -> tuple[Tensor, ...]:
-        """The objective's forward, and then what other ranks have called and this one has not."""
+        """Run the objective's forward, then the units that only other ranks have called."""
         self._begin()
         self._forwards = True
         try:
@@ -109,9 +109,9 @@ class UnitOrder:
             self._scatter_in_turn(number)
 
     def _leave_order(self, number: int) -> None:
-        """Go back to telling, where a unit is called once more than the order has it.
+        """Return to announcing calls if a unit is called more often than the order has it.
 
-        Raises BadInputError where not all ranks come here in this pass. Nothing else tells: to ask
+        Raises BadInputError if not all ranks do so in this pass. Nothing else reports that: asking
         in each pass would make the host wait for the device.
         """
         store = _get_default_store()
@@ -134,9 +134,9 @@ class UnitOrder:
         self._sequence, self._keeps = None, False
 
     def _scatter_in_turn(self, number: int) -> None:
-        """Scatter gradients of a unit after its backward, though its input needs none.
+        """Scatter gradients of a unit after its backward even if its input needs none.
 
-        `fully_shard` waits for the backward's end then, and other ranks' input may need one.
+        `fully_shard` would wait for the end of the backward, and other ranks' input may need one.
         """
         if torch.is_grad_enabled():
             token = torch.zeros((), device=self._states[number]._device, requires_grad=True)
@@ -170,7 +170,7 @@ class UnitOrder:
             self._pass_over(passed)
 
     def _ask(self, number: int) -> int:
-        """The lowest unit that a rank comes to. Collective."""
+        """Return the lowest unit that any rank has reached. Collective."""
         mine = torch.tensor([number], device=self._states[0]._device)
         said = mine.new_empty(self._group.size())
         all_gather_single(said, mine, group=self._group)
@@ -243,7 +243,7 @@ def _refuse_inner_backward(held: Any, forwards: Callable[[], bool]) -> None:
 
 
 def _fill_before_reducing(held: Any, used: set[Any], in_pass: Callable[[], bool]) -> None:
-    """Let a group's gradients be zeros where this rank has none, and `used` those that it has."""
+    """Set a group's missing gradients to zeros, and record in `used` which ones existed."""
     reduce = held.post_backward
 
     def fill_and_reduce(*unused: Any) -> None:
@@ -262,11 +262,11 @@ def _fill_before_reducing(held: Any, used: set[Any], in_pass: Callable[[], bool]
 
 
 class _UnusedParameters(torch.autograd.Function):
-    """A number made of a unit's parameters, of which none has a gradient by it."""
+    """A number computed from a unit's parameters, which gives them no gradient."""
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, *parameters: Tensor) -> Tensor:
-        """A zero."""
+        """Return zero."""
         return torch.zeros_like(given)
 
     @staticmethod
@@ -277,16 +277,16 @@ class _UnusedParameters(torch.autograd.Function):
 
 
 class _JoinedLoss(torch.autograd.Function):
-    """A loss, with numbers whose backward is to run beside its own."""
+    """A loss joined with numbers whose backward is to run together with its own."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *tokens: Tensor) -> Tensor:
-        """The loss."""
+        """Return the loss."""
         ctx.forms = [torch.empty_like(token, device="meta") for token in tokens]
         ctx.device = tokens[0].device
         return loss.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
-        """The loss's gradient, and zeros."""
+        """Return the loss's gradient, and zeros for the others."""
         return (*gradients, *(torch.zeros_like(form, device=ctx.device) for form in ctx.forms))

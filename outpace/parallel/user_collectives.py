@@ -45,7 +45,7 @@ class NoCollectives(TorchDispatchMode):
 
 
 def _is_over_all(given: Any) -> bool:
-    """Whether a call names the group of all ranks, by itself or by name."""
+    """Return whether a call names the group of all ranks, by object or by name."""
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
     for leaf in tree_leaves(given):
         if isinstance(leaf, str) and leaf == name:

@@ -77,20 +77,20 @@ def explain_mixed(error: RuntimeError) -> BadInputError | None:
 
 
 class _WholeParameter(torch.autograd.Function):
-    """A whole parameter of its shards. Collective, in both directions."""
+    """A whole parameter gathered from its shards. Collective, in both directions."""
 
     @staticmethod
     def forward(
         ctx: Any, shard: Any, averages: int, used: set[Any], wait: Callable[[], None]
     ) -> Tensor:
-        """Gather."""
+        """Gather the parameter."""
         ctx.averages, ctx.used, ctx.shard, ctx.wait = averages, used, shard, wait
         whole: Tensor = shard.detach().full_tensor()
         return whole.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        """The shard of the ranks' average.
+        """Return the shard of the ranks' average.
 
         Autograd adds it to the shard's gradient next, on this stream; `fully_shard` may have just
         written there on another one, which waits for this one by itself, but not the other way.

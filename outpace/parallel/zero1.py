@@ -27,14 +27,14 @@ class _MixedShares(ZeroRedundancyOptimizer):
     """Shares of parameters of several dtypes, each of which is broadcast by itself."""
 
     def _verify_same_dense_param_type(self) -> None:
-        """Torch asks for one dtype, also where it has no buffer for all."""
+        """Do nothing: torch requires one dtype even if there is no buffer for all."""
 
 
 class _CustomModelShares(ZeroRedundancyOptimizer):
     """Shares of a custom model, whose forward may give parameters other memory (p.data = …)."""
 
     def _sync_params(self) -> None:
-        """Broadcast what parameters are, not what their places in torch's buffers were."""
+        """Broadcast the current tensors of parameters, not their original places in buffers."""
         own: Any = self
         parts = [part for parts in own._device_to_params_per_rank.values() for part in parts]
         buffers = [buffer for buffers in self._buckets for buffer in buffers]

@@ -86,10 +86,10 @@ def leanest(choice: PlanChoice, most_s: float, offloads: bool) -> PlanBatch | No
 def _least_memory(
     choice: PlanChoice, most_s: float, enough: float
 ) -> tuple[float, float, PlanBatch] | None:
-    """The plan of the least memory among the layouts with all options; None: none fits.
+    """Return the plan with the least memory among the layouts with all options; None if none fits.
 
-    With its bytes and seconds: of those that need `enough` or less, the fastest, with `enough`.
-    Those of the lowest `floors` come first, until none of the rest can need less.
+    Also returns its bytes and seconds. Among plans that need `enough` or less, the fastest is
+    chosen. Layouts with the lowest `floors` come first, until none of the rest can need less.
     """
     best: tuple[float, float, PlanBatch] | None = None
     for part, took in _quick_plans(choice, most_s):
@@ -109,7 +109,7 @@ def _least_memory(
 
 
 def _quick_plans(choice: PlanChoice, most_s: float) -> Iterator[tuple[PlanBatch, Floats]]:
-    """Yield plans that take `most_s` at most, with their seconds, those of some layouts a time."""
+    """Yield plans that take at most `most_s`, with their seconds, for some layouts at a time."""
     for begin in range(0, len(choice.plain) if choice.chosen else 0, _LAYOUTS):
         part = expand(choice.plain.take(slice(begin, begin + _LAYOUTS)), choice.chosen)
         took = choice.seconds(part)
@@ -119,9 +119,9 @@ def _quick_plans(choice: PlanChoice, most_s: float) -> Iterator[tuple[PlanBatch,
 
 
 def _layout_costs(c: PlanBatch, trains_all: bool) -> Ints:
-    """Count what a layout asks of who runs it, beside DDP: 1 for an axis of shards, 2 for others.
+    """Count the effort of a layout relative to DDP: 1 for an axis of shards, 2 for others.
 
-    What outpace itself does not train counts 3, unless another program trains all of it.
+    Plans that outpace cannot train count 3, unless another program trains them.
     """
     exotic = (c.pp > 1) & ~c.schedule_in("gpipe", "1f1b")
     found: Ints = (
@@ -137,7 +137,7 @@ def _layout_costs(c: PlanBatch, trains_all: bool) -> Ints:
 
 
 def _options_cost(options: Options, plainest: Options) -> int:
-    """Count what options ask: offloading most, recomputation and a chunked loss a little."""
+    """Count the effort of options: most for offloading, little for recomputation and chunks."""
     disk = OFFLOADS.index("disk")
     places = [options[f"offload_{name}"] for name in ("activations", "parameters", "optimizer")]
     offloads = sum(_OFFLOAD_TO_DISK if place == disk else _OFFLOAD for place in places if place)

@@ -230,7 +230,7 @@ def least_s(question: StepTimeQuestion, wanted: SearchRequest, plain: PlanBatch)
 
 
 class _Acceptance:
-    """Whether plans are accepted, asked once of plans that are said in the same words."""
+    """Cache of which plans are accepted, queried once for plans with equal descriptions."""
 
     def __init__(self, accepts: Callable[[Plan], bool], seq_len: int) -> None:
         self._accepts = accepts
@@ -248,7 +248,7 @@ class _Acceptance:
         return np.array(answers, bool)[back.reshape(-1)]
 
     def first(self, columns: PlanBatch) -> int | None:
-        """The place of the first that is."""
+        """Return the position of the first accepted plan."""
         rows = _wording_keys(columns, self._seq_len)
         places = range(len(columns))
         return next(
@@ -263,9 +263,9 @@ class _Acceptance:
 
 
 def _wording_keys(c: PlanBatch, seq_len: int) -> Ints:
-    """A row for each plan; of two alike the plans can be said in the same words, or neither.
+    """Return a row for each plan; plans with equal rows have equal descriptions.
 
-    Sizes of batches and numbers of replicas and shards are aside.
+    Batch sizes and numbers of replicas and shards are left out.
     """
     columns = [
         c.strategy, c.zero, c.dp_replicate > 1, c.dp_shard > 1, c.tp, c.cp > 1,
@@ -286,7 +286,7 @@ _TOGETHER = (
 
 
 def _accepted_options(plain: PlanBatch, chosen: list[Options], asked: _Acceptance) -> list[Options]:
-    """Return options of which every part is accepted with a strategy's fastest layout."""
+    """Return options whose parts are all accepted with a strategy's fastest layout."""
     if not chosen or not len(plain):
         return []
     _, first = np.unique(plain.strategy, return_index=True)
@@ -320,9 +320,9 @@ def _family(
 ) -> Iterator[PlanBatch]:
     """Yield one family's layouts, cheapest first: those that can be among the `count` kinds.
 
-    Of a kind that was found, only what may be faster still is looked at. Times are estimated before
-    bytes, which take longer; where none of the first layouts fitted, bytes that lie there for good
-    come before both.
+    For kinds already found, only layouts that may be faster are considered. Times are estimated
+    before bytes, which take longer; if none of the first layouts fitted, permanent bytes come
+    before both.
     """
     fastest: dict[int, float] = {}
     least: _Least | None = None
@@ -378,9 +378,9 @@ def _smaller(plans: PlanBatch, need: Floats, least: _Least | None) -> _Least | N
 
 
 def _smallest(plans: PlanBatch, floor: Floats, needs: Needs, least: _Least | None) -> _Least | None:
-    """Return the plan that needs the least, or `least`: of those whose `floor` can be less.
+    """Return the plan that needs the least, or `least`, among those whose `floor` can be lower.
 
-    `plans` are those that recompute the most: none that recomputes less needs less.
+    `plans` are those that recompute the most: plans that recompute less need no less.
     """
     order, size = np.lexsort((plans.micro_batch, floor)), _FEW
     while len(order):
@@ -393,7 +393,7 @@ def _smallest(plans: PlanBatch, floor: Floats, needs: Needs, least: _Least | Non
 
 
 def _time_limits(fastest: dict[int, float], count: int, kinds: Ints) -> Floats:
-    """Seconds that a plan of each of `kinds` may take at most to be worth a look."""
+    """Return the seconds that a plan of each of `kinds` may take at most to be considered."""
     worst = sorted(fastest.values())[count - 1] if len(fastest) >= count else np.inf
     each, place = np.unique(kinds, return_inverse=True)
     limits = [min(worst, fastest.get(int(one), np.inf)) for one in each]
@@ -401,7 +401,7 @@ def _time_limits(fastest: dict[int, float], count: int, kinds: Ints) -> Floats:
 
 
 def _pieces(seconds: Floats) -> Iterator[Ints]:
-    """Places, the fastest first, some at a time."""
+    """Yield positions, fastest first, some at a time."""
     order = np.argsort(seconds, kind="stable")
     for begin in range(0, len(order), _PIECE):
         yield order[begin : begin + _PIECE]
@@ -423,9 +423,9 @@ def kinds(c: PlanBatch) -> Ints:
 
 
 def _ranking_s(c: PlanBatch, seconds: Floats) -> Floats:
-    """Return seconds to rank by: of plans that take as long, the plainest comes first.
+    """Return ranking times: among equally fast plans, the simplest comes first.
 
-    Each axis that is split and each option that is set counts for a ten-thousandth.
+    Each split axis and each set option adds a ten-thousandth.
     """
     pulled = sum(
         values.astype(float)

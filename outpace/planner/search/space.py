@@ -138,7 +138,7 @@ def layouts(wanted: SearchRequest) -> PlanBatch:
 
 
 def _vary(found: PlanBatch, vary: Mapping[str, Sequence[Any]]) -> PlanBatch:
-    """Each layout with each of the values, where they make a difference; else with the first."""
+    """Combine each layout with each of the values that make a difference, else with the first."""
     for name in ("precision", "compile", "stage_split", "sequence_parallel", "async_tp"):
         if name not in vary:
             continue
@@ -172,7 +172,7 @@ def expand(columns: PlanBatch, chosen: Sequence[Options]) -> PlanBatch:
 
 
 def _keep_mask(c: PlanBatch, keep: Mapping[str, Any]) -> Any:
-    """Return which plans are as the user insists."""
+    """Return which plans are as the user requires."""
     fine = np.ones(len(c), bool)
     for name, value in keep.items():
         if name in _WORDS:
@@ -207,7 +207,7 @@ def memory_options(wanted: SearchRequest) -> Iterator[Options]:
 
 
 def _optimizers(wanted: SearchRequest) -> list[tuple[OptimizerName, bool]]:
-    """Optimizers, and whether in the backward; the first takes no longer than the others."""
+    """Return optimizers, and whether they run in the backward; the first is at least as fast."""
     keep = wanted.keep
     precision = keep.get("precision", wanted.precision)
     own = keep.get("optimizer", wanted.optimizer or default_optimizer(precision))
@@ -259,7 +259,7 @@ def untrained_mask(c: PlanBatch) -> Any:
 
 
 def _options_match(c: PlanBatch) -> Any:
-    """Return which layouts go with what is the same in all of their plans."""
+    """Return which layouts support the options that all of their plans share."""
     fine = ~(c.precision_in("fp8") & (c.tp > 1))
     low = np.isin(c.optimizer, [OPTIMIZERS.index(name) for name in LOW])
     fine &= low | ~c.precision_in(*PURE)
@@ -278,7 +278,7 @@ def _adapters_match(c: PlanBatch) -> Any:
 
 
 def _possible(c: PlanBatch) -> Any:
-    """Return which can be plans: what goes with what, as `records.plan` has it."""
+    """Return which combinations are valid plans, by the rules of `records.plan`."""
     fine = _options_match(c) & ~(c.schedule_in(*_SPLITS) & ((c.modes[:, 0] < 1) | c.chunked_loss))
     gathers = np.isin(c.zero, _GATHERS) | c.strategy_in("single")
     fine &= ~((c.offload_parameters == OFFLOADS.index("cpu")) & ~gathers)
@@ -294,7 +294,7 @@ def _possible(c: PlanBatch) -> Any:
 
 
 def _layouts(wanted: SearchRequest) -> Iterator[_Row]:
-    """Ranks on axes in every way, with every schedule and micro-batch."""
+    """Yield every distribution of ranks over axes, with every schedule and micro-batch."""
     for tp, cp, pp in _meshes(wanted):
         replicas = wanted.world // (tp * cp * pp)
         if wanted.global_batch % replicas:
@@ -321,7 +321,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _meshes(wanted: SearchRequest) -> Iterator[tuple[int, int, int]]:
-    """tp × cp × pp. tp divides heads and stays in a node; cp leaves parts of some length."""
+    """Yield tp × cp × pp; tp divides heads and stays in a node, cp leaves parts of some length."""
     world = wanted.world
     for tp, cp, pp in product(*(_sizes(wanted, axis) for axis in ("tp", "cp", "pp"))):
         if world % (tp * cp * pp) == 0:
@@ -405,7 +405,7 @@ _REFUSALS = MappingProxyType(
 def _data_axes(
     replicas: int, tp: int, cp: int, wanted: SearchRequest
 ) -> Iterator[tuple[int, int, int]]:
-    """dp_replicate × dp_shard and the level of ZeRO: replicas, shards of all, shards in groups."""
+    """Yield dp_replicate × dp_shard and ZeRO levels: replicas, shards of all, shards in groups."""
     yield replicas, 1, 0
     if replicas == 1:
         return
@@ -427,7 +427,7 @@ def _expert_axes(ranks: int, wanted: SearchRequest) -> list[int]:
 
 
 def _name(rep: int, shard: int, zero: int, tp: int, cp: int, pp: int) -> Strategy:
-    """The strategy that splits these axes; a pipeline alone is named by its schedule later."""
+    """Return the strategy that splits these axes; pipelines alone get a schedule's name later."""
     alone: dict[str, Strategy] = {"tp": "tp", "cp": "cp", "pp": "1f1b"}
     axes = [name for name, size in (("tp", tp), ("cp", cp), ("pp", pp)) if size > 1]
     if axes:
@@ -439,9 +439,9 @@ def _name(rep: int, shard: int, zero: int, tp: int, cp: int, pp: int) -> Strateg
 
 
 def _micro_batches(share: int, keep: Mapping[str, Any]) -> list[int]:
-    """Return divisors of a rank's samples: the powers of two, and all of them where they are few.
+    """Return divisors of a rank's samples: powers of two, or all of them if there are few.
 
-    What the user insists on is among them.
+    The user's value is among them.
     """
     if "micro_batch" in keep or "pp_microbatches" in keep:
         return _divisors(share)
@@ -485,7 +485,7 @@ def _schedule_fits(schedule: str, pp: int, count: int, parts: int) -> bool:
 
 
 def _naive(wanted: SearchRequest) -> Iterator[_Row]:
-    """Yield baselines: one process for all, servers, a ring, one after another."""
+    """Yield baselines: one process for all, servers, a ring, one stage at a time."""
     world, batch = wanted.world, wanted.global_batch
     if 1 < world <= wanted.outline.layers:
         for micro in _micro_batches(batch, wanted.keep):

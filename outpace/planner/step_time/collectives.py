@@ -14,7 +14,7 @@ from outpace.planner.step_time.setup import FP32, StepTimeSetup
 
 @dataclass(frozen=True)
 class _Collectives:
-    """Seconds of a step's, each alone: of gradients and weights whole, parameters as computed."""
+    """Seconds of each of a step's collectives alone: gradients, whole weights, parameters."""
 
     grads: Floats  # bytes
     scatter: Floats
@@ -82,7 +82,7 @@ def experts_s(setup: StepTimeSetup, busy: Floats) -> Floats:
 
 
 def _dispatch_s(setup: StepTimeSetup, nbytes: Floats, copies: int) -> Floats:
-    """Return seconds in which a layer's tokens reach their experts, or come back from them."""
+    """Return the seconds for a layer's tokens to reach their experts, or to return from them."""
     c, fabric = setup.columns, setup.fabric
     if setup.question.stack.dispatcher == "allgather":  # and back by sums that are scattered
         whole = nbytes * c.ep
@@ -204,12 +204,12 @@ def _zero_exposed_s(setup: StepTimeSetup, of: _Collectives, ahead: Floats, back:
 
 
 def _beside_stages_s(setup: StepTimeSetup, comm_s: Floats, pass_s: Floats, units: Floats) -> Floats:
-    """Return what a micro-batch's passes leave exposed of gradients' sums, or of gathers.
+    """Return how much of gradient sums, or of gathers, a micro-batch's passes leave exposed.
 
-    Of interleaved stages each has its own: its parameters are gathered while the stage before takes
-    its micro-batches forwards, as many at a time as there are ranks, and its gradients are summed
-    while the stages before it take theirs backwards. So the first stage of a rank alone has no more
-    than one micro-batch's pass beside its own.
+    Interleaved stages have separate ones: a stage's parameters are gathered while the previous
+    stage runs forwards, as many micro-batches at a time as there are ranks, and its gradients are
+    summed while the previous stages run backwards. Only for a rank's first stage is there at most
+    one micro-batch's pass to hide them.
     """
     c, stack = setup.columns, setup.question.stack
     apart = c.schedule_in("interleaved") & stack.sums_by_stages
@@ -222,9 +222,9 @@ def _beside_stages_s(setup: StepTimeSetup, comm_s: Floats, pass_s: Floats, units
 
 
 def _buckets(setup: StepTimeSetup, grads: Floats) -> Floats:
-    """Return the parts in which replicas sum up.
+    """Return the parts in which replicas sum gradients.
 
-    The embedding's gradient is the last to be whole, and a bucket is no smaller than it.
+    The embedding's gradient is complete last, and a bucket is no smaller than it.
     """
     c = setup.columns
     table = setup.outline.vocab * setup.outline.table_width / c.tp / setup.parameters.present
@@ -234,7 +234,7 @@ def _buckets(setup: StepTimeSetup, grads: Floats) -> Floats:
 
 
 def _launch_s(setup: StepTimeSetup) -> Floats:
-    """Return the host's part of gathering shards and summing up gradients, unit by unit."""
+    """Return the host's time to gather shards and sum gradients, unit by unit."""
     c, units = setup.columns, np.maximum(setup.layers, 1.0)
     rounds = np.where(c.pp > 1, c.passes, setup.micro)
     sums = np.where(c.zero > 1, rounds, 0)
@@ -244,9 +244,9 @@ def _launch_s(setup: StepTimeSetup) -> Floats:
 
 
 def _one_to_all_s(setup: StepTimeSetup, grads: Floats) -> Floats:
-    """dp: parameters to every replica before a forward, gradients back, over one device's link.
+    """Return seconds of dp: parameters to every replica, gradients back, over one device's link.
 
-    ps: as much over the servers' links, each worker's in turn, both ways at the same time.
+    ps sends as much over the servers' links, each worker's in turn, both ways at the same time.
     """
     c = setup.columns
     others = np.maximum(c.data_parallel - 1, 0)

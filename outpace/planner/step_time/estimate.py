@@ -61,9 +61,9 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class _Passes:
-    """Seconds of all of a step's passes on a rank in the mean: what the device does in them.
+    """Seconds of all passes of a step, as the mean over ranks: the device's work in them.
 
-    `busy` are those of the slowest rank, which all wait for.
+    `busy` is for the slowest rank, for which all wait.
     """
 
     products: Floats
@@ -74,7 +74,7 @@ class _Passes:
 
     @property
     def device_s(self) -> Floats:
-        """Return the sum of all that the device does."""
+        """Return the sum of the device's work."""
         return self.products + self.attention + self.tensor + self.memory
 
     @property
@@ -141,7 +141,7 @@ def _parts(setup: StepTimeSetup, passes: StepPasses, pipeline: PipelineTime) -> 
 
 
 def _mean_s(setup: StepTimeSetup, passes: StepPasses, name: str) -> Floats:
-    """Return a rank's seconds of all passes in the mean, of a part by its name in `PassTime`."""
+    """Return the mean seconds of all passes for a part, by its name in `PassTime`."""
     layers = passes.forward(name) + passes.backward(name)
     return setup.micro * (setup.layers * layers + passes.ends_part(name) / setup.columns.pp)
 
@@ -153,7 +153,7 @@ def _weights_share(passes: StepPasses) -> Floats:
 
 
 def _loading_s(setup: StepTimeSetup, step_s: Floats) -> Floats:
-    """Return the wait for loaders, which work ahead of the step: what takes longer."""
+    """Return the wait for loaders, which work ahead of the step: the excess of their time."""
     c = setup.columns
     samples = c.micro_batch * setup.micro * c.data_parallel
     nodes = np.clip(c.ranks / setup.fabric.per_node, 1, c.data_parallel)

@@ -178,7 +178,7 @@ def layer(
 def _calls(
     device: DeviceRates, outline: Outline, stack: Stack, cells: Cells, operators: float
 ) -> tuple[Floats, Floats]:
-    """Return what a host launches of a layer that is not compiled, forwards and backwards.
+    """Return the operators that a host launches for a layer without compilation, both ways.
 
     `operators` are those of its forward on one rank, in 16 bits, with all weights trained.
     """
@@ -204,7 +204,7 @@ def _calls(
 def _weight(
     device: DeviceRates, cells: Cells, weight: Weight, tokens: Floats
 ) -> tuple[Floats, Floats, Floats]:
-    """A forward, and a backward's gradients of inputs and of the weight."""
+    """Return a forward, and a backward with gradients of inputs and of the weight."""
     tp = cells.etp if weight.experts else cells.tp
     n = weight.outputs / np.where(weight.cut == "outputs", tp, 1.0)
     k = weight.inputs / np.where(weight.cut == "inputs", tp, 1.0)
@@ -246,7 +246,7 @@ def _product(
 
 
 def _slices_s(device: DeviceRates, experts: Floats | float, nbytes: Floats) -> Floats:
-    """Return seconds in which gradients of slices of a weight are put together.
+    """Return seconds to combine the gradients of slices of a weight.
 
     Each is written into zeros as large as the whole weight, of `nbytes`, which are added up (torch,
     tools/autograd/derivatives.yaml, select_backward).
@@ -295,13 +295,12 @@ def _in_float8(device: DeviceRates, cells: Cells) -> Bools:
 def _scaling_s(
     device: DeviceRates, cells: Cells, shape: tuple[Floats, Floats, Floats]
 ) -> tuple[Floats, Floats, Floats]:
-    """Return seconds in which operands of a product, and of its gradients, become float8.
+    """Return seconds to convert the operands of a product, and of its gradients, to float8.
 
-    `shape` is tokens, outputs and inputs. torchao's Float8Linear has one scale a tensor. Bytes of a
-    number: the largest is looked for (reads 2 of an activation or its gradient, 4 of a weight),
-    then it is cast (reads as much, writes 1), and for the other product that an operand has part in
-    it is laid out the other way round (reads 1, writes 1). Each is a kernel: two to look and to
-    cast, one to turn.
+    `shape`: tokens, outputs and inputs. torchao's Float8Linear has one scale per tensor. Bytes per
+    number: finding the largest value reads 2 for an activation or gradient and 4 for a weight; the
+    cast reads as much and writes 1; a transposed copy for the operand's other product reads and
+    writes 1. Each step is a kernel: two to find and cast, one to transpose.
     """
     tokens, n, k = shape
     rate = device.memory_bytes_per_s
@@ -317,7 +316,7 @@ def _scaling_s(
 def _products(
     device: DeviceRates, cells: Cells, products: Sequence[ProductShape], length: int
 ) -> Iterator[tuple[Floats, Floats, Floats]]:
-    """Yield `_weight` for products that nothing cuts."""
+    """Yield `_weight` for products that are not split."""
     for product in products:
         tokens = cells.samples * (product.positions or length) / cells.cp
         weight = Weight(product.name, product.inputs, product.outputs, "none")
@@ -334,7 +333,7 @@ def _attention(
     keys: int,
     kernel: Kernel,
 ) -> tuple[Floats, Floats]:
-    """Scores and mix, forwards and backwards. Causal attention does half where it is fused."""
+    """Return scores and mix, forwards and backwards; causal attention does half if fused."""
     heads = np.maximum(attention.heads / cells.tp, 1.0)
     own = length / cells.cp  # queries; keys are all, in turns
     widths = attention.head_dim + attention.value_dim
@@ -368,7 +367,7 @@ def _attention(
 
 
 def _attention_shares(device: DeviceRates, kernel: Kernel) -> tuple[float, float, float, float]:
-    """Return forward and backward of the rate, the share of heads of 64, and keys that halve it."""
+    """Return forward and backward rates, the share for heads of 64, and keys that halve them."""
     own = (device.attention_forward, device.attention_backward, device.attention_narrow,
            device.attention_half)  # fmt: skip
     found = device.attention_kernels.get("flash2" if kernel == "triton" else kernel)
@@ -388,7 +387,7 @@ def _width_share(head_dim: int, narrow: float) -> float:
 
 
 def _keys_seen(device: DeviceRates, attention: AttentionShape, keys: int) -> int:
-    """Return the keys that a query has scores for. On a GPU a window has whole blocks."""
+    """Return the keys that a query has scores for; on a GPU, a window consists of whole blocks."""
     if attention.window is None:
         return keys
     sides = 1 if attention.causal else 2
@@ -399,7 +398,7 @@ def _keys_seen(device: DeviceRates, attention: AttentionShape, keys: int) -> int
 
 
 def _attention_rate(device: DeviceRates, cells: Cells) -> Floats:
-    """FLOP/s: in 16 bits under fp8 too; in fp32 as slowly as products are."""
+    """Return FLOP/s: in 16 bits under fp8 too; in fp32 as slow as products."""
     if device.attention_rates:
         low, full = device.attention_rates["bf16"], device.attention_rates["fp32"]
         return np.where(cells.item < 4, low, full)
@@ -409,7 +408,7 @@ def _attention_rate(device: DeviceRates, cells: Cells) -> Floats:
 def _layer_traffic(
     device: DeviceRates, outline: Outline, stack: Stack, cells: Cells, fused: bool
 ) -> tuple[Floats, Floats]:
-    """Bytes that a token's norms, activations and sums read and write, forwards and backwards."""
+    """Return the bytes per token of norms, activations and sums, forwards and backwards."""
     routed, routed_back = _routing_traffic(outline, stack, cells)
     ahead, back = _eager_traffic(device, outline, stack, cells, fused)
     if device.kind == "cuda":
@@ -420,14 +419,14 @@ def _layer_traffic(
 
 
 def _routing_traffic(outline: Outline, stack: Stack, cells: Cells) -> tuple[Floats, Floats]:
-    """Return bytes of a token's permutation: to the order of its experts, and back.
+    """Return bytes to permute a token to the order of its experts, and back.
 
     A token is read and written once for each of its experts, whose results are read, weighted and
-    summed; backwards the other way round, where gradients of weights read the results again. Ranks
-    of tp that have whole experts have each their part of the tokens. Where copies of a token are
-    sent, what arrives is ordered by ranks, and is put in the order of a rank's experts, and back
-    (Megatron-Core, moe_utils.py, sort_chunks_by_idxs; torchtitan, its permutation after the
-    all-to-all). Megatron-Core adds biases of experts' results by operators.
+    summed; the backward does the reverse, and gradients of weights read the results again. Ranks of
+    tp with whole experts have a part of the tokens each. If copies of tokens are sent, they arrive
+    in the order of ranks and are sorted by the rank's experts, and back (Megatron-Core,
+    moe_utils.py, sort_chunks_by_idxs; torchtitan, its permutation after the all-to-all).
+    Megatron-Core adds biases of experts' results by operators.
     """
     mlp = stack.mlp
     if mlp is None or not mlp.experts:
@@ -477,10 +476,10 @@ def _compiled_traffic(
 
 
 def _kernels(outline: Outline, stack: Stack, inner: float) -> tuple[float, float]:
-    """Kernels of a compiled layer's forward and backward: those of `_moved_compiled`, and products.
+    """Return kernels of a compiled layer, both ways: those of `_moved_compiled`, and products.
 
-    Backwards a product has two, attention one more than forwards (it sums gradients and outputs
-    beforehand), a norm two, a bias a sum.
+    In the backward, a product has two, attention one more than in the forward (it sums gradients
+    and outputs first), a norm two, a bias a sum.
     """
     parts = list(weights(stack, outline.hidden))
     products = len(parts) + sum(p.count for p in stack.other)
@@ -495,9 +494,9 @@ def _kernels(outline: Outline, stack: Stack, inner: float) -> tuple[float, float
 def _eager_traffic(
     device: DeviceRates, outline: Outline, stack: Stack, cells: Cells, fused: bool
 ) -> tuple[Floats, Floats]:
-    """Return `_layer_traffic` of a kernel for each operator; on a CPU also of what is compiled.
+    """Return `_layer_traffic` with a kernel per operator; on a CPU also for compiled code.
 
-    On a GPU autocast casts what a norm gives for the product after it, and the branch's gradient.
+    On a GPU, autocast casts a norm's output for the next product, and the branch's gradient.
     """
     wide = outline.hidden * cells.wide / cells.norm_split
     adds = 2 if stack.mlp is not None and stack.attention is not None else 1
@@ -552,7 +551,7 @@ def _width(mlp: Mlp) -> int:
 
 
 def _operators(outline: Outline, stack: Stack, fused: bool) -> tuple[float, float]:
-    """Operators of a layer's forward that the host launches, views included; those of attention."""
+    """Return the operators of a layer's forward, views included, and those of attention."""
     count = float(stack.norms)
     inner = 0.0
     for attention in (stack.attention, stack.cross_attention):
@@ -572,10 +571,10 @@ def _operators(outline: Outline, stack: Stack, fused: bool) -> tuple[float, floa
 
 
 def _backward_operators(outline: Outline, stack: Stack) -> float:
-    """Operators of a backward beyond those of the forward.
+    """Return the operators of a backward beyond those of the forward.
 
-    A product has two gradients and a bias a sum; every parameter's gradient is put or added where
-    gradients are kept.
+    A product has two gradients and a bias a sum; every parameter's gradient is stored or
+    accumulated.
     """
     products = biases = 0
     for weight in weights(stack, outline.hidden):

@@ -71,7 +71,7 @@ def optimizer_s(
 def _on_gpu(
     c: PlanBatch, moved: Floats, spread: Bools, compiled: Bools, fused: Bools
 ) -> tuple[Floats, Floats]:
-    """Return bytes of a parameter, and operators whatever the tensors are, as outpace steps there.
+    """Return bytes per parameter, and operators for any tensors, as outpace steps on a GPU.
 
     `moved` are those of single operators.
     """
@@ -92,10 +92,10 @@ def _on_gpu(
 
 @lru_cache(maxsize=256)
 def _matrices(outline: Outline, ep: int) -> tuple[float, float]:
-    """Elements of the layers' matrices, and FLOPs that make all of them orthogonal.
+    """Return elements of the layers' matrices, and FLOPs to orthogonalise all of them.
 
-    Of (r, k) with r ≤ k each step of the iteration is X·Xᵀ, its square, and one product with X:
-    4r²k + 2r³ (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024).
+    For (r, k) with r ≤ k, each iteration is X·Xᵀ, its square, and one product with X: 4r²k + 2r³
+    (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024).
     """
     elements = flops = 0.0
     for stack in outline.stacks:
@@ -108,9 +108,10 @@ def _matrices(outline: Outline, ep: int) -> tuple[float, float]:
 
 
 def _muon_s(outline: Outline, device: DeviceRates, fabric: Fabric, c: PlanBatch) -> Floats:
-    """The iteration's products, in bf16, and gathers of what shards and tp have parts of.
+    """Return seconds of the iteration's bf16 products, and of gathers over shards and tp.
 
-    Every rank turns every matrix of its layers, but under ZeRO-1, which shares out whole ones.
+    Every rank orthogonalises every matrix of its layers, except under ZeRO-1, which distributes
+    whole ones.
     """
     each, place = np.unique(c.ep, return_inverse=True)
     found = np.array([_matrices(outline, int(ep)) for ep in each], float).reshape(-1, 2)[place]

@@ -87,7 +87,7 @@ def _count_muon(
     each: Operators, layers: Counter[Shape], ends: Counter[Shape], pp: Ints, parts: Ints,
     on_gpu: bool,
 ) -> Floats:  # fmt: skip
-    """Count layers' matrices by Muon, all else by AdamW, which is fused on a GPU."""
+    """Count layers' matrices by Muon, all others by AdamW, which is fused on a GPU."""
     matrices = {shape: count / pp / parts for shape, count in layers.items() if len(shape) == 2}
     found = np.zeros(len(pp))
     for shape, count in matrices.items():
@@ -102,7 +102,7 @@ def _count_muon(
 def _count_stacked(
     each: Operators, counts: Mapping[Shape, Floats], stacked: bool
 ) -> Floats | float:  # fmt: skip
-    """Count Adafactor's: tensors of one shape as one, if they are small and `stacked`."""
+    """Count Adafactor's operators: small tensors of one shape as one, if `stacked`."""
     found: Floats | float = 0.0
     for is_matrix in (True, False):
         shapes = [shape for shape in counts if (len(shape) > 1) == is_matrix]
@@ -123,9 +123,9 @@ def _count_joined(
     each: Operators, kept: Kept, counts: Mapping[Shape, Floats], sizes: Mapping[Shape, Floats],
     kind: str,
 ) -> Floats:  # fmt: skip
-    """Count those of AdamW of fewer bits: small tensors of one kind, of `sizes` values, as one.
+    """Count low-bit AdamW's operators: small tensors of one kind, of `sizes` values, as one.
 
-    Batches are taken to have as many as if all were of the same size.
+    Batches are counted as if all sizes were equal.
     """
     found = np.zeros(np.shape(next(iter(sizes.values()))))
     for is_matrix in (True, False):
@@ -169,5 +169,5 @@ def _block_length(kept: Kept, shape: Shape) -> int | None:
 
 
 def _joined_limit(largest: Floats | int, kind: str) -> Floats:
-    """Return how many values are stepped as one at most, beside one of `largest` values."""
+    """Return how many values are stepped at once at most, given the `largest` parameter."""
     return np.minimum(JOINED_VALUES.get(kind, 0), np.maximum(largest // 2, FEW_VALUES))

@@ -104,12 +104,12 @@ def offloading_parts(setup: StepTimeSetup, busy: Floats) -> Offloading:
 
 
 def _saved_bytes(setup: StepTimeSetup) -> Floats:
-    """Return bytes that a rank's blocks keep of a micro-batch for the backward.
+    """Return the bytes that a rank's blocks save per micro-batch for the backward.
 
-    Inputs and outputs of norms and what products read: queries, keys, values and their mix, and of
-    the MLP what its activation reads and gives (Korthikanti et al., arXiv 2205.05198, §4.1, without
-    scores). A block that is computed again keeps its input alone; with "attention" the mix as well,
-    with "selective" what products gave.
+    These are inputs and outputs of norms and inputs of products: queries, keys, values and their
+    mix, and the input and output of the MLP's activation (Korthikanti et al., arXiv 2205.05198,
+    §4.1, without scores). A recomputed block saves only its input; with "attention" also the mix,
+    with "selective" the outputs of products.
     """
     c, hidden = setup.columns, setup.outline.hidden
     modes = {name: c.modes[:, place] for place, name in enumerate(MODES)}

@@ -44,9 +44,9 @@ class PassTime:
 
 @dataclass(frozen=True)
 class _TensorCollectives:
-    """Collectives over the ranks of tp: seconds of sums, and how many the host launches.
+    """Collectives over the ranks of tp: seconds of sums, and the number that the host launches.
 
-    `gather_s` and `scatter_s` are those of gathers of hidden states, and of sums that are spread.
+    `gather_s` and `scatter_s`: gathers of hidden states, and reduce-scatters.
     """
 
     sums_s: Floats
@@ -134,7 +134,7 @@ def _mean(passes: list[PassTime], shares: Floats, name: str) -> Floats:
 
 
 def _count_sums(setup: StepTimeSetup, stack: Stack) -> Floats:
-    """Return the number of a layer's sums over tp: after attention, and an MLP that tp cuts."""
+    """Return the number of a layer's sums over tp: after attention, and after a split MLP."""
     mlp, c = stack.mlp, setup.columns
     cut = np.full(len(c), mlp is not None)
     if mlp is not None and mlp.experts and not mlp.shared:
@@ -144,7 +144,7 @@ def _count_sums(setup: StepTimeSetup, stack: Stack) -> Floats:
 
 
 def _count_adapter_inputs(setup: StepTimeSetup, stack: Stack) -> Floats:
-    """Return how many adapters gather their inputs from tp's ranks for themselves."""
+    """Return how many adapters gather their inputs from tp's ranks themselves."""
     c, adapters = setup.columns, setup.question.adapters
     if adapters is None or not setup.question.stack.gathers_for_adapters:
         return np.zeros(len(c))
@@ -167,10 +167,10 @@ def _forward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) -> 
 
 
 def _backward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) -> PassTime:
-    """Return a backward, with what it recomputes by shares of the blocks.
+    """Return a backward, with what the blocks recompute, by their shares.
 
-    That is all of a block, or all but attention itself. What "selective" computes again moves
-    memory, as norms and activations do; of products it has none, or what the stack's own mode has.
+    That is a whole block, or all but attention. "selective" repeats memory-bound operators such as
+    norms and activations, and only those products that the stack's own mode repeats.
     """
     modes = {name: setup.columns.modes[:, place] for place, name in enumerate(MODES)}
     full, dense = modes["full"], modes["attention"]
@@ -207,9 +207,9 @@ def _launched_s(setup: StepTimeSetup, operators: Floats) -> Floats:
 
 
 def _tensor_collectives(setup: StepTimeSetup) -> _TensorCollectives:
-    """Return one sum over the ranks of tp of what a layer passes on, and its parts.
+    """Return one sum of a layer's output over the ranks of tp, and its parts.
 
-    With sequence parallelism it is a gather and a scattering sum, of the same bytes together
+    With sequence parallelism, it is an all-gather and a reduce-scatter of the same total bytes
     (Korthikanti et al., arXiv 2205.05198, §4.2).
     """
     c, fabric = setup.columns, setup.fabric
@@ -226,9 +226,9 @@ def _tensor_collectives(setup: StepTimeSetup) -> _TensorCollectives:
 
 
 def _tensor_s(setup: StepTimeSetup, sums_s: Floats, products_s: Floats) -> Floats:
-    """Return what is exposed of sums over tp in a layer.
+    """Return how much of a layer's sums over tp is exposed.
 
-    With async_tp each proceeds in tp parts beside the product that it is for.
+    With async_tp, each proceeds in tp parts during its product.
     """
     c = setup.columns
     beside_s = setup.exposed_s(sums_s, products_s, c.tp.astype(float))

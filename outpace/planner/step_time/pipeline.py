@@ -63,9 +63,10 @@ def pipeline_time(setup: StepTimeSetup, passes: StepPasses) -> PipelineTime:
 
 
 def _split_layers(setup: StepTimeSetup, stages: Ints) -> tuple[Floats, Floats, Floats]:
-    """Blocks of the first stage, the fullest of those between, and the last.
+    """Return the blocks of the first stage, the fullest one in between, and the last.
 
-    Cut by multiply-adds, as outpace does (`stages.layers_per_stage`), whatever takes how long.
+    Stages are split by multiply-adds, as in outpace (`stages.layers_per_stage`), regardless of
+    times.
     """
     layers, head = setup.outline.layers, head_in_layers(setup.outline)
     alone = np.where(stages == 1, float(layers), 0.0)
@@ -151,9 +152,9 @@ def sends_s(setup: StepTimeSetup) -> Floats:
 
 
 def _message_s(setup: StepTimeSetup) -> tuple[Floats, Floats]:
-    """Return seconds of a message between stages; and of the host, which posts all of a pass's.
+    """Return seconds of a message between stages, and of the host, which posts all messages.
 
-    Every stage posts a message forwards and one backwards for each micro-batch.
+    Every stage posts one message forwards and one backwards per micro-batch.
     """
     c = setup.columns
     nbytes = setup.tokens * setup.outline.hidden * setup.numbers.item
@@ -164,5 +165,5 @@ def _message_s(setup: StepTimeSetup) -> tuple[Floats, Floats]:
 
 
 def _ends_of(counts: tuple[int, ...]) -> tuple[int, int, int]:
-    """Blocks of the first stage, the fullest between, and the last."""
+    """Return the blocks of the first stage, the fullest one in between, and the last."""
     return counts[0], max(counts[1:-1], default=0), counts[-1]

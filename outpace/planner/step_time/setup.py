@@ -183,7 +183,7 @@ def _replays(question: StepTimeQuestion, columns: PlanBatch) -> Bools:
 
 
 def _trains_on_gpu(question: StepTimeQuestion) -> bool:
-    """Return whether it is outpace that trains, on a GPU."""
+    """Return whether outpace trains, on a GPU."""
     return question.device.kind == "cuda" and not question.other_program
 
 
@@ -217,7 +217,7 @@ def _parameters(question: StepTimeQuestion, columns: PlanBatch) -> RankParameter
 
 
 def _cells(question: StepTimeQuestion, columns: PlanBatch, numbers: Numbers) -> tuple[Cells, Ints]:
-    """Return the distinct cases of what a layer's time depends on, and the place of each plan's."""
+    """Return the distinct inputs of a layer's time, and the index of each plan's."""
     c, software = columns, question.stack
     rates = np.array([question.device.rate(dtype_of(name)) for name in PRECISIONS])
     split = np.where(c.sequence_parallel, c.tp, 1)
