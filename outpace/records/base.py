@@ -18,16 +18,16 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from outpace.records.errors import BadInputError, excerpt, shorten, suggest
 
 Value = TypeVar("Value")
-OnChange = Callable[[str], None]  # is told that a file is not as it was written
-# Of files that are there for a moment: folders that hold nothing else count as empty.
+OnChange = Callable[[str], None]  # called with a message about a changed file
+# Prefix of temporary files: folders with nothing else count as empty.
 TEMPORARY_PREFIX = ".outpace-"
-# Of what is wrong with a record, as many problems as a person reads.
+# Most problems of a record to report.
 _MOST_PROBLEMS = 8
 
-_MOST_BYTES = 64 << 20  # of a record; a file from elsewhere may be without end
-_CHECKSUM = "xxh3_128"  # a record's entry for it
+_MOST_BYTES = 64 << 20  # limit for a record; other files may be endless
+_CHECKSUM = "xxh3_128"  # entry of a record
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-_MOST_LEVELS = 100  # of objects in objects: Python follows some hundreds, fewer when called deep
+_MOST_LEVELS = 100  # nested objects; Python's limit is some hundreds, less in deep calls
 
 
 def entry(text: str, default: Any = None) -> Any:
@@ -43,12 +43,12 @@ class Record(BaseModel):
         extra="forbid",
         protected_namespaces=(),
         ser_json_inf_nan="constants",
-        # A renamed field keeps its key in files: its alias is written, and both are read.
+        # A renamed field keeps its key in files: the alias is written, and both are read.
         validate_by_name=True,
         serialize_by_alias=True,
     )
 
-    # Whether `save` writes a checksum into the file, which is compared where it is read.
+    # Whether `save` writes a checksum into the file, which readers compare.
     has_checksum: ClassVar[bool] = False
 
     @classmethod
@@ -214,7 +214,7 @@ def _check_depth(value: Value) -> Value:
 def explain(error: ValidationError, where: str, known: Any) -> str:
     """Turn pydantic's problems into sentences, the first few of them."""
     problems = error.errors()
-    # A misspelt or bad key leaves others underived: what is wrong is said, not what follows of it.
+    # A bad key leaves derived values missing: report the cause, not its consequences.
     wrong = [problem for problem in problems if problem["type"] != "missing"]
     chosen = wrong or problems
     sentences = [f"{where}: {_sentence(one, known)}" for one in chosen[:_MOST_PROBLEMS]]
@@ -249,7 +249,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     temporary = path.with_name(temporary_name(path))
     try:
         temporary.unlink(missing_ok=True)
-        with temporary.open("xb") as file:  # never through a link of that name
+        with temporary.open("xb") as file:  # never follows a link
             if before is not None:
                 _keep_access(file.fileno(), before)
             file.write(data)

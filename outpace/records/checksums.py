@@ -13,7 +13,7 @@ from outpace.records.run import resume_command
 
 CHECKSUMS_FILE = "checksums.json"
 _BLOCK_BYTES = 1 << 22
-_LARGE = (".safetensors", ".bin")  # compared where they are read, not where a folder is opened
+_LARGE = (".safetensors", ".bin")  # compared on reading, not when a folder is opened
 
 
 def checksum(blocks: Iterable[bytes | memoryview]) -> str:

@@ -18,7 +18,7 @@ from outpace.records.machine import Machine
 from outpace.records.measurement import TimeParts
 from outpace.records.units import show_share
 
-_FAILS = 2  # so often an arm may fail before it is left out
+_FAILS = 2  # failures after which an arm is left out
 
 
 class Arm(Record):
@@ -134,7 +134,7 @@ class Verdict(Record):
         if self.claimed:
             slower = self._slower
             size = self.slowdown if slower else -self.slowdown
-            if size < 0:  # claimed early, and the median has turned since
+            if size < 0:  # claimed early, but the median has changed sides
                 return (
                     f"{arm} was {quantity[not slower]} than {against} in most rounds when that "
                     f"was claimed, but the median is now {_percent(self.slowdown)} "
@@ -204,7 +204,7 @@ def _format_interval(low: float, high: float) -> str:
     return " to ".join(map(show_share, ends))
 
 
-# What is compared: ratios need a number above 0.
+# The compared value: ratios need a number above 0.
 _Figure = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 

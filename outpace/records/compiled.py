@@ -13,7 +13,7 @@ from outpace.records.base import Record
 from outpace.records.plan import Plan
 from outpace.records.strategies import TRAITS, Regions
 
-# The model's whole forward as one compiled region, or each of its blocks as one.
+# Compiled regions: the model's whole forward, or each of its blocks.
 Region = Literal["whole", "blocks"]
 
 
@@ -88,7 +88,7 @@ def graph_obstacle(plan: Plan, dropout: float = 0.0) -> str | None:
     A graph does the same work each time, and all of it at once. `dropout` is the model's.
     """
     if plan.recomputes and (dropout > 0 or plan.lora_dropout > 0):
-        # Of two graphs the second would draw other numbers than those of the first.
+        # The second of two graphs would draw other numbers than the first.
         return "checkpointing draws the random numbers of dropout again in the backward"
     if plan.strategy != "single":
         return f"strategy {plan.strategy} communicates between its kernels"

@@ -13,15 +13,15 @@ from outpace.records.aliases import translate_alias
 EXIT_BAD_INPUT = 2
 EXIT_DIVERGED = 3
 EXIT_OUT_OF_MEMORY = 4
-EXIT_HANG = 5  # a rank was stopped, or did not come to what the others waited for
+EXIT_HANG = 5  # a rank was stopped, or never joined a collective
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: saved, run again with --resume
-# Of a run that was out of memory: it said so, or the system killed it, or one of its ranks.
+# Exit codes of a run that was out of memory, reported or killed by the system.
 OUT_OF_MEMORY_CODES = (EXIT_OUT_OF_MEMORY, -9, 128 + 9)
-# Of a line of a message: what is longer holds somebody's text whole.
+# Longest line of a message; longer ones quote a whole text.
 _MOST_LETTERS, _FIRST_LETTERS, _LAST_LETTERS = 4000, 1000, 1000
-# Of names that are proposed by their spelling: letters more or fewer, and the share in common.
+# Limits for suggestions by spelling: difference in length, and similarity.
 _MOST_SLIPS, _LEAST_ALIKE, _FEW_LETTERS = 3, 0.75, 4
-# Parameters in a model's name, and how far from those of a slip they may be.
+# Parameter count in a model's name, and the range of suggested counts.
 _SIZE, _SIZE_RATIO = re.compile(r"(\d+(?:\.\d+)?)([bm])(?![a-z])"), 2.0
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line ends
 
@@ -86,7 +86,7 @@ def excerpt(value: object) -> str:
     """Return a value as Python writes it, or its beginning."""
     try:
         return shorten(repr(value))
-    except (RecursionError, ValueError):  # nested as deep as Python goes; of too many digits
+    except (RecursionError, ValueError):  # nested too deeply, or too many digits
         return f"a {type(value).__name__} that is too large to show"
 
 

@@ -6,7 +6,7 @@ from pydantic import Field, PositiveFloat, model_validator
 
 from outpace.records.base import Record
 
-# Worst first. A kind of trouble has its severity where its cost was not measured.
+# Worst first. Findings without a measured cost have the severity of their kind.
 Severity = Literal["severe", "high", "moderate", "low"]
 SEVERITIES: tuple[Severity, ...] = ("severe", "high", "moderate", "low")
 

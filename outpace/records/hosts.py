@@ -9,7 +9,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, StringConstraints
 from outpace.records.base import Record
 from outpace.records.errors import BadInputError, excerpt
 
-# What ssh takes for a host, with a user or without; nothing that it would take for an option.
+# A host for ssh, with or without a user, that ssh cannot take for an option.
 _NAME = r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _SLOTS = re.compile(r"0*[1-9][0-9]{0,5}")
 _LINE = re.compile(r"(\S+)(?:\s+(?:slots|max_slots)\s*=\s*(\S+))?\s*(?:max[-_]slots\s*=\s*\S+)?")
@@ -93,8 +93,8 @@ class HostQuery(Record):
     """Questions to a host before anything is started there."""
 
     folder: str
-    seen: tuple[str, ...] = ()  # paths that must be there
-    earlier: tuple[str, ...] = ()  # starts of the same training, which must be over
+    seen: tuple[str, ...] = ()  # paths that must exist
+    earlier: tuple[str, ...] = ()  # earlier starts of the same training, which must have ended
 
 
 class HostFacts(Record):

@@ -2,5 +2,5 @@
 
 import sys
 
-# Not with the current folder in the path: data lie there, and a json.py among them would be run.
+# Without the current folder in the path, where a data file json.py would be imported.
 PYTHON = (sys.executable, "-P")

@@ -9,7 +9,7 @@ import xxhash
 
 from outpace.records.base import Record, refuse_pipe
 
-CHECKSUM = "xxh3_64"  # a line's entry for it
+CHECKSUM = "xxh3_64"  # entry of a line
 _NAME = b'"%b"' % CHECKSUM.encode()
 _HEX_DIGITS = 16
 _LENGTH = len(b"," + _NAME + b':""}') + _HEX_DIGITS

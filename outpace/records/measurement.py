@@ -14,11 +14,11 @@ from outpace.records.utilisation import Load
 
 Rate = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 PARTS = ("data", "forward", "backward", "optimizer", "communication", "other")
-# The first steps pay for warm-up of caches, allocator and compiler: no median has them.
+# Medians exclude the first steps, which warm up caches, allocator and compiler.
 WARMUP_STEPS = 3
-NEAR_SHARE = 0.03  # of the expected step time: as near as this is as expected
-_FEW_STEPS = 20  # a neighbour on the machine may be there for all of them
-# Mean to median of step times, from which on a median says too little of how long a run takes.
+NEAR_SHARE = 0.03  # share of the expected step time that counts as equal
+_FEW_STEPS = 20  # another program may run during all of them
+# Ratio of mean to median step time above which the median is misleading.
 _UNEVEN = 1.1
 
 
@@ -226,7 +226,7 @@ class Measurement(Record):
     step_time_check: StepTimeCheck | None = Field(
         default=None, alias="promise", description="if a step time was expected"
     )
-    # Of runs with --measure-only.
+    # For runs with --measure-only.
     sent_bytes: int | None = entry(
         "bytes that all ranks send in a step, counted in the last warm-up step"
     )

@@ -7,17 +7,17 @@ from pydantic import NonNegativeInt, PositiveInt
 from outpace.records.base import Record
 
 Kind = Literal[
-    "weights",  # this rank's, as kept from step to step
-    "weight copies",  # in another dtype, for computing
+    "weights",  # this rank's part, kept between steps
+    "weight copies",  # copies in another dtype, for computation
     "unsharded",  # weights gathered from other ranks
     "gradients",
     "optimizer state",
-    "activations",  # what forwards leave for backwards
-    "workspaces",  # what libraries keep for their products
-    "communication",  # buffers that exchanges read and write
+    "activations",  # saved by forwards for backwards
+    "workspaces",  # workspaces of matrix libraries
+    "communication",  # buffers of collectives
     "inputs",
-    "offloaded",  # in host memory or on a disk, and not in the sum
-    "temporary",  # made and freed within a forward, a backward or an optimizer's step
+    "offloaded",  # in host memory or on disk; not in the sum
+    "temporary",  # allocated and freed within a pass or an optimizer step
 ]
 KINDS: tuple[Kind, ...] = (
     "weights", "weight copies", "unsharded", "optimizer state", "gradients", "activations",

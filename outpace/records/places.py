@@ -19,7 +19,7 @@ def user_cache(environ: Mapping[str, str]) -> Path:
         return Path(named) / "outpace"
     try:
         return Path.home() / ".cache" / "outpace"
-    except RuntimeError:  # no HOME, and no entry for the user
+    except RuntimeError:  # no HOME, and no entry for the user in the password file
         raise BadInputError(
             f"there is no folder for a cache: HOME is not set, and user {os.getuid()} has no "
             f"home on this host. {_ELSEWHERE}"

@@ -49,7 +49,7 @@ Size = Annotated[PositiveInt, BeforeValidator(_size)]
 _MOST_TIMEOUT_S = 1e7
 
 Task = Literal["pretrain", "chat", "classify"]
-DEFAULT_SEQ_LEN = 256  # of training, where a model has as many positions
+DEFAULT_SEQ_LEN = 256  # if the model has as many positions
 
 
 def _field(group: str, help_text: str, default: Any = None, **bounds: Any) -> Any:

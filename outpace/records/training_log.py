@@ -106,5 +106,5 @@ def is_corrected(path: Path) -> bool:
     try:
         values = read_object(path)
     except BadInputError:
-        return False  # whoever reads it as a machine says what is wrong
+        return False  # reading it as a machine reports the error
     return "runs" in values and "host_cores" not in values

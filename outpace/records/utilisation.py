@@ -17,7 +17,7 @@ from pydantic import (
 from outpace.records.base import Record, entry, write_atomic
 
 Values = tuple[int | float | None, ...]
-_DISTURBING = 0.25  # a host's share of cores that others use, from which on it is told
+_DISTURBING = 0.25  # least share of a host's cores used by others to report
 
 
 def _time(text: str) -> str:
@@ -176,7 +176,7 @@ class DeviceSeries(Record):
     memory_bytes: Values
     run_memory_bytes: Values
     power_w: Values
-    clock_hz: Values = ()  # not known of older runs
+    clock_hz: Values = ()  # missing in older runs
     pcie_rx_bytes_per_s: Values
     pcie_tx_bytes_per_s: Values
     nvlink_rx_bytes_per_s: Values
@@ -322,8 +322,8 @@ class ThinnedLoads:
 
     def __init__(self, period_s: float, most: int = 1000) -> None:
         self.base_period_s = period_s
-        self._most = max(2, most // 2 * 2)  # pairs
-        self._each = 1  # loads in a point
+        self._most = max(2, most // 2 * 2)  # an even number
+        self._each = 1  # loads per point
         self._points: list[Load] = []
         self._waiting: list[Load] = []
 

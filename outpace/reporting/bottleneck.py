@@ -10,7 +10,7 @@ from outpace.records.strategies import TRAITS
 from outpace.records.units import show_share
 from outpace.records.utilisation import Load, device_utilisation
 
-# What takes less of a step holds nothing up: without it, steps were less than a fifth faster.
+# Smaller parts are no bottleneck: without them, steps would be less than a fifth faster.
 _LEAST = 1 / 6
 
 
@@ -75,7 +75,7 @@ def _losses(seen: BottleneckInputs) -> Iterator[tuple[float, Bottleneck]]:
     elif seen.device is not None:
         busy = device_utilisation(seen.loads, seen.processes)
         if busy is not None:
-            # What waits for data is known already; a collective keeps a GPU busy.
+            # Waiting for data is counted already; a collective keeps a GPU busy.
             yield 1 - busy - data, _limit("host", busy)
 
 

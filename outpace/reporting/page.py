@@ -19,7 +19,7 @@ from outpace.reporting.render.document import Chart, Document
 _HERE = Path(__file__).parent
 # Plotly's own language; what is drawn by it holds no words of a user's (document.Chart).
 _TEMPLATES = ("hovertemplate", "texttemplate")
-_MOST_ROWS = 30  # of a table that is not folded
+_MOST_ROWS = 30  # rows of a table that is not collapsed
 
 
 def page(documents: Sequence[Document]) -> str:

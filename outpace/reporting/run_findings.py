@@ -9,8 +9,8 @@ from outpace.reporting.bottleneck import BottleneckInputs, limits
 from outpace.reporting.data.run_folder import RunFolder
 
 _SOURCE = "this run's own steps"
-_SLOW = 2.0  # times the median: a step that something held up
-_LEAST_LOST = 0.05  # of the time of all steps
+_SLOW = 2.0  # times the median: a delayed step
+_LEAST_LOST = 0.05  # least share of the time of all steps
 
 
 def run_examination(run: RunFolder) -> Examination:

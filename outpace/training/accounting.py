@@ -18,7 +18,7 @@ from outpace.training.step import Figures, RankReports, RawStep
 from outpace.training.timing import durations
 
 _KEPT_STEPS = 5000
-OPENING_STEPS = 100  # by which a step time that was expected is checked
+OPENING_STEPS = 100  # steps to compare with the expected step time
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Costs:
     tokens: int | None
     model_flops: float | None
     hardware_flops: float | None
-    peak_flops_per_s: float | None  # of all devices together, dense, in the plan's dtype
+    peak_flops_per_s: float | None  # total of all devices, dense, in the plan's dtype
 
 
 @dataclass
@@ -42,11 +42,11 @@ class Ledger:
     skipped_steps: int = 0
     loss_sum: float = 0.0
     first_loss: float | None = None
-    gathered: RankReports | None = None  # in the last step
-    costs_of: Callable[[int], Costs] | None = None  # of a step, where they differ
-    # Of the steady steps, the latest: medians need no more, and memory stays flat.
+    gathered: RankReports | None = None  # those of the last step
+    costs_of: Callable[[int], Costs] | None = None  # by step, if they differ
+    # The latest steady steps: medians need no more, and memory stays flat.
     steady: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
-    # Of the first steps after warm-up, seconds.
+    # Seconds of the first steps after warm-up.
     opening_s: list[float] = field(default_factory=list)
     _seen: int = 0
 
@@ -65,7 +65,7 @@ class Ledger:
         if not abs(loss) < float("inf"):
             raise DivergedError(f"the loss became {loss} at step {raw.step}")
         norm = figures.grad_norm
-        if not figures.skipped and not norm < float("inf"):  # weights are no numbers any more
+        if not figures.skipped and not norm < float("inf"):  # weights are NaN or infinite
             raise DivergedError(f"the gradient's norm became {norm} at step {raw.step}")
         costs = self.costs if self.costs_of is None else self.costs_of(raw.step)
         self.samples += costs.samples

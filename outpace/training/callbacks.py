@@ -8,7 +8,7 @@ from outpace.records.memory import MemoryUse
 from outpace.records.plan import Plan
 from outpace.records.utilisation import Load
 
-TRAINING = "training"  # the phase of steps
+TRAINING = "training"  # the phase in which steps run
 
 
 class Callback:

@@ -82,7 +82,7 @@ def _mark_complete(folder: Path, past_cache: bool) -> None:
     sync_folder(folder)
     write_atomic(folder / MARKER, json.dumps(entries, indent=1) + "\n")
     (folder / UNFINISHED).unlink(missing_ok=True)
-    # Names are on the disk only when their folders are; older checkpoints are removed after this.
+    # A name is on disk only once its folder is; older checkpoints are removed after this.
     sync_paths(folder, folder.parent)
 
 
@@ -98,7 +98,7 @@ def _require_files(folder: Path, metadata: "Metadata") -> None:
         missing = sorted(name for name in wanted if not (folder / name).is_file())
         if not missing:
             return
-        time.sleep(_LOOK_AGAIN_S)  # a network file system may show them a little later
+        time.sleep(_LOOK_AGAIN_S)  # network file systems may show them with a delay
     raise OSError(
         f"{missing[0]} and {len(missing) - 1} more files of other hosts are missing. --out has "
         "to be a directory that all hosts share"
@@ -231,7 +231,7 @@ class Checkpointer:
         self._lends = lends
         self._lent: InPlaceStager | PinnedCopies | None = None
         self._pins = True
-        self._pinned: PinnedCopies | None = None  # whose memory is kept from save to save
+        self._pinned: PinnedCopies | None = None  # its memory is kept between saves
         self._trained_only = trained_only
         self._masters = masters
         self._pending: tuple[Future[None], Path] | None = None

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from outpace.nn.spread import has_spread
 from outpace.planner.communication.volume import Tally
 
-# The operators' names, as they begin, by kind of collective; of two that fit the longer counts.
+# Prefixes of operators' names by kind of collective; the longest match counts.
 _KINDS = {
     "all_reduce": "all_reduce", "allreduce": "all_reduce",
     "all_gather": "all_gather", "allgather": "all_gather",
@@ -22,7 +22,7 @@ _KINDS = {
     "broadcast": "broadcast", "reduce": "reduce", "gather": "gather", "scatter": "scatter",
     "send": "send",
 }  # fmt: skip
-# The last is of collectives that outpace does itself (parallel.peer_memory).
+# The last one covers outpace's own collectives (parallel.peer_memory).
 _NAMESPACES = ("c10d", "_c10d_functional", "outpace")
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
@@ -55,7 +55,7 @@ class CollectiveCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if has_spread(types):
-            return NotImplemented  # come back with what DTensor makes of it, communication included
+            return NotImplemented  # called again with DTensor's operators, including communication
         if not self._paused and func.namespace in _NAMESPACES:
             kind = _kind(func._opname.strip("_"))
             if kind is not None:
@@ -64,7 +64,7 @@ class CollectiveCounter(TorchDispatchMode):
 
     def _count(self, kind: str, args: Any) -> None:
         group = _group(args)
-        # The first number is the root, in all that have one.
+        # The first number is the root, if there is one.
         root = kind in _ROOTED and next(a for a in args if isinstance(a, int)) == group.rank()
         # What is written comes first, then what is read, or one list for both. A scatter's parts
         # are equal, so that the one that a rank gets tells their size.

@@ -15,7 +15,7 @@ from outpace.parallel.layout import divisor
 from outpace.records.measurement import Evaluation
 from outpace.training.step import Batch
 
-# How often ranks ask each other whether a signal came: too seldom to show in the step time.
+# Batches between checks for signals on other ranks: too few to affect the step time.
 _ASK_EVERY = 8
 
 
@@ -52,8 +52,8 @@ def evaluate(
                 layout.free_gathered()
                 raise EvaluationStopped
     layout.free_gathered()
-    for part in found:  # not before: reading one would wait for the device
-        totals[: len(part)] += part.cpu()  # a rank without the output has two zeros
+    for part in found:  # at the end, since reading one waits for the device
+        totals[: len(part)] += part.cpu()  # ranks without the output have two zeros
     if group is not None:
         dist.all_reduce(totals, group=group)
     took_s = time.perf_counter() - began_s

@@ -17,10 +17,10 @@ from outpace.data.seeding import seed_all_generators
 from outpace.records.errors import BadInputError, InterruptedRunError
 from outpace.records.signals import ENDING, may_handle
 
-# The kernel, a terminal and a launcher can each deliver what the user meant as one signal.
+# The kernel, a terminal and a launcher may each deliver a single key press.
 _SAME_SIGNAL_S = 0.5
 COLLECT_EVERY = 20  # steps
-# Who asked to end and sees nothing end for so long is told what is waited for.
+# Seconds after which a user who asked to end is told what the run waits for.
 _SAID_AFTER_S = 1.0
 NOTHING_TRAINED = "interrupted before the first step was done; nothing was trained"
 _COMPLETE = "interrupted after the result was written; the run is complete"
@@ -98,17 +98,17 @@ class StopSignal:
         self._ended = False
         self._disarmed = False
         self._peer_ended = False
-        self.message = NOTHING_TRAINED  # of what a signal raises at once
+        self.message = NOTHING_TRAINED  # of the immediate interruption
 
     def __enter__(self) -> "StopSignal":
         self._thread = threading.get_ident()
         try:
             for number in ENDING:
-                # A background job of a shell has SIGINT ignored, and is still to be heard.
+                # A shell's background job ignores SIGINT, but still handles other signals.
                 if number in (signal.SIGTERM, signal.SIGINT) or may_handle(number):
                     self._previous[number] = signal.signal(number, self._receive)
         except ValueError:
-            pass  # not in the main thread: whoever owns it handles signals
+            pass  # the owner of the main thread handles signals
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -127,7 +127,7 @@ class StopSignal:
         try:
             with self._arrivals:
                 self._raising = True
-                if self.requested or self._peer_ended:  # just now
+                if self.requested or self._peer_ended:  # in the meantime
                     self._end(_EndSignal())
                 found = work()
                 self._raising = False
@@ -175,7 +175,7 @@ class StopSignal:
         raise error
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        now_s = time.monotonic()  # another signal may be handled within this call, not below
+        now_s = time.monotonic()  # another signal may arrive in this call, but not below
         if self.requested:
             if now_s - self._first_s > _SAME_SIGNAL_S:
                 os._exit(128 + number)
@@ -184,7 +184,7 @@ class StopSignal:
         if self._raising:
             self._end(_EndSignal())
         if self._ended or self._disarmed:
-            return  # it is over in a moment
+            return  # it ends in a moment
         if not self.stepping:
             self._end(InterruptedRunError(NOTHING_TRAINED))
         self._say.start()
@@ -243,7 +243,7 @@ def deterministic_kernels(
     memory = torch.utils.deterministic
     fills = memory.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
-    # All that is read is written first.
+    # Everything that is read has been written before.
     memory.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield

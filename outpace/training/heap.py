@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Self
 
-# glibc's names in malloc.h, and what turns trimming off (mallopt(3)).
+# glibc's constants in malloc.h, and the value that disables trimming (mallopt(3)).
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _NEVER = -1, -4, -1
 _PIECE_BYTES = 64 << 20
 _HUGE_PAGE_BYTES = 2 << 20
@@ -30,7 +30,7 @@ def keep_freed(environment: Mapping[str, str]) -> bool:
     library = c_library()
     if own or library is None or not hasattr(library, "mallopt"):
         return False
-    # In this order: a heap that takes all, and gives nothing back.
+    # In this order: everything comes from the heap, and nothing is given back.
     return bool(library.mallopt(_M_MMAP_MAX, 0) and library.mallopt(_M_TRIM_THRESHOLD, _NEVER))
 
 
@@ -56,7 +56,7 @@ class PagePrefaulter:
             self._heap = _Heap(library)
             room = self._heap.next_room(2 * nbytes)
             self._pieces = self._heap.pieces(nbytes // _PIECE_BYTES)
-            # Afterwards: what malloc writes between pieces would take a huge page each.
+            # Afterwards, since malloc's headers between pieces would each take a huge page.
             self._heap.prefer_huge_pages(room)
         self._thread = threading.Thread(target=self._touch, daemon=True)
 
@@ -92,7 +92,7 @@ class PagePrefaulter:
         for piece in self._pieces:
             with self._touching:
                 if not self._ended.is_set():
-                    ctypes.memset(piece, 0, _PIECE_BYTES)  # without Python's lock
+                    ctypes.memset(piece, 0, _PIECE_BYTES)  # releases Python's lock
                 if self._handed_over.is_set():
                     self._heap.free(piece)
                 else:
@@ -121,7 +121,7 @@ class _Heap:
         first = -(-room.start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
         whole = (room.stop - first) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
         if whole > 0:
-            self._madvise(first, whole, mmap.MADV_HUGEPAGE)  # a kernel without them says no
+            self._madvise(first, whole, mmap.MADV_HUGEPAGE)  # kernels without huge pages refuse
 
     def pieces(self, count: int) -> list[int]:
         """Return the available pieces, at most `count`."""

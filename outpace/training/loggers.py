@@ -19,7 +19,7 @@ from outpace.records.utilisation import Load
 from outpace.training.callbacks import Callback
 from outpace.training.run_dir import WANDB_FOLDER, RunDir
 
-# Figures of a step that are worth a curve.
+# Figures of a step to log as curves.
 _CURVES = (
     "loss", "lr", "grad_norm", "step_time_s", "data_s", "forward_s", "backward_s", "optimizer_s",
     "communication_s", "tokens_per_s", "samples_per_s", "model_flops_per_s", "mfu", "hfu",
@@ -30,7 +30,7 @@ _CURVES = (
 # MLflow's own are 7 and 120 s, in which the ranks of a training wait (its "Environment Variables").
 _MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 _FIRST_PAUSE_S = 60.0
-# As wandb calls the folders of its runs.
+# Names of wandb's run folders.
 _WANDB_RUN = re.compile(r"(?:offline-)?run-(?P<time>\d{8}_\d{6})-(?P<id>.+)")
 
 
@@ -126,7 +126,7 @@ class TensorBoard(_Scalars):
     def __init__(self, logged: LoggerContext) -> None:
         super().__init__(logged)
         module = _import("torch.utils.tensorboard", "tensorboard", needs="tensorboard")
-        # The evaluation after the last step that is kept stays; a run from step 0 does all again.
+        # The evaluation after the last kept step stays; a run from step 0 repeats all.
         again = logged.start_step + 1 if logged.start_step else logged.start_step
         folder = str(logged.run_dir.path / "tensorboard")
         self._writer = module.SummaryWriter(folder, purge_step=again)

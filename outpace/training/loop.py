@@ -41,15 +41,15 @@ class Loop:
     total_steps: int
     start_step: int
     device: torch.device
-    begin_activity: Callable[..., None] = lambda what, limited=False: None  # says what begins
+    begin_activity: Callable[..., None] = lambda what, limited=False: None  # reports a new activity
     watch: AbstractContextManager[Callable[[], None]] | None = None  # profiler, called each step
     # At the first step's batch, before it; gives its passes' totals where it made them, and may.
     check_first_batch: Callable[[list[Batch], bool], Tensor | None] | None = None
     step_context: Callable[[int, list[Batch]], AbstractContextManager[None]] | None = (
         None  # each step
     )
-    run_started: str | None = None  # by run.json, so that a checkpoint names its run
-    # Steps from one collection of garbage to the next; None: when Python decides.
+    run_started: str | None = None  # from run.json, so that checkpoints name their run
+    # Steps between garbage collections; None leaves them to Python.
     collect_every: int | None = None
 
     def run(self) -> None:
@@ -74,7 +74,7 @@ class Loop:
                     first = step == self.start_step + 1
                     raw = self._first_step() if first else self._step(step)
                     waiting.append(raw)
-                    # A GPU computes behind: while it has work, earlier steps are accounted for.
+                    # A GPU lags behind: account for earlier steps while it works.
                     self._record_steps(waiting, self.stepper.queue.steps_behind)
                     after_step()
                     collect()
@@ -96,7 +96,7 @@ class Loop:
         seed_step(settings.seed, step, self.random_rank, self.device)
         if self.check_first_batch is not None and step == self.start_step + 1:
             self.begin_activity("the check of the first batch", limited=True)
-            # What counts as the step's would not be around it.
+            # The check is not part of what a step's context measures.
             self.stepper.totals = self.check_first_batch(batches, self.step_context is None)
             if self.stepper.totals is None:
                 self.stepper.begin()
@@ -125,7 +125,7 @@ class Loop:
         due_eval = settings.eval_every and step % settings.eval_every == 0 and not last
         due_save = last or stopping or (settings.save_every and step % settings.save_every == 0)
         if due_eval or due_save:
-            self._record_steps(waiting, 0)  # a state whose loss is no number is never saved
+            self._record_steps(waiting, 0)  # never save a state whose loss is NaN
             self.stepper.pause()
         if due_eval and not stopping:
             self.begin_activity(f"the evaluation after step {step}")

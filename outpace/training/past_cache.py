@@ -14,7 +14,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-# By which file systems refuse it, when a file is opened or when it is used.
+# Errors of file systems that refuse O_DIRECT, on opening or on use.
 REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY)
 _BLOCK_BYTES = 4 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)
@@ -101,7 +101,7 @@ def blocks(path: Path, past_cache: bool) -> Iterator[memoryview]:
         while left > 0:
             count = _direct_or_not(file, partial(os.readv, file, [block]))
             if count == 0:
-                return  # somebody else cut it short
+                return  # truncated by another process
             with memoryview(block) as whole, whole[:count] as part:
                 yield part
             left -= count

@@ -38,7 +38,7 @@ def profiler(
         schedule=schedule(wait=wait, warmup=warm, active=shown, repeat=1),
         on_trace_ready=write,
         record_shapes=True,
-        acc_events=True,  # of the one cycle; torch 2.11 warns that others would be lost
+        acc_events=True,  # for the only cycle; torch 2.11 warns that others are lost
     ) as running:
         yield running.step
 

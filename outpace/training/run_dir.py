@@ -24,16 +24,16 @@ METRICS_FILE = "metrics.jsonl"
 EVALS_FILE = "evals.jsonl"
 RESULT_FILE = "result.json"
 FAILURE_FILE = "failure.json"
-# Of which an exported model has one, by its kind.
+# Files of an exported model, one of which exists, depending on its kind.
 MODEL_FILES = ("config.json", "adapter_config.json", "model.json")
 STANDSTILL_FILE = "standstill.json"
 STANDSTILL_PAGE = "standstill.html"
 UTILISATION_FOLDER = "utilisation"
-# Where wandb keeps links to logs of its own; outpace neither writes nor removes there.
+# Folder of wandb's links to its logs, which outpace leaves alone.
 WANDB_FOLDER = "wandb"
-# Of a file by which several hosts are asked whether they see a folder, for some seconds.
+# Name of a temporary file that tells whether hosts share a folder.
 TOKEN_PREFIX = TEMPORARY_PREFIX
-# A run writes its metrics, a checkpoint and the model; below this it can write none of them.
+# With less free space, a run could not write metrics, a checkpoint or the model.
 _LEAST_FREE_BYTES = 16 << 20
 
 
@@ -44,7 +44,7 @@ class RunDir:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
-        self.base = path / "base"  # random weights that adapters were trained beside
+        self.base = path / "base"  # random weights that adapters were trained with
 
     @property
     def exists(self) -> bool:
@@ -114,7 +114,7 @@ class RunDir:
                 (self.path / name).unlink(missing_ok=True)
         except OSError as error:
             if created:
-                with suppress(OSError):  # another run's files stay
+                with suppress(OSError):  # leave another run's files
                     self.path.rmdir()
             raise BadInputError(f"cannot write to {self.path}: {error.strerror}") from None
 
@@ -175,8 +175,8 @@ class RunDir:
         be read are kept under another name, which is reported.
         """
         self._remove_leftovers()
-        self.require_room()  # before any step is cut
-        again = step if step in (0, total_steps) else None  # is evaluated again
+        self.require_room()  # before dropping any step
+        again = step if step in (0, total_steps) else None  # these steps are evaluated again
         done = history.steps.last_step
         if step == 0 and history.steps.lines:
             for log in (history.steps, history.evaluations):

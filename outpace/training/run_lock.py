@@ -59,10 +59,10 @@ def _try_lock(path: Path) -> int | None:
         fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         if error.errno not in _TAKEN:
-            return own  # there are no locks here
+            return own  # this file system has no locks
         os.close(own)
         return None
-    if not _is_there(path, own):  # its last holder removed it before we had it
+    if not _is_there(path, own):  # its last holder removed it before we locked it
         os.close(own)
         return None
     os.truncate(own, 0)

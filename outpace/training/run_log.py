@@ -64,7 +64,7 @@ def read_log(path: Path, kind: type[Entry]) -> RunLog[Entry]:
     An incomplete last line, which a kill leaves behind, is ignored. Raises BadInputError if the
     file system does not allow reading the file.
     """
-    if path.is_fifo():  # to read it would be to wait for a writer
+    if path.is_fifo():  # reading would wait for a writer
         return RunLog(path, damage="it is a named pipe")
     try:
         content = path.read_bytes()

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from outpace.records.errors import BadInputError
 from outpace.training.checkpoint_metadata import METADATA_FILE
 
-# What torch writes there.
+# Classes that torch writes there.
 _NAMES = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
@@ -98,7 +98,7 @@ def read_metadata(folder: Path) -> Metadata:
         files = {info.relative_path for info in (found.storage_data or {}).values()}
     except OSError as error:
         raise BadInputError(f"cannot read {path}: {error.strerror}") from None
-    except Exception as error:  # a broken pickle raises many kinds
+    except Exception as error:  # broken pickles raise many kinds of errors
         raise BadInputError(f"{path} cannot be read, and nothing of it was run: {error}") from None
     outside = [name for name in files if Path(str(name)).name != name]
     if not isinstance(found, Metadata) or outside:

@@ -17,7 +17,7 @@ def learning_rate(settings: TrainSettings, step: int, total_steps: int) -> float
     eq. 5), linear, WSD (constant, then linear over the last fifth: Hu et al. 2024, MiniCPM, §4) or
     constant.
     """
-    assert settings.lr is not None  # settled before the first step
+    assert settings.lr is not None  # resolved before the first step
     warmup = warmup_steps(settings, total_steps)
     if step < warmup:
         return settings.lr * (step + 1) / warmup

@@ -45,7 +45,7 @@ from outpace.training.checkpoint_metadata import first_reason
 from outpace.training.past_cache import DirectWriter
 from outpace.training.safe_checkpoint import PlainLoadPlanner, RestrictedReader
 
-# What saving and loading raise: DCP wraps the ranks' errors in a BaseException.
+# Errors of saving and loading: DCP wraps those of ranks in a BaseException.
 ERRORS = (Exception, CheckpointException)
 SMALL_BYTES = 8  # torch's stager pins nothing for storages below 5
 _STATE_OF_MASTER = "state.{}.master"  # in the optimizer's flat state
@@ -73,12 +73,12 @@ class InPlaceStager(AsyncStager):
     change of the state only waits for memory, never for a disk. Only for plain CPU tensors.
     """
 
-    _synchronize_after_execute = False  # who changes the state calls `give_back` first
+    _synchronize_after_execute = False  # `give_back` is called before the state changes
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
-        self._unread: dict[int, Tensor] = {}  # by what `id` gives
-        self._room: mmap.mmap | None = None  # for the copy of one tensor
+        self._unread: dict[int, Tensor] = {}  # by `id`
+        self._room: mmap.mmap | None = None  # room for a copy of one tensor
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Stage the same memory, with tensors whose memory can be swapped."""
@@ -170,7 +170,7 @@ def join_small(state: dict[str, Any], memory: dict[Any, Tensor]) -> dict[str, An
         sizes = [part.numel() for part in parts]
         total = sum(sizes)
         if kind not in memory or memory[kind].numel() != total + SMALL_BYTES:
-            memory[kind] = parts[0].new_empty(total + SMALL_BYTES)  # never small itself
+            memory[kind] = parts[0].new_empty(total + SMALL_BYTES)  # so that it is not small itself
         joined = memory[kind][:total]
         torch.cat([part.reshape(-1) for part in parts], out=joined)
         for place, part, view in zip(places, parts, joined.split(sizes), strict=True):
@@ -186,12 +186,12 @@ class PinnedCopies(AsyncStager):
     waits for the copy only on the device, and only before the optimizer changes the copied state.
     """
 
-    _synchronize_after_execute = False  # who changes the state calls `give_back` first
+    _synchronize_after_execute = False  # `give_back` is called before the state changes
 
     def __init__(self, stager: StateDictStager, stream: CopyStream) -> None:
         self._stager, self._stream = stager, stream
         self._state: dict[str, Any] | None = None  # held until it is copied
-        self._joined: dict[Any, Tensor] = {}  # of small tensors, by device and dtype
+        self._joined: dict[Any, Tensor] = {}  # joined small tensors, by device and dtype
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return the state in host memory, whose values are valid after `read`."""
@@ -279,13 +279,13 @@ class _Writer(_FileSystemWriter):
         super().__init__(folder, sync_files=not past_cache)
         self.fs = _PastCache() if past_cache else _ThroughCache()
         if past_cache:
-            # Tensors on a CPU are not copied ahead, whatever other devices there are.
+            # CPU tensors are not copied ahead, even if there are other devices.
             self.per_thread_copy_ahead = 0
 
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
     ) -> torch.futures.Future[list[WriteResult]]:
-        before = get_crc32_options()  # of this thread, which is the one that writes
+        before = get_crc32_options()  # for this thread, which writes
         set_crc32_options(False)
         try:
             return super().write_data(plan, planner)
@@ -406,7 +406,7 @@ def load_tensors(
             optim_state_dict=states,
             options=_options(trained_only),
         )
-    # The settings decide it, not what was saved.
+    # The settings decide this, not the saved values.
     for group, decay in zip(optimizer.param_groups, decays, strict=True):
         if decay is not None:
             group["weight_decay"] = decay

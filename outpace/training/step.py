@@ -70,7 +70,7 @@ class Figures:
     """Figures of a step. `loss_scale`: that of fp16 in this step."""
 
     loss_sum: float
-    count: float  # of targets in the global batch
+    count: float  # targets in the global batch
     grad_norm: float
     loss_scale: float | None = None
     skipped: bool = False
@@ -135,7 +135,7 @@ class Stepper:
         self._device = device
         self._control = control
         self._world_size = plan.world_size
-        self._parts = plan.pp_microbatches  # of each micro-batch, in a pipeline
+        self._parts = plan.pp_microbatches  # of each batch, for a pipeline
         self._expected_targets = expected_targets
         self._targets_known = targets_known
         self._on_gradients = on_gradients
@@ -151,10 +151,10 @@ class Stepper:
         self.queue = queue_of(device) if queue is None else queue
         self._timer = StepTimer(self.queue)
         self._own_time = BusyTime(self.queue)
-        self.heard: RankReports | None = None  # of the latest step of which all ranks have spoken
-        self._speaking: RankReports | None = None  # of a step before which not all may have
+        self.heard: RankReports | None = None  # on the latest step with all reports
+        self._speaking: RankReports | None = None  # reports that may be incomplete
         self._freer = CacheFreer(device) if plan.empty_cache else None
-        self.totals: Tensor | None = None  # of the next step's passes, where a look has made them
+        self.totals: Tensor | None = None  # of the next step, if the check has run its passes
 
     def begin(self) -> None:
         """Start the next step: the time from here on counts as waiting for data."""
@@ -196,7 +196,7 @@ class Stepper:
         copied = DeviceFigures(self.queue, {"totals": totals, "grad_norm": grad_norm, **fp16})
         timer.mark("communication")
         marks = timer.take()
-        if self._world_size > 1:  # by itself it tells nobody, and would hold all steps' marks
+        if self._world_size > 1:  # a single rank reports to nobody, and would keep all marks
             self._own_time.add(marks)
         freed = None if self._freer is None else self._freer.take()
         return RawStep(step, lr, totals, grad_norm, marks, copied, gathered, freed)

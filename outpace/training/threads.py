@@ -8,7 +8,7 @@ import torch
 from outpace.records.inventory import omp_threads
 
 OMP_NUM_THREADS = "OMP_NUM_THREADS"
-OUTPACE = "outpace-"  # the beginning of the names that outpace's own launcher gives
+OUTPACE = "outpace-"  # prefix of the names that outpace's launcher gives
 
 
 def set_threads(

@@ -10,7 +10,7 @@ from outpace.training.device_queue import DeviceQueue, Mark
 
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
-# What was done up to a point, and the point.
+# A mark, with the part of the step that it ends.
 Marks = Sequence[tuple[str, Mark]]
 
 

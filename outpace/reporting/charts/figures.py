@@ -11,10 +11,10 @@ from outpace.reporting.charts.palette import MEASURED, PREDICTED, colour, dash
 from outpace.reporting.render.document import Cell, Chart, Choice, DataTable, Number
 
 _LABEL_WIDTH, _LABEL_LINES = 24, 3
-_LABEL_PX = 14  # of a line
+_LABEL_PX = 14  # height of a line
 _ROW_PX, _FRAME_PX = 16, 110
-_DOTTED = 40  # points of a line that are few enough to be marked
-_ERROR = "#777777"  # seen on light and dark
+_DOTTED = 40  # most points of a line to mark
+_ERROR = "#777777"  # visible on light and dark pages
 Values = Sequence[float | None]
 Intervals = Sequence[tuple[float | None, float | None]]
 _PART_OF_A_BAR = "%{customdata[0]}<br>%{fullData.name}: %{customdata[1]}<extra></extra>"

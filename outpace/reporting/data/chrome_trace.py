@@ -13,7 +13,7 @@ from outpace.records.plan import Plan
 from outpace.records.units import show_bytes
 from outpace.reporting.charts.figures import join_items
 
-_LARGEST_BYTES = 256 << 20  # of all traces together; more would take long to read
+_LARGEST_BYTES = 256 << 20  # limit for all traces together
 _STEP = "ProfilerStep#"
 
 
@@ -66,7 +66,7 @@ def _last_pass(path: Path, accumulation: int) -> list[_TracedAction]:
         steps = len({event["name"] for event in events
                      if str(event.get("name", "")).startswith(_STEP)})  # fmt: skip
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
-        return []  # a trace that a killed run left
+        return []  # truncated by a killed run
     if not done or not steps:
         return []
     # On a GPU the annotations of its own clock say when the work was done, not when it was asked.

@@ -87,12 +87,12 @@ def _evaluations(path: Path) -> Iterator[Evaluation]:
             values = from_json(line)
         except ValueError:
             if number == len(lines):
-                return  # the last line of a killed run may be cut short
+                return  # a killed run may leave an incomplete last line
             values = None
         if not isinstance(values, dict):
             raise BadInputError(
                 f"{path} is damaged: line {number} is not an evaluation. Remove that line, or "
                 f"let {resume_command(path.parent)} move it aside; all others are kept."
             )
-        values.pop(CHECKSUM, None)  # what does not fit it is said in `RunFolder.changed`
+        values.pop(CHECKSUM, None)  # mismatches are listed in `RunFolder.changed`
         yield Evaluation.parse(values, str(path))

@@ -51,7 +51,7 @@ from outpace.reporting.terminal.comparison import (
 from outpace.training.run_dir import RUN_FILE
 
 _HALF = ", and the middle half of them"
-_QUARTERS = 4  # rounds, of which quarters can be told
+_QUARTERS = 4  # fewest rounds with quartiles
 _TICKS = 10
 _COUNT = Unit("", 1.0, lambda value: f"{value or 0:,.0f}")
 
@@ -252,7 +252,7 @@ def _prediction_parts(
     times, measured = [one.step_time_s for one in estimates], [arm.step_time_s for arm in arms]
     title = "Time of a step, as predicted with its interval"
     around: list[tuple[float | None, float | None]] = []
-    if comparison.experiment.metric is None:  # else the rounds' values are no times
+    if comparison.experiment.metric is None:  # otherwise the values are not times
         around = [(low, high) for low, _, high in (_quartiles(comparison, arm) for arm in arms)]
         title += ", and as measured" + (" with the middle half of rounds" if any(around[0]) else "")
     yield prediction_bars(

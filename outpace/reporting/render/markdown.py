@@ -18,10 +18,10 @@ from outpace.reporting.render.document import (
     Picture,
 )
 
-# What Markdown, or HTML in it, would read as more than text.
+# Characters with a meaning in Markdown, or in HTML within it.
 _MARKUP = re.compile(r"([\\`*_\[\]<>|#~$&])")
 _COLUMNS = ("report", "section", "table", "row", "column", "value", "text")
-# With these a spreadsheet would take a text for something to compute.
+# Prefixes that make a spreadsheet evaluate a text.
 _COMPUTED = ("=", "+", "-", "@")
 
 

@@ -23,7 +23,7 @@ from outpace.reporting.charts.palette import GREEN, MEASURED, RED, SKY
 from outpace.reporting.data.step_log import StepLog
 from outpace.reporting.render.document import Chart, DataTable, Number
 
-POINTS = 1600  # of a line; a screen has about as many columns
+POINTS = 1600  # points per line, about the columns of a screen
 _MEANS = 160
 _TABLE_ROWS = 16
 _NATS = plain("nats", 5)

@@ -19,8 +19,8 @@ from outpace.reporting.charts import palette
 from outpace.reporting.charts.figures import Unit, axis, rows_axis, seconds
 from outpace.reporting.render.document import Chart, DataTable, Number
 
-_MOST_ACTIONS = 3000  # that are drawn; of more, fewer ranks
-_NUMBERED = 260  # actions of which each has its micro-batch's number in it
+_MOST_ACTIONS = 3000  # most actions to draw; otherwise fewer ranks
+_NUMBERED = 260  # most actions that show their micro-batch's number
 _ACTIONS: Mapping[str, str] = {
     "F": "forward",
     "B": "backward",

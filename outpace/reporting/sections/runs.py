@@ -10,7 +10,7 @@ from outpace.reporting.render.document import Chart, DataTable, Number, Paragrap
 from outpace.reporting.sections import curves, step_breakdown
 from outpace.reporting.sections.utilisation import utilisation
 
-_EACH_DRAWN = 4  # runs, of which each has a figure of its own
+_EACH_DRAWN = 4  # most runs with separate figures
 
 
 def ranks(runs: Mapping[str, RunFolder]) -> Iterator[Part]:

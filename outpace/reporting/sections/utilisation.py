@@ -24,9 +24,9 @@ from outpace.reporting.charts.figures import (
 from outpace.reporting.render.document import Chart, DataTable, Number
 
 _MOST_LINES = 6
-_MOST_ROWS = 256  # of more, the means of each host are drawn
+_MOST_ROWS = 256  # beyond this, draw the means of hosts
 _COLUMNS = 400
-_MOST_CURVES = 16  # of memory
+_MOST_CURVES = 16  # curves of memory
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ def certificate_table(certificate: Certificate) -> Group:
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     several = len({verdict.precision for verdict in certificate.verdicts}) > 1
-    counted = certificate.module is None  # what crosses the wire
+    counted = certificate.module is None  # bytes on the wire
     wire = ["sends", "by formula"] if counted else []
     for name in ("", "strategy", "mesh", *["in"] * several, "off by", *wire):
-        table.add_column(name, no_wrap=name != "mesh")  # the one that may be long
+        table.add_column(name, no_wrap=name != "mesh")  # the only long column
     for verdict in certificate.verdicts:
         worst = verdict.worst_relative_difference
         table.add_row(

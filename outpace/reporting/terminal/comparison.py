@@ -44,7 +44,7 @@ _FIGURES = (
     Column("loss", "final_loss", lambda value: f"{value:.4f}"),
     Column("per M tokens", "price_per_million_tokens", lambda value: f"{value:.4g}"),
 )
-# What arms get through and send, and how busy they keep what they have.
+# Throughput, traffic and utilisation of arms.
 _LOAD = (
     Column("samples/s", "samples_per_s", lambda value: f"{value:,.1f}"),
     Column("sent a step", "sent_bytes", show_bytes),
@@ -54,7 +54,7 @@ _LOAD = (
 )
 
 
-# What a column's name does not say.
+# Notes on columns with unclear names.
 _NOTES = {
     "ratio": "ratio: to {first}; the median of the {rounds}' ratios, not the ratio of the medians.",
     "sent a step": "sent: bytes sent by all ranks in a step, counted in the warm-up.",
@@ -190,7 +190,7 @@ def shared_cores_note(comparison: Comparison) -> str | None:
     """Return a note if other processes used the arms' cores; otherwise None."""
     used = [one.other_cores for one in comparison.arms if one.other_cores is not None]
     if not used or not comparison.experiment.in_turn:
-        return None  # of runs that were over `differences` says it
+        return None  # for finished runs, `differences` reports it
     least, most = f"{min(used):.1f}", f"{max(used):.1f}"
     cores = least if least == most else f"{least} to {most}"
     return (

@@ -16,7 +16,7 @@ from outpace.records.units import show_bytes, show_count, show_seconds, show_sha
 from outpace.reporting.terminal.defaults import default_words
 
 _BAR = 24
-_LEAST_TITLE = 16  # columns; of 80 the widest figures leave 18
+_LEAST_TITLE = 16  # columns; in 80, the widest figures leave 18
 
 
 def plans_text(answer: Plans) -> Group:
@@ -157,7 +157,7 @@ def _ranking_table(plans: Sequence[RankedPlan]) -> Table:
     columns = _figures([planned.estimate for planned in plans])
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
-    marked = common_obstacle(plans) is None  # else it is said above the table
+    marked = common_obstacle(plans) is None  # otherwise it is printed above the table
     for number, planned in enumerate(plans, 1):
         title = planned.listed_title + (" †" if marked and planned.untrained else "")
         table.add_row(str(number), title, *(column[number - 1] for column in columns.values()))
@@ -419,7 +419,7 @@ def _find_fastest(answer: Plans) -> RankedPlan:
     return answer.plan_for("fastest") or answer.plans[0]
 
 
-_SAME_RATE = 5e-4  # what would be shown as 0.0 %
+_SAME_RATE = 5e-4  # shown as 0.0 %
 
 
 def _compare_rates(now: Estimate, then: Estimate) -> str:
@@ -427,6 +427,6 @@ def _compare_rates(now: Estimate, then: Estimate) -> str:
     gain = now.step_time_s / then.step_time_s - 1
     if abs(gain) < _SAME_RATE:
         return "the same throughput"
-    if gain >= 1:  # as a factor, which is easier to read than hundreds of per cent
+    if gain >= 1:  # factors are easier to read than hundreds of per cent
         return f"{1 + gain:.1f} × the throughput"
     return f"{show_share(abs(gain))} {'more' if gain >= 0 else 'less'} throughput"

@@ -49,7 +49,7 @@ class _Bars(_Lines):
     def __call__(self, section: str, share: float) -> None:
         if section in self._tasks:
             self._bars.start_task(self._tasks[section])
-            # Other processes do not tell how far they are.
+            # Other processes do not report their progress.
             self._bars.update(self._tasks[section], completed=share, total=1.0 if share else None)
 
 

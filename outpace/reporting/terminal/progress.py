@@ -30,11 +30,11 @@ from outpace.reporting.terminal.memory import memory_table
 from outpace.reporting.terminal.summary import show_whole, shown_metrics
 from outpace.training.callbacks import TRAINING, Callback
 
-# Seconds between lines where nobody watches live.
+# Seconds between lines outside of a live terminal.
 _LINE_EVERY_S = 5.0
-# Steps over whose medians the bottleneck is told; with fewer it is not.
+# Steps whose medians determine the bottleneck; with fewer, none is shown.
 _MOST_STEPS, _LEAST_STEPS = 20, 5
-# Columns of a terminal in which the live line has room for the bottleneck.
+# Terminal width from which the live line shows the bottleneck.
 _WIDE = 110
 
 
@@ -104,7 +104,7 @@ class TrainingProgress(Callback):
 
     def on_step(self, record: StepRecord) -> None:
         """Show a finished step."""
-        # The first step warms up (allocation, compilation): it says little about the next.
+        # The first step includes allocation and compilation, and is not representative.
         if self._begun:
             self._latest.append(record)
         self._begun = True

@@ -37,7 +37,7 @@ _NOTES = {
 }
 
 
-# Settings that a row shows anyway, and those that say nothing of what is trained.
+# Settings that a row shows anyway, or that do not affect the training.
 _SHOWN = {
     "model", "strategy", "precision", "steps", "nproc", "device", "out", "resume", "plan",
     "dp_replicate", "dp_shard", "cp", "tp", "pp", "log", "expect_step_time_s", "save_every", "keep",

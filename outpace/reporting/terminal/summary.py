@@ -15,7 +15,7 @@ from outpace.reporting.bottleneck import BottleneckInputs, bottleneck
 from outpace.reporting.terminal.utilisation import averages_table
 
 _BAR_CELLS = 30
-_MOST_WORDS = 24  # characters of a text to continue from
+_MOST_WORDS = 24  # characters of a proposed prompt
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
@@ -72,7 +72,7 @@ def evaluation_table(evaluation: Evaluation) -> RenderableType:
     if evaluation.seq_len is not None:
         table.add_row("sequence length", f"{evaluation.seq_len:,}")
     table.add_row("speed", show_whole(evaluation.tokens_per_s, f"{what}s/s"))
-    if evaluation.step:  # a folder that is no run has no steps
+    if evaluation.step:  # only runs have steps
         table.add_row("after step", f"{evaluation.step:,}")
     return Padding(table, (1, 2))
 

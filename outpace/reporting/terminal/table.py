@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 _ANY_WIDTH = 10_000
-_NAME_WIDTH = 24  # that names have at least, where they are as long
+_NAME_WIDTH = 24  # least width of long names
 
 
 class NarrowTable:

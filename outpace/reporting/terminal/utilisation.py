@@ -14,11 +14,11 @@ from outpace.records.units import show_bytes, show_seconds, show_share
 from outpace.records.utilisation import DeviceLoad, HostLoad, Load, Utilisation, average
 
 _LEVELS = "▁▂▃▄▅▆▇█"
-_COURSE_CELLS = 60  # at most, and as the terminal is wide
-# Cores that get a line each; of more, a character each.
+_COURSE_CELLS = 60  # most cells, if the terminal is wide enough
+# Most cores with a line each; otherwise one character each.
 _CORES_SHOWN = 8
 _CORES_A_LINE = 64
-# Seconds between lines where nobody watches live.
+# Seconds between lines outside of a live terminal.
 _LINE_EVERY_S = 5.0
 _GIB = 2**30
 
