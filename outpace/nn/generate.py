@@ -11,7 +11,7 @@ from outpace.nn.evaluation_mode import evaluation_mode
 from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError
 
-# Below it logits divided by the temperature are beyond fp32, or differ by more than exp can show.
+# Below this, logits divided by the temperature overflow fp32 or saturate exp.
 _LEAST_TEMPERATURE = 1e-6
 
 

@@ -32,7 +32,7 @@ from outpace.records.errors import error_summary
 
 Kernel = Literal["any", "flash", "efficient", "math"]
 
-# For one query the last is no loss: its scores are (B, H, 1, T).
+# For one query, the last one is fine: its scores are (B, H, 1, T).
 _BACKENDS: Mapping[Kernel, tuple[SDPBackend, ...]] = {
     "flash": (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH),
     "efficient": (SDPBackend.EFFICIENT_ATTENTION,),
@@ -68,7 +68,7 @@ def choose_kernel(
     if device != "cuda":
         return "any"
     if dtype == torch.float64:
-        return "math"  # no other takes it
+        return "math"  # no other kernel supports it
     # fp16 is what GPUs train in that are older than FlashAttention, which torch needs for groups.
     if masked or dtype == torch.float32 or (grouped and dtype == torch.float16):
         return "efficient"
@@ -183,6 +183,6 @@ def operands_for(
     repeats, missing = q_BHSC.shape[1] // k_BKTC.shape[1], -q_BHSC.shape[3] % _WIDTH_MULTIPLE
     if kernel in ("efficient", "math") and repeats > 1:
         k_BKTC, v_BKTC = (x.repeat_interleave(repeats, 1) for x in (k_BKTC, v_BKTC))
-    if kernel == "efficient" and missing:  # zeros add nothing to a product
+    if kernel == "efficient" and missing:  # zeros do not change products
         q_BHSC, k_BKTC, v_BKTC = (F.pad(x, (0, missing)) for x in (q_BHSC, k_BKTC, v_BKTC))
     return q_BHSC, k_BKTC, v_BKTC

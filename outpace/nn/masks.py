@@ -94,7 +94,7 @@ def visibility(
     if documents_BS is not None:
         mask_BST = mask_BST & (documents_BS.unsqueeze(2) == documents_BS.unsqueeze(1))
     if padding_mask_BS is not None:
-        # Seeing itself keeps a padded query's softmax defined; nobody reads its output.
+        # A padded query sees itself, so that its softmax is defined; its output is not read.
         mask_BST = mask_BST & (padding_mask_BS.bool().unsqueeze(1) | (rows == columns))
     return Visibility(mask_BST.unsqueeze(1))
 

@@ -22,7 +22,7 @@ from outpace.nn.spread import is_spread
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Offload
 
-# A page: what is less is no lighter elsewhere.
+# A page; moving smaller tensors saves nothing.
 LEAST_BYTES = 4096
 # Blocks that a device may be behind the program that feeds it. More would only pile up copies.
 _AHEAD = 2
@@ -84,7 +84,7 @@ class _PinnedTensor:
         with torch.cuda.stream(place.down):
             memory = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._host = memory.copy_(tensor, non_blocking=True)
-        tensor.record_stream(place.down)  # its memory is not given to others before it is copied
+        tensor.record_stream(place.down)  # keeps its memory until it is copied
         self._sent = place.down.record_event()
         self._place, self._device = place, tensor.device
         self._back: Tensor | None = None
@@ -99,7 +99,7 @@ class _PinnedTensor:
         self._arrived = up.record_event()
 
     def open(self) -> Tensor:
-        self.prefetch()  # and what came back stays: others may have saved the same tensor
+        self.prefetch()  # keep it, since others may have saved the same tensor
         assert self._back is not None
         computing = torch.cuda.current_stream(self._device)
         computing.wait_event(self._arrived)

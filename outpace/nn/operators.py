@@ -44,6 +44,6 @@ def operator(
     _LIBRARY.impl(short, code, "CPU")
     torch.library.register_fake(name, made, lib=_LIBRARY)
     if backward is not None:
-        backward = once_differentiable(backward)  # a second would go through nothing, unsaid
+        backward = once_differentiable(backward)  # a second backward would silently give nothing
         torch.library.register_autograd(name, backward, setup_context=keep, lib=_LIBRARY)
     return Operator(getattr(torch.ops.outpace, short).default, code)

@@ -47,7 +47,7 @@ class BufferKeeper:
             }
             output = forward(*args, **kwargs)
             moved = {place for place, seen in versions.items() if _has_changed(place, *seen)}
-            if self._moving is None:  # by more than versions say
+            if self._moving is None:  # compare values, not only versions
                 moved |= {place for place, old in copies.items() if _differs(place, old)}
             before = {place: copies[place] for place in self._note(moved)}
             return output

@@ -33,5 +33,5 @@ def skip_compile_query() -> Iterator[None]:
     try:
         yield
     finally:
-        if torch._dynamo is stand_in:  # else somebody has loaded it
+        if torch._dynamo is stand_in:  # unless the compiler was loaded meanwhile
             del torch._dynamo

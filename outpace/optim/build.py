@@ -115,7 +115,7 @@ def _build(
 ) -> torch.optim.Optimizer:
     """Build the named optimizer; Adafactor is Shazeer and Stern's (ICML 2018)."""
     lr, betas = settings.lr, (settings.beta1, settings.beta2)
-    assert lr is not None  # settled before the first step
+    assert lr is not None  # resolved before the first step
     kept = OPTIMIZER_TRAITS[name].kept
     if kept is not None:
         return LowPrecisionAdamW(groups, kept, noise, lr=lr, betas=betas, compiled=compiled)
@@ -130,7 +130,7 @@ def _build(
         sgd = torch.optim.SGD(
             groups, lr=lr, momentum=settings.beta1, fused=fused, foreach=together and not fused
         )
-        if fused:  # a first step that fp16 skips would leave what lay in memory as the momentum
+        if fused:  # a skipped first fp16 step would leave uninitialised momentum
             fill_state(sgd)
         return sgd
     return AdamW(

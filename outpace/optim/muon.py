@@ -75,7 +75,7 @@ class Muon(torch.optim.Optimizer):
                 for parameter in group["params"]:
                     if parameter.grad is not None:
                         self._turn(parameter, group)
-        # Loading puts others in the place of both.
+        # Loading replaces both.
         self._adamw.param_groups = [g for g in self.param_groups if not g["orthogonal"]]
         self._adamw.state = self.state
         self._adamw.step()

@@ -100,7 +100,7 @@ class _Unit:
         prefetch(self.regions)
         with _stream_context(self.lanes.down):
             for number, (parameter, twin) in enumerate(self._pairs()):
-                if local(parameter)._version != self.versions[number]:  # somebody else's values
+                if local(parameter)._version != self.versions[number]:  # changed from outside
                     local(twin).copy_(local(parameter), non_blocking=True)
                 gradient = parameter.grad
                 if gradient is not None:
@@ -146,7 +146,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         disk: Scratch | None,
         scratch: Scratch,
     ) -> None:
-        like = build(groups)  # fills in what the groups don't say
+        like = build(groups)  # fills in missing options of the groups
         super().__init__(like.param_groups, like.defaults)
         held = list(chain.from_iterable(group["params"] for group in self.param_groups))
         self._lanes = _Lanes(held[0].device if held else torch.device("cpu"))

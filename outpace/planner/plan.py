@@ -48,7 +48,7 @@ from outpace.records.estimate import Estimate, KeptOption, OffloadingPart, Plans
 from outpace.records.plan import Plan
 from outpace.records.units import show_count
 
-_FINALISTS = 2  # times as many as are shown
+_FINALISTS = 2  # times the number of shown plans
 
 
 def plans(job: PlanningProblem) -> Plans:
@@ -404,7 +404,7 @@ def _estimate(
     kinds: dict[str, int] = {
         str(name): round(float(values[0])) for name, values in by_kind.items() if values[0] >= 0.5
     }
-    kinds.pop("offloaded", 0)  # as it is at the device's fullest moment, not at its own
+    kinds.pop("offloaded", 0)  # at the device's peak, not its own
     host, disk = (round(float(amount[0])) for amount in job.offloaded_bytes(row))
     inside = sum(kinds.values())
     kinds["allocator and libraries"] = max(0, round(float(needs[place])) - inside)
@@ -468,7 +468,7 @@ def _insistences(job: PlanningProblem, fastest_s: float) -> list[KeptOption]:
         (f"{name}={value}", replace(wanted, keep={k: v for k, v in wanted.keep.items()
                                                   if k != name}))
         for name, value in wanted.keep.items()
-        if name not in ADAPTER_NAMES  # which change what is trained
+        if name not in ADAPTER_NAMES  # these change what is trained
     ]  # fmt: skip
     if wanted.most_tp is not None:
         asked.append((f"max-tp {wanted.most_tp}", replace(wanted, most_tp=None)))
@@ -500,7 +500,7 @@ def _infeasible(job: PlanningProblem, found: SearchResult) -> str:
 
 
 _MOST_BESIDE = 8  # accelerators in a host
-_COUNT = re.compile(r"^\d+-?[x×*]-?")  # of "4xrtx-3090" and "4-x-rtx-3090"
+_COUNT = re.compile(r"^\d+-?[x×*]-?")  # count in "4xrtx-3090" and "4-x-rtx-3090"
 
 
 def _fewest_beside(job: PlanningProblem) -> tuple[int, str] | None:

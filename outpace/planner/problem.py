@@ -29,7 +29,7 @@ class PlanningProblem:
     cluster: Cluster
     wanted: SearchRequest
     tokens: int | None = None
-    price: float | None = None  # of a device and hour
+    price: float | None = None  # per device and hour
     count: int = 5
     idle: bool = False
     traits: FrameworkTraits = OUTPACE

@@ -11,8 +11,8 @@ from outpace.records.units import show_count, show_seconds, show_share
 Unit = Literal["FLOP/s", "B/s", "s", "tokens/s", "samples/s", "ratio"]
 
 
-# Range of plausible figures, far above the fastest machines; the planner uses no others planned
-# with. Shares may be of any size and sign.
+# Range of plausible figures, far above the fastest machines; the planner uses no others. Shares may
+# be of any size and sign.
 _POSSIBLE: Mapping[Unit, tuple[float, float]] = {
     "FLOP/s": (1e3, 1e19),
     "B/s": (1.0, 1e16),

@@ -100,7 +100,7 @@ def record_strips(work: Trainable, rank: int, rules: Rules, ranks_per_host: int)
     """Record the actions of a rank in two steps, under fake tensors."""
     watch = AllocationTracer(rules)
     collecting = gc.isenabled()
-    gc.disable()  # when cycles are freed would depend on what ran before
+    gc.disable()  # the moment of freeing cycles would depend on earlier work
     try:
         with one_rank(rank, work.plan.world_size, ranks_per_host) as ranks, fake_tensors(), watch:
             with separate_host_memory(watch, rules), work.functions(rules):

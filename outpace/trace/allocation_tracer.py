@@ -104,7 +104,7 @@ class AllocationTracer(TorchDispatchMode):
     def mark(self, part: str) -> None:
         """Count the work since the last mark as `part`."""
         self._now.part = part  # type: ignore[assignment]
-        if part == "forward":  # what it leaves is there for its backward
+        if part == "forward":  # its results are kept for its backward
             for change in self._now.changes:
                 if change.piece.lives and change.piece.kind is None:
                     change.piece.kind = "activations"
@@ -202,17 +202,17 @@ class AllocationTracer(TorchDispatchMode):
         self._entered.append(self._names.get(id(module), known))
 
     def _leave_module(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        with suppress(IndexError):  # entered before the watch was
+        with suppress(IndexError):  # entered before tracing started
             self._entered.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
-            return args[0].fake_device  # asked for twice with each operator
+            return args[0].fake_device  # called twice per operator
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # to come back with the parts that lie here
+            return NotImplemented  # called again with local tensors
         kwargs = kwargs or {}
         if func is torch.ops._c10d_functional.wait_tensor.default and _is_fake(args[0]):
-            return args[0]  # as it does in earnest
+            return args[0]  # as in a real run
         if self._aside:
             return func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -252,7 +252,7 @@ class AllocationTracer(TorchDispatchMode):
         """Classify a copy: a weight in another dtype is a copy of the weight."""
         pieces = [self._piece(storage) for storage in _storages(source)]
         if isinstance(source, nn.Parameter):
-            for piece in pieces:  # not one that is known: it was gathered
+            for piece in pieces:  # unknown storages were gathered
                 piece.kind = piece.kind or "unsharded"
         if any(piece.kind in ("weights", "unsharded") for piece in pieces):
             self._piece(copy).kind = self._kind() or "weight copies"

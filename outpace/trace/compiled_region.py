@@ -31,7 +31,7 @@ _REDUCTIONS = frozenset(
     {_ATEN.sum, _ATEN.mean, _ATEN.var_mean, _ATEN.amax, _ATEN.amin, _ATEN.any, _ATEN.all}
 )
 
-_TENSOR = object()  # in the place of a tensor among arguments
+_TENSOR = object()  # placeholder for tensors among arguments
 
 
 def trace_compiled(model: nn.Module, plan: Plan, watch: AllocationTracer) -> None:

@@ -134,7 +134,7 @@ def account_of_module(
         drops=has_dropout(model.module),
         value_free=True,
     )
-    drawn = random_state(CPU)  # which looks at stages seed
+    drawn = random_state(CPU)  # seeded by inspections of stages
     try:
         with warnings.catch_warnings():  # of scalars that are received, which are real
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")

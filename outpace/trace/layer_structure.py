@@ -256,7 +256,7 @@ def _mlps_of(
         joined = [one for one in up if one.outputs == 2 * width]
         for gated, taken in ((True, apart[:2]), (True, joined[:1]), (False, apart[:1])):
             if len(taken) == (2 if gated and taken == apart[:2] else 1):
-                if len(taken) + 1 < len(group):  # of something else
+                if len(taken) + 1 < len(group):  # these products belong to another part
                     break
                 bias = weights.has_bias([*taken, down])
                 yield Mlp(width=width, gated=gated, bias=bias), [*taken, down]

@@ -26,7 +26,7 @@ def measure(work: Trainable, ranks: Ranks) -> MemoryAccount:
     rules = Rules()
     with resident_growth() as grown:
         run_steps(work, ranks, AllocationTracer(), _lay_out, rules, Scratch())
-    gc.collect()  # what is left would be freed within
+    gc.collect()  # otherwise garbage would be freed during the steps
     allocations = Allocations()
     watch = AllocationTracer(freed_elsewhere=allocations.note_free)
     with allocations, watch:

@@ -31,7 +31,7 @@ from outpace.trace.offloading import keep_on_host, lies_on_host
 
 STEPS = 2  # the first has no optimizer state to begin with
 CPU = torch.device("cpu")
-_ANY_LR = 1e-3  # where there is none yet
+_ANY_LR = 1e-3  # if there is none yet
 LayOut = Callable[[LayoutRequest, Any], Layout]
 
 
@@ -147,7 +147,7 @@ def run_steps(
 def _objective(work: Workload, mixed: MixedPrecision) -> LanguageModelObjective:
     """Return the model in the dtype of its weights; without memory if it is filled later."""
     plan, before = work.plan, torch.get_default_dtype()
-    torch.set_default_dtype(mixed.weights or before)  # casts of modules are not for fake tensors
+    torch.set_default_dtype(mixed.weights or before)  # modules cannot be cast under fake tensors
     try:
         with torch.device("meta" if fills_later(plan) else CPU):
             model = Transformer(work.spec)

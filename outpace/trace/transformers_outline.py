@@ -78,7 +78,7 @@ def outline_of_builds(build: Callable[[str], BuiltModel], name: str) -> tuple[Bu
     first: BadInputError | None = None
     for dtype in ("bfloat16", "float32"):
         built = build(dtype)
-        for cached in (True, False):  # some caches cannot be made of a few layers
+        for cached in (True, False):  # some caches do not support few layers
             try:
                 return built, _outline(built, name, cached)
             except BadInputError as error:
@@ -237,7 +237,7 @@ def _representatives(
         key = (type(layer), tuple(sizes.find_shapes(where).items()), sizes.settings(where, layer))
         first.setdefault(key, number)
         kinds.append(key)
-    kept = max(2, *(number + 1 for number in first.values()))  # a stack repeats something
+    kept = max(2, *(number + 1 for number in first.values()))  # a stack needs a repetition
     for number in range(kept, len(layers)):
         rest.setdefault(first[kinds[number]], []).append(f"{path}.{number}")
     return kept, {f"{path}.{number}": tuple(paths) for number, paths in rest.items()}

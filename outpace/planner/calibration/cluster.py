@@ -69,9 +69,9 @@ class Cluster:
         return "probed" if self.probed else "guessed" if self.guessed else "catalog"
 
 
-# Where no collective was probed: gloo copies in and out of its buffers.
+# Without probed collectives: gloo copies into and out of its buffers.
 _GLOO_BYTES_PER_S, _GLOO_LATENCY_S = 2e9, 200e-6
-# The network that machines with accelerators of a kind are sold with, a card for each.
+# Typical network of machines with such accelerators, one card for each.
 DEFAULT_NETWORKS: Mapping[Architecture, str] = MappingProxyType(
     {
         "pascal": "InfiniBand EDR",
@@ -86,7 +86,7 @@ DEFAULT_NETWORKS: Mapping[Architecture, str] = MappingProxyType(
         "cdna4": "InfiniBand NDR",
     }
 )
-# A direct link between each two of n devices is an equal share of what each has.
+# A direct link between two of n devices has an equal share of each device's links.
 _DIRECT = ("mesh", "cube-mesh", "pairs")
 
 
@@ -189,7 +189,7 @@ def _use_devices(fabric: Fabric, node: Node, devices: int) -> Fabric:
     if node.topology != "mesh" or node.device_link is None or devices == 1:
         return found
     links, others = node.device_link.count, node.processes - 1
-    if links % others:  # not as many to each other device
+    if links % others:  # unequal numbers of links
         return found
     return replace(found, inside_bytes_per_s=fabric.inside_bytes_per_s * (devices - 1) / others)
 
@@ -475,8 +475,8 @@ def _probed_device(
 
 
 _DTYPES = ("fp32", "bf16", "fp16", "tf32", "fp8")
-_EVEN = 8  # numbers of 16 bits, whose rows are multiples of 16 bytes
-_SMALL_SIDE = 64  # of products that take what their launch takes
+_EVEN = 8  # 16-bit numbers in rows of multiples of 16 bytes
+_SMALL_SIDE = 64  # size of products that take as long as their launch
 
 
 def _measured_accelerator(
@@ -516,7 +516,7 @@ def _compare_products(
     for dtype in _DTYPES:
         even = []
         for (m, n, k), seconds in known.product_points(dtype).items():
-            if n % _EVEN or k % _EVEN:  # as tiles have it, without the price of such rows
+            if n % _EVEN or k % _EVEN:  # by tiles, without the cost of unaligned rows
                 unaligned.append(_by_tiles(replace(base, unaligned=1.0), dtype, m, n, k) / seconds)
             elif seconds > least_s:
                 took = _by_tiles(base, dtype, m, n, k)
@@ -571,7 +571,7 @@ def _cpu(
     """Return the rates of one of `ranks` processes that share a host's cores and memory."""
     share = machine.host_memory_bytes // ranks
     found = _measured_cluster(machine.cpu, share, rates, bytes_per_s, curve)
-    # What exchanges does the same cores do that compute.
+    # The same cores communicate and compute.
     sharers = max(1.0, ranks / machine.host_cores)
     # Its attention in 16 bits is no faster than in fp32 (docs/development/log.md).
     rate = found.rate("fp32")

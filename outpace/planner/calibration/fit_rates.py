@@ -27,7 +27,7 @@ from outpace.records.plan import Plan
 UNKNOWN = math.log(3)
 _STEP_SPREAD = 0.05
 _SOFT = 2.0  # spreads
-_SLOPE = 0.05  # of a logarithm, for derivatives
+_SLOPE = 0.05  # step of logarithms, for derivatives
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class RateFit:
     fabric: Fabric
 
 
-# A rate, and what becomes of all when what it is of takes so many times as long.
+# Function of all rates and a factor on the time that one of them stands for.
 Adjustment = Callable[[RateFit, float], RateFit]
 
 
@@ -90,7 +90,7 @@ def calibrate(
     `rates` are by number of ranks on one machine; a rate's error is the same factor for all.
     `spread`: their prior uncertainty, as the standard deviation of logarithms.
     """
-    from scipy.optimize import least_squares  # slow to load, and needed here alone
+    from scipy.optimize import least_squares  # slow to import, and only needed here
 
     adjustments, groups = _adjustments(next(iter(rates.values()))), _groups(seen)
     took = np.concatenate([np.empty(0), *(group.step_time_s for group in groups)])

@@ -15,7 +15,7 @@ from outpace.records.estimate import MeasuredCase
 from outpace.records.plan import Plan
 from outpace.records.strategies import TRAITS
 
-# The software of the rows, by the name of the stack that is planned for.
+# Software in the rows, by the planned stack.
 _PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "torchtitan": ("torchtitan",),
     "megatron": ("Megatron-Core", "Megatron-Bridge", "NeMo"),
@@ -30,9 +30,9 @@ _PROGRAMS: Mapping[str, tuple[str, ...]] = {
     # outpace shards with FSDP2, as torchtitan does; there is no published step of outpace.
     "outpace": ("torchtitan",),
 }
-_ON_MORE = " devices"  # how words end that widen an interval: lengths and sizes do not
-_BEYOND = 1.1  # times the largest measured: what is no longer like it
-# Weights of a case's distance: of a doubling, and of what differs in kind.
+_ON_MORE = " devices"  # suffix of extrapolations that widen an interval; others do not
+_BEYOND = 1.1  # times the largest measured value, from which on it is extrapolated
+# Weights of a case's distance: per doubling, and per difference in kind.
 _DOUBLINGS = {"parameters": 0.5, "devices": 0.3, "seq_len": 0.3}
 _OTHER_CHIP, _OTHER_ARCHITECTURE, _OTHER_MODEL, _OTHER_PROGRAM, _OTHER_AXIS = (
     0.5,
@@ -49,7 +49,7 @@ class Likeness:
 
     devices: int
     plan: Plan | None = None
-    parameters: float | None = None  # in billions
+    parameters: float | None = None  # billions
     experts: bool | None = None
     chip: str | None = None
     architecture: str | None = None

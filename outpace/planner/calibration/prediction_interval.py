@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 from outpace.planner.calibration.fit_rates import UNKNOWN
 
 LEVEL = 0.9
-# Of a kind that has an interval of its own: the share of a source that the others' interval covers
-# in the mean. What covers less is told with that share.
+# Mean share of a source that the others' interval should cover, for kinds with their own interval.
+# Lower shares are reported with the interval.
 LEAST_COVERAGE = 0.85
-# Of a step on rates that are a guess, which no real steps tell of: as far off as a rate may be.
+# Interval for guessed rates, without real steps: as far off as a rate may be.
 _GUESSED = math.exp(UNKNOWN * NormalDist().inv_cdf((1 + LEVEL) / 2))
 
 

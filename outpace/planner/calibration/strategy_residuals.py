@@ -30,10 +30,10 @@ _SHARED: tuple[tuple[float, Callable[[Plan], Any]], ...] = (
     (0.04, lambda plan: (plan.checkpointing, plan.checkpoint_every)),
     (0.04, lambda plan: plan.loss),
 )
-_MICRO_BATCH, _DOUBLINGS = 0.1, 1.5  # sizes nearer than so many doublings are much alike
+_MICRO_BATCH, _DOUBLINGS = 0.1, 1.5  # sizes within so many doublings are similar
 _OWN = 0.04
-_BEFORE = 2  # measurements' worth of these figures, beside which what is seen counts
-_TIMES = 2.0 ** np.arange(-1, 4.5, 0.5)  # that any of it may be larger
+_BEFORE = 2  # weight of these figures, in measurements
+_TIMES = 2.0 ** np.arange(-1, 4.5, 0.5)  # factors to try
 
 
 @dataclass(frozen=True)

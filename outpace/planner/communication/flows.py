@@ -55,7 +55,7 @@ class Flow:
     link_bytes: int
 
 
-# Whose bytes are told apart by purpose here, beside 3d's.
+# Strategies whose bytes are split by purpose here, besides 3d.
 _OF_ONE_AXIS: tuple[Strategy, ...] = (
     "ddp", "ring", "zero1", "zero2", "zero3", "hsdp", *strategies_that(
         lambda traits: traits.module == "pipeline"
@@ -84,7 +84,7 @@ def flows(work: StepOnRank) -> list[Flow]:
             f"outpace network knows the traffic of {', '.join(_OF_ONE_AXIS)} and 3d; the plan's "
             f"strategy is {plan.strategy}."
         )
-    # Of replicas of shards the shards' axis is the last.
+    # For replicas of shards, the shards' axis is the last.
     found = [*_of_one_axis(work, TRAITS[plan.strategy].axes[-1], tally)]
     if plan.strategy == "tp" and plan.recomputes:
         again = _repeated_collectives(work, work.spec.layers, work.passes)
@@ -195,7 +195,7 @@ def _inside_stage(work: StepOnRank, place: "_Place", micro_batches: int) -> Iter
         hidden = work.hidden_elements // plan.cp
         doors = 4 * place.layers + place.last
         tally = Tally()
-        # An all-reduce, or a reduce-scatter and an all-gather, which send as much.
+        # An all-reduce, or a reduce-scatter and an all-gather of the same bytes.
         tally.add("all_reduce", plan.tp, hidden * work.low_item, micro_batches * doors)
         tally.add("all_reduce", plan.tp, hidden * work.item, micro_batches * place.first)
         tokens = plan.micro_batch * work.seq_len // plan.cp * work.item

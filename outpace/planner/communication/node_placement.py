@@ -32,7 +32,7 @@ def place_flow(plan: Plan, flow: Flow, per_node: int) -> Crossing:
         return _place_stages(plan, flow, per_node)
     size, stride = _group(plan, flow.part, flow.axis)
     spans, shared = set(), False
-    groups: Counter[int] = Counter()  # how many groups leave each node
+    groups: Counter[int] = Counter()  # number of groups that leave each node
     for start in range(0, plan.world_size, size * stride):
         for offset in range(start, start + stride):
             nodes = [rank // per_node for rank in range(offset, offset + size * stride, stride)]
@@ -55,7 +55,7 @@ def _group(plan: Plan, part: Part, axis: Where) -> tuple[int, int]:
         return plan.dp_replicate, plan.dp_shard * sequences
     if part == "ring":
         return plan.cp, plan.tp
-    return plan.dp_shard * plan.cp, plan.tp  # to gradients the ranks of a sequence are shards too
+    return plan.dp_shard * plan.cp, plan.tp  # for gradients, the ranks of a sequence are shards too
 
 
 def _place_stages(plan: Plan, flow: Flow, per_node: int) -> Crossing:
@@ -68,7 +68,7 @@ def _place_stages(plan: Plan, flow: Flow, per_node: int) -> Crossing:
         for rank in range(apart):
             ranks = first * apart + rank, second * apart + rank
             nodes = [each // per_node for each in ranks]
-            if nodes[0] != nodes[1]:  # each way
+            if nodes[0] != nodes[1]:  # in both directions
                 leaving.update(nodes)
             else:
                 staying.update(ranks)

@@ -33,7 +33,7 @@ from outpace.records.precisions import PRECISION_TRAITS, PrecisionTraits
 _TOKEN_BYTES = 8  # int64
 _TOTALS_BYTES = 16  # loss and targets: two float64
 _SAID_BYTES = 24  # stop, memory and own time: three float64
-NORM_BYTES = 8  # the sum of squares, where each rank has a part: float64 in any precision
+NORM_BYTES = 8  # sum of squares of each rank's part, float64 in any precision
 
 
 def sent_bytes(kind: str, ranks: int, given: int, root: bool) -> int:
@@ -262,7 +262,7 @@ def _data_parallel(work: StepOnRank, tally: Tally) -> None:
     number for each).
     """
     ranks, first, passes = work.plan.world_size, work.rank == 0, work.passes
-    # BERT's last norm gives what the product before it does, the others' give fp32.
+    # BERT's last norm has the dtype of the product before it, others have fp32.
     output_item = work.item if work.spec.norm_first else work.low_item
     weights, outputs = sum(work.sizes) * work.item, work.hidden_elements * output_item
     samples = work.plan.micro_batch * work.seq_len * _TOKEN_BYTES
@@ -392,7 +392,7 @@ def _context(work: StepOnRank, tally: Tally) -> None:
     times = spec.layers * work.passes
     numbers = 2 * plan.micro_batch * (work.seq_len // ranks) * spec.kv_heads * spec.head_dim
     tally.add("send", 2, numbers * work.low_item, 2 * (ranks - 1) * times)
-    tally.add("send", 2, numbers * max(work.item, 4), ranks * times)  # added up in fp32 on the way
+    tally.add("send", 2, numbers * max(work.item, 4), ranks * times)  # summed in fp32 on the way
     _replicas(work, tally)
 
 

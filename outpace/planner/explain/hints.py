@@ -20,7 +20,7 @@ _ASKED: tuple[tuple[str, Any, str], ...] = (
 # Below, scaling takes longer than products save: 1.17 times as fast at about 1 billion, slower at
 # 124 million (karpathy/nanochat, dev/LOG.md, H100, compiled).
 FP8_PARAMETERS = 0.9e9
-_LEAST = 1.02  # times as fast, to be worth a word
+_LEAST = 1.02  # least speed-up to report
 
 
 def hint(
@@ -65,7 +65,7 @@ def _variations(
         if name in wanted.keep or name in wanted.vary:
             continue
         if wanted.adapters is not None and name != "compile":
-            continue  # fp8 has no adapters, whose states are small in any form
+            continue  # fp8 does not support adapters, and their states are small anyway
         axes: Mapping[str, int] = {"tp": best.tp, "cp": best.cp, "pp": best.pp, "ep": best.ep}
         if name == "precision":
             if (

@@ -23,8 +23,8 @@ from outpace.records.errors import join_or
 from outpace.records.estimate import RejectedFamily, Role, join_roles
 from outpace.records.units import show_bytes, show_seconds, show_share
 
-_MORE_ROOM = 1.03  # times as much memory, to be worth a word
-_ALIKE = 5e-4  # what would be shown as 0.0 %
+_MORE_ROOM = 1.03  # least ratio of memory to report
+_ALIKE = 5e-4  # shown as 0.0 %
 
 
 def explain_plan(
@@ -115,7 +115,7 @@ def _reason_for_single(wanted: SearchRequest) -> str:
     splits = (c.tp > 1, c.cp > 1, c.pp > 1, c.ep > 1, c.dp_replicate > 1)
     if len(np.unique(np.stack([family(c), c.zero, *splits]), axis=1).T) > 1:
         return "no other kind of plan fits"
-    if wanted.keep.keys() - set(ADAPTER_NAMES):  # which have options of their own
+    if wanted.keep.keys() - set(ADAPTER_NAMES):  # which have separate options
         return "the only kind that --keep leaves"
     return "the only kind of plan that there is"
 
@@ -155,7 +155,7 @@ def _rejected_family(job: PlanningProblem, found: SearchResult, name: str) -> Re
     return RejectedFamily(family=name, reason=reason, plan=plan)
 
 
-# Strategies that outpace has for comparison, whose plans offload nothing.
+# Baseline strategies, whose plans offload nothing.
 _WHOLE = ("dp", "ps", "ring", "horovod", "mp")
 
 

@@ -22,7 +22,7 @@ class Cost:
     by_kind: Mapping[Kind, int] = field(default_factory=dict)
 
 
-# What a plan would cost. Raises BadInputError for one that cannot be.
+# Returns a plan's cost. Raises BadInputError for impossible plans.
 Predict = Callable[[Plan], Cost]
 
 
@@ -36,7 +36,7 @@ def most_bytes(spec: ModelSpec, seq_len: int, plan: Plan) -> int:
     It assumes that everything is unsharded, in fp32 and kept, and that attention is not fused. Each
     run asks for it before its first step; loading the planner's formula would take it 0.05 s.
     """
-    tokens = plan.samples_read * seq_len  # of all ranks, where one of them computes the loss
+    tokens = plan.samples_read * seq_len  # of all ranks, if one of them computes the loss
     of_token = 24 * spec.hidden + 8 * spec.ffn + 4 * spec.heads * (spec.head_dim + seq_len)
     numbers = tokens * (spec.layers * of_token + 4 * spec.vocab)
     return _STATE_BYTES * parameter_count(spec) + 4 * numbers

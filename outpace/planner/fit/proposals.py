@@ -12,9 +12,9 @@ from outpace.records.memory import Kind
 from outpace.records.plan import Plan
 from outpace.records.strategies import strategies_that
 
-# Values of TrainSettings, by name: what a person would set.
+# Values of TrainSettings by name, as a user would set them.
 Change = Mapping[str, Any]
-# Changes that leave less memory for more time, or for other rounding, each kind with its own.
+# Changes that trade memory for time or rounding, by kind.
 _CHECKPOINTING: tuple[Change, ...] = (
     {"checkpointing": "selective"},
     {"checkpointing": "attention"},
@@ -24,7 +24,7 @@ _CHECKPOINTING: tuple[Change, ...] = (
 _OPTIMIZERS = ("adamw-bf16", "adamw-8bit", "adafactor", "adamw-4bit")
 _REPLICAS = ("dp", "ddp", "ring", "horovod", "zero1", "zero2")
 _SHARDS = strategies_that(lambda traits: traits.zero > 0 and traits.axes == ("dp_shard",))
-# The kinds of memory that a setting has to do with; any other has to do with all.
+# The kinds of memory that a setting affects; others affect all.
 _OF_STEP: tuple[Kind, ...] = ("activations", "temporary", "inputs", "weight copies")
 _MAKES_SMALLER: Mapping[str, tuple[Kind, ...]] = {
     "micro_batch": _OF_STEP,
@@ -34,7 +34,7 @@ _MAKES_SMALLER: Mapping[str, tuple[Kind, ...]] = {
     "offload_optimizer": ("optimizer state", "temporary"),
 }
 _ERROR = 1.15
-# Pairs that are looked at, the most promising first.
+# Most pairs to try, the most promising first.
 _PAIRS = 8
 
 
@@ -63,12 +63,12 @@ def kinds_of_change(plan: Plan, *, low_precision: bool, beside_host: bool) -> li
     `low_precision`: the device supports bf16. `beside_host`: it has its own memory.
     """
     halves = [n for n in range(plan.micro_batch - 1, 0, -1) if plan.micro_batch % n == 0]
-    if plan.optimizer_in_backward:  # of one micro-batch a step
+    if plan.optimizer_in_backward:  # needs one micro-batch per step
         halves = []
-    # What a pipeline has under way stays; more is accumulated.
+    # A pipeline's micro-batches in flight stay; more are accumulated.
     parts = plan.pp_microbatches
     under_way = {"pp_microbatches": parts} if parts > 1 else {}
-    # Who has said which blocks recompute has looked into it.
+    # The user has chosen which blocks recompute.
     chosen = plan.checkpoint_layers or plan.checkpoint_every > 1
     kinds: list[Iterable[Change]] = [
         ({"micro_batch": n, **under_way} for n in halves),
@@ -189,7 +189,7 @@ def _pairs(
         return sum(peaks) - base.cost.peak_memory_bytes <= limit_bytes
 
     pairs = sorted(combinations(helping, 2), key=seconds_of_both)
-    pairs.sort(key=saves_enough, reverse=True)  # what saves the sum of both is a guess
+    pairs.sort(key=saves_enough, reverse=True)  # assumes that savings add up
     found: list[_TriedChange] = []
     for one, other in pairs[:_PAIRS]:
         tried = attempt({**one.settings, **other.settings})

@@ -45,7 +45,7 @@ def plan_within(plan: Plan, spec: ModelSpec, budget_bytes: int, predict: Predict
         for mode, cost in uniform.items()
         if cost.step_s is not None and plain_s is not None
     }
-    if len(costs) < len(uniform):  # mixtures are compared by time
+    if len(costs) < len(uniform):  # mixtures need times to compare
         return _heaviest(plan, uniform, budget_bytes)
     need = plain.peak_memory_bytes - budget_bytes
     for _ in range(_TRIES):

@@ -17,8 +17,8 @@ from outpace.records.precisions import PRECISION_TRAITS, Precision
 Tile = tuple[int, int, float]
 # Dimensions of a product that was measured, and by how much it took longer than by tiles.
 MeasuredProduct = tuple[float, float, float, float]
-_NEAR = 0.05  # of squared doublings, within which a measured product is the one asked for
-_TILE_STEP = 64  # of the inner dimension that a multiprocessor takes at once
+_NEAR = 0.05  # squared doublings within which a measured product is the requested one
+_TILE_STEP = 64  # inner dimension per step of a multiprocessor
 _SPLITS = (1, 2, 4, 8)
 _FP32 = 4
 _ALIGNMENT = 16  # bytes
@@ -159,7 +159,7 @@ def of_accelerator(chip: Accelerator) -> DeviceRates:
         attention_half=attention.half_length,
         attention_rates={"bf16": low, "fp32": min(low, best["fp32"])},
         attention_kernels={str(name): rate for name, rate in kernels.items()},
-        # Copies within a memory that both share are read and written there.
+        # If both share a memory, copies are read and written there.
         host_bytes_per_s=min(
             LINKS[chip.host_link].bytes_per_s * efficiency.HOST_LINK_SHARE,
             chip.memory_bytes_per_s / 2,
@@ -234,7 +234,7 @@ def sustained_product_s(
     short = product_s(device, rate, m, n, k, item, batch)
     rate = np.asarray(rate, float)
     share = np.where(device.is_fp8(rate), device.sustained_fp8, device.sustained)
-    # fp32 without tensor cores draws less.
+    # fp32 without tensor cores draws less power.
     share = np.where(rate <= device.rate("fp32"), 1.0, share)
     return np.maximum(short, 2.0 * batch * m * n * k / (rate * share))
 

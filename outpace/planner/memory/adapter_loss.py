@@ -47,7 +47,7 @@ def add_frozen_head_loss(
     def select(plans: Bools, nbytes: Floats) -> Floats:
         return np.where(plans, nbytes, 0.0)
 
-    # All logits in 16 bits, over which the gradient is made.
+    # All logits in 16 bits, overwritten by their gradient.
     low = bf16 & ~chunked
     block = softmax_rows(vocab, rows)
     part = s.operand * np.minimum(vocab, LOW_HEAD_ROWS) * hidden
@@ -75,7 +75,7 @@ def add_frozen_head_loss(
     chunk = np.where(bf16 & ~c.chunked_loss, whole_bf16_rows(vocab), float(CHUNK_ROWS))
     chunk = np.minimum(chunk, rows)
     grads = states * np.where(bf16, s.stream, wide)
-    # bf16's adds up the head's gradient, frozen or not.
+    # In bf16, the head's gradient is summed even if it is frozen.
     head = np.where(bf16, vocab * hidden * FP32, 0.0)
     own = vocab * hidden * s.operand
     block = softmax_rows(vocab, chunk)

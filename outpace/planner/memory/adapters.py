@@ -45,7 +45,7 @@ from outpace.records.precisions import COMPUTES_IN_BF16, COMPUTES_IN_FP16, WEIGH
 _MIB = 2**20
 # nn.attention, on a CPU in bf16: queries of a block, and bytes of its scores at most.
 _SCORE_ROWS, _SCORE_BYTES = 128, 4 * _MIB
-_GELU_ELEMENTS = 1 << 18  # nn.gelu, on a CPU in bf16: at a time
+_GELU_ELEMENTS = 1 << 18  # elements that nn.gelu handles at a time, on a CPU in bf16
 _QKV = ("q", "k", "v")
 
 
@@ -255,9 +255,9 @@ class AdapterMemory:
         less = b.residual + b.norm
         if self.has(*_QKV):
             adapted = sum(m.adapted for m in self.matrices if m.name in _QKV)
-            masks = adapted * self.sizes.whole * self.mask  # whose gradient is not asked for
+            masks = adapted * self.sizes.whole * self.mask  # without gradient
             return less + (masks if self.settings.dropout else 0.0)
-        if self.has("out"):  # reads what is mixed, and keeps it itself
+        if self.has("out"):  # reads the mix, and saves it itself
             return less + self.attention - b.mixed
         gate = b.gated and self.matrix("gate").adapted
         inner = 2 * gate + self.matrix("up").adapted - (3 if b.gated else 1)
@@ -355,7 +355,7 @@ def add_permanent(timeline: MemoryTimeline, step: AdapterMemory) -> None:
     """Add the tensors that exist before a forward, after the moment of quantizing weights."""
     c, s, layers = step.columns, step.sizes, step.outline.layers
     if step.packs and step.device == "cpu":
-        # On a CPU the whole weights are there until their turn.
+        # On a CPU, unquantized weights exist until their turn.
         first = step.matrices[0].elements
         whole = sum(m.elements for m in step.matrices) + step.vectors
         raised = np.where(s.weight < FP32, FP32 * first, 0.0)
@@ -559,7 +559,7 @@ def _add_block(timeline: MemoryTimeline, step: AdapterMemory, again: Bools, *, f
     timeline.pass_over("activations", remade)
     timeline.take("weight copies", np.where(again, step.block_copies(first=first), 0.0))
     timeline.moment("temporary", np.where(again, step.forward_bytes, 0.0))
-    # What the last product made was kept, and is not computed again.
+    # The last product's output was saved, and is not recomputed.
     cached = np.where(again & (share_of(step.columns, "selective") > 0), b.output, 0.0)
     timeline.pass_over("activations", cached)
     starts = first and not step.has(*_QKV, "out")
@@ -607,7 +607,7 @@ def _add_attention(
     """Add attention; the inputs of the first block's queries, keys and values need no gradient."""
     b, s = step.block, step.sizes
     out = step.matrix("out")
-    begins = first and not step.has(*_QKV)  # what is mixed has no gradient
+    begins = first and not step.has(*_QKV)  # the mix has no gradient
     _add_linear(timeline, step, out, made=cast, has_gradient=not begins)
     if begins:
         timeline.drop("activations", b.mixed)

@@ -28,8 +28,8 @@ def add_backward(timeline: MemoryTimeline, rank: RankSetup) -> None:
     setup, blocks = rank.setup, rank.blocks
     first, last = rank.recomputation.first, rank.recomputation.last
     timeline.drop("communication", np.where(setup.sharding.regathers, setup.unit, 0.0))
-    # A split backward keeps what gradients of weights are made from until their turn.
-    # DualPipeV splits only where it fills bubbles, when fewer are under way.
+    # A split backward keeps the inputs of weight gradients until their turn. DualPipeV splits only
+    # where it fills bubbles, when fewer are under way.
     splits = setup.columns.schedule_in("zb", "zbv")
     kept = np.where(splits, blocks * setup.block.outputs, 0.0)
     timeline.take("temporary", kept)
@@ -149,7 +149,7 @@ def _add_embedding(timeline: MemoryTimeline, rank: RankSetup) -> None:
     both = place.first & place.last & setup.outline.tied
     add_gradient(timeline.select(place.first), rank.gradient, e.positions, product=False)
     # Tied: there is the head's, and a third for the sum.
-    alone = setup.dp | (setup.columns.pp > 1)  # each in a backward of its own
+    alone = setup.dp | (setup.columns.pp > 1)  # each in a separate backward
     raised = raised_table(rank)
     cast = raised / FP32 * setup.sharding.item
     # Sums in fp32: each is cast before it is added.

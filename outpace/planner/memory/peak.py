@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 _MIB = 2**20
-_AT_ONCE = 4096  # plans that are estimated at a time
+_AT_ONCE = 4096  # plans estimated at a time
 # c10/cuda/CUDACachingAllocator.cpp: segments of 2 MiB for blocks up to 1 MiB, of 20 MiB for those
 # below 10 MiB (kSmallBuffer, kLargeBuffer, kMinLargeAlloc); larger ones have their own, rounded up
 # to 2 MiB (kRoundLarge).

@@ -36,7 +36,7 @@ def _add_weights_and_states(timeline: MemoryTimeline, rank: RankSetup, states: F
     states_on_disk = c.offload_optimizer == _DISK
     states_on_host = on_gpu & ((c.offload_optimizer == _CPU) | (c.offload_parameters == _CPU))
     states_away = states_on_disk | states_on_host
-    # Weights are on the device, and once more where they are stepped.
+    # Weights are on the device, with a copy where they are stepped.
     apart = (c.offload_optimizer == _CPU) | (on_gpu & (c.offload_optimizer > 0))
     twin = np.where(apart & (c.offload_parameters == 0), held, 0.0)
     timeline.pass_over("weights", np.where(weights_away, 0.0, held))
@@ -56,7 +56,7 @@ def _state_bytes(rank: RankSetup) -> Floats:
     if sharding.shares_states.any() and not setup.question.traits.shards_by_element:
         whole = whole_states(setup.outline, setup.columns) * place.layers / setup.outline.layers
         return np.where(sharding.shares_states, whole, all_of * share)
-    # Under dp rank 0, which is looked at, steps all.
+    # Under dp, rank 0 is evaluated, and steps all parameters.
     return all_of * share
 
 
@@ -65,7 +65,7 @@ def _add_buffers(timeline: MemoryTimeline, rank: RankSetup, states: Floats) -> N
     setup, c, g = rank.setup, rank.setup.columns, rank.setup.gradients
     device = setup.question.device
     timeline.pass_over("gradients", np.where(g.buckets, g.bucket_item * rank.elements, 0.0))
-    # States are made before they are moved to a disk, unit after unit.
+    # States are created before they are moved to a disk, unit by unit.
     made = states / np.maximum(rank.stored_elements, 1) * rank.largest
     moved = (c.offload_optimizer == _DISK) & (device == "cpu")
     timeline.moment("temporary", np.where(moved, made, 0.0))
@@ -114,7 +114,7 @@ def _add_gradients(timeline: MemoryTimeline, rank: RankSetup) -> None:
     on_device = np.where(setup.gradients_on_host, 0.0, grown)
     timeline.pass_over("gradients", np.where(delays, 0.0, on_device))
     timeline.pass_over("communication", np.where(delays, on_device, 0.0))
-    # What passes before this one have left is sharded already.
+    # Results of earlier passes are sharded already.
     left = np.where(delays & (c.passes > 1), s.weight * rank.elements / sharding.shards, 0.0)
     timeline.pass_over("gradients", np.where(setup.gradients_on_host, 0.0, left))
     offload_gradients(timeline, setup, left)

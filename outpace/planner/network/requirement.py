@@ -27,8 +27,8 @@ from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 from outpace.records.strategies import FULLY_SHARDED
 
-_LEAST, _MOST = 1e3, 1e18  # bytes/s: slower links are not told apart, faster ones cost nothing
-_ROUNDS, _RATES = 4, 64  # in which that range is narrowed down to a millionth, and rates in each
+_LEAST, _MOST = 1e3, 1e18  # bytes/s: slower links count as equal, faster ones cost nothing
+_ROUNDS, _RATES = 4, 64  # rounds that narrow the range to a millionth, and rates per round
 _NOTHING = "nothing"
 _STATES: tuple[Kind, ...] = ("weights", "gradients", "optimizer state")
 

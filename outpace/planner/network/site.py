@@ -28,7 +28,7 @@ from outpace.records.plan import Checkpointing
 from outpace.records.precisions import Precision
 from outpace.records.probed import ProbeRecord
 
-# Of products that are about as fast, those that are less trouble to train with come first.
+# Among about equally fast precisions, the simplest to train with comes first.
 _MIXED: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
 _ALIKE = 1.05
 TOLERANCE = 0.05
@@ -228,7 +228,7 @@ class Site:
             figure for figure in probed.figures
             if (figure.key.kind, figure.key.what) == ("memory", "copy")
         ]  # fmt: skip
-        # Of the largest array, which no cache holds.
+        # For the largest array, which exceeds all caches.
         return rate, max(copies, key=lambda figure: figure.key.number("bytes"), default=memory)
 
     def device_network(self) -> Network | None:

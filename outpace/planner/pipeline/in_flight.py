@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 from outpace.planner.pipeline.schedules import order
 from outpace.records.pipelines import SCHEDULES
 
-Operation = tuple[Literal["F", "B", "W"], int]  # what is done, and the local stage it is done for
+Operation = tuple[Literal["F", "B", "W"], int]  # kind of operation, and its local stage
 
 
 class Rank(NamedTuple):

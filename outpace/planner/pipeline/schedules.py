@@ -135,7 +135,7 @@ def _breadth_first(rank: int, ranks: int, microbatches: int, each: int) -> list[
     return [*forwards, *(Action("B", stage, number) for _, stage, number in reversed(forwards))]
 
 
-_Places = list[tuple[int, int]]  # a stage and a micro-batch each
+_Places = list[tuple[int, int]]  # (stage, micro-batch)
 
 
 def _round_size(ranks: int, microbatches: int) -> int:

@@ -163,7 +163,7 @@ class _Wirer:
         self._last = max((a.stage for order in orders for a in order), default=0)
         self._row = 2 * max((a.microbatch + 1 for order in orders for a in order), default=0)
         self._places = [-1] * (self._row * (self._last + 1))  # of what is done, in the sequence
-        self._waiting: dict[int, list[int]] = {}  # ranks, by what they wait for
+        self._waiting: dict[int, list[int]] = {}  # ranks by the result that they wait for
         self._done = [0] * len(orders)
         self._actions: list[Action] = []
         self._taken_by: list[int] = []
@@ -199,7 +199,7 @@ class _Wirer:
             if place < 0:
                 self._waiting.setdefault(need, []).append(rank)
                 return False
-            if self._taken_by[place] != rank:  # what the rank itself did is over
+            if self._taken_by[place] != rank:  # a rank's own actions have ended
                 after += (place,)
         for done in dones:
             self._places[done] = len(self._actions)

@@ -7,7 +7,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 
-_UNEVEN = 8  # ranks that are looked at, of those that may differ
+_UNEVEN = 8  # most ranks to evaluate among those that may differ
 
 
 def layers_per_stage(spec: ModelSpec, stages: int) -> tuple[int, ...]:

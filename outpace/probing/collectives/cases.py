@@ -22,7 +22,7 @@ from outpace.records.figure import Key
 # 4 B to 4 GiB, in larger steps where only latency counts.
 FULL_BYTES = tuple(4**power for power in (1, 4, 6, *range(8, 17)))
 QUICK_BYTES = (4, *(4**power for power in (6, 8, 10, 11, 12, 13, 14)))  # to 256 MiB
-_LEAST_SIZES = 3  # that latency and bandwidth can be fitted to
+_LEAST_SIZES = 3  # fewest sizes to fit latency and bandwidth
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def cases_by_size(
             break
         one = case(collective, place, size)
         if cases and one.key == cases[-1].key:
-            continue  # too small to be in parts
+            continue  # too small to divide
         call = one.make()
         clock.seconds(call, 1)
         took_s = clock.seconds(call, 1)

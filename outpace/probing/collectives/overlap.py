@@ -66,7 +66,7 @@ class _PendingCollective:
 
     collective: str
     count: int
-    begin: PreparedCall  # gives its result's place, and what is to be waited for
+    begin: PreparedCall  # returns the result's tensor and a handle to wait for
     wrong: Callable[[Tensor], str | None]
 
     def key(self, place: AxisPlace, what: str) -> Key:
@@ -129,7 +129,7 @@ def _compute_meanwhile(one: _PendingCollective, compute: Callable[[], Any]) -> P
 
 
 def _ready(call: PreparedCall) -> PreparedCall:
-    call.prepare(1)  # what was summed before is no data to be checked
+    call.prepare(1)  # earlier sums are not valid input for the check
     return call
 
 
@@ -221,7 +221,7 @@ def _product(
 
     def find_error(found: Tensor) -> str | None:
         said = wrong_product(found, a, b, "fp32")
-        out.zero_()  # so that the next one's is not this
+        out.zero_()  # so that the next result is not mistaken for this
         return said
 
     return lambda: torch.mm(a, b, out=out), find_error

@@ -17,7 +17,7 @@ _RANK_SLOWER, _LINK_SLOWER = 1.10, 1.25
 # Beyond what the others differ by among themselves, in their standard deviations.
 _APART = 4.0
 _LEAST_ROUNDS = 4
-_FALSE_ALARMS = 0.005  # in this share of probes where all are alike
+_FALSE_ALARMS = 0.005  # share of probes of equal ranks
 
 Who = TypeVar("Who")
 

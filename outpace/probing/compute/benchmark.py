@@ -22,7 +22,7 @@ from outpace.records.probed import Advice
 Progress = Callable[[float], None]
 # What 16-bit training computes in, where there is a choice.
 _FIRST: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
-_UNLUCKY = 0.03  # less than this is no advice
+_UNLUCKY = 0.03  # smaller gains give no advice
 # Of the budget, for a call of each of a model's products: about twenty are made.
 _ONE_OF_EACH = 0.05
 
@@ -170,7 +170,7 @@ def _granularity(
     for dim in "mnk":
         fine = [f for f in figures if f.key.what == "fine" and f.key.has(dim=dim) and f.value]
         sweep = [f for f in fine if "threads" not in f.key.of]
-        if len(sweep) < 2:  # of the others nothing steady is known
+        if len(sweep) < 2:  # the others are unstable
             continue
         said = [*_steps(sweep, dim, device, features)]
         if device.type == "cuda":

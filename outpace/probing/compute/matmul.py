@@ -35,8 +35,8 @@ _SUMMED: dict[Dtype, float] = {
 _FP8_MULTIPLE = 16  # torch._scaled_mm takes no other sizes
 _LEAST_TIMED_S = 1e-3
 _STEPS = (1, 8, 16, 64, 128)
-_TIMES = (1, 2, 3)  # of each step
-ROUND = "none"  # the dimension of a sweep's start
+_TIMES = (1, 2, 3)  # multiples of each step
+ROUND = "none"  # name of a sweep's starting point
 # Products whose rate has come this near to the largest one's no longer gain from size.
 _CURVE = tuple(1 << power for power in range(5, 15))
 
@@ -87,7 +87,7 @@ def bench(device: torch.device, dtypes: Sequence[Dtype], quick: bool) -> Bench:
     pools: dict[Dtype, Tensor] = {}
     generator = torch.Generator(device).manual_seed(0)
     for dtype in dtypes:
-        if dtype == "tf32" and "fp32" in pools:  # the same values, multiplied otherwise
+        if dtype == "tf32" and "fp32" in pools:  # the same values with another product
             pools[dtype] = pools["fp32"]
             continue
         values = torch.empty(_pool_size(device, quick), device=device, dtype=torch.bfloat16)
@@ -230,7 +230,7 @@ def fine_cases(on: Bench, dtype: Dtype, base: int) -> list[Case]:
     by = (16, 64) if on.device.type == "cuda" else (8, 16)
     sweeps = [[*range(1, 9), *range(by[0], by[0] * by[1] + 1, by[0])] for _ in range(3)]
     if on.device.type == "cuda":
-        sweeps[1] += range(16 * 64, 16 * 64 + 64 * 48, 64)  # n, over several waves of tiles
+        sweeps[1] += range(16 * 64, 16 * 64 + 64 * 48, 64)  # several waves of tiles along n
     shapes = [
         (dim, _shape_of(base, dim, offset)) for dim, sweep in enumerate(sweeps) for offset in sweep
     ]

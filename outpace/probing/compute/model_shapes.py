@@ -50,7 +50,7 @@ def _of_head(
     return pool[: tokens * hidden].view(tokens, hidden), pool[-vocab * hidden :].view(vocab, hidden)
 
 
-Head = tuple[Tensor, Tensor, Tensor]  # of what comes out, of the weight, of what came in
+Head = tuple[Tensor, Tensor, Tensor]  # output, gradient of the weight, gradient of the input
 
 
 def _head(on: Bench, dtype: Dtype, vocab: int, hidden: int, tokens: int) -> Callable[[], Head]:

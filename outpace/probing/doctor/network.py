@@ -200,7 +200,7 @@ def gpu_choice(inventory: Inventory) -> Iterator[Finding]:
     names = [f"GPU{number.strip()}" for number in numbers]
     if len(names) < 2 or not set(names) <= set(known.gpus) or len(names) >= len(known.gpus):
         return
-    if len({*names}) < len(names):  # which is a finding of its own
+    if len({*names}) < len(names):  # reported by another check
         return
     worst = min((known.link_between(*pair) for pair in combinations(names, 2)), key=goodness)
     best = group_gpus(known, len(names))

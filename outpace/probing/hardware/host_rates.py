@@ -15,7 +15,7 @@ from functools import partial
 from outpace.records.host_rates import HostRates
 
 _LIMIT_S = 60.0
-_WIDTH = 768  # of products and of what they are taken from: a small model's layers
+_WIDTH = 768  # width of products, as in a small model's layers
 _ROWS = 256
 _COPIED = 1 << 23  # elements of fp32: larger than the caches of a few cores
 _AT_LEAST_S = 0.4

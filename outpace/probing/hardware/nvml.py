@@ -61,7 +61,7 @@ def answers(timeout_s: float = 20.0, library: str = LIBRARY) -> bool:
     """Return whether the driver answers in time, by querying it in a separate process."""
     if sys.platform == "linux":
         try:
-            ctypes.CDLL(library)  # loading it asks nothing of the driver
+            ctypes.CDLL(library)  # loading it does not query the driver
         except OSError:
             return False
     return query(timeout_s)[1] is None
@@ -175,7 +175,7 @@ def _nvlinks(device: _Device) -> tuple[int | None, int | None]:
             break
         states.append(bool(state))
     if states or "Support" in device.refused.get("NvLinkState", ""):
-        device.refused.pop("NvLinkState", None)  # the end of the list, or a card without any
+        device.refused.pop("NvLinkState", None)  # end of the list, or no NVLinks
         return len(states), sum(states)
     return None, None
 

@@ -33,7 +33,7 @@ from outpace.probing.timing.measure import Case, Effort, HostClock, measure, rou
 from outpace.probing.timing.section import ProbeSection
 from outpace.records.figure import Figure, Key
 
-PREFETCH = 2  # what outpace's loader has, and torch's where nothing is said
+PREFETCH = 2  # outpace's and torch's default
 _OTHER_PREFETCH, _FULL_OTHER_PREFETCH = (4,), (1, 4, 8)
 _QUICK_WORKERS = 4
 # Numbers of workers that other settings go over, with the most: all loaders are open at once.
@@ -221,9 +221,7 @@ class _Bench:
         def alone_in_turn() -> Iterator[None]:
             with _one_thread_for_each_tokenizer():
                 yield
-            time.sleep(
-                waiting * each_s
-            )  # its workers fill their queues: not while others are timed
+            time.sleep(waiting * each_s)  # workers fill their queues before others are timed
 
         return Case(setting.key("samples"), "samples/s", lambda: running,
                     running.batches * self.micro_batch, lambda _: wrong, alone_in_turn)  # fmt: skip

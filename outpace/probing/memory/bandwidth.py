@@ -30,8 +30,8 @@ _FULL = (1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _BEYOND = 2
 _LEAST, _MOST = 1 << 24, 1 << 28
 WAYS = ("to the host", "to the device", "both ways")
-_OVERLAPPED_ELEMENTS = 1 << 26  # of transfers beside a product
-_USUAL_L2_BYTES = 128 << 20  # of a GPU that does not tell
+_OVERLAPPED_ELEMENTS = 1 << 26  # elements of transfers during a product
+_USUAL_L2_BYTES = 128 << 20  # assumed if a GPU does not report it
 
 
 def large_elements(device: torch.device) -> int:
@@ -56,7 +56,7 @@ def memory_cases(device: torch.device, quick: bool) -> list[Case]:
     cases = [case for count in elements for case in _streams(pool[:count], out[:count])]
     cases += _operations(pool, out, quick)
     cases += _allocations(device, quick)
-    cases += [_optimizer_step(device, large // 4)]  # of each of its four arrays
+    cases += [_optimizer_step(device, large // 4)]  # elements of each of its four arrays
     if device.type == "cuda":
         cases += list(_transfers(device, quick))
     return cases
@@ -188,7 +188,7 @@ def _overlap_cases(device: torch.device) -> Iterator[Case]:
         here = torch.empty(_OVERLAPPED_ELEMENTS, pin_memory=True).normal_()
         to, source = (here, there) if way == "to the host" else (there, here)
         ways[way] = [(torch.cuda.Stream(device), source, to)]
-    ways[WAYS[2]] = ways[WAYS[0]] + ways[WAYS[1]]  # each on its stream: at the same time
+    ways[WAYS[2]] = ways[WAYS[0]] + ways[WAYS[1]]  # in two streams at the same time
 
     def product_fault(found: Tensor) -> str | None:
         return wrong_product(found, a, a, "fp16")

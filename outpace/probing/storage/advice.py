@@ -9,7 +9,7 @@ from outpace.records.units import show_seconds
 
 # fp32 weights and AdamW's two moments, and the moments alone: bytes of a billion parameters.
 _CHECKPOINT_BYTES, _MOMENTS_BYTES = 12e9, 8e9
-_WORTH = 0.10  # of a gain that is said
+_WORTH = 0.10  # least gain to report
 _SLOW_FSYNC_S = 0.02
 
 

@@ -26,7 +26,7 @@ from outpace.records.units import show_bytes
 from outpace.training.past_cache import REFUSED, through_cache
 
 PAGE_BYTES = 4096
-BLOCK_PAGES = 1024  # of the largest block; the contents of pages repeat after as many
+BLOCK_PAGES = 1024  # pages of the largest block; contents of pages repeat after that many
 _LEAST_PAGES = 16 * BLOCK_PAGES
 _WORDS = PAGE_BYTES // 8
 # More than a test of a disk may take of what others could need.

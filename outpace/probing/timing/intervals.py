@@ -28,7 +28,7 @@ def half_width(samples: Sequence[float], level: float = LEVEL, slack: float = SL
     count = len(samples)
     if count < 3:
         return inf
-    from scipy.special import stdtrit  # slow to load, and needed here alone
+    from scipy.special import stdtrit  # slow to import, and only needed here
 
     scale = normal_deviation(samples)
     alike = max(0.0, _autocorrelation(samples, scale))

@@ -105,7 +105,7 @@ def fit_link(figures: Sequence[Figure]) -> LinkFit | None:
     ]
     told = [line for line in lines if line.s_per_byte > 0]
     if 2 * len(told) <= count:
-        return None  # all sizes took about the same time: that says nothing about bandwidth
+        return None  # equal times for all sizes do not determine the bandwidth
     middles = [(x, median(times)) for x, times in zip(traffic, series, strict=True)]
     away = fit_line(middles, weights).distance(middles)
     return LinkFit(

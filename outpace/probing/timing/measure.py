@@ -215,7 +215,7 @@ def in_rounds(
         if used_s >= until_s and made >= least * (turn + 1) // effort.rounds:
             continue
         made += 1
-        begin_s = clock.now_s() - used_s  # the others' turns do not count
+        begin_s = clock.now_s() - used_s  # without the turns of others
         for number in range(effort.most_samples):
             visit(number == 0)
             used_s = clock.now_s() - begin_s

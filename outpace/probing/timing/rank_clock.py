@@ -45,7 +45,7 @@ def await_event(event: Event, limit_s: float, group: dist.ProcessGroup | None = 
     while not event.query():
         if time.monotonic() > end_s:
             if group is not None:
-                with suppress(RuntimeError):  # not every backend can
+                with suppress(RuntimeError):  # some backends do not support it
                     group.abort()
             raise dist.DistBackendError(
                 f"the device did not come to its end within {limit_s:.3g} s"
@@ -123,7 +123,7 @@ class RanksClock:
         if isinstance(call, PreparedCall):
             call.prepare(1 + count)
         dist.barrier(self._control)
-        call()  # wakes the group's threads, which the others find awake
+        call()  # wakes the group's threads for the timed calls
         own_s = self._inner.seconds(call, count)
         found = [torch.empty(1, dtype=torch.float64) for _ in range(self._control.size())]
         dist.all_gather(found, torch.tensor([own_s], dtype=torch.float64), group=self._control)

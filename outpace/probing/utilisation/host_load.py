@@ -31,7 +31,7 @@ class Rate:
         risen = count - last[0]
         if risen < 0:
             if self._wraps_at is None:
-                return None  # it was set back: what happened in between is lost
+                return None  # the counter was reset
             risen += self._wraps_at
         return risen / (now_s - last[1])
 
@@ -149,7 +149,7 @@ def _core_times() -> list[tuple[float, float]]:
 
 def _clock_hz() -> float | None:
     """Return the mean of the cores' clocks now, Hz; None if unavailable."""
-    with suppress(Exception):  # psutil raises what it finds, by system
+    with suppress(Exception):  # psutil's errors depend on the system
         found = psutil.cpu_freq()
         return found.current * 1e6 if found is not None and found.current > 0 else None
     return None

@@ -113,6 +113,6 @@ class LoadRecorder:
     def _save(self) -> None:
         found = self.series
         if found is not None:
-            with suppress(OSError):  # a run whose folder is gone, or another disk's trouble
+            with suppress(OSError):  # the run's folder is gone, or the disk fails
                 self._path.parent.mkdir(exist_ok=True)
                 found.save(self._path)

@@ -67,7 +67,7 @@ def open_nvml(timeout_s: float = 20.0, library: str = LIBRARY) -> Nvml | None:
         if not answers(timeout_s, library):
             return None
         pynvml.nvmlInit()
-    except Exception:  # whatever the driver's library does: there is none to ask
+    except Exception:  # any failure means that there is no usable driver
         return None
     return cast(Nvml, pynvml)
 
