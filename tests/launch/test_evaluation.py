@@ -105,3 +105,32 @@ def test_every_masked_sample_has_a_target(home):
         batch = data.__getitems__([(0, n, n) for n in range(min(60, len(data)))])
         found = (batch["targets"] != IGNORED).sum(1)
     assert found.min() == 1 and found.max() > 1
+
+
+NOT_NUMBERS = """
+import torch
+from torch import nn
+
+
+def build():
+    train, held_out = torch.ones(8, 4), torch.full((8, 4), float("nan"))
+    return nn.Linear(4, 1), lambda module, x: module(x).square().mean(), list(train), list(held_out)
+"""
+
+
+def test_a_validation_loss_that_is_no_number_is_said(home):
+    class Hints(Callback):
+        def __init__(self):
+            self.said = []
+
+        def on_hint(self, sentence):
+            self.said.append(sentence)
+
+    (home / "nan.py").write_text(NOT_NUMBERS)
+    heard = Hints()
+    values = {
+        "model": f"{home / 'nan.py'}:build", "steps": 1, "global_batch": 4, "precision": "fp32",
+        "device": "cpu", "out": home / "nan",
+    }  # fmt: skip
+    train(TrainSettings.parse(values, "test"), RunContext(callbacks=[heard]))
+    assert any(said.startswith("the validation loss is nan, while training") for said in heard.said)

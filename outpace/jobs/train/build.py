@@ -1,5 +1,6 @@
 """The live objects of a job on one rank: model, optimizer, checkpoints, data and loop."""
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext, suppress
@@ -236,6 +237,7 @@ def assemble(
     def measure(step: int, heeds_stop: bool = False) -> Evaluation | None:
         found = _evaluate(job, layout, mixed, step, stop if heeds_stop else None)
         stepper.free_cache()
+        _check_number(job, found)
         return found
 
     placement = placement_hints(job.groups)
@@ -525,6 +527,16 @@ def _loader(
         device=job.device,
         timeout_s=settings.comm_timeout_s,
     )
+
+
+def _check_number(job: Job, found: Evaluation | None) -> None:
+    """Say that a validation loss is NaN or infinite."""
+    if found is not None and not math.isfinite(found.loss):
+        said = (
+            f"the validation loss is {found.loss}, while training continues: look for NaN or too "
+            "large values in the validation data, and for samples without a target"
+        )
+        notify(job.callbacks, "on_hint", said)
 
 
 def _evaluate(
