@@ -135,6 +135,9 @@ def changed_settings(earlier: RunRecord, job: Job, start_step: int) -> str | Non
         changes.insert(0, f"the run had {earlier.total_steps} steps, has {job.total_steps}")
     if earlier.plan.precision != job.plan.precision:
         changes.append(f"precision was {earlier.plan.precision}, is {job.plan.precision}")
+    for name, version in (("outpace", __version__), ("torch", VERSION)):
+        if earlier.versions.get(name, version) != version:
+            changes.append(f"{name} was {earlier.versions[name]}, is {version}")
     if not changes:
         return None
     rates = [

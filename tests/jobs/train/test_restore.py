@@ -95,6 +95,15 @@ def test_a_run_is_not_begun_anew_over_its_work(
     assert contents(run) == before
 
 
+def test_another_version_of_torch_is_said(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record = json.loads((run / "run.json").read_text())
+    record.pop("xxh3_128")  # changed on purpose
+    now, record["versions"]["torch"] = record["versions"]["torch"], "2.0.1"
+    (run / "run.json").write_text(json.dumps(record))
+    assert resume(run) == 0
+    assert f"torch was 2.0.1, is {now}" in " ".join(capsys.readouterr().err.split())
+
+
 def test_a_lost_marker_costs_that_checkpoint_alone(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
