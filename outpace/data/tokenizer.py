@@ -203,9 +203,13 @@ class Tokenizer:
             encoded = self.inner.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(one.ids, dtype=np.uint32) for one in encoded]
 
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of ids, without special tokens."""
-        return str(self.inner.decode(ids, skip_special_tokens=True))
+    def decode(self, ids: list[int], *, cut: bool = False) -> str:
+        """Return the text of ids, without special tokens.
+
+        With `cut`, the ids may end within a character, which is then left out.
+        """
+        text = str(self.inner.decode(ids, skip_special_tokens=True))
+        return text.rstrip("\ufffd") if cut else text
 
     def save(self, directory: Path) -> None:
         """Write a Hugging Face tokenizer directory, which AutoTokenizer loads."""

@@ -86,7 +86,7 @@ class Writer:
     def continue_text(self, prompt: str) -> str:
         """Return the prompt and its continuation by the model."""
         given, ids = self._write(prompt, self._stop_ids, self._tokenizer.opening_ids)
-        return self._tokenizer.decode([*given, *ids])
+        return self._tokenizer.decode([*given, *ids], cut=self._is_cut(ids))
 
     def answer(self, messages: Sequence[Message]) -> str:
         """Generate the assistant's next message, with the tokenizer's chat template."""
@@ -99,7 +99,11 @@ class Writer:
                 "written without them. Say it in the user's message"
             )
         _, ids = self._write(prompt, self._stop_ids | {self._talk.stop_id})
-        return self._tokenizer.decode(ids)
+        return self._tokenizer.decode(ids, cut=self._is_cut(ids))
+
+    def _is_cut(self, ids: Sequence[int]) -> bool:
+        """Return whether the model would have written on."""
+        return len(ids) == self._sampling.max_new_tokens
 
     def _write(
         self, prompt: str, stop_ids: Collection[int], opening_ids: Sequence[int] = ()

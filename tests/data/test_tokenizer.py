@@ -26,6 +26,13 @@ def test_text_comes_back(tokenizer, text):
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+@pytest.mark.parametrize("left_out", [1, 2, 3])
+def test_a_character_that_is_cut_is_left_out(tokenizer, left_out):
+    ids = tokenizer.encode("and 😀")[:-left_out]
+    assert tokenizer.decode(ids, cut=True) == "and "
+    assert tokenizer.decode(ids) != "and "
+
+
 @settings(max_examples=60)
 @given(texts=st.lists(st.text() | st.text("ab '\n\t1sS.é中<|>"), max_size=5))
 def test_many_texts_have_the_ids_of_each(tokenizer, texts):
