@@ -71,6 +71,7 @@ _NETWORKS = (
     (re.compile(r"(\d+) ?x ?ConnectX-[78] IB (NDR|XDR|HDR)"), "{0} x InfiniBand {1}"),
     (re.compile(r"(\d+)x Omni-Path \(100Gb\) per node"), "{0} x Omni-Path 100"),
     (re.compile(r"(\d+)x(\d+)Gb RoCE/node"), "{0} x Ethernet {1}"),
+    (re.compile(r"(\d+)x (\d+)Gbe Ethernet"), "{0} x Ethernet {1}"),
 )
 _PER_NODE = re.compile(r"inter-node (\d+) Gbps/node")
 _PER_GPU = re.compile(r"(\d+) Gbps/GPU")
@@ -86,6 +87,10 @@ _TARGETS: Sequence[tuple[str, Mapping[str, Target]]] = (
     ("attention qkv and proj", {"qkv": _ONE, "out": _ONE}),
     ("c_attn, c_proj, w1, w2", {"qkv": _ONE, "out": _ONE, "up": Target(2), "down": _ONE}),
 )
+# BLOOM's trials "always hang" on 320 GPUs and more without CUDA_LAUNCH_BLOCKING=1, which they had
+# from then on (bigscience 053adafe, train/tr11-176B-ml/chronicles-prequel.md, "dealing with JZ
+# hanging on the large model").
+_BLOCKING, _BLOCKING_GPUS = "bloom-prequel", 320
 
 
 @dataclass(frozen=True)
@@ -350,6 +355,8 @@ def software(row: Row) -> SoftwareStack:
         return recipe_stack(found, outline(row), row["source"], row["gpu"], row["precision"])
     if "DeepEP" in row["framework"]:
         return found.model_copy(update={"dispatcher": "deepep"})
+    if row.source == _BLOCKING and row.number("n_gpus") >= _BLOCKING_GPUS:
+        return found.model_copy(update={"blocks_launches": True, "overlaps": False})
     if "CUDA graphs" in row["notes"]:  # NVIDIA's recipes of MLPerf: LAYER_CUDA_GRAPH
         return found.model_copy(update={"graphs": True})
     # transformers 4.4x, and fms-acceleration's experts by Triton in the place of its loop; its

@@ -65,7 +65,7 @@ class Framework:
 _SOFTWARE: Mapping[str, str] = {
     "Megatron-Core": "megatron", "Megatron-Bridge": "megatron", "NeMo": "megatron",
     "DeepSpeed": "deepspeed-2021", "InternEvo": "internevo", "nanotron": "nanotron",
-    "torchtitan": "torchtitan", "Composer": "composer", "Trainer": "trainer", "TRL": "trainer",
+    "torchtitan": "torchtitan", "Composer": "composer", "Trainer": "trainer", "TRL": "accelerate",
     "transformers": "trainer", "torchtune": "trainer",
 }  # fmt: skip
 
@@ -157,6 +157,10 @@ FRAMEWORKS: Mapping[str, Framework] = {
         "mlcommons/training_results: NVIDIA's reference submission, NeMo on Megatron-Core; that of "
         "AMD is Megatron's model on ROCm's Transformer Engine", "NeMo",
     ),
+    "mlperf DeepSpeed": replace(
+        _TRAINER, source="mlcommons/training_results_v4.0, HF's model under DeepSpeed's ZeRO-3: "
+        f"{_TRAINER.source}",
+    ),
     "InternEvo": Framework(
         "InternLM/InternEvo c628a8c874, doc/en/train_performance.md; internlm/solver/optimizer/"
         "hybrid_zero_optim.py: 16-bit weights, fp32 masters over zero1's ranks, buckets of 512 MiB "
@@ -212,7 +216,7 @@ _MLPERF = "mlperf-"
 def find_framework(named: str, source_key: str) -> Framework | None:
     """Return the framework of a row, by its source where many names mean one; None: unknown."""
     if source_key.startswith(_MLPERF):
-        return FRAMEWORKS["mlperf"]
+        return FRAMEWORKS["mlperf DeepSpeed" if "Deepspeed" in named else "mlperf"]
     if source_key == "vtrain-single":  # pieces of its own model; vtrain-multi is of whole steps
         return FRAMEWORKS["vtrain"]
     fits = [key for key in FRAMEWORKS if named == key or named.startswith((f"{key} ", f"{key}."))]

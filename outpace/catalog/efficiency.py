@@ -515,6 +515,16 @@ def power_share(accelerator: Accelerator) -> float:
     return min(1.0, _power_share(accelerator.power_w, board.power_w)) if same else 1.0
 
 
+def overlaps_tiles(accelerator: Accelerator) -> bool:
+    """Return whether products write a tile's results while they compute the next tile.
+
+    On Blackwell's datacenter chips accumulators are in tensor memory, which has those of two tiles
+    (NVIDIA/cutlass, media/docs/cpp/blackwell_functionality.md). Before, a block of threads keeps
+    its tile in registers until it has written it.
+    """
+    return accelerator.architecture == "blackwell" and not _is_rtx_blackwell(accelerator)
+
+
 def attention_rates(accelerator: Accelerator) -> Mapping[AttentionKernel, AttentionRate]:
     """Return the rate that each kernel reaches on the accelerator, of those that run there."""
     if _is_rtx_blackwell(accelerator) or _is_geforce_ada(accelerator):

@@ -37,7 +37,10 @@ class SoftwareStack(Record):
     passes are replayed as CUDA graphs. `sums_by_stages`: each interleaved stage sums gradients and
     gathers parameters during passes of the others. `experts`: how their products are computed.
     `gathers_for_adapters`: if a product overlaps the gather of its input over tensor parallelism,
-    an adapter on it gathers the input again.
+    an adapter on it gathers the input again. `fuses_accumulation`: products that
+    give weights' gradients add them to fp32 buffers. `copies_units`: what ranks gather is copied
+    out into parameters, and gradients into what is reduced. `blocks_launches`: the host waits for
+    each kernel before it launches the next (CUDA_LAUNCH_BLOCKING=1).
     """
 
     name: str
@@ -54,6 +57,9 @@ class SoftwareStack(Record):
     sums_by_stages: bool = False
     experts: Experts = "grouped"
     gathers_for_adapters: bool = False
+    fuses_accumulation: bool = False
+    copies_units: bool = False
+    blocks_launches: bool = False
     source: str
 
 
@@ -62,22 +68,30 @@ def _stacks(*found: SoftwareStack) -> Mapping[str, SoftwareStack]:
 
 
 STACKS: Mapping[str, SoftwareStack] = _stacks(
-    SoftwareStack(name="outpace", broadcasts=True, source="outpace/nn, outpace/parallel"),
     SoftwareStack(
-        name="torchtitan", elementwise="operators", recomputed_products=0.5,
+        name="outpace", broadcasts=True, copies_units=True,
+        source="outpace/nn, outpace/parallel; torch's fully_shard, as torchtitan",
+    ),
+    SoftwareStack(
+        name="torchtitan", elementwise="operators", recomputed_products=0.5, copies_units=True,
         source="pytorch/torchtitan b5bcd76c66: torchtitan/models/llama/model.py (nn.RMSNorm, "
         "rotations by complex numbers in fp32, F.scaled_dot_product_attention), parallelisms/"
         "parallelize_llama.py: of a block's products every second one is saved by selective "
-        "recomputation (op), attention is; FSDP2 gathers and sums by blocks, with prefetching; "
-        "experts' tokens by all_to_all_single (its standard dispatcher; DeepEP's is to be chosen)",
+        "recomputation (op), attention is; FSDP2 gathers and sums by blocks, with prefetching "
+        "(torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py: foreach_all_gather_copy_out by "
+        "split_with_sizes_copy, foreach_reduce_scatter_copy_in by chunk_cat into the dtype of the "
+        "sum); experts' tokens by all_to_all_single (its standard dispatcher; DeepEP's is to be "
+        "chosen)",
     ),
     SoftwareStack(
         name="megatron", elementwise="fused", fuses_dropout=True, sums_by_stages=True,
-        gathers_for_adapters=True,
+        gathers_for_adapters=True, fuses_accumulation=True,
         source="Megatron-LM, megatron/core: Transformer Engine's norms, rotations, casts (weights' "
         "in a step's first micro-batch, is_first_microbatch) and attention (cuDNN's), "
-        "bias_swiglu_fusion, bias_dropout_fusion; gradients are reduced and parameters gathered by "
-        "buckets beside computing (--overlap-grad-reduce, --overlap-param-gather); transformer/moe/"
+        "bias_swiglu_fusion, bias_dropout_fusion, gradient_accumulation_fusion (extensions/"
+        "transformer_engine.py: fuse_wgrad_accumulation, into main_grad); gradients are reduced "
+        "and parameters gathered by buckets beside computing (--overlap-grad-reduce, "
+        "--overlap-param-gather); transformer/moe/"
         "token_dispatcher.py: --moe-token-dispatcher-type alltoall, as its guide of MoE advises; "
         "pipeline_parallel/schedules.py, forward_backward_pipelining_with_interleaving: param_sync_"
         "func of a stage at the first micro-batch of the one before, grad_sync_func at its last; "
@@ -102,7 +116,7 @@ STACKS: Mapping[str, SoftwareStack] = _stacks(
         "parameters as they are partitioned",
     ),
     SoftwareStack(
-        name="accelerate", attention="fused", elementwise="operators",
+        name="accelerate", attention="fused", elementwise="operators", copies_units=True,
         source="huggingface/accelerate, FSDP2 (fully_shard) over transformers' modules: RMS norms "
         "and rotations of several operators, SDPA",
     ),

@@ -85,6 +85,7 @@ class DeviceRates:
     sustained: float = 1.0
     sustained_fp8: float = 1.0
     triton_experts: float = 1.0
+    overlaps_tiles: bool = False
     curve: tuple[tuple[float, float], ...] = ()
     sources: tuple[str, ...] = ()
 
@@ -168,6 +169,7 @@ def of_accelerator(chip: Accelerator) -> DeviceRates:
         disk_bytes_per_s=efficiency.DISK_BYTES_PER_S,
         unaligned=efficiency.UNALIGNED[chip.architecture],
         triton_experts=efficiency.TRITON_EXPERTS[chip.architecture],
+        overlaps_tiles=efficiency.overlaps_tiles(chip),
         hides=1 - efficiency.COLLECTIVE_MULTIPROCESSORS / (chip.multiprocessors or 132),
         spread=efficiency.DEVICE_SPREAD,
         sources=(curve.source, attention.source, efficiency.MEMORY_SOURCE,
@@ -226,17 +228,24 @@ def sustained_product_s(
     k: Floats,
     item: Floats,
     batch: Floats | float = 1.0,
+    more_bytes: Floats | float = 0.0,
 ) -> Floats:
     """Return `product_s` within a training step, where power and cold caches limit rates.
 
-    No product exceeds the sustained rate; slower ones take as long as alone.
+    No product exceeds the sustained rate; slower ones take as long as alone. `more_bytes` are moved
+    when tiles are done, beside operands and results: where the device does not compute the next
+    tiles meanwhile, they take as much longer.
     """
     short = product_s(device, rate, m, n, k, item, batch)
     rate = np.asarray(rate, float)
     share = np.where(device.is_fp8(rate), device.sustained_fp8, device.sustained)
     # fp32 without tensor cores draws less power.
     share = np.where(rate <= device.rate("fp32"), 1.0, share)
-    return np.maximum(short, 2.0 * batch * m * n * k / (rate * share))
+    flops, moved = 2.0 * batch * m * n * k, batch * (m * k + k * n + m * n) * item
+    seconds: Floats = np.maximum(short, flops / (rate * share))
+    if device.overlaps_tiles:
+        return np.maximum(seconds, (moved + more_bytes) / device.memory_bytes_per_s)
+    return seconds + more_bytes / device.memory_bytes_per_s
 
 
 def _measured_ratio(device: DeviceRates, m: Floats, n: Floats, k: Floats, rate: Floats) -> Floats:

@@ -30,8 +30,9 @@ class Cells:
     `rate` is FLOP/s of its products, `item` bytes of their numbers, `wide` those of the residual
     stream. `samples` of a micro-batch; `fused`: attention is; `norm_split` is by how many ranks
     norms and residual are cut (sequence parallelism), `etp` by how many experts are.
-    `elementwise`: how a program without a compiler computes them; `fuses_dropout`, `dispatcher` and
-    `experts` are its traits, too (catalog.stacks). Beside frozen weights `adapters` are trained.
+    `elementwise`: how a program without a compiler computes them; `fuses_dropout`, `dispatcher`,
+    `experts` and `fuses_accumulation` are its traits, too (catalog.stacks). Beside frozen weights
+    `adapters` are trained.
     """
 
     rate: Floats
@@ -48,6 +49,7 @@ class Cells:
     fuses_dropout: bool = False
     dispatcher: Dispatcher = "alltoall"
     experts: Experts = "grouped"
+    fuses_accumulation: bool = False
     adapters: Adapters | None = None
 
 
@@ -213,10 +215,14 @@ def _weight(
         # Ranks of tp that do not cut experts have each their part of the tokens.
         batch = np.maximum(weight.experts / cells.ep, 1.0)
         tokens = tokens * weight.active / batch * cells.etp / cells.tp
+    # A gradient that its product adds to a buffer is read and written there in fp32.
+    summed = batch * k * n * (8 - cells.item) if cells.fuses_accumulation else 0.0
     one, inputs, grads = (
-        _product(device, cells, weight, shape, batch)
-        for shape in ((tokens, n, k), (tokens, k, n), (k, n, tokens))
-    )
+        _product(device, cells, weight, shape, batch, more)
+        for shape, more in (
+            ((tokens, n, k), 0.0), ((tokens, k, n), 0.0), ((k, n, tokens), summed)
+        )
+    )  # fmt: skip
     if weight.experts and cells.experts == "loop":
         grads = grads + _slices_s(device, batch, batch * n * k * cells.item)
     eight = _in_float8(device, cells)
@@ -235,12 +241,15 @@ def _weight(
 
 def _product(
     device: DeviceRates, cells: Cells, weight: Weight, shape: tuple[Floats, Floats, Floats],
-    batch: Floats | float,
+    batch: Floats | float, more_bytes: Floats | float,
 ) -> Floats:  # fmt: skip
-    """Return seconds of a weight's product, of experts as the software computes them."""
+    """Return seconds of a weight's product, of experts as the software computes them.
+
+    It moves `more_bytes` than its operands and its result.
+    """
     if weight.experts and cells.experts == "loop":
         return batch * sustained_product_s(device, cells.rate, *shape, cells.item)
-    seconds = sustained_product_s(device, cells.rate, *shape, cells.item, batch)
+    seconds = sustained_product_s(device, cells.rate, *shape, cells.item, batch, more_bytes)
     slower = device.triton_experts if weight.experts and cells.experts == "triton" else 1.0
     return seconds * slower
 

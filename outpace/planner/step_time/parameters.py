@@ -43,16 +43,20 @@ def weight_traffic_s(setup: StepTimeSetup) -> Floats:
     """Return, of a micro-batch: weights cast for products, gradients cast back and added up.
 
     Where ranks split parameters each casts its shard before it is gathered, and all gradients as
-    they are copied to the buffer that they are reduced in. Frozen weights are kept as they are
-    multiplied, or unpacked; but outpace casts those of 32 bits, or their shards, each time.
+    they are copied to the buffer that they are reduced in; what is gathered is copied out of its
+    buffer. Where products add gradients up themselves, buffers are filled with zeros alone. Frozen
+    weights are kept as they are multiplied, or unpacked; but outpace casts those of 32 bits that
+    are not packed each time, or their shards.
     """
     c, numbers = setup.columns, setup.numbers
     present, rate = setup.parameters.present, setup.device.memory_bytes_per_s
     if setup.question.adapters is not None:
         each = np.where(numbers.autocast, 6.0, 0.0)
         each = np.where(numbers.casts_shards, 6.0 / setup.shards, each)
-        whole = present - setup.parameters.packed
-        return whole * each * (not setup.question.other_program) / rate
+        packed, base = setup.parameters.packed, setup.question.adapters.base_bytes or 0.0
+        each = each * (not setup.question.other_program) + _copies(setup) * c.shard_bytes()[0]
+        frozen_s: Floats = ((present - packed) * each + packed * _copies(setup) * base) / rate
+        return frozen_s
     # Weights are read in 4 bytes and written in 2, gradients the other way round; of weights that
     # micro-batches share the cast of (train.step), once a step.
     once = np.where(numbers.shares_casts, setup.micro, 1)
@@ -61,8 +65,23 @@ def weight_traffic_s(setup: StepTimeSetup) -> Floats:
     # Of bf16 into fp32: what is added is read in 2 bytes, the sum read and written in 4.
     wide = c.precision_in("bf16-master") & ~c.holds_masters()
     add = np.where(setup.micro > 1, np.where(wide, 10.0, 3 * numbers.kept), 0.0)
-    seconds: Floats = present * (cast + add) / rate
+    if setup.question.stack.fuses_accumulation:
+        add = FP32 / setup.micro
+    copied = _copies(setup) * c.shard_bytes()[0]
+    seconds: Floats = present * (cast + add + copied) / rate
     return seconds
+
+
+def _copies(setup: StepTimeSetup) -> Floats:
+    """Return how often a micro-batch's gathered numbers are read and written once more.
+
+    Each is copied out of its gather's buffer; a pipeline's micro-batches share gathers.
+    """
+    c = setup.columns
+    gathers = np.select([c.zero == 3, c.zero == 2], [2.0, 1.0], 0.0)
+    gathers = gathers * np.where(c.pp > 1, c.passes / setup.micro, 1.0)
+    copies: Floats = 2 * gathers * setup.question.stack.copies_units
+    return copies
 
 
 def optimizer_step_s(setup: StepTimeSetup, ahead_s: Floats) -> Floats:

@@ -24,7 +24,7 @@ class PassTime:
     `weights_s` are the device's for gradients of weights, which some schedules put off.
 
     A host runs ahead of its accelerator, so that a pass takes what the slower of them takes; where
-    both are one (`alone`), it takes what both take.
+    both are one, or take turns (`alone`), it takes what both take.
     """
 
     device_s: Floats
@@ -197,8 +197,8 @@ def _backward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) ->
 
 
 def _is_alone(setup: StepTimeSetup) -> bool:
-    """Return whether the device is its own host."""
-    return setup.device.kind == "cpu"
+    """Return whether the device is its own host, or its host waits for every kernel."""
+    return setup.device.kind == "cpu" or setup.question.stack.blocks_launches
 
 
 def _launched_s(setup: StepTimeSetup, operators: Floats) -> Floats:

@@ -168,7 +168,8 @@ def _numbers(question: StepTimeQuestion, columns: PlanBatch) -> Numbers:
         wide=np.where(autocast, FP32, item),
         kept=np.where(low, 2.0, FP32),
         autocast=autocast & ~splits,
-        casts_shards=c.precision_in(*SHARD_DTYPES) & splits & ~casts,
+        casts_shards=c.precision_in(*SHARD_DTYPES)
+        & (splits & ~casts | casts & question.stack.copies_units & (c.zero > 1)),
         shares_casts=_trains_on_gpu(question) & whole & plain,
     )
 
@@ -221,15 +222,22 @@ def _cells(question: StepTimeQuestion, columns: PlanBatch, numbers: Numbers) -> 
     c, software = columns, question.stack
     rates = np.array([question.device.rate(dtype_of(name)) for name in PRECISIONS])
     split = np.where(c.sequence_parallel, c.tp, 1)
-    keys = np.stack(
-        [rates[c.precision], numbers.item, numbers.wide, c.micro_batch, c.tp, c.cp, c.ep, c.etp,
-         split, c.compile], axis=1,
-    ).astype(float)  # fmt: skip
-    unique, cell = np.unique(keys, axis=0, return_inverse=True)
-    rate, item, wide, samples, tp, cp, ep, etp, norm_split, compiled = unique.T
+    # As one number for each plan, which sorts faster than rows do.
+    sizes = [c.precision, numbers.wide.astype(np.int64), c.micro_batch, c.tp, c.cp, c.ep, c.etp,
+             split, c.compile.astype(np.int64)]  # fmt: skip
+    spans = tuple(int(one.max(initial=0)) + 1 for one in sizes)
+    _, first, cell = np.unique(
+        np.ravel_multi_index(tuple(sizes), spans), return_index=True, return_inverse=True
+    )
+    rate, item, wide, samples, tp, cp, ep, etp, norm_split = (
+        np.asarray(values, float)[first]
+        for values in (rates[c.precision], numbers.item, numbers.wide, c.micro_batch, c.tp, c.cp,
+                       c.ep, c.etp, split)
+    )  # fmt: skip
     cells = Cells(
-        rate, item, wide, samples, tp, cp, ep, etp, norm_split, compiled > 0,
+        rate, item, wide, samples, tp, cp, ep, etp, norm_split, c.compile[first],
         elementwise=software.elementwise, fuses_dropout=software.fuses_dropout,
-        dispatcher=software.dispatcher, experts=software.experts, adapters=question.adapters,
+        dispatcher=software.dispatcher, experts=software.experts,
+        fuses_accumulation=software.fuses_accumulation, adapters=question.adapters,
     )  # fmt: skip
     return cells, cell

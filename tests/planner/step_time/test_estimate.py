@@ -271,10 +271,12 @@ def test_what_is_exposed_where_nothing_computes_beside_it(values, seconds):
 
 def test_shards_are_cast_where_they_lie_and_gathered_in_half_the_bytes():
     """Their residual stream is as wide as that of whole weights, and so is the rest of a pass."""
-    question = StepTimeQuestion(BLOCKS, 512, FLAT, FREE)
+    slow = replace(FLAT, memory_bytes_per_s=1e12)
+    question = StepTimeQuestion(BLOCKS, 512, slow, FREE)
     whole = step(question, 32, micro_batch=4, strategy="ddp", dp_replicate=8)
     split = step(question, 32, micro_batch=4, strategy="zero3", dp_shard=8)
-    saved = parameters(BLOCKS) * (12 - 6 - 6 / 8) / FLAT.memory_bytes_per_s
+    # Both gathers are copied out of their buffers.
+    saved = parameters(BLOCKS) * (12 - 6 - 6 / 8 - 2 * 4) / slow.memory_bytes_per_s
     assert whole["memory_s"] - split["memory_s"] == pytest.approx(saved, rel=1e-6)
     wired = StepTimeQuestion(BLOCKS, 512, AT_ONCE, WIRED)
     sent = {
@@ -283,6 +285,51 @@ def test_shards_are_cast_where_they_lie_and_gathered_in_half_the_bytes():
     }
     # Three times Ψ of 4 bytes; two gathers of 2 bytes and a sum of 4.
     assert sent["bf16"] / sent["fp32"] == pytest.approx((2 * 2 + 4) / (3 * 4), rel=1e-6)
+
+
+def test_another_program_copies_what_it_gathers_where_its_stack_does():
+    """FSDP2: gathers are copied out, gradients into fp32; flat parameters are read in place."""
+    slow = replace(FLAT, memory_bytes_per_s=1e12)
+    plans = {"zero3": 2 * 4 + 6 + 6 / 8, "zero2": 4 + 6 + 6 / 8}
+    for name, nbytes in plans.items():
+        took = [
+            step(StepTimeQuestion(BLOCKS, 512, slow, FREE, other_program=True, stack=STACKS[stack]),
+                 32, strategy=name, dp_shard=8)["memory_s"]
+            for stack in ("torchtitan", "accelerate", "trainer")
+        ]  # fmt: skip
+        copied = 4 * parameters(BLOCKS) * nbytes / 1e12  # four micro-batches
+        assert took[0] == took[1]
+        assert took[0] - took[2] == pytest.approx(copied, rel=1e-6), name
+
+
+def test_products_that_add_gradients_up_leave_no_traffic_to_others():
+    """Into buffers of fp32, read and written where a tile's result was; filled with zeros once."""
+    slow = replace(FLAT, memory_bytes_per_s=1e12)
+    plan = {"strategy": "ddp", "dp_replicate": 8, "precision": "fp16-master"}
+    apart, fused, beside = (
+        sum(step(StepTimeQuestion(BLOCKS, 512, device, FREE, other_program=True, stack=replaced(
+            copies_units=False, fuses_accumulation=fuses)), 32, micro_batch=1, **plan).values())
+        for device, fuses in (
+            (slow, False), (slow, True), (replace(slow, overlaps_tiles=True), True),
+        )
+    )  # fmt: skip
+    each = parameters(BLOCKS) / 1e12
+    # Four micro-batches: read, read and written in 16 bits; or 8 bytes in the place of 2.
+    assert fused - apart == pytest.approx(each * (4 - 4 * 6 + 4 * (8 - 2)), rel=1e-6)
+    assert beside - apart == pytest.approx(each * (4 - 4 * 6), rel=1e-6)  # hidden by other tiles
+
+
+def test_a_host_that_waits_for_every_kernel_adds_its_launches():
+    device = replace(FLAT, operator_s=1e-5)
+    ahead, blocked = (
+        step(StepTimeQuestion(BLOCKS, 512, device, FREE, stack=replaced(blocks_launches=blocks)),
+             32, strategy="ddp", dp_replicate=8)
+        for blocks in (False, True)
+    )  # fmt: skip
+    assert blocked["host_s"] > ahead["host_s"] >= 0
+    least = max(ahead["products_s"], blocked["host_s"])
+    assert sum(blocked.values()) == pytest.approx(blocked["products_s"] + blocked["host_s"], 1e-3)
+    assert sum(ahead.values()) == pytest.approx(least, rel=0.2)
 
 
 def test_all_wait_for_the_slowest_device():
