@@ -30,7 +30,6 @@ from outpace.planner.model.outline import parameters
 from outpace.planner.model.outline_flops import forward_flops, recomputed_flops, step_flops
 from outpace.planner.plan_batch import MODES, Floats, PlanBatch, of_plans
 from outpace.planner.problem import PlanningProblem
-from outpace.planner.search.alternatives import EQUAL, LEAN
 from outpace.planner.search.branch_and_bound import (
     SearchResult,
     fastest,
@@ -252,8 +251,8 @@ def _find_simulated_alternatives(job: PlanningProblem, found: SearchResult) -> S
 
 def _slow_alternatives(found: SearchResult) -> tuple[bool, bool]:
     """Whether the simplest and the leanest are slower than they may be, once simulated."""
-    took, least = found.times.step_s, float(found.times.step_s[found.fastest])
-    slow = took[[found.simplest, found.leanest]] > least * np.array([EQUAL, LEAN])
+    took = found.times.step_s[[found.simplest, found.leanest]]
+    slow = took > np.array([found.simple_s, found.lean_s])
     return bool(slow[0]), bool(slow[1])
 
 
@@ -486,17 +485,70 @@ def _infeasible(job: PlanningProblem, found: SearchResult) -> str:
         return impossible(job.wanted)
     needs = {name: float(found.needs[spot]) for name, spot in found.smallest.items()}
     place = found.smallest[min(needs, key=lambda name: needs[name])]
-    beside = _fewest_beside(job)
-    more = _fewest_nodes(lambda nodes: _fits_on(job, nodes)) if beside is None else None
     return (
         f"{job.outline.name} ({show_count(parameters(job.outline))} parameters) does not fit: its "
         f"smallest plan ({title(to_plan(found.columns, place))}) "
-        f"{lacks(job, found.columns, place)}. "
-        + (f"It fits on {beside[0]} of them in one node: --machine {beside[1]}." if beside else
-           f"It fits on {more} nodes of {job.cluster.name}." if more else
-           "Use devices with more memory, a shorter --seq-len, or a smaller model.")
-        + _beyond_positions(job)
-    )  # fmt: skip
+        f"{lacks(job, found.columns, place)}. {_remedy(job)}{_beyond_positions(job)}"
+    )
+
+
+def _remedy(job: PlanningProblem) -> str:
+    """Say what to change first so that the model fits: what costs least of what was tried."""
+    fine: list[str] = []
+    shorter = _longest_sequence(job)
+    if shorter is not None:
+        fine.append(f"with --seq-len {shorter}")
+    adapters = _fitting_adapters(job)
+    if adapters is not None:
+        fine.append(f"with adapters ({adapters})")
+    beside = _fewest_beside(job)
+    more = _fewest_nodes(lambda nodes: _fits_on(job, nodes)) if beside is None else None
+    if beside is not None:
+        fine.append(f"on {beside[0]} of them in one node: --machine {beside[1]}")
+    if more is not None:
+        fine.append(f"on {more} nodes of {job.cluster.name}")
+    if not fine:
+        return "Use devices with more memory, or a smaller model."
+    return f"It fits {', or '.join(fine)}."
+
+
+_SHORTEST = 128  # tokens of a sequence that is worth a mention
+
+
+def _longest_sequence(job: PlanningProblem) -> int | None:
+    """Return the longest part of the sequence length with which a plan fits, of halves of halves;
+    None: none does.
+    """
+    wanted = job.wanted
+    if not job.outline.vocab or any(stack.seq_len for stack in job.outline.stacks):
+        return None
+    lengths = [wanted.seq_len // 2**n for n in range(1, wanted.seq_len.bit_length())]
+    lengths = [length for length in lengths if length >= _SHORTEST]
+    if not lengths or not _fits_with(job, seq_len=lengths[-1]):
+        return None
+    return next(length for length in lengths if _fits_with(job, seq_len=length))
+
+
+def _fitting_adapters(job: PlanningProblem) -> str | None:
+    """Return options of adapters with which a plan fits; None: none does, or they are planned."""
+    wanted = job.wanted
+    values = {"precision": wanted.precision, **wanted.keep}
+    known = can_plan_adapters(job.outline, values) and not job.question.other_program
+    if wanted.adapters is not None or not known:
+        return None
+    for words, values in (
+        ("--lora-rank 16", {"lora_rank": 16}),
+        ("--lora-rank 16 --base nf4", {"lora_rank": 16, "base": "nf4"}),
+    ):
+        if _fits_with(job, keep={**wanted.keep, **values}):
+            return words
+    return None
+
+
+def _fits_with(job: PlanningProblem, **changes: Any) -> bool:
+    """Return whether any plan fits with changes of the request."""
+    other = replace(job, wanted=replace(job.wanted, **changes))
+    return fits(other.wanted, other.checked_bytes, other.least_bytes, other.limit)
 
 
 _MOST_BESIDE = 8  # accelerators in a host

@@ -5,6 +5,7 @@ Every array has one entry per plan. Names are stored as their positions in the t
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import Any, Self, get_args
 
 import numpy as np
@@ -122,11 +123,11 @@ class PlanBatch:
 
     def schedule_in(self, *names: str) -> Bools:
         """Return which pipelines have one of these schedules."""
-        return np.isin(self.schedule, [SCHEDULE_NAMES.index(name) for name in names])
+        return _is_among(SCHEDULE_NAMES, names)[self.schedule]
 
     def strategy_in(self, *names: Strategy) -> Bools:
         """Return which plans have one of these strategies."""
-        return np.isin(self.strategy, [STRATEGIES.index(name) for name in names])
+        return _is_among(STRATEGIES, names)[self.strategy]
 
     def holds_masters(self) -> Bools:
         """Return which plans have fp32 shards as masters, which bf16-master gathers in bf16."""
@@ -141,7 +142,21 @@ class PlanBatch:
 
     def precision_in(self, *names: Precision) -> Bools:
         """Return which plans have one of these precisions."""
-        return np.isin(self.precision, [PRECISIONS.index(name) for name in names])
+        return _is_among(PRECISIONS, names)[self.precision]
+
+
+def join_batches(parts: Sequence[PlanBatch]) -> PlanBatch:
+    """Return the plans of several batches in one."""
+    names = [field.name for field in fields(PlanBatch)]
+    return PlanBatch(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in names})
+
+
+@lru_cache
+def _is_among(values: tuple[str, ...], names: tuple[str, ...]) -> Bools:
+    """Return, for the position of each value, whether it is one of the names."""
+    found = np.array([value in names for value in values])
+    found.setflags(write=False)
+    return found
 
 
 def of_plans(plans: Sequence[Plan], global_batch: int, layers: int) -> PlanBatch:

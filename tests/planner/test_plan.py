@@ -69,7 +69,8 @@ def test_the_first_plan_is_the_simplest_of_those_as_fast():
     answer = plans(asked("llama-3.1-8b", keep="compile=False", seq_len=8192, global_batch=8))
     first, fast, lean = (answer.plan_for(role) for role in ("recommended", "fastest", "leanest"))
     assert answer.plans[0] is first and first.why.startswith("recommended: ")
-    assert fast.estimate.step_time_s < first.estimate.step_time_s < 1.02 * fast.estimate.step_time_s
+    assert fast.estimate.step_time_s < first.estimate.step_time_s < 1.1 * fast.estimate.step_time_s
+    assert "slower than the fastest, which leaves only" in first.why
     room = first.estimate.memory_bytes - first.estimate.peak_memory_bytes
     assert room > 0.1 * first.estimate.memory_bytes
     assert room > fast.estimate.memory_bytes - fast.estimate.peak_memory_bytes
@@ -123,6 +124,44 @@ def test_nothing_is_offloaded_where_a_plan_as_fast_keeps_all_on_the_device():
     first = plans(asked("gpt2-xl", "8xrtx-3090", global_batch=64)).plan_for("recommended").plan
     assert first.offload_activations == first.offload_parameters == first.offload_optimizer
     assert first.offload_optimizer == "none" and first.pp == first.tp == 1
+
+
+def test_what_offloads_gains_more_than_a_tenth_or_comes_second():
+    """Where memory suffices without: the fastest is beside it, for what it is."""
+    wanted = {"seq_len": 8192, "global_batch": 512, "nodes": 16, "keep": "tp=1,pp=1,cp=1"}
+    answer = plans(asked("llama-3-70b", "dgx-h100", **wanted))
+    first, fast = (answer.plan_for(role) for role in ("recommended", "fastest"))
+    assert fast.plan.offload_activations == "cpu" and first.plan.offload_activations == "none"
+    assert first.estimate.step_time_s <= 1.02 * 1.1 * fast.estimate.step_time_s
+    assert "slower than the fastest, which offloads activations" in first.why
+
+
+def test_a_leaner_plan_is_beside_one_that_fills_memory(monkeypatch):
+    """However slow: the fastest of those that leave a tenth of it free."""
+    job = asked("llama-3.1-8b", "rtx-4090", seq_len=1024, global_batch=4,
+                keep="lora_rank=16,base=nf4,compile=false,micro_batch=4")  # fmt: skip
+    need = max(one.estimate.peak_memory_bytes for one in plans(job).plans)
+    device = replace(job.cluster.device, memory_bytes=need + 30 * 2**20)
+    answer = plans(replace(job, cluster=replace(job.cluster, device=device)))
+    fast, lean = answer.plan_for("fastest"), answer.plan_for("leanest")
+    assert fast.estimate.peak_memory_bytes > 0.99 * device.memory_bytes
+    assert lean.estimate.peak_memory_bytes < 0.9 * device.memory_bytes
+    assert "the fastest that leaves 10.0 % of it free" in lean.why
+
+
+def test_what_does_not_fit_is_told_what_to_change_first():
+    never = "offload_activations=none,offload_parameters=none,offload_optimizer=none"
+    long = asked("llama-3.1-8b", "4xrtx-4090", seq_len=131072, global_batch=4, keep=never)
+    with pytest.raises(BadInputError, match=r"It fits with adapters \(--lora-rank 16\), or on 8 "):
+        plans(replace(long, wanted=replace(long.wanted, seq_len=2048)))
+    long = asked("llama-3.1-8b", "rtx-4090", seq_len=65536, global_batch=1,
+                 keep="lora_rank=16,base=nf4")  # fmt: skip
+    with pytest.raises(BadInputError) as caught:
+        plans(long)
+    length = int(re.search(r"It fits with --seq-len (\d+)", str(caught.value))[1])
+    assert plans(replace(long, wanted=replace(long.wanted, seq_len=length))).plans
+    with pytest.raises(BadInputError):
+        plans(replace(long, wanted=replace(long.wanted, seq_len=2 * length)))
 
 
 @pytest.mark.slow
@@ -335,7 +374,7 @@ def test_the_reason_is_the_reason(model, keep, words, sentence):
 
 
 def test_what_never_fits_asks_for_other_devices():
-    with pytest.raises(BadInputError, match=r"Use devices with more memory, a shorter --seq-len"):
+    with pytest.raises(BadInputError, match=r"Use devices with more memory, or a smaller model"):
         plans(asked("llama-3.1-405b", "4x-gtx-1080-ti", keep="strategy=ddp", seq_len=4096))
 
 

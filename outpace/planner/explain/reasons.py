@@ -9,7 +9,7 @@ from outpace.planner.explain.titles import PARTS, choices, title
 from outpace.planner.model.adapters import ADAPTER_NAMES
 from outpace.planner.plan_batch import PlanBatch
 from outpace.planner.problem import PlanningProblem
-from outpace.planner.search.alternatives import LEAN
+from outpace.planner.search.alternatives import EQUAL, LEAN, ROOMY
 from outpace.planner.search.branch_and_bound import FAMILIES, SearchResult, family
 from outpace.planner.search.nearest_batch import nearest_batches
 from outpace.planner.search.space import (
@@ -43,6 +43,9 @@ def explain_plan(
     room, theirs = (show_bytes(round(float(found.needs[one]))) for one in (place, found.fastest))
     if "recommended" in roles:
         begin = f"as fast as the fastest ({against})" if mine / least - 1 < _ALIKE else slower
+        tried = _what_is_tried(job, found)
+        if tried is not None and mine > EQUAL * least:
+            return f"{join_roles(roles)}: {slower}, which {tried}"
         left = _MORE_ROOM * float(found.needs[place]) < float(found.needs[found.fastest])
         gain = (
             f"with more memory left ({room} used, {theirs} by the fastest)" if left else "simpler"
@@ -50,10 +53,26 @@ def explain_plan(
         return f"{join_roles(roles)}: {begin}, less than estimates are off, and {gain}"
     if "leanest" in roles:
         most = show_share(LEAN - 1)
+        if mine > LEAN * least:
+            free = show_share(1 - ROOMY)
+            return f"leanest: {room} of memory, the fastest that leaves {free} of it free; {slower}"
         return f"leanest: {room} of memory, the least of plans up to {most} slower; {slower}"
     if mine / least - 1 < _ALIKE:
         return f"as fast as the fastest ({against})"
     return f"{slower}: {_largest_gap(found, place, found.fastest)}"
+
+
+def _what_is_tried(job: PlanningProblem, found: SearchResult) -> str | None:
+    """Return what the fastest plan does that the recommended one need not: None, nothing."""
+    plan = to_plan(found.columns, found.fastest)
+    away = [name for name in ("activations", "parameters", "optimizer")
+            if getattr(plan, f"offload_{name}") != "none"]  # fmt: skip
+    if away:
+        return f"offloads {' and '.join(away)}"
+    free = job.limit - float(found.needs[found.fastest])
+    if free < (1 - ROOMY) * job.limit:
+        return f"leaves only {show_bytes(round(free))} of a device's memory free"
+    return None
 
 
 def _explain_fastest(

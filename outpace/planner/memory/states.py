@@ -2,8 +2,9 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -78,8 +79,10 @@ def _parts(name: str, stack: Stack, outputs: int, tp: int) -> list[int]:
     return [outputs // 2] * 2 if gated and name.endswith("up") else [outputs]
 
 
-def by_plans(columns: PlanBatch, names: tuple[str, ...], value: Callable[..., float]) -> Floats:
-    """Return a number for each plan by a few columns, computed once for each combination."""
+def by_plans(columns: PlanBatch, names: tuple[str, ...], value: Callable[..., Any]) -> Any:
+    """Return what `value` has of a few columns, computed once for each combination: a number for
+    each plan, or a row of several for each.
+    """
     rows = np.stack([getattr(columns, name).astype(np.int64) for name in names])
     spans = rows.max(axis=1) + 1
     keys = np.ravel_multi_index(tuple(rows), tuple(int(span) for span in spans))
@@ -99,18 +102,18 @@ class States:
     rest: Floats
 
 
+_PARTS = tuple(field.name for field in fields(States))
+
+
 def states(outline: Outline, columns: PlanBatch) -> States:
     """Return the bytes of states, from the shapes of parameters."""
     names = ("optimizer", "precision", "tp", "ep", "etp")
 
-    def value_by(which: str) -> Callable[..., float]:
-        def value(optimizer: int, precision: int, *axes: int) -> float:
-            return _states(outline, which, OPTIMIZERS[optimizer], PRECISIONS[precision], *axes)
+    def value(optimizer: int, precision: int, *axes: int) -> list[float]:
+        named = OPTIMIZERS[optimizer], PRECISIONS[precision]
+        return [_states(outline, which, *named, *axes) for which in _PARTS]
 
-        return value
-
-    return States(*(by_plans(columns, names, value_by(which)) for which in (
-        "layer", "embedding", "positions", "head", "rest")))  # fmt: skip
+    return States(*by_plans(columns, names, value).reshape(-1, len(_PARTS)).T.copy())
 
 
 @lru_cache(maxsize=4096)

@@ -70,6 +70,9 @@ class MemoryTimeline:
     def moment(self, kind: Kind, nbytes: Amount) -> None:
         """Allocate, check for a peak, and release."""
         nbytes = self._of_plans(nbytes)
+        if not self._records_kinds:
+            np.maximum(self.peak, self._live + nbytes, out=self.peak)
+            return
         self._change(kind, nbytes)
         self.look()
         self._change(kind, -nbytes)

@@ -128,16 +128,15 @@ def _most(
     order: Iterator[Operation], layers: list[int], last: int, splits: bool, first: int
 ) -> tuple[int, int, int, int, int]:
     """Return the most chunks kept before the first backward is done, and after it."""
-    kept = [0] * len(layers)
     begun: set[int] = set()
     early, later = (0, 0, 0), (0, 0, 0)
-    done = at_most = losses = 0
+    blocks = chunks = done = at_most = losses = 0
     for kind, stage in order:
         if kind == "F":
-            kept[stage] += 1
+            blocks, chunks = blocks + layers[stage], chunks + 1
             losses += stage == last
         done += kind == "B" and stage != first
-        found = (sum(k * n for k, n in zip(kept, layers, strict=True)), sum(kept), losses)
+        found = blocks, chunks, losses
         if len(begun) == len(layers):
             at_most = done if found[0] >= later[0] else at_most
             later = max(later, found)
@@ -145,7 +144,7 @@ def _most(
             early = max(early, found)
         losses -= kind == "B" and stage == last
         if kind == ("W" if splits else "B"):
-            kept[stage] -= 1
+            blocks, chunks = blocks - layers[stage], chunks - 1
             begun.add(stage)
     return early[1], early[2], later[1], later[2], at_most
 

@@ -1,8 +1,10 @@
 """Choice among plans that are about as fast: the simplest with free memory, and the leanest.
 
 The estimates of two plans on one machine share most of their error, but each may have its own error
-of 2 %. Below that, the plan that an expert would run comes first: nothing offloaded, no unnecessary
-axis or schedule, and memory left.
+of 2 %. Below that, the plan that an expert would run comes first: no unnecessary axis or schedule,
+and memory left. What offloads, or fills a device's memory, has to gain more than 10 %: offloading
+loads a host that all of a node's devices share, and of no published step; memory is estimated to
+2 to 5 % in the median, not in each case.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -10,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from outpace.planner.plan_batch import OFFLOADS, Floats, Ints, PlanBatch
+from outpace.planner.plan_batch import OFFLOADS, Floats, Ints, PlanBatch, join_batches
 from outpace.planner.search.space import Options, expand, untrained_mask
 
 EQUAL = 1.02  # times the fastest's step: no reason to prefer the fastest
@@ -22,9 +24,13 @@ _TIGHT = 2  # what less room counts for, beside the axes and options of `_layout
 # its links and its other programs to what a step waits for.
 _OFFLOAD, _OFFLOAD_TO_DISK = 5, 6
 _LAYOUTS = 2048  # whose options are looked at together: of fewer, calls cost more than plans
+_FEW_LAYOUTS = 512
 _PIECE = 256  # plans whose bytes are estimated first; then twice as many, again and again
 
+_PLACES = tuple(f"offload_{name}" for name in ("activations", "parameters", "optimizer"))
+
 Estimates = Callable[[PlanBatch], Floats]
+_Least = tuple[float, float, PlanBatch]  # bytes, seconds, and the plan that needs them
 
 
 @dataclass(frozen=True)
@@ -43,32 +49,29 @@ class PlanChoice:
     floors: Estimates
     memory_bytes: float
 
-    def narrow(self, plain: PlanBatch, chosen: Sequence[Options]) -> "PlanChoice":
-        """Return the same choice among fewer layouts or options."""
-        return replace(self, plain=plain, chosen=chosen)
-
 
 def simplest(choice: PlanChoice, most_s: float, trains_all: bool) -> PlanBatch | None:
     """Return the simplest plan that fits within `most_s`; of equals, that of most free memory.
 
     `trains_all`: the trainer is not outpace, so plans that outpace cannot train are not penalised.
     """
-    chosen, limit = choice.chosen, choice.memory_bytes
-    of_layout = _layout_costs(choice.plain, trains_all)
-    of_options = np.array([_options_cost(options, chosen[0]) for options in chosen])
+    limit = choice.memory_bytes
+    parts = [part for part, _ in _quick_plans(choice, most_s)]
+    if not parts:
+        return None
+    plans = join_batches(parts)
+    costs = _layout_costs(plans, trains_all) + _options_costs(plans, choice.chosen[0])
     best: tuple[float, float, float, PlanBatch] | None = None
-    for cost in np.unique(of_layout[:, None] + of_options[None, :]):
+    for cost in np.unique(costs):
         if best is not None and best[0] < cost:
             break
-        for own in np.unique(of_options):
-            some = choice.plain.take(np.flatnonzero(of_layout == cost - own))
-            some_options = [one for one, c in zip(chosen, of_options, strict=True) if c == own]
-            found = _least_memory(choice.narrow(some, some_options), most_s, _ENOUGH * limit)
-            if found is None:
-                continue
-            total = float(cost) + _TIGHT * (found[0] > ROOMY * limit)
-            if best is None or (total, *found[:2]) < best[:3]:
-                best = total, *found
+        some = plans.take(np.flatnonzero(costs == cost))
+        found = _least_of(choice, some, choice.seconds(some), _ENOUGH * limit, None)
+        if found is None:
+            continue
+        total = float(cost) + _TIGHT * (found[0] > ROOMY * limit)
+        if best is None or (total, *found[:2]) < best[:3]:
+            best = total, *found
     return None if best is None else best[3]
 
 
@@ -77,34 +80,69 @@ def leanest(choice: PlanChoice, most_s: float, offloads: bool) -> PlanBatch | No
 
     `offloads`: nothing else fits. Otherwise, nothing is offloaded to a host's memory.
     """
-    places = [f"offload_{name}" for name in ("activations", "parameters", "optimizer")]
-    options = [one for one in choice.chosen if offloads or not any(one[name] for name in places)]
-    found = _least_memory(choice.narrow(choice.plain, options), most_s, 0.0)
+    options = choice.chosen if offloads else kept_on_device(choice.chosen)
+    found = _least_memory(replace(choice, chosen=options), most_s, 0.0)
     return None if found is None else found[2]
 
 
-def _least_memory(
-    choice: PlanChoice, most_s: float, enough: float
-) -> tuple[float, float, PlanBatch] | None:
+def kept_on_device(chosen: Sequence[Options]) -> list[Options]:
+    """Return the options that offload nothing."""
+    return [one for one in chosen if not any(one[name] for name in _PLACES)]
+
+
+def quickest(choice: PlanChoice, bound: Floats, most_s: float) -> PlanBatch | None:
+    """Return the fastest plan that fits and takes at most `most_s`; None: none does.
+
+    Each layout takes at least its `bound`, with any options. Bytes are estimated of the fastest
+    plans first.
+    """
+    best, order = None, np.argsort(bound, kind="stable")
+    for begin in range(0, len(order) if choice.chosen else 0, _FEW_LAYOUTS):
+        places = order[begin : begin + _FEW_LAYOUTS]
+        if bound[places[0]] > most_s:
+            break
+        part = expand(choice.plain.take(places), choice.chosen)
+        took = choice.seconds(part)
+        rest = np.flatnonzero(took <= most_s)
+        rest = rest[choice.floors(part.take(rest)) <= choice.memory_bytes]
+        rest = rest[np.argsort(took[rest], kind="stable")]
+        for first in range(0, len(rest), _LAYOUTS):
+            rows = rest[first : first + _LAYOUTS]
+            fits = rows[choice.needs(part.take(rows)) <= choice.memory_bytes]
+            if len(fits):
+                best, most_s = part.take(fits[:1]), float(took[fits[0]])
+                break
+    return best
+
+
+def _least_memory(choice: PlanChoice, most_s: float, enough: float) -> _Least | None:
     """Return the plan with the least memory among the layouts with all options; None if none fits.
 
     Also returns its bytes and seconds. Among plans that need `enough` or less, the fastest is
     chosen. Layouts with the lowest `floors` come first, until none of the rest can need less.
     """
-    best: tuple[float, float, PlanBatch] | None = None
+    best: _Least | None = None
     for part, took in _quick_plans(choice, most_s):
-        least = np.maximum(choice.floors(part), enough)
-        order = np.argsort(least, kind="stable")
-        size = _PIECE
-        while len(order):
-            rows, order, size = order[:size], order[size:], 2 * size
-            if least[rows[0]] > (choice.memory_bytes if best is None else best[0]):
-                break
-            nbytes = np.maximum(choice.needs(part.take(rows)), enough)
-            place = int(np.lexsort((took[rows], nbytes))[0])
-            own = float(nbytes[place]), float(took[rows[place]])
-            if own[0] <= choice.memory_bytes and (best is None or own < best[:2]):
-                best = *own, part.take(rows[[place]])
+        best = _least_of(choice, part, took, enough, best)
+    return best
+
+
+def _least_of(
+    choice: PlanChoice, part: PlanBatch, took: Floats, enough: float, best: _Least | None
+) -> _Least | None:
+    """Return the plan of the least memory among some, with its bytes and seconds, or `best`."""
+    least = np.maximum(choice.floors(part), enough)
+    order = np.argsort(least, kind="stable")
+    size = _PIECE
+    while len(order):
+        rows, order, size = order[:size], order[size:], 2 * size
+        if least[rows[0]] > (choice.memory_bytes if best is None else best[0]):
+            break
+        nbytes = np.maximum(choice.needs(part.take(rows)), enough)
+        place = int(np.lexsort((took[rows], nbytes))[0])
+        own = float(nbytes[place]), float(took[rows[place]])
+        if own[0] <= choice.memory_bytes and (best is None or own < best[:2]):
+            best = *own, part.take(rows[[place]])
     return best
 
 
@@ -136,15 +174,12 @@ def _layout_costs(c: PlanBatch, trains_all: bool) -> Ints:
     return found if trains_all else found + 3 * untrained_mask(c)
 
 
-def _options_cost(options: Options, plainest: Options) -> int:
+def _options_costs(c: PlanBatch, plainest: Options) -> Ints:
     """Count the effort of options: most for offloading, little for recomputation and chunks."""
     disk = OFFLOADS.index("disk")
-    places = [options[f"offload_{name}"] for name in ("activations", "parameters", "optimizer")]
-    offloads = sum(_OFFLOAD_TO_DISK if place == disk else _OFFLOAD for place in places if place)
-    others = (
-        options["modes"][0] < 1,
-        options["optimizer"] != plainest["optimizer"],
-        options["chunked_loss"],
-        options["in_backward"],
-    )
-    return offloads + sum(map(bool, others))
+    found = np.zeros(len(c), np.int64)
+    for name in _PLACES:
+        place = getattr(c, name)
+        found += np.select([place == disk, place > 0], [_OFFLOAD_TO_DISK, _OFFLOAD], 0)
+    found += (c.modes[:, 0] < 1) + (c.optimizer != plainest["optimizer"]).astype(np.int64)
+    return found + c.chunked_loss + c.in_backward

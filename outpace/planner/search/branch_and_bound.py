@@ -12,8 +12,26 @@ from typing import get_args
 
 import numpy as np
 
-from outpace.planner.plan_batch import MODES, OPTIMIZERS, STRATEGIES, Bools, Floats, Ints, PlanBatch
-from outpace.planner.search.alternatives import EQUAL, LEAN, PlanChoice, leanest, simplest
+from outpace.planner.plan_batch import (
+    MODES,
+    OPTIMIZERS,
+    STRATEGIES,
+    Bools,
+    Floats,
+    Ints,
+    PlanBatch,
+    join_batches,
+)
+from outpace.planner.search.alternatives import (
+    EQUAL,
+    LEAN,
+    ROOMY,
+    PlanChoice,
+    kept_on_device,
+    leanest,
+    quickest,
+    simplest,
+)
 from outpace.planner.search.space import (
     Options,
     SearchRequest,
@@ -45,8 +63,9 @@ class SearchResult:
 
     `best` is a family's fastest plan that fits, and `smallest` the one that needs the least memory
     among those that do not, as indices into `columns`; −1 for none. `simplest` and `leanest` are
-    indices of plans as fast as the fastest, or nearly (see `alternatives`); −1 if not searched.
-    `layouts` are all layouts without options; each takes at least `bound` seconds.
+    indices of plans as fast as the fastest, or nearly (see `alternatives`); −1 if not searched;
+    `simple_s` and `lean_s` are the seconds that these may take. `layouts` are all layouts without
+    options; each takes at least `bound` seconds.
     """
 
     columns: PlanBatch
@@ -58,6 +77,8 @@ class SearchResult:
     considered: int
     simplest: int = -1
     leanest: int = -1
+    simple_s: float = np.inf
+    lean_s: float = np.inf
     layouts: PlanBatch | None = None
     bound: Floats = field(default_factory=lambda: np.zeros(0))
 
@@ -105,7 +126,7 @@ def search(
         )
     if not taken:
         return _empty_result(plain, question)
-    together = _concatenate(taken)
+    together = join_batches(taken)
     considered = len(plain) * len(chosen)
     found = _finish_search(question, together, needs, memory_bytes, count, considered)
     return replace(found, layouts=plain, bound=bound)
@@ -121,36 +142,58 @@ def find_alternatives(
 ) -> SearchResult:
     """Return `found` with rows for the simplest and the leanest plans that are about as fast.
 
+    The simplest is about as fast as the fastest of those that offload nothing and leave memory
+    free, if that is at most `LEAN` times slower than the fastest of all. If all plans that are
+    about as fast fill a device's memory, the fastest of those that do not stands for the leanest.
     `floors` are lower bounds of the bytes that plans need (`planner.memory.peak.least_bytes`).
     """
     if found.layouts is None or not len(found.ranked):
         return found
-    least, chosen = float(found.times.step_s[found.fastest]), list(memory_options(wanted))
 
     def seconds(columns: PlanBatch) -> Floats:
         return estimate(question, columns).step_s
 
-    near, lean = (found.layouts.take(found.bound <= limit * least) for limit in (EQUAL, LEAN))
-    choice = PlanChoice(near, chosen, seconds, needs, floors, memory_bytes)
-    simple = simplest(choice, EQUAL * least, question.other_program)
-    first = found.columns.take([found.fastest])
-    offloads = any(
-        getattr(first, f"offload_{name}")[0] for name in ("activations", "parameters", "optimizer")
-    )
-    small = leanest(choice.narrow(lean, chosen), LEAN * least, offloads)
-    both = _concatenate([one for one in (simple, small) if one is not None] or [near.take([])])
+    least, chosen = float(found.times.step_s[found.fastest]), list(memory_options(wanted))
+    roomy, offloads = ROOMY * memory_bytes, _offloads(found.columns.take([found.fastest]))
+    whole = PlanChoice(found.layouts, chosen, seconds, needs, floors, memory_bytes)
+    stays = replace(whole, chosen=kept_on_device(chosen))
+    pool, equal = (whole if offloads else stays), least
+    for calm in (replace(stays, memory_bytes=roomy), stays):
+        if not offloads and found.needs[found.fastest] <= calm.memory_bytes:
+            pool = calm
+            break
+        kept = quickest(calm, found.bound, LEAN * least)
+        if kept is not None:
+            pool, equal = calm, float(seconds(kept)[0])
+            break
+    simple_s, lean_s = EQUAL * equal, LEAN * least
+    near, lean = (found.layouts.take(found.bound <= limit) for limit in (simple_s, lean_s))
+    simple = simplest(replace(pool, plain=near), simple_s, question.other_program)
+    small = leanest(replace(whole, plain=lean), lean_s, offloads)
+    if small is not None and needs(small)[0] > roomy:
+        roomier = quickest(replace(whole, memory_bytes=roomy), found.bound, np.inf)
+        small, lean_s = (small, lean_s) if roomier is None else (roomier, np.inf)
+    both = join_batches([one for one in (simple, small) if one is not None] or [near.take([])])
     more = estimate(question, both)
     times = {f.name: np.concatenate([getattr(found.times, f.name), getattr(more, f.name)])
              for f in fields(StepTimes)}  # fmt: skip
     count = len(found.columns)
     return replace(
         found,
-        columns=_concatenate([found.columns, both]),
+        columns=join_batches([found.columns, both]),
         times=StepTimes(**times),
         needs=np.concatenate([found.needs, needs(both)]),
         simplest=count if simple is not None else found.fastest,
         leanest=count + len(both) - 1 if small is not None else found.fastest,
+        simple_s=simple_s,
+        lean_s=lean_s,
     )
+
+
+def _offloads(columns: PlanBatch) -> bool:
+    """Return whether any of the plans offloads."""
+    places = (columns.offload_activations, columns.offload_parameters, columns.offload_optimizer)
+    return any(bool(place.any()) for place in places)
 
 
 def fastest(
@@ -170,7 +213,7 @@ def fastest(
             break
         part = expand(plain.take(places), chosen)
         part = part.take(needs(part) <= memory_bytes)
-        both = _concatenate([kept, part])
+        both = join_batches([kept, part])
         seconds = estimate(question, both).step_s
         kept = both.take(np.argsort(_ranking_s(both, seconds), kind="stable")[:count])
         if len(kept) == count:
@@ -359,7 +402,7 @@ def _family(
             yield part.take(keep)
     if not fastest and beyond:
         least = _smallest(
-            _concatenate([one for one, _ in beyond]), np.concatenate([f for _, f in beyond]),
+            join_batches([one for one, _ in beyond]), np.concatenate([f for _, f in beyond]),
             needs, least,
         )  # fmt: skip
     if not fastest and least is not None:
@@ -438,11 +481,6 @@ def _ranking_s(c: PlanBatch, seconds: Floats) -> Floats:
     return seconds * (1 + 1e-4 * pulled)
 
 
-def _concatenate(parts: list[PlanBatch]) -> PlanBatch:
-    names = PlanBatch.__dataclass_fields__
-    return PlanBatch(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in names})
-
-
 def _finish_search(
     question: StepTimeQuestion, columns: PlanBatch, needs: Needs, memory_bytes: float, count: int,
     considered: int,
@@ -471,6 +509,8 @@ def _finish_search(
 
 def fits(wanted: SearchRequest, needs: Needs, floors: Needs, memory_bytes: float) -> bool:
     """Return whether any plan fits, of the smallest micro-batch and the most recomputation."""
+    if not {"micro_batch", "pp_microbatches"} & wanted.keep.keys():
+        wanted = replace(wanted, keep={**wanted.keep, "micro_batch": 1})  # which divides any share
     plain, chosen = layouts(wanted), list(memory_options(wanted))
     if not chosen or not len(plain):
         return False

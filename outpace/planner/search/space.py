@@ -443,7 +443,9 @@ def _micro_batches(share: int, keep: Mapping[str, Any]) -> list[int]:
 
     The user's value is among them.
     """
-    if "micro_batch" in keep or "pp_microbatches" in keep:
+    if "micro_batch" in keep:
+        return [keep["micro_batch"]] if share % keep["micro_batch"] == 0 else []
+    if "pp_microbatches" in keep:
         return _divisors(share)
     found = [n for n in _divisors(share) if n <= _MOST_MICRO_BATCH]
     powers = [n for n in found if n & (n - 1) == 0]
