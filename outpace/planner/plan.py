@@ -522,7 +522,7 @@ def _longest_sequence(job: PlanningProblem) -> int | None:
     wanted = job.wanted
     if not job.outline.vocab or any(stack.seq_len for stack in job.outline.stacks):
         return None
-    lengths = [wanted.seq_len // 2**n for n in range(1, wanted.seq_len.bit_length())]
+    lengths = [wanted.seq_len >> n for n in range(1, wanted.seq_len.bit_length())]
     lengths = [length for length in lengths if length >= _SHORTEST]
     if not lengths or not _fits_with(job, seq_len=lengths[-1]):
         return None

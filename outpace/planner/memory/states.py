@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 
@@ -79,7 +78,9 @@ def _parts(name: str, stack: Stack, outputs: int, tp: int) -> list[int]:
     return [outputs // 2] * 2 if gated and name.endswith("up") else [outputs]
 
 
-def by_plans(columns: PlanBatch, names: tuple[str, ...], value: Callable[..., Any]) -> Any:
+def by_plans(
+    columns: PlanBatch, names: tuple[str, ...], value: Callable[..., float | list[float]]
+) -> Floats:
     """Return what `value` has of a few columns, computed once for each combination: a number for
     each plan, or a row of several for each.
     """
