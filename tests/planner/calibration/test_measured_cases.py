@@ -76,7 +76,7 @@ def test_a_plan_beyond_the_largest_measured_has_a_wider_interval():
         question.with_nodes(2), Plan(strategy="zero3", dp_shard=16, precision="bf16")
     )
     wider = spread_beyond(far.extrapolated)
-    assert far.extrapolated and not near.extrapolated and 1.2 < wider < 2
+    assert far.extrapolated and not near.extrapolated and 1.1 < wider < 2
     widths = [math.log(one.estimate.high_s / one.estimate.step_time_s) for one in (far, near)]
     assert widths[0] == pytest.approx(wider * widths[1])
     assert far.cases and far.cases[0].devices >= 256
