@@ -32,6 +32,7 @@ from outpace.parallel.module_state import kept_attributes, preserve_state
 from outpace.parallel.moved_parameters import (
     NEEDED_BEFORE,
     MovedParameters,
+    explain_lost_value,
     explain_writes,
     is_lost_value,
     keep_values,
@@ -341,9 +342,11 @@ class PlannedRun:
         except RuntimeError as error:
             now = dict(self.layout.named_parameters())
             written = [name for name, version in versions.items() if now[name]._version != version]
-            if not written or not is_lost_value(error):
+            if not is_lost_value(error) or not (written or self._plan.pp > 1):
                 raise
             said = explain_writes(written, self._plan.strategy, NEEDED_BEFORE)
+            if not written:
+                said = explain_lost_value((), self._plan.strategy)
             raise BadInputError(said) from error
 
     def _share(self, batch: Any) -> list[Any]:

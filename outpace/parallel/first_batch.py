@@ -45,6 +45,7 @@ from outpace.parallel.module_state import preserve_state
 from outpace.parallel.moved_parameters import (
     NEEDED_BEFORE,
     MovedParameters,
+    explain_lost_value,
     explain_writes,
     is_lost_value,
 )
@@ -306,6 +307,9 @@ class FirstBatch:
             written = sorted(plain.moved or (plain.written if is_lost_value(error) else ()))
             if written:
                 raise BadInputError(self._explain_moves(written, NEEDED_BEFORE)) from error
+            if is_lost_value(error) and self._plan.pp > 1:
+                said = explain_lost_value(sorted(plain.buffers), self._plan.strategy)
+                raise BadInputError(f"{said} {WAYS_OUT[self._by_command]}") from error
             said = str(error.__cause__ or error).strip() or type(error).__name__
             raise BadInputError(
                 f"under strategy {self._plan.strategy} the module fails, but in one process it "

@@ -166,6 +166,20 @@ def is_lost_value(error: BaseException) -> bool:
     return "modified by an inplace operation" in str(error.__cause__ or error)
 
 
+def explain_lost_value(buffers: Sequence[str], strategy: str) -> str:
+    """Return a message for a backward that needs what another micro-batch's forward has changed.
+
+    `buffers` are those that forwards change, if known.
+    """
+    changed = first_names(buffers) if buffers else "a tensor of the module"
+    return (
+        f"the module's forward changes {changed} in place, and under strategy {strategy} the "
+        "backward of other micro-batches, which are under way, needs it as it was. Use a copy "
+        "where the loss depends on it (self.average.clone()), or assign a new tensor instead of "
+        "writing to it."
+    )
+
+
 def explain_writes(names: Sequence[str], strategy: str, why: str) -> str:
     """Return a message for a forward that writes to parameters, which a strategy forbids."""
     return (

@@ -1197,3 +1197,30 @@ class Noised(Stack):
 def test_numbers_that_a_forward_draws_are_no_effect_of_the_cut(tmp_path, strategy):
     for said in looked_at(tmp_path, strategy, make=Noised):
         assert said["warnings"] == [] and "refused" not in said
+
+
+class Level(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+        self.register_buffer("level", torch.ones(()))
+
+    def forward(self, x):
+        self.level.lerp_(x.detach().square().mean(), 0.1)
+        return self.linear(x) / self.level
+
+
+class Levelled(Stack):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Level() for _ in range(4))
+
+
+def test_a_buffer_that_other_micro_batches_need_is_named(tmp_path):
+    def act(rank):
+        model = outpace.parallelize(Levelled(), plan_for_module("1f1b", 2, SAMPLES), loss=squares)
+        model.forward_backward(model.share(global_batch()))
+
+    said = next(end.said for end in run_forked(2, act, 240.0, tmp_path) if end.refused)
+    assert "changes blocks." in said and "in place" in said
+    assert "Use a copy where the loss depends on it (self." in said

@@ -29,6 +29,10 @@ SAMPLE = {
     "state_as_argument": "zero3",
     "running_averages_in_the_forward": "1f1b",
     "resnet": "ddp",
+    "table_in_a_buffer_of_all_blocks": "1f1b",
+    "modules_of_two_names": "gpipe",
+    "two_parameters_of_one_storage": "ddp,zero3",
+    "parameter_without_elements": "zero3",
 }
 DEFAULT_SAMPLE = {"x_transformer", "bert_with_unused_pooler", "running_averages_in_the_forward"}
 ADVICE = ("use ", "give ", "name ", "let it ", "make it ", "pad ", "run a batch ")
