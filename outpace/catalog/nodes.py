@@ -36,11 +36,7 @@ def _node(
 
 
 def _host(cores: int, memory_gib: int, link: str, count: int) -> dict[str, Any]:
-    return {
-        "host_cores": cores,
-        "host_memory_bytes": memory_gib * _GIB,
-        "nics": (link, count),
-    }
+    return {"host_cores": cores, "host_memory_bytes": memory_gib * _GIB, "nics": (link, count)}
 
 
 _DGX, _HGX = "NVIDIA {} datasheet", "NVIDIA {} 8-GPU datasheet"

@@ -43,8 +43,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 def _parser() -> Parser:
     parser = Parser(
-        "eval",
-        "Measure the loss and perplexity of a run, a model or an adapter on held-out data.",
+        "eval", "Measure the loss and perplexity of a run, a model or an adapter on held-out data."
     )
     parser.add_json()
     add = parser.option

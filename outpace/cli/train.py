@@ -272,10 +272,7 @@ def _check_nproc(settings: TrainSettings, origins: dict[str, str], ranks: Ranks)
 
 
 def _train_here(
-    asked: _Request,
-    ranks: Ranks,
-    environ: Mapping[str, str],
-    end: Callable[[str, int], NoReturn],
+    asked: _Request, ranks: Ranks, environ: Mapping[str, str], end: Callable[[str, int], NoReturn]
 ) -> Measurement:
     """Train in this process, as one rank, with progress on standard error."""
     ahead = prefault_memory(asked.settings, ranks, environ)  # runs while torch loads

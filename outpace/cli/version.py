@@ -17,10 +17,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     parser = Parser("version", "Show the versions of outpace and its dependencies.")
     parser.add_json()
     arguments = parser.read(argv)
-    versions: dict[str, str | None] = {
-        "outpace": __version__,
-        "python": platform.python_version(),
-    }
+    versions: dict[str, str | None] = {"outpace": __version__, "python": platform.python_version()}
     for name in _SHOWN:
         try:
             versions[name] = metadata.version(name)

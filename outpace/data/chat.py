@@ -17,12 +17,7 @@ from typing import Any
 
 import tokenizers
 
-from outpace.data.conversations import (
-    LEARNING_KEYS,
-    Conversation,
-    Message,
-    conversation_of,
-)
+from outpace.data.conversations import LEARNING_KEYS, Conversation, Message, conversation_of
 from outpace.data.isolation import IsolatedError, call_isolated, iterate_isolated
 from outpace.data.padded import IGNORED, RaggedSamples, concatenate_samples
 from outpace.data.row_files import Row, checked_text

@@ -11,14 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from outpace.data.sources import (
-    LINE_BYTES,
-    Form,
-    binary_kind,
-    form_of,
-    numbered_lines,
-    readable,
-)
+from outpace.data.sources import LINE_BYTES, Form, binary_kind, form_of, numbered_lines, readable
 from outpace.records.errors import BadInputError, quote_names
 
 _READ_BYTES = 1 << 20

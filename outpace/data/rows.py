@@ -10,13 +10,7 @@ import numpy as np
 import xxhash
 
 from outpace.data.row_files import Row, read_rows
-from outpace.data.sources import (
-    Source,
-    is_held_out,
-    open_dataset,
-    open_source,
-    row_files_below,
-)
+from outpace.data.sources import Source, is_held_out, open_dataset, open_source, row_files_below
 from outpace.records.errors import BadInputError
 
 _NAMED = (".tsv", ".txt", ".csv", ".jsonl", ".json", ".parquet")

@@ -119,10 +119,7 @@ class Stream:
         starts = np.concatenate((self.document_starts, other.document_starts + length))
         extent = None
         if self.extent is not None and other.extent is not None:
-            extent = (
-                min(self.extent[0], other.extent[0]),
-                max(self.extent[1], other.extent[1]),
-            )
+            extent = (min(self.extent[0], other.extent[0]), max(self.extent[1], other.extent[1]))
         return _stream((*self.shards, *other.shards), starts, extent)
 
     def blocks(self) -> Iterator[Array]:

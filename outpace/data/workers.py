@@ -114,9 +114,7 @@ def _scarce_resource(error: BaseException) -> str | None:
 
 @contextmanager
 def worker_troubles(
-    workers: int,
-    exit_codes: Callable[[], Sequence[int | None]] = tuple,
-    elsewhere: bool = False,
+    workers: int, exit_codes: Callable[[], Sequence[int | None]] = tuple, elsewhere: bool = False
 ) -> Iterator[None]:
     """Raise a BadInputError with advice for errors that torch raises about `workers`.
 

@@ -69,13 +69,7 @@ _USED = (
     "torch.distributed.pipelining", "torch.distributed.tensor.parallel",
     "torch.distributed.optim",
 )  # fmt: skip
-_KINDS = (
-    "loss",
-    "gradient",
-    "norm",
-    "parameter",
-    "buffer",
-)  # in the order of a step
+_KINDS = ("loss", "gradient", "norm", "parameter", "buffer")  # in the order of a step
 _MOST_NAMED = 20
 
 
@@ -384,12 +378,7 @@ class _Bench:
         return {name: self._courses[way] for name, way in names.items()}
 
     def _unfinished_verdict(
-        self,
-        plan: Plan,
-        allowed: ComparisonLimits,
-        ends: Sequence[RankEnd],
-        phase: str,
-        way: _Cut,
+        self, plan: Plan, allowed: ComparisonLimits, ends: Sequence[RankEnd], phase: str, way: _Cut
     ) -> ParityVerdict:
         refusal = next((end.said for end in ends if end.refused), None)
         if refusal is not None:

@@ -23,14 +23,7 @@ from outpace.records.errors import BadInputError, join_or
 from outpace.records.model import ModelSpec
 from outpace.records.optimizers import EXACT
 from outpace.records.pipelines import default_microbatches
-from outpace.records.plan import (
-    AXES,
-    Plan,
-    Strategy,
-    count_servers,
-    fill_axes,
-    schedule_of,
-)
+from outpace.records.plan import AXES, Plan, Strategy, count_servers, fill_axes, schedule_of
 from outpace.records.precisions import Precision
 from outpace.records.ranks import Ranks
 from outpace.training.collective_counter import CollectiveCounter

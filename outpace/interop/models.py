@@ -6,12 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from outpace.catalog.models import PRESETS, named_model, preset, unknown_model, untrained_model
-from outpace.interop.config import (
-    CONFIG_FILE,
-    other_form,
-    read_cached_spec,
-    read_spec_with_notes,
-)
+from outpace.interop.config import CONFIG_FILE, other_form, read_cached_spec, read_spec_with_notes
 from outpace.interop.custom_model import CUSTOM_MODEL_FILE, read_custom_model
 from outpace.interop.origin import TOKENIZER_FILES
 from outpace.interop.peft import ADAPTER_CONFIG, adapter_notes, base_of

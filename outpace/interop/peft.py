@@ -92,10 +92,7 @@ def write_adapter(
     rank = plan.lora_rank
     assert rank is not None
     config = _config(pairs, model.spec, used, rank, plan.lora_scale)
-    config |= {
-        "base_model_name_or_path": str(base.resolve()),
-        "lora_dropout": plan.lora_dropout,
-    }
+    config |= {"base_model_name_or_path": str(base.resolve()), "lora_dropout": plan.lora_dropout}
     tensors = {}
     for name, pair in pairs.items():
         tensors[f"{_PREFIX}{name}.lora_A.weight"] = pair.a
@@ -274,11 +271,7 @@ def _directory(named: str) -> Path | None:
 
 
 def merge_into(
-    weights: dict[str, Tensor],
-    folder: Path,
-    spec: ModelSpec,
-    base: Path,
-    form: Base | None = None,
+    weights: dict[str, Tensor], folder: Path, spec: ModelSpec, base: Path, form: Base | None = None
 ) -> None:
     """Add an adapter to the `weights` read from `base` (outpace's names), in place: W + s·B·A.
 

@@ -216,10 +216,7 @@ def _check(
 
 
 def _stored_shape(
-    stored: str,
-    names: list[str],
-    shapes: dict[str, tuple[int, ...]],
-    used: Naming | None,
+    stored: str, names: list[str], shapes: dict[str, tuple[int, ...]], used: Naming | None
 ) -> tuple[int, ...]:
     """Return the stored shape of outpace's tensors `names`, joined."""
     first, *rest = shapes[names[0]]

@@ -128,10 +128,7 @@ def write_weights(
         }
         save_file(shard, str(folder / file), metadata={"format": "pt"})
     if split.is_sharded:
-        index: dict[str, Any] = {
-            "metadata": split.metadata,
-            "weight_map": split.tensor_to_filename,
-        }
+        index: dict[str, Any] = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 

@@ -83,10 +83,7 @@ def _cuda(ranks: Ranks) -> torch.device:
 
 
 def with_axes_that_fit(
-    settings: TrainSettings,
-    ranks: Ranks,
-    origins: Mapping[str, str],
-    say: Callable[[str], None],
+    settings: TrainSettings, ranks: Ranks, origins: Mapping[str, str], say: Callable[[str], None]
 ) -> TrainSettings:
     """Drop the layout from a resumed run's settings if it was made for another number of ranks.
 

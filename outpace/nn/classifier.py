@@ -118,10 +118,7 @@ class ClassificationObjective(nn.Module):
         """
         scores_BC = to_fp32(
             self.model(
-                batch["tokens"],
-                batch.get("segments"),
-                batch.get("padding_mask"),
-                batch.get("last"),
+                batch["tokens"], batch.get("segments"), batch.get("padding_mask"), batch.get("last")
             )
         )
         targets_B = batch["targets"]

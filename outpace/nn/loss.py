@@ -238,12 +238,7 @@ class WideChunkedSum(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        track: bool,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, track: bool
     ) -> Tensor:
         """Compute the loss; with `track` also the gradients of operands that need one."""
         wanted = [track and one for one in ctx.needs_input_grad[:3]]

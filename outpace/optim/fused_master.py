@@ -127,10 +127,7 @@ class FusedMasterAdamW:
         )
 
     def _table(
-        self,
-        parameters: Sequence[nn.Parameter],
-        states: Sequence[State],
-        addresses: Addresses,
+        self, parameters: Sequence[nn.Parameter], states: Sequence[State], addresses: Addresses
     ) -> _Table:
         key = tuple(map(id, parameters))
         table = self._tables.get(key)

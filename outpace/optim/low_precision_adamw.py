@@ -194,11 +194,7 @@ class LowPrecisionAdamW(KeepsDtypes):
         return part
 
     def _update(
-        self,
-        batch: "_Batch",
-        gradients: list[Tensor],
-        numbers: "Numbers",
-        group: dict[str, Any],
+        self, batch: "_Batch", gradients: list[Tensor], numbers: "Numbers", group: dict[str, Any]
     ) -> None:
         """Step parts of one kind, each with a row per block of values that share a scale."""
         parts, together = batch.parts, len(batch.parts) > 1

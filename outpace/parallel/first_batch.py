@@ -51,12 +51,7 @@ from outpace.parallel.moved_parameters import (
 )
 from outpace.parallel.plain import without_dropout
 from outpace.parallel.plain_copy import ModuleDtypes, held_tensors
-from outpace.parallel.plain_pass import (
-    PlainFailure,
-    PlainPass,
-    PlainSums,
-    explain_new_parameters,
-)
+from outpace.parallel.plain_pass import PlainFailure, PlainPass, PlainSums, explain_new_parameters
 from outpace.parallel.refusals import has_other_cause
 from outpace.parallel.tensors import copies
 from outpace.records.errors import BadInputError, first_names

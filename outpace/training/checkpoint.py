@@ -239,10 +239,7 @@ class Checkpointer:
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def save(
-        self,
-        model: nn.Module | None,
-        optimizer: torch.optim.Optimizer | None,
-        progress: Progress,
+        self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, progress: Progress
     ) -> None:
         """Start a save. It returns as soon as the state may change, except for lent tensors.
 
@@ -391,10 +388,7 @@ class Checkpointer:
             _remove(old)
 
     def load(
-        self,
-        folder: Path,
-        model: nn.Module | None,
-        optimizer: torch.optim.Optimizer | None,
+        self, folder: Path, model: nn.Module | None, optimizer: torch.optim.Optimizer | None
     ) -> Progress:
         """Fill model and optimizer from a checkpoint written by any number of ranks.
 

@@ -347,9 +347,7 @@ def read_state(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) ->
 
 
 def collect_tensors(
-    model: nn.Module | None,
-    optimizer: torch.optim.Optimizer | None,
-    trained_only: bool,
+    model: nn.Module | None, optimizer: torch.optim.Optimizer | None, trained_only: bool
 ) -> dict[str, Any]:
     """Return the tensors to save or to fill, by their names in a single process.
 

@@ -13,11 +13,7 @@ _TOOL = "DeepSpeed"
 _FILE = "ds_config.json"
 NVME = "/local_nvme"
 _AUTO = "auto"  # the Trainer fills in its own number
-_OPTIMIZERS: dict[OptimizerName, str] = {
-    "sgd": "SGD",
-    "adafactor": "Adafactor",
-    "muon": "Muon",
-}
+_OPTIMIZERS: dict[OptimizerName, str] = {"sgd": "SGD", "adafactor": "Adafactor", "muon": "Muon"}
 
 
 def write(request: ExportRequest) -> ExportedPlan:
@@ -57,10 +53,7 @@ def write(request: ExportRequest) -> ExportedPlan:
         "calls deepspeed.initialize() itself has to. train.py is a script of yours.",
     )
     return ExportedPlan(
-        text=as_json(config),
-        file_name=_FILE,
-        command=_launch(request),
-        notes=tuple(notes),
+        text=as_json(config), file_name=_FILE, command=_launch(request), notes=tuple(notes)
     )
 
 

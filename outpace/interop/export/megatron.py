@@ -18,11 +18,7 @@ _TOOL = "Megatron-LM"
 _FILE = "megatron.sh"
 _STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 # --use-rope-scaling means Llama 3.1's scaling, of which only the factor can be set.
-_LLAMA_SCALING = {
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_positions": 8192,
-}
+_LLAMA_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positions": 8192}
 # Not in a plan: the shell stops with a message if one is not set.
 _YOURS = {
     "DATA_PATH": "the prefix of your tokenized data, as preprocess_data.py writes it",

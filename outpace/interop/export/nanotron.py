@@ -196,10 +196,7 @@ def _config(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
         "attention_bias": spec.qkv_bias,
     }
     if request.plan.cp > 1:
-        values |= {
-            "_attn_implementation": "llama3_ring_attention",
-            "ring_attn_heads_k_stride": 1,
-        }
+        values |= {"_attn_implementation": "llama3_ring_attention", "ring_attn_heads_k_stride": 1}
     if spec.sliding_window is not None:
         values["sliding_window_size"] = spec.sliding_window
     notes += _other_parts(spec)

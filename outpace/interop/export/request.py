@@ -91,9 +91,7 @@ class ExportedPlan:
         """Return the same export for a file with another name, in text and command."""
         there = str(path)
         return replace(
-            self,
-            file_name=there,
-            command=self.command.replace(self.file_name, shlex.quote(there)),
+            self, file_name=there, command=self.command.replace(self.file_name, shlex.quote(there))
         )
 
     @property

@@ -412,15 +412,7 @@ def _classify(request: TaskRequest) -> TaskData:
         request.dataset(part.samples, once, mask=encoder, last=not encoder)
         for part, once in zip(encoded, (None, settings.global_batch), strict=True)
     )
-    return TaskData(
-        tokenizer,
-        train,
-        validation,
-        *fingerprints,
-        seq_len,
-        labels,
-        tuple(hints),
-    )
+    return TaskData(tokenizer, train, validation, *fingerprints, seq_len, labels, tuple(hints))
 
 
 def _unknown_hints(tokenizer: Tokenizer, parts: Sequence[RaggedSamples]) -> list[str]:

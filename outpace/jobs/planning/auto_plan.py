@@ -306,11 +306,7 @@ def _find_excluded(settings: TrainSettings, world: int) -> Collection[Strategy]:
 
 
 def _cluster(
-    settings: TrainSettings,
-    machine: Machine,
-    world: int,
-    per_node: int,
-    measured: HostRates | None,
+    settings: TrainSettings, machine: Machine, world: int, per_node: int, measured: HostRates | None
 ) -> Cluster:
     """Return the cluster as probed, if this host has the machine.json of such a machine."""
     if world % per_node:

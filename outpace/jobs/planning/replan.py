@@ -18,10 +18,7 @@ _LAYOUT = (*AXES, "strategy", "servers", "pp_microbatches", "pp_schedule", "micr
 
 
 def replan(
-    settings: TrainSettings,
-    origins: Mapping[str, str],
-    ranks: Ranks,
-    say: Callable[[str], None],
+    settings: TrainSettings, origins: Mapping[str, str], ranks: Ranks, say: Callable[[str], None]
 ) -> auto_plan.Settings:
     """Return settings with which the run in `settings.out` can resume on these ranks.
 

@@ -23,12 +23,7 @@ from outpace.jobs.ranks.hang_verdict import HangVerdict, HangVerdicts
 from outpace.jobs.ranks.process_groups import Groups
 from outpace.jobs.ranks.rank_snapshot import Position, find_position, process_state, snapshot_rank
 from outpace.launch.exit_deadline import ExitDeadline
-from outpace.records.errors import (
-    EXIT_HANG,
-    EXIT_INTERRUPTED,
-    InterruptedRunError,
-    OutpaceError,
-)
+from outpace.records.errors import EXIT_HANG, EXIT_INTERRUPTED, InterruptedRunError, OutpaceError
 from outpace.records.hang_report import HangReport, RankSnapshot
 from outpace.training.guards import StopSignal
 

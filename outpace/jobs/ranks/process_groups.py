@@ -258,10 +258,7 @@ def _place(url: str) -> tuple[str, int]:
 
 @contextmanager
 def process_groups(
-    ranks: Ranks,
-    device: torch.device,
-    timeout_s: float,
-    backend: str | None = None,
+    ranks: Ranks, device: torch.device, timeout_s: float, backend: str | None = None
 ) -> Iterator[Groups]:
     """Join this job's processes, and leave them then. `backend` is that of `resolve_backend`.
 

@@ -15,11 +15,7 @@ from outpace.data.loader import Loader
 from outpace.data.padded import PaddedDataset
 from outpace.data.samples import TokenDataset
 from outpace.data.workers import worker_troubles
-from outpace.jobs.defaults import (
-    DEFAULT_EVAL_SAMPLES,
-    peak_flops_per_s,
-    takes_cuda_graphs,
-)
+from outpace.jobs.defaults import DEFAULT_EVAL_SAMPLES, peak_flops_per_s, takes_cuda_graphs
 from outpace.jobs.inputs.inputs import build_objective, weights_of
 from outpace.jobs.inputs.tasks import step_costs
 from outpace.jobs.ranks.oom_guard import Guard

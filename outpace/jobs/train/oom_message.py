@@ -77,10 +77,7 @@ def anatomy(
 
 
 def format_oom(
-    short: Shortage,
-    proposals: Sequence[Proposal],
-    context: RunContext,
-    run: Path | None,
+    short: Shortage, proposals: Sequence[Proposal], context: RunContext, run: Path | None
 ) -> str:
     """Format the whole message. `run` is the run to resume; None if nothing was trained."""
     lines = [f"out of memory: {short.sentence}.", *short.anatomy]

@@ -57,10 +57,7 @@ def add_backward(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def _pass_over_others(
-    timeline: MemoryTimeline,
-    rank: RankSetup,
-    ends: list[_Position],
-    beginnings: list[_Position],
+    timeline: MemoryTimeline, rank: RankSetup, ends: list[_Position], beginnings: list[_Position]
 ) -> None:
     """Add what the blocks in between leave and release."""
     setup, s, sharding = rank.setup, rank.setup.sizes, rank.setup.sharding

@@ -87,13 +87,7 @@ def _recompute_share(blocks: Sequence[int], every: int) -> tuple[float, bool, bo
 
 
 def _rank(
-    name: str,
-    pp: int,
-    rank: int,
-    each: int,
-    microbatches: int,
-    layers: tuple[int, ...],
-    every: int,
+    name: str, pp: int, rank: int, each: int, microbatches: int, layers: tuple[int, ...], every: int
 ) -> Rank:
     schedule = SCHEDULES[name]
     ranks = [schedule.rank_of(stage, pp) for stage in range(pp * each)]

@@ -211,9 +211,7 @@ _BEGUN: dict[str, Callable[[AxisPlace, int], _PendingCollective]] = {
 }
 
 
-def _product(
-    device: torch.device,
-) -> tuple[Callable[[], Tensor], Callable[[Tensor], str | None]]:
+def _product(device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tensor], str | None]]:
     """Return a matrix product with a check of its result."""
     size = 2048 if device.type == "cuda" else 256
     a, b = (torch.randn(size, size, device=device) for _ in range(2))

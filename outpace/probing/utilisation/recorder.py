@@ -47,10 +47,7 @@ class Samples:
         if not loads:
             return None
         return series(
-            loads,
-            started=self._started,
-            period_s=self._kept.period_s,
-            sampler_cpu_s=self.cpu_s,
+            loads, started=self._started, period_s=self._kept.period_s, sampler_cpu_s=self.cpu_s
         )
 
 

@@ -13,13 +13,7 @@ from rich.progress import BarColumn, SpinnerColumn, TaskID, TextColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
 
-from outpace.records.measurement import (
-    Evaluation,
-    Measurement,
-    RunInfo,
-    StepRecord,
-    TimeParts,
-)
+from outpace.records.measurement import Evaluation, Measurement, RunInfo, StepRecord, TimeParts
 from outpace.records.memory import MemoryUse
 from outpace.records.plan import Plan
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share
