@@ -358,7 +358,6 @@ class _WholeLoss(torch.autograd.Function):
         passes: LogitsFunctions,
         combine: Combine | None,
     ) -> Tensor:
-        """Compute the loss."""
         operand, head = hidden.detach().to(dtype), padded_head(weight, dtype)
         logits = _product(operand, head, bias)
         lse, own = passes.scores(logits, columns, len(weight))
@@ -373,7 +372,6 @@ class _WholeLoss(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the requested gradients."""
         asked = _requested_operands(ctx)
         if not asked <= ctx.kept.due:
             raise RuntimeError(

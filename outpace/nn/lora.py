@@ -78,7 +78,6 @@ class NF4Linear(LoraLinear):
         return [self.get_parameter(name) for name in PARTS]
 
     def frozen_product(self, x: Tensor) -> Tensor:
-        """Compute W x + b."""
         product: Tensor = NF4Product.apply(x, self.shape, *self._parts())  # type: ignore[no-untyped-call]
         return product if self.bias is None else product + self.bias.to(product.dtype)
 

@@ -225,7 +225,6 @@ class KeptForward:
         self.inner, self._keeper, self._block = inner, keeper, block
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the forward returns."""
         return self._keeper.forward(self.inner, self._block, *args, **kwargs)
 
 

@@ -111,7 +111,6 @@ class LowPrecisionAdamW(KeepsDtypes):
         super().__init__(groups, values)
 
     def initial_state(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
-        """Return zeros."""
         state = {"step": torch.zeros((), dtype=torch.float32)}
         for moment in MOMENTS:
             state |= self._zeros(parameter, moment)

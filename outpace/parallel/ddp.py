@@ -90,7 +90,6 @@ class Replicas(Layout):
                 wrapped.register_comm_hook(None, averaging.begin)
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Enter DDP's `no_sync`."""
         if self._adds_in_fp32:
             super().add_up_in_fp32()
         return self.module.no_sync()

@@ -378,7 +378,6 @@ class ShardedLayout(SpreadLayout):
             part.reshard()
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the weights by the fp32 copies in `optimizer` at the end. Collective."""
         raise_to(self.model, master_weights(optimizer))
 
     def whole_model(self, wanted: bool) -> nn.Module | None:

@@ -50,11 +50,9 @@ class Product(SpreadLayout):
 
     @property
     def model(self) -> nn.Module:
-        """Return the inner layout's model."""
         return self._inner.model
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return the inner layout's parameters."""
         return self._inner.named_parameters()
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
@@ -64,19 +62,15 @@ class Product(SpreadLayout):
         return totals * self._tells
 
     def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
-        """Evaluate with the inner layout."""
         return self._inner.evaluate(batch, hooks) * self._tells
 
     def counted_gradients(self) -> list[Tensor]:
-        """Return the inner layout's counted gradients."""
         return self._inner.counted_gradients()
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the weights by the inner layout's fp32 copies."""
         self._inner.raise_weights(optimizer)
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
-        """Return the inner layout's whole model."""
         return self._inner.whole_model(wanted)
 
 

@@ -248,7 +248,6 @@ class PlainPass:
         return found if gather_first(reason) is None else None
 
     def release(self) -> None:
-        """Release the copy."""
         self._copy, self._trained = None, []
 
     def _hold(self) -> tuple[nn.Module, list[nn.Module]]:

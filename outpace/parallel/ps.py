@@ -70,7 +70,6 @@ class Role(Layout):
         return self._on  # a server may have no parameters
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
-        """Build the optimizer for the parameters that this rank updates."""
         optimizer = build(groups) if self.steps else self._placeholder.optimizer(build)
         if self._plan.server_updates:
             # Also where an fp16 step changes nothing, since that depends on the optimizer.

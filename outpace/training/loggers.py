@@ -94,7 +94,6 @@ class _Scalars(Callback):
             self._note(error, "at the end")
 
     def on_step(self, record: StepRecord) -> None:
-        """Log the known figures."""
         figures = {name: getattr(record, name) for name in _CURVES}
         known = {f"train/{name}": value for name, value in figures.items() if value is not None}
         self._send(known, record.step)
@@ -138,7 +137,6 @@ class TensorBoard(_Scalars):
             self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """Flush and close the event file."""
         self._finish(self._writer.close)
 
 
@@ -173,7 +171,6 @@ class Wandb(_Scalars):
         self._finish(lambda: self._run.summary.update(values))
 
     def close(self) -> None:
-        """Finish the run."""
         self._finish(self._run.finish)
 
 
@@ -212,7 +209,6 @@ class MLflow(_Scalars):
         self._mlflow.log_metrics({k: float(v) for k, v in values.items()}, step=step)
 
     def close(self) -> None:
-        """End the run."""
         self._finish(self._mlflow.end_run)
         if self._sets_place:
             self._mlflow.set_tracking_uri(None)

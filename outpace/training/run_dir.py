@@ -278,7 +278,6 @@ class MetricsWriter(Callback):
         self._evals.write(encode_line(evaluation))
 
     def close(self) -> None:
-        """Close the files."""
         self._opened.close()
 
 

@@ -70,7 +70,6 @@ class _Curves(Callback):
         self._told: Load | None = None
 
     def on_step(self, record: StepRecord) -> None:
-        """Pass on a new load."""
         load = self._recorder.latest
         if load is not None and load is not self._told:
             self._told = load

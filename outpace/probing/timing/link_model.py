@@ -46,7 +46,6 @@ class LinkLine:
     s_per_byte: float
 
     def time_s(self, traffic_bytes: float) -> float:
-        """Return the line's time."""
         return self.latency_s + traffic_bytes * self.s_per_byte
 
     def distance(self, points: Sequence[tuple[float, float]]) -> list[float]:
