@@ -3,22 +3,16 @@
 from collections.abc import Mapping
 from typing import get_args
 
-from outpace.cli.generate import add_device, add_model
+from outpace.cli.generate import add_device, add_model, require_run
 from outpace.cli.output import tell_hint
 from outpace.cli.parser import Parser, number_type
-from outpace.records.errors import BadInputError
-from outpace.records.run import explain_removed_checkpoint
 from outpace.records.settings import Task
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Print loss, perplexity and speed of a run's model on text; returns 0. Raises OutpaceError."""
     arguments = _parser().read(argv)
-    if not arguments.run.is_dir():
-        raise BadInputError(
-            f"--run {arguments.run}: there is no such directory. Give the one that `outpace "
-            f"train` printed at the end.{explain_removed_checkpoint(arguments.run)}"
-        )
+    require_run(arguments.run)
     from outpace.jobs import inference
 
     evaluation = inference.evaluate(

@@ -48,11 +48,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     """Refuse arguments that ask for nothing, or for two things at once."""
-    if not arguments.run.is_dir():
-        raise BadInputError(
-            f"--run {arguments.run}: there is no such directory. Give the one that `outpace "
-            f"train` printed at the end.{explain_removed_checkpoint(arguments.run)}"
-        )
+    require_run(arguments.run)
     if arguments.prompt is None and arguments.conversations is None:
         if not arguments.chat:
             raise BadInputError(
@@ -66,6 +62,15 @@ def _check(arguments: argparse.Namespace) -> None:
             )
     if arguments.prompt is not None and arguments.conversations is not None:
         raise BadInputError("both a TEXT and --conversations were given. Use one of them.")
+
+
+def require_run(run: Path) -> None:
+    """Raise BadInputError if there is no such directory."""
+    if not run.is_dir():
+        raise BadInputError(
+            f"--run {run}: there is no such directory. Give the one that `outpace train` printed "
+            f"at the end.{explain_removed_checkpoint(run)}"
+        )
 
 
 def _print_answer(arguments: argparse.Namespace, prompt: Any, text: str) -> None:

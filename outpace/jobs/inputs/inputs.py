@@ -65,9 +65,9 @@ class TrainingInputs:
     train_data: Any
     eval_data: Any | None
     train_fingerprint: str
-    eval_fingerprint: str | None
-    eval_corpus: Corpus | None
-    seq_len: int | None
+    eval_fingerprint: str | None = None
+    eval_corpus: Corpus | None = None
+    seq_len: int | None = None
     labels: tuple[str, ...] | None = None  # classes, for a classifier
     hints: tuple[str, ...] = ()
 
@@ -127,19 +127,8 @@ def gather(
     if custom_model is not None and custom_model.dataset is not None:
         if settings.data != ("stdlib",) or settings.task != "pretrain":
             raise BadInputError(f"{name} comes with its own data set. Leave out --data and --task.")
-        return TrainingInputs(
-            name,
-            opened,
-            custom_model,
-            None,
-            None,
-            custom_model.dataset,
-            custom_model.eval_dataset,
-            "own",
-            None,
-            None,
-            None,
-        )
+        own, held_out = custom_model.dataset, custom_model.eval_dataset
+        return TrainingInputs(name, opened, custom_model, None, None, own, held_out, "own")
     assert spec is not None or custom_model is not None
     positions = spec.max_positions if spec is not None else read_positions(_module(custom_model))
     vocab = spec.vocab if spec is not None else read_vocab(_module(custom_model))
