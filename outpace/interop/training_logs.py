@@ -61,11 +61,11 @@ def read_log(path: Path) -> LoggedRun:
 # What trainers print of a run before its first step, and of each step.
 _SETTING = re.compile(
     r"device mesh with|local batch size \d+, global batch size|^\W*(?:\d+: *)?\w+ \.{4,} \S"
-    r"|\[config\.py:\d+:print\]|Config\(general="
+    r"|\[config\.py:\d+:print\]|Config\(general=|\*{5} Running training \*{5}"
 )
 _STEP = re.compile(
     r"step:\s*\d+\s+loss:|elapsed time per iteration|elapsed_time_per_iteration_ms"
-    r"|CurrSamplesPerSec="
+    r"|CurrSamplesPerSec=|'learning_rate':"
 )
 
 

@@ -153,6 +153,18 @@ def test_of_a_log_with_several_starts_the_last_is_read(name: str, tmp_path: Path
     assert found["notes"][-1] == "the log has 2 starts of a run: only the last is read."
 
 
+def test_evaluations_of_a_start_that_trainer_did_not_end_are_not_in_the_last(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "console.log"
+    begun = (
+        TRAINER.splitlines()[0] + "\n{'eval_loss': '2.0', 'eval_runtime': '2.5', 'epoch': '1'}\n"
+    )
+    start = "***** Running training *****\n"
+    log.write_text(start + begun + start + TRAINER)
+    assert read_log(log).step_time_s == pytest.approx(1 / 2.667)
+
+
 def test_what_is_no_log(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("step 1 went well")
     with pytest.raises(BadInputError, match="it contains no steps of a known trainer"):
