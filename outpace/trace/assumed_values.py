@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _aten = torch.ops.aten
+_MASK = 2**16  # elements of a mask of ones, which is a float here and there; states have more
 
 
 class AssumedValues:
@@ -41,9 +42,13 @@ class AssumedValues:
         return func(*args, **kwargs)
 
     def _keep_values(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Compute whole numbers, truths and what the CPU has, also where they belong on meta."""
+        """Compute whole numbers, truths and masks, also where they belong on meta."""
         made = func(*args, **kwargs)
-        if isinstance(made, Tensor) and made.is_meta and not made.dtype.is_floating_point:
+        if (
+            isinstance(made, Tensor)
+            and made.is_meta
+            and (not made.dtype.is_floating_point or made.numel() <= _MASK)
+        ):
             made = func(*args, **{**kwargs, "device": torch.device("cpu")})
         return made
 

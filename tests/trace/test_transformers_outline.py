@@ -49,6 +49,10 @@ RECURRENT = {"qwen3_next": LONG, "qwen3_5_text": LONG, "minimax": LONG, "mamba2"
 _LINEAR = {**_LONG, "linear_num_value_heads": 4, "linear_num_key_heads": 2,
            "linear_key_head_dim": 8, "linear_value_head_dim": 8}  # fmt: skip
 _SSM = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 4, "state_size": 8}
+_BART = {"vocab_size": 61, "d_model": 32, "encoder_layers": 3, "decoder_layers": 3,
+         "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
+         "decoder_ffn_dim": 40, "max_position_embeddings": SEQ_LEN, "pad_token_id": None,
+         "bos_token_id": None, "eos_token_id": None}  # fmt: skip
 SMALL: dict[str, dict[str, Any]] = {
     "gemma4_text": {**_WIDTHS, "global_head_dim": 8, "sliding_window": 16,
                     "vocab_size_per_layer_input": 61, "hidden_size_per_layer_input": 4,
@@ -86,10 +90,8 @@ SMALL: dict[str, dict[str, Any]] = {
     "switch_transformers": {"vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_heads": 4,
                             "num_layers": 4, "num_decoder_layers": 4, "num_experts": 4,
                             "num_sparse_encoder_layers": 2, "num_sparse_decoder_layers": 2},
-    "bart": {"vocab_size": 61, "d_model": 32, "encoder_layers": 3, "decoder_layers": 3,
-             "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
-             "decoder_ffn_dim": 40, "max_position_embeddings": SEQ_LEN, "pad_token_id": None,
-             "bos_token_id": None, "eos_token_id": None, "forced_eos_token_id": None},
+    "bart": {**_BART, "forced_eos_token_id": None},
+    "m2m_100": {**_BART, "pad_token_id": 1},  # its decoder reads a mask of its own
 }  # fmt: skip
 
 
