@@ -36,6 +36,7 @@ from outpace.records.plan import Checkpointing
 from outpace.records.precisions import COMPUTES_IN_BF16, COMPUTES_IN_FP16, WEIGHTS
 
 _MIB = 2**20
+_BROADCAST_BYTES = 250 * _MIB  # a piece, by torch.nn.parallel.distributed
 # nn.attention, on a CPU in bf16: queries of a block, and bytes of its scores at most.
 _SCORE_ROWS, _SCORE_BYTES = 128, 4 * _MIB
 _GELU_ELEMENTS = 1 << 18  # elements that nn.gelu handles at a time, on a CPU in bf16
@@ -356,6 +357,9 @@ def add_permanent(timeline: MemoryTimeline, step: AdapterMemory) -> None:
         timeline.moment("weights", built)
     held = step.block_bytes(s.weight) * layers + s.weight * step.root_elements
     timeline.pass_over("weights", held / step.shards)
+    # DDP sends all weights from rank 0 before the first step, in pieces of which two are in flight.
+    sent = np.minimum(held, 2 * _BROADCAST_BYTES)
+    timeline.moment("communication", np.where(c.strategy_in("ddp"), sent, 0.0))
     timeline.pass_over("optimizer state", layers * _state_bytes(step) / step.shards)
     trained = s.weight * layers * step.trained_elements
     buckets = np.where(c.strategy_in("ddp"), trained, 0.0)

@@ -158,6 +158,12 @@ def test_as_traced(spec, plan, accelerator):
     as_traced(spec, plan, accelerator=accelerator)
 
 
+@pytest.mark.fakeworld
+def test_ddp_sends_all_weights_before_the_first_step():
+    """With few tokens the copy that it sends is more than gradients, state and activations."""
+    as_traced(LLAMA, lora(**DDP, lora_rank=64, micro_batch=1), seq_len=16)
+
+
 MODES = ("none", "selective", "full")
 PRECISIONS = ({}, {"precision": "bf16"}, {"precision": "bf16-master"}, PURE)
 
