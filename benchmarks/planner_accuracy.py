@@ -44,7 +44,7 @@ from outpace.planner.memory import peak as memory
 from outpace.planner.memory.framework_traits import LIGHTNING_FSDP
 from outpace.planner.model.outline import outline, parameters
 from outpace.planner.plan import plans
-from outpace.planner.plan_batch import OPTIMIZERS, of_plans
+from outpace.planner.plan_columns import OPTIMIZERS, of_plans
 from outpace.planner.problem import PlanningProblem
 from outpace.planner.search.simulate_finalists import simulate_pipelines
 from outpace.planner.search.space import SearchRequest, expand, layouts, memory_options

@@ -29,7 +29,7 @@ from outpace.catalog.accelerators import ACCELERATORS
 from outpace.planner.memory.peak import anatomy, peak_bytes
 from outpace.planner.model.outline import outline
 from outpace.planner.pipeline.stages import representatives
-from outpace.planner.plan_batch import of_plans
+from outpace.planner.plan_columns import of_plans
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan

@@ -30,7 +30,7 @@ from outpace.planner.calibration.cluster import of_catalog
 from outpace.planner.hardware.networks import read_network
 from outpace.planner.memory.framework_traits import FrameworkTraits
 from outpace.planner.model.outline_flops import forward_flops
-from outpace.planner.plan_batch import OPTIMIZERS, PRECISIONS, PlanBatch, of_plans
+from outpace.planner.plan_columns import OPTIMIZERS, PRECISIONS, PlanBatch, of_plans
 from outpace.planner.step_time.adapters import Adapters, Target
 from outpace.planner.step_time.layer import Kernel
 from outpace.planner.step_time.setup import StepTimeQuestion

@@ -37,8 +37,8 @@ from recording import RESULTS, save
 import outpace
 from outpace.experiment.module_verify import CUT, CUT_ALIKE, STRATEGIES, plan_for_module
 from outpace.launch.forked_job import ForkedRank, run_forked
-from outpace.parallel.comparison import SINGLE
 from outpace.parallel.parallelize import refused_strategy
+from outpace.parallel.parity.comparison import SINGLE
 from outpace.probing.hardware.versions import commit
 from outpace.records.certificate import ParityVerdict
 from outpace.records.errors import BadInputError

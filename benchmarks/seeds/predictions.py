@@ -13,7 +13,7 @@ from outpace.planner.calibration.cluster import of_catalog
 from outpace.planner.hardware.networks import read_network
 from outpace.planner.memory import peak
 from outpace.planner.model.outline import outline
-from outpace.planner.plan_batch import of_plans
+from outpace.planner.plan_columns import of_plans
 from outpace.planner.search.simulate_finalists import simulate_pipelines
 from outpace.planner.step_time.estimate import estimate
 from outpace.planner.step_time.layer import Kernel

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-from outpace.catalog.cards import CARDS, PAPERS, SOURCE, Card
+from outpace.catalog.consumer_gpus import CARDS, PAPERS, SOURCE, Card
 from outpace.records.hardware import Accelerator, Architecture, Bundle, Dtype, Peak
 
 _T = 1e12

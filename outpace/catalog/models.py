@@ -9,8 +9,8 @@ from typing import Any
 from outpace.catalog.outlines import OUTLINES
 from outpace.records.base import Record
 from outpace.records.errors import BadInputError, nearest_model, suggest
-from outpace.records.families import Family
 from outpace.records.model import ModelSpec, RopeScaling
+from outpace.records.model_families import Family
 
 
 class Preset(Record):

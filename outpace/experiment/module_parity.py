@@ -25,11 +25,13 @@ from outpace.optim.build import make_optimizer
 from outpace.parallel import Layout
 from outpace.parallel.batches import cut
 from outpace.parallel.batchnorm import by_micro_batch, commit
-from outpace.parallel.comparison import explain, mismatch, relative, scales
-from outpace.parallel.kept_state import KeptState, find_kept_state
 from outpace.parallel.layout import StepHooks, divisor
-from outpace.parallel.module_state import kept_attributes, preserve_state
-from outpace.parallel.moved_parameters import (
+from outpace.parallel.offload import place_optimizer
+from outpace.parallel.parallelize import lay_out, synchronise_statistics
+from outpace.parallel.parity.comparison import explain, mismatch, relative, scales
+from outpace.parallel.parity.kept_state import KeptState, find_kept_state
+from outpace.parallel.parity.module_state import kept_attributes, preserve_state
+from outpace.parallel.parity.moved_parameters import (
     NEEDED_BEFORE,
     MovedParameters,
     explain_lost_value,
@@ -37,8 +39,6 @@ from outpace.parallel.moved_parameters import (
     is_lost_value,
     keep_values,
 )
-from outpace.parallel.offload import place_optimizer
-from outpace.parallel.parallelize import lay_out, synchronise_statistics
 from outpace.parallel.plain import (
     NarrowResults,
     floating_dtypes,

@@ -39,17 +39,17 @@ from outpace.nn.extra_state import require_plain
 from outpace.parallel import why_not
 from outpace.parallel.batches import explain_lengths, samples_in
 from outpace.parallel.batchnorm import batch_norms
-from outpace.parallel.comparison import DOUBLE, HALF, MISSING, SINGLE, ComparisonLimits
-from outpace.parallel.kept_state import (
+from outpace.parallel.parallelize import refused_strategy
+from outpace.parallel.parity.comparison import DOUBLE, HALF, MISSING, SINGLE, ComparisonLimits
+from outpace.parallel.parity.kept_state import (
     explain_reshaped,
     explain_state_after_resume,
     explain_state_of_wrong,
     name_attributes,
 )
-from outpace.parallel.moved_parameters import explain_writes
-from outpace.parallel.parallelize import refused_strategy
+from outpace.parallel.parity.moved_parameters import explain_writes
+from outpace.parallel.parity.plain_pass import explain_new_parameters
 from outpace.parallel.plain import has_dropout
-from outpace.parallel.plain_pass import explain_new_parameters
 from outpace.parallel.sparse_gradients import refuse_sparse_gradients
 from outpace.probing.hardware.machine import identify
 from outpace.probing.hardware.versions import commit, versions

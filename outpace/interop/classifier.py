@@ -20,8 +20,8 @@ from outpace.interop.write import special_ids, write_config, write_weights
 from outpace.nn.classifier import Classifier, initial_value
 from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError, shorten
-from outpace.records.families import FAMILY_TRAITS
 from outpace.records.model import ModelSpec
+from outpace.records.model_families import FAMILY_TRAITS
 
 _INSIDE = "backbone."
 # Layers in the files for other purposes, or for other classes.

@@ -19,8 +19,8 @@ from outpace.interop.config_check import (
 from outpace.records.base import Record, keep_memo, read_object, require_no_pointer
 from outpace.records.content import misplaced_content
 from outpace.records.errors import BadInputError, shorten
-from outpace.records.families import FAMILIES, FAMILY_TRAITS
 from outpace.records.model import ModelSpec
+from outpace.records.model_families import FAMILIES, FAMILY_TRAITS
 
 CONFIG_FILE = "config.json"
 # Model types of folders with custom code whose layers are those of a family in transformers:

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from outpace.records.errors import BadInputError, excerpt, shorten
-from outpace.records.families import FAMILY_TRAITS
+from outpace.records.model_families import FAMILY_TRAITS
 
 _OWN_MODEL = "Any other model can be trained or planned for through a Python function that builds "
 _OWN_MODEL += "it: --model file.py:build."

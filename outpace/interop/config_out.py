@@ -8,8 +8,8 @@ from outpace.interop.config import OWN_TYPE, spec_from_config
 from outpace.interop.config_check import quiet_transformers
 from outpace.interop.origin import TokenIds
 from outpace.records.errors import BadInputError
-from outpace.records.families import FAMILIES, FAMILY_TRAITS, Family, FamilyTraits
 from outpace.records.model import ModelSpec
+from outpace.records.model_families import FAMILIES, FAMILY_TRAITS, Family, FamilyTraits
 
 _HF_ACTIVATIONS = MappingProxyType({"gelu": "gelu", "gelu_tanh": "gelu_new", "silu": "silu"})
 

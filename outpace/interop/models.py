@@ -15,8 +15,8 @@ from outpace.interop.weights import has_weights
 from outpace.records.base import read_object, read_toml
 from outpace.records.checksums import require_small_files
 from outpace.records.errors import BadInputError, excerpt
-from outpace.records.families import FAMILIES
 from outpace.records.model import ModelSpec
+from outpace.records.model_families import FAMILIES
 from outpace.records.run import resume_command
 
 _RUN_FILE = "run.json"

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from outpace.interop.config import OWN_TYPE
-from outpace.records.families import FAMILY_TRAITS
+from outpace.records.model_families import FAMILY_TRAITS
 
 _GPT2 = {
     "embed.tokens": "transformer.wte",

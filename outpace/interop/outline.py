@@ -27,8 +27,8 @@ from outpace.interop.transformers_build import can_build, transformers_version
 from outpace.planner.model.outline import outline
 from outpace.records.base import explain
 from outpace.records.errors import BadInputError, excerpt
-from outpace.records.families import FAMILIES
 from outpace.records.model import ModelSpec
+from outpace.records.model_families import FAMILIES
 from outpace.records.outline import AttentionShape, Mlp, Outline, ProductShape, Stack
 
 # More is a typing error.

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from outpace.nn.spread import is_spread, local, splits
 from outpace.optim.compiled_step import CompiledStep
-from outpace.optim.each import step_each
-from outpace.optim.together import group_parameters, step_counts
+from outpace.optim.multi_tensor import group_parameters, step_counts
+from outpace.optim.per_parameter import step_each
 
 MEANS = ("variance", "row_var", "col_var")  # of squares, by their names in a state
 

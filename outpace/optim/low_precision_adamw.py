@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from outpace.nn.spread import as_spread, is_spread, local, splits
 from outpace.nn.torchao import torchao_module
 from outpace.optim.compiled_step import CompiledStep
+from outpace.optim.multi_tensor import group_parameters, has_no_memory, step_counts
 from outpace.optim.rounding import (
     Noise,
     Streams,
@@ -36,7 +37,6 @@ from outpace.optim.rounding import (
     round_to_bf16,
 )
 from outpace.optim.state_dtypes import KeepsDtypes
-from outpace.optim.together import group_parameters, has_no_memory, step_counts
 from outpace.planner.memory.optimizer_bytes import COUNTED_VALUES, block
 from outpace.records.optimizers import Kept
 

@@ -21,14 +21,14 @@ from outpace.parallel import apply
 from outpace.parallel.batches import cut, samples_in
 from outpace.parallel.batchnorm import require_run_once, synchronise
 from outpace.parallel.blocks import Blocks, flat, named_blocks
-from outpace.parallel.first_batch import FirstBatch
 from outpace.parallel.gloo_shutdown import register_gloo_shutdown
 from outpace.parallel.layout import Batch, Layout, LayoutRequest, StepHooks, divisor
 from outpace.parallel.offload import place_optimizer
+from outpace.parallel.parity.first_batch import FirstBatch
+from outpace.parallel.parity.state_check import StateCheck
 from outpace.parallel.refusals import refuse_together
 from outpace.parallel.shared_memory import refuse_shared_memory
 from outpace.parallel.sparse_gradients import refuse_sparse_gradients
-from outpace.parallel.state_check import StateCheck
 from outpace.records.errors import BadInputError
 from outpace.records.plan import AXES, Plan
 from outpace.records.precisions import SCALED, WEIGHTS

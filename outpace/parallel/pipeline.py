@@ -339,7 +339,7 @@ def apply(request: LayoutRequest) -> Layout:
     Raises BadInputError if there are fewer layers than stages.
     """
     objective, plan = request.objective, request.plan
-    assert isinstance(objective, LanguageModelObjective)  # others have `custom_pipeline`
+    assert isinstance(objective, LanguageModelObjective)  # others have `custom.pipeline`
     if SCHEDULES[plan.schedule].splits_backward and objective.loss == "auto":
         objective.loss = "plain"  # the chunked loss has one backward only
     group = dist.new_group()

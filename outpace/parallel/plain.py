@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from outpace.parallel.moved_parameters import has_memory, storage_id
+from outpace.parallel.tensors import has_memory, storage_id
 
 # Functions that return their first argument where nothing is dropped.
 _DROPS = {

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from outpace.parallel.moved_parameters import has_memory, storage_id
+from outpace.parallel.tensors import has_memory, storage_id
 from outpace.records.errors import BadInputError
 from outpace.records.strategies import TRAITS, Strategy
 

@@ -337,7 +337,7 @@ class TensorParallel(ShardedLayout):
 
 def split(objective: nn.Module, plan: Plan, mesh: DeviceMesh) -> SplitObjective:
     """Split an objective's model over `mesh`, in place. Raises BadInputError if it cannot."""
-    assert isinstance(objective, LanguageModelObjective)  # others have `custom_tensor`
+    assert isinstance(objective, LanguageModelObjective)  # others have `custom.tensor`
     require_splittable(objective.model.spec, plan.tp)
     if plan.loss == "chunked":
         raise BadInputError(

@@ -3,11 +3,12 @@
 import copy
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from outpace.nn.spread import is_spread, local, whole
@@ -19,6 +20,7 @@ __all__ = [
     "copies",
     "deep_copy",
     "drop_all_but",
+    "has_memory",
     "local",
     "make_equal",
     "meta_copy",
@@ -26,6 +28,7 @@ __all__ = [
     "raise_to",
     "spread",
     "square_sum",
+    "storage_id",
     "sum_gradients",
     "total_norm",
     "whole",
@@ -199,3 +202,18 @@ def drop_all_but(kept: Iterable[Tensor], module: nn.Module) -> None:
         for register in registers:
             for name, tensor in register.items():
                 register[name] = tensor if id(tensor) in ids else None
+
+
+def has_memory(value: object) -> TypeGuard[Tensor]:
+    """Return whether a tensor has its own memory, which tensor wrappers do not."""
+    return (
+        isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and not value.is_meta
+        and not is_traceable_wrapper_subclass(value)
+    )
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Return an identifier of a tensor's memory that survives freeing and reallocation."""
+    return int(tensor.untyped_storage()._cdata)

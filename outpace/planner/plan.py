@@ -28,7 +28,7 @@ from outpace.planner.memory import peak as memory
 from outpace.planner.model.adapters import ADAPTER_NAMES, ADAPTER_STRATEGIES, can_plan_adapters
 from outpace.planner.model.outline import parameters
 from outpace.planner.model.outline_flops import forward_flops, recomputed_flops, step_flops
-from outpace.planner.plan_batch import MODES, Floats, PlanBatch, of_plans
+from outpace.planner.plan_columns import MODES, Floats, PlanBatch, of_plans
 from outpace.planner.problem import PlanningProblem
 from outpace.planner.search.branch_and_bound import (
     SearchResult,

@@ -10,7 +10,7 @@ from outpace.catalog.stacks import SoftwareStack
 from outpace.planner.calibration.cluster import Cluster
 from outpace.planner.memory import peak
 from outpace.planner.memory.framework_traits import OUTPACE, FrameworkTraits
-from outpace.planner.plan_batch import OFFLOADS, Bools, Floats, PlanBatch
+from outpace.planner.plan_columns import OFFLOADS, Bools, Floats, PlanBatch
 from outpace.planner.search.space import SearchRequest
 from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.outline import Outline

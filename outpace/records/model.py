@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from outpace.records.base import Record, entry
-from outpace.records.families import FAMILY_TRAITS, Family
+from outpace.records.model_families import FAMILY_TRAITS, Family
 
 # Numbers beyond these are slips of the pen, whose products no integer of a tensor's size holds.
 Layers = Annotated[int, Field(gt=0, le=100_000)]

@@ -82,7 +82,7 @@ def _pipelines() -> dict[Strategy, StrategyTraits]:
     return {
         names[name]: StrategyTraits(
             module="pipeline", family="naive model parallel" if name == "mp" else "pipeline",
-            axes=("pp",), custom_module="custom_pipeline", whole_model=False,
+            axes=("pp",), custom_module="custom.pipeline", whole_model=False,
             title="naive model parallel" if name == "mp" else None, one_shape=True,
             compiled="split" if schedule.splits_backward else "blocks",
         )
@@ -129,7 +129,7 @@ TRAITS: Mapping[Strategy, StrategyTraits] = {
     "hsdp": _make_sharded("HSDP", 3, ("dp_replicate", "dp_shard")),
     **_pipelines(),
     "tp": StrategyTraits(
-        module="tensor", family="tensor parallel", axes=("tp",), custom_module="custom_tensor",
+        module="tensor", family="tensor parallel", axes=("tp",), custom_module="custom.tensor",
         whole_model=False, communicates_within=True, compiled="blocks",
     ),
     "cp": StrategyTraits(

@@ -22,7 +22,7 @@ from outpace.interop.custom_model import CustomModel, CustomObjective
 from outpace.nn.mixed import MixedPrecision, keeps_casts, lower_weights, make_mixed
 from outpace.nn.scratch import Scratch
 from outpace.parallel import Layout, LayoutRequest, StepHooks
-from outpace.parallel.custom_pipeline import CustomPipeline
+from outpace.parallel.custom.pipeline import CustomPipeline
 from outpace.parallel.parallelize import apply_plan_options, synchronise_statistics
 from outpace.parallel.plain import has_dropout, random_state, set_random_state
 from outpace.parallel.tensors import meta_copy

@@ -3,7 +3,7 @@
 import pytest
 
 from outpace.catalog.references import references
-from outpace.planner.plan_batch import of_plans
+from outpace.planner.plan_columns import of_plans
 
 KINDS = ("cpu", "cuda")
 

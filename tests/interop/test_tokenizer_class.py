@@ -8,7 +8,7 @@ import outpace
 from outpace.data.tokenizer import load_tokenizer, train_tokenizer
 from outpace.interop import tokenizer_class
 from outpace.interop.tokenizer_class import cut_as_qwen2, export_difference, source_difference
-from outpace.records.families import FAMILIES
+from outpace.records.model_families import FAMILIES
 
 TEXTS = ["In 1234 it's  2 good\n\n\nDON'T x=12345 été 中文字"] * 20
 

@@ -211,7 +211,7 @@ def test_small_parameters_are_stepped_together_as_each_alone(kept, dtype, monkey
         return [one.detach() for one in held] + states, operators.count
 
     together, fewer = trained()
-    monkeypatch.setattr("outpace.optim.together.JOINED_VALUES", {})
+    monkeypatch.setattr("outpace.optim.multi_tensor.JOINED_VALUES", {})
     alone, count = trained()
     assert all(map(torch.equal, together, alone)) and len(together) == len(alone)
     assert fewer < 0.45 * count

@@ -8,7 +8,7 @@ from torch import nn
 
 import outpace
 from outpace.parallel.blocks import found_blocks, named_blocks
-from outpace.parallel.custom_tensor import layouts_of
+from outpace.parallel.custom.tensor import layouts_of
 from outpace.records.errors import BadInputError
 
 RANKS = Path(__file__).with_name("parallelize_ranks.py")

@@ -122,7 +122,7 @@ def apply(request: LayoutRequest) -> Layout:
     ],
 }
 FAMILY: Edits = {
-    "records/families.py": [
+    "records/model_families.py": [
         ('"qwen3", "bert"]', '"qwen3", "bert", "ministral"]'),
         (
             "FAMILY_TRAITS: Mapping[Family, FamilyTraits] = {",

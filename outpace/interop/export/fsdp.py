@@ -7,8 +7,8 @@ from outpace.interop.export import unsupported
 from outpace.interop.export.accelerate import axes
 from outpace.interop.export.request import ExportedPlan, ExportRequest, fold_pipeline
 from outpace.interop.export.texts import as_json, torchrun
-from outpace.records.families import FAMILY_TRAITS
 from outpace.records.model import ModelSpec
+from outpace.records.model_families import FAMILY_TRAITS
 from outpace.records.optimizers import OptimizerName
 from outpace.records.plan import Plan
 from outpace.records.precisions import MASTERS, PURE, WIDE, Precision

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from outpace.jobs.defaults import resolve_seq_len
 from outpace.planner.memory import peak
 from outpace.planner.model.outline_flops import forward_flops
-from outpace.planner.plan_batch import of_plans
+from outpace.planner.plan_columns import of_plans
 from outpace.records.errors import BadInputError
 from outpace.records.hardware import Accelerator
 from outpace.records.memory import MemoryAccount, Moment

@@ -9,7 +9,7 @@ from outpace.jobs.machine_file import find_probe
 from outpace.planner.calibration.cluster import Cluster, of_host, of_probe
 from outpace.planner.calibration.fit_rates import steps_s
 from outpace.planner.model.outline import classifier_outline, outline
-from outpace.planner.plan_batch import of_plans
+from outpace.planner.plan_columns import of_plans
 from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.probing.hardware.machine import identify
 from outpace.records.errors import BadInputError

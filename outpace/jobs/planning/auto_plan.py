@@ -298,7 +298,7 @@ def _find_excluded(settings: TrainSettings, world: int) -> Collection[Strategy]:
     """Return strategies that cannot split a custom model; none for outpace's models."""
     if not names_code(settings.model):
         return ()
-    from outpace.parallel.module_shape import find_refused_strategies
+    from outpace.parallel.custom.module_shape import find_refused_strategies
 
     build = open_model(settings.model).build
     assert build is not None

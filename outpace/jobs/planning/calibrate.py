@@ -21,7 +21,7 @@ from outpace.planner.calibration.observed_runs import correct_cluster
 from outpace.planner.memory.peak import library_bytes
 from outpace.planner.model.outline import parameters
 from outpace.planner.plan import estimate_plan
-from outpace.planner.plan_batch import of_plans
+from outpace.planner.plan_columns import of_plans
 from outpace.planner.problem import PlanningProblem
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import Estimate

@@ -11,7 +11,7 @@ from outpace.jobs.ranks.hang_watchdog import RankActivity, hang_watchdog
 from outpace.jobs.ranks.process_groups import Groups
 from outpace.planner.memory import peak
 from outpace.planner.model.outline import outline
-from outpace.planner.plan_batch import of_plans
+from outpace.planner.plan_columns import of_plans
 from outpace.probing.hardware.machine import usable_cores
 from outpace.probing.hardware.process_memory import free_bytes
 from outpace.probing.timing.interleave import Turns

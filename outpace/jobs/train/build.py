@@ -42,13 +42,13 @@ from outpace.optim.build import leave_compiler_out, make_optimizer
 from outpace.parallel import Layout, LayoutRequest, apply
 from outpace.parallel.batchnorm import require_run_once
 from outpace.parallel.deferred_init import fill, fills_later, parts_of
-from outpace.parallel.first_batch import FirstBatch
-from outpace.parallel.module_state import preserve_state
 from outpace.parallel.offload import parameter_device, place_optimizer
 from outpace.parallel.parallelize import apply_plan_options, synchronise_statistics
+from outpace.parallel.parity.first_batch import FirstBatch
+from outpace.parallel.parity.module_state import preserve_state
+from outpace.parallel.parity.state_check import StateCheck
 from outpace.parallel.shared_memory import refuse_shared_memory
 from outpace.parallel.sparse_gradients import refuse_sparse_gradients
-from outpace.parallel.state_check import StateCheck
 from outpace.parallel.tensors import make_equal
 from outpace.planner.model.flops import step_flops
 from outpace.records.errors import BadInputError, OutpaceError

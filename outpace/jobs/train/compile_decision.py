@@ -7,7 +7,7 @@ import torch
 from outpace.jobs.machine_file import used_machine
 from outpace.jobs.planning.auto_plan import question
 from outpace.planner.calibration.fit_rates import steps_s
-from outpace.planner.plan_batch import of_plans
+from outpace.planner.plan_columns import of_plans
 from outpace.records.compiled import Region, compiled_region
 from outpace.records.errors import BadInputError
 from outpace.records.machine import Machine

@@ -18,7 +18,7 @@ from outpace.planner.hardware.device import DeviceRates, MeasuredProduct, of_acc
 from outpace.planner.hardware.links import Fabric, Protocol
 from outpace.planner.hardware.networks import of_node
 from outpace.planner.model.outline import outline
-from outpace.planner.plan_batch import of_plans
+from outpace.planner.plan_columns import of_plans
 from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import RateSource

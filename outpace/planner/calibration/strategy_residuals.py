@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from outpace.planner.plan_batch import Floats
+from outpace.planner.plan_columns import Floats
 from outpace.records.plan import Plan
 
 # What plans may share beside their strategy, and how much it adds: deviations of logarithms. Those

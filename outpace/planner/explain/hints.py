@@ -6,7 +6,7 @@ from typing import Any
 
 from outpace.planner.hardware.device import DeviceRates
 from outpace.planner.model.outline import parameters
-from outpace.planner.plan_batch import Floats
+from outpace.planner.plan_columns import Floats
 from outpace.planner.search.branch_and_bound import Needs, search
 from outpace.planner.search.simulate_finalists import simulate_pipelines
 from outpace.planner.search.space import SearchRequest

@@ -7,7 +7,7 @@ import numpy as np
 
 from outpace.planner.explain.titles import PARTS, choices, title
 from outpace.planner.model.adapters import ADAPTER_NAMES
-from outpace.planner.plan_batch import PlanBatch
+from outpace.planner.plan_columns import PlanBatch
 from outpace.planner.problem import PlanningProblem
 from outpace.planner.search.alternatives import EQUAL, LEAN, ROOMY
 from outpace.planner.search.branch_and_bound import FAMILIES, SearchResult, family

@@ -8,7 +8,7 @@ import numpy as np
 
 from outpace.catalog import efficiency
 from outpace.catalog.links import LINKS
-from outpace.planner.plan_batch import PRECISIONS, Bools, Floats, Ints
+from outpace.planner.plan_columns import PRECISIONS, Bools, Floats, Ints
 from outpace.records.errors import BadInputError
 from outpace.records.hardware import Accelerator, Dtype
 from outpace.records.precisions import PRECISION_TRAITS, Precision

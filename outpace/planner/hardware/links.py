@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from outpace.planner.plan_batch import Floats, Ints
+from outpace.planner.plan_columns import Floats, Ints
 
 _SMALLEST = 6  # log2 of the first size of `by_size`
 

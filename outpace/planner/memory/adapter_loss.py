@@ -19,7 +19,7 @@ from outpace.planner.memory.logit_pieces import (
 )
 from outpace.planner.memory.saved_activations import FP32, Shapes
 from outpace.planner.memory.timeline import MemoryTimeline
-from outpace.planner.plan_batch import Bools, Floats, PlanBatch
+from outpace.planner.plan_columns import Bools, Floats, PlanBatch
 from outpace.records.outline import Outline
 from outpace.records.precisions import COMPUTES_IN_BF16
 

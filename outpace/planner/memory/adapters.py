@@ -29,7 +29,7 @@ from outpace.planner.model.adapters import (
     require_adaptable,
 )
 from outpace.planner.model.outline import layer_parameters, weights
-from outpace.planner.plan_batch import OPTIMIZERS, PRECISIONS, Bools, Floats, Ints, PlanBatch
+from outpace.planner.plan_columns import OPTIMIZERS, PRECISIONS, Bools, Floats, Ints, PlanBatch
 from outpace.records.errors import BadInputError
 from outpace.records.outline import Outline
 from outpace.records.plan import Checkpointing

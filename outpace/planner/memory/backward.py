@@ -11,7 +11,7 @@ from outpace.planner.memory.loss import tied_head_bytes
 from outpace.planner.memory.rank_setup import BlockMode, RankSetup
 from outpace.planner.memory.saved_activations import FP32
 from outpace.planner.memory.timeline import MemoryTimeline
-from outpace.planner.plan_batch import Bools, Floats, Ints
+from outpace.planner.plan_columns import Bools, Floats, Ints
 
 
 @dataclass(frozen=True)

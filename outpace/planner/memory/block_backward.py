@@ -9,7 +9,7 @@ from outpace.planner.memory.rank_setup import BlockMode, RankSetup
 from outpace.planner.memory.saved_activations import FP32
 from outpace.planner.memory.setup import MemorySetup
 from outpace.planner.memory.timeline import MemoryTimeline
-from outpace.planner.plan_batch import Floats, PlanBatch
+from outpace.planner.plan_columns import Floats, PlanBatch
 from outpace.records.outline import AttentionShape
 
 _ATTENTION_ROWS = 512  # of scores that ring attention holds at once

@@ -6,7 +6,7 @@ from outpace.planner.memory.loss import add_split_head
 from outpace.planner.memory.rank_setup import RankSetup
 from outpace.planner.memory.saved_activations import FP32
 from outpace.planner.memory.timeline import MemoryTimeline
-from outpace.planner.plan_batch import Floats
+from outpace.planner.plan_columns import Floats
 from outpace.records.precisions import WEIGHTS
 
 

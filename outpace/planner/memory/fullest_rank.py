@@ -8,7 +8,7 @@ import numpy as np
 from outpace.planner.model.outline import head_in_layers
 from outpace.planner.pipeline.in_flight import Rank, ranks_of, single_rank
 from outpace.planner.pipeline.stages import balance, even
-from outpace.planner.plan_batch import MODES, SCHEDULE_NAMES, Bools, Floats, Ints, PlanBatch
+from outpace.planner.plan_columns import MODES, SCHEDULE_NAMES, Bools, Floats, Ints, PlanBatch
 from outpace.records.outline import Outline
 
 _FLAGS = {name for name, kind in Rank.__annotations__.items() if kind is bool}

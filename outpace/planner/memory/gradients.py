@@ -7,7 +7,7 @@ import numpy as np
 from outpace.planner.memory.saved_activations import FP32
 from outpace.planner.memory.setup import MemorySetup
 from outpace.planner.memory.timeline import MemoryTimeline
-from outpace.planner.plan_batch import Bools, Floats
+from outpace.planner.plan_columns import Bools, Floats
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from outpace.planner.memory.saved_activations import FP32
-from outpace.planner.plan_batch import Bools, Floats
+from outpace.planner.plan_columns import Bools, Floats
 
 _MIB = 2**20
 # nn.loss, on a CPU: rows of a chunk, from how many bytes of fp32 logits chunks are taken.

@@ -21,7 +21,7 @@ from outpace.planner.memory.rank_setup import RankSetup
 from outpace.planner.memory.saved_activations import FP32
 from outpace.planner.memory.setup import MemorySetup
 from outpace.planner.memory.timeline import MemoryTimeline
-from outpace.planner.plan_batch import Bools, Floats
+from outpace.planner.plan_columns import Bools, Floats
 from outpace.records.precisions import COMPUTES_IN_BF16
 
 

@@ -7,7 +7,7 @@ from outpace.planner.memory.rank_setup import RankSetup
 from outpace.planner.memory.saved_activations import FP32
 from outpace.planner.memory.states import whole_share
 from outpace.planner.memory.timeline import MemoryTimeline
-from outpace.planner.plan_batch import OFFLOADS, OPTIMIZERS, Floats, PlanBatch
+from outpace.planner.plan_columns import OFFLOADS, OPTIMIZERS, Floats, PlanBatch
 from outpace.records.optimizers import OPTIMIZER_TRAITS
 from outpace.records.precisions import PURE
 

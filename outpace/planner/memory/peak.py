@@ -15,7 +15,7 @@ from outpace.planner.memory.framework_traits import OUTPACE, FrameworkTraits
 from outpace.planner.memory.setup import Device, MemoryQuestion
 from outpace.planner.memory.step import start_timelines, step_timelines
 from outpace.planner.memory.timeline import MemoryTimeline
-from outpace.planner.plan_batch import Floats, Ints, PlanBatch
+from outpace.planner.plan_columns import Floats, Ints, PlanBatch
 from outpace.records.memory import KINDS, Kind
 from outpace.records.outline import Outline
 from outpace.records.plan import Plan

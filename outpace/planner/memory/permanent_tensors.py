@@ -7,7 +7,7 @@ from outpace.planner.memory.rank_setup import RankSetup
 from outpace.planner.memory.saved_activations import FP32
 from outpace.planner.memory.states import whole_states
 from outpace.planner.memory.timeline import MemoryTimeline
-from outpace.planner.plan_batch import OFFLOADS, Floats
+from outpace.planner.plan_columns import OFFLOADS, Floats
 
 _MIB = 2**20
 # Two threads multiply, each with a workspace of cuBLAS: 32 MiB on Hopper and later (torch, CUDABlas

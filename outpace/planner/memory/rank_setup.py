@@ -10,7 +10,7 @@ from outpace.planner.memory.fullest_rank import Place
 from outpace.planner.memory.gradients import GradientBytes, gradient_bytes
 from outpace.planner.memory.saved_activations import share_of
 from outpace.planner.memory.setup import HEAVIEST, MemorySetup
-from outpace.planner.plan_batch import Bools, Floats
+from outpace.planner.plan_columns import Bools, Floats
 from outpace.records.plan import Checkpointing
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from outpace.planner.memory.framework_traits import OUTPACE, FrameworkTraits
 from outpace.planner.model.outline import Weight, layer_parameters, weights
-from outpace.planner.plan_batch import MODES, PRECISIONS, Bools, Floats, PlanBatch
+from outpace.planner.plan_columns import MODES, PRECISIONS, Bools, Floats, PlanBatch
 from outpace.records.outline import AttentionShape, Mlp, Outline, Stack
 from outpace.records.plan import Checkpointing
 from outpace.records.precisions import COMPUTES_IN_BF16, PRECISION_TRAITS

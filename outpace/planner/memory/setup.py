@@ -9,7 +9,7 @@ import numpy as np
 from outpace.planner.memory.framework_traits import OUTPACE, FrameworkTraits
 from outpace.planner.memory.saved_activations import FP32, Layer, Shapes, layer, mean, shapes
 from outpace.planner.memory.states import OutsideElements, States, outside_elements, states
-from outpace.planner.plan_batch import OFFLOADS, PRECISIONS, Bools, Floats, PlanBatch
+from outpace.planner.plan_columns import OFFLOADS, PRECISIONS, Bools, Floats, PlanBatch
 from outpace.records.outline import Outline, Stack
 from outpace.records.plan import Checkpointing
 from outpace.records.strategies import strategies_that

@@ -10,7 +10,7 @@ import numpy as np
 from outpace.planner.communication.volume import share_by_size
 from outpace.planner.memory.optimizer_bytes import optimizer_bytes
 from outpace.planner.model.outline import layer_parameters, weights
-from outpace.planner.plan_batch import OPTIMIZERS, PRECISIONS, Floats, PlanBatch
+from outpace.planner.plan_columns import OPTIMIZERS, PRECISIONS, Floats, PlanBatch
 from outpace.records.optimizers import OptimizerName
 from outpace.records.outline import Outline, Stack
 from outpace.records.precisions import Precision

@@ -13,7 +13,7 @@ from outpace.planner.memory.permanent_tensors import add_permanent_tensors
 from outpace.planner.memory.rank_setup import RankSetup, set_up_rank
 from outpace.planner.memory.setup import MemoryQuestion, set_up
 from outpace.planner.memory.timeline import MemoryTimeline
-from outpace.planner.plan_batch import Ints, PlanBatch
+from outpace.planner.plan_columns import Ints, PlanBatch
 
 
 def step_timelines(

@@ -4,7 +4,7 @@ from copy import copy
 
 import numpy as np
 
-from outpace.planner.plan_batch import Bools, Floats
+from outpace.planner.plan_columns import Bools, Floats
 from outpace.records.memory import KINDS, Kind
 
 Amount = Floats | float

@@ -6,7 +6,7 @@ from typing import Any
 
 from outpace.planner.network.requirement import NetworkEntry, NetworkProblem
 from outpace.planner.network.site import NetworkQuestion
-from outpace.planner.plan_batch import of_plans
+from outpace.planner.plan_columns import of_plans
 from outpace.records.errors import BadInputError
 from outpace.records.optimizers import default_optimizer
 from outpace.records.plan import Plan

@@ -17,7 +17,7 @@ from outpace.planner.communication.flows import Flow, Part, Where, flows
 from outpace.planner.communication.node_placement import Crossing, place_flow
 from outpace.planner.communication.volume import StepOnRank
 from outpace.planner.memory import peak
-from outpace.planner.plan_batch import Floats, PlanBatch, of_plans
+from outpace.planner.plan_columns import Floats, PlanBatch, of_plans
 from outpace.planner.step_time.estimate import estimate, stages_of
 from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.memory import Kind

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from outpace.planner.plan_batch import OFFLOADS, Floats, Ints, PlanBatch, join_batches
+from outpace.planner.plan_columns import OFFLOADS, Floats, Ints, PlanBatch, join_batches
 from outpace.planner.search.space import Options, expand, untrained_mask
 
 EQUAL = 1.02  # times the fastest's step: no reason to prefer the fastest

@@ -12,7 +12,7 @@ from typing import get_args
 
 import numpy as np
 
-from outpace.planner.plan_batch import (
+from outpace.planner.plan_columns import (
     MODES,
     OPTIMIZERS,
     STRATEGIES,

@@ -9,7 +9,7 @@ from dataclasses import fields
 import numpy as np
 
 from outpace.planner.pipeline.schedules import schedule_graph
-from outpace.planner.plan_batch import SCHEDULE_NAMES, Ints, PlanBatch
+from outpace.planner.plan_columns import SCHEDULE_NAMES, Ints, PlanBatch
 from outpace.planner.step_time.estimate import StepTimes, stages_of
 from outpace.planner.step_time.setup import StepTimeQuestion
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from outpace.planner.model.adapters import AdapterSettings
 from outpace.planner.model.outline import weights
-from outpace.planner.plan_batch import (
+from outpace.planner.plan_columns import (
     MODES,
     OFFLOADS,
     OPTIMIZERS,

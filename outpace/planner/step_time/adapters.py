@@ -10,7 +10,7 @@ import numpy as np
 from outpace.planner.hardware.device import DeviceRates, sustained_product_s
 from outpace.planner.model.adapters import NF4_BYTES, AdapterSettings
 from outpace.planner.model.outline import Weight, weights
-from outpace.planner.plan_batch import Floats
+from outpace.planner.plan_columns import Floats
 from outpace.records.outline import Outline
 
 _FP32 = 4.0

@@ -6,7 +6,7 @@ from statistics import NormalDist
 import numpy as np
 
 from outpace.planner.model.outline import weights
-from outpace.planner.plan_batch import MODES, Floats
+from outpace.planner.plan_columns import MODES, Floats
 from outpace.planner.step_time.passes import StepPasses
 from outpace.planner.step_time.pipeline import PipelineTime
 from outpace.planner.step_time.setup import FP32, StepTimeSetup

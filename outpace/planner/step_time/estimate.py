@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from outpace.planner.plan_batch import Floats, PlanBatch
+from outpace.planner.plan_columns import Floats, PlanBatch
 from outpace.planner.step_time.collectives import experts_s, exposed_data_s, ring_s, slowest_s
 from outpace.planner.step_time.parameters import (
     Offloading,

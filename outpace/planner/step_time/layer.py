@@ -14,7 +14,7 @@ from outpace.catalog import efficiency
 from outpace.catalog.stacks import Dispatcher, Elementwise, Experts
 from outpace.planner.hardware.device import DeviceRates, sustained_product_s
 from outpace.planner.model.outline import Weight, seen_length, weights
-from outpace.planner.plan_batch import Bools, Floats
+from outpace.planner.plan_columns import Bools, Floats
 from outpace.planner.step_time.adapters import Adapters, adapter_s, unpacking_s
 from outpace.records.outline import AttentionShape, Mlp, Outline, ProductShape, Stack
 

@@ -7,7 +7,7 @@ import numpy as np
 from outpace.planner.hardware.device import DeviceRates
 from outpace.planner.hardware.links import Fabric
 from outpace.planner.memory.states import layer_shapes
-from outpace.planner.plan_batch import OPTIMIZERS, Bools, Floats, PlanBatch
+from outpace.planner.plan_columns import OPTIMIZERS, Bools, Floats, PlanBatch
 from outpace.planner.step_time.optimizer_operators import count_operators
 from outpace.records.optimizers import OPTIMIZER_TRAITS
 from outpace.records.outline import Outline

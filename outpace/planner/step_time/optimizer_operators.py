@@ -15,7 +15,7 @@ from outpace.planner.memory.optimizer_bytes import (
     block,
 )
 from outpace.planner.memory.states import Shape, layer_shapes
-from outpace.planner.plan_batch import OPTIMIZERS, Bools, Floats, Ints, PlanBatch
+from outpace.planner.plan_columns import OPTIMIZERS, Bools, Floats, Ints, PlanBatch
 from outpace.records.optimizers import OPTIMIZER_TRAITS, Kept, Operators
 from outpace.records.outline import Outline
 

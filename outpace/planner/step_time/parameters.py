@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from outpace.planner.plan_batch import MODES, Floats
+from outpace.planner.plan_columns import MODES, Floats
 from outpace.planner.step_time.optimizer import optimizer_s
 from outpace.planner.step_time.setup import FP32, StepTimeSetup
 

@@ -7,7 +7,7 @@ import numpy as np
 
 from outpace.catalog import efficiency
 from outpace.planner.model.outline import weights
-from outpace.planner.plan_batch import MODES, Floats
+from outpace.planner.plan_columns import MODES, Floats
 from outpace.planner.step_time.layer import LayerWork, embedding, head, layer
 from outpace.planner.step_time.setup import StepTimeSetup
 from outpace.records.outline import Stack

@@ -7,7 +7,7 @@ import numpy as np
 from outpace.planner.model.outline import head_in_layers
 from outpace.planner.pipeline.simulator import StageTime
 from outpace.planner.pipeline.stages import balance, even
-from outpace.planner.plan_batch import Floats, Ints
+from outpace.planner.plan_columns import Floats, Ints
 from outpace.planner.step_time.parameters import weight_traffic_s
 from outpace.planner.step_time.passes import StepPasses
 from outpace.planner.step_time.setup import StepTimeSetup

@@ -9,7 +9,7 @@ from outpace.catalog.stacks import OUTPACE, SoftwareStack
 from outpace.planner.hardware.device import DeviceRates, dtype_of, items
 from outpace.planner.hardware.links import Fabric
 from outpace.planner.model.outline import layer_parameters, outside_elements, weights
-from outpace.planner.plan_batch import MODES, PRECISIONS, Bools, Floats, Ints, PlanBatch
+from outpace.planner.plan_columns import MODES, PRECISIONS, Bools, Floats, Ints, PlanBatch
 from outpace.planner.step_time.adapters import Adapters, adapter_products
 from outpace.planner.step_time.layer import Cells, Kernel
 from outpace.records.outline import Outline

@@ -17,7 +17,7 @@ from outpace.jobs.ranks.oom_guard import Shortage
 from outpace.planner.calibration.cluster import of_host
 from outpace.planner.fit.proposals import change_plan
 from outpace.planner.model.outline import outline
-from outpace.planner.plan_batch import of_plans
+from outpace.planner.plan_columns import of_plans
 from outpace.planner.step_time.adapters import Adapters, Target
 from outpace.planner.step_time.estimate import estimate
 from outpace.planner.step_time.setup import StepTimeQuestion

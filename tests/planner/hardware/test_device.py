@@ -18,7 +18,7 @@ from outpace.planner.hardware.device import (
     product_s,
     sustained_product_s,
 )
-from outpace.planner.plan_batch import PRECISIONS
+from outpace.planner.plan_columns import PRECISIONS
 
 # 100 multiprocessors of tiles of 128 × 128, one TFLOP/s each; memory is no obstacle.
 DEVICE = DeviceRates(

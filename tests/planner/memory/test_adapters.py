@@ -12,7 +12,7 @@ from outpace.planner.memory.peak import anatomy, least_bytes, peak_bytes, reserv
 from outpace.planner.model.adapters import AdapterSettings, can_plan_adapters, nf4_bytes
 from outpace.planner.model.outline import outline, parameters
 from outpace.planner.pipeline.stages import representatives
-from outpace.planner.plan_batch import PlanBatch, of_plans
+from outpace.planner.plan_columns import PlanBatch, of_plans
 from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan

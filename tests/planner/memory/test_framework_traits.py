@@ -15,7 +15,7 @@ from outpace.planner.memory.fullest_rank import places
 from outpace.planner.memory.peak import anatomy, peak_bytes, reserved_bytes
 from outpace.planner.memory.saved_activations import layer, shapes
 from outpace.planner.model.outline import parameters
-from outpace.planner.plan_batch import PlanBatch, of_plans
+from outpace.planner.plan_columns import PlanBatch, of_plans
 from outpace.records.outline import AttentionShape, Mlp, Outline, Stack
 from outpace.records.plan import Plan
 

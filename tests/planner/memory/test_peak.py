@@ -13,7 +13,7 @@ from outpace.planner.memory.saved_activations import layer, shapes
 from outpace.planner.model.outline import outline, parameters
 from outpace.planner.pipeline.in_flight import ranks_of
 from outpace.planner.pipeline.stages import representatives
-from outpace.planner.plan_batch import PlanBatch, of_plans
+from outpace.planner.plan_columns import PlanBatch, of_plans
 from outpace.records.model import ModelSpec
 from outpace.records.outline import AttentionShape, Mlp, Outline, Stack
 from outpace.records.plan import Plan

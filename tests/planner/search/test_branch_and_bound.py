@@ -15,7 +15,7 @@ from outpace.catalog.outlines import OUTLINES
 from outpace.planner.calibration.cluster import of_catalog
 from outpace.planner.memory import peak
 from outpace.planner.model.outline import outline, parameters
-from outpace.planner.plan_batch import of_plans
+from outpace.planner.plan_columns import of_plans
 from outpace.planner.search.branch_and_bound import FAMILIES, family, fastest_accepted, search
 from outpace.planner.search.space import (
     VARIED,

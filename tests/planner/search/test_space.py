@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from outpace.catalog.models import preset
 from outpace.catalog.outlines import OUTLINES
 from outpace.planner.model.outline import outline
-from outpace.planner.plan_batch import STRATEGIES, PlanBatch, of_plans
+from outpace.planner.plan_columns import STRATEGIES, PlanBatch, of_plans
 from outpace.planner.search.space import (
     VARIED,
     SearchRequest,

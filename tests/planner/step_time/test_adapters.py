@@ -14,7 +14,7 @@ from outpace.planner.hardware.device import DeviceRates
 from outpace.planner.hardware.links import Fabric, Protocol
 from outpace.planner.model.adapters import NF4_BYTES
 from outpace.planner.model.outline import outline, parameters
-from outpace.planner.plan_batch import of_plans
+from outpace.planner.plan_columns import of_plans
 from outpace.planner.step_time.adapters import Adapters, Target
 from outpace.planner.step_time.estimate import StepTimes, estimate
 from outpace.planner.step_time.parameters import weight_traffic_s

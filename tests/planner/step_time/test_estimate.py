@@ -18,7 +18,7 @@ from outpace.planner.hardware.device import DeviceRates
 from outpace.planner.hardware.links import Fabric, Protocol
 from outpace.planner.model.outline import outline, parameters
 from outpace.planner.model.outline_flops import forward_flops
-from outpace.planner.plan_batch import PlanBatch, of_plans
+from outpace.planner.plan_columns import PlanBatch, of_plans
 from outpace.planner.search.branch_and_bound import least_s
 from outpace.planner.search.simulate_finalists import simulate_pipelines
 from outpace.planner.search.space import VARIED, SearchRequest, expand, layouts, memory_options

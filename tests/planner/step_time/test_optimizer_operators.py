@@ -9,7 +9,7 @@ from outpace.nn.transformer import Transformer
 from outpace.optim.build import begin_step, make_optimizer
 from outpace.planner.memory import optimizer_bytes
 from outpace.planner.model.outline import outline
-from outpace.planner.plan_batch import OPTIMIZERS, of_plans
+from outpace.planner.plan_columns import OPTIMIZERS, of_plans
 from outpace.planner.step_time.optimizer_operators import count_operators
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan

@@ -1,8 +1,8 @@
 """Strategies that a user's module rules out by its structure, found without laying it out."""
 
 from outpace.interop.custom_model import CustomModel
-from outpace.parallel.custom_pipeline import stages_of
-from outpace.parallel.custom_tensor import layouts_of
+from outpace.parallel.custom.pipeline import stages_of
+from outpace.parallel.custom.tensor import layouts_of
 from outpace.parallel.parallelize import refused_strategy
 from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES

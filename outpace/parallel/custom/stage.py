@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from outpace.parallel.batches import copy_batch
-from outpace.parallel.block_values import (
+from outpace.parallel.blocks import named_blocks, parameters_outside
+from outpace.parallel.custom.block_values import (
     Form,
     Key,
     ReadLog,
@@ -37,7 +38,6 @@ from outpace.parallel.block_values import (
     snapshot,
     split,
 )
-from outpace.parallel.blocks import named_blocks, parameters_outside
 from outpace.parallel.layout import Batch
 from outpace.parallel.stage_draws import StageDraws
 from outpace.parallel.tensors import deep_copy

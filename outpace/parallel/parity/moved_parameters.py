@@ -7,15 +7,16 @@ tensors that are written to are copied.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from outpace.nn.spread import is_spread, local
-from outpace.parallel.user_collectives import is_collective
+from outpace.parallel.parity.user_collectives import is_collective
+from outpace.parallel.tensors import has_memory
 from outpace.records.errors import first_names
 
 NEEDED_BEFORE = "other micro-batches, which are under way, need it as it was"
@@ -140,21 +141,6 @@ def find_written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
                 leaf = local(one) if isinstance(one, Tensor) else one
                 if has_memory(leaf):
                     yield leaf
-
-
-def has_memory(value: object) -> TypeGuard[Tensor]:
-    """Return whether a tensor has its own memory, which tensor wrappers do not."""
-    return (
-        isinstance(value, Tensor)
-        and value.layout == torch.strided
-        and not value.is_meta
-        and not is_traceable_wrapper_subclass(value)
-    )
-
-
-def storage_id(tensor: Tensor) -> int:
-    """Return an identifier of a tensor's memory that survives freeing and reallocation."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _memory(tensor: Tensor) -> int:

@@ -1,9 +1,8 @@
 """Comparison of two computations of a user's module: tolerances and differences.
 
 Used by the look before the first step (first_batch.py), by a pipeline's look at its first
-micro-batch (pipeline_inspection.py) and by `outpace.verify`. docs/concepts/parity.md has the
-tolerances'
-reasons.
+micro-batch (custom/pipeline_inspection.py) and by `outpace.verify`. docs/concepts/parity.md has the
+reasons for the tolerances.
 """
 
 import math

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from outpace.parallel.batches import concatenate, samples_in, take_first
-from outpace.parallel.comparison import ComparisonLimits, Projection, difference, square
 from outpace.parallel.layout import Batch, StepHooks
-from outpace.parallel.module_state import preserve_state
-from outpace.parallel.moved_parameters import MovedParameters
+from outpace.parallel.parity.comparison import ComparisonLimits, Projection, difference, square
+from outpace.parallel.parity.module_state import preserve_state
+from outpace.parallel.parity.moved_parameters import MovedParameters
+from outpace.parallel.parity.plain_copy import model_of
+from outpace.parallel.parity.user_collectives import NoCollectives
 from outpace.parallel.plain import random_state, same_random_state, without_dropout
-from outpace.parallel.plain_copy import model_of
-from outpace.parallel.user_collectives import NoCollectives
 
 Taker = Callable[[str, Tensor], None]  # takes the gradient of a parameter of this name
 _FEW = 2  # samples of a rank, at most

@@ -22,9 +22,9 @@ from torch import nn
 
 from outpace.nn.extra_state import parts_with_extra_state
 from outpace.parallel.batches import concatenate, copy_batch, cut, samples_in, take_first
-from outpace.parallel.comparison import difference
 from outpace.parallel.layout import Batch, StepHooks
-from outpace.parallel.module_state import (
+from outpace.parallel.parity.comparison import difference
+from outpace.parallel.parity.module_state import (
     change_counters,
     is_generator,
     kept_attributes,
@@ -33,7 +33,7 @@ from outpace.parallel.module_state import (
     undo_draws,
     unsaved_kind,
 )
-from outpace.parallel.moved_parameters import MovedParameters
+from outpace.parallel.parity.moved_parameters import MovedParameters
 from outpace.parallel.plain import random_state, set_random_state, without_dropout
 from outpace.records.errors import first_names
 

@@ -6,8 +6,8 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from outpace.parallel.kept_state import explain_kept_state, explain_reshaped, find_kept_state
 from outpace.parallel.layout import Batch, Layout, StepHooks
+from outpace.parallel.parity.kept_state import explain_kept_state, explain_reshaped, find_kept_state
 from outpace.records.plan import Plan
 
 

@@ -5,8 +5,8 @@ from typing import get_args
 import pytest
 
 from outpace.records.errors import BadInputError
-from outpace.records.families import FAMILY_TRAITS, Family
 from outpace.records.model import ModelSpec
+from outpace.records.model_families import FAMILY_TRAITS, Family
 
 SIZES = {"layers": 1, "hidden": 8, "heads": 2, "vocab": 16, "max_positions": 16}
 

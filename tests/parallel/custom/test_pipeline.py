@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 from outpace.interop.custom_model import CustomModel, CustomObjective
-from outpace.parallel.custom_stage import CustomStage
+from outpace.parallel.custom.stage import CustomStage
 from outpace.records.errors import BadInputError
 
-RANKS = Path(__file__).with_name("custom_pipeline_ranks.py")
+RANKS = Path(__file__).parent.parent / "custom_pipeline_ranks.py"
 RIGHT = {"loss", "gradient", "norm", "state", "evaluation"}
 
 

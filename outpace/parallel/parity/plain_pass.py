@@ -33,24 +33,29 @@ from outpace.parallel.batches import (
 )
 from outpace.parallel.batchnorm import SynchronisedBatchNorm
 from outpace.parallel.blocks import Blocks, flat, named_blocks
-from outpace.parallel.comparison import ComparisonLimits, Projection
-from outpace.parallel.cut_difference import (
+from outpace.parallel.gradient_hooks import accumulation_hooks, add_hooks, gradient_hooks
+from outpace.parallel.layout import Batch, Layout, StepHooks
+from outpace.parallel.parity.comparison import ComparisonLimits, Projection
+from outpace.parallel.parity.cut_difference import (
     CutDifference,
     FirstPiece,
     compare_cut,
     find_read_buffers,
 )
-from outpace.parallel.gradient_hooks import accumulation_hooks, add_hooks, gradient_hooks
-from outpace.parallel.kept_state import KeptState, find_kept_state
-from outpace.parallel.layout import Batch, Layout, StepHooks
-from outpace.parallel.mixed_samples import MixedDifference, MixedSamples, Taker
-from outpace.parallel.module_state import kept_attributes, preserve_state
-from outpace.parallel.moved_parameters import MovedParameters, keep_values
+from outpace.parallel.parity.kept_state import KeptState, find_kept_state
+from outpace.parallel.parity.mixed_samples import MixedDifference, MixedSamples, Taker
+from outpace.parallel.parity.module_state import kept_attributes, preserve_state
+from outpace.parallel.parity.moved_parameters import MovedParameters, keep_values
+from outpace.parallel.parity.plain_copy import (
+    ModuleDtypes,
+    fill_copy,
+    model_of,
+    redirect_references,
+)
+from outpace.parallel.parity.user_collectives import COLLECTIVE, CollectiveError, NoCollectives
 from outpace.parallel.plain import without_dropout
-from outpace.parallel.plain_copy import ModuleDtypes, fill_copy, model_of, redirect_references
 from outpace.parallel.stage_draws import PlainDraws
 from outpace.parallel.tensors import meta_copy
-from outpace.parallel.user_collectives import COLLECTIVE, CollectiveError, NoCollectives
 from outpace.records.errors import first_names
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks

@@ -5,7 +5,7 @@ from torch import nn
 
 from outpace.interop.custom_model import CustomModel
 from outpace.jobs.planning import auto_plan
-from outpace.parallel.module_shape import find_refused_strategies
+from outpace.parallel.custom.module_shape import find_refused_strategies
 from outpace.probing.hardware.machine import identify
 from outpace.records.settings import TrainSettings
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from outpace.nn.fingerprint import fingerprint
-from outpace.parallel.outer_state import find_places
+from outpace.parallel.parity.outer_state import find_places
 from outpace.parallel.plain import random_state, set_random_state
 
 _INTERNAL = frozenset({*vars(nn.Module()), "forward"})

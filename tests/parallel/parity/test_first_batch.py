@@ -21,8 +21,8 @@ import outpace
 from outpace.experiment.module_verify import plan_for_module
 from outpace.launch.forked_job import run_forked
 from outpace.nn.spread import local
-from outpace.parallel.first_batch import FirstBatch
 from outpace.parallel.layout import Layout, StepHooks
+from outpace.parallel.parity.first_batch import FirstBatch
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
 
@@ -798,7 +798,7 @@ def test_training_by_command_cuts_as_build_says_and_refuses_what_differs(command
         words = ["train", f"--model={tmp_path}/mine.py:{function}", f"--strategy={strategy}",
                  "--steps=2", "--global-batch=8", "--micro-batch=2", "--precision=fp32",
                  f"--out={tmp_path}/{function}-{strategy}"]  # fmt: skip
-        return command(Path(__file__).with_name("forked.py"), size, "outpace", *words)
+        return command(Path(__file__).parent.parent / "forked.py", size, "outpace", *words)
 
     done = train("build", "1f1b")  # which finds no repeated blocks by itself
     assert done.returncode == 0, done.stderr

@@ -16,11 +16,11 @@ from torch import nn
 import outpace
 from outpace.cli.main import main
 from outpace.interop.custom_model import CustomModel, CustomObjective, build_custom_model
-from outpace.parallel import module_state
 from outpace.parallel.batches import cut, samples_in
-from outpace.parallel.kept_state import explain_kept_state, find_kept_state
 from outpace.parallel.layout import StepHooks
-from outpace.parallel.module_state import kept_attributes, preserve_state
+from outpace.parallel.parity import module_state
+from outpace.parallel.parity.kept_state import explain_kept_state, find_kept_state
+from outpace.parallel.parity.module_state import kept_attributes, preserve_state
 
 MEAN = torch.zeros(3)
 BOX = {"mean": torch.zeros(3)}

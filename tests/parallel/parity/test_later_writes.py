@@ -10,7 +10,7 @@ from torch import nn
 import outpace
 from outpace.experiment.module_verify import plan_for_module
 from outpace.launch.forked_job import run_forked
-from outpace.parallel.moved_parameters import MovedParameters
+from outpace.parallel.parity.moved_parameters import MovedParameters
 from outpace.records.errors import BadInputError
 
 pytestmark = pytest.mark.gloo

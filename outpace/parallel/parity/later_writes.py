@@ -23,8 +23,9 @@ from outpace.nn.spread import is_spread, local
 from outpace.nn.torch_versions import fsdp_param_groups
 from outpace.parallel.ddp import Replicas
 from outpace.parallel.layout import Batch, Layout, StepHooks
-from outpace.parallel.moved_parameters import find_written, storage_id
+from outpace.parallel.parity.moved_parameters import find_written
 from outpace.parallel.refusals import has_other_cause
+from outpace.parallel.tensors import storage_id
 from outpace.records.errors import BadInputError, first_names
 from outpace.records.plan import Plan
 

@@ -16,15 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from outpace.parallel.block_values import Key
 from outpace.parallel.blocks import named_blocks
-from outpace.parallel.comparison import difference, micro_loss_tolerance
-from outpace.parallel.custom_stage import CustomStage, Message
+from outpace.parallel.custom.block_values import Key
+from outpace.parallel.custom.stage import CustomStage, Message
+from outpace.parallel.custom.stage_checkpoints import without_reentry
 from outpace.parallel.layout import Batch, StepHooks
-from outpace.parallel.module_state import preserve_state
-from outpace.parallel.moved_parameters import keep_values
-from outpace.parallel.stage_checkpoints import without_reentry
-from outpace.parallel.user_collectives import NoCollectives
+from outpace.parallel.parity.comparison import difference, micro_loss_tolerance
+from outpace.parallel.parity.module_state import preserve_state
+from outpace.parallel.parity.moved_parameters import keep_values
+from outpace.parallel.parity.user_collectives import NoCollectives
 from outpace.records.errors import BadInputError
 
 _DTYPES = (

@@ -24,7 +24,8 @@ from outpace.nn.fingerprint import fingerprint
 from outpace.nn.spread import is_spread, local
 from outpace.parallel.batches import copy_batch
 from outpace.parallel.blocks import Blocks
-from outpace.parallel.comparison import (
+from outpace.parallel.layout import Batch, Layout, StepHooks
+from outpace.parallel.parity.comparison import (
     ComparisonLimits,
     LayoutComparison,
     choose_tolerance,
@@ -32,26 +33,30 @@ from outpace.parallel.comparison import (
     parts_tolerance,
     square,
 )
-from outpace.parallel.kept_state import (
+from outpace.parallel.parity.kept_state import (
     explain_kept_state,
     explain_reshaped,
     explain_state_apart,
     explain_state_of_wrong,
 )
-from outpace.parallel.later_writes import LaterWrites
-from outpace.parallel.layout import Batch, Layout, StepHooks
-from outpace.parallel.mixed_samples import MixedDifference
-from outpace.parallel.module_state import preserve_state
-from outpace.parallel.moved_parameters import (
+from outpace.parallel.parity.later_writes import LaterWrites
+from outpace.parallel.parity.mixed_samples import MixedDifference
+from outpace.parallel.parity.module_state import preserve_state
+from outpace.parallel.parity.moved_parameters import (
     NEEDED_BEFORE,
     MovedParameters,
     explain_lost_value,
     explain_writes,
     is_lost_value,
 )
+from outpace.parallel.parity.plain_copy import ModuleDtypes, held_tensors
+from outpace.parallel.parity.plain_pass import (
+    PlainFailure,
+    PlainPass,
+    PlainSums,
+    explain_new_parameters,
+)
 from outpace.parallel.plain import without_dropout
-from outpace.parallel.plain_copy import ModuleDtypes, held_tensors
-from outpace.parallel.plain_pass import PlainFailure, PlainPass, PlainSums, explain_new_parameters
 from outpace.parallel.refusals import has_other_cause
 from outpace.parallel.tensors import copies
 from outpace.records.errors import BadInputError, first_names

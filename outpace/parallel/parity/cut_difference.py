@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from outpace.parallel.batches import concatenate, cut, samples_in, take_first
-from outpace.parallel.comparison import difference, largest, relative
-from outpace.parallel.kept_state import Totals
 from outpace.parallel.layout import Batch, StepHooks
-from outpace.parallel.module_state import preserve_state
-from outpace.parallel.moved_parameters import keep_values
+from outpace.parallel.parity.comparison import difference, largest, relative
+from outpace.parallel.parity.kept_state import Totals
+from outpace.parallel.parity.module_state import preserve_state
+from outpace.parallel.parity.moved_parameters import keep_values
+from outpace.parallel.parity.plain_copy import model_of
 from outpace.parallel.plain import random_state, same_random_state, without_dropout
-from outpace.parallel.plain_copy import model_of
 from outpace.records.plan import Plan
 
 Names = tuple[str, ...]

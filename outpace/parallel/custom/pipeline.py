@@ -1,6 +1,6 @@
 """Pipelines of a custom model, cut at given or detected blocks.
 
-Stages are in custom_stage.py, the inspection by the first batch in pipeline_inspection.py. This
+Stages are in stage.py, the inspection by the first batch in pipeline_inspection.py. This
 module cuts the model, and sends between stages what the schedule asks for.
 
 Parameters outside of the blocks (embedding, head) lie on the first and the last rank, and their
@@ -30,14 +30,14 @@ from outpace.parallel.blocks import (
     parameters_outside,
     refuse_scripted,
 )
-from outpace.parallel.custom_stage import CustomStage, Message, StagedObjective, copy_structure
+from outpace.parallel.custom.pipeline_inspection import PipelineInspection, receive, send
+from outpace.parallel.custom.stage import CustomStage, Message, StagedObjective, copy_structure
+from outpace.parallel.custom.stage_checkpoints import without_reentry
 from outpace.parallel.fusion import fuse
 from outpace.parallel.gradient_hooks import refuse_hooks
 from outpace.parallel.layout import Batch, Layout, LayoutRequest, SpreadLayout, StepHooks
 from outpace.parallel.pipeline import CLASSES, Stage
-from outpace.parallel.pipeline_inspection import PipelineInspection, receive, send
 from outpace.parallel.placeholder_parameter import PlaceholderParameter
-from outpace.parallel.stage_checkpoints import without_reentry
 from outpace.parallel.stage_draws import PlainDraws, StageDraws
 from outpace.parallel.tensors import drop_all_but, meta_copy, widen_trained
 from outpace.planner.pipeline.stages import spread_by_cost

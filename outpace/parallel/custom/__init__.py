@@ -1,0 +1,1 @@
+"""Pipelines and tensor parallelism for modules of the user's own."""
