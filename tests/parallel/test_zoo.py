@@ -33,6 +33,8 @@ SAMPLE = {
     "modules_of_two_names": "gpipe",
     "two_parameters_of_one_storage": "ddp,zero3",
     "parameter_without_elements": "zero3",
+    "scripted_blocks": "ddp",
+    "frozen_until_a_step": "zero3",
 }
 DEFAULT_SAMPLE = {"x_transformer", "bert_with_unused_pooler", "running_averages_in_the_forward"}
 ADVICE = ("use ", "give ", "name ", "let it ", "make it ", "pad ", "run a batch ")

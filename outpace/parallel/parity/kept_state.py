@@ -174,6 +174,8 @@ class _Comparison:
         self.saw_writes = False  # to parameters, or to buffers that checkpoints have
         self.reshaped: set[str] = set()
         self._left: dict[str, torch.Tensor] = {}  # what the last forward wrote to such buffers
+        self._trained: set[str] = set()  # names of parameters with gradients after it
+        self._trained_first: set[str] = set()  # after the first forward
         self._device = next(plain.parameters()).device
         self._is_first = False
 
@@ -181,9 +183,9 @@ class _Comparison:
         """Search for state; `whole` has the samples by which ranks would differ."""
         begin = kept_attributes(self._plain)
         fresh, kept = self._loss_after(None, batch)
-        left = self._left
+        left, self._trained_first = self._left, self._trained
         after, kept_after = self._loss_after(other, batch)
-        left_after = self._left
+        alike = _are_alike(left, self._left) and self._trained == self._trained_first
         self.first_totals = self._totals[0], self._totals[1]
         drawn = [n for n, v in kept.items() if n in begin and is_generator(v) and v != begin[n]]
         generators = tuple(sorted(drawn))
@@ -191,7 +193,7 @@ class _Comparison:
         changed -= set(generators)
         if not (math.isfinite(fresh) and math.isfinite(after)):
             return KeptState(generators=generators)
-        if fresh == after and changed and not _are_alike(left, left_after):
+        if fresh == after and changed and not alike:
             return KeptState(True, tuple(sorted(changed)), generators)
         if fresh == after:
             later = self._find_later_by_few(changed, batch, fresh) if changed else None
@@ -266,29 +268,34 @@ class _Comparison:
         return None
 
     def _count_calls(self, batch: Batch, fresh: float) -> int:
-        """Return after how many of its own forwards a batch has another loss; 0 if it never has."""
-        losses = self._losses_in_a_row(batch)
-        for calls, loss in enumerate(losses):
-            if difference(loss, fresh) > _ROUNDING:
+        """Return after how many of its own forwards a batch has another loss, or other parameters
+        with gradients; 0 if it never has.
+        """
+        forwards = self._forwards_in_a_row(batch)
+        for calls, (loss, trained) in enumerate(forwards):
+            if difference(loss, fresh) > _ROUNDING or trained != self._trained_first:
                 return calls
-            if loss != fresh and self._losses_in_a_row(batch) == losses:
+            if loss != fresh and self._forwards_in_a_row(batch) == forwards:
                 return calls
         return 0
 
-    def _losses_in_a_row(self, batch: Batch) -> list[float]:
-        losses = []
+    def _forwards_in_a_row(self, batch: Batch) -> list[tuple[float, set[str]]]:
+        """Return the loss of each forward, and the parameters with gradients after it."""
+        forwards = []
         with self._without_effects():
             drawn, put_back_draws = random_state(self._device), undo_draws(self._plain)
             for _ in range(_FORWARDS):
-                losses.append(self._mean(batch))
+                forwards.append((self._mean(batch), self._trained))
                 set_random_state(drawn, self._device)
                 put_back_draws()
-        return losses
+        return forwards
 
     def _matters(
         self, names: Sequence[str], change: Callable[[Any], Any], batch: Batch, fresh: float
     ) -> bool:
-        """Return whether a batch has another loss with changed counters of these names."""
+        """Return whether changed counters of these names change the loss of a batch, or which
+        parameters have gradients.
+        """
         with self._without_effects():
             if not sum(change_counters(self._plain, name, change) for name in names):
                 return False
@@ -296,7 +303,7 @@ class _Comparison:
                 loss = self._mean(batch)
             except Exception:  # of a list that it does not reach into, say
                 return True
-        if difference(loss, fresh) > _ROUNDING:
+        if difference(loss, fresh) > _ROUNDING or self._trained != self._trained_first:
             return True
         return loss != fresh and self._loss_after(None, batch)[0] == fresh
 
@@ -362,6 +369,7 @@ class _Comparison:
                 raise (_FirstForwardError(error) if is_first else error) from error
         totals = float(loss_sum.detach().double()), float(count.double())
         self._totals.append(totals)
+        self._trained = {n for n, p in self._model.named_parameters() if p.requires_grad}
         if self._watch is not None:
             self._watch.put_back()
             self.saw_writes |= bool(self._watch.written)
@@ -500,7 +508,7 @@ def _explain_generators(names: Sequence[str]) -> str:
     return (
         f"the forward or the loss draws from {first_names([_strip_model(n) for n in names])}, a "
         "generator of its own, whose position no checkpoint has: a resumed run draws its numbers "
-        "from the begin again, and is not equal to the bit. Draw from torch's own "
+        "from the start again, and is not equal to the bit. Draw from torch's own "
         "generator, which is seeded for each step."
     )
 
@@ -542,7 +550,7 @@ def explain_state_apart(found: Sequence[KeptState], strategy: str, ways_out: str
 
 CURE = (
     "Keep it in a registered buffer of the module (self.register_buffer(name, tensor)), which is "
-    "saved, and is rank 0's at the begin of each step. On one process, what is no tensor can be "
+    "saved, and is rank 0's at the start of each step. On one process, what is no tensor can be "
     "returned by get_extra_state and taken by set_extra_state."
 )
 

@@ -45,12 +45,13 @@ class _Values(NamedTuple):
 
 @contextmanager
 def preserve_state(module: nn.Module, device: torch.device) -> Iterator[Callable[[], None]]:
-    """Restore a module's state and all generators at the end.
+    """Restore a module's state, all generators, and which parameters train at the end.
 
     Call the yielded function to keep the new state instead. Existing gradients are set aside in the
     meantime. Parameter values are not restored.
     """
     gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
+    trained = [parameter.requires_grad for parameter, _ in gradients]
     undo = _undo_all(module)
     drawn = random_state(device)
     for parameter, _ in gradients:
@@ -64,7 +65,9 @@ def preserve_state(module: nn.Module, device: torch.device) -> Iterator[Callable
                 for step in undo:
                     step()
             set_random_state(drawn, device)
-            for parameter, gradient in gradients:
+            for (parameter, gradient), trains in zip(gradients, trained, strict=True):
+                if parameter.requires_grad != trains:
+                    parameter.requires_grad_(trains)
                 parameter.grad = gradient
 
 
@@ -80,11 +83,11 @@ def kept_attributes(module: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, part in module.named_modules():
         _find_attributes(part, name, found, seen)
-        for buffer in part._buffers:
+        for buffer, tensor in part._buffers.items():
             kind = unsaved_kind(module, name, part, buffer)
             if kind is not None:
                 path = f"{name}.{buffer}" if name else buffer
-                found[f"{path} ({kind})"] = _comparable(part._buffers[buffer], seen)
+                found[f"{path} ({kind})"] = _comparable(tensor, seen)
     for place in find_places(module):
         inside: dict[str, Any] = {}
         _find_value(place.get(), place.name, inside, seen)
@@ -326,6 +329,8 @@ def _undo_attributes(value: Any) -> Undo:
 
 def _undo_module(module: nn.Module) -> Undo:
     attributes, buffers = _undo_attributes(module), dict(module._buffers)
+    if isinstance(module, torch.jit.ScriptModule):  # which buffers it has never changes
+        return attributes
 
     def undo() -> None:
         attributes()

@@ -155,6 +155,14 @@ class LaterHalved(Counting):
         return super().finish(y) * (0.5 if self.calls > 500 else 1.0)
 
 
+class Thawed(Counting):
+    """Trains its bias after some calls, which no loss of a forward shows."""
+
+    def finish(self, y):
+        self.stem.bias.requires_grad_(self.calls > 3)
+        return super().finish(y)
+
+
 class Alternating(Base):
     """Scales by a function of its calls, counted in several ways."""
 
@@ -356,6 +364,7 @@ KEPT = {
     FirstMean: "model.mean",
     Annealed: "model.calls",
     LaterHalved: "model.calls",
+    Thawed: "model.calls",
     InTensor: "model.calls",
     InEntry: "model.calls",
     EachFourth: "model.calls",
@@ -378,6 +387,7 @@ def test_state_is_found_and_named_and_nothing_is_moved(make, samples):
     found = find_kept_state(objective, global_batch(samples), StepHooks(), alone=True, other=other)
     assert found.found and found.names == (KEPT[make],) and not found.unseen
     assert kept_attributes(objective) == before and torch.equal(drawn, torch.get_rng_state())
+    assert all(parameter.requires_grad for parameter in objective.parameters())
 
 
 class Loads(Base):
