@@ -1,7 +1,8 @@
 """Batches of any structure, cut by their samples."""
 
 import copy
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections import UserDict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, TypeGuard
@@ -59,7 +60,7 @@ def cut(batch: Batch, parts: int) -> list[Batch]:
     part.
 
     A tensor or an array holds samples if its first dimension equals the number of samples in the
-    batch, and so does a list of as many values, texts or records.
+    batch, and so does a list of as many texts, records or tensors. Lists of numbers do not.
     """
     size = samples_in(batch) // parts
     return [_slice(batch, number * size, size) for number in range(parts)]
@@ -106,18 +107,21 @@ def _has_samples(value: Any, samples: int) -> bool:
 
 
 def _is_list_of_samples(samples: int, value: Any) -> TypeGuard[list[Any]]:
-    """Return whether a value is a list of `samples` texts, numbers or records (dicts), or tensors
-    that have other lengths.
+    """Return whether a value is a list of `samples` texts or records (dicts), or tensors that have
+    other lengths. Some may be None.
+
+    Lists of numbers (sizes, strides) are none: they may have as many entries by coincidence.
     """
-    return (
-        type(value) is list
-        and len(value) == samples
-        and not any(
-            isinstance(one, list | tuple)
-            or (isinstance(one, Tensor | np.ndarray) and _has_samples(one, samples))
-            for one in value
-        )
-    )
+    if type(value) is not list or len(value) != samples:
+        return False
+    entries = [one for one in value if one is not None]
+    return bool(entries) and all(_is_sample(samples, one) for one in entries)
+
+
+def _is_sample(samples: int, value: Any) -> bool:
+    if isinstance(value, Tensor | np.ndarray):
+        return not _has_samples(value, samples)
+    return isinstance(value, str | bytes | Mapping)
 
 
 def take_apart(passes: Sequence[Batch], place: int, places: int) -> list[Batch] | None:
@@ -191,12 +195,12 @@ def concatenate(one: Batch, other: Batch) -> Batch | None:
 
 
 def _plain(batch: Batch) -> Batch:
-    """Let pytrees know the classes in a batch: dataclasses, and mappings such as transformers'
-    BatchEncoding. Mappings that cannot be copied become dicts.
+    """Let pytrees know the classes in a batch: dataclasses, and subclasses of dict and UserDict such
+    as transformers' BatchEncoding. Other mappings become dicts.
     """
     found = [leaf for leaf in tree_leaves(batch) if not isinstance(leaf, Tensor)]
     mappings = [leaf for leaf in found if isinstance(leaf, Mapping)]
-    if any(not isinstance(one, MutableMapping) for one in mappings):
+    if any(not isinstance(one, dict | UserDict) for one in mappings):  # copies may share entries
         return _plain(tree_map(lambda one: dict(one) if isinstance(one, Mapping) else one, batch))
     for one in mappings:
         _let_pytrees_know_mapping(type(one))

@@ -1,6 +1,7 @@
 """Batches of any form are cut by their samples, or refused."""
 
 from collections import UserDict
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,7 +80,7 @@ def test_lists_and_arrays_with_an_entry_for_each_sample_are_cut_and_joined():
     batch = {
         "x": torch.arange(4), "texts": ["a", "b", "c", "d"], "weights": np.arange(4.0),
         "records": [{"boxes": torch.zeros(n, 4), "id": n} for n in range(4)],
-        "names": ["cat", "dog"], "size": (4, 4), "crops": [torch.zeros(4, 2) for _ in range(4)],
+        "names": ["cat", "dog"], "size": (4, 4), "strides": [1, 2, 4, 8], "crops": [torch.zeros(4, 2) for _ in range(4)],
     }  # fmt: skip
     first, second = cut(batch, 2)
     assert second["texts"] == ["c", "d"] and second["weights"].tolist() == [2, 3]
@@ -87,6 +88,7 @@ def test_lists_and_arrays_with_an_entry_for_each_sample_are_cut_and_joined():
     assert second["records"][1]["boxes"].shape == (3, 4)
     # What is not of samples is whole in each part, and a list of tensors may hold several views.
     assert second["names"] == ["cat", "dog"] and second["size"] == (4, 4)
+    assert second["strides"] == [1, 2, 4, 8]
     assert [one.shape for one in second["crops"]] == [(2, 2)] * 4
     del first["names"], second["names"]
     joined = concatenate(first, second)
@@ -114,6 +116,38 @@ def test_mappings_keep_their_class_wherever_they_are(kind):
     assert second.inner.rate == 0.5 and batch.inner.y.tolist() == [0, 2, 4, 6]
     both = concatenate(*cut((batch, torch.zeros(4)), 2))
     assert both[0].x.tolist() == [0, 1, 2, 3]
+
+
+class Bag(MutableMapping):
+    """Entries in a dict of its own, which a copy of it shares."""
+
+    def __init__(self, entries):
+        self._entries = entries
+
+    def __getitem__(self, key):
+        return self._entries[key]
+
+    def __setitem__(self, key, value):
+        self._entries[key] = value
+
+    def __delitem__(self, key):
+        del self._entries[key]
+
+    def __iter__(self):
+        return iter(self._entries)
+
+    def __len__(self):
+        return len(self._entries)
+
+
+def test_mappings_of_other_classes_become_dicts_and_stay_as_they_are():
+    batch = Bag({"x": torch.arange(4), "inner": Bag({"y": torch.arange(4)})})
+    first, second = cut(batch, 2)
+    assert first["x"].tolist() == [0, 1] and second["inner"]["y"].tolist() == [2, 3]
+    assert type(second) is type(second["inner"]) is dict
+    copied = copy_batch(batch, tensors=False)
+    del copied["x"]
+    assert batch["x"].tolist() == [0, 1, 2, 3] and batch["inner"]["y"].tolist() == [0, 1, 2, 3]
 
 
 def test_a_forward_may_change_its_copy_of_a_batch():
