@@ -182,7 +182,7 @@ class Attention(nn.Module):
         cache: LayerCache | None,
         read_B: Tensor | None = None,
     ) -> Tensor:
-        """Attend; maps (B, S, D) to itself, or to (B, 1, D) if one position a sample is needed."""
+        """Attend; maps (B, S, D) to (B, S, D), or to (B, 1, D) for one position of each sample."""
         x_BSD = to_autocast_dtype(x_BSD)
         asking = x_BSD
         if read_B is not None:
@@ -195,7 +195,7 @@ class Attention(nn.Module):
         return out
 
     def can_join(self, x: Tensor) -> bool:
-        """Return whether a product can replace three: none is split, adapted, quantised."""
+        """Return whether one product can replace three: no layer is split, adapted or has hooks."""
         wanted = x.device.type not in ("cpu", "meta") if self.joins is None else self.joins
         return wanted and all(is_plain(part) for part in (self.q, self.k, self.v))
 

@@ -129,9 +129,9 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def copy_with_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a copy of a function that torch.compile counts apart from others of its code.
+    """Return a copy of a function whose compilations torch.compile counts by themselves.
 
-    torch counts how often a code object is compiled, for all callers, and gives up at some number.
+    torch counts how often a code object is compiled, for all callers, and gives up after a few.
     """
     assert isinstance(function, FunctionType)
     return FunctionType(

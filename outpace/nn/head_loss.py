@@ -225,7 +225,7 @@ def _compiler_errors() -> tuple[type[Exception], ...]:
 
 
 def _is_limit(error: Exception) -> bool:
-    """Return whether a function was compiled for too many shapes(torch 2.13 says it in words)."""
+    """Return whether a function was compiled for too many shapes, which torch 2.13 only says."""
     text = f"{type(error).__name__} {error}".lower()
     return "recompilelimit" in text or "recompile limit" in text
 

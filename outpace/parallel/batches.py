@@ -195,8 +195,8 @@ def concatenate(one: Batch, other: Batch) -> Batch | None:
 
 
 def _plain(batch: Batch) -> Batch:
-    """Let pytrees know the classes in a batch: dataclasses, and subclasses of dict and UserDict such
-    as transformers' BatchEncoding. Other mappings become dicts.
+    """Let pytrees know the classes in a batch: dataclasses, and subclasses of dict and UserDict
+    (transformers' BatchEncoding). Other mappings become dicts.
     """
     found = [leaf for leaf in tree_leaves(batch) if not isinstance(leaf, Tensor)]
     mappings = [leaf for leaf in found if isinstance(leaf, Mapping)]

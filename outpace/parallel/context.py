@@ -259,7 +259,10 @@ def apply(request: LayoutRequest) -> Layout:
 
 
 def share_sequences(objective: nn.Module, ring: SequenceRing) -> PartOfSequence:
-    """Replace the model's attention by ring attention, in place. BadInputError: a custom model."""
+    """Replace the model's attention by ring attention, in place.
+
+    Raises BadInputError for a custom model.
+    """
     if not isinstance(objective, LanguageModelObjective):
         raise BadInputError(
             "strategy cp replaces the attention of outpace's own transformers; it does not know "

@@ -29,7 +29,7 @@ from outpace.records.plan import POWERSGD_LEAST_START, Plan
 def reduce_in_bf16(
     group: dist.ProcessGroup, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Call torch's bf16 hook by another name, as DDP refuses its own on gloo, where it works."""
+    """Call torch's bf16 compression hook, which DDP refuses on gloo by name, although it works."""
     return bf16_compress_hook(group, bucket)
 
 
@@ -95,7 +95,10 @@ class Replicas(Layout):
         return self.module.no_sync()
 
     def add_up_in_fp32(self) -> None:
-        """Accumulate all micro-batches but the last in fp32; DDP's buckets have theirs."""
+        """Accumulate all micro-batches but the last in fp32.
+
+        DDP's buckets have the parameters' dtype.
+        """
         self._adds_in_fp32 = True
 
     @torch.no_grad()
@@ -136,7 +139,10 @@ class Replicas(Layout):
             self.low_rank.start_powerSGD_iter = max(POWERSGD_LEAST_START, left)
 
     def discard_comparison(self) -> None:
-        """Do not count the first batch's check as a step: PowerSGD's first are uncompressed."""
+        """Do not count the check of the first batch as a step.
+
+        PowerSGD counts steps, since its first collectives are uncompressed.
+        """
         if self.use is not None:
             self.use.steps -= 1
         if self.low_rank is not None:
@@ -147,7 +153,8 @@ class Replicas(Layout):
 
         When all gradients are computed, autograd calls the queued callbacks in order: first the
         mark, then what DDP queued with its last bucket, which waits for the collectives (on a GPU
-        through its stream). DDP's logging data are of a much earlier step.
+        through its stream). torch's own record, DDP's logging data, is of a
+        much earlier step.
         """
         if not self.module.require_backward_grad_sync:
             super()._backward(loss, hooks)
@@ -159,7 +166,10 @@ class Replicas(Layout):
         hooks.mark("communication")
 
     def _finish_buckets(self) -> None:
-        """Give DDP zeros for parameters that this backward did not reach; its buckets wait."""
+        """Give DDP zeros for parameters that this backward did not reach.
+
+        Its buckets wait for all of them.
+        """
         try:
             self.module._check_reducer_finalized()
             return
@@ -170,7 +180,7 @@ class Replicas(Layout):
         torch.autograd.backward(lacking, [torch.zeros_like(p) for p in lacking])
 
     def _has_new_gradient(self, parameter: nn.Parameter) -> bool:
-        """Return whether the last backward added to this gradient, perhaps an earlier one's."""
+        """Return whether the last backward added to this gradient, which may be older."""
         before = self._before.get(parameter)
         if parameter.grad is None or before is None:
             return parameter.grad is not None

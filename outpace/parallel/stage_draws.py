@@ -18,7 +18,7 @@ from outpace.parallel.plain import random_state, same_random_state, set_random_s
 
 
 class StageDraws:
-    """Seeds of this rank's stages. `drawn`: whether any of their forwards has drawn some."""
+    """Seeds of this rank's stages. `drawn`: whether any of their forwards drew random numbers."""
 
     def __init__(self, device: torch.device) -> None:
         self.drawn = False
@@ -74,7 +74,7 @@ class PlainDraws:
     """Seeds of all stages, for a plain module that runs through all of them.
 
     `keys` are those of each stage's rank; None if it draws nothing, or draws without a seed. `ends`
-    maps blocks after which a stage begins to its number. `drew`: whether it did.
+    maps blocks after which a stage begins to its number. `drew`: whether numbers were drawn.
     """
 
     def __init__(

@@ -80,7 +80,8 @@ def test_lists_and_arrays_with_an_entry_for_each_sample_are_cut_and_joined():
     batch = {
         "x": torch.arange(4), "texts": ["a", "b", "c", "d"], "weights": np.arange(4.0),
         "records": [{"boxes": torch.zeros(n, 4), "id": n} for n in range(4)],
-        "names": ["cat", "dog"], "size": (4, 4), "strides": [1, 2, 4, 8], "crops": [torch.zeros(4, 2) for _ in range(4)],
+        "names": ["cat", "dog"], "size": (4, 4), "strides": [1, 2, 4, 8],
+        "crops": [torch.zeros(4, 2) for _ in range(4)],
     }  # fmt: skip
     first, second = cut(batch, 2)
     assert second["texts"] == ["c", "d"] and second["weights"].tolist() == [2, 3]

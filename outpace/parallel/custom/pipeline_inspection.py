@@ -75,7 +75,10 @@ class PipelineInspection:
         self.loss_dtype = torch.float32
 
     def take(self, batch: Batch, hooks: StepHooks) -> None:
-        """Set what each stage receives and sends. Raises BadInputError on all ranks."""
+        """Set what each stage receives and sends.
+
+        Raises BadInputError on all ranks if one of them fails.
+        """
         if self._alone:
             return
         taken: dict[int, Message | None] = {}
@@ -256,7 +259,7 @@ class PipelineInspection:
         return micro_loss_tolerance(min(sizes, default=4), low)
 
     def _whole(self, batch: Batch, hooks: StepHooks) -> Tensor | None:
-        """Return the totals of one process, by each rank's parameters; None if it fails."""
+        """Return the totals of one process, from all ranks' parameters; None if it fails."""
         stage = self._stages[len(self._parts) - 1]
         lent = iter(range(len(self._names)))
 
@@ -320,7 +323,7 @@ class PipelineInspection:
         taken: Mapping[int, Message | None],
         outputs: Mapping[int, "Message | Tensor | None"],
     ) -> BadInputError | None:
-        """Tell stages which values are sent, from the one that stores to the last that reads.
+        """Tell stages which values are sent, from the stage that stores to the last that reads.
 
         Returns why one of this rank's stages cannot send them.
         """

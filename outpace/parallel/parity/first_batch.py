@@ -86,7 +86,8 @@ class FirstBatch:
 
     Create it before the objective is laid out, because it copies the objective's structure. `say`
     is called with sentences on rank 0. `by_command`: the reader has flags, not a loop. `blocks` are
-    the names of the parts that recompute, if the user gives them. `resumed` may be set.
+    the names of the parts that recompute, if the user gives them. `resumed` may
+    be set if earlier steps were done.
     """
 
     def __init__(
@@ -226,7 +227,7 @@ class FirstBatch:
             self._say(explain_kept_state(*told))
 
     def _find_moved_buffers(self, found: PlainSums, count: int) -> list[str]:
-        """Return the buffers that parts of the batch change unlike, and the loss depends on.
+        """Return buffers that the loss depends on, and that parts of the batch change differently.
 
         If a rank has several micro-batches, this is any such buffer, because each micro-batch reads
         what the previous ones left, which one process over all samples does not.

@@ -438,9 +438,9 @@ def explain_reshaped(names: Sequence[str]) -> str:
     """Return a message about saved buffers of which forwards change the shape."""
     return (
         f"the forward changes the shape of {first_names(names)}, which state_dict() holds: a "
-        "checkpoint with it does not fit the module as it is built, and ranks have it of other "
-        "shapes. Give it its full size in __init__, with a number of the rows in use in a buffer "
-        "beside it, or use persistent=False where each forward makes it once more."
+        "checkpoint with it does not fit the module as it is built, and ranks end up with "
+        "different shapes. Give it its full size in __init__, with a number of the rows in use in "
+        "a buffer beside it, or use persistent=False where each forward makes it once more."
     )
 
 

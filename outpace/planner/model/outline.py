@@ -75,9 +75,9 @@ def outline(spec: ModelSpec, name: str) -> Outline:
 
 
 def classifier_outline(found: Outline) -> Outline:
-    """Return the model with a pooler and a classification layerthat reads one token a text.
+    """Return the model with a pooler and a classification layer, which reads one token a text.
 
-    The outline has the complete last layer, of which outpace computes what that token needs.
+    The outline has the complete last layer, although outpace computes only what that token needs.
     """
     return found.model_copy(
         update={
