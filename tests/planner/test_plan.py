@@ -136,7 +136,7 @@ def test_what_offloads_gains_more_than_a_tenth_or_comes_second():
     assert "slower than the fastest, which offloads activations" in first.why
 
 
-def test_a_leaner_plan_is_beside_one_that_fills_memory(monkeypatch):
+def test_a_leaner_plan_is_beside_one_that_fills_memory():
     """However slow: the fastest of those that leave a tenth of it free."""
     job = asked("llama-3.1-8b", "rtx-4090", seq_len=1024, global_batch=4,
                 keep="lora_rank=16,base=nf4,compile=false,micro_batch=4")  # fmt: skip

@@ -21,6 +21,7 @@ from outpace.planner.search.space import (
 )
 from outpace.records.errors import join_or
 from outpace.records.estimate import RejectedFamily, Role, join_roles
+from outpace.records.plan import Plan
 from outpace.records.units import show_bytes, show_seconds, show_share
 
 _MORE_ROOM = 1.03  # least ratio of memory to report
@@ -43,9 +44,9 @@ def explain_plan(
     room, theirs = (show_bytes(round(float(found.needs[one]))) for one in (place, found.fastest))
     if "recommended" in roles:
         begin = f"as fast as the fastest ({against})" if mine / least - 1 < _ALIKE else slower
-        tried = _what_is_tried(job, found)
-        if tried is not None and mine > EQUAL * least:
-            return f"{join_roles(roles)}: {slower}, which {tried}"
+        risk = _risk_of_fastest(job, found)
+        if risk is not None and mine > EQUAL * least:
+            return f"{join_roles(roles)}: {slower}, which {risk}"
         left = _MORE_ROOM * float(found.needs[place]) < float(found.needs[found.fastest])
         gain = (
             f"with more memory left ({room} used, {theirs} by the fastest)" if left else "simpler"
@@ -53,26 +54,33 @@ def explain_plan(
         return f"{join_roles(roles)}: {begin}, less than estimates are off, and {gain}"
     if "leanest" in roles:
         most = show_share(LEAN - 1)
-        if mine > LEAN * least:
+        if found.roomier:
             free = show_share(1 - ROOMY)
             return f"leanest: {room} of memory, the fastest that leaves {free} of it free; {slower}"
-        return f"leanest: {room} of memory, the least of plans up to {most} slower; {slower}"
+        offloads = _offloaded(to_plan(found.columns, found.fastest))
+        those = "plans" if offloads else "plans without offloading"
+        return f"leanest: {room} of memory, the least of {those} up to {most} slower; {slower}"
     if mine / least - 1 < _ALIKE:
         return f"as fast as the fastest ({against})"
     return f"{slower}: {_largest_gap(found, place, found.fastest)}"
 
 
-def _what_is_tried(job: PlanningProblem, found: SearchResult) -> str | None:
-    """Return what the fastest plan does that the recommended one need not: None, nothing."""
+def _risk_of_fastest(job: PlanningProblem, found: SearchResult) -> str | None:
+    """Return what the fastest plan risks: offloads or full memory; None: neither."""
     plan = to_plan(found.columns, found.fastest)
-    away = [name for name in ("activations", "parameters", "optimizer")
-            if getattr(plan, f"offload_{name}") != "none"]  # fmt: skip
+    away = _offloaded(plan)
     if away:
         return f"offloads {' and '.join(away)}"
     free = job.limit - float(found.needs[found.fastest])
     if free < (1 - ROOMY) * job.limit:
         return f"leaves only {show_bytes(round(free))} of a device's memory free"
     return None
+
+
+def _offloaded(plan: Plan) -> list[str]:
+    """Return what a plan offloads."""
+    names = ("activations", "parameters", "optimizer")
+    return [name for name in names if getattr(plan, f"offload_{name}") != "none"]
 
 
 def _explain_fastest(

@@ -2,24 +2,25 @@
 
 The estimates of two plans on one machine share most of their error, but each may have its own error
 of 2 %. Below that, the plan that an expert would run comes first: no unnecessary axis or schedule,
-and memory left. What offloads, or fills a device's memory, has to gain more than 10 %: offloading
-loads a host that all of a node's devices share, and of no published step; memory is estimated to
-2 to 5 % in the median, not in each case.
+and memory left. A plan that offloads, or fills a device's memory, has to gain more than 10 %. An
+offload loads a host that all of a node's devices share, and no published step measures one. The
+error of estimated memory is 2 to 5 % in the median, but larger in some cases.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
-from outpace.planner.plan_columns import OFFLOADS, Floats, Ints, PlanBatch, join_batches
+from outpace.planner.plan_columns import OFFLOADS, Floats, Ints, PlanBatch
 from outpace.planner.search.space import Options, expand, untrained_mask
 
 EQUAL = 1.02  # times the fastest's step: no reason to prefer the fastest
-LEAN = 1.10  # times the fastest's step, at most, of the leanest
+LEAN = 1.10  # times the fastest's step, at most, of the leanest and the simplest
+ROOMIER = 2.0  # times the fastest's step, at most, where no faster plan leaves memory free
 ROOMY = 0.9  # of a device's memory: above, fragments and longer samples may run out of it
 _ENOUGH = 0.5  # of it: less use of memory is no further advantage
-_TIGHT = 2  # what less room counts for, beside the axes and options of `_layout_costs`
+_TIGHT = 2  # cost of a plan that leaves less memory free, added to those of layout and options
 # More than tensor with pipeline parallelism, or than less room: offloading adds the host's memory,
 # its links and its other programs to what a step waits for.
 _OFFLOAD, _OFFLOAD_TO_DISK = 5, 6
@@ -56,33 +57,32 @@ def simplest(choice: PlanChoice, most_s: float, trains_all: bool) -> PlanBatch |
     `trains_all`: the trainer is not outpace, so plans that outpace cannot train are not penalised.
     """
     limit = choice.memory_bytes
-    parts = [part for part, _ in _quick_plans(choice, most_s)]
-    if not parts:
-        return None
-    plans = join_batches(parts)
-    costs = _layout_costs(plans, trains_all) + _options_costs(plans, choice.chosen[0])
+    parts = []
+    for part, took in _quick_plans(choice, most_s):
+        costs = _layout_costs(part, trains_all) + _options_costs(part, choice.chosen[0])
+        parts.append((part, took, costs))
     best: tuple[float, float, float, PlanBatch] | None = None
-    for cost in np.unique(costs):
+    for cost in sorted({int(cost) for _, _, costs in parts for cost in np.unique(costs)}):
         if best is not None and best[0] < cost:
             break
-        some = plans.take(np.flatnonzero(costs == cost))
-        found = _least_of(choice, some, choice.seconds(some), _ENOUGH * limit, None)
+        found: _Least | None = None
+        for part, took, costs in parts:
+            rows = np.flatnonzero(costs == cost)
+            found = _least_of(choice, part.take(rows), took[rows], _ENOUGH * limit, found)
         if found is None:
             continue
-        total = float(cost) + _TIGHT * (found[0] > ROOMY * limit)
+        total = cost + _TIGHT * (found[0] > ROOMY * limit)
         if best is None or (total, *found[:2]) < best[:3]:
             best = total, *found
     return None if best is None else best[3]
 
 
-def leanest(choice: PlanChoice, most_s: float, offloads: bool) -> PlanBatch | None:
-    """Return the plan with the least device memory that fits and takes at most `most_s`.
-
-    `offloads`: nothing else fits. Otherwise, nothing is offloaded to a host's memory.
-    """
-    options = choice.chosen if offloads else kept_on_device(choice.chosen)
-    found = _least_memory(replace(choice, chosen=options), most_s, 0.0)
-    return None if found is None else found[2]
+def leanest(choice: PlanChoice, most_s: float) -> PlanBatch | None:
+    """Return the plan with the least device memory that fits and takes at most `most_s`."""
+    best: _Least | None = None
+    for part, took in _quick_plans(choice, most_s):
+        best = _least_of(choice, part, took, 0.0, best)
+    return None if best is None else best[2]
 
 
 def kept_on_device(chosen: Sequence[Options]) -> list[Options]:
@@ -93,8 +93,8 @@ def kept_on_device(chosen: Sequence[Options]) -> list[Options]:
 def quickest(choice: PlanChoice, bound: Floats, most_s: float) -> PlanBatch | None:
     """Return the fastest plan that fits and takes at most `most_s`; None: none does.
 
-    Each layout takes at least its `bound`, with any options. Bytes are estimated of the fastest
-    plans first.
+    Each layout takes at least its `bound`, with any options. Floors of bytes come before
+    seconds, and bytes are estimated of the fastest plans first.
     """
     best, order = None, np.argsort(bound, kind="stable")
     for begin in range(0, len(order) if choice.chosen else 0, _FEW_LAYOUTS):
@@ -102,9 +102,9 @@ def quickest(choice: PlanChoice, bound: Floats, most_s: float) -> PlanBatch | No
         if bound[places[0]] > most_s:
             break
         part = expand(choice.plain.take(places), choice.chosen)
+        part = part.take(choice.floors(part) <= choice.memory_bytes)
         took = choice.seconds(part)
         rest = np.flatnonzero(took <= most_s)
-        rest = rest[choice.floors(part.take(rest)) <= choice.memory_bytes]
         rest = rest[np.argsort(took[rest], kind="stable")]
         for first in range(0, len(rest), _LAYOUTS):
             rows = rest[first : first + _LAYOUTS]
@@ -115,22 +115,14 @@ def quickest(choice: PlanChoice, bound: Floats, most_s: float) -> PlanBatch | No
     return best
 
 
-def _least_memory(choice: PlanChoice, most_s: float, enough: float) -> _Least | None:
-    """Return the plan with the least memory among the layouts with all options; None if none fits.
-
-    Also returns its bytes and seconds. Among plans that need `enough` or less, the fastest is
-    chosen. Layouts with the lowest `floors` come first, until none of the rest can need less.
-    """
-    best: _Least | None = None
-    for part, took in _quick_plans(choice, most_s):
-        best = _least_of(choice, part, took, enough, best)
-    return best
-
-
 def _least_of(
     choice: PlanChoice, part: PlanBatch, took: Floats, enough: float, best: _Least | None
 ) -> _Least | None:
-    """Return the plan of the least memory among some, with its bytes and seconds, or `best`."""
+    """Return the plan of the least memory among some, with its bytes and seconds, or `best`.
+
+    Among plans that need `enough` or less, the fastest is chosen. Plans with the lowest `floors`
+    come first, until none of the rest can need less.
+    """
     least = np.maximum(choice.floors(part), enough)
     order = np.argsort(least, kind="stable")
     size = _PIECE

@@ -25,6 +25,7 @@ from outpace.planner.plan_columns import (
 from outpace.planner.search.alternatives import (
     EQUAL,
     LEAN,
+    ROOMIER,
     ROOMY,
     PlanChoice,
     kept_on_device,
@@ -64,8 +65,9 @@ class SearchResult:
     `best` is a family's fastest plan that fits, and `smallest` the one that needs the least memory
     among those that do not, as indices into `columns`; −1 for none. `simplest` and `leanest` are
     indices of plans as fast as the fastest, or nearly (see `alternatives`); −1 if not searched;
-    `simple_s` and `lean_s` are the seconds that these may take. `layouts` are all layouts without
-    options; each takes at least `bound` seconds.
+    `simple_s` and `lean_s` are the seconds that these may take. `roomier`: no plan that is nearly
+    as fast leaves memory free, and `leanest` is the fastest that does. `layouts` are all layouts
+    without options; each takes at least `bound` seconds.
     """
 
     columns: PlanBatch
@@ -79,6 +81,7 @@ class SearchResult:
     leanest: int = -1
     simple_s: float = np.inf
     lean_s: float = np.inf
+    roomier: bool = False
     layouts: PlanBatch | None = None
     bound: Floats = field(default_factory=lambda: np.zeros(0))
 
@@ -143,9 +146,11 @@ def find_alternatives(
     """Return `found` with rows for the simplest and the leanest plans that are about as fast.
 
     The simplest is about as fast as the fastest of those that offload nothing and leave memory
-    free, if that is at most `LEAN` times slower than the fastest of all. If all plans that are
-    about as fast fill a device's memory, the fastest of those that do not stands for the leanest.
-    `floors` are lower bounds of the bytes that plans need (`planner.memory.peak.least_bytes`).
+    free, if that is at most `LEAN` times slower than the fastest of all; it is not slower, either.
+    Unless the fastest offloads, the leanest offloads nothing. If all plans that are about as fast
+    fill a device's memory, the fastest of those that do not, up to `ROOMIER` times slower, stands
+    for the leanest. `floors` are lower bounds of the bytes that plans need
+    (`planner.memory.peak.least_bytes`).
     """
     if found.layouts is None or not len(found.ranked):
         return found
@@ -153,26 +158,28 @@ def find_alternatives(
     def seconds(columns: PlanBatch) -> Floats:
         return estimate(question, columns).step_s
 
-    least, chosen = float(found.times.step_s[found.fastest]), list(memory_options(wanted))
+    least_s, options = float(found.times.step_s[found.fastest]), list(memory_options(wanted))
     roomy, offloads = ROOMY * memory_bytes, _offloads(found.columns.take([found.fastest]))
-    whole = PlanChoice(found.layouts, chosen, seconds, needs, floors, memory_bytes)
-    stays = replace(whole, chosen=kept_on_device(chosen))
-    pool, equal = (whole if offloads else stays), least
-    for calm in (replace(stays, memory_bytes=roomy), stays):
-        if not offloads and found.needs[found.fastest] <= calm.memory_bytes:
-            pool = calm
+    every = PlanChoice(found.layouts, options, seconds, needs, floors, memory_bytes)
+    on_device = replace(every, chosen=kept_on_device(options))
+    allowed = every if offloads else on_device
+    simple_choice, equal_s, lean_s = allowed, least_s, LEAN * least_s
+    for choice in (replace(on_device, memory_bytes=roomy), on_device):
+        if not offloads and found.needs[found.fastest] <= choice.memory_bytes:
+            simple_choice = choice
             break
-        kept = quickest(calm, found.bound, LEAN * least)
-        if kept is not None:
-            pool, equal = calm, float(seconds(kept)[0])
+        plan = quickest(choice, found.bound, lean_s)
+        if plan is not None:
+            simple_choice, equal_s = choice, float(seconds(plan)[0])
             break
-    simple_s, lean_s = EQUAL * equal, LEAN * least
+    simple_s = min(EQUAL * equal_s, lean_s)
     near, lean = (found.layouts.take(found.bound <= limit) for limit in (simple_s, lean_s))
-    simple = simplest(replace(pool, plain=near), simple_s, question.other_program)
-    small = leanest(replace(whole, plain=lean), lean_s, offloads)
+    simple = simplest(replace(simple_choice, plain=near), simple_s, question.other_program)
+    small, roomier = leanest(replace(allowed, plain=lean), lean_s), None
     if small is not None and needs(small)[0] > roomy:
-        roomier = quickest(replace(whole, memory_bytes=roomy), found.bound, np.inf)
-        small, lean_s = (small, lean_s) if roomier is None else (roomier, np.inf)
+        slow_s = ROOMIER * least_s
+        roomier = quickest(replace(allowed, memory_bytes=roomy), found.bound, slow_s)
+        small, lean_s = (small, lean_s) if roomier is None else (roomier, slow_s)
     both = join_batches([one for one in (simple, small) if one is not None] or [near.take([])])
     more = estimate(question, both)
     times = {f.name: np.concatenate([getattr(found.times, f.name), getattr(more, f.name)])
@@ -187,6 +194,7 @@ def find_alternatives(
         leanest=count + len(both) - 1 if small is not None else found.fastest,
         simple_s=simple_s,
         lean_s=lean_s,
+        roomier=roomier is not None,
     )
 
 
@@ -206,19 +214,20 @@ def fastest(
     plain, chosen = layouts(wanted), list(memory_options(wanted))
     bound = least_s(question, wanted, plain)
     order = np.argsort(bound, kind="stable")
-    kept, worst = plain.take(slice(0, 0)), np.inf
+    fastest_plans, worst = plain.take(slice(0, 0)), np.inf
     for begin in range(0, len(order) if chosen else 0, _BATCH):
         places = order[begin : begin + _BATCH]
         if bound[places[0]] > worst * _NEAR:
             break
         part = expand(plain.take(places), chosen)
         part = part.take(needs(part) <= memory_bytes)
-        both = join_batches([kept, part])
+        both = join_batches([fastest_plans, part])
         seconds = estimate(question, both).step_s
-        kept = both.take(np.argsort(_ranking_s(both, seconds), kind="stable")[:count])
-        if len(kept) == count:
-            worst = float(estimate(question, kept).step_s.max())
-    return kept, len(plain) * len(chosen)
+        ranking = np.argsort(_ranking_s(both, seconds), kind="stable")[:count]
+        fastest_plans = both.take(ranking)
+        if len(fastest_plans) == count:
+            worst = float(estimate(question, fastest_plans).step_s.max())
+    return fastest_plans, len(plain) * len(chosen)
 
 
 def fastest_accepted(
@@ -321,7 +330,7 @@ def _wording_keys(c: PlanBatch, seq_len: int) -> Ints:
     return np.stack([np.asarray(one, np.int64) for one in columns], axis=1)
 
 
-# Optionss of which one may need another: these are tried together.
+# Options of which one may need another: these are tried together.
 _TOGETHER = (
     ("modes", "offload_activations"),
     ("offload_parameters", "offload_optimizer", "precision", "optimizer", "in_backward"),

@@ -10,7 +10,15 @@ from outpace.catalog.outlines import OUTLINES
 from outpace.planner.calibration.cluster import of_catalog
 from outpace.planner.memory import peak
 from outpace.planner.model.outline import outline
-from outpace.planner.search.alternatives import EQUAL, LEAN, ROOMY, PlanChoice, leanest
+from outpace.planner.search.alternatives import (
+    LEAN,
+    ROOMIER,
+    ROOMY,
+    PlanChoice,
+    kept_on_device,
+    leanest,
+    quickest,
+)
 from outpace.planner.search.branch_and_bound import find_alternatives, search
 from outpace.planner.search.space import (
     SearchRequest,
@@ -78,38 +86,41 @@ def test_the_simplest_and_the_leanest_are_those_of_trying_everything(model, mach
     fits = need <= limit
     offloads = sum(getattr(found.columns, name)[found.fastest] for name in PLACES) > 0
     stays = sum(getattr(plans, name) for name in PLACES) == 0
-    # What offloads or fills memory has to gain more than a tenth on what does not.
-    roomy = need <= ROOMY * limit
-    full = found.needs[found.fastest] > ROOMY * limit
-    allowed, base = (stays if not offloads else np.ones(len(plans), bool)), least
-    for pool, own in ((stays & roomy, not offloads and not full), (stays, not offloads)):
-        beside = fits & pool & (took <= LEAN * least)
-        if own or beside.any():
-            allowed, base = pool, least if own else took[beside].min()
-            break
-    equal = np.flatnonzero(fits & allowed & (took <= EQUAL * base))
-    fewest = min(words_asked(to_plan(plans, int(i)), need[i], limit) for i in equal)
-    own = found.simplest
-    mine = words_asked(to_plan(found.columns, own), found.needs[own], limit)
-    assert mine == fewest
-    assert found.times.step_s[own] <= EQUAL * base == found.simple_s
-    rivals = [i for i in equal if words_asked(to_plan(plans, int(i)), need[i], limit) == fewest]
+    own, own_s = found.simplest, float(found.times.step_s[found.simplest])
+    assert own_s <= found.simple_s <= LEAN * least
+    # What offloads or fills memory is recommended only where nothing else is about as fast.
+    mine = to_plan(found.columns, own)
+    own_stays = all(getattr(mine, name) == "none" for name in PLACES)
+    near = fits & (took <= LEAN * least)
+    assert own_stays or not (near & stays).any()
+    assert found.needs[own] <= ROOMY * limit or not (near & stays & (need <= ROOMY * limit)).any()
+    # No plan of its set that is as fast is simpler, or as simple with more memory free.
+    like = near & (took <= found.simple_s)
+    like &= stays if own_stays else True
+    like &= (need <= ROOMY * limit) if found.needs[own] <= ROOMY * limit else True
+    cost = words_asked(mine, found.needs[own], limit)
+    costs = {int(i): words_asked(to_plan(plans, int(i)), need[i], limit)
+             for i in np.flatnonzero(like)}  # fmt: skip
+    assert min(costs.values()) == cost
+    rivals = [i for i, one in costs.items() if one == cost]
     assert max(found.needs[own], limit / 2) == max(min(need[rivals]), limit / 2)
 
-    slack = fits & (took <= LEAN * least) & (stays | offloads)
-    lean = need[slack].min()
-    if lean > ROOMY * limit:  # then the fastest of those that leave some free
-        assert found.needs[found.leanest] <= ROOMY * limit
-        assert found.times.step_s[found.leanest] == took[roomy].min()
+    # Nothing that may stand for it needs less.
+    allowed = fits & (stays | offloads)
+    lean, lean_s = found.needs[found.leanest], float(found.times.step_s[found.leanest])
+    if found.roomier:
+        roomy = allowed & (need <= ROOMY * limit)
+        assert lean <= ROOMY * limit and LEAN * least < lean_s <= ROOMIER * least
+        assert lean_s == took[roomy].min()
     else:
-        assert found.needs[found.leanest] == lean
+        assert lean == need[allowed & (took <= LEAN * least)].min() and lean_s <= LEAN * least
 
 
 def test_bytes_are_reckoned_of_few_plans_and_none_needs_less_than_its_floor():
     """Of thousands of plans, in few calls: what can be the leanest, by a bound, comes first."""
     question, wanted, _ = asked("llama-3.1-8b", "hgx-h100", 2, 64)
     needs, floors = reckoners(question, wanted)
-    plain, chosen = layouts(wanted), list(memory_options(wanted))
+    plain, chosen = layouts(wanted), kept_on_device(list(memory_options(wanted)))
     counts = {"seconds": [], "needs": []}
 
     def seconds(c):
@@ -121,15 +132,29 @@ def test_bytes_are_reckoned_of_few_plans_and_none_needs_less_than_its_floor():
         return needs(c)
 
     choice = PlanChoice(plain, chosen, seconds, counted, floors, np.inf)
-    found = leanest(choice, np.inf, False)
+    found = leanest(choice, np.inf)
     plans = expand(plain, chosen)
-    plans = plans.take(sum(getattr(plans, name) for name in PLACES) == 0)
     need = needs(plans)
     assert needs(found)[0] == need.min()
     assert (floors(plans) <= need).all()
     assert sum(counts["seconds"]) == len(plans)
     assert len(counts["seconds"]) <= 1 + len(plain) / 1000
     assert sum(counts["needs"]) < 0.8 * len(plans)
+
+
+def test_plans_whose_floor_does_not_fit_take_no_estimate_of_seconds():
+    question, wanted, _ = asked("llama-3.1-8b", "hgx-h100", 2, 64)
+    needs, floors = reckoners(question, wanted)
+    plain, chosen = layouts(wanted), list(memory_options(wanted))
+    timed = []
+
+    def seconds(c):
+        timed.append(len(c))
+        return estimate(question, c).step_s
+
+    choice = PlanChoice(plain, chosen, seconds, needs, floors, 1.0)
+    assert quickest(choice, np.zeros(len(plain)), 1e9) is None
+    assert sum(timed) == 0
 
 
 @pytest.mark.parametrize(
