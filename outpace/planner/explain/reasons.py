@@ -57,7 +57,7 @@ def explain_plan(
         if found.roomier:
             free = show_share(1 - ROOMY)
             return f"leanest: {room} of memory, the fastest that leaves {free} of it free; {slower}"
-        offloads = _offloaded(to_plan(found.columns, found.fastest))
+        offloads = _offload_places(to_plan(found.columns, found.fastest))
         those = "plans" if offloads else "plans without offloading"
         return f"leanest: {room} of memory, the least of {those} up to {most} slower; {slower}"
     if mine / least - 1 < _ALIKE:
@@ -68,7 +68,7 @@ def explain_plan(
 def _risk_of_fastest(job: PlanningProblem, found: SearchResult) -> str | None:
     """Return what the fastest plan risks: offloads or full memory; None: neither."""
     plan = to_plan(found.columns, found.fastest)
-    away = _offloaded(plan)
+    away = _offload_places(plan)
     if away:
         return f"offloads {' and '.join(away)}"
     free = job.limit - float(found.needs[found.fastest])
@@ -77,7 +77,7 @@ def _risk_of_fastest(job: PlanningProblem, found: SearchResult) -> str | None:
     return None
 
 
-def _offloaded(plan: Plan) -> list[str]:
+def _offload_places(plan: Plan) -> list[str]:
     """Return what a plan offloads."""
     names = ("activations", "parameters", "optimizer")
     return [name for name in names if getattr(plan, f"offload_{name}") != "none"]
