@@ -46,12 +46,12 @@ def read_log(path: Path) -> LoggedRun:
     text = _read_text(path)
     if path.name == _STATE or (text.lstrip()[:1] == "{" and '"log_history"' in text):
         return _read_trainer_state(path)
-    lines, notes = _last_start(text.splitlines())
-    for reader in (_torchtitan, _nanotron, _megatron, _deepspeed, _trainer):
-        found = reader(lines)
-        if found is not None:
-            notes = (*found.pop("notes", ()), *notes)
-            return LoggedRun.parse({**found, "log": _log_name(path), "notes": notes}, str(path))
+    for lines, note in _starts(text.splitlines()):
+        for reader in (_torchtitan, _nanotron, _megatron, _deepspeed, _trainer):
+            found = reader(lines)
+            if found is not None:
+                notes = (*found.pop("notes", ()), *note)
+                return LoggedRun.parse({**found, "log": _log_name(path), "notes": notes}, str(path))
     raise BadInputError(
         f"{path}: it contains no steps of a known trainer. Supported are logs of {_TRAINERS}; "
         "give the console's output, trainer_state.json, or the folder of a run."
@@ -69,22 +69,34 @@ _STEP = re.compile(
 )
 
 
-def _last_start(lines: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
-    """Return the lines of the last start that has steps, and a note where there are others.
+def _starts(lines: Sequence[str]) -> list[tuple[Sequence[str], tuple[str, ...]]]:
+    """Return the lines of each start that has steps, the best to read first, with a note.
 
     A job that is restarted often writes on in the same file, and its layout may be another then.
+    The last start with steps after the warm-up is best, then the others by their steps.
     """
-    begin, steps, setting, starts = 0, False, None, 1
+    begins, counts, setting = [0], [0], None
     for place, line in enumerate(lines):
         if _STEP.search(line):
             if setting is not None:
-                begin, setting, starts = setting, None, starts + 1
-            steps = True
-        elif steps and setting is None and _SETTING.search(line):
+                begins.append(setting)
+                counts.append(0)
+                setting = None
+            counts[-1] += 1
+        elif counts[-1] and setting is None and _SETTING.search(line):
             setting = place
-    if starts == 1:
-        return lines, ()
-    return lines[begin:], (f"the log has {starts} starts of a run: only the last is read.",)
+    if len(begins) == 1:
+        return [(lines, ())]
+    bounds = list(pairwise([*begins, len(lines)]))
+    enough = 2 * WARMUP_STEPS + 1
+    order = sorted(range(len(begins)), key=lambda at: (min(counts[at], enough), at), reverse=True)
+    return [
+        (
+            lines[slice(*bounds[at])],
+            (f"the log has {len(begins)} starts of a run: only start {at + 1} is read.",),
+        )
+        for at in order
+    ]
 
 
 def _read_text(path: Path) -> str:

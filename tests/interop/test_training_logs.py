@@ -9,6 +9,7 @@ import pytest
 
 from outpace.interop.training_logs import read_log
 from outpace.records.errors import BadInputError
+from outpace.records.measurement import WARMUP_STEPS
 
 GIB, MIB = 2**30, 2**20
 # torchtitan 0.2, components/metrics.py (MetricsProcessor.log), train.py and parallel_dims.py.
@@ -144,13 +145,45 @@ def test_of_a_log_with_several_starts_the_last_is_read(name: str, tmp_path: Path
     text, values = FOUND[name]
     earlier, *steps = RESTARTED[name]
     assert earlier != text
-    earlier = earlier.replace(*steps)
-    last = earlier.splitlines()[-1]
+    earlier, later = lengthen(earlier.replace(*steps)), lengthen(text)
     log = tmp_path / "console.log"
-    log.write_text(f"{earlier}{last}\n{last}\n{text}")
+    log.write_text(later)
+    expected = read_log(log).model_dump()
+    assert {key: expected[key] for key in values if key != "steps"} == pytest.approx(
+        {key: value for key, value in values.items() if key != "steps"}
+    )
+    log.write_text(earlier + later)
     found = read_log(log).model_dump()
-    assert {key: found[key] for key in values} == pytest.approx(values)
-    assert found["notes"][-1] == "the log has 2 starts of a run: only the last is read."
+    assert found.pop("notes")[-1] == "the log has 2 starts of a run: only start 2 is read."
+    assert found == {key: value for key, value in expected.items() if key != "notes"}
+
+
+def lengthen(text: str) -> str:
+    """The log with more steps than a warm-up has, like its last one."""
+    return text + f"{text.splitlines()[-1]}\n" * (2 * WARMUP_STEPS)
+
+
+def test_of_a_log_whose_last_start_is_all_warm_up_the_longest_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "console.log"
+    first = lengthen(MEGATRON)
+    restarted = MEGATRON[: MEGATRON.index("[Rank 0]")].replace("1147.6", "61234.0")
+    assert "61234.0" in restarted
+    log.write_text(first + restarted)
+    found = read_log(log)
+    assert found.step_time_s == pytest.approx(0.8205)
+    assert found.notes[-1] == "the log has 2 starts of a run: only start 1 is read."
+
+
+def test_of_a_trainers_log_whose_last_start_is_unfinished_an_earlier_one_is_read(
+    tmp_path: Path,
+) -> None:
+    log = tmp_path / "console.log"
+    start = "***** Running training *****\n"
+    begun = TRAINER.splitlines()[0] + "\n"
+    log.write_text(start + TRAINER + start + begun * (2 * WARMUP_STEPS + 1))
+    found = read_log(log)
+    assert found.step_time_s == pytest.approx(1 / 2.667)
+    assert found.notes[-1] == "the log has 2 starts of a run: only start 1 is read."
 
 
 def test_evaluations_of_a_start_that_trainer_did_not_end_are_not_in_the_last(
