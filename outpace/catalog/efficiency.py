@@ -518,9 +518,17 @@ def power_share(accelerator: Accelerator) -> float:
 def overlaps_tiles(accelerator: Accelerator) -> bool:
     """Return whether products write a tile's results while they compute the next tile.
 
-    On Blackwell's datacenter chips accumulators are in tensor memory, which has those of two tiles
-    (NVIDIA/cutlass, media/docs/cpp/blackwell_functionality.md). Before, a block of threads keeps
-    its tile in registers until it has written it.
+    Documented: on Blackwell's datacenter chips accumulators are in tensor memory, and warps of
+    their own write a tile while others compute the next into the other half of that memory
+    (jax-ml/jax, docs/pallas/gpu/blackwell_matmul.md, "Dedicated epilogue warpgroup"). On Hopper
+    cooperative kernels have all warp groups on one tile; only ping-pong kernels overlap a tile's
+    epilogue with another's products (NVIDIA/cutlass, media/docs/cpp/efficient_gemm.md). On Ampere
+    the accumulators fill at least half of the registers, so that few blocks share a
+    multiprocessor (same file). In public traces of H100, names of cuBLAS's largest kernels contain
+    coopA or coopB (nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NNT).
+
+    Assumed: cuBLAS, whose kernels are not public, overlaps all of a tile's end on Blackwell, and
+    nothing elsewhere: neither by ping-pong kernels on Hopper nor by several blocks on Ampere.
     """
     return accelerator.architecture == "blackwell" and not _is_rtx_blackwell(accelerator)
 

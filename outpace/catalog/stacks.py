@@ -101,19 +101,25 @@ STACKS: Mapping[str, SoftwareStack] = _stacks(
     SoftwareStack(
         name="megatron-lm", fuses_dropout=True,
         source="Megatron-LM of 2021 and 2022, arXiv 2104.04473, §4.2 (bias and GELU, and bias, "
-        "dropout and addition, are one kernel each) and 2205.05198: fused layer norms; local DDP",
+        "dropout and addition, are one kernel each) and 2205.05198: fused layer norms; local DDP. "
+        "gradient_accumulation_fusion came on 2022-02-13 (83b1e42f30), for fp16 gradients only on "
+        "2022-09-27 (07916bf245); it is taken as off, for the table of 2021 and Megatron-DeepSpeed "
+        "are older code, and that of 2022 trains in fp16",
     ),
     SoftwareStack(
         name="deepspeed", attention="flash2", elementwise="operators",
         source="deepspeedai/DeepSpeed, runtime/zero/partitioned_param_coordinator.py: parameters "
-        "of the modules ahead are gathered together, beside computing",
+        "of the modules ahead are gathered together, beside computing. AllGatherCoalescedHandle."
+        "wait (partition_parameters.py) also copies them by torch.cat under ZeRO-3; this is not "
+        "counted: copies_units stands for FSDP2's casts and copies under ZeRO-2, too, which "
+        "DeepSpeed has not, and no measured step is of this version",
     ),
     SoftwareStack(
         name="deepspeed-2021", attention="flash2", collectives="parameters", overlaps=False,
         broadcasts=True,
         source="DeepSpeed 0.3 and 0.4, runtime/zero/partition_parameters.py: _allgather_param of "
-        "each parameter, waited for before its module; stage3.py: gradients are reduced by "
-        "parameters as they are partitioned",
+        "each parameter, waited for before its module (all_gather's copies into a list of outputs "
+        "are not counted); stage3.py: gradients are reduced by parameters as they are partitioned",
     ),
     SoftwareStack(
         name="accelerate", attention="fused", elementwise="operators", copies_units=True,

@@ -207,7 +207,7 @@ def _list_hints(job: PlanningProblem, found: SearchResult) -> list[str]:
 def _simulate_finalists(job: PlanningProblem, found: SearchResult) -> SearchResult:
     """Simulate the finalists' pipelines, and rank them by the result.
 
-    Two at least, that the fastest has another to be compared with.
+    At least two are simulated, because the fastest is compared with another.
     """
     times = simulate_pipelines(job.question, found.columns, found.times, found.ranked)
     ranked = order(times, found.ranked)[: max(2, job.count)]
@@ -224,7 +224,7 @@ def _search(job: PlanningProblem) -> SearchResult:
 def _add_alternatives(job: PlanningProblem, found: SearchResult) -> SearchResult:
     """Add the simplest and the leanest of plans about as fast, with their pipelines simulated.
 
-    In the place of one that is slower once it is simulated comes the best without a pipeline.
+    If a simulated pipeline is slower than allowed, the best plan without a pipeline replaces it.
     """
     found = _find_simulated_alternatives(job, found)
     slow = _slow_alternatives(found)
@@ -250,7 +250,7 @@ def _find_simulated_alternatives(job: PlanningProblem, found: SearchResult) -> S
 
 
 def _slow_alternatives(found: SearchResult) -> tuple[bool, bool]:
-    """Whether the simplest and the leanest are slower than they may be, once simulated."""
+    """Return whether the simplest and the leanest are slower than they may be, once simulated."""
     took = found.times.step_s[[found.simplest, found.leanest]]
     slow = took > np.array([found.simple_s, found.lean_s])
     return bool(slow[0]), bool(slow[1])
@@ -493,32 +493,30 @@ def _infeasible(job: PlanningProblem, found: SearchResult) -> str:
 
 
 def _remedy(job: PlanningProblem) -> str:
-    """Say what to change first so that the model fits: what costs least of what was tried."""
+    """Return what to change so that the model fits: devices, then what changes what is trained."""
     fine: list[str] = []
-    shorter = _longest_sequence(job)
-    if shorter is not None:
-        fine.append(f"with --seq-len {shorter}")
-    adapters = _fitting_adapters(job)
-    if adapters is not None:
-        fine.append(f"with adapters ({adapters})")
     beside = _fewest_beside(job)
     more = _fewest_nodes(lambda nodes: _fits_on(job, nodes)) if beside is None else None
     if beside is not None:
         fine.append(f"on {beside[0]} of them in one node: --machine {beside[1]}")
     if more is not None:
         fine.append(f"on {more} nodes of {job.cluster.name}")
+    shorter = _longest_sequence(job)
+    if shorter is not None:
+        fine.append(f"with --seq-len {shorter}")
+    adapters = _fitting_adapters(job)
+    if adapters is not None:
+        fine.append(f"with adapters ({adapters})")
     if not fine:
         return "Use devices with more memory, or a smaller model."
     return f"It fits {', or '.join(fine)}."
 
 
-_SHORTEST = 128  # tokens of a sequence that is worth a mention
+_SHORTEST = 128  # tokens of the shortest sequence that is proposed
 
 
 def _longest_sequence(job: PlanningProblem) -> int | None:
-    """Return the longest part of the sequence length with which a plan fits, of halves of halves;
-    None: none does.
-    """
+    """Return the longest half, quarter, and so on of the sequence length that fits; None: none."""
     wanted = job.wanted
     if not job.outline.vocab or any(stack.seq_len for stack in job.outline.stacks):
         return None
@@ -556,7 +554,7 @@ _COUNT = re.compile(r"^\d+-?[x×*]-?")  # count in "4xrtx-3090" and "4-x-rtx-309
 
 
 def _fewest_beside(job: PlanningProblem) -> tuple[int, str] | None:
-    """The fewest accelerators in one node that are enough, and the machine's name by number.
+    """Return the fewest accelerators in one node that are enough, and the machine's name by number.
 
     None where the machine is one that is sold as it is or was probed, or 8 are too few.
     """

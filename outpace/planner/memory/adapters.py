@@ -36,7 +36,9 @@ from outpace.records.plan import Checkpointing
 from outpace.records.precisions import COMPUTES_IN_BF16, COMPUTES_IN_FP16, WEIGHTS
 
 _MIB = 2**20
-_BROADCAST_BYTES = 250 * _MIB  # a piece, by torch.nn.parallel.distributed
+# DDP.broadcast_bucket_size, a piece (torch/nn/parallel/distributed.py), and broadcast_coalesced's
+# max_in_flight (torch/csrc/distributed/c10d/comm.cpp).
+_BROADCAST_BYTES, _BROADCASTS_IN_FLIGHT = 250 * _MIB, 2
 # nn.attention, on a CPU in bf16: queries of a block, and bytes of its scores at most.
 _SCORE_ROWS, _SCORE_BYTES = 128, 4 * _MIB
 _GELU_ELEMENTS = 1 << 18  # elements that nn.gelu handles at a time, on a CPU in bf16
@@ -357,8 +359,9 @@ def add_permanent(timeline: MemoryTimeline, step: AdapterMemory) -> None:
         timeline.moment("weights", built)
     held = step.block_bytes(s.weight) * layers + s.weight * step.root_elements
     timeline.pass_over("weights", held / step.shards)
-    # DDP sends all weights from rank 0 before the first step, in pieces of which two are in flight.
-    sent = np.minimum(held, 2 * _BROADCAST_BYTES)
+    # DDP sends all weights from rank 0 before the first step. Where all weights train, this is
+    # below a step's peak: gradients of the same bytes exist there, and none do yet here.
+    sent = np.minimum(held, _BROADCASTS_IN_FLIGHT * _BROADCAST_BYTES)
     timeline.moment("communication", np.where(c.strategy_in("ddp"), sent, 0.0))
     timeline.pass_over("optimizer state", layers * _state_bytes(step) / step.shards)
     trained = s.weight * layers * step.trained_elements

@@ -245,13 +245,19 @@ def _product(
 ) -> Floats:  # fmt: skip
     """Return seconds of a weight's product, of experts as the software computes them.
 
-    It moves `more_bytes` than its operands and its result.
+    It moves `more_bytes` than its operands and its result, at memory's rate: Triton's kernels are
+    slower in their products alone.
     """
     if weight.experts and cells.experts == "loop":
-        return batch * sustained_product_s(device, cells.rate, *shape, cells.item)
+        one = sustained_product_s(
+            device, cells.rate, *shape, cells.item, more_bytes=more_bytes / batch
+        )
+        return batch * one
     seconds = sustained_product_s(device, cells.rate, *shape, cells.item, batch, more_bytes)
-    slower = device.triton_experts if weight.experts and cells.experts == "triton" else 1.0
-    return seconds * slower
+    if weight.experts and cells.experts == "triton":
+        alone = sustained_product_s(device, cells.rate, *shape, cells.item, batch)
+        seconds = seconds + alone * (device.triton_experts - 1)
+    return seconds
 
 
 def _slices_s(device: DeviceRates, experts: Floats | float, nbytes: Floats) -> Floats:
