@@ -15,11 +15,18 @@ from torch import nn
 from outpace.records.errors import BadInputError, first_names
 
 _KEY = "_extra_state"  # the last part of its name in a state dict
+# Under these names checkpoint_wrapper (offload_wrapper) and torch.compile hold what they wrap.
+_WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
 
 
 def is_extra_state(name: str) -> bool:
     """Return whether a name in a state dict refers to a module's extra state, not to a tensor."""
     return name.rpartition(".")[2] == _KEY
+
+
+def saved_name(name: str) -> str:
+    """Return the name that checkpoints give a parameter or buffer: without torch's wrappers."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def parts_with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -61,9 +68,10 @@ def require_plain(module: nn.Module) -> None:
     for name, part in parts_with_extra_state(module):
         shown = name or type(part).__name__
         from_bytes(_to_bytes(part.get_extra_state(), shown), shown)
-    known = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    known |= {name for name, _ in module.named_buffers(remove_duplicate=False)}
-    others = [n for n in module.state_dict() if n not in known and not is_extra_state(n)]
+    known = {saved_name(name) for name, _ in module.named_parameters(remove_duplicate=False)}
+    known |= {saved_name(name) for name, _ in module.named_buffers(remove_duplicate=False)}
+    saved = [name for name in module.state_dict() if not is_extra_state(name)]
+    others = [name for name in saved if saved_name(name) not in known]
     if others:
         raise BadInputError(
             f"state_dict() of {type(module).__name__} has {first_names(others)}, and no parameter "

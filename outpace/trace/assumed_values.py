@@ -11,7 +11,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 _aten = torch.ops.aten
-_MASK = 2**16  # elements of a mask of ones, which is a float here and there; states have more
+_EMPTY = (_aten.empty, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)
+# Floats are computed up to this many: a mask of 65,536 tokens, which some families make of floats.
+# Nothing reads larger ones, such as initial states, and they would take time and host memory.
+_MOST_FLOATS = 2**16
 
 
 class AssumedValues:
@@ -42,14 +45,20 @@ class AssumedValues:
         return func(*args, **kwargs)
 
     def _keep_values(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Compute whole numbers, truths and masks, also where they belong on meta."""
+        """Compute whole numbers, truths and masks, also where they belong on meta.
+
+        The same in each run: what is drawn has no values, and uninitialised memory is zeros.
+        """
         made = func(*args, **kwargs)
         if (
             isinstance(made, Tensor)
             and made.is_meta
-            and (not made.dtype.is_floating_point or made.numel() <= _MASK)
+            and (not made.dtype.is_floating_point or made.numel() <= _MOST_FLOATS)
+            and torch.Tag.nondeterministic_seeded not in func.tags
         ):
             made = func(*args, **{**kwargs, "device": torch.device("cpu")})
+        if func.overloadpacket in _EMPTY and not made.is_meta:
+            made.zero_()
         return made
 
     def _note_choice(self, packet: Any, args: Any, kwargs: Any) -> None:

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.serialization import get_crc32_options, set_crc32_options
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from outpace.nn.extra_state import pack, unpack
+from outpace.nn.extra_state import pack, saved_name, unpack
 from outpace.optim.build import fill_state
 from outpace.optim.master import master_weights
 from outpace.records.errors import BadInputError
@@ -373,9 +373,9 @@ def drop_rounded(state: dict[str, Any], model: nn.Module | None) -> None:
     They are rounded from fp32 copies, which other ranks save.
     """
     for name, parameter in () if model is None else model.named_parameters(remove_duplicate=False):
-        kept = state["model"].get(name)
+        kept = state["model"].get(saved_name(name))
         if kept is not None and parameter.requires_grad and kept.itemsize == 2:
-            del state["model"][name]
+            del state["model"][saved_name(name)]
 
 
 def load_tensors(
@@ -414,7 +414,7 @@ def _masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
     """Return the fp32 copies of weights that an optimizer keeps, by the weights' names."""
     kept = master_weights(optimizer)
     named = model.named_parameters(remove_duplicate=False)
-    return {name: kept[parameter] for name, parameter in named if parameter in kept}
+    return {saved_name(name): kept[parameter] for name, parameter in named if parameter in kept}
 
 
 @contextmanager

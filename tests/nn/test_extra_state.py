@@ -5,6 +5,7 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from outpace.nn.extra_state import is_extra_state, pack, require_plain, unpack
 from outpace.records.errors import BadInputError
@@ -55,3 +56,14 @@ def test_names_that_no_tensor_has_are_refused():
     module[0].register_state_dict_post_hook(rename)
     with pytest.raises(BadInputError, match=r"has 0\.w, and no parameter .* Rename entries where"):
         require_plain(module)
+
+
+def test_names_without_the_wrappers_of_torch_are_taken():
+    layers = nn.Linear(2, 2), nn.Linear(2, 2), Part({"calls": 3})
+    recomputed, compiled = checkpoint_wrapper(layers[0]), torch.compile(layers[1], backend="eager")
+    inner = nn.ModuleDict({"a": compiled})
+    module = nn.Sequential(recomputed, inner, checkpoint_wrapper(layers[2]))
+    require_plain(module)
+    module[0].register_buffer("steps", torch.zeros(()))
+    module[0]._checkpoint_wrapped_module.register_buffer("calls", torch.zeros(()))
+    require_plain(module)
