@@ -83,7 +83,7 @@ def compare_cut(
         return CutDifference()
     if first is None:
         return CutDifference()
-    mean_of = partial(_mean_of, plain, hooks, first.drops)
+    mean_of = partial(_mean_of, plain, hooks, first.drops, alike=False)
     ways: tuple[Callable[[], float | None], ...] = (
         lambda: _compare_halves(mean_of, first),
         lambda: _compare_pair(mean_of, first, passes, plan.pp_microbatches),
@@ -94,6 +94,9 @@ def compare_cut(
         try:
             with keep_values(model_of(plain).named_parameters()):
                 apart = compare()
+        except _DrawsError:
+            apart = 0.0  # nothing can be told of any pieces
+            break
         except Exception:
             continue
         if apart is not None:
@@ -102,7 +105,7 @@ def compare_cut(
         apart = 0.0
     if apart > tolerance:
         return CutDifference(apart)
-    read = _find_read(mean_of, plain, first.buffers, take_first(first.piece, _FEW))
+    read = find_read_buffers(plain, hooks, first.drops, first.buffers, first.piece)
     if not read:
         return CutDifference(apart)
     return CutDifference(apart, _compare_buffers(plain, first, hooks, tolerance), read)
@@ -111,17 +114,13 @@ def compare_cut(
 def find_read_buffers(
     plain: nn.Module, hooks: StepHooks, drops: bool, moved: Mapping[str, Tensor], piece: Batch
 ) -> Names:
-    """Return the `moved` buffers whose changes affect the loss of a few samples of a piece."""
-    mean_of = partial(_mean_of, plain, hooks, drops)
-    return _find_read(mean_of, plain, moved, take_first(piece, _FEW))
+    """Return the `moved` buffers whose changes affect the loss of a few samples of a piece.
 
-
-def _find_read(
-    mean_of: _MeanOf, plain: nn.Module, moved: Mapping[str, Tensor], few: Batch
-) -> Names:
-    """Return those buffers changed by a piece that affect the loss of a few samples."""
+    Each forward draws the same numbers.
+    """
     if not moved:
         return ()
+    few = [take_first(piece, _FEW)]
     held = dict(model_of(plain).named_buffers())
     device = next(plain.parameters()).device
 
@@ -129,7 +128,7 @@ def _find_read(
         with preserve_state(plain, device), torch.no_grad():
             for name in names:
                 held[name].copy_(moved[name])
-            return mean_of([few])
+            return _mean_of(plain, hooks, drops, few)
 
     try:
         with keep_values(model_of(plain).named_parameters()):
@@ -212,10 +211,17 @@ def _compare_passes(mean_of: _MeanOf, passes: Sequence[Batch], plan: Plan) -> fl
     return _difference(*[mean_of(one) for one in ([both], passes[:2])])
 
 
-def _mean_of(plain: nn.Module, hooks: StepHooks, drops: bool, pieces: Sequence[Batch]) -> float:
+def _mean_of(
+    plain: nn.Module,
+    hooks: StepHooks,
+    drops: bool,
+    pieces: Sequence[Batch],
+    alike: bool = True,
+) -> float:
     """Return the mean loss of several pieces. Dropout is disabled, and everything is restored.
 
-    Raises _DrawsError if numbers are drawn, which are others for other pieces.
+    Raises _DrawsError if it is not compared with `alike` pieces and numbers are drawn, which are
+    others for other pieces.
     """
     device = next(plain.parameters()).device
     totals = torch.zeros(2, dtype=torch.float64, device=device)
@@ -226,7 +232,7 @@ def _mean_of(plain: nn.Module, hooks: StepHooks, drops: bool, pieces: Sequence[B
             with hooks.cast():
                 loss_sum, count, *_ = plain(piece)
             totals += torch.stack((loss_sum.double(), count.double()))
-        if drops and not same_random_state(begin, random_state(device)):
+        if drops and not alike and not same_random_state(begin, random_state(device)):
             raise _DrawsError
     return float(totals[0] / totals[1])
 

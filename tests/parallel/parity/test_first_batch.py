@@ -1199,6 +1199,23 @@ def test_numbers_that_a_forward_draws_are_no_effect_of_the_cut(tmp_path, strateg
         assert said["warnings"] == [] and "refused" not in said
 
 
+class NoisedAverages(Noised):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("level", torch.zeros(6))
+
+    def forward(self, x):
+        x = self.stem(x + torch.randn_like(x))
+        with torch.no_grad():
+            self.level.lerp_(x.mean((0, 1)), 0.1)
+        return self.head(x - self.level)
+
+
+def test_buffers_that_the_loss_reads_are_told_of_forwards_that_draw_numbers(tmp_path):
+    first, _ = looked_at(tmp_path, "zero3", make=NoisedAverages)
+    assert any("moves level, a buffer on which" in one for one in first["warnings"])
+
+
 class Level(nn.Module):
     def __init__(self):
         super().__init__()
