@@ -2,7 +2,7 @@
 
 import copy
 from collections import UserDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, TypeGuard
@@ -85,6 +85,32 @@ def copy_batch(batch: Batch, tensors: bool = True) -> Batch:
         return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
     return tree_map(copy_leaf, _plain(batch))
+
+
+class BatchCopies(Sequence[Batch]):
+    """Copies of batches, as by `copy_batch`, each made when it is asked for, and not held here."""
+
+    def __init__(self, batches: Sequence[Batch]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Batch]:
+        return map(copy_batch, self._batches)
+
+    def __getitem__(self, index: Any) -> Any:
+        found = self._batches[index]
+        return BatchCopies(found) if isinstance(index, slice) else copy_batch(found)
+
+
+def has_changed(batch: Batch, before: Batch) -> bool:
+    """Return whether a structure-only copy of a batch, `before`, has other entries or tensors."""
+    leaves, structure = tree_flatten(batch)
+    old_leaves, old_structure = tree_flatten(before)
+    return structure != old_structure or any(
+        one is not old for one, old in zip(leaves, old_leaves, strict=True)
+    )
 
 
 def _slice(batch: Batch, begin: int, size: int) -> Batch:

@@ -1,5 +1,6 @@
 """Batches of any form are cut by their samples, or refused."""
 
+import weakref
 from collections import UserDict
 from collections.abc import MutableMapping
 from dataclasses import dataclass
@@ -9,7 +10,15 @@ import pytest
 import torch
 
 from outpace.data.loader import pin_batch
-from outpace.parallel.batches import concatenate, copy_batch, cut, explain_lengths, samples_in
+from outpace.parallel.batches import (
+    BatchCopies,
+    concatenate,
+    copy_batch,
+    cut,
+    explain_lengths,
+    has_changed,
+    samples_in,
+)
 from outpace.records.errors import BadInputError
 
 
@@ -159,3 +168,31 @@ def test_a_forward_may_change_its_copy_of_a_batch():
     assert copied.pop("y").requires_grad and "y" in batch
     assert batch["x"].tolist() == [1, 1] and batch["weights"].tolist() == [1, 1]
     assert copy_batch(batch, tensors=False)["x"] is batch["x"]
+
+
+def test_copies_of_several_batches_are_made_and_freed_one_by_one():
+    given = [{"x": torch.ones(2)} for _ in range(3)]
+    copies, held = BatchCopies(given), []
+    for copied in copies:
+        copied["x"] -= 1
+        held.append(weakref.ref(copied["x"]))
+        del copied
+        assert held[-1]() is None
+    assert len(copies) == len(held) == 3 and len(copies[1:]) == 2
+    assert all(batch["x"].tolist() == [1, 1] for batch in given)
+
+
+@pytest.mark.parametrize("kind", [dict, Encoding, Fields])
+def test_entries_that_were_taken_added_or_set_are_seen(kind):
+    def change(act):
+        batch = kind({"x": torch.ones(2), "inner": kind({"y": torch.ones(2)})})
+        given = copy_batch(batch)
+        before = copy_batch(given, tensors=False)
+        act(given)
+        return has_changed(given, before)
+
+    assert not change(lambda batch: batch["x"].sub_(1))
+    assert change(lambda batch: batch.pop("x"))
+    assert change(lambda batch: batch["inner"].pop("y"))
+    assert change(lambda batch: batch.update(z=torch.ones(2)))
+    assert change(lambda batch: batch["inner"].update(y=torch.ones(2)))

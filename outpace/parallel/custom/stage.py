@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from outpace.parallel.batches import copy_batch
+from outpace.parallel.batches import copy_batch, has_changed
 from outpace.parallel.blocks import named_blocks, parameters_outside
 from outpace.parallel.custom.block_values import (
     Form,
@@ -124,7 +124,8 @@ class CustomStage(nn.Module):
         self._borrow: Callable[[int], Any] | None = None
         self._before: Snapshot | None = None
         self._looks = False
-        self._copies = False  # whether the forward changes tensors of the batch
+        # Whether the forward changes tensors of the batch, and its entries.
+        self._writes = self._takes = False
         self._received: Message | None = None
         self._returned: list[Any] = []
         self._next = 0
@@ -197,7 +198,11 @@ class CustomStage(nn.Module):
         self._received, self._next, self._returned = received, 0, []
         self._seed(2 * len(self._names))
         # Other stages here, and other micro-batches in the same memory, are to see it as it was.
-        given = copy_batch(batch, tensors=self._looks or self._copies)
+        given = batch
+        # The look is in training: what an evaluation does is not known.
+        if self._looks or self._writes or self._takes or not self.objective.training:
+            given = copy_batch(batch, tensors=self._looks or self._writes)
+        before = copy_batch(given, tensors=False) if self._looks else None
         try:
             loss_sum, *others = self.objective(given)
         except StageExit as leaving:
@@ -206,8 +211,9 @@ class CustomStage(nn.Module):
             self._received = None
             self._note_draws()
             if self._looks:
-                tensors = [leaf for leaf in tree_leaves(given) if isinstance(leaf, Tensor)]
-                self._copies |= any(tensor._version for tensor in tensors)
+                tensors = [leaf for leaf in tree_leaves(before) if isinstance(leaf, Tensor)]
+                self._writes |= any(tensor._version for tensor in tensors)
+                self._takes |= has_changed(given, before)
         if self._next < len(self._names):
             raise BadInputError(
                 f"the forward ended without calling block {self._names[self._next]!r}. A pipeline "

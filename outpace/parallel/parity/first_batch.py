@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from outpace.nn.fingerprint import fingerprint
 from outpace.nn.spread import is_spread, local
-from outpace.parallel.batches import copy_batch
+from outpace.parallel.batches import BatchCopies
 from outpace.parallel.blocks import Blocks
 from outpace.parallel.layout import Batch, Layout, StepHooks
 from outpace.parallel.parity.comparison import (
@@ -448,7 +448,7 @@ class FirstBatch:
                 nothing = stack.enter_context(without_dropout(layout.objective))
             if compiled:
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
-            totals = run([copy_batch(batch) for batch in passes], hooks)
+            totals = run(BatchCopies(passes), hooks)
         return totals, compiled or (nothing is not None and nothing.would_drop)
 
     def _sums(
