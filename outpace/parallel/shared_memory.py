@@ -18,6 +18,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.strategies import TRAITS, Strategy
 
 _INHERENT = frozenset(vars(nn.Module()))
+_OF_RECURRENT = frozenset({"_flat_weights"})
 
 
 def find_shared_memory(module: nn.Module) -> tuple[str, str, str] | None:
@@ -82,13 +83,17 @@ def _list_tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _list_attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
-    """Yield what is in plain attributes of a module's parts, except of those of torch's classes."""
+    """Yield what is in plain attributes of a module's parts, except of those of torch's classes.
+
+    Nor of recurrent nets the list of their parameters, which torch renews, in subclasses too.
+    """
     for prefix, part in module.named_modules():
         if type(part).__module__.partition(".")[0] == "torch":
-            continue  # recurrent nets hold their parameters in a list, and renew it
+            continue
+        own = _INHERENT | _OF_RECURRENT if isinstance(part, nn.RNNBase) else _INHERENT
         for attribute, value in vars(part).items():
             # torch's own norms and prunings make `weight` of `weight_orig` in each forward.
-            if attribute not in _INHERENT and f"{attribute}_orig" not in part._parameters:
+            if attribute not in own and f"{attribute}_orig" not in part._parameters:
                 path = f"{prefix}.{attribute}" if prefix else attribute
                 yield from ((path, leaf) for leaf in tree_leaves(value))
 
