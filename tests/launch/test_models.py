@@ -111,6 +111,18 @@ def test_settings_that_change_nothing_are_said(start, corpus):
     assert "changes nothing" not in used.said
 
 
+def test_what_a_plan_sets_is_not_said_to_change_nothing(command, corpus, token_cache, tmp_path):
+    """A plan sets all its fields, also those that do not apply to its strategy."""
+    done = command(
+        "outpace", "train", "--plan=auto", "--model=outpace-tiny", f"--data={corpus}",
+        f"--cache-dir={token_cache}", f"--out={tmp_path / 'run'}", "--seq-len=32",
+        "--global-batch=4", "--steps=1", "--sample-tokens=0", "--device=cpu", "--measure-only",
+        "--eval-batches=0", timeout=120, check=True,
+    )  # fmt: skip
+    assert "plan auto" in (tmp_path / "run" / "run.json").read_text()
+    assert "changes nothing" not in done.stdout + done.stderr
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees a GPU")
 def test_gpus_that_torch_does_not_see_are_said(start, tmp_path, monkeypatch):
     (tmp_path / "nvidia0").touch()

@@ -280,7 +280,9 @@ def _without_effect(
         ("keep", settings.measure_only, "--measure-only saves nothing"),
     )
     for name, is_idle, why in cases:
-        if is_idle and origins.get(name, "default") not in ("default", RUN_FILE):
+        origin = origins.get(name, "default")
+        # A plan sets whatever it has fields for.
+        if is_idle and origin not in ("default", RUN_FILE) and not origin.startswith("plan "):
             yield f"--{name.replace('_', '-')} changes nothing in this run: {why}"
 
 
