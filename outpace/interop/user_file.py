@@ -45,14 +45,19 @@ def code_fingerprint(reference: str) -> str | None:
     """Return a hash of the code of "file.py:function", ignoring comments and layout; None for other
     references.
 
-    Modules that the file imports are not included.
+    Modules that the file imports are not included. Python 3.11 gives another hash than
+    later versions.
     """
     file = Path(reference.rpartition(":")[0]).expanduser()
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
         return None
-    return hashlib.blake2b(ast.dump(tree).encode(), digest_size=16).hexdigest()
+    if sys.version_info >= (3, 13):
+        text = ast.dump(tree, show_empty=True)  # as before 3.13
+    else:
+        text = ast.dump(tree)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def require_named(reference: str, where: Path) -> None:

@@ -361,19 +361,24 @@ def _require_one_model(single: Path, index: Path) -> None:
 
 
 def fingerprint(directory: Path) -> str:
-    """Return a fingerprint of weights: files' names, sizes, and parts of their contents.
+    """Return a fingerprint of the weights in a directory, as `fingerprint_files` does."""
+    return fingerprint_files(weight_files(directory), _SAMPLE_BYTES)
+
+
+def fingerprint_files(files: Sequence[Path], sample_bytes: int) -> str:
+    """Return a fingerprint of files with weights: names, sizes, and parts of their contents.
 
     The parts are the first bytes, which list the tensors, the last ones, and some in the middle;
-    they all differ if the weights were trained further.
+    the latter differ if the weights were trained further.
     """
     digest = xxhash.xxh3_128()
-    for path in weight_files(directory):
+    for path in files:
         size = path.stat().st_size
         digest.update(f"{path.name} {size}\n".encode())
         with path.open("rb") as file:
-            for start in sorted({0, size // 2, max(0, size - _SAMPLE_BYTES)}):
+            for start in sorted({0, size // 2, max(0, size - sample_bytes)}):
                 file.seek(start)
-                digest.update(file.read(_SAMPLE_BYTES))
+                digest.update(file.read(sample_bytes))
     return digest.hexdigest()
 
 

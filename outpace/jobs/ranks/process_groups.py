@@ -1,5 +1,6 @@
 """Process groups of a job, and actions that one rank performs for all."""
 
+import hashlib
 import os
 import re
 import socket
@@ -32,6 +33,14 @@ _PATIENCE = timedelta(hours=6)
 _MARGIN_S = 10.0
 _LOOK_AGAIN_S = 0.1
 _MISSING_RANK = re.compile(r"wait timeout after .*/(\d+)$")  # torch's store about a missing key
+
+
+@dataclass(frozen=True)
+class Fact:
+    """A value that all ranks need to have, and what to do where one has another."""
+
+    value: object
+    remedy: str
 
 
 @dataclass(frozen=True)
@@ -68,17 +77,29 @@ class Groups:
         """Wait until every rank has arrived, however long that takes. Collective."""
         dist.barrier(self.patient)
 
-    def require_same(self, facts: Mapping[str, object]) -> None:
-        """Refuse ranks that have resolved different values. Raises BadInputError on all ranks."""
+    def require_same(self, facts: Mapping[str, Fact]) -> None:
+        """Refuse ranks whose facts differ from rank 0's. Raises BadInputError on all ranks.
+
+        Ranks other than 0 may have none, and are not compared then. The facts themselves are sent
+        only if digests of them differ. Collective.
+        """
+        values = repr({what: fact.value for what, fact in facts.items()})
+        digest = hashlib.blake2b(values.encode(), digest_size=16).digest() if facts else None
+        digests: list[bytes | None] = [None] * self.ranks.world_size
+        dist.all_gather_object(digests, digest, group=self.patient)
+        if all(other in (None, digests[0]) for other in digests):
+            return
         said: list[Any] = [None] * self.ranks.world_size
-        dist.all_gather_object(said, dict(facts), group=self.patient)
-        for rank, other in enumerate(said):
-            for what, value in said[0].items():
-                if other[what] != value:
+        dist.all_gather_object(said, (socket.gethostname(), dict(facts)), group=self.patient)
+        first_host, first = said[0]
+        none = Fact(None, "Install one version of outpace on all hosts.")
+        for rank, (host, other) in enumerate(said):
+            for what in {**first, **other} if other else ():
+                value, found = first.get(what, none).value, other.get(what, none)
+                if repr(found.value) != repr(value):
                     error = BadInputError(
-                        f"rank {rank} has another {what} than rank 0: {other[what]} instead of "
-                        f"{value}. All ranks need the same data, model and settings, and "
-                        "devices with the same capabilities."
+                        f"rank {rank} (on {host}) has another {what} than rank 0 (on "
+                        f"{first_host}): {found.value} instead of {value}. {found.remedy}"
                     )
                     error.on_all_ranks = True
                     raise error

@@ -11,8 +11,9 @@ import torch
 
 from outpace.catalog.accelerators import find_accelerator
 from outpace.interop.models import names_code
+from outpace.interop.peft import ADAPTER_WEIGHTS
 from outpace.interop.user_file import code_fingerprint
-from outpace.interop.weights import fingerprint
+from outpace.interop.weights import fingerprint_files, weight_files
 from outpace.jobs.defaults import (
     resolve_device,
     resolve_lr,
@@ -29,7 +30,7 @@ from outpace.jobs.memory.fit import MemoryFit, limit_device
 from outpace.jobs.memory.trace_worker import Tracer
 from outpace.jobs.ranks.hang_watchdog import RankActivity, hang_watchdog
 from outpace.jobs.ranks.oom_guard import End, Guard, readings
-from outpace.jobs.ranks.process_groups import Groups, process_groups, resolve_backend
+from outpace.jobs.ranks.process_groups import Fact, Groups, process_groups, resolve_backend
 from outpace.jobs.train import auto_micro_batch
 from outpace.jobs.train.auto_micro_batch import TRIAL_STEPS
 from outpace.jobs.train.build import PreparedRun, assemble
@@ -139,6 +140,7 @@ def prepare_run(settings: TrainSettings, context: RunContext) -> Iterator[Prepar
         with hang_watchdog(groups, doing, settings.comm_timeout_s, deadline, stop), guard:
             guard.watch(readings(settings.memory_limit, device, ranks), groups.store)
             limit_device(settings.memory_limit, device)
+            _require_same(groups, settings, device, plan, total_steps, inputs)
             spec, seq_len = inputs.spec, inputs.seq_len
             tracer = Tracer()
             stack.callback(tracer.close)
@@ -167,7 +169,6 @@ def prepare_run(settings: TrainSettings, context: RunContext) -> Iterator[Prepar
                         plan, settings, fitting, groups, context.attempt, heard
                     )
                 settings = settings.model_copy(update={"micro_batch": plan.micro_batch})
-            _require_same(groups, settings, device, plan, total_steps, inputs)
             doing.begin("comparing samples of the ranks' data sets")
             check_samples(groups, settings, inputs.custom_model, heard)
             doing.begin("the preparation")
@@ -262,54 +263,98 @@ def _require_possible(
         RunDir(settings.out).require_free()
 
 
-def _weights_fingerprint(settings: TrainSettings, inputs: TrainingInputs) -> str | None:
-    """Return a fingerprint of the stored weights that this rank reads; None if it reads none."""
-    opened = inputs.opened
-    if opened is None or opened.weights is None or not inputs.starts_from_stored(settings):
-        return None
-    return fingerprint(opened.weights)
-
-
-# Settings that ranks may have in several ways: of a host, of places whose contents are compared,
-# and what the number of steps, the device and the plan are compared for.
-_OF_A_RANK = frozenset(Plan.model_fields) | {
+# Settings that ranks may have in several ways: of one host or rank, and places whose contents are
+# compared. The device and the number of steps are compared as resolved, and so is the plan.
+_RANK_LOCAL_SETTINGS = frozenset(Plan.model_fields) | {
     "model", "tokenizer", "data", "eval_data", "cache_dir", "offload_dir", "out", "plan", "log",
     "threads", "workers", "pin_memory", "nproc", "memory_limit", "comm_timeout_s", "backend",
-    "device", "resume", "steps", "tokens", "epochs",
+    "device", "resume", "steps", "tokens", "epochs", "expect_step_time_s", "profile",
+    "memory_snapshot",
 }  # fmt: skip
+_SAMPLE_BYTES = 16 << 10  # of each of three places in a file: every host reads them
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _require_same(
     groups: Groups, settings: TrainSettings, device: torch.device, plan: Plan, total_steps: int,
     inputs: TrainingInputs,
 ) -> None:  # fmt: skip
-    """Refuse ranks that would not train the same thing."""
+    """Refuse ranks that would not train the same thing, before they wait for each other."""
+    planned = {
+        _flag(name) if name in TrainSettings.model_fields else f"{name} of its plan": value
+        for name, value in plan
+    }
+    asked = {_flag(name): value for name, value in settings if name not in _RANK_LOCAL_SETTINGS}
+    has_code = inputs.custom_model is not None
+    spec, tokenizer = inputs.spec, inputs.tokenizer
+    start = (
+        "Start all ranks with the same options. If they are the same, devices differ, or another "
+        "job uses the same MASTER_PORT."
+    )
+    data = "Give all hosts the same files, by a copy or on a shared file system"
+    install = "Install one version on all hosts."
+    evaluated = None if inputs.eval_data is None else len(inputs.eval_data)
+    facts = {
+        install: {"version of outpace": __version__, "version of torch": VERSION},
+        "Use the same kind of device on all hosts.": {"device": device.type},
+        start: {
+            "answer to whether the run resumes": settings.resume,
+            **asked,
+            **planned,
+            # These lead to collectives, also where they resolve to the same plan.
+            "--micro-batch": "auto" if settings.micro_batch == "auto" else plan.micro_batch,
+            "--compile": settings.compile,
+            "answer to whether it compiles": plan.compile,
+            "number of steps": total_steps,
+        },
+        f"Give all hosts the same model as {settings.model}.": {
+            "model": None if spec is None else spec.model_dump_json()
+        },
+        f"Copy {settings.model.rpartition(':')[0]} from rank 0's host. If it is the same file, "
+        "install one version of Python: 3.11 reads code otherwise than later ones.": {
+            "code of its model": code_fingerprint(settings.model) if has_code else None
+        },
+        f"{data}: {settings.tokenizer or 'the tokenizer'}.": {
+            "tokenizer": tokenizer.fingerprint if tokenizer else None
+        },
+        # A user's data sets have no fingerprint, and the order of samples spans all of them;
+        # `check_samples` compares some of their contents.
+        f"{data}: {', '.join(settings.data)}.": {
+            "training data": inputs.train_fingerprint,
+            "number of training samples": len(inputs.train_data),
+        },
+        f"{data}: {', '.join(settings.eval_data or settings.data)} (validation data).": {
+            "validation data": inputs.eval_fingerprint,
+            "number of validation samples": evaluated,
+        },
+    }
     groups.require_same(
         {
-            "answer to whether the run resumes": settings.resume,
-            "device": device.type,
-            "plan": plan.model_dump_json(),
-            "number of steps": total_steps,
-            "model": None if inputs.spec is None else inputs.spec.model_dump_json(),
-            "code of its model": None
-            if inputs.custom_model is None
-            else code_fingerprint(settings.model),
-            "content of its weights": _weights_fingerprint(settings, inputs),
-            "version of outpace": __version__,
-            "version of torch": VERSION,
-            "tokenizer": inputs.tokenizer.fingerprint if inputs.tokenizer else None,
-            "training data": inputs.train_fingerprint,
-            "validation data": inputs.eval_fingerprint,
-            # A user's data sets have no fingerprint, and the order of samples spans all of them;
-            # `check_samples` compares some of their contents.
-            "number of training samples": len(inputs.train_data),
-            "number of validation samples": None
-            if inputs.eval_data is None
-            else len(inputs.eval_data),
-            **{
-                "--" + name.replace("_", "-"): value
-                for name, value in settings
-                if name not in _OF_A_RANK
-            },
+            what: Fact(value, remedy)
+            for remedy, values in facts.items()
+            for what, value in values.items()
         }
     )
+    if not settings.resume:  # else a checkpoint has the weights
+        groups.require_same(_stored_weights(groups.ranks, settings, inputs))
+
+
+def _stored_weights(
+    ranks: Ranks, settings: TrainSettings, inputs: TrainingInputs
+) -> dict[str, Fact]:
+    """Return the content of the stored weights to start from, on the first rank of each host."""
+    if ranks.rank != 0 and ranks.local_rank != 0:
+        return {}
+    opened, content, folder = inputs.opened, None, settings.model
+    if opened is not None and opened.weights is not None and inputs.starts_from_stored(settings):
+        files = weight_files(opened.weights)
+        folder = str(opened.weights)
+        if opened.adapter is not None:
+            files.append(opened.adapter / ADAPTER_WEIGHTS)
+            folder += f" and {opened.adapter}"
+        content = fingerprint_files(files, _SAMPLE_BYTES)
+    remedy = f"Give all hosts the files of rank 0's: replace {folder} by a copy of its."
+    return {"content of its weights": Fact(content, remedy)}

@@ -1,5 +1,6 @@
 """Ranks that a user started with different settings."""
 
+import socket
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from outpace.interop.huggingface import write_model
 from outpace.nn.transformer import Transformer
 from outpace.records.model import ModelSpec
 
+OTHER = f"rank 1 (on {socket.gethostname()}) has another {{}} than rank 0 (on "
 FORKED = Path(__file__).parents[2] / "parallel" / "forked.py"
 FLAGS = ("--model=outpace-tiny", "--seq-len=32", "--global-batch=4", "--steps=2", "--lr=1e-3",
          "--sample-tokens=0", "--precision=fp32", "--device=cpu", "--threads=1")  # fmt: skip
@@ -27,22 +29,34 @@ def build():
 """
 
 
-@pytest.mark.parametrize("setting", [("--lr", "9e-3"), ("--seed", "5"), ("--save-every", "1")])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        ("--lr", "9e-3"),
+        ("--seed", "5"),
+        ("--save-every", "1"),
+        ("--micro-batch", "auto"),
+        ("--compile", "--no-pin-memory"),
+    ],
+    ids=lambda setting: setting[0],
+)
 def test_ranks_with_other_settings_are_refused(setting, command, corpus, token_cache, tmp_path):
     """They would train, each with a rate or an order of its own, or wait for each other."""
     script = tmp_path / "unlike.py"
     script.write_text(UNLIKE)
     places = (f"--data={corpus}", f"--cache-dir={token_cache}", f"--out={tmp_path / 'run'}")
-    done = command(FORKED, 2, script, *setting, *FLAGS, *places)
+    done = command(FORKED, 2, script, *setting, *FLAGS, *places, timeout=120)
     assert done.returncode != 0
-    assert f"rank 1 has another {setting[0]} than rank 0: " in done.stdout + done.stderr
+    assert OTHER.format(setting[0]) in done.stdout + done.stderr
+    assert "Start all ranks with the same options." in done.stdout + done.stderr
     assert not (tmp_path / "run").exists()
 
 
 def test_ranks_with_other_code_or_weights_are_refused(command, corpus, token_cache, tmp_path):
     """Folders of one name on two hosts, one of them out of date."""
     script = tmp_path / "unlike.py"
-    script.write_text(UNLIKE)
+    each_on_a_host = "os.environ |= {'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1'}\n"
+    script.write_text(UNLIKE.replace("unlike =", each_on_a_host + "unlike =", 1))
     for name, text in (("one", CODE), ("two", CODE.replace("Tanh", "Sigmoid"))):
         (tmp_path / f"{name}.py").write_text(text)
         spec = ModelSpec(family="llama", layers=1, hidden=16, heads=2, vocab=512, max_positions=64)
@@ -56,6 +70,20 @@ def test_ranks_with_other_code_or_weights_are_refused(command, corpus, token_cac
     ):
         other = ("--model", second)
         out = f"--out={tmp_path / 'run'}"
-        done = command(FORKED, 2, script, *other, *FLAGS, *places, f"--model={first}", out)
+        done = command(FORKED, 2, script, *other, *FLAGS, *places, f"--model={first}", out,
+                       timeout=120)  # fmt: skip
         assert done.returncode != 0
-        assert f"rank 1 has another {what} than rank 0: " in done.stdout + done.stderr
+        assert OTHER.format(what) in done.stdout + done.stderr
+        assert str(second).removesuffix(":build") in done.stdout + done.stderr
+
+
+def test_settings_of_one_rank_may_differ(command, corpus, token_cache, tmp_path):
+    """Hosts have places and cores of their own, and one rank alone may be profiled."""
+    script = tmp_path / "unlike.py"
+    script.write_text(UNLIKE.replace("sys.argv[1:3]", "sys.argv[1:6]").replace("[3:]", "[6:]"))
+    own = (f"--cache-dir={tmp_path / 'own'}", f"--out={tmp_path / 'other'}", "--threads=2",
+           "--profile", "--expect-step-time-s=9")  # fmt: skip
+    places = (f"--data={corpus}", f"--cache-dir={token_cache}", f"--out={tmp_path / 'run'}")
+    done = command(FORKED, 2, script, *own, *FLAGS, *places, timeout=120)
+    assert "has another" not in done.stdout + done.stderr
+    assert (tmp_path / "run" / "model").is_dir()
