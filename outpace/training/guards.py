@@ -34,7 +34,7 @@ class _EndSignal(BaseException):
 
 _WAITED_FOR = (
     "asked to end: the step under way is finished first, then a checkpoint is saved. A second "
-    "signal, or Ctrl-C, ends at once without"
+    "signal, or Ctrl-C, ends at once without saving"
 )
 
 

@@ -144,7 +144,7 @@ def _reason_for_single(wanted: SearchRequest) -> str:
         return "no other kind of plan fits"
     if wanted.keep.keys() - set(ADAPTER_NAMES):  # which have separate options
         return "the only kind that --keep leaves"
-    return "the only kind of plan that there is"
+    return "no other kind of plan was found"
 
 
 def rejected_families(

@@ -119,7 +119,7 @@ def _losses(measurement: Measurement) -> Table:
 def _speed(measurement: Measurement) -> Table:
     table = _pairs("Speed and memory")
     if measurement.tokens_per_s is None:
-        rate = show_whole(measurement.train_samples_per_second, "samples/s")
+        rate = show_whole(measurement.samples_per_s, "samples/s")
     else:
         rate = show_whole(measurement.tokens_per_s, "tokens/s")
     table.add_row("median throughput", Text(rate, style="bold green"))
