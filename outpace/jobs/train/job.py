@@ -338,7 +338,7 @@ def _require_same(
             for what, value in values.items()
         }
     )
-    if not settings.resume:  # else a checkpoint has the weights
+    if groups.ranks.world_size > 1 and not settings.resume:  # which reads a checkpoint
         groups.require_same(_stored_weights(groups.ranks, settings, inputs))
 
 
@@ -353,7 +353,8 @@ def _stored_weights(
         files = weight_files(opened.weights)
         folder = str(opened.weights)
         if opened.adapter is not None:
-            files.append(opened.adapter / ADAPTER_WEIGHTS)
+            # Where it is missing, reading it says so.
+            files += [path for path in [opened.adapter / ADAPTER_WEIGHTS] if path.is_file()]
             folder += f" and {opened.adapter}"
         content = fingerprint_files(files, _SAMPLE_BYTES)
     remedy = f"Give all hosts the files of rank 0's: replace {folder} by a copy of its."
