@@ -34,7 +34,8 @@ def differences(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> tuple
     told = ", ".join(f"{name} {_change(values)}" for name, values in found.items())
     first = f"They differ in: {told}." if told else "Nothing that was recorded of them differs."
     resumed = [
-        f"{name} was resumed after step {record.start_step:,}: its times are of the steps since."
+        f"{name} was resumed after step {record.start_step:,} with another plan, machine or "
+        "version: its times are of the steps since."
         for name, record in zip(runs, records, strict=True)
         if record.start_step
     ]
@@ -109,7 +110,7 @@ def _slow_steps(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> list[
     """Say what slower steps took, in runs whose total time the median step does not explain."""
     told = []
     for (name, run), result in zip(runs.items(), results, strict=True):
-        times_s = step_times_of(run)
+        times_s = step_times_of(run, warm_up=True)
         middle_s = result.step_time_s or median(times_s)
         lost_s = sum(times_s) - middle_s * len(times_s)
         if lost_s > _LOST * sum(times_s):

@@ -57,7 +57,7 @@ def _names(runs: Sequence[Path]) -> list[str]:
 
 def outcomes_of(runs: Sequence[Path], experiment: Experiment) -> list[Outcome]:
     """Cut each run into as many blocks as the shortest has, each with its median step time."""
-    times = [step_times_of(run)[WARMUP_STEPS:] for run in runs]
+    times = [step_times_of(run) for run in runs]
     least = min(map(len, times))
     if least == 0:
         short = runs[times.index(min(times, key=len))]

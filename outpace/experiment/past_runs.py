@@ -13,13 +13,14 @@ from outpace.probing.utilisation.sampler import open_files
 from outpace.records.base import OnChange, Record, refuse_pipe
 from outpace.records.errors import BadInputError
 from outpace.records.lines import ChangedLineError, strip_checksum
-from outpace.records.measurement import Measurement, StepRecord
+from outpace.records.measurement import WARMUP_STEPS, Measurement, StepRecord
 from outpace.records.past import PastRun
 from outpace.records.plan import Plan
 from outpace.records.run import Failure, RunRecord
 from outpace.records.settings import TrainSettings
 from outpace.training.run_dir import FAILURE_FILE, METRICS_FILE, RESULT_FILE, RUN_FILE
 
+_TIMED = ("step_time_s", "tokens_per_s", "mfu")
 _DEFAULT = "default"  # origin of a setting that nobody gave
 # The end of a file of metrics: about a hundred steps.
 _TAIL_BYTES = 1 << 16
@@ -128,9 +129,12 @@ def read_past_run(folder: Path, trouble: OSError | None = None) -> PastRunFolder
     )
     try:
         result = result_of(folder, record, changed.append)
-        figures = (
-            _of_result(result) if result is not None else _of_steps(folder, record, changed.append)
-        )
+        figures = {} if result is None else _of_result(result)
+        if result is None:
+            figures = _of_steps(folder, record, changed.append)
+        elif result.start_step and result.steps - result.start_step <= WARMUP_STEPS:
+            timed = _of_steps(folder, record, changed.append)
+            figures |= {name: timed.get(name) for name in _TIMED}
         failure = _failure(folder) if result is None else None
     except BadInputError as error:
         damaged = row.model_copy(update={"state": "damaged", "damage": str(error)})
@@ -165,14 +169,15 @@ def _of_result(result: Measurement) -> dict[str, Any]:
 
 
 def _of_steps(folder: Path, record: RunRecord, on_change: OnChange) -> dict[str, Any]:
-    """Return medians over the latest steps, without those before the run was last resumed."""
+    """Return medians over the latest steps, without warm-up and those of another layout."""
     steps = latest_steps(folder / METRICS_FILE, on_change)
     if not steps:
         return {}
-    timed = [step for step in steps if step.step > record.start_step]
+    since = [step for step in steps if step.step > record.start_step]
+    timed = [step for step in since if not record.is_warm_up(step.step)] or since
     rates = {
         name: [value for step in timed if (value := getattr(step, name)) is not None]
-        for name in ("step_time_s", "tokens_per_s", "mfu")
+        for name in _TIMED
     }
     return {
         **{name: median(values) if values else None for name, values in rates.items()},

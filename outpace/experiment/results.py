@@ -155,14 +155,19 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
     return found
 
 
-def step_times_of(run: Path) -> list[float]:
-    """Return the seconds of each step since the run was last resumed, in order.
+def step_times_of(run: Path, warm_up: bool = False) -> list[float]:
+    """Return the seconds of each step in the layout and on the machine of the run's record.
 
-    Those before may be of another layout or machine than its record says. Raises BadInputError like
+    `warm_up`: with the first steps after the start and after each resume. Raises BadInputError like
     `steps_of`.
     """
-    begun = RunRecord.load(run / RUN_FILE).start_step
-    return [float(step["step_time_s"]) for step in steps_of(run) if step.get("step", 1) > begun]
+    record = RunRecord.load(run / RUN_FILE)
+    return [
+        float(step["step_time_s"])
+        for number, step in enumerate(steps_of(run), 1)
+        if (at := step.get("step", number)) > record.start_step
+        and (warm_up or not record.is_warm_up(at))
+    ]
 
 
 def _is_number(value: Any) -> bool:

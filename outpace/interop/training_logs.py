@@ -158,7 +158,9 @@ def _read_outpace(path: Path) -> LoggedRun:
             # Those before the run was resumed may be of another layout.
             if not _is_possible(step) or step > record.start_step:
                 rows.append(row)
-    steady = rows[WARMUP_STEPS:] if len(rows) > 2 * WARMUP_STEPS else rows
+    steady = [row for row in rows if not record.is_warm_up(int(row.get("step") or 0))]
+    if len(steady) <= WARMUP_STEPS:
+        steady = rows
     if not steady:
         since = (
             f" since it was resumed after step {record.start_step:,}" if record.start_step else ""

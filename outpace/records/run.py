@@ -8,6 +8,7 @@ from pydantic import Field
 
 from outpace.records.base import Record, entry
 from outpace.records.machine import Machine
+from outpace.records.measurement import WARMUP_STEPS
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
@@ -67,11 +68,24 @@ class RunRecord(Record):
 
     @property
     def start_step(self) -> int:
-        """The step after which the run was last resumed; 0 if it never was.
+        """The step after which a resume last changed the plan, the machine or versions; or 0.
 
-        Only the steps after it were made in this plan, by this machine.
+        Only the steps after it were made in this plan, by this machine. Records of before this was
+        written are taken to have changed.
         """
-        return int(self.resumes[-1].get("step", 0)) if self.resumes else 0
+        moved = [int(one.get("step", 0)) for one in self.resumes if one.get("changed", True)]
+        return moved[-1] if moved else 0
+
+    def is_warm_up(self, step: int) -> bool:
+        """Return whether a step is one of the first after the start or after a resume."""
+        begins = (0, *(int(one.get("step", 0)) for one in self.resumes))
+        return any(0 < step - begin <= WARMUP_STEPS for begin in begins)
+
+    def changes_since(self, earlier: "RunRecord") -> tuple[str, ...]:
+        """Return what affects the speed of steps and differs from an earlier record of the run."""
+        names = ("plan", "outpace", "versions", "device", "threads", "environment")
+        differ = [name for name in names if getattr(self, name) != getattr(earlier, name)]
+        return *differ, *earlier.machine.differences(self.machine)
 
 
 class Failure(Record):

@@ -123,13 +123,48 @@ def test_of_a_resumed_run_the_steps_since_are_timed(run, capsys, tmp_path, monke
     assert main(["compare", str(first), str(resumed), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert {one["value"] for one in told["outcomes"]} == {0.5}
-    assert any("was resumed after step 20: its times are of" in one for one in told["differences"])
+    assert any("was resumed after step 20 with another plan" in one for one in told["differences"])
     assert main(["report", str(resumed), "--format=md"]) == 0
     assert "took more than twice the median" not in capsys.readouterr().out
     assert main(["runs", str(resumed), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step_time_s"] == 0.5
     logged = read_log(resumed)
     assert (logged.step_time_s, logged.steps) == (0.5, 20 - WARMUP_STEPS)
+
+
+def test_of_a_run_that_resumed_unchanged_the_steps_before_are_timed(
+    run, capsys, tmp_path, monkeypatch
+):
+    """Two steps before its end a run was preempted: the two since then are warm-up."""
+    monkeypatch.setenv("COLUMNS", "400")
+    first, resumed = copied(run, tmp_path / "a"), copied(run, tmp_path / "b")
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    last.pop("xxh3_64")  # changed on purpose
+    for folder, at in ((first, 40), (resumed, 38)):
+        steps = [
+            {**last, "step": step, "step_time_s": 0.5 if step <= at else 30.0}
+            for step in range(1, 41)
+        ]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in steps))
+        result = json.loads((folder / "result.json").read_text())
+        result.pop("xxh3_128")
+        changes = {"steps": 40} if at == 40 else {"steps": 40, "start_step": 38}
+        changes["step_time_s"] = 0.5 if at == 40 else 30.0
+        (folder / "result.json").write_text(json.dumps({**result, **changes}))
+        record = json.loads((folder / "run.json").read_text())
+        record.pop("xxh3_128")
+        record["total_steps"] = 40
+        resume = {"at": record["started"], "ranks": 1, "step": 38, "changed": []}
+        record["resumes"] = [resume] if at < 40 else []
+        (folder / "run.json").write_text(json.dumps(record))
+    assert main(["compare", str(first), str(resumed), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {one["value"] for one in told["outcomes"]} == {0.5}
+    assert not any("its times are of the steps since" in one for one in told["differences"])
+    assert main(["runs", str(resumed), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step_time_s"] == 0.5
+    logged = read_log(resumed)
+    assert (logged.step_time_s, logged.steps) == (0.5, 38 - WARMUP_STEPS)
 
 
 def test_cores_that_others_used_and_factors_are_told(run, capsys, tmp_path, monkeypatch):

@@ -117,10 +117,12 @@ def continue_run(job: Job, record: RunRecord, start_step: int) -> None:
             f"weights with --model {run_dir.path}."
         )
     run_dir.put_damaged_models_aside(say)
-    change = changed_settings(run_dir.require_run(), job, start_step)
+    earlier = run_dir.require_run()
+    change = changed_settings(earlier, job, start_step)
     if change is not None:
         say(change)
     put_later_aside(run_dir.checkpoints, start_step, say)
     run_dir.continue_from(start_step, job.total_steps, history, say)
-    resumes = [*record.resumes[:-1], {**record.resumes[-1], "step": start_step}]
-    run_dir.begin(record.model_copy(update={"resumes": tuple(resumes)}))
+    *before, last = record.resumes
+    last = {**last, "step": start_step, "changed": list(record.changes_since(earlier))}
+    run_dir.begin(record.model_copy(update={"resumes": (*before, last)}))

@@ -4,13 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from pydantic_core import from_json
 
 from outpace.experiment.past_runs import mark_running, read_past_run
 from outpace.records.certificate import Certificate
 from outpace.records.errors import BadInputError
 from outpace.records.lines import CHECKSUM, describe_changes
-from outpace.records.measurement import Evaluation, Measurement
+from outpace.records.measurement import WARMUP_STEPS, Evaluation, Measurement
 from outpace.records.memory import MemoryUse
 from outpace.records.past import State
 from outpace.records.run import Failure, RunRecord, resume_command
@@ -47,8 +48,10 @@ class RunFolder:
 
     @property
     def timed_steps(self) -> StepLog:
-        """The steps since the run was last resumed: those before may be of another layout."""
-        return self.steps.steps_after(self.record.start_step)
+        """The steps in the record's layout, without the first after each later resume."""
+        begun, steps = self.record.start_step, self.steps["step"]
+        warm = [s > begun + WARMUP_STEPS and self.record.is_warm_up(int(s)) for s in steps]
+        return self.steps.select((steps > begun) & ~np.array(warm, bool))
 
     @property
     def hosts(self) -> int:

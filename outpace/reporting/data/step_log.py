@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
 from pyarrow import json as arrow_json
 from pydantic_core import from_json
@@ -47,10 +48,9 @@ class StepLog:
         """Return a column without the first steps, unless only a few would remain."""
         return self[name][WARMUP_STEPS if len(self) > 2 * WARMUP_STEPS else 0 :]
 
-    def steps_after(self, step: int) -> "StepLog":
-        """Return the steps after this one."""
-        later = self["step"] > step
-        return StepLog({name: values[later] for name, values in self.columns.items()})
+    def select(self, chosen: npt.NDArray[np.bool_]) -> "StepLog":
+        """Return the steps for which `chosen` is true."""
+        return StepLog({name: values[chosen] for name, values in self.columns.items()})
 
     def median_parts(self) -> TimeParts:
         """Return the parts of a step of median length; those that are unknown count as 0."""
