@@ -237,7 +237,18 @@ def _add_slurm(parser: Parser) -> None:
 def _directive(text: str) -> str:
     if not _DIRECTIVE.fullmatch(text):
         raise ArgumentTypeError(f"{text!r} is not of the form partition=gpu")
-    name = text.partition("=")[0]
+    name, _, value = text.partition("=")
+    if name == "no-requeue":
+        raise ArgumentTypeError(
+            f"{text!r}: the script lets SLURM start it again after a preemption or a lost node. "
+            "Leave it out"
+        )
+    if name == "gpus-per-node" and ":" in value:
+        count = value.rpartition(":")[2]
+        raise ArgumentTypeError(
+            f"{text!r}: the script takes a kind of GPU as --sbatch gres=gpu:{value}, with "
+            f"--ranks-per-node {count} instead of --gpus-per-node"
+        )
     if name in _WRITTEN:
         raise ArgumentTypeError(
             f"the script is written for its own {name}, so {text!r} would contradict it. Use "
