@@ -1,7 +1,6 @@
 """Writer of outpace's models as Hugging Face model directories."""
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -136,8 +135,10 @@ def _cast(tensor: Tensor, dtype: torch.dtype, stored: str) -> Tensor:
     """Return a tensor on the CPU in `dtype`. Raises BadInputError if it is too large for it."""
     cast = tensor.to("cpu", dtype)
     if dtype == torch.float16 and tensor.dtype != dtype and not bool(torch.isfinite(cast).all()):
-        largest = float(tensor.abs().max())
-        if math.isfinite(largest):
+        source = tensor.cpu()
+        lost = source[torch.isfinite(source) & ~torch.isfinite(cast)]
+        if lost.numel():
+            largest = float(lost.abs().max())
             raise BadInputError(
                 f"{stored} has values up to {largest:.4g}, which fp16 cannot hold (at most "
                 f"{torch.finfo(dtype).max:,.0f}). Write the weights in bf16 or fp32."
