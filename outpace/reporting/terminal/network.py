@@ -265,7 +265,8 @@ def _rate(value: float | None) -> str:
 
 
 def _bits(bytes_per_s: float) -> str:
-    return f"{8 * bytes_per_s / 1e9:.4g} Gbit/s" if bytes_per_s else "–"
+    rate = 8 * bytes_per_s / 1e9
+    return f"{rate:{',.0f' if rate >= 1000 else '.4g'}} Gbit/s" if bytes_per_s else "–"
 
 
 def _both_units(bytes_per_s: float) -> str:
