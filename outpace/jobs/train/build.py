@@ -529,7 +529,7 @@ def _check_number(job: Job, found: Evaluation | None) -> None:
     """Say that a validation loss is NaN or infinite."""
     if found is not None and not math.isfinite(found.loss):
         said = (
-            f"the validation loss is {found.loss}, while training continues: look for NaN or too "
+            f"the validation loss is {found.loss}: look for NaN or too "
             "large values in the validation data, and for samples without a target"
         )
         notify(job.callbacks, "on_hint", said)

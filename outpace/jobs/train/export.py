@@ -199,7 +199,8 @@ def _sample(job: Job, model: nn.Module) -> str | None:
         seed=job.settings.seed,
         stop_ids=stop_ids,
     )
-    return tokenizer.decode(ids).lstrip(" ")
+    cut = len(ids) - len(prompt) == count
+    return tokenizer.decode(ids, cut=cut).lstrip(" ")
 
 
 def _measurement(
