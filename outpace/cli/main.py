@@ -286,19 +286,27 @@ def _write_error_file(message: str, exit_code: int, environ: Mapping[str, str]) 
     write_atomic(Path(path), json.dumps(record))
 
 
-def _remedy(path: object, arguments: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return how to choose another place than the one of this path: by a variable, or by flags."""
+def _remedy(
+    path: object, arguments: Sequence[str], environ: Mapping[str, str], full: bool = False
+) -> str:
+    """Return how to choose another place than the one of this path: by a variable, or by flags.
+
+    `full`: its disk is full; otherwise it cannot be read or written.
+    """
     name = os.fsdecode(path) if isinstance(path, str | bytes) else ""
     given = (word.rpartition("=")[2] for word in arguments)
     if not any(_holds(place, name) for place in given):
         places = [one for one in _PLACES if _holds(environ.get(one, ""), name)]
         if places:
             of = max(places, key=lambda one: len(environ[one]))
+            if full:
+                return f"set {of} (now {excerpt(environ[of])}) to a folder on another disk"
             return (
                 f"{of} = {excerpt(environ[of])} is the place: set it to a folder that can be "
                 "read and written, or unset it"
             )
-    return "choose folders that can be read and written with --out and --cache-dir"
+    wanted = "on another disk" if full else "that can be read and written"
+    return f"choose folders {wanted} with --out and --cache-dir"
 
 
 def _holds(folder: str, path: str) -> bool:
@@ -317,8 +325,8 @@ def _disk_sentence(
             where = f" (writing {error.filename})" if error.filename else ""
             return (
                 f"the disk is full{where}: {error.strerror}. Free some space, or "
-                f"{_remedy(error.filename, arguments, environ)}; --resume continues a run that "
-                "has a checkpoint."
+                f"{_remedy(error.filename, arguments, environ, full=True)}; --resume "
+                "continues a run that has a checkpoint."
             )
         if isinstance(error, OSError) and error.errno == errno.EFBIG:
             where = f" {error.filename}" if error.filename else ""

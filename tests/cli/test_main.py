@@ -288,3 +288,15 @@ command()
     assert done.returncode == 0, done.stderr
     version, *rest = done.stdout.splitlines()
     assert version.startswith("outpace ") and rest == ["a thread", "at the exit"]
+
+
+def test_the_message_of_a_full_disk_names_the_variable_of_its_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    error = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "file"))
+    monkeypatch.setattr(outpace.cli.version, "run", raising(error))
+    assert command.main(["version"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "Free some space, or set TMPDIR (now '" in said
+    assert "') to a folder on another disk; --resume continues" in said
