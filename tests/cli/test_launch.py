@@ -82,6 +82,8 @@ def test_two_files_for_kubernetes(here: Path, capsys: pytest.CaptureFixture[str]
         (["slurm", "--sbatch", "cpus-per-task=8", *TRAIN], "Use --cpus-per-rank instead"),
         (["slurm", "--sbatch", "signal=TERM@60", *TRAIN], "Use --save-s instead"),
         (["slurm", "--sbatch", "array=0-3", *TRAIN], "jobs of an array would train in one folder"),
+        (["slurm", "--sbatch", "no-requeue", *TRAIN], "lets SLURM start it again after a"),
+        (["slurm", "--sbatch", "gpus-per-node=a100:4", *TRAIN], "--sbatch gres=gpu:a100:4, with"),
         (["slurm", "--nodes", "0", *TRAIN], "0 is not at least 1"),
         (
             ["slurm", *TRAIN, "--max-restarts", "3"],

@@ -39,7 +39,7 @@ class Decision:
 
 
 def expected_compile_s(layers: int, region: Region) -> float:
-    """Return a bound of the compile time: equal blocks share code; a whole model compiles all."""
+    """Return an upper bound of the compile time: equal blocks share code, a whole model none."""
     return _COMPILER_S + (_LAYER_S * layers if region == "whole" else 0.0)
 
 
