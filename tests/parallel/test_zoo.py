@@ -35,8 +35,13 @@ SAMPLE = {
     "parameter_without_elements": "zero3",
     "scripted_blocks": "ddp",
     "frozen_until_a_step": "zero3",
+    "cross_correlation_of_the_batch": "ddp",
+    "compiled_blocks": "zb",
 }
-DEFAULT_SAMPLE = {"x_transformer", "bert_with_unused_pooler", "running_averages_in_the_forward"}
+DEFAULT_SAMPLE = {
+    "x_transformer", "bert_with_unused_pooler", "running_averages_in_the_forward",
+    "cross_correlation_of_the_batch",
+}  # fmt: skip
 ADVICE = ("use ", "give ", "name ", "let it ", "make it ", "pad ", "run a batch ")
 
 

@@ -14,6 +14,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 from torch.distributed.pipelining import _backward
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.utils._pytree import tree_leaves
@@ -43,6 +44,7 @@ from outpace.parallel.tensors import drop_all_but, meta_copy, widen_trained
 from outpace.planner.pipeline.stages import spread_by_cost
 from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES
+from outpace.records.strategies import Strategy
 
 
 class CustomPipelineStage(Stage):
@@ -507,6 +509,19 @@ def _check(model: nn.Module, stages: Sequence[Sequence[str]], blocks: Sequence[n
             )
 
 
+def _require_split_backward(model: nn.Module, strategy: Strategy) -> None:
+    """Refuse modules whose gradients of weights cannot be computed apart. Raises BadInputError."""
+    why = "it computes gradients of weights apart"
+    refuse_hooks(model.named_parameters(), strategy, why, after_alone=True)
+    for name, part in model.named_modules():
+        if isinstance(part, OptimizedModule):
+            raise BadInputError(
+                f"{name or 'the model'} is compiled by torch.compile, and strategy {strategy} "
+                "computes gradients of weights apart, which a compiled module does not. Give the "
+                "module itself, or use 1f1b."
+            )
+
+
 def apply(request: LayoutRequest) -> Layout:
     """Keep this rank's stages. Requires the default process group.
 
@@ -525,8 +540,7 @@ def apply(request: LayoutRequest) -> Layout:
     blocks = named_blocks(model, names)
     _check(model, stages, blocks)
     if SCHEDULES[request.plan.strategy].splits_backward:
-        why = "it computes gradients of weights apart"
-        refuse_hooks(model.named_parameters(), request.plan.strategy, why, after_alone=True)
+        _require_split_backward(model, request.plan.strategy)
     by_micro_batch(model)
     parts, begin = [], 0
     for stage in stages:

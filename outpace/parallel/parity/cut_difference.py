@@ -237,6 +237,7 @@ def _mean_of(
     return float(totals[0] / totals[1])
 
 
-def _difference(whole_mean: float, halves_mean: float) -> float:
-    apart = difference(whole_mean, halves_mean)
-    return apart if math.isfinite(apart) else 0.0
+def _difference(whole_mean: float, parts_mean: float) -> float | None:
+    """Return the difference; None if a loss is not finite, as with a single sample's deviation."""
+    finite = math.isfinite(whole_mean) and math.isfinite(parts_mean)
+    return difference(whole_mean, parts_mean) if finite else None

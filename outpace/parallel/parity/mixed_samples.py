@@ -78,21 +78,25 @@ class MixedSamples:
         among those that have a piece. All ranks skip it if any sets `leave_out`.
 
         A single sample may be a special case, so a difference is confirmed with two samples if
-        micro-batches have at least four.
+        micro-batches have at least four. If single samples have no loss (deviations over the
+        batch), two are compared.
         """
-        most = 0 if piece is None else min(_FEW, samples_in(piece) // 2)
+        samples = 0 if piece is None else samples_in(piece)
         sent = None
-        if most and not leave_out:
+        if samples > 1 and not leave_out:
             with suppress(Exception):  # of a class that cannot be sent
-                sent = order, most, pickle.dumps(_move(take_first(piece, most), "cpu"))
+                sent = order, samples, pickle.dumps(_move(take_first(piece, _FEW), "cpu"))
         said: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(said, (leave_out, sent))
         senders = [rank for rank, (_, one) in enumerate(said) if one is not None]
         senders = sorted(senders, key=lambda rank: said[rank][1][0])[:_MOST_RANKS]
         if len(senders) < 2 or any(left_out for left_out, _ in said):
             return MixedDifference()
-        found = MixedDifference()
-        for count in range(1, min(said[rank][1][1] for rank in senders) + 1):
+        found, fails = MixedDifference(), False
+        samples = min(said[rank][1][1] for rank in senders)
+        for count in range(1, _FEW + 1):
+            if count > 1 and 2 * count > samples and not fails:
+                break
             sums = torch.zeros(_FIRST + 2 * len(self._names), dtype=torch.float64)
             sums = sums.to(self._device)
             rank = dist.get_rank()
@@ -104,7 +108,8 @@ class MixedSamples:
                 except Exception:  # normalisation of a single sample, say
                     sums[_FAILED] = 1
             dist.all_reduce(sums)
-            if sums[_FAILED]:
+            fails = bool(sums[_FAILED]) or not bool(sums.isfinite().all())
+            if fails:
                 found = MixedDifference()
                 continue
             found = self._judge(sums, allowed)
@@ -152,8 +157,6 @@ class MixedSamples:
             self._divert(None)
 
     def _judge(self, sums: Tensor, allowed: ComparisonLimits) -> MixedDifference:
-        if not bool(sums.isfinite().all()):
-            return MixedDifference()
         loss, count, loss_apart, count_apart = sums[_LOSSES].tolist()
         if not count or not count_apart:
             return MixedDifference()
