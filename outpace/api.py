@@ -135,7 +135,8 @@ def evaluate(
 ) -> "Evaluation":
     """Measure the loss of a run's model on `data`, or on what the run held out.
 
-    Reads `batches` batches of `batch_size` samples; by default all data. Raises BadInputError.
+    Reads `batches` batches of `batch_size` samples; by default all data, in the run's batches.
+    Raises BadInputError.
 
     >>> outpace.evaluate("first").loss > 0
     True
@@ -327,7 +328,8 @@ def probe(
 
     `sections` of "matmul", "memory", "storage", "loader", "collectives" and "steps"; none: all.
     `quick` takes less than a minute, `budget_s` about that many seconds. `out` is the file for the
-    record, which `plan` takes as `machine`. Settings are options of `outpace probe`.
+    record, which `plan` takes as `machine`. Settings are options of `outpace probe`: `device`,
+    `nproc`, ….
 
     >>> outpace.probe("memory", quick=True, budget_s=1, device="cpu").probed is not None
     True

@@ -11,7 +11,8 @@ def call_interruptibly(work: Callable[[], Result]) -> Result:
     """Call `work` in a thread, and wait so that signals are handled in the meantime.
 
     Python handles a signal between its own instructions, and a native library may run for minutes
-    within one. Exceptions of a handler are raised here; the thread ends with the process.
+    within one. Exceptions of a handler are raised here; the thread continues, and
+    ends with the process.
     """
     results: list[Result] = []
     errors: list[BaseException] = []

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from outpace.data.order import Index, samples_at
 
 IGNORED = -100
-# Tensor cores need multiples of 8 (NVIDIA, "Train With Mixed Precision", §4.2).
+# Tensor cores want multiples of 8 (NVIDIA, "Train With Mixed Precision", §4.2).
 MULTIPLE = 8
 CUDA_MULTIPLE = 64
 COMPILED_SHAPES = 4  # that a run compiles one after the other

@@ -71,7 +71,9 @@ def splits_of(references: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ..
 
 
 def unread_file_hints(references: Sequence[str]) -> list[str]:
-    """List the files of rows that a folder has besides its named splits, in a sentence."""
+    """List the files of rows in a folder that are ignored besides its named splits, in a
+    sentence.
+    """
     hints = []
     for reference in references:
         if not Path(reference).is_dir():

@@ -50,8 +50,8 @@ def known_labels(directory: Path) -> tuple[str, ...] | None:
     return tuple(str(names[key]) for key in sorted(names, key=int))
 
 
-def other_problem(directory: Path) -> str | None:
-    """Return what a stored classifier tells other than one class of a text; None: it tells that.
+def unsupported_task(directory: Path) -> str | None:
+    """Return what a stored classifier predicts other than one class of a text, or None.
 
     As transformers reads `problem_type`, or one label without it.
     """
@@ -91,7 +91,7 @@ def read_classifier(
     own = {_flat(name): name for name in model.state_dict()}
     shapes = {_flat(name): tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     new = {name for name in shapes if name.startswith(("pooler.", "classifier."))}
-    keeps = known_labels(directory) == tuple(labels) and other_problem(directory) is None
+    keeps = known_labels(directory) == tuple(labels) and unsupported_task(directory) is None
     wanted = shapes if keeps else {n: s for n, s in shapes.items() if "classifier." not in n}
     found = read_tensors(directory, wanted, used, new, _OTHER_HEADS)
     drawn = {name: initial_value(seed, own[name], shapes[name]) for name in new - found.keys()}

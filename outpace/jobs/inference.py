@@ -20,7 +20,7 @@ from outpace.data.row_files import read_rows
 from outpace.data.samples import TokenDataset
 from outpace.data.sources import form_of
 from outpace.data.tokenizer import Tokenizer, load_tokenizer
-from outpace.interop.classifier import known_labels, other_problem, require_layer
+from outpace.interop.classifier import known_labels, require_layer, unsupported_task
 from outpace.interop.config import read_config
 from outpace.interop.custom_model import CustomObjective, build_custom_model
 from outpace.interop.models import OpenedModel, open_model
@@ -321,10 +321,10 @@ def _require_classifier(opened: OpenedModel, labels: Sequence[str]) -> None:
             f"{opened.weights} has no classifier (no …ForSequenceClassification), so there is "
             "nothing to evaluate. Train one with outpace train --task classify"
         )
-    other = other_problem(opened.weights)
+    other = unsupported_task(opened.weights)
     if other is not None:
         raise BadInputError(
-            f"the classifier in {opened.weights} tells {other}, and eval measures one class for "
+            f"the classifier in {opened.weights} predicts {other}, and eval measures one class for "
             "each text. Train one with outpace train --task classify"
         )
     if known != tuple(labels):

@@ -87,7 +87,9 @@ class Experiment(Record):
 
 
 class Verdict(Record):
-    """Slowdown of an arm relative to the first (0.08: 8 % slower), with a lasting interval."""
+    """Slowdown of an arm relative to the first (0.08: 8 % slower), with an always-valid
+    interval.
+    """
 
     rounds: NonNegativeInt
     slowdown: float | None = Field(description="median of the rounds' ratios; None: no rounds")

@@ -46,7 +46,7 @@ def test_strategies_are_compared_and_assumptions_shown(capsys, monkeypatch):
     shown = capsys.readouterr().out
     assert "TFLOP/s per device, catalog;" in " ".join(shown.split())
     assert "…" not in shown and max(map(len, shown.splitlines())) <= 100
-    assert "network is too slow, a step" in shown and "network is fast enough, it costs" in shown
+    assert "network is too slow: a step" in shown and "network is fast enough: it costs" in shown
 
 
 def test_a_share_of_the_peak_takes_the_place_of_published_rates(capsys):
@@ -205,7 +205,7 @@ def test_on_one_host_the_links_between_its_devices_are_compared(capsys, monkeypa
     shown = " ".join(shown.split())
     assert "2 × NVLink 2 ◂" in shown
     longer = f"{100 * ddp['own_inside']['slowdown']:.0f} %"
-    assert f"link is too slow, a step takes {longer} longer. 2 × NVLink 2 carries 50" in shown
+    assert f"link is too slow: a step takes {longer} longer. 2 × NVLink 2 carries 50" in shown
     needs = show_count(least, "B/s")
     assert f"carries 50.00 GB/s, but the plan needs {needs} per device." in shown
     assert main(["network", "--model=gpt2", "--machine=dgx-h100", "--global-batch=512",

@@ -42,7 +42,10 @@ DEFAULT_SAMPLE = {
     "x_transformer", "bert_with_unused_pooler", "running_averages_in_the_forward",
     "cross_correlation_of_the_batch",
 }  # fmt: skip
-ADVICE = ("use ", "give ", "name ", "let it ", "make it ", "pad ", "run a batch ")
+ADVICE = (
+    "use ", "give ", "name ", "let it ", "make it ", "pad ", "run a batch ", "add it",
+    "change param",
+)  # fmt: skip
 
 
 def load():

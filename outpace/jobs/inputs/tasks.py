@@ -29,7 +29,7 @@ from outpace.data.rows import (
     unread_file_hints,
 )
 from outpace.data.tokenizer import Tokenizer
-from outpace.interop.classifier import known_labels, other_problem, require_exportable
+from outpace.interop.classifier import known_labels, require_exportable, unsupported_task
 from outpace.interop.models import OpenedModel
 from outpace.jobs.defaults import resolve_seq_len
 from outpace.jobs.inputs.tokenizers import task_tokenizer
@@ -350,7 +350,7 @@ def _classify(request: TaskRequest) -> TaskData:
     known: tuple[str, ...] | None = None
     other: str | None = None
     if opened is not None and opened.weights is not None and settings.init != "random":
-        other = other_problem(opened.weights)
+        other = unsupported_task(opened.weights)
         known = known_labels(opened.weights) if other is None else None
     kept = None if known is None else classify.with_stored_names(parts, known)
     labels = known if kept and known else classify.label_names(parts[0], classes)
@@ -394,8 +394,8 @@ def _classify(request: TaskRequest) -> TaskData:
         )
     if other is not None:
         hints.append(
-            f"the stored classifier tells {other}, and --task classify learns one class for each "
-            "text, so its classification layer is replaced by a new one"
+            f"the stored classifier predicts {other}, and --task classify learns one class for "
+            "each text, so its classification layer is replaced by a new one"
         )
     if known is not None and kept is None:
         hints.append(

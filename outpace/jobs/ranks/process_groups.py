@@ -281,7 +281,8 @@ def _place(url: str) -> tuple[str, int]:
 def process_groups(
     ranks: Ranks, device: torch.device, timeout_s: float, backend: str | None = None
 ) -> Iterator[Groups]:
-    """Join this job's processes, and leave them then. `backend` is that of `resolve_backend`.
+    """Join this job's processes, and leave them at the end. `backend` is that of
+    `resolve_backend`.
 
     A job with one process gets a group too, so that other code is the same. Each time ranks join,
     they use new names in the store, which may still have earlier ranks'.

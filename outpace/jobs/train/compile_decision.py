@@ -39,7 +39,9 @@ class Decision:
 
 
 def expected_compile_s(layers: int, region: Region) -> float:
-    """Return an upper bound of the compile time: equal blocks share code, a whole model none."""
+    """Return an upper bound of the compile time: equal blocks share their code; a whole model
+    compiles all of them.
+    """
     return _COMPILER_S + (_LAYER_S * layers if region == "whole" else 0.0)
 
 

@@ -87,7 +87,9 @@ class Buffers:
 
 
 def compare(found: Tensor, ranks: Sequence[int], offset: int, draw: int = 0) -> str | None:
-    """Describe what is wrong with the sum of these ranks' data from element `offset` on."""
+    """Describe what is wrong with the sum of these ranks' data from element `offset` on; None if it
+    is right.
+    """
     wanted, size = (torch.zeros(_PERIOD, dtype=torch.float64) for _ in range(2))
     for rank in ranks:
         part = contribution(rank, draw).double().roll(-(offset % _PERIOD))

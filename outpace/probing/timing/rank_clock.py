@@ -98,7 +98,9 @@ class PatientCudaClock:
 
 
 def patient_clock(device: torch.device, group: dist.ProcessGroup) -> Clock:
-    """Return a clock for a group's collectives on a device, which waits as long as the group."""
+    """Return a clock for a group's collectives on a device, which waits no longer than the group
+    does.
+    """
     if device.type == "cuda":
         return PatientCudaClock(device, group, _PATIENCE * time_limit_s(group, device))
     return clock_of(device)

@@ -233,7 +233,7 @@ def _present_finding(answered: NetworkReport, ladder: _Ladder, need: Need) -> st
         return ""
     if own.slowdown > answered.tolerance:
         return (
-            f"this machine's {ladder.what} is too slow, a step takes {100 * own.slowdown:.0f} % "
+            f"this machine's {ladder.what} is too slow: a step takes {100 * own.slowdown:.0f} % "
             f"longer. {_short(own.network)} carries {ladder.rate(own.network.bytes_per_s)}, but "
             f"the plan needs {ladder.least(need)}."
         )
@@ -243,7 +243,7 @@ def _present_finding(answered: NetworkReport, ladder: _Ladder, need: Need) -> st
             f"{ladder.rate(enough.bytes_per_s)} ({_short(enough)}) would be enough."
         )
     return (
-        f"this machine's {ladder.what} is fast enough, it costs {100 * own.slowdown:.1f} % of a "
+        f"this machine's {ladder.what} is fast enough: it costs {100 * own.slowdown:.1f} % of a "
         "step."
     )
 
