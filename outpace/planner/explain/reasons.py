@@ -26,6 +26,7 @@ from outpace.records.units import show_bytes, show_seconds, show_share
 
 _MORE_ROOM = 1.03  # least ratio of memory to report
 _ALIKE = 5e-4  # shown as 0.0 %
+_MINOR = 0.01  # share of the largest difference that is not worth a word
 
 
 def explain_plan(
@@ -112,7 +113,7 @@ def _explain_fastest(
 
 
 def _largest_gap(found: SearchResult, slower: int, faster: int) -> str:
-    """Return the part in which a slower plan loses most, and how much it saves in others.
+    """Return the part in which a slower plan loses most, and how the others differ together.
 
     A single part may lose more than the whole step.
     """
@@ -121,11 +122,13 @@ def _largest_gap(found: SearchResult, slower: int, faster: int) -> str:
         for name in PARTS
     }
     name = max(gaps, key=lambda key: gaps[key])
-    saved = -sum(gap for gap in gaps.values() if gap < 0)
-    more = f"{show_seconds(max(0.0, gaps[name]))} more for {PARTS[name]}"
-    if gaps[name] <= sum(gaps.values()):
+    most_s = max(0.0, gaps[name])
+    rest_s = sum(gaps.values()) - most_s
+    more = f"{show_seconds(most_s)} more for {PARTS[name]}"
+    if abs(rest_s) < _MINOR * most_s:
         return more
-    return f"{more} and {show_seconds(saved)} less for other parts"
+    way = "less" if rest_s < 0 else "more"
+    return f"{more} and {show_seconds(abs(rest_s))} {way} for other parts"
 
 
 def _words_against(found: SearchResult, other: int, place: int, listed: Sequence[int]) -> str:
