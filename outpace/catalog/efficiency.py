@@ -520,7 +520,7 @@ def overlaps_tiles(accelerator: Accelerator) -> bool:
 
     Documented: on Blackwell's datacenter chips accumulators are in tensor memory, and warps of
     their own write a tile while others compute the next into the other half of that memory
-    (jax-ml/jax, docs/pallas/gpu/blackwell_matmul.md, "Dedicated epilogue warpgroup"). On Hopper
+    (jax-ml/jax, blackwell_matmul.md of Pallas, "Dedicated epilogue warpgroup"). On Hopper
     cooperative kernels have all warp groups on one tile; only ping-pong kernels overlap a tile's
     epilogue with another's products (NVIDIA/cutlass, media/docs/cpp/efficient_gemm.md). On Ampere
     the accumulators fill at least half of the registers, so that few blocks share a

@@ -134,7 +134,7 @@ def test_what_no_flag_supplies(
     assert "write settings of a plan as name=value" in refusal(
         capsys, str(log), *WORDS[:2], "--layout=sharding"
     )
-    assert "no steps of a trainer" in refusal(capsys, str(notes), *WORDS)
+    assert "no steps of a known trainer" in refusal(capsys, str(notes), *WORDS)
 
 
 # Megatron-LM's arguments (_print_args) of a mixture of experts on 16 devices.

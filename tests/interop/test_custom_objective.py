@@ -128,7 +128,7 @@ def test_a_term_beside_logits_without_a_loss_is_refused(
             term = logits.square().mean()
             return {"logits": logits, "aux_loss": term} if named else (logits, term)
 
-    said = r"aux_loss without a loss" if named else r"not given the targets.*\(logits, loss\)"
+    said = r"aux_loss without a loss" if named else r"does not get the targets.*\(logits, loss\)"
     with pytest.raises(BadInputError, match=said):
         CustomObjective(CustomModel(WithTerm()))(batch)
 

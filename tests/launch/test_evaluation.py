@@ -133,4 +133,4 @@ def test_a_validation_loss_that_is_no_number_is_said(home):
         "device": "cpu", "out": home / "nan",
     }  # fmt: skip
     train(TrainSettings.parse(values, "test"), RunContext(callbacks=[heard]))
-    assert any(said.startswith("the validation loss is nan, while training") for said in heard.said)
+    assert any(said.startswith("the validation loss is nan: look for NaN") for said in heard.said)
