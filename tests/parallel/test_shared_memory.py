@@ -88,14 +88,14 @@ class Recurrent(nn.LSTM):
         return super().forward(x)[0]
 
 
-class Gated(nn.GRU):
+class GatedUnits(nn.GRU):
     def __init__(self, size):
         super().__init__(size, size)
         self.scale = nn.Parameter(torch.ones(()))
 
 
 def recurrent():
-    return nn.Sequential(Recurrent(4, 4, 2), Gated(4))
+    return nn.Sequential(Recurrent(4, 4, 2), GatedUnits(4))
 
 
 @pytest.mark.parametrize("make", [tied, parts_of_one_tensor, frozen, normalised, recurrent])

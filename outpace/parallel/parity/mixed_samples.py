@@ -93,9 +93,9 @@ class MixedSamples:
         if len(senders) < 2 or any(left_out for left_out, _ in said):
             return MixedDifference()
         found, fails = MixedDifference(), False
-        samples = min(said[rank][1][1] for rank in senders)
+        fewest = min(said[rank][1][1] for rank in senders)
         for count in range(1, _FEW + 1):
-            if count > 1 and 2 * count > samples and not fails:
+            if count > 1 and 2 * count > fewest and not fails:
                 break
             sums = torch.zeros(_FIRST + 2 * len(self._names), dtype=torch.float64)
             sums = sums.to(self._device)

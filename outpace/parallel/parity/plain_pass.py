@@ -9,7 +9,7 @@ weights that the forward changes are as they were afterwards.
 
 import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -148,21 +148,15 @@ class PlainPass:
         `holders`: which rank holds what. `allowed`: the tolerances between a batch and its parts.
         Call it once, because it gives up the copy.
         """
-        plain, trained = self._hold()
-        self.release()
         device = layout._device()
         draws = layout.plain_draws()
         self.draws_alike = self.ranks_per_share == 1 or draws is not None
         if self._plan.data_rank(self._ranks.rank) is None:
             passes = []
         state = None
-        with (
-            preserve_state(layout.objective, device),
-            fill_copy(plain, layout, self._plan, self._ranks, holders) as names,
-            redirect_references(trained, plain),
-        ):
+        with self._fill(layout, holders) as (plain, found):
+            self.release()
             model = model_of(plain)
-            found = PlainSums(names, model, device)
             if self.ranks_per_share > 1:  # of which each has a part of the pieces
                 state = self._find_state(plain, self._first_piece(passes), passes, hooks)
             in_order = state is not None and self._needs_order(state)
@@ -228,16 +222,9 @@ class PlainPass:
         """
         if self._plan.tp == 1:
             return None
-        plain, trained = self._hold()
-        device = layout._device()
         parts = take_apart(passes, self._place, self.ranks_per_share)
-        with (
-            preserve_state(layout.objective, device),
-            fill_copy(plain, layout, self._plan, self._ranks, holders) as names,
-            redirect_references(trained, plain),
-        ):
+        with self._fill(layout, holders) as (plain, found):
             model = model_of(plain)
-            found = PlainSums(names, model, device)
             watch = MovedParameters(model.named_parameters())
             reason: str | None = "samples cannot be taken apart"
             if parts is not None:
@@ -247,7 +234,7 @@ class PlainPass:
                 watch.written_unseen(), watch.put_back(), watch.written,
                 found.buffers, found.moved_back, found.keeps,
             ))  # fmt: skip
-            made = len(list(model.parameters())) != len(names)
+            made = len(list(model.parameters())) != len(found.names)
         if changed or made or watch.communicates:
             reason = reason or "forwards change what may matter"
         return found if gather_first(reason) is None else None
@@ -255,9 +242,22 @@ class PlainPass:
     def release(self) -> None:
         self._copy, self._trained = None, []
 
-    def _hold(self) -> tuple[nn.Module, list[nn.Module]]:
-        assert self._copy is not None
-        return self._copy, self._trained
+    @contextmanager
+    def _fill(
+        self, layout: Layout, holders: Sequence[ModuleDtypes]
+    ) -> Iterator[tuple[nn.Module, "PlainSums"]]:
+        """Give the copy the layout's values; yield it and empty sums. Collective.
+
+        Generators and buffers are as they were afterwards.
+        """
+        plain, device = self._copy, layout._device()
+        assert plain is not None
+        with (
+            preserve_state(layout.objective, device),
+            fill_copy(plain, layout, self._plan, self._ranks, holders) as names,
+            redirect_references(self._trained, plain),
+        ):
+            yield plain, PlainSums(names, model_of(plain), device)
 
     def _let_recompute(self, model: nn.Module) -> None:
         """Make the copy recompute like the run, which has no memory for more. Called once."""

@@ -1174,7 +1174,7 @@ def test_a_forward_may_change_its_batch(tmp_path, strategy, monkeypatch):
         assert said["warnings"] == [] and "refused" not in said
 
 
-class Penalised(Stack):
+class PenaltyStack(Stack):
     def __init__(self):
         super().__init__()
         self.parts = [self.head.weight]
@@ -1184,22 +1184,22 @@ class Penalised(Stack):
 
 
 def test_a_copy_has_parameters_in_plain_lists_too(tmp_path):
-    for said in looked_at(tmp_path, "zero1", make=Penalised):
+    for said in looked_at(tmp_path, "zero1", make=PenaltyStack):
         assert said["warnings"] == [] and "refused" not in said
 
 
-class Noised(Stack):
+class NoisyStack(Stack):
     def forward(self, x):
         return super().forward(x + torch.randn_like(x))
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "1f1b"])
 def test_numbers_that_a_forward_draws_are_no_effect_of_the_cut(tmp_path, strategy):
-    for said in looked_at(tmp_path, strategy, make=Noised):
+    for said in looked_at(tmp_path, strategy, make=NoisyStack):
         assert said["warnings"] == [] and "refused" not in said
 
 
-class NoisedAverages(Noised):
+class NoisyAverages(NoisyStack):
     def __init__(self):
         super().__init__()
         self.register_buffer("level", torch.zeros(6))
@@ -1212,7 +1212,7 @@ class NoisedAverages(Noised):
 
 
 def test_buffers_that_the_loss_reads_are_told_of_forwards_that_draw_numbers(tmp_path):
-    first, _ = looked_at(tmp_path, "zero3", make=NoisedAverages)
+    first, _ = looked_at(tmp_path, "zero3", make=NoisyAverages)
     assert any("moves level, a buffer on which" in one for one in first["warnings"])
 
 
@@ -1227,7 +1227,7 @@ class Level(nn.Module):
         return self.linear(x) / self.level
 
 
-class Levelled(Stack):
+class LevelStack(Stack):
     def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(Level() for _ in range(4))
@@ -1235,7 +1235,7 @@ class Levelled(Stack):
 
 def test_a_buffer_that_other_micro_batches_need_is_named(tmp_path):
     def act(rank):
-        model = outpace.parallelize(Levelled(), plan_for_module("1f1b", 2, SAMPLES), loss=squares)
+        model = outpace.parallelize(LevelStack(), plan_for_module("1f1b", 2, SAMPLES), loss=squares)
         model.forward_backward(model.share(global_batch()))
 
     said = next(end.said for end in run_forked(2, act, 240.0, tmp_path) if end.refused)

@@ -155,7 +155,7 @@ class LaterHalved(Counting):
         return super().finish(y) * (0.5 if self.calls > 500 else 1.0)
 
 
-class Thawed(Counting):
+class BiasTrainedLater(Counting):
     """Trains its bias after some calls, which no loss of a forward shows."""
 
     def finish(self, y):
@@ -364,7 +364,7 @@ KEPT = {
     FirstMean: "model.mean",
     Annealed: "model.calls",
     LaterHalved: "model.calls",
-    Thawed: "model.calls",
+    BiasTrainedLater: "model.calls",
     InTensor: "model.calls",
     InEntry: "model.calls",
     EachFourth: "model.calls",

@@ -983,7 +983,7 @@ def averages_that_are_not_saved(seed: int) -> Entry:
     return build_seeded(seed, lambda: BlockStack(Block)), squared_error, vector_batch
 
 
-class _Centred(torch.autograd.Function):
+class _CentredIdentity(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.clone()
@@ -998,7 +998,7 @@ def gradients_centred_over_samples(seed: int) -> Entry:
 
     class Block(ResidualBlock):
         def forward(self, x: Tensor) -> Tensor:
-            return super().forward(_Centred.apply(x))
+            return super().forward(_CentredIdentity.apply(x))
 
     return build_seeded(seed, lambda: BlockStack(Block)), squared_error, vector_batch
 
