@@ -47,11 +47,12 @@ def train(
 ) -> "Measurement":
     """Train a model and return what was measured; `.run` is the directory of the run.
 
-    Without arguments: a small GPT on Python's own source. `model` is what `--model` takes, a live
-    module, or a function that builds one. `data` is what `--data` takes, one or several. Every
-    flag of `outpace train` is a keyword: `steps=200`, `global_batch=32`, `nproc=2`,
-    `out="runs/first"`, `resume=True`. `callbacks` are called on rank 0; `progress=False` silences
-    the lines on standard error. Under torchrun each process calls this and is one rank.
+    Without arguments it trains a small GPT on the source of Python's standard library. `model` is
+    what `--model` takes, a live module, or a function that builds one. `data` is what `--data`
+    takes, one value or several. Every flag of `outpace train` is a keyword: `steps=200`,
+    `global_batch=32`, `nproc=2`, `out="runs/first"`, `resume=True`. `callbacks` are called on rank
+    0; `progress=False` silences the lines on standard error. Under torchrun each process calls this
+    and is one rank.
 
     Raises BadInputError if the request is not possible, DivergedError when the loss becomes NaN or
     infinite, InterruptedRunError when a signal ended the run after a save.
@@ -178,10 +179,11 @@ def plan(
 ) -> "Plans":
     """Predict the fastest ways to train a model on given machines.
 
-    `machine`: a name in the catalog ("hgx-h100", "4xrtx-3090"), or a file of `probe`; None: this
-    machine. `keep`: settings to insist on, `vary`: settings to search as well. With a `lora_rank`
-    the weights are frozen, in the format `base`, and adapters of `lora_targets` are trained.
-    `price` is per device and hour, and needs `tokens`. Times are in seconds, memory in bytes.
+    `machine`: a name in the catalog ("hgx-h100", "4xrtx-3090"), or a file of `probe`; None is this
+    machine. `keep` are settings that every plan must have, `vary` are further settings to search
+    over. With a `lora_rank` the weights are frozen, in the format `base`, and adapters of
+    `lora_targets` are trained. `price` is per device and hour, and needs `tokens`. Times are in
+    seconds, memory in bytes.
 
     >>> found = outpace.plan("gpt2", "rtx-4090", seq_len=1024)
     >>> found.plans[0].estimate.fits
@@ -214,10 +216,10 @@ def estimate(
     global_batch: int | None = None,
     depth: Literal["estimate", "trace"] = "estimate",
 ) -> "RankedPlan":
-    """Estimate one plan, or one that a file has: its time, its memory, and whether it fits.
+    """Estimate the time and memory of a plan, given as a Plan or as a file, and whether it fits.
 
-    Unlike a file, a Plan has no sequence length and batch: give those it was made for. With depth
-    "trace" the model runs under fake tensors for its true peak of memory.
+    Unlike a file, a Plan has no sequence length or batch, so pass those that it was made for. With
+    depth "trace" the model runs under fake tensors, which gives its true peak of memory.
 
     >>> ddp = outpace.Plan(strategy="ddp", dp_replicate=8, micro_batch=4, precision="bf16")
     >>> found = outpace.estimate("gpt2", ddp, "hgx-h100", seq_len=1024, global_batch=64)
@@ -251,8 +253,8 @@ def memory(
 ) -> "MemoryAccount":
     """Trace where memory goes in a training step of the fullest rank, or of `rank`, in bytes.
 
-    `model` may be "file.py:build". `machine` is a name in the catalog; None: `nproc` processes on
-    CPUs. Other keywords are those of `train`.
+    `model` may be "file.py:build". `machine` is a name in the catalog; None stands for `nproc`
+    processes on CPUs. Other keywords are those of `train`.
 
     >>> outpace.memory("outpace-tiny", "rtx-4090", seq_len=64).peak_memory_bytes > 0
     True
@@ -270,7 +272,7 @@ def network(
     network: str | Sequence[str] = (),
     **asked: Any,
 ) -> "NetworkReport":
-    """Estimate the network bandwidth that a training needs, and the cost of a slower or faster one.
+    """Estimate the network bandwidth that a training run needs, and the cost of other networks.
 
     `network`: one or several networks of a node, the last being the machine's. Other keywords are
     the options of `outpace network`: `nodes`, `plan`, `probe`, `seq_len`, ….
@@ -326,10 +328,10 @@ def probe(
 ) -> "Machine":
     """Measure this machine: its matrix products, memory, links, disks and data loading.
 
-    `sections` of "matmul", "memory", "storage", "loader", "collectives" and "steps"; none: all.
-    `quick` takes less than a minute, `budget_s` about that many seconds. `out` is the file for the
-    record, which `plan` takes as `machine`. Settings are options of `outpace probe`: `device`,
-    `nproc`, ….
+    `sections` are any of "matmul", "memory", "storage", "loader", "collectives" and "steps";
+    without any, all are measured. `quick` takes less than a minute, and with `budget_s` it takes
+    about that many seconds. `out` is the file for the record, which `plan` takes as `machine`.
+    Settings are options of `outpace probe`: `device`, `nproc`, ….
 
     >>> outpace.probe("memory", quick=True, budget_s=1, device="cpu").probed is not None
     True
@@ -357,7 +359,7 @@ def compare(*arms: str | Path, progress: bool = True, **settings: Any) -> "Compa
 
 
 def tune(**settings: Any) -> "Tuning":
-    """Find the fastest plan for a training on this machine: short trials decide.
+    """Find the fastest plan for a training run on this machine by short trials.
 
     Keywords are the options of `outpace tune` (`trials`, `budget`, `within`) and of `outpace
     train`; `out` is the directory for plan.json.
@@ -375,7 +377,7 @@ def tune(**settings: Any) -> "Tuning":
 def runs(
     *folders: str | Path, where: Sequence[str] = (), sort: str | None = None, reverse: bool = False
 ) -> "list[PastRun]":
-    """List past runs, newest first, or by a field, of those that meet all conditions `where`.
+    """List the past runs that meet all conditions in `where`, newest first or sorted by a field.
 
     >>> [run.steps for run in outpace.runs(where=["steps=12"])]
     [12, 12]
@@ -451,7 +453,7 @@ def _join(given: str | Sequence[str] | None) -> str | None:
 
 
 def _options(asked: Mapping[str, Any]) -> list[str]:
-    """Return keywords as options; those that are on have no value."""
+    """Return keywords as options; a switch that is on gets no value."""
     given = {name: value for name, value in asked.items() if value is not None}
     return [
         options.flag(name) if value is True else f"{options.flag(name)}={value}"

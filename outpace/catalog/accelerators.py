@@ -2,8 +2,8 @@
 
 The peaks are without sparsity: half of the figures that a datasheet prints "with sparsity". 16-bit
 rates are those with fp32 accumulation, as training uses it. An AMD Instinct MI250X is two devices
-(GCDs) with a process each: figures are for one, half of the module's, except that the power is the
-module's. AMD's fp32 rate is that of its matrix cores.
+(GCDs) with a process each: figures are for one device (half of the module's), except the power,
+which is the module's. AMD's fp32 rate is that of its matrix cores.
 """
 
 import re
@@ -318,7 +318,7 @@ def find_accelerator(driver_name: str, memory_bytes: int | None) -> Accelerator 
     """Return the catalog's entry for a device; None if it is unknown.
 
     `driver_name` is what the driver reports ("NVIDIA H100 80GB HBM3"). `memory_bytes`, if known,
-    has to match the entry's.
+    must match the entry's.
     """
     wanted = " ".join(_MAKERS.sub(" ", driver_name).split()).casefold()
     for accelerator in ACCELERATORS.values():

@@ -22,7 +22,7 @@ PAPERS: dict[Architecture, str] = {
 
 
 class Card(NamedTuple):
-    """A card; `low` is the rate of 16-bit products, `reported_mib` what nvidia-smi shows."""
+    """A card; `low` is the rate of 16-bit products, `reported_mib` the memory by nvidia-smi."""
 
     name: str
     driver_name: str

@@ -1,7 +1,7 @@
 """Shares of their datasheets' rates that accelerators and links reach: published measurements.
 
 Each figure has its source. A chip without published measurements has the shares of a measured one
-of its architecture; an architecture without any has those of the nearest, as its source says.
+of its architecture; an architecture without any has those of the nearest one, as its source says.
 """
 
 from collections.abc import Mapping
@@ -39,9 +39,10 @@ class ProductCurve(Record):
 
 
 class AttentionRate(Record):
-    """Fused attention, fractions of the dense 16-bit peak, for long sequences, heads of width 128.
+    """Rates of fused attention on long sequences, as fractions of the dense 16-bit peak.
 
-    Heads of width 64 reach `narrow` of these, causal attention half of it at `half_length` keys.
+    They are for heads of width 128. Heads of width 64 reach `narrow` of these rates, and causal
+    attention half of them at `half_length` keys.
     """
 
     forward: PositiveFloat
@@ -101,8 +102,8 @@ def _power_share(power_w: float, reference_w: float) -> float:
     """Return the sustained rate at a power limit, relative to the rate at `reference_w`.
 
     Dynamic power grows with the clock times the square of the voltage. Since the voltage follows
-    the clock, that is its third power (Chandrakasan, Sheng & Brodersen, "Low-power CMOS digital
-    design", 1992).
+    the clock, power grows with the cube of the clock (Chandrakasan, Sheng & Brodersen, "Low-power
+    CMOS digital design", 1992).
     """
     share: float = (power_w / reference_w) ** (1 / 3)
     return share
@@ -442,7 +443,7 @@ BACKWARD_SOURCE = "half of an operator's host time is Python's (pytorch/pytorch 
 class Latency(Record):
     """Seconds of a collective, fixed and per step by link, and its share of the bandwidth.
 
-    `by_size`, for trees: the share that is reached by array's size, in powers of two from 64 bytes.
+    `by_size`, for trees: the share that is reached by array size, in powers of two from 64 bytes.
     """
 
     base_s: NonNegativeFloat
@@ -509,7 +510,7 @@ def product_curve(accelerator: Accelerator) -> ProductCurve:
 
 
 def power_share(accelerator: Accelerator) -> float:
-    """Return the sustained rate of a board with a lower power limit, relative to that of H200."""
+    """Return the sustained rate of a board with a lower power limit, relative to an H200's."""
     board = ACCELERATORS["H200 SXM"]
     same = accelerator.peak.flops_per_s.get("bf16") == board.peak.flops_per_s["bf16"]
     return min(1.0, _power_share(accelerator.power_w, board.power_w)) if same else 1.0
@@ -518,23 +519,24 @@ def power_share(accelerator: Accelerator) -> float:
 def overlaps_tiles(accelerator: Accelerator) -> bool:
     """Return whether products write a tile's results while they compute the next tile.
 
-    Documented: on Blackwell's datacenter chips accumulators are in tensor memory, and warps of
-    their own write a tile while others compute the next into the other half of that memory
-    (jax-ml/jax, blackwell_matmul.md of Pallas, "Dedicated epilogue warpgroup"). On Hopper
-    cooperative kernels have all warp groups on one tile; only ping-pong kernels overlap a tile's
+    Documented: on Blackwell's datacenter chips accumulators are in tensor memory, and dedicated
+    warps write a tile while others compute the next one into the other half of that memory
+    (jax-ml/jax, blackwell_matmul.md of Pallas, "Dedicated epilogue warpgroup"). On Hopper,
+    cooperative kernels use all warp groups for one tile; only ping-pong kernels overlap a tile's
     epilogue with another's products (NVIDIA/cutlass, media/docs/cpp/efficient_gemm.md). On Ampere
-    the accumulators fill at least half of the registers, so that few blocks share a
-    multiprocessor (same file). In public traces of H100, names of cuBLAS's largest kernels contain
-    coopA or coopB (nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NNT).
+    the accumulators fill at least half of the registers, so few blocks share a multiprocessor (same
+    file). In public traces of H100, names of cuBLAS's largest kernels contain "coopA" or "coopB"
+    (nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NNT).
 
-    Assumed: cuBLAS, whose kernels are not public, overlaps all of a tile's end on Blackwell, and
-    nothing elsewhere: neither by ping-pong kernels on Hopper nor by several blocks on Ampere.
+    Assumed: cuBLAS, whose kernels are not public, overlaps the whole epilogue of a tile on
+    Blackwell, and nothing elsewhere: neither by ping-pong kernels on Hopper nor by several blocks
+    on Ampere.
     """
     return accelerator.architecture == "blackwell" and not _is_rtx_blackwell(accelerator)
 
 
 def attention_rates(accelerator: Accelerator) -> Mapping[AttentionKernel, AttentionRate]:
-    """Return the rate that each kernel reaches on the accelerator, of those that run there."""
+    """Return the rate of each attention kernel that runs on the accelerator."""
     if _is_rtx_blackwell(accelerator) or _is_geforce_ada(accelerator):
         return {"flash2": _FLASH2_RTX}
     rates = ATTENTION[accelerator.architecture]
@@ -543,11 +545,11 @@ def attention_rates(accelerator: Accelerator) -> Mapping[AttentionKernel, Attent
 
 
 def _is_rtx_blackwell(accelerator: Accelerator) -> bool:
-    """Return whether this is a Blackwell (sm120, sm121) without a datacenter's tensor memory."""
+    """Return whether this is a Blackwell GPU without tensor memory (sm120, sm121)."""
     return accelerator.architecture == "blackwell" and accelerator.name.startswith(("RTX", "GB10"))
 
 
 def _is_geforce_ada(accelerator: Accelerator) -> bool:
-    """Return whether fp32 sums run at half of the chip's rate, so that power is no limit."""
+    """Return whether fp32 sums run at half of the chip's rate, so power does not limit it."""
     name = accelerator.name
     return accelerator.architecture == "ada" and name.startswith("RTX") and "Ada" not in name

@@ -190,7 +190,7 @@ _BY_HUB: Mapping[str, str] = MappingProxyType(dict(_repositories()))
 
 
 def named_model(reference: str) -> str:
-    """Return the name of a preset or an outline, which may be given in capitals or with blanks.
+    """Return the name of a preset or an outline, which may be written in capitals or with spaces.
 
     Examples are "Llama-3.1-8B" and "Mixtral 8x7B". Files or folders of that name take precedence.
     """

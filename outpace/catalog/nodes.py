@@ -139,7 +139,7 @@ def find_node(name: str, accelerators: Mapping[str, Accelerator]) -> Node:
 
 
 def _suggest(wanted: str, known: Sequence[str], chips: Sequence[str]) -> str:
-    """Suggest names in the catalog, or that many of an accelerator: "8xh100" for "8xh100x"."""
+    """Suggest names in the catalog, or as many of a known accelerator: "8xh100" for "8xh100x"."""
     counted = _COUNT_FIRST.fullmatch(wanted)
     if counted is None:
         return suggest(wanted, known)
@@ -148,7 +148,7 @@ def _suggest(wanted: str, known: Sequence[str], chips: Sequence[str]) -> str:
 
 
 def _find_counted(name: str, text: str, accelerators: Mapping[str, Accelerator]) -> Node | None:
-    """Return the accelerators of `text`; None if the catalog has none of that name.
+    """Return the accelerators of `text`; None if the catalog has no accelerator of that name.
 
     `name` is the user's spelling. Raises BadInputError if it is ambiguous or contradicts itself.
     """
@@ -254,7 +254,7 @@ _USUAL_IN_HOST = 8
 
 
 def _require_one_host(name: str, text: str, count: int, chip: Accelerator) -> None:
-    """Raise BadInputError for more accelerators than a host has; tell how to name several hosts.
+    """Raise BadInputError for more accelerators than a host has; say how to name several hosts.
 
     `text` is the name in the catalog's form.
     """
@@ -387,8 +387,9 @@ def _is_card(chip: Accelerator) -> bool:
 def _similar_names(wanted: str, chips: Sequence[str]) -> list[str]:
     """Return similar machines ("8xh100", or "h100" for one) with a description of each.
 
-    One accelerator if a longer name ends with its name ("NVIDIA GeForce RTX 4090", "4090"); else,
-    if no machine matches, accelerators whose names contain the word ("3060").
+    A longer name that ends with an accelerator's name ("NVIDIA GeForce RTX 4090") gives that one
+    ("4090"). If no machine matches, accelerators whose names contain the word ("3060") are
+    returned.
     """
     found = re.fullmatch(r"(?:(\d+)-?[x×*]-?)?(.+)", wanted, re.DOTALL)
     if found is None:

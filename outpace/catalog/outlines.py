@@ -29,7 +29,7 @@ def _gpt_like(
 ) -> Outline:  # fmt: skip
     """Make the outline of a GPT-like model: layer norms, and an MLP of two products.
 
-    `outside`: numbers outside of layers besides the final norm.
+    `outside`: the number of parameters outside of layers, without the final norm.
     """
     attention = _heads(heads, heads, head_dim or hidden // heads, qkv_bias=bias, out_bias=bias)
     block = Stack(

@@ -1,4 +1,4 @@
-"""Small runs that `outpace probe` times, for costs that the planner cannot add up from parts.
+"""Small runs that `outpace probe` times, for costs that single operations do not show.
 
 Operators in a step are slower than alone: caches are cold, and allocators, autograd and hooks of
 strategies are at work. One model is limited by operators, one by computation, one by both, and one
@@ -51,7 +51,7 @@ class Reference:
 
     @property
     def digest(self) -> str:
-        """Return a hash of all that determines it, since other versions have other steps."""
+        """Return a hash of everything that determines the step, which versions may change."""
         values = (self.spec.model_dump_json(), self.plan.model_dump_json(), self.seq_len,
                   self.global_batch)  # fmt: skip
         return hashlib.sha256(repr(values).encode()).hexdigest()[:12]

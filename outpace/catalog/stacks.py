@@ -28,19 +28,19 @@ Experts = Literal["grouped", "triton", "loop"]
 class SoftwareStack(Record):
     """Traits of a training program.
 
-    `attention`: its kernel, if the model has fused attention. `recomputed_products`: a block's
-    forward products that its selective recomputation repeats. `collectives`: a block's parameters
-    are gathered and its gradients summed at once, or one by one. `overlaps`: these run during
-    computation. `broadcasts`: under ZeRO-1, ranks send new parameters one after the other.
-    `fuses_dropout`: bias, dropout and the residual sum are one kernel. `dispatcher`: how tokens
-    reach experts, during computation of another micro-batch if `overlaps_dispatch`. `graphs`:
-    passes are replayed as CUDA graphs. `sums_by_stages`: each interleaved stage sums gradients and
-    gathers parameters during passes of the others. `experts`: how their products are computed.
-    `gathers_for_adapters`: if a product overlaps the gather of its input over tensor parallelism,
-    an adapter on it gathers the input again. `fuses_accumulation`: products that
-    give weights' gradients add them to fp32 buffers. `copies_units`: what ranks gather is copied
-    out into parameters, and gradients into what is reduced. `blocks_launches`: the host waits for
-    each kernel before it launches the next (CUDA_LAUNCH_BLOCKING=1).
+    `attention`: the kernel that it uses where a model allows fused attention.
+    `recomputed_products`: a block's forward products that its selective recomputation repeats.
+    `collectives`: whether a block's parameters are gathered, and its gradients summed, at once or
+    one by one. `overlaps`: these run during computation. `broadcasts`: under ZeRO-1, ranks send new
+    parameters one after the other. `fuses_dropout`: bias, dropout and the residual sum are one
+    kernel. `dispatcher`: how tokens reach experts, during computation of another micro-batch if
+    `overlaps_dispatch`. `graphs`: passes are replayed as CUDA graphs. `sums_by_stages`: each
+    interleaved stage sums gradients and gathers parameters during passes of the others. `experts`:
+    how their products are computed. `gathers_for_adapters`: if a product overlaps the gather of its
+    input over tensor parallelism, an adapter on it gathers the input again. `fuses_accumulation`:
+    products that give weights' gradients add them to fp32 buffers. `copies_units`: what ranks
+    gather is copied out into parameters, and gradients into what is reduced. `blocks_launches`: the
+    host waits for each kernel before it launches the next (CUDA_LAUNCH_BLOCKING=1).
     """
 
     name: str

@@ -54,7 +54,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _likeness(arguments: "argparse.Namespace") -> "Likeness":
-    """Describe the plan, with the model and the machine if they were given."""
+    """Describe the plan, and the model and the machine if they are given."""
     from outpace.catalog.accelerators import ACCELERATORS
     from outpace.catalog.nodes import find_node
     from outpace.planner.calibration.measured_cases import Likeness

@@ -105,7 +105,7 @@ def _answer(
 def _run_arms(
     arguments: argparse.Namespace, argv: list[str], out: Path | None, resumes: bool, quiet: bool
 ) -> tuple[Path, Comparison]:
-    """Run the arms; return the comparison, its folder, and what it repeats, if anything."""
+    """Run the arms; return the comparison, its folder, and the one that it repeats, if any."""
     from outpace.experiment.facts import compare_with_stored
 
     values, stored = _read_request(arguments)
@@ -304,7 +304,7 @@ def _read_request(arguments: argparse.Namespace) -> tuple[dict[str, Any], Compar
 
 
 def _require_trust(experiment: Experiment, path: Path, trusted: bool) -> None:
-    """Refuse to run commands from a file, which anyone may have written, unless users allow it."""
+    """Refuse to run commands from a file, which anyone may have written, unless allowed."""
     for settings in (experiment.common, *(arm.settings for arm in experiment.arms)):
         require_named(str(settings.get("model", "")), path)
     asked = _code_of(experiment)
@@ -317,7 +317,7 @@ def _require_trust(experiment: Experiment, path: Path, trusted: bool) -> None:
 
 
 def _code_of(experiment: Experiment) -> list[str]:
-    """Return commands and environment variables, which both can make a program do anything."""
+    """Return commands and environment variables, both of which can make a program do anything."""
     found = [arm.command for arm in experiment.arms if arm.command is not None]
     pairs = {pair for arm in experiment.arms for pair in arm.environment.items()}
     return [*found, *(f"{name}={value}" for name, value in sorted(pairs))]

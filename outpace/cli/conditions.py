@@ -22,14 +22,14 @@ _ORDERS: Mapping[str, Callable[[Any, Any], bool]] = {
 
 @dataclass(frozen=True)
 class Condition:
-    """Required value of one field of a run. If `wanted` is None, the value has to be unknown."""
+    """Required value of one field of a run. If `wanted` is None, the value must be unknown."""
 
     name: str
     sign: str
     wanted: Any
 
     def holds(self, run: PastRunFolder) -> bool:
-        """Return whether a run meets the condition; an order never holds for an unknown value."""
+        """Return whether a run meets the condition; < and > never hold for an unknown value."""
         value = run.value(self.name)
         if isinstance(value, Path):
             value = str(value)

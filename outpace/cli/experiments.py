@@ -70,7 +70,7 @@ def format_now() -> str:
 def show_result(
     result: "RenderableType", folder: Path | None, what: str, command: Sequence[str]
 ) -> None:
-    """Print a result, where it is saved, and a command on a line of its own that can be copied.
+    """Print a result, where it is saved, and a command to copy, on a separate line.
 
     Without a command, print only where the result is saved.
     """
@@ -89,7 +89,8 @@ def show_result(
 def format_interruption(folder: Path, *command: str) -> str:
     """Return the message after an interruption: what was saved, and a command that resumes it.
 
-    `command` is as the user gave it, from its name on. Before a save there is nothing to resume.
+    `command` is the user's command line without `outpace`. Before the first save there is nothing
+    to resume.
     """
     if not any((folder / name).is_file() for name in BEGUN):
         return "outpace: interrupted before the start, so nothing was saved"

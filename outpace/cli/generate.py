@@ -47,7 +47,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse arguments that ask for nothing, or for two things at once."""
+    """Refuse arguments that ask for nothing or for contradictory things."""
     require_run(arguments.run)
     if arguments.prompt is None and arguments.conversations is None:
         if not arguments.chat:
@@ -124,7 +124,7 @@ def _parser() -> Parser:
 
 
 def add_model(parser: Parser) -> None:
-    """Add --run, under the name that outpace train has for it as well."""
+    """Add --run, also under the name that `outpace train` uses for it."""
     parser.arguments.add_argument(
         "--run",
         "--model",

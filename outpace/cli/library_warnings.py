@@ -1,4 +1,4 @@
-"""Hide the warnings of libraries, about which the user of a command can do nothing.
+"""Hide warnings of libraries that the user of a command cannot act on.
 
 Warnings of outpace are shown as a sentence, those of the user's code as Python does. What libraries
 log when transformers imports torchao is hidden, too. `python -W …` shows all.

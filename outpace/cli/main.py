@@ -137,7 +137,7 @@ def command(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line `argv` (default: the process's) and return its exit code."""
+    """Run the command line `argv` (default: that of the process) and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     environ = dict(os.environ)
     # torch's C++ prints its stack frames for each failed connection.
@@ -289,7 +289,7 @@ def _write_error_file(message: str, exit_code: int, environ: Mapping[str, str]) 
 def _remedy(
     path: object, arguments: Sequence[str], environ: Mapping[str, str], full: bool = False
 ) -> str:
-    """Return how to choose another place than the one of this path: by a variable, or by flags.
+    """Return how to choose a different place for this path: by a variable or by flags.
 
     `full`: its disk is full; otherwise it cannot be read or written.
     """

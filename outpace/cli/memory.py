@@ -194,7 +194,7 @@ def _show(
 
 
 def _default_options(asked: "AnyQuery", origins: Mapping[str, str]) -> dict[str, str]:
-    """Return the options that affect memory and were not given, with the values that were used."""
+    """Return the options that affect memory but were not given, with the values that were used."""
     from outpace.jobs.planning.request import PLANNED_SEQ_LEN
 
     taken = {

@@ -61,7 +61,7 @@ class Shape:
 
 
 def shape(annotation: Any) -> Shape:
-    """Look through Optional, Annotated, tuple and Literal to find what a field holds."""
+    """Look through Optional, Annotated, tuple and Literal to find the type that a field holds."""
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
     if annotation == Size:
@@ -147,7 +147,7 @@ def as_words(value: Any) -> str:
 
 
 def from_flags(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return the settings that the command line gives."""
+    """Return the settings given on the command line."""
     given = {name: value for name, value in vars(arguments).items() if name in _fields()}
     return {name: convert(name, value, flag(name)) for name, value in given.items()}
 
@@ -244,7 +244,7 @@ def _refuse_part_of_a_name(name: str, holds: Shape, value: Any, where: str) -> N
 
 
 def _is_share(value: Any) -> bool:
-    """Return whether a value lies between 0 and 1, as other tools give shares of steps."""
+    """Return whether a value is between 0 and 1, as other tools give shares of steps."""
     try:
         return isinstance(value, (str, float)) and 0 < float(value) < 1
     except ValueError:
@@ -274,7 +274,7 @@ def build(layers: Mapping[str, Mapping[str, Any]]) -> tuple[TrainSettings, dict[
 
 
 def _one_length(values: dict[str, Any], origins: dict[str, str], order: list[str]) -> None:
-    """Let the length from the source nearest to the user replace other kinds of length."""
+    """Let the length with the highest precedence replace other kinds of length."""
     given = [name for name in ("steps", "tokens", "epochs") if values.get(name) is not None]
     nearest_layer = min((order.index(origins[name]) for name in given), default=0)
     for name in given:

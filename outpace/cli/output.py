@@ -29,7 +29,7 @@ def output_file(text: str) -> Path:
 
 
 def output_place(text: str) -> Path:
-    """Convert an argument to a path, expanding ~ where the shell does not (--out=~/x)."""
+    """Convert an argument to a path, expanding ~ where the shell does not (as in --out=~/x)."""
     return Path(text).expanduser()
 
 

@@ -22,7 +22,7 @@ class Parser:
         self, command: str, about: str, epilog: str | None = None, usage: str | None = None,
         elsewhere: Mapping[str, str] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """Make the parser; `elsewhere` has a message for each option of another command."""
+        """Make the parser; `elsewhere` maps options of other commands to messages."""
         self.command = command
         self.elsewhere = elsewhere
         self.arguments = _Argparse(
@@ -156,7 +156,10 @@ class _Formatter(argparse.HelpFormatter):
 
 
 def whole_number(text: str) -> int:
-    """Parse '200', '1e6', '10M', '2B' or '10_000'. Raises ValueError if it is no whole number."""
+    """Parse '200', '1e6', '10M', '2B' or '10_000'.
+
+    Raises ValueError if it is not a whole number.
+    """
     word = text.strip().lower()
     factor = _SUFFIXES.get(word[-1:], 1)
     digits = word[:-1] if factor != 1 else word

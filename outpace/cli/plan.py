@@ -137,7 +137,7 @@ def _read_request(arguments: argparse.Namespace) -> "PlanQuestion":
 def _defaults(
     arguments: argparse.Namespace, answer: "Plans", question: "PlanningProblem"
 ) -> dict[str, str]:
-    """Return the options that affect time and memory and were not given."""
+    """Return the options that affect time or memory but were not given."""
     from outpace.jobs.planning.request import split_settings
     from outpace.records.settings import DEFAULT_SEQ_LEN
 
@@ -180,7 +180,7 @@ def _compare(arguments: argparse.Namespace, asked: "PlanQuestion") -> int:
 
 
 def _what_if(arguments: argparse.Namespace, asked: "PlanQuestion") -> int:
-    """Find the fastest plan as is and with a change; too small a machine is an answer, too."""
+    """Find the fastest plan with and without a change; too small a machine is also an answer."""
     from outpace.jobs.planning.request import job, what_if, with_numbers
 
     asked = replace(asked, count=max(_LEAST_COMPARED, asked.count))
@@ -224,7 +224,7 @@ def _save(plan: "Plan", question: "PlanningProblem", path: Path) -> None:
 def _export(
     arguments: argparse.Namespace, question: "PlanningProblem", answer: "Plans", chosen: int | None
 ) -> int:
-    """Export the chosen or the recommended plan, else the fastest that the format can express."""
+    """Export the chosen or recommended plan, or else the fastest that the format can express."""
     from outpace.jobs.planning.export_format import NamedModel, figures, pick_plan
     from outpace.jobs.planning.find_outline import find_outline
 
@@ -294,7 +294,7 @@ def _nodes_list(text: str) -> list[int]:
 def add_question(parser: Parser, of: str = "") -> None:
     """Add the options that `outpace plan` and `outpace estimate` share.
 
-    `of` names where defaults of length and batch come from, before the model's.
+    `of` names the source of the default length and batch that precedes the model's own defaults.
     """
     add = parser.option
     whole = number_type(int, 1)

@@ -104,7 +104,7 @@ def probe_machine(
 
 
 def _without_place(word: str) -> str:
-    """Return a path's last part, since records are sent to colleagues."""
+    """Return a path's last part, since records are shared with others."""
     option, equals, value = word.rpartition("=")
     return option + equals + ("…/" + Path(value).name if "/" in value else value)
 

@@ -45,7 +45,7 @@ _RECORDS: Mapping[str, type[Any]] = {
 
 @dataclass(frozen=True)
 class _Subject:
-    """Subject of a report: a record, or the folder of a run, which has many."""
+    """Subject of a report: a record, or the folder of a run, which has many records."""
 
     path: Path
     record: Any | None

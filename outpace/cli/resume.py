@@ -83,7 +83,7 @@ def settings_of(run: Path) -> dict[str, Any]:
 
 
 def _name_run(folder: Path) -> str:
-    """Return what to give instead of a folder that is not a run, such as the run that has it."""
+    """Suggest a run to name instead of a folder that is not one, such as a run that has it."""
     around = next((one for one in [*folder.parents][:2] if (one / RUN_FILE).exists()), None)
     if around is None:
         return "Give --resume the folder of a run"
@@ -91,7 +91,7 @@ def _name_run(folder: Path) -> str:
 
 
 def _suggest_recovery(run: Path) -> str:
-    """Return what is left of a run whose file cannot be read, and how to use it."""
+    """Describe what is left of a run whose file cannot be read, and how to use it."""
     model, saved = run / "model", checkpoints(run)
     parts = [f" Restore {run / RUN_FILE} from a copy: nothing can be resumed without it."]
     if (model / "config.json").is_file():
@@ -125,7 +125,7 @@ def require_inputs(settings: TrainSettings, origins: Mapping[str, str]) -> None:
 
 
 def _is_named(place: str) -> bool:
-    """Return whether an input has a name or lives in a program, instead of a file or folder."""
+    """Return whether an input is known by name or part of a program, not a file or folder."""
     return place == "stdlib" or named_model(place) in PRESETS or place.startswith("python:")
 
 
@@ -137,7 +137,7 @@ def require_as_written(run: Path) -> None:
 def check_unchanged(asked: Mapping[str, Any], of_run: Mapping[str, Any], run: Path) -> None:
     """Refuse a change of settings that define the run. Raises BadInputError with the run's value.
 
-    `asked` holds what the user gives now, on the command line or in a file.
+    `asked` holds the settings that the user gives now, on the command line or in a file.
     """
     for name in FIXED:
         if name in asked and _normal(name, asked[name]) != _normal(name, of_run.get(name)):

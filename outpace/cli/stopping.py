@@ -11,10 +11,11 @@ from outpace.launch.local import SAME_SIGNAL_S
 
 
 class _InterruptHandler:
-    """Handler of signals: the first interrupts, one right after it is the same key press.
+    """Handler of signals: the first one interrupts, and repeats of the same key press are ignored.
 
     A later one ends the process at once by calling `end`. If a signal ended the block, the handler
-    stays installed, since the process itself takes a moment to end; else the former one returns.
+    stays installed, since the process itself takes a moment to end; otherwise the previous handler
+    is restored.
     """
 
     def __init__(
@@ -46,9 +47,9 @@ class _InterruptHandler:
 
 @contextmanager
 def interrupt_once(told: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
-    """Interrupt once on SIGINT, after calling `told`; a further one in the meantime calls `end`.
+    """Interrupt once on SIGINT, after calling `told`; a second SIGINT meanwhile calls `end`.
 
-    Does nothing outside of the main thread, or if SIGINT is ignored.
+    It does nothing outside of the main thread, or if SIGINT is ignored.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(before):

@@ -25,8 +25,8 @@ def repair_streams(argv: Sequence[str]) -> None:
     """Make a process's standard streams accept whatever is written.
 
     Closed descriptors are opened on the null device; otherwise the next file to be opened would
-    receive what is printed. What standard error cannot take is dropped, since there is nobody to
-    tell. Characters that the encoding lacks are replaced, in JSON by their escapes.
+    receive what is printed. What standard error does not accept is dropped, since there is nowhere
+    to report it. Characters that the encoding lacks are replaced, in JSON by escapes.
     """
     for descriptor in _DESCRIPTORS:
         try:
@@ -81,7 +81,7 @@ class _Output(io.FileIO):
 
 
 class _LenientOutput(_Output):
-    """A descriptor that accepts whatever is written, even if its disk or terminal does not."""
+    """A descriptor that accepts everything written to it, even if its disk or terminal does not."""
 
     def write(self, data: Any) -> int:
         """Return the number of bytes accepted. Raises nothing."""
@@ -99,7 +99,7 @@ def _escape(error: UnicodeError) -> tuple[str, int]:
 
 
 def _spell(error: UnicodeError) -> tuple[str, int]:
-    """Replace a character by one with the same meaning, or by a question mark."""
+    """Replace a character with one of the same meaning, or with a question mark."""
     assert isinstance(error, UnicodeEncodeError)
     missing = error.object[error.start : error.end]
     return "".join(_INSTEAD.get(one, "?") for one in missing), error.end

@@ -40,7 +40,7 @@ _EPILOG = (
 
 @dataclass(frozen=True)
 class _Request:
-    """Settings and the origin of each; the command, as the user gave it.
+    """Settings, the origin of each, and the command as the user gave it.
 
     `progress`: whether to show it. `trial`: a run of two steps, for --micro-batch auto.
     """
@@ -134,7 +134,7 @@ def _check_starting(asked: _Request, arguments: argparse.Namespace, ranks: Ranks
 
 
 def _on_this_host(settings: TrainSettings, handed: list[str], most: int) -> None:
-    """Start ranks on this host; restart them at most `most` times if one is lost."""
+    """Start ranks on this host, and restart them up to `most` times if one is lost."""
     from outpace.launch import local
     from outpace.launch.restarts import Restarts
 
@@ -235,11 +235,11 @@ def _apply_plan_file(asked: _Request, environ: Mapping[str, str]) -> _Request:
 
 
 def _say_nothing(sentence: str) -> None:
-    """Print nothing, since rank 0 does."""
+    """Print nothing, since rank 0 prints it."""
 
 
 def _replan(asked: _Request, ranks: Ranks) -> _Request:
-    """Choose a layout for the present ranks if the resumed run had another number of them."""
+    """Choose a layout for the current ranks if the resumed run had a different number of them."""
     if not asked.settings.resume or asked.trial:
         return asked
     from outpace.jobs.planning.replan import replan
@@ -357,7 +357,7 @@ def _parser() -> Parser:
 
 
 def read_settings(argv: list[str]) -> tuple[TrainSettings, dict[str, str]]:
-    """Read settings and their origins from the arguments of a run whose ranks a scheduler starts.
+    """Read settings and their origins from the arguments of a run that a scheduler starts.
 
     Raises BadInputError.
     """
@@ -377,7 +377,7 @@ def _given_launch_options(arguments: argparse.Namespace) -> list[str]:
 
 
 def _read_request(arguments: argparse.Namespace, command: list[str]) -> _Request:
-    """Merge command line, file, the resumed run and defaults; or take the request passed on."""
+    """Merge command line, file, resumed run and defaults, or use the request that was passed on."""
     if arguments.handed_over is not None:
         handed = json.loads(arguments.handed_over.read_text(encoding="utf-8"))
         settings = TrainSettings.parse(handed["settings"], "outpace.train")
@@ -394,7 +394,10 @@ def _read_request(arguments: argparse.Namespace, command: list[str]) -> _Request
 
 
 def _has_begun(layers: dict[str, dict[str, object]]) -> bool:
-    """Return whether the directory holds a run. Ranks agree, since it is written after they met."""
+    """Return whether the directory holds a run.
+
+    All ranks see the same, since it is written after the rendezvous.
+    """
     named = [layer["out"] for layer in layers.values() if layer.get("out") is not None]
     if not named:
         raise BadInputError("--auto-resume: which run? Give its directory with --out DIR")
@@ -402,7 +405,7 @@ def _has_begun(layers: dict[str, dict[str, object]]) -> bool:
 
 
 def _finished_result(settings: TrainSettings) -> Measurement | None:
-    """Return the result of the resumed run if it has no step left."""
+    """Return the result of the resumed run if it has no steps left."""
     if not settings.resume or settings.out is None:
         return None
     from outpace.records.run import RunRecord
@@ -418,7 +421,10 @@ def _finished_result(settings: TrainSettings) -> Measurement | None:
 
 
 def with_run_named(argv: list[str]) -> list[str]:
-    """Rewrite `--resume DIR` as `--resume --out DIR`, which is the same. Raises BadInputError."""
+    """Rewrite `--resume DIR` as `--resume --out DIR`, which means the same.
+
+    Raises BadInputError.
+    """
     words: list[str] = []
     for place, word in enumerate(argv):
         flag, equals, value = word.partition("=")

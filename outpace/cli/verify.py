@@ -149,7 +149,7 @@ def _verify_module(
 def _module_plans(
     arguments: argparse.Namespace, asked: str, proved: RunRecord | None
 ) -> Sequence[Plan | str] | None:
-    """Return what to prove: a plan, a run's plan, names of strategies, or None for all."""
+    """Return the plans to prove: a plan, a run's plan, names of strategies, or None for all."""
     if arguments.levers:
         raise BadInputError(
             "--levers applies to models that outpace builds. For a custom model give a whole "
@@ -176,7 +176,7 @@ def _require_passed(certificate: Certificate) -> None:
 
 
 def _read_options(text: str) -> dict[str, str]:
-    """Parse fields of a plan and their values, from "checkpointing=full,loss=plain"."""
+    """Parse fields of a plan and their values, as in "checkpointing=full,loss=plain"."""
     levers: dict[str, str] = {}
     for pair in filter(None, text.split(",")):
         name, given, value = pair.partition("=")

@@ -1,4 +1,4 @@
-"""A command that `outpace watch` starts, with its output kept out of the live view."""
+"""A command that `outpace watch` starts, whose output is kept out of the live view."""
 
 import os
 import subprocess
@@ -17,7 +17,7 @@ _CHUNK = 1 << 14
 
 
 class Command:
-    """A process in this one's terminal, which ends with this one unless it has ended before.
+    """A process in the same terminal, which ends when this process does, if not before.
 
     In a terminal, its lines are printed above the live view, and `said` is its unfinished line (a
     progress bar). Otherwise, it writes to the same streams as this process; with `json`, none of
@@ -97,5 +97,5 @@ class Command:
 
 
 def _last(line: bytes) -> str:
-    """Return what a terminal shows of a line that carriage returns overwrite."""
+    """Return the text that a terminal shows for a line overwritten by carriage returns."""
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")

@@ -28,7 +28,7 @@ def add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], folder: P
     """Add the tokens that `folder` defines outside tokenizer.json, in transformers' order.
 
     `config` holds the values of its tokenizer_config.json and special_tokens_map.json. Raises
-    BadInputError if a token would get a different id than the folder specifies.
+    BadInputError if a token would get an id other than the one that the folder specifies.
     """
     _require_ids(inner, _stored_ids(folder / "tokenizer.json"), folder / "tokenizer.json")
     listed = _numbered_tokens(config, folder)

@@ -52,7 +52,7 @@ LEARNT_DATE = datetime(2024, 7, 26)
 
 
 def with_template(tokenizer: Tokenizer) -> Tokenizer:
-    """Return the tokenizer with a template, which is saved with the model: its own or the default.
+    """Return the tokenizer with a template to save with the model: its own or the default.
 
     Raises BadInputError if it has several templates and none is the default.
     """
@@ -88,8 +88,8 @@ def _with_fixed_date(template: str) -> str:
 class RenderedConversation:
     """A conversation as text, with the spans of the assistant's answers.
 
-    `answers` are the messages to which the spans belong, None if unknown. `whole` is False if only
-    the last answer could be found in the template's output.
+    `answers` are the numbers of the messages that the spans belong to, None if unknown. `whole` is
+    False if only the last answer could be found in the template's output.
     """
 
     text: str
@@ -269,7 +269,7 @@ class ChatFormat:
             ) from None
 
     def _file(self) -> str:
-        """Return the template's file, to append to "template"."""
+        """Return the template's file, as text to append to "template"."""
         file = self.tokenizer.template_file
         return "" if file is None else f" in {file}"
 
@@ -286,7 +286,7 @@ class ChatFormat:
     def encode_joined(
         self, rendered: RenderedConversation, spans: Sequence[Span]
     ) -> tuple[list[int], list[bool], bool]:
-        """Encode like `encode`; also return whether a span starts in a token, not learned then."""
+        """Encode as `encode` does; also return whether a span starts in a token (not learnt)."""
         encoding = self._inner.encode(rendered.text, add_special_tokens=False)
         starts = {start for start, _ in spans}
         joined = any(
@@ -328,7 +328,7 @@ class Conversations:
     `cut` were longer than a sample; `empty` have nothing to learn (in the remaining part); for
     `partial`, only the last answer could be found. `altered` have answers that the template
     changes, `toolless` have tools that it omits, `unwritten` messages that it omits, `marked` have
-    words that the tokenizer reads as special tokens; each with the place of the first one. `joined`
+    words that the tokenizer reads as special tokens; each has the place of the first one. `joined`
     have an answer that starts inside a token of the template. `unread` counts columns that are not
     part of conversations, and keys of messages that the template omits.
     """
@@ -394,7 +394,7 @@ def encode_all(
 
 @dataclass(frozen=True)
 class _EncodedMessages:
-    """A conversation's ids, and those that the assistant writes; else as in Conversations."""
+    """A conversation's ids, which of them the assistant writes, and the counts of Conversations."""
 
     where: str
     ids: list[int]
@@ -453,7 +453,7 @@ def unwritten_roles(
 ) -> tuple[str, ...]:
     """Return the roles of messages whose words the template leaves out of the `whole` text.
 
-    The assistant's are compared when they are learnt. `render` writes other messages.
+    The assistant's words are compared where they are learnt. `render` writes other messages.
     """
     plain = "".join(whole.split())
     found: dict[str, None] = {}

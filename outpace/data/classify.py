@@ -69,7 +69,7 @@ def columns_of(table: Table, texts: tuple[str, ...] | None, label: str | None) -
 
 
 def _require_in_first(table: Table, wanted: Sequence[str]) -> None:
-    """Refuse a first row without a column that a later one has, since it determines the columns."""
+    """Refuse a first row, which determines the columns, if it lacks one that a later row has."""
     for row in table.rows:
         name = next((name for name in wanted if name in row.values), None)
         if name is not None and name not in table.rows[0].values:
@@ -146,7 +146,7 @@ def _is_number(label: str) -> bool:
 
 
 def _plain_number(label: str) -> str:
-    """Return a label in lower case, or as the whole number that it may stand for."""
+    """Return a label in lower case, or the whole number that it may stand for."""
     if label in ("true", "false"):
         return str(int(label == "true"))
     if not _is_number(label):
@@ -161,7 +161,9 @@ def _plain_number(label: str) -> str:
 def examples_of(
     rows: Iterable[Row], columns: TextColumns, classes: Sequence[str] = ()
 ) -> list[Example]:
-    """Texts and labels of rows; numbers of `classes` become their names. Raises BadInputError.
+    """Return the texts and labels of rows; numbers of `classes` become their names.
+
+    Raises BadInputError.
 
     A label of -1 marks a test set without labels, unless rows have -1 and 1 only.
     """
@@ -213,7 +215,7 @@ def _label(row: Row, name: str, classes: Sequence[str], signed: bool) -> str:
 
 
 def _is_none(value: Any) -> bool:
-    """Return whether it stands for no label."""
+    """Return whether a value stands for a missing label."""
     return value == -1 or (isinstance(value, str) and value.strip() in ("", "-", "-1"))
 
 
@@ -273,9 +275,9 @@ def _by_number(name: str) -> tuple[int, int, str]:
 def with_pairs(tokenizer: Tokenizer, encoder: bool) -> Tokenizer:
     """Return the tokenizer with a way to encode pairs, and a padding token.
 
-    An existing way is kept. Otherwise, an encoder uses BERT's (Devlin et al., arXiv 1810.04805, §3:
-    [CLS] A [SEP] B [SEP]), and a decoder puts the end-of-text token between the two. It is saved
-    with the model, so that transformers encodes a pair in the same way.
+    If the tokenizer already has one, it is kept. Otherwise, an encoder uses BERT's (Devlin et al.,
+    arXiv 1810.04805, §3: [CLS] A [SEP] B [SEP]), and a decoder puts the end-of-text token between
+    the two. It is saved with the model, so that transformers encodes a pair in the same way.
     """
     inner = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
     if encoder and (tokenizer.cls_id is None or tokenizer.sep_id is None):

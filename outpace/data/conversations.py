@@ -94,7 +94,7 @@ def conversation_of(row: Row, roles: Collection[str] = ()) -> Conversation:
 
 
 def describe_form(columns: Collection[str]) -> str | None:
-    """Describe rows with these columns, and what to do, if no task of outpace can learn from them.
+    """Say what rows with these columns are, and what to do, if outpace has no task for them.
 
     None for other rows.
     """
@@ -127,7 +127,7 @@ _Turn = tuple[Message, bool]
 
 
 def _of_pair(row: Row, roles: Collection[str]) -> tuple[list[_Turn], list[str]]:
-    """Return the turns of a question and its answer, and the columns they were read from."""
+    """Return the turns of a question and its answer, and the columns that they were read from."""
     values = row.values
     given = {name for name, value in values.items() if value is not None}
     pair = next((pair for names in (given, values.keys()) for pair in _PAIRS if names >= set(pair)),
@@ -191,7 +191,7 @@ def _refuse_form(row: Row) -> BadInputError:
 
 
 def _message_column(values: Mapping[str, Any]) -> str | None:
-    """Return the first column that holds messages under a name of its own."""
+    """Return the first column that holds messages under an unusual name."""
     for name, value in values.items():
         listed = isinstance(value, list) and all(isinstance(one, dict) for one in value)
         if listed and value and all(not _SPEAKERS.isdisjoint(one) for one in value):

@@ -109,9 +109,9 @@ def _check_weights(sources: tuple[str, ...], weights: tuple[float, ...] | None) 
 
 
 def _choose(entry: Path, index: Index, split: Split, eval_fraction: float) -> Stream:
-    """Choose a split of an entry: documents by hash, if that comes near the requested fraction.
+    """Choose a split of an entry: by hash of documents, if that is close to the fraction.
 
-    With few documents it may be far off; the end of all tokens is held out then.
+    With few documents it may be far off; then the last tokens are held out.
     """
     train = cached_stream(entry, index, "train")
     held_out = cached_stream(entry, index, "validation")
@@ -152,7 +152,7 @@ def read_documents(
 ) -> Iterator[str]:
     """Yield the text of a split, for training a tokenizer; long documents come in pieces.
 
-    The sources take turns, so any beginning has about the same amount of each. If the hash puts no
+    The sources take turns, so any prefix has about the same amount of each. If the hash puts no
     document in the split, all text is used.
     """
     opened = [open_source(reference) for reference in sources]
@@ -192,7 +192,7 @@ def _texts(source: Source, text_field: str, split: str, eval_fraction: float) ->
 def unigram_entropy(corpus: Corpus) -> float:
     """Return the entropy of token frequencies in nats: the loss of a model that only counts tokens.
 
-    The sources of a mixture count by weight, as in its loss.
+    The sources of a mixture are weighted as in its loss.
     """
     weights = corpus.weights or tuple(len(stream) for stream in corpus.streams)
     shares = np.zeros(corpus.vocab_needed)

@@ -90,7 +90,7 @@ class _Helper:
             self.end()
 
     def encode(self, texts: list[str]) -> list[Tokens] | None:
-        """Return the ids of each text; None if the helper has died."""
+        """Return the ids of each text, or None if the helper has died."""
         if self._process is None:
             return None
         assert self._process.stdout is not None
@@ -114,9 +114,9 @@ class _Helper:
             self._process.kill()
 
     def end(self) -> None:
-        """Let the process end, which it does when told to and when its input ends.
+        """Let the process end, which it does when told to or when its input ends.
 
-        The latter may be late: processes that were forked in the meantime hold the pipe too.
+        Its input may end late: processes that were forked in the meantime hold the pipe too.
         """
         if self._process is None:
             return

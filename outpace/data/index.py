@@ -29,7 +29,7 @@ class File(Record):
 
 
 class Split(Record):
-    """Files read one after another; `largest` is the largest token id, −1 if there is none."""
+    """Files read one after another; `largest` is the largest token id, −1 if there are none."""
 
     tokens: NonNegativeInt
     largest: int

@@ -113,7 +113,7 @@ class Loader:
             yield batch
 
     def _exit_codes(self) -> list[int | None]:
-        """Return the workers' exit codes; None for one that still runs."""
+        """Return the workers' exit codes; None for one that is still running."""
         return [worker.exitcode for worker in self._running._workers]
 
     def _prefetch_to_device(self, steps: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
@@ -185,7 +185,7 @@ class _Slots:
 
 
 class _SeededDataset(Dataset[Any]):
-    """The user's data set, with random numbers that depend only on (seed, position in training)."""
+    """The user's data set, whose random numbers depend only on (seed, position in training)."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset = dataset
@@ -212,7 +212,7 @@ class _SeededDataset(Dataset[Any]):
 
 
 def collate(found: Any) -> Batch:
-    """Collate a list of samples; return a batch that the data set made itself unchanged."""
+    """Collate a list of samples; return a batch that the data set has collated unchanged."""
     return default_collate(found) if isinstance(found, list) else found
 
 

@@ -2,7 +2,7 @@
 
 A pass over n samples is a permutation given by a Feistel network over the smallest square that
 holds n, with cycle walking (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", CT-RSA
-2002, §4): any element of the permutation is computed alone, in constant memory.
+2002, §4): any element of the permutation is computed independently, in constant memory.
 """
 
 import numpy as np

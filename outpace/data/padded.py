@@ -1,4 +1,4 @@
-"""Batches of samples of different lengths: padded to the longest, or to one length."""
+"""Batches of samples of different lengths, padded to the longest sample or to a fixed length."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,8 +25,8 @@ Ints = NDArray[np.int64]
 class RaggedSamples:
     """Samples stored one after the other: sample i is [starts[i], starts[i + 1]) of each array.
 
-    `values` are by name; `fill` gives the values of padding. `labels` are set if a sample has one
-    target instead of one per token.
+    `values` are by name; `fill` holds the padding values. `labels` is set if each sample has a
+    single target, instead of one per token.
     """
 
     starts: Ints
@@ -79,12 +79,12 @@ class SampleLengths:
 class PaddedDataset(Dataset[Batch]):
     """Batches of samples of at most `most` tokens, padded on the right to a `multiple`.
 
-    `fixed`: every batch is padded to `most`, otherwise to its longest sample. Large multiples make
-    few shapes, for kernels and compiled code that are prepared once per shape (see
+    With `fixed`, every batch is padded to `most`, otherwise to its longest sample. Large multiples
+    make few shapes, for kernels and compiled code that are prepared once per shape (see
     `shape_multiple`). `mask` adds a `padding_mask`, True for real tokens, which encoders need and
     causal models do not; `last` adds the position of each sample's last token. With `once_in` the
-    samples come in their own order, each once or only the first `most_samples`, in batches of
-    `once_in`; the last batch is filled up with samples without targets.
+    samples (or only the first `most_samples`) come once each and in order, in batches of `once_in`;
+    the last batch is filled up with samples without targets.
     """
 
     samples: RaggedSamples
@@ -107,7 +107,7 @@ class PaddedDataset(Dataset[Batch]):
         return min(len(self.samples), self.most_samples or len(self.samples))
 
     def single_pass(self, most: int, batch: int) -> "PaddedDataset":
-        """Return the first `most` samples, or all, each once, in batches of `batch`."""
+        """Return a data set of all samples, or the first `most`, once, in batches of `batch`."""
         return replace(self, once_in=batch, most_samples=most)
 
     @property
@@ -143,7 +143,7 @@ class PaddedDataset(Dataset[Batch]):
         return SampleLengths(lengths, np.repeat(padded, micro_batch))
 
     def __getitem__(self, index: int) -> Batch:
-        """Return sample `index` as a batch of its own, without the batch dimension."""
+        """Return sample `index` as a batch, without the batch dimension."""
         return {name: tensor[0] for name, tensor in self.__getitems__([index]).items()}
 
     def __getitems__(self, keys: Sequence[int]) -> Batch:

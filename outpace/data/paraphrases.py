@@ -1,8 +1,9 @@
-"""A generated data set of sentence pairs in MRPC's form, to try a classifier without data.
+"""A generated data set of sentence pairs in MRPC's form, to try a classifier without real data.
 
 As in the Microsoft Research Paraphrase Corpus (Dolan and Brockett, IWP 2005) a pair has quality 1
 if both sentences mean the same (two thirds of all pairs), else 0. Here, half of the pairs with 0
-say that the opposite happened, learnt slowly, and half deny it in other words, learnt at once.
+say that the opposite happened, which is learnt slowly, and half deny it in other words, which is
+learnt at once.
 """
 
 from collections.abc import Iterator

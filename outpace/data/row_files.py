@@ -32,7 +32,10 @@ _HOLE_SHARE = 0.8  # UTF-32 of ASCII has three in four
 
 @dataclass(frozen=True)
 class Row:
-    """One record. `where` tells the user its place; `file` is set for JSON that is not a list."""
+    """One record.
+
+    `where` describes its place to the user; `file` is set for JSON that is not a list.
+    """
 
     values: Mapping[str, Any]
     where: str
@@ -94,7 +97,7 @@ def checked_text(text: Any, where: str, field: str) -> str:
 
 
 def require_text(file: Path, block: bytes) -> None:
-    """Refuse a file that begins with this block and is not UTF-8 text, though it may decode.
+    """Refuse a file that begins with this block and is not UTF-8 text, even if it decodes.
 
     UTF-16 and UTF-32 without a byte order mark decode if the text is Latin, Greek or Cyrillic: each
     of its characters has a byte that is a control character, which no text contains.
@@ -117,14 +120,14 @@ def require_text(file: Path, block: bytes) -> None:
 
 
 def _of_tokens(file: Path) -> str:
-    """Say how to name token ids, for a file that may hold some."""
+    """Say how to name a file of token ids, if this file may hold them."""
     if file.suffix.lower() not in _RAW_SUFFIXES:
         return ""
     return " If it holds ids of tokens, write them with numpy's tofile into a file named .bin."
 
 
 def require_whole(file: Path, block: bytes, offset: int) -> None:
-    """Refuse a text file with holes of NULs; this block of it begins at `offset`."""
+    """Refuse a text file with runs of NULs; `offset` is where this block begins."""
     if block.count(0) > max(_FEW_NULS, _NUL_SHARE * len(block)):
         raise BadInputError(_describe_nuls(str(file), block, offset))
 
@@ -166,16 +169,16 @@ def _describe_repetition(names: Iterable[str], what: str) -> str:
 
 
 def _require_distinct(names: Sequence[str], where: str) -> None:
-    """Refuse a table with two columns of one name; columns without a name may be many."""
+    """Refuse a table with two columns of one name; there may be several columns without a name."""
     named = [name for name in names if name.strip()]
     if len(set(named)) < len(named):
         raise BadInputError(f"{where}: {_describe_repetition(named, 'the header has the column')}")
 
 
 def nested_rows(row: Row) -> str:
-    """Describe where rows nested in this one are and what to do, to end a sentence; or ''.
+    """Describe where rows are nested in this one and what to do, to end a sentence; else ''.
 
-    They are a list of objects under a name, as in {"data": [...]}, or columns.
+    Nested rows are a list of objects under a name, as in {"data": [...]}, or columns.
     """
     lists = {
         name: len(value)
@@ -206,7 +209,7 @@ def rows_in_columns(row: Row) -> str:
 
 
 def _suggest_unpacking(file: Path | None, name: str, what: str) -> str:
-    """Tell how to read rows in an object under a name, as the end of a sentence."""
+    """Say how to read rows in an object under a name, as the end of a sentence."""
     source = "FILE" if file is None else str(file)
     command = shlex.join(["python3", "-c", _UNPACK.format(name), source])
     return f". Its {name!r} is {what}: if these are the rows, write them by {command} > rows.jsonl"
@@ -220,7 +223,7 @@ def first_sign(file: Path) -> str:
 
 
 def _format_json_error(error: Exception, column: int | None = None) -> str:
-    """Format why JSON cannot be read, with the column: by default the error's."""
+    """Format the reason why JSON cannot be read, with the column (the error's by default)."""
     if isinstance(error, json.JSONDecodeError):
         message = error.msg.removesuffix(" at").removesuffix(" starting")
         return f"{message} at column {error.colno if column is None else column}"
@@ -291,7 +294,7 @@ def _single_object(file: Path) -> tuple[Row, int] | None:
 
 
 def _json_list(file: Path) -> Iterator[tuple[Row, int]]:
-    """Yield the objects of a file that is one list, without holding all of it in memory."""
+    """Yield the objects of a file that is one list, without holding it all in memory."""
     with readable(file) as stream:
         text = _Text(file, stream)
         text.skip(_SPACES)
@@ -330,7 +333,7 @@ class _Text:
         self._ended = False
 
     def _more(self) -> None:
-        """Read on, twice as much as is available, so that nothing is examined too often."""
+        """Double the text that is available, so that repeated scans take linear time in total."""
         self._lines, self._column = self._place(self._at)
         self._text, self._at = self._text[self._at :], 0
         block = self._stream.read(max(_READ_BYTES, 2 * len(self._text)))
@@ -365,13 +368,13 @@ class _Text:
         return self._place(self._at)[0]
 
     def _place(self, at: int) -> tuple[int, int]:
-        """Line and column, each from 1, of the character at hand with this number."""
+        """Return the line and column, each from 1, of the character at this index of the text."""
         begin = self._text.rfind("\n", 0, at)
         column = self._column + at if begin < 0 else at - begin
         return self._lines + self._text.count("\n", 0, at), column
 
     def value(self, where: str) -> tuple[Any, int]:
-        """Read the next value, and its characters. Raises BadInputError."""
+        """Read the next value, and return it with its characters. Raises BadInputError."""
         while True:
             try:
                 found, end = self._scanner.raw_decode(self._text, self._at)
@@ -465,7 +468,7 @@ def _require_delimiter(file: Path, delimiter: str, header: Sequence[str]) -> Non
 
 
 def _require_line_ends(file: Path, line: bytes) -> None:
-    """Refuse a file that is one line because its lines end in carriage returns alone."""
+    """Refuse a file that reads as one line because its lines end in carriage returns only."""
     if b"\r" in line.rstrip(b"\r\n") and not line.endswith(b"\n"):
         raise BadInputError(
             f"{file} has carriage returns alone at the ends of its lines, as old systems wrote "
@@ -513,14 +516,14 @@ def _quotes(file: Path) -> bool:
 
 
 def _read_tabs(file: Path) -> Iterator[tuple[int, list[str], int]]:
-    """Yield for each line with any cells its number, its cells and its size in bytes."""
+    """Yield the number, the cells and the size in bytes of each line that has cells."""
     for number, line in enumerate(_lines_of(file), 1):
         if stripped := line.removesuffix("\n").removesuffix("\r"):
             yield number, stripped.split("\t"), len(line)
 
 
 def _read_csv(file: Path, delimiter: str) -> Iterator[tuple[int, list[str], int]]:
-    """Yield for each row the number of its last line, its cells and its size in bytes."""
+    """Yield the number of the last line, the cells and the size in bytes of each row."""
     csv.field_size_limit(LINE_BYTES)
     reader = csv.reader(_lines_of(file), delimiter=delimiter, strict=True)
     try:
@@ -537,5 +540,5 @@ _COLA = ["source", "label", "star", "sentence"]
 
 
 def _is_cola(first: Sequence[str]) -> bool:
-    """Return whether it is CoLA's, without a header: source, label, star if wrong, sentence."""
+    """Return whether a row is CoLA's (no header): source, label, star if wrong, sentence."""
     return len(first) == 4 and first[1] in ("0", "1") and first[2] in ("", "*")

@@ -1,4 +1,4 @@
-"""Rows with named columns, from JSONL, TSV, CSV, Parquet and datasets, for tasks."""
+"""Rows with named columns, for tasks: from JSONL, TSV, CSV and Parquet files and datasets."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -71,9 +71,7 @@ def splits_of(references: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ..
 
 
 def unread_file_hints(references: Sequence[str]) -> list[str]:
-    """List the files of rows in a folder that are ignored besides its named splits, in a
-    sentence.
-    """
+    """List the row files in a folder that are ignored because it has named splits."""
     hints = []
     for reference in references:
         if not Path(reference).is_dir():

@@ -1,8 +1,8 @@
 """Digests of a few samples of a user's data set, to compare the data sets of ranks.
 
-Samples are read with torch's, NumPy's and Python's generators seeded equally, so augmentations that
-use them are equal on all ranks. Differences between hosts that equal data may have are ignored: the
-last bits of decoded values, paths, the order of sets.
+Samples are read with torch's, NumPy's and Python's generators seeded equally, so that augmentations
+are equal on all ranks. Differences between hosts that equal data may have are ignored: the last
+bits of decoded values, paths, the order of sets.
 """
 
 import fcntl
@@ -32,7 +32,7 @@ _DEPTH = 8
 
 @dataclass(frozen=True)
 class Leaf:
-    """Array of numbers: `exact` is a digest of integers, `means` are of blocks of floats."""
+    """Digest of an array: `exact` for integers, `means` of blocks for floats."""
 
     shape: tuple[int, ...]
     exact: str | None
@@ -51,7 +51,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Digest:
-    """The numbers of a sample in order; if it has none, a digest of its texts."""
+    """Digest of a sample: that of its numbers in order, or of its texts if it has no numbers."""
 
     leaves: tuple[Leaf, ...]
     texts: str | None
@@ -80,7 +80,7 @@ class SampleDigests:
 
 @dataclass(frozen=True)
 class SampleDifference:
-    """A rank, and the first index whose sample differs from rank 0's; `most`: most differ."""
+    """A rank, and the first index whose sample differs from rank 0's; `most`: if most differ."""
 
     rank: int
     index: int
@@ -119,9 +119,9 @@ def digest_samples(
 
 
 def find_difference(found: Sequence[SampleDigests]) -> SampleDifference | None:
-    """Return the first rank of whose samples most, or else any, differ from rank 0's.
+    """Return the first rank that differs from rank 0 in most samples, or else in any.
 
-    Samples that are unsteady or have no digest are not compared. None if all agree.
+    Samples that are unsteady or have no digest are not compared. Returns None if all agree.
     """
     differences = []
     for rank, other in enumerate(found):
@@ -172,7 +172,7 @@ class _RepeatedReads(Dataset[tuple[Digest | None, Digest | None]]):
 
 
 def _separate_file_positions() -> None:
-    """Reopen each file that this process may only read, since forks share file positions."""
+    """Reopen each file that is open for reading only, since forks share file positions."""
     listed = Path("/proc/self/fd")
     for path in list(listed.iterdir()) if listed.is_dir() else ():
         with suppress(OSError):

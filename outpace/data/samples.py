@@ -25,7 +25,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class TokenDataset(Dataset[Batch]):
-    """Sample i of a stream is its tokens [i·S, i·S + S], the last only as a target.
+    """Sample i of a stream is its tokens [i·S, i·S + S], of which the last is only a target.
 
     `locate` gives the samples at positions of training; `__getitems__` makes them a batch: `tokens`
     and `targets` (B, S) int64, and `documents` (B, S) int32 if requested. Raises BadInputError if a
@@ -81,12 +81,12 @@ class TokenDataset(Dataset[Batch]):
 
     @property
     def left_over_tokens(self) -> int:
-        """Number of targets in no sample: those after the last whole sample of each source."""
+        """Number of targets that are in no sample, after the last whole sample of each source."""
         targets = sum(len(stream) - 1 for stream in self._streams)
         return targets - sum(self._sizes) * self._seq_len
 
     def single_pass(self, most: int, batch: int) -> "TokenDataset":
-        """Return a data set of the first `most` samples, or all, each once, in batches of `batch`.
+        """Return a data set of all samples, or the first `most`, each once, in batches of `batch`.
 
         The last batch is filled up with samples without targets, so a mean over all targets does
         not depend on the batch.
@@ -96,7 +96,7 @@ class TokenDataset(Dataset[Batch]):
         return found
 
     def passes(self, samples: int) -> tuple[float, ...]:
-        """Return how many passes over each source this many training samples make."""
+        """Return how many passes over each source this number of training samples makes."""
         if self._counts is None:
             return (samples / len(self),) * len(self._sizes)
         whole = sum(self._counts)
@@ -132,7 +132,7 @@ class TokenDataset(Dataset[Batch]):
         return {name: tensor[0] for name, tensor in batch.items()}
 
     def __getitems__(self, keys: Sequence[Key]) -> Batch:
-        """Return a batch of the samples at `keys`; those of FILLER have no target."""
+        """Return a batch of the samples at `keys`; those for FILLER have no target."""
         filled = [row for row, (source, _, _) in enumerate(keys) if source == FILLER]
         keys = [(0, 0, p) if source == FILLER else (source, i, p) for source, i, p in keys]
         length = self._seq_len
@@ -154,7 +154,7 @@ class TokenDataset(Dataset[Batch]):
         return tensors
 
     def _documents(self, source: int, index: int, row: Array) -> Array:
-        """Return the document of each token, as recorded, else by the preceding end of text."""
+        """Return the document of each token, as recorded, else by counting end-of-text tokens."""
         stream, length = self._streams[source], self._seq_len
         if stream.document_starts is not None:
             return stream.documents(index * length, length)

@@ -1,8 +1,8 @@
 """Token shards in a cache: written once per text and tokenizer, then mapped into memory.
 
 An entry is a folder named after its content: for each split, files of raw little-endian token ids,
-the positions where documents begin, and `index.json` with sizes and checksums. The folder gets its
-name last; an incomplete one does not count as an entry.
+the positions at which documents begin, and `index.json` with sizes and checksums. The folder gets
+its name last; an incomplete one does not count as an entry.
 """
 
 import contextlib
@@ -98,7 +98,7 @@ def ensure_entry(
 
 
 def read_index(entry: Path) -> tuple[Index | None, str | None]:
-    """Return the index of a complete entry, or a description of what damage it has."""
+    """Return the index of a complete entry, or a description of its damage."""
     if not entry.is_dir():
         return None, None
     try:

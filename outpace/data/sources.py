@@ -106,7 +106,7 @@ class Source:
 
     @property
     def is_tokens(self) -> bool:
-        """Return whether it already consists of tokens and needs no tokenizer."""
+        """Return whether the source already consists of tokens and needs no tokenizer."""
         return self.kind == "tokens"
 
     @property
@@ -137,7 +137,7 @@ def _first_names(names: Sequence[str]) -> str:
 def open_source(reference: str, *, rows: bool = False) -> Source:
     """Find the source that a --data argument names. Raises BadInputError if there is none.
 
-    `rows`: only use files of records, even if there are more others.
+    `rows`: use only files of records, even if other kinds prevail.
     """
     try:
         return _source_by_kind(reference, rows)
@@ -213,7 +213,7 @@ def _with_indices(files: Iterable[Path]) -> list[Path]:
 
 
 def _of_several(reference: str, files: list[Path], rows: bool) -> Source:
-    """Return the files of a folder or pattern with the form that most of its bytes have."""
+    """Return the files of a folder or pattern in the form that makes up most of its bytes."""
     if not files:
         raise BadInputError(f"no files below {reference}; is it the right folder?")
     groups: dict[Kind, list[Path]] = {"tokens": [], "rows": [], "text": []}
@@ -239,7 +239,7 @@ def _of_several(reference: str, files: list[Path], rows: bool) -> Source:
 
 
 def _chosen_kind(groups: Mapping[Kind, Sequence[Path]], rows: bool) -> Kind:
-    """Choose rows if requested; else the kind with most bytes, ignoring files about the data."""
+    """Choose rows if requested; else the kind with the most bytes, ignoring files of metadata."""
     if rows and groups["rows"]:
         return "rows"
     sizes = {
@@ -283,7 +283,7 @@ def binary_kind(head: bytes) -> str | None:
 
 
 def unread_split_hints(source: Source) -> list[str]:
-    """Note the splits of a saved dataset that are neither trained nor validated on."""
+    """Note the splits of a saved dataset that are used neither for training nor for validation."""
     if source.kind != "dataset":
         return []
     name, _, split = _dataset_name(source.reference)
@@ -305,7 +305,7 @@ def unread_split_hints(source: Source) -> list[str]:
 
 
 def markup_hints(source: Source) -> list[str]:
-    """Note that files are pages or lists in a markup language, whose marks are learnt as texts."""
+    """Note that files are pages or lists in a markup language, whose markup is learnt as text."""
     if source.kind != "text" or source.reference == "stdlib":
         return []
     looked_at = source.files[:_COMPARED_FILES]
@@ -324,7 +324,7 @@ def markup_hints(source: Source) -> list[str]:
 
 
 def _markup_of(file: Path) -> str | None:
-    """Name the markup language that a file of text begins with, or whose suffix it has."""
+    """Name the markup language of a text file, by its suffix or its first bytes."""
     if file.suffix.lower() in (".yaml", ".yml"):
         return "YAML"
     with readable(file) as stream:
@@ -358,7 +358,7 @@ def files_in_both(train: Source, held_out: Source) -> list[Path]:
 
 
 def _ends_of(file: Path, size: int) -> tuple[int, str, str]:
-    """Return the size of a file, with its beginning and end."""
+    """Return the size, the beginning and the end of a file."""
     with file.open("rb") as stream:
         begin = stream.read(_COMPARED_BYTES)
         stream.seek(max(0, size - _COMPARED_BYTES))
@@ -367,7 +367,7 @@ def _ends_of(file: Path, size: int) -> tuple[int, str, str]:
 
 
 def require_tokens(file: Path, head: bytes) -> None:
-    """Refuse a .bin that begins like a file of another kind."""
+    """Refuse a .bin whose first bytes are those of another kind of file."""
     if (kind := binary_kind(head)) is not None:
         raise BadInputError(
             f"{file} is {kind}, not token ids. Write them as uint16 or uint32 without a "
@@ -376,7 +376,7 @@ def require_tokens(file: Path, head: bytes) -> None:
 
 
 def row_files_below(folder: Path) -> list[Path]:
-    """Return the files of a folder with the suffix of row files, except files about the data."""
+    """Return the files of a folder with the suffix of row files, except files of metadata."""
     return [
         file
         for file in _files_below(folder)[0]
@@ -390,7 +390,7 @@ def is_held_out(file: Path) -> bool:
 
 
 def _splits_by_name(files: Sequence[Path]) -> dict[Path, str | None]:
-    """Return the split of each file ("train" or "held out"), by its name and its folders'."""
+    """Return the split of each file ("train" or "held out"), by its name and its folder names."""
     root = Path(os.path.commonpath([file.parent for file in files]))
     return {
         file: _split_by_name((*file.relative_to(root).parent.parts, file.stem)) for file in files
@@ -444,7 +444,7 @@ def check_unchanged(source: Source) -> None:
 
 
 def _files_below(root: Path, left_out: Collection[str] = ()) -> tuple[list[Path], list[Path]]:
-    """Return the files of a folder and of those that it links to, and outpace's own output below.
+    """Return the files in a folder and in folders that it links to, and outpace's own output there.
 
     Both are in a stable order. Hidden files, and copies left by editors and merges, are omitted.
 
@@ -493,7 +493,7 @@ def _is_of_outpace(folder: Path, names: Collection[str]) -> bool:
 
 
 def _leads_nowhere(entry: "os.DirEntry[str]") -> bool:
-    """Return whether it is a link to nothing, or to itself."""
+    """Return whether a path is a link to nothing, or to itself."""
     return entry.is_symlink() and not os.path.exists(entry.path)  # noqa: PTH110 (text at hand)
 
 
@@ -507,7 +507,7 @@ def _library_files(root: Path) -> list[Path]:
 
 
 def _decodes(path: Path) -> bool:
-    """Return whether a file is UTF-8; a few files of the library are not, on purpose."""
+    """Return whether a file is UTF-8; a few files of the standard library deliberately are not."""
     try:
         path.read_bytes().decode("utf-8")
     except UnicodeDecodeError:
@@ -565,7 +565,7 @@ def open_dataset(reference: str) -> Any:
 
 
 def _dataset_name(reference: str) -> tuple[str, str, str]:
-    """Split hf:NAME[:CONFIG[:SPLIT]] into its parts; a folder's name may have colons."""
+    """Split hf:NAME[:CONFIG[:SPLIT]] into its parts; a folder's name may contain colons."""
     whole = reference.removeprefix("hf:")
     if _is_saved_dataset(Path(whole)):
         return whole, "", "train"

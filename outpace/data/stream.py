@@ -30,7 +30,7 @@ _FAULT_BYTES = 2 << 20  # most that is mapped with a page: a huge page
 
 
 class MappedTokens:
-    """A file of token ids that is mapped into memory on use; pickled, only its path is kept."""
+    """A file of token ids that is mapped into memory on use; pickling keeps only its path."""
 
     def __init__(self, path: Path, dtype: str, offset: int = 0) -> None:
         self.path, self._dtype, self._offset = path, dtype, offset
@@ -85,7 +85,7 @@ class Stream:
         return self.stop - self.start
 
     def read(self, begin: int, count: int, mapped: bool = True) -> Array:
-        """Return `count` tokens from position `begin`, as int64; `mapped` if few are needed."""
+        """Return `count` tokens from position `begin`, as int64; use `mapped` if few are needed."""
         begin += self.start
         found = np.empty(count, dtype=np.int64)
         filled = 0
@@ -123,12 +123,12 @@ class Stream:
         return _stream((*self.shards, *other.shards), starts, extent)
 
     def blocks(self) -> Iterator[Array]:
-        """Yield all tokens, a few at a time."""
+        """Yield all tokens, in blocks."""
         for begin in range(0, len(self), _SCANNED_TOKENS):
             yield self.read(begin, min(_SCANNED_TOKENS, len(self) - begin), mapped=False)
 
     def largest(self) -> int:
-        """Return the largest token id, or a larger one of the shards; −1 without tokens."""
+        """Return an upper bound on the token ids, the shards' largest id; −1 without tokens."""
         return self.compute_extent()[1]
 
     def first_above(self, largest: int) -> tuple[Path, int, int]:
@@ -173,7 +173,7 @@ def cached_stream(entry: Path, index: Index, split: str) -> Stream:
 def token_stream(files: Sequence[Path]) -> Stream:
     """Return the tokens of .bin files in sequence, in the format of each file's .idx or contents.
 
-    Raises BadInputError for a file without tokens, or with a part of an id.
+    Raises BadInputError for a file without tokens, or with an incomplete id.
     """
     streams = [
         megatron_stream(path) if path.with_suffix(".idx") in files else _plain_stream(path)
@@ -188,10 +188,11 @@ def token_stream(files: Sequence[Path]) -> Stream:
 
 
 def _plain_stream(path: Path) -> Stream:
-    """Read a .bin without an index, so that document starts are unknown.
+    """Read a .bin without an index, whose document starts are unknown.
 
-    Ids have llm.c's header (256 int32: magic number, version, number of tokens), or none, as
-    nanoGPT's, with 16 bits per id; with 32 or 64 if the upper bits of each such word are clear.
+    Files of llm.c have a header (256 int32: magic number, version, number of tokens). Files without
+    one, as nanoGPT's, have 16 bits per id, or 32 or 64 if the upper bits of each such word are
+    clear.
     """
     size = path.stat().st_size
     with readable(path) as stream:
@@ -230,7 +231,7 @@ def _llmc_stream(path: Path, header: Array, size: int) -> Stream:
 def _width_of(path: Path, size: int) -> str:
     """Return the type of the ids: the widest whose upper bits no word uses.
 
-    For 16-bit ids in sequence, every second one would have to be less than 16.
+    16-bit ids would look like 32-bit ones only if every second id were less than 16.
     """
     for dtype, least in (("<u8", 8), ("<u4", 16)):
         width = np.dtype(dtype).itemsize

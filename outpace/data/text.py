@@ -49,7 +49,7 @@ def pieces(source: Source, text_field: str, cut: bool = True) -> Iterator[Piece]
 
 
 def _plain(file: Path, cut: bool) -> Iterator[Piece]:
-    """Yield one document; a long one in pieces, so that it is never whole in memory."""
+    """Yield one document; a long one in pieces, so it is never in memory as a whole."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     kept, first, read, told = "", True, 0, 0
     with readable(file) as stream:
@@ -86,9 +86,10 @@ def _decode(decoder: codecs.IncrementalDecoder, block: bytes, file: Path, read: 
 def _border(text: str, begin: int, end: int) -> int:
     """Return the last position in [begin, end) where a text can be cut; 0 if there is none.
 
-    The best position is between two lines that are not blank there: tokenizers join white space
-    across lines, and some join a line break with following signs, but none joins a character, one
-    line break and a letter or digit. Without lines, it is before the blank of two words.
+    The best position is between two lines with no white space around the break: tokenizers join
+    white space across lines, and some join a line break with following signs, but none joins a
+    character, one line break and a letter or digit. In text without lines, it is before the space
+    between two words.
     """
     place = end - 1
     while (place := text.rfind("\n", begin, place)) > 0:
@@ -134,7 +135,7 @@ def _documents(file: Path, field: str) -> Iterator[tuple[str, int]]:
 
 
 def _remedy(row: Row, before: int) -> str:
-    """Say how to read records without the field: in their own form, or by another field.
+    """Say how to read records without the field: as the form that they have, or by another field.
 
     `before`: number of earlier records that have it.
     """

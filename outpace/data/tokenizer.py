@@ -131,7 +131,7 @@ class Tokenizer:
 
     @property
     def opening_ids(self) -> list[int]:
-        """Return the bos token if the tokenizer puts it before texts, as Llama's; else nothing."""
+        """Return the bos token if the tokenizer puts it before texts, as Llama's does."""
         bos = self._vocab.get(self._roles.get("bos_token", ""))
         added: list[int] = self.inner.encode("a").ids
         return added[:1] if added[:1] == [bos] else []
@@ -153,7 +153,7 @@ class Tokenizer:
         }
 
     def known_characters(self) -> frozenset[str] | None:
-        """Characters that are kept, if all others are lost: a character-level BPE without [UNK]."""
+        """Characters that survive encoding if others are lost: a character-level BPE, no [UNK]."""
         told = json.loads(self.inner.to_str())
         model = told["model"]
         bytes_too = model.get("byte_fallback") or "ByteLevel" in json.dumps(
@@ -185,7 +185,10 @@ class Tokenizer:
         )  # fmt: skip
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, none added. A special token's name becomes that token."""
+        """Return the ids of a text, without added ones.
+
+        A special token's name becomes that token.
+        """
         with _refusing_panics():
             if len(text) > _LONG_CHARACTERS:
                 (one,) = call_interruptibly(
@@ -317,9 +320,10 @@ def train_tokenizer(
 
 
 def _cut_runs(text: str) -> Iterator[str]:
-    """Yield the text, cut where a run without blanks, or of blanks only, is long.
+    """Yield the text, cut inside long runs without white space, or of white space only.
 
-    Training time grows with the square of a word's length: hours for a genome or a base64 file.
+    Training time grows with the square of a word's length, so a genome or a base64 file would take
+    hours.
     """
     begin = 0
     for run in _LONG_RUN.finditer(text):
@@ -348,13 +352,13 @@ _SAMPLE_CPU_S, _SAMPLE_BYTES = 5.0, 1 << 30
 
 
 def is_panic(error: BaseException) -> bool:
-    """Return whether an error is a panic of `tokenizers`, no Exception and of a private class."""
+    """Return whether an error is a panic of `tokenizers`, which is a private BaseException."""
     return type(error).__name__ == "PanicException"
 
 
 @contextmanager
 def _refusing_panics() -> Iterator[None]:
-    """Refuse rules of a tokenizer that give up on a text, such as a pattern that would not end."""
+    """Refuse a tokenizer whose rules fail on a text, such as a pattern that would never finish."""
     try:
         yield
     except BaseException as error:
@@ -401,7 +405,7 @@ def load_tokenizer(reference: str) -> Tokenizer:
 def _require_added_ids(tokenizer: Tokenizer, path: Path) -> None:
     """Refuse a post-processor that adds other ids than its tokens have.
 
-    These remain from a vocabulary that was replaced: texts would begin with another token, or with
+    These are left over from a replaced vocabulary: texts would begin with another token, or with
     one that no model has.
     """
     told = json.loads(tokenizer.inner.to_str())["post_processor"]
@@ -442,7 +446,7 @@ def _added_ids(told: Any) -> Iterator[tuple[str, int]]:
 
 
 def _require_no_dropout(tokenizer: Tokenizer, path: Path) -> None:
-    """Refuse merges left out at random (BPE-dropout, arXiv:1910.13267)."""
+    """Refuse merges that are skipped at random (BPE-dropout, arXiv:1910.13267)."""
     dropout = getattr(tokenizer.inner.model, "dropout", None)
     if dropout:
         raise BadInputError(
@@ -453,7 +457,7 @@ def _require_no_dropout(tokenizer: Tokenizer, path: Path) -> None:
 
 
 def _require_files(path: Path) -> None:
-    """Refuse Git LFS pointers in a tokenizer's place, and SentencePiece files alone."""
+    """Refuse Git LFS pointers in place of a tokenizer, and SentencePiece files alone."""
     folder = path if path.is_dir() else path.parent
     for file in sorted(folder.glob("*.json")) if path.is_dir() else [path]:
         if file.is_file():
@@ -498,9 +502,9 @@ def _load(path: Path) -> Tokenizer | None:
 def _follow_config(inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
     """Cut texts as tokenizer_config.json says, if its class overrules tokenizer.json.
 
-    This is as in transformers 4 and 5: BERT's classes take letter case, accents and Chinese
-    characters from there (or their defaults), GPT-2's and RoBERTa's the blank before a text. Raises
-    BadInputError.
+    As in transformers 4 and 5, BERT's classes take the rules for case, accents and Chinese
+    characters from there (or their defaults), and GPT-2's and RoBERTa's the space before a text.
+    Raises BadInputError.
     """
     kind = str(config.get("tokenizer_class") or "").removesuffix("Fast")
     if config.get("split_special_tokens") is True:
@@ -529,7 +533,7 @@ def _model_type(path: Path) -> str:
 
 
 def _of_class(path: Path, config: dict[str, Any], template_file: Path | None) -> Tokenizer:
-    """Read a tokenizer whose class defines how texts are cut, which its files do not say."""
+    """Read a tokenizer whose class, not its files, defines how texts are cut."""
     from transformers import AutoTokenizer
 
     try:

@@ -1,9 +1,9 @@
 """Byte-level BPE with a cache of words.
 
 A byte-level tokenizer first cuts a text into words by a regular expression, then merges the bytes
-of each word, independently of its context. So a known word needs only a look-up. Texts are cut here
-by Python's `re`, which is several times as fast as the tokenizer's own engine, if both are known to
-agree on the text; any other text is left to the tokenizer.
+of each word, independently of its context. So a known word needs only a lookup. Texts are cut here
+by Python's `re`, which is several times as fast as the tokenizer's own engine, where both are known
+to agree on the text; any other text is left to the tokenizer.
 """
 
 import json
@@ -167,7 +167,7 @@ def _wide(pattern: str) -> re.Pattern[str]:
 
 
 def _ranges(codes: list[int]) -> str:
-    """Return a regular expression's list of characters."""
+    """Return characters as the ranges of a regular expression's class."""
     return "".join(f"\\u{first:04x}-\\u{last:04x}" for first, last in _runs(codes))
 
 

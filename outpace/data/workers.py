@@ -118,8 +118,8 @@ def worker_troubles(
 ) -> Iterator[None]:
     """Raise a BadInputError with advice for errors that torch raises about `workers`.
 
-    `exit_codes` are those of the workers, None for a running one. `elsewhere`: not while waiting
-    for a batch; torch may report the end of a worker at any point, by a signal.
+    `exit_codes` are those of the workers, None for a running one. `elsewhere`: the code does not
+    wait for a batch; torch may report the end of a worker at any point, by a signal.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""One run of an arm in processes of its own: a training with outpace, or a command of the user."""
+"""One run of an arm in separate processes: training with outpace, or a command of the user."""
 
 import json
 import math
@@ -52,7 +52,7 @@ def _only_warm_up(steps: int) -> str:
 
 
 def run_training(experiment: Experiment, arm: Arm, number: int, folder: Path) -> Outcome:
-    """Train once; the outcome's value is the median step, warm-up left out."""
+    """Train once; the outcome's value is the median step, without warm-up."""
     where = Path("runs") / _label(experiment, arm, number)
     given = {**experiment.common, **arm.settings}
     config = folder / "configs" / f"{where.name}.toml"
@@ -96,7 +96,7 @@ def words_of(given: Mapping[str, Any], run: Path, config: Path) -> list[str]:
 
 
 def outcome(run: Path, code: int | None, said: str, limit_s: float) -> Measurement | RunFailure:
-    """Return a training's result, or its failure by exit code (None: stopped at its limit)."""
+    """Return a training run's result, or its failure by exit code (None: stopped at its limit)."""
     if code is None:
         return RunFailure(None, f"it was stopped after {limit_s:.0f} s")
     return (
@@ -139,7 +139,7 @@ def run_command(experiment: Experiment, arm: Arm, number: int, folder: Path) -> 
 
 
 def _figure(metric: str, said: str, log: Path) -> float | str:
-    """Return the metric's last value, or a sentence on why it cannot be compared."""
+    """Return the metric's last value, or the reason why it cannot be compared."""
     found = re.findall(metric, said)
     try:
         value = float(found[-1])
@@ -174,7 +174,7 @@ def _run(
 ) -> tuple[int | None, str]:
     """Run a command; return its exit code and all output. None: not finished within the limit.
 
-    No process of it remains if this process is stopped.
+    None of its processes remain if this process is stopped.
     """
     running = ProcessTree(words, environment)
     try:
@@ -202,7 +202,7 @@ def _error(lines: list[str], code: int) -> str | None:
 
 
 def _label(experiment: Experiment, arm: Arm, number: int) -> str:
-    """Return a run's file name; the arm's number tells names apart that are equal as file names."""
+    """Return a run's file name; the arm's number distinguishes names that map to the same file."""
     return f"{experiment.arms.index(arm)}-{safe(arm.name)}-{number + 1:03d}"
 
 

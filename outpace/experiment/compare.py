@@ -1,7 +1,7 @@
 """Arms in alternating rounds until a verdict is clear, or the budget is spent.
 
-Every round runs each arm once in processes of its own, in random order: differences between starts
-(memory addresses, cores) are part of the noise, so no verdict rests on them.
+Every round runs each arm once, in separate processes and in random order: differences between
+starts (memory addresses, cores) are part of the noise, so no verdict rests on them.
 """
 
 import random
@@ -92,7 +92,7 @@ def verdicts(experiment: Experiment, outcomes: Sequence[Outcome]) -> dict[str, V
 
 
 def clear(one: Verdict, within: float) -> bool:
-    """Return whether a difference is known precisely enough, or is too small to matter."""
+    """Return whether the difference is known precisely enough, or is too small to matter."""
     if one.low is None or one.high is None or one.slowdown is None:
         return False
     if max(abs(one.low), abs(one.high)) <= within:

@@ -1,4 +1,4 @@
-"""Differences between finished runs: settings, plan, program, machine; and where they show."""
+"""Differences between finished runs in settings, plan, program and machine, and their effects."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -57,7 +57,7 @@ def _values(records: Sequence[RunRecord]) -> dict[str, list[str]]:
 
 
 def _differs_clearly(name: str, values: Sequence[str]) -> bool:
-    """Return whether the values differ by more than the load of an idle machine does."""
+    """Return whether the values differ by more than the load of an idle machine varies."""
     if name == _LOAD and "unknown" not in values:
         loads = [float(one) for one in values]
         return max(loads) - min(loads) >= 1
@@ -107,7 +107,7 @@ def _part(results: Sequence[ArmResult]) -> list[str]:
 
 
 def _slow_steps(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> list[str]:
-    """Say what slower steps took, in runs whose total time the median step does not explain."""
+    """Say how long slow steps took, in runs whose total time the median step does not explain."""
     told = []
     for (name, run), result in zip(runs.items(), results, strict=True):
         times_s = step_times_of(run, warm_up=True)

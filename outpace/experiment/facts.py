@@ -58,7 +58,7 @@ Facts = Mapping[str, Mapping[str, Sequence[str]]]
 
 
 def facts_of(record: RunRecord, asked: Sequence[str] = ()) -> dict[str, str]:
-    """Return by name the facts that a comparison holds constant, but variables `asked` for."""
+    """Return by name the facts that a comparison holds constant, except variables `asked` for."""
     variables = {k: v for k, v in record.environment.items() if k not in asked}
     return {
         "outpace": record.outpace,
@@ -105,7 +105,7 @@ def read_facts(experiment: Experiment, folder: Path, outcomes: Sequence[Outcome]
 
 
 def _clocks(run: Path) -> dict[str, str]:
-    """Return mean and present clocks during training, in words."""
+    """Describe the mean and the current clock rates during training."""
     loads = _loads(run)
     found = {"clock of cores": _mean_hz([load.host.clock_hz for load in loads]),
              "clock of devices": _devices_hz(loads)}  # fmt: skip
@@ -118,7 +118,7 @@ def _loads(run: Path) -> tuple[Load, ...]:
 
 
 def _devices_hz(loads: Sequence[Load]) -> float | None:
-    """Return the mean clock of the devices that the run used."""
+    """Return the mean clock rate of the devices that the run used."""
     used = [one for load in loads for one in load.devices if one.run_memory_bytes != 0]
     return _mean_hz([one.clock_hz for one in used])
 
@@ -129,7 +129,7 @@ def _mean_hz(values: Sequence[float | None]) -> float | None:
 
 
 def other_clocks(folder: Path, outcomes: Sequence[Outcome]) -> list[str]:
-    """Return a sentence if devices had other clocks in one arm than in another."""
+    """Return a sentence if the clock rates of devices differ between arms."""
     seen: dict[str, list[float]] = {}
     for one in outcomes:
         hz = None if one.run is None else _devices_hz(_loads(folder / one.run))
@@ -166,7 +166,7 @@ def _is_asked(arms: Sequence[Arm], names: Sequence[str]) -> bool:
 
 
 def other_numbers(one: RunRecord, other: RunRecord) -> list[str]:
-    """Return the names of facts by which two runs compute the same training differently."""
+    """Return the names of facts that make runs of the same training compute other numbers."""
     mine, its = _numbers(one), _numbers(other)
     return [name for name in mine if mine[name] != its[name]]
 
@@ -181,7 +181,7 @@ def _numbers(record: RunRecord) -> dict[str, Any]:
 
 
 def _dropout_source(record: RunRecord) -> tuple[Any, ...] | None:
-    """Return what decides dropout's draws; None without dropout (custom models aside)."""
+    """Return what decides dropout's draws; None without dropout (custom models excepted)."""
     plan = record.plan
     if not plan.lora_dropout and (record.model is None or not record.model.dropout):
         return None
@@ -209,7 +209,7 @@ def compare_with_stored(stored: Comparison, now: Comparison) -> list[str]:
 
 
 def _changed_facts(stored: Comparison, now: Comparison) -> list[str]:
-    """Return facts that have changed; for commands only if the place where they ran is known."""
+    """Return facts that have changed; for commands, only if the place where they ran is known."""
     then = {arm.arm: arm.facts for arm in stored.arms}
     pairs = [(_of_machine(stored.machine, "none"), _of_machine(now.machine, "none"))]
     pairs += [(then[arm.arm], arm.facts) for arm in now.arms if arm.arm in then]

@@ -1,4 +1,4 @@
-"""Numbers of a custom model in one process and under a plan, on one rank of either.
+"""Numbers of a custom model in a single process and under a plan, as one rank computes them.
 
 The reference is a plain loop: the whole global batch at once, torch's clipping and SGD with
 momentum. With SGD a parameter moves in proportion to its gradient, so a tolerance of gradients
@@ -118,7 +118,7 @@ class ReferenceCourse:
 
 
 def optimizer_settings() -> TrainSettings:
-    """Return the settings of the optimizer that all runs share."""
+    """Return the optimizer settings that all runs share."""
     return TrainSettings(lr=LR, clip=CLIP, beta1=MOMENTUM)
 
 
@@ -186,7 +186,7 @@ def _pass(objective: CustomObjective, share: Any, pieces: int) -> Tensor:
 
 
 def _pass_aside(objective: CustomObjective, share: Any, pieces: int) -> Tensor:
-    """Run `_pass` and keep only its gradients.
+    """Run `_pass`, and keep only its gradients.
 
     Buffers, counters, and parameters changed by the forward stay separate for each rank.
     """
@@ -221,7 +221,8 @@ class RankFindings:
 
     `whole` and `cut` are the differences from the two references, by (kind, name, step); `held` are
     the gradients on this rank in the first step. `unmatched` says why a tensor has no counterpart
-    in one process. `attributes` are changed before the checkpoint, which lacks them.
+    in a single process. `attributes` are those that changed before the checkpoint, which does not
+    contain them.
     """
 
     whole: dict[tuple[str, str, int], float | None] = field(default_factory=dict)
@@ -233,7 +234,7 @@ class RankFindings:
 
 
 class PlannedRun:
-    """A rank of a plan during the trial; `at` is called with its progress."""
+    """A rank of a plan during the trial; `at` is called to report its progress."""
 
     def __init__(
         self,
@@ -358,7 +359,7 @@ class PlannedRun:
         return cut(share, passes) if passes > 1 else [share]
 
     def _look(self) -> None:
-        """Keep complete gradients; check that every rank has its part of sharded ones."""
+        """Keep complete gradients; check that every rank has its part of the sharded ones."""
         named = dict(self.layout.named_parameters())
         mine = {name: parameter.grad is not None for name, parameter in named.items()}
         said: list[dict[str, bool]] = [{}] * self._ranks.world_size

@@ -89,14 +89,14 @@ def verify(
 
     `batch` is a global batch, or a function of the step (1, 2, 3) that returns one; its samples
     must be divisible among all ranks. `loss`, `blocks`, `layouts` and `sync_batchnorm` are as for
-    `outpace.parallelize`. `plans` are plans, or names of strategies for `nproc` processes; None:
-    every strategy that supports a custom model.
+    `outpace.parallelize`. `plans` are plans, or names of strategies for `nproc` processes; None
+    stands for every strategy that supports a custom model.
 
-    It runs on the CPU of this host, in processes forked from this one, with `time_limit_s` for each
-    plan. `module` is not changed, and is trained in its present mode, as by `outpace.parallelize`.
-    The loss, the gradients and their norm are compared, and weights and buffers after three steps
-    of SGD with momentum, also after a resume; in float64 if the module supports it. Raises
-    BadInputError; differences are in the certificate.
+    The proof runs on the CPU of this host, in processes forked from this one, with `time_limit_s`
+    for each plan. `module` is not changed, and is trained in its current mode, as by
+    `outpace.parallelize`. The loss, the gradients and their norm are compared, and weights and
+    buffers after three steps of SGD with momentum, also after a resume; in float64 if the module
+    supports it. Raises BadInputError; differences are in the certificate.
     """
     custom = build_custom_model(
         lambda: CustomModel(
@@ -187,7 +187,7 @@ def _host_copy(custom: CustomModel) -> CustomModel:
 def _plans(
     asked: Sequence[Plan | str] | str | None, nproc: int, samples: int
 ) -> tuple[list[Plan], dict[str, str]]:
-    """Return the plans to judge, and those left out although all were requested."""
+    """Return the plans to judge, and those that are left out of a request for all."""
     if isinstance(asked, str):
         asked = None if asked == "all" else asked.split(",")
     if asked is not None:
@@ -365,7 +365,7 @@ class _Bench:
         return self._trial.samples // plan.data_parallel // plan.micro_batch
 
     def _cut_reference(self, way: _Cut) -> bool:
-        """Return whether this cut has a reference: a module may be unable to train on so little."""
+        """Return whether this cut has a reference: a module may not train on so few samples."""
         if way not in self._courses and not self._reference(way).fine:
             self._courses[way] = Path()
         return self._courses[way] != Path()

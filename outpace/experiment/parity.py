@@ -1,4 +1,4 @@
-"""Proof that a plan computes the same as a single process: same batches, same numbers.
+"""Proof that a plan computes the same as a single process: with the same batches, the same numbers.
 
 The reference is a plain loop over the whole global batch at once: no layout, no micro-batches, no
 collectives, torch's own clipping and AdamW. It shares only the model's code with the plan. Every
@@ -50,7 +50,7 @@ LIMIT = 0.05  # far below the norm of every step, so clipping is always active
 
 @dataclass(frozen=True)
 class Trial:
-    """A training that the reference and every plan run in the same way."""
+    """A training run that the reference and every plan perform in the same way."""
 
     spec: ModelSpec
     steps: int = 3
@@ -70,9 +70,9 @@ class Trial:
         means of the gradients and move by at most Δ each. With ε = 2 · steps · lr · clip, the
         parameters move by at most Δ/clip in all steps together. For a gradient that is truly zero,
         Δ is at most clip times the tolerance of the largest gradient, and the largest parameters
-        are 1, so a gradient within its tolerance gives a parameter within its own. With 1e-8, a key
-        projection's bias would be changed by its rounding errors, amplified a million times, and a
-        wrong factor, which cancels in m̂/√v̂, would remain undetected.
+        are 1, so a gradient within its tolerance gives a parameter within its tolerance. With 1e-8,
+        a key projection's bias would be changed by its rounding errors, amplified a million times,
+        and a wrong factor, which cancels in m̂/√v̂, would remain undetected.
         """
         return 2 * self.steps * self.lr * LIMIT
 
@@ -267,7 +267,7 @@ def train_under_plan(
 def _checkpoint_parts(
     layout: Layout, optimizer: torch.optim.Optimizer
 ) -> tuple[Iterable[tuple[str, nn.Parameter]], torch.optim.Optimizer | None]:
-    """Return this rank's parameters and optimizer, if a checkpoint would take them from it."""
+    """Return this rank's parameters and optimizer, if a checkpoint would save them from it."""
     model, holder = layout.checkpoint_state(optimizer)
     return (() if model is None else layout.named_parameters()), holder
 
@@ -280,7 +280,7 @@ class Use:
         self._wire = wire
 
     def watch(self, model: Transformer) -> None:
-        """Copy each module's own parameters when it is entered."""
+        """Copy each module's direct parameters when its forward begins."""
         for name, module in model.named_modules():
             if name and next(module.parameters(recurse=False), None) is not None:
                 module.register_forward_pre_hook(partial(self._look, name))
@@ -293,7 +293,7 @@ class Use:
             self._keep(own, parameter)
 
     def _look_at_head(self, model: Transformer) -> None:
-        """Copy the head's weights, which the loss reads without entering a module."""
+        """Copy the head's weights, which the loss reads without calling a module."""
         tied = model.head is None
         self._keep("embed.tokens.weight" if tied else "head.weight", model.head_weight)
         if model.head_bias is not None:
@@ -341,7 +341,7 @@ def differences(expected: Trace, found: Trace, allowed: Tolerance) -> Iterator[D
 
 
 def _distance(tensor: Tensor, known: Tensor, roundoff: float) -> float:
-    """Return the largest difference from numbers that `tensor` may be rounded from."""
+    """Return the largest distance from the range of numbers that round to `tensor`."""
     tensor = tensor.to(known.dtype)
     apart = (tensor - known).abs()
     if roundoff:

@@ -1,4 +1,4 @@
-"""Runs in folders, whole or not: everything that can be read without torch."""
+"""Runs in folders, complete or not: everything that can be read without torch."""
 
 import json
 import os
@@ -77,7 +77,7 @@ def is_run(folder: Path) -> bool:
 
 
 def find_runs(folders: Iterable[Path]) -> list[PastRunFolder]:
-    """Find every run in and below these folders, newest first; those without times come last."""
+    """Find every run in and below these folders, newest first; those without a time come last."""
     # Path.resolve raises for circular links.
     found = {
         os.path.realpath(where): read_past_run(where, trouble)
@@ -150,7 +150,7 @@ def _damaged_run(folder: Path, why: str) -> PastRun:
 def result_of(
     folder: Path, record: RunRecord, on_change: OnChange | None = None
 ) -> Measurement | None:
-    """Return the result; None if the run was not finished, or has been continued since."""
+    """Return the result; None if the run is unfinished or has been resumed since."""
     path = folder / RESULT_FILE
     if not path.exists():
         return None

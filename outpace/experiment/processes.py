@@ -1,4 +1,4 @@
-"""A command in its own processes: its output, its end, and the removal of all its processes."""
+"""A command in its own processes: its output, its end, and the termination of all its processes."""
 
 import os
 import signal
@@ -43,7 +43,7 @@ class ProcessTree:
         return self._process.poll()
 
     def wait(self, until_s: float) -> int | None:
-        """Return the exit code; None if it has not ended by that moment of time.monotonic()."""
+        """Return the exit code; None if it has not ended by this value of time.monotonic()."""
         while self.exit_code is None and time.monotonic() < until_s:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(max(min(until_s - time.monotonic(), 1.0), 0.0))

@@ -62,7 +62,7 @@ def results(
 
 
 def _finished_result(run: Path) -> Measurement | None:
-    """Return a run's result; None if it is not a run, is not finished, or continues now."""
+    """Return a run's result; None if it is not a run, is not finished, or is running now."""
     path = run / RUN_FILE
     return result_of(run, RunRecord.load(path)) if path.is_file() else None
 
@@ -96,7 +96,7 @@ def _median_figures(runs: Sequence[Measurement], price: float | None) -> dict[st
 
 
 def _by_rank(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return medians over runs, if these have equally many ranks."""
+    """Return medians over runs, if these have equal numbers of ranks."""
     alike = len(set(map(len, runs))) == 1
     return tuple(round(median(ranks)) for ranks in zip(*runs, strict=True)) if alike else ()
 
@@ -118,7 +118,7 @@ def _on_cores(run: Measurement) -> float | None:
 
 
 def _other_cores(run: Measurement) -> float | None:
-    """Return the cores on all hosts that other processes used; None if few."""
+    """Return the number of cores on all hosts that other processes used; None if negligible."""
     used = [load.host.disturbing_cores for load in run.utilisation]
     known = [cores for cores in used if cores is not None]
     return sum(known) if known else None
@@ -130,7 +130,7 @@ def _median(values: Iterable[T | None]) -> float | None:
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:
-    """Return the lines of a run's metrics, in order, without an incomplete last one.
+    """Return the steps in a run's metrics, in order, without an incomplete last line.
 
     Raises BadInputError if a line is not a step.
     """
@@ -171,7 +171,7 @@ def step_times_of(run: Path, warm_up: bool = False) -> list[float]:
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether it is a number that a float can hold."""
+    """Return whether a value is a number that a float can hold."""
     return isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 1024)
 
 

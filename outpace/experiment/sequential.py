@@ -1,16 +1,15 @@
-"""Verdicts on paired ratios that are valid at any time, however often one looks.
+"""Verdicts on paired ratios that are valid at any time, however often they are checked.
 
-Two arms run side by side, round after round, in an order that is drawn. Where they are equally
-fast, either is the faster of a round with probability 1/2, whatever the noise is like and however
-it drifts. Betting on the signs with a Beta(1/2, 1/2) mixture, n rounds of which k were one way are
-worth
+Two arms run side by side, round after round, in random order. If they are equally fast, each is the
+faster one of a round with probability 1/2, whatever the noise and its drift. Betting on the signs
+with a Beta(1/2, 1/2) mixture, n rounds, k of them with the same sign, have the value
 
     E(n, k) = 2^n · B(k + 1/2, n − k + 1/2) / B(1/2, 1/2)
 
 and by Ville's inequality E ever reaches 1/α with probability α at most (Robbins, "Statistical
 methods related to the law of the iterated logarithm", 1970; Howard and Ramdas, "Sequential
-estimation of quantiles", 2022). The shifts that make a median which E does not refute are an
-interval of the order statistics, which holds the median at all times with probability 1 − α.
+estimation of quantiles", 2022). The medians that E does not reject form an interval of order
+statistics, which contains the true median at all times with probability 1 − α.
 """
 
 import math
@@ -44,8 +43,8 @@ def verdict(
 ) -> Verdict:
     """Judge how much slower `times` are than `against`, round by round.
 
-    A difference is claimed if E reached 1/`alpha` at any time; the interval is that of `level`.
-    Nothing is claimed for blocks of runs that did not alternate.
+    A difference is claimed if E reached 1/`alpha` at any time; the interval is for `level`. Nothing
+    is claimed for blocks of runs that did not alternate.
     """
     logs = [math.log(a / b) for a, b in zip(times, against, strict=True)]
     slower = _claim(logs, alpha) if in_turn else None
@@ -64,7 +63,7 @@ def verdict(
 
 
 def _claim(logs: Sequence[float], alpha: float) -> bool | None:
-    """Return whether most rounds were slower when E first reached 1/`alpha`; None: it never did."""
+    """Return whether most rounds were slower when E first reached 1/`alpha`, or None."""
     decided = slower = 0
     for log in logs:
         if log == 0:  # ties count for neither

@@ -1,4 +1,4 @@
-"""Tolerances of a plan's numbers against a single process's, by precision.
+"""Tolerances for a plan's numbers compared with a single process's, by precision.
 
 docs/concepts/parity.md has the reasons.
 """
@@ -27,9 +27,9 @@ class Tolerance:
     """A tensor may differ by `relative` of its scale: its largest value, or more if that is small.
 
     The scale is at least `floor` of the largest of its kind. A parameter's scale is the largest
-    change since the first step, or `held` of its largest value; for a parameter as used in a
-    forward, `used`. A parameter that ranks gather in fewer bits was rounded once more than the
-    reference's. An additional difference of at most `gathered` of each value is allowed for that
+    change since the first step, or `held` of its largest value; for a parameter as a forward uses
+    it, `used`. A parameter that ranks gather in fewer bits was rounded once more than that of the
+    reference. An additional difference of at most `gathered` of each value is allowed for that
     (|fl(x) − x| ≤ u·|fl(x)|: Higham, "Accuracy and Stability of Numerical Algorithms", 2002,
     theorem 2.3).
     """

@@ -1,4 +1,4 @@
-"""Trials of the tuner: short trainings with a plan, alone or in turn with others."""
+"""Trials of the tuner: short training runs with a plan, alone or in turn with others."""
 
 import math
 import time
@@ -70,7 +70,7 @@ class Trials:
         ]  # fmt: skip
 
     def _prepare(self, number: int, chosen: NextTrial) -> TurnTraining:
-        """Prepare a training in the trial's folder, which then has its plan."""
+        """Prepare a training run in the trial's folder, and write its plan there."""
         where, plan = self.folder / _trial_folder(number, chosen), chosen.proposal.plan
         where.mkdir(parents=True, exist_ok=True)
         plan.save(where / _PLAN_FILE)
@@ -130,7 +130,7 @@ def _trial_folder(number: int, chosen: NextTrial) -> Path:
 
 
 def _times(one: TurnResult, solo_s: float | None) -> dict[str, float | None]:
-    """Return the times of a training that ran in turn; none if it failed."""
+    """Return the times of a training run that took turns; none if it failed."""
     if isinstance(one.result, RunFailure):
         return {}
     steps_s = [seconds for turn in one.turns for seconds in turn]
@@ -141,7 +141,7 @@ def _times(one: TurnResult, solo_s: float | None) -> dict[str, float | None]:
 
 
 def paired_s(several: Sequence[TurnResult]) -> list[float | None]:
-    """Return seconds per step of each training, from turns: changes in between affect all of them.
+    """Return the seconds per step of runs that took turns, so that drift affects all equally.
 
     It is the median over turns of the first quartile of a training's steps, relative to that of all
     trainings in the turn. None if a turn is missing.
@@ -158,5 +158,5 @@ def paired_s(several: Sequence[TurnResult]) -> list[float | None]:
 
 
 def quarter(took_s: Sequence[float]) -> float:
-    """Return the first quartile: a quarter of the values are not larger."""
+    """Return the first quartile: at most a quarter of the values are below it."""
     return sorted(took_s)[len(took_s) // 4]

@@ -1,4 +1,4 @@
-"""Tuning: the planner proposes, short trainings decide, and each improves the predictions."""
+"""Tuning: the planner proposes, short training runs decide, and each improves the predictions."""
 
 import math
 import time
@@ -97,7 +97,7 @@ def tune(
 
 
 def _next(planner: StepPredictor, trials: Sequence[PlanTrial], within: float) -> NextTrial | None:
-    """Return the next trial; None if none is worth it."""
+    """Return the next trial; None if none is worthwhile."""
     if not trials:
         return _choose(planner, DEFAULT_WHY, planner.proposal(planner.default))
     one = _best_untried(planner, trials, within)
@@ -111,9 +111,9 @@ def _choose(planner: StepPredictor, why: str, proposal: TuningProposal) -> NextT
 
 
 def _finalists(planner: StepPredictor, trials: Sequence[PlanTrial], most: int) -> list[NextTrial]:
-    """Return what to run in turn: the fastest, those close to it, and the default if it has room.
+    """Return the plans to run in turn: the fastest, close ones, and the default if it fits.
 
-    None if the last trials were these, or there is nothing to distinguish.
+    None if the last trials were these, or if there are no plans to distinguish.
     """
     if not trials or trials[-1].raced:
         return []

@@ -1,7 +1,7 @@
-"""Several trainings at once that take turns, so that changes of the machine affect all.
+"""Several training runs that take turns, so that changes of the machine affect all of them.
 
-Each is stopped and continued by signals (SIGSTOP, SIGCONT), without its knowledge. The step in
-which it is stopped is not counted. All of them are in memory together.
+Each is stopped and continued by signals (SIGSTOP, SIGCONT), which it cannot notice. The step in
+which it is stopped is not counted. All of them are in memory at the same time.
 """
 
 import subprocess
@@ -42,7 +42,7 @@ for one in started:
 
 @dataclass(frozen=True)
 class TurnTraining:
-    """A training: its settings except the number of steps, its directory, and its settings file."""
+    """A training run: its settings without the number of steps, its directory, its config file."""
 
     given: Mapping[str, Any]
     run: Path
@@ -56,7 +56,7 @@ class TurnTraining:
         return 1 + self.behind
 
     def steps(self, turns: int) -> int:
-        """Return the number of its steps; one more for each turn, since a turn may end late."""
+        """Return the number of steps to run, with a spare one per turn, as turns may end late."""
         return WARMUP_STEPS + turns * (self.turn_steps + self.skipped_steps + 1)
 
 
@@ -71,9 +71,9 @@ class TurnResult:
 def train_in_turn(
     trainings: Sequence[TurnTraining], turns: int, limit_s: float
 ) -> list[TurnResult]:
-    """Train all of them in turns, one at a time once they are warm, with a new order in each round.
+    """Run all of them in turns, one at a time once they are warm, in a new order in each round.
 
-    `limit_s`: for all of it. If one fails, the others continue.
+    `limit_s` is the time limit for everything. If one fails, the others continue.
     """
     until_s = time.monotonic() + limit_s
     with ExitStack() as stack:
@@ -88,7 +88,7 @@ def train_in_turn(
 
 
 def _warm(started: Sequence["_Process"], until_s: float) -> None:
-    """Start all of them together, and wait until each is warm."""
+    """Start all runs together, and wait until each is warm."""
     left = list(started)
     while left and time.monotonic() < until_s:
         for one in left:
@@ -102,14 +102,14 @@ def _warm(started: Sequence["_Process"], until_s: float) -> None:
 
 @dataclass
 class _Process:
-    """A training that runs, is stopped, or has ended; and its turns, as ranges of its steps."""
+    """A training run that is running, stopped or finished, with its turns as ranges of steps."""
 
     training: TurnTraining
     running: ProcessTree
     turns: list[tuple[int, int]] = field(default_factory=list)
 
     def take_turn(self, last: bool, until_s: float) -> None:
-        """Let it run for its steps and stop it again; in the last turn, let it finish."""
+        """Let the run do the steps of a turn, then stop it; in the last turn, let it finish."""
         if self.running.exit_code is not None:
             return
         begin = (
@@ -124,12 +124,12 @@ class _Process:
         self.turns.append((begin, self.steps_done()))
 
     def steps_done(self) -> int:
-        """Count its steps in its metrics."""
+        """Return the number of steps in the run's metrics."""
         path = self.training.run / METRICS_FILE
         return path.read_bytes().count(b"\n") if path.is_file() else 0
 
     def finish(self, limit_s: float, until_s: float) -> TurnResult:
-        """Return its result; end it if it does not end by itself."""
+        """Return the run's result; end the run if it does not end by itself."""
         code, run = self.running.wait(until_s), self.training.run
         found = outcome(run, code, self.running.end(), limit_s)
         took_s = [float(step["step_time_s"]) for step in steps_of(run)]
@@ -138,7 +138,7 @@ class _Process:
 
 @contextmanager
 def _start(training: TurnTraining, turns: int) -> Iterator[_Process]:
-    """Start a training; on exit end it and all its processes."""
+    """Start a training run; on exit, end it and all its processes."""
     given = {**training.given, "steps": training.steps(turns), "comm_timeout_s": _WAIT_S}
     running = ProcessTree(words_of(given, training.run, training.config), {})
     try:

@@ -30,7 +30,7 @@ from outpace.training.collective_counter import CollectiveCounter
 
 
 def tiny_spec(plans: Iterable[Plan]) -> ModelSpec:
-    """Return a spec with what has caused errors: tied weights, grouped queries, uneven stages.
+    """Return a spec with features that often fail: tied weights, grouped queries, uneven stages.
 
     It is as small as the plans allow: one more layer than stages makes the stages unequal, and
     tensor parallelism splits the keys' heads.
@@ -194,13 +194,13 @@ def verify(
 
 
 def _numeric_choices(plan: Plan) -> tuple[Any, ...]:
-    """Return the fields of a plan that change what a single process computes."""
+    """Return the fields of a plan that change the numbers of a single process."""
     lora = (plan.lora_rank, plan.lora_scale, plan.lora_targets, plan.base)
     return (plan.precision, plan.optimizer, plan.optimizer_in_backward, *lora)
 
 
 def _adapt_for_backward(plan: Plan, trial: Trial) -> tuple[Plan, Trial]:
-    """Adapt to an optimizer in backward: one micro-batch, whole samples, and no clipping."""
+    """Adapt a trial to an optimizer in the backward: one micro-batch, full samples, no clipping."""
     if not plan.optimizer_in_backward:
         return plan, trial
     whole = plan.micro_batch * plan.accumulation(trial.global_batch)
@@ -216,7 +216,10 @@ def _judge(
     traffic: tuple[Tally, Tally | None],
     groups: Groups,
 ) -> ParityVerdict:
-    """Combine all ranks' findings into one verdict. `traffic` has bytes sent, and by formula."""
+    """Combine all ranks' findings into one verdict.
+
+    `traffic` holds the bytes sent and those by the formula.
+    """
     worst = max(seen, key=lambda difference: difference.relative)
     wrong = [difference for difference in seen if not difference.relative <= allowed.relative]
     first = min(wrong, key=lambda difference: difference.cause, default=None)

@@ -53,7 +53,7 @@ def known_labels(directory: Path) -> tuple[str, ...] | None:
 def unsupported_task(directory: Path) -> str | None:
     """Return what a stored classifier predicts other than one class of a text, or None.
 
-    As transformers reads `problem_type`, or one label without it.
+    This follows how transformers reads `problem_type`, or a single label without it.
     """
     values = read_config(directory)
     labels = known_labels(directory)

@@ -42,7 +42,7 @@ _ACTIVATIONS: Mapping[str, str] = {
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """Return the values of config.json. Raises BadInputError if it is none or no object."""
+    """Return the values of config.json. Raises BadInputError if it is missing or not an object."""
     path = directory / CONFIG_FILE
     if not path.is_file():
         if (directory / "adapter_config.json").is_file():
@@ -71,7 +71,7 @@ def other_form(directory: Path) -> str:
 
 
 def require_text(path: Path) -> None:
-    """Refuse a JSON file of a model that is a pointer, a web page or in another encoding."""
+    """Refuse a JSON file of a model that is a Git LFS pointer, a web page or not UTF-8."""
     require_no_pointer(path)
     try:
         with path.open("rb") as file:

@@ -197,9 +197,9 @@ def _stem(config_class: str) -> str:
 
 
 def _check_dimensions(values: Mapping[str, Any], where: str, *, strict: bool) -> None:
-    """Refuse what is no whole number above 0, or no list of these, one for each layer.
+    """Refuse dimensions that are neither a positive whole number nor a list of these by layer.
 
-    `strict`: lists, too, which no family that outpace trains has.
+    `strict`: refuse lists too, which no family that outpace trains has.
     """
     for name in _DIMENSIONS & values.keys():
         value = values[name]
@@ -300,7 +300,7 @@ def _refuse_rope(name: str, rope: Mapping[str, Any], where: str, what: str) -> N
 
 
 def _unknown_keys(values: Mapping[str, Any], kind: Any) -> list[str]:
-    """Return keys with a value that the config class does not have."""
+    """Return the keys of values that the config class does not know."""
     aliases: Mapping[str, str] = getattr(kind, "attribute_map", {})
     known = {*getattr(kind, "__dataclass_fields__", ()), *aliases, *aliases.values()}
     known |= _NEUTRAL_KEYS
@@ -318,7 +318,7 @@ def _unknown_keys(values: Mapping[str, Any], kind: Any) -> list[str]:
 
 
 def _is_turned(key: str, values: Mapping[str, Any], kind: Any) -> bool:
-    """Return whether the class makes other values of a key that it does not have."""
+    """Return whether the class converts a key that it does not have into other values."""
 
     def parse(given: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = kind(**given).to_dict()
@@ -334,7 +334,7 @@ def _is_turned(key: str, values: Mapping[str, Any], kind: Any) -> bool:
 
 
 def _is_neutral(key: str, values: Mapping[str, Any]) -> bool:
-    """Return whether a key has the value that its absence stands for."""
+    """Return whether a key has the value that is assumed in its absence."""
     value = values[key]
     if key in _TRUE_BY_NATURE:
         return value is not False
@@ -364,7 +364,8 @@ def reading_notes(
     """Return notes on how a config.json was understood.
 
     They name dimensions that were `read` and are transformers' defaults, keys that the model_type
-    does not have, and GPT-2's and BERT's different dropouts; if `planned`, what plans ignore.
+    does not have, and GPT-2's and BERT's different dropouts; if `planned`, also the properties that
+    plans ignore.
     """
     notes: list[str] = []
     inner = read.inner("text_config")

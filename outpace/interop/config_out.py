@@ -44,7 +44,7 @@ def hf_config(
 def exported_type(spec: ModelSpec) -> str:
     """Return the model_type for an export of the spec.
 
-    transformers, which takes seconds to load, is queried only if the family may be another.
+    transformers, which takes seconds to load, is loaded only if the family may be a different one.
     """
     like_qwen2 = spec.qkv_bias and not spec.out_bias
     if like_qwen2 == (spec.family == "qwen2"):
@@ -56,7 +56,7 @@ def exported_type(spec: ModelSpec) -> str:
 
 
 def add_old_rotary_keys(values: dict[str, Any]) -> None:
-    """Add transformers 4's keys for rotary settings to a config, which ignores the new.
+    """Add the rotary settings under the keys that transformers 4 reads, which ignores the new ones.
 
     rope_theta and rope_scaling are added to rope_parameters (transformers 5 reads all three).
     """
@@ -90,7 +90,7 @@ def _write(family: Family, spec: ModelSpec) -> dict[str, Any]:
 
 
 def _meaning(spec: ModelSpec) -> dict[str, Any]:
-    """Return a spec's values in a normal form, so that equal models compare equal."""
+    """Return a spec's values in a normal form, in which equal models compare equal."""
     values = spec.model_dump(exclude={"family", "sliding_window", "window_layers"})
     if spec.positions == "learned":
         values = {key: value for key, value in values.items() if not key.startswith("rope")}

@@ -1,4 +1,4 @@
-"""A directory written whole or not at all."""
+"""Directories that are written completely or not at all."""
 
 import shutil
 import stat

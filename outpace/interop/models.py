@@ -143,7 +143,7 @@ def _open_run(path: Path, cache_dir: Path | None) -> OpenedModel:
 
 
 def _newest_step(path: Path) -> str:
-    """Return how to export the model of a run's newest checkpoint; '' if it has none."""
+    """Return how to export the model of a run's newest checkpoint; '' if it has no checkpoint."""
     names = (one.name[5:] for one in (path / "checkpoints").glob("step-*"))
     steps = [int(name) for name in names if name.isdecimal()]
     if not steps:

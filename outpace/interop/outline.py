@@ -235,7 +235,7 @@ def _llama_like(
     windowed: bool = True,
     **attention: Any,
 ) -> dict[str, Any]:
-    """Return layers with RMS norms, rotary positions and gated MLPs, made by `mlp` per layer."""
+    """Return layers with RMS norms, rotary positions and gated MLPs, each made by `mlp`."""
     hidden, layers = values.whole("hidden_size"), values.whole("num_hidden_layers")
     bias = bool(values.get("attention_bias", False))
     made = _attention(values, hidden, **{"qkv_bias": bias, "out_bias": bias, **attention})
@@ -371,7 +371,7 @@ def _gpt_like(
 ) -> dict[str, Any]:
     """Return layers with layer norms and an MLP of two products.
 
-    `outside`: numbers outside of layers besides the final norm.
+    `outside`: the number of parameters outside of layers, without the final norm.
     """
     hidden = values.whole("hidden_size")
     made = _attention(values, hidden, **{"qkv_bias": bias, "out_bias": bias, **attention})
@@ -445,7 +445,7 @@ def _bloom(values: _Values) -> dict[str, Any]:
 
 
 def _mpt(values: _Values) -> dict[str, Any]:
-    """Read an MPT model: no biases, and position biases of scores (ALiBi) without parameters."""
+    """Read an MPT model: no biases, and ALiBi position biases, which have no parameters."""
     width = values.whole("expansion_ratio", 4) * values.whole("hidden_size")
     return _gpt_like(
         values, width, bias=False, norm_bias=False, positions=values.whole("max_seq_len"),
@@ -475,7 +475,7 @@ def _opt(values: _Values) -> dict[str, Any]:
 
 
 def _vit(values: _Values) -> dict[str, Any]:
-    """Read a ViT: patches and a class token, which is all that the classifier reads."""
+    """Read a ViT: patches and a class token, the only position that the classifier reads."""
     hidden = values.whole("hidden_size")
     image, patch = (_pair(values, name) for name in ("image_size", "patch_size"))
     patches = (image[0] // patch[0]) * (image[1] // patch[1])

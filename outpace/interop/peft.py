@@ -119,7 +119,7 @@ def _their_pairs(model: Transformer, used: Naming | None) -> dict[str, Pair]:
 
 
 def _join(parts: list[tuple[Tensor, Tensor, float] | None], rows: list[int]) -> Pair:
-    """Join adapters of matrices stored as one, row below row; None: a matrix without adapter."""
+    """Join adapters of matrices that are stored as one; None is a matrix without an adapter."""
     there = [part for part in parts if part is not None]
     a = torch.cat([a for a, _, _ in there]).detach().float().cpu()
     b = torch.zeros(sum(rows), len(a))

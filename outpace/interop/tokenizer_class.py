@@ -80,7 +80,7 @@ def has_class_by_family(family: str | None) -> bool:
 
 
 def cut_as_qwen2(inner: tokenizers.Tokenizer) -> None:
-    """Normalize and split texts as transformers' class for Qwen 2 does, whatever the files say."""
+    """Normalize and split texts as transformers' class for Qwen 2 does, whatever its files say."""
     from transformers import Qwen2Tokenizer
 
     with quiet_transformers():
@@ -150,7 +150,7 @@ def _export_differ(
 
 
 def _differ(folder: Path, tokenizer: Tokenizer, probes: tuple[str, ...]) -> dict[str, Any] | None:
-    """Return the first text for which ids, or special tokens around them, differ.
+    """Return the first text for which ids, or the special tokens around them, differ.
 
     Raises BadInputError if transformers cannot read the tokenizer, or fails on some texts while the
     others have equal ids.

@@ -70,10 +70,10 @@ _STEP = re.compile(
 
 
 def _starts(lines: Sequence[str]) -> list[tuple[Sequence[str], tuple[str, ...]]]:
-    """Return the lines of each start that has steps, the best to read first, with a note.
+    """Return the lines of each start that has steps, the most useful first, with a note.
 
-    A job that is restarted often writes on in the same file, and its layout may be another then.
-    The last start with steps after the warm-up is best, then the others by their steps.
+    A restarted job often appends to the same file, possibly with another layout. The last start
+    with steps after the warm-up is best, then the others by their steps.
     """
     begins, counts, setting = [0], [0], None
     for place, line in enumerate(lines):
@@ -124,7 +124,7 @@ def _read_folder(path: Path) -> LoggedRun:
 
 
 def _number(text: str) -> float | None:
-    """Parse a number; None if no run can have it."""
+    """Parse a number; None if no run can have such a value."""
     value = float(text.replace(",", ""))
     return value if value == 0 or _LEAST < value < _MOST else None
 

@@ -1,4 +1,4 @@
-"""A model of transformers from its config alone, on the meta device, for any of its families."""
+"""A transformers model of any family, built on the meta device from its config alone."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -26,9 +26,9 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", 
 class BuiltModel:
     """A model without storage. `positions`: the longest sequence; None if any length is accepted.
 
-    `decodes`: it has a decoder in addition to its encoder, which reads `features`, if any: the name
-    of an input that is no tokens, and its shape for one sample. `family` is the model_type of the
-    built model, and `notes` describe how the config was understood.
+    `decodes`: it has a decoder in addition to its encoder. `features`: the name of an encoder input
+    other than tokens, if any, and its shape for one sample. `family` is the model_type of the built
+    model, and `notes` describe how the config was understood.
     """
 
     module: Any
@@ -40,7 +40,7 @@ class BuiltModel:
 
 
 def config_value(config: Any, name: str) -> Any:
-    """Return a value of a config; None if it has none, or one for each layer."""
+    """Return a value of a config; None if it is missing, or given for each layer."""
     with suppress(Exception):  # transformers refuses to name one of several
         return getattr(config, name)
     return None
@@ -139,7 +139,7 @@ def build_on_meta(config: Any, where: str, dtype: str = "bfloat16") -> BuiltMode
 
 
 def _features(module: Any, config: Any) -> tuple[str, tuple[int, ...]] | None:
-    """Return the features of sound of the greatest length that the encoder has positions for."""
+    """Return the audio features of the longest input that the encoder has positions for."""
     positions = getattr(config, "max_source_positions", None)
     if module.main_input_name != "input_features" or positions is None:
         return None
@@ -205,7 +205,7 @@ def _restore_tied_head(
 
 
 def _whole_class(config: Any) -> Any:
-    """Return the class that makes the model of which a text part is one; None: no class."""
+    """Return the class of the model that a text part belongs to; None if it has no such class."""
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
@@ -230,7 +230,7 @@ def _check_layers(config: Any, where: str) -> None:
 
 
 def _auto_class(config: Any) -> tuple[bool, Any] | None:
-    """Return whether the model has a decoder, and its class with a head; None without a class."""
+    """Return whether the model has a decoder, and its class with a head, None without one."""
     import transformers
     from transformers.models.auto import modeling_auto as auto
 

@@ -42,11 +42,10 @@ def load_function(reference: str) -> Callable[[], Any]:
 
 
 def code_fingerprint(reference: str) -> str | None:
-    """Return a hash of the code of "file.py:function", ignoring comments and layout; None for other
-    references.
+    """Return a hash of the code of "file.py:function"; None for other references.
 
-    Modules that the file imports are not included. Python 3.11 gives another hash than
-    later versions.
+    Comments and layout are ignored, and modules that the file imports are not included. Python 3.11
+    gives a different hash from later versions.
     """
     file = Path(reference.rpartition(":")[0]).expanduser()
     try:
@@ -96,7 +95,7 @@ def _remember(path: Path) -> None:
 
 
 def _run_file(path: Path) -> ModuleType:
-    """Import a file as `python file.py` would, with its folder on the path for its modules."""
+    """Import a file as `python file.py` would, with its folder on the import path."""
     digest = hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()
     name = path.stem if path.stem.isidentifier() else f"own_{digest}"
     known = sys.modules.get(name)
@@ -123,14 +122,14 @@ def _run_file(path: Path) -> ModuleType:
 
 
 class _UncachedLoader(importlib.machinery.SourceFileLoader):
-    """Loader that compiles the file: the bytecode cache misses changes of equal size and second."""
+    """Loader that always compiles: the bytecode cache misses equally long changes in a second."""
 
     def get_code(self, fullname: str) -> CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def failure(error: BaseException, file: str | None) -> str:
-    """Return 'file.py:12: ValueError: …': the last line of the user's file, or the last of all."""
+    """Return 'file.py:12: ValueError: …': the last line in the user's file, else the last line."""
     ours = Path(__file__).parent
     frames = [
         f for f in traceback.extract_tb(error.__traceback__) if ours not in Path(f.filename).parents

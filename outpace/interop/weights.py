@@ -99,7 +99,7 @@ def read_tensors(
     optional: Collection[str],
     passed_over: str,
 ) -> dict[str, Tensor]:
-    """Read tensors of these shapes like `read_weights`; the `optional` ones may be missing.
+    """Read tensors of these shapes as `read_weights` does; the `optional` ones may be missing.
 
     All other tensors in the files must match the pattern `passed_over`.
     """
@@ -361,7 +361,7 @@ def _require_one_model(single: Path, index: Path) -> None:
 
 
 def fingerprint(directory: Path) -> str:
-    """Return a fingerprint of the weights in a directory, as `fingerprint_files` does."""
+    """Return the fingerprint of the weight files in a directory, as by `fingerprint_files`."""
     return fingerprint_files(weight_files(directory), _SAMPLE_BYTES)
 
 
@@ -369,7 +369,7 @@ def fingerprint_files(files: Sequence[Path], sample_bytes: int) -> str:
     """Return a fingerprint of files with weights: names, sizes, and parts of their contents.
 
     The parts are the first bytes, which list the tensors, the last ones, and some in the middle;
-    the latter differ if the weights were trained further.
+    the middle ones differ if the weights were trained further.
     """
     digest = xxhash.xxh3_128()
     for path in files:

@@ -36,13 +36,13 @@ def write_model(
 ) -> None:
     """Write config.json, generation_config.json, the weights in `dtype` and the tokenizer.
 
-    `origin` is the folder from which the model and the same tokenizer came: its special ids and its
-    settings for generation are kept. `stop_ids` end answers, besides those that end texts.
+    `origin` is the folder from which the model and the same tokenizer came: its special ids and
+    generation settings are kept. `stop_ids` end answers, besides those that end texts.
 
     `AutoModelForCausalLM.from_pretrained` (AutoModelForMaskedLM for BERT) loads the result. A spec
     that no architecture of transformers supports is written in outpace's own format, which
-    `spec_from_hf` and `read_weights` read. It is written completely or not at all; besides
-    `state_dict` one shard is in memory. Raises BadInputError if it cannot be written.
+    `spec_from_hf` and `read_weights` read. It is written completely or not at all; one shard is in
+    memory in addition to `state_dict`. Raises BadInputError if it cannot be written.
     """
     with whole_folder(directory, CONFIG_FILE) as folder:
         ids: dict[str, TokenIds] = {}
@@ -81,7 +81,7 @@ def write_config(
     dtype: torch.dtype,
     change: Callable[[Any], None] = lambda config: None,
 ) -> Any | None:
-    """Write config.json after `change`; return it, None if it is in outpace's own format."""
+    """Write config.json after `change`; return it, or None if it is in outpace's own format."""
     try:
         config = hf_config(spec, **ids, dtype=str(dtype).removeprefix("torch."))
     except BadInputError:
@@ -132,7 +132,10 @@ def write_weights(
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype, stored: str) -> Tensor:
-    """Return a tensor on the CPU in `dtype`. Raises BadInputError if it is too large for it."""
+    """Return a tensor on the CPU in `dtype`.
+
+    Raises BadInputError if a value is too large for it.
+    """
     cast = tensor.to("cpu", dtype)
     if dtype == torch.float16 and tensor.dtype != dtype and not bool(torch.isfinite(cast).all()):
         source = tensor.cpu()

@@ -120,9 +120,9 @@ def resolve_plan(
     machine: Machine,
     custom_model: bool = False,
 ) -> Plan:
-    """Return the requested layout of the present ranks. Raises BadInputError if impossible.
+    """Return the requested layout for the current ranks. Raises BadInputError if it is impossible.
 
-    `custom_model`: a live model of the user is trained instead of the settings'.
+    `custom_model`: a live model of the user is trained instead of the one in the settings.
     """
     strategy = settings.strategy or _strategy_for(settings, ranks.world_size)
     if settings.pp_schedule not in (None, strategy) and strategy != "3d":
@@ -307,7 +307,7 @@ def _whole_share(settings: TrainSettings, sizes: Mapping[str, int]) -> int:
 
 
 def resolve_lr(settings: TrainSettings, stored: bool) -> float:
-    """Return the peak learning rate: as requested, or as suits random or `stored` weights."""
+    """Return the peak learning rate: as requested, or a default for random or `stored` weights."""
     if settings.lr is not None:
         return settings.lr
     if settings.lora_rank is not None:

@@ -56,7 +56,7 @@ from outpace.training.run_dir import RUN_FILE
 
 @dataclass(frozen=True)
 class Sampling:
-    """Rules for sampling: `temperature` 0 takes the likeliest token, `top_k` None any."""
+    """Rules for sampling: `temperature` 0 takes the likeliest token; `top_k` None allows any."""
 
     max_new_tokens: int
     temperature: float
@@ -102,7 +102,7 @@ class Writer:
         return self._tokenizer.decode(ids, cut=self._is_cut(ids))
 
     def _is_cut(self, ids: Sequence[int]) -> bool:
-        """Return whether the model would have written on."""
+        """Return whether the model would have generated more."""
         return len(ids) == self._sampling.max_new_tokens
 
     def _write(
@@ -284,7 +284,7 @@ def _task(
 ) -> tuple[
     LanguageModelObjective | CustomObjective | ClassificationObjective, PaddedDataset, int | None
 ]:
-    """Return the model of a run trained for a task, and all samples of the data, each once.
+    """Return the model of a run trained for a task, and every sample of the data once.
 
     Also returns the longest sample, to which longer ones were cut.
     """
@@ -400,7 +400,7 @@ def _tell_difference(
 def _held_out_data(
     data: tuple[str, ...] | None, settings: TrainSettings, tokenizer: Tokenizer | None
 ) -> Corpus:
-    """Return the given data, whole; else the run's held-out data."""
+    """Return all of the given data, or else the run's held-out data."""
     named = data or settings.eval_data
     return prepare(
         named or settings.data,

@@ -1,4 +1,4 @@
-"""The machine that this host is, and what `outpace probe` measured of it if its file is here."""
+"""The machine of this host, and what `outpace probe` measured on it if its file is here."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ PROBE_FILE = Path("machine.json")  # written by outpace probe
 
 
 def has_probe_file() -> bool:
-    """Return whether a file by outpace probe is here; one by outpace calibrate does not count."""
+    """Return whether a file from outpace probe is here, not one from outpace calibrate."""
     return PROBE_FILE.is_file() and not is_corrected(PROBE_FILE)
 
 
@@ -24,5 +24,5 @@ def find_probe(machine: Machine) -> Machine | None:
 
 
 def used_machine(machine: Machine, device: torch.device) -> Machine:
-    """Return the machine without accelerators if the training runs on the processor."""
+    """Return the machine without accelerators if training runs on the CPU."""
     return machine.model_copy(update={"devices": ()}) if device.type == "cpu" else machine

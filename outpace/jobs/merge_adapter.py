@@ -1,4 +1,4 @@
-"""Merging an adapter into its base model's weights."""
+"""Merge of an adapter into its base model's weights."""
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -75,7 +75,7 @@ def _require_tokenizer_fits(opened: OpenedModel) -> None:
 
 
 def _base_notes(opened: OpenedModel) -> tuple[str, ...]:
-    """Note that the weights may not be those that the adapter names, if nothing else tells."""
+    """Note that the weights may not be those that the adapter names, if nothing shows it."""
     assert opened.adapter is not None and opened.weights is not None
     named = named_base(opened.adapter)
     config = read_config(opened.weights)

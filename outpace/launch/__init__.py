@@ -1,1 +1,1 @@
-"""Start of processes, and of a job from its settings."""
+"""Launch of processes, and of a job from its settings."""

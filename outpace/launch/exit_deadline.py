@@ -1,4 +1,4 @@
-"""End of this process when its main thread cannot, since it waits in a library for a lost rank.
+"""End of a process whose main thread cannot end it, since it waits in a library for a lost rank.
 
 gloo has no call that interrupts a thread waiting in a collective, and a save in the background
 waits for as long as its process group allows.
@@ -25,7 +25,7 @@ def end_process(message: str, exit_code: int) -> NoReturn:
 
 
 class ExitDeadline:
-    """A context that a process has to leave in time, once `start` was called within it.
+    """A context that a process must leave in time once `start` has been called in it.
 
     `end` ends the process with a message and an exit code. `tidy` is called with the message first.
     """

@@ -1,8 +1,8 @@
 """Ranks forked from their launcher, which has imported what all of them need.
 
 Ranks started as commands each import torch, which takes about a second per core of a host. Forked
-ranks have it at once, and share its memory. This works only on Linux and without accelerators,
-whose libraries do not survive a fork.
+ranks have it at once and share its memory. This works only on Linux and without accelerators, whose
+libraries do not survive a fork.
 """
 
 import atexit
@@ -31,8 +31,9 @@ Begin = Callable[[], NoReturn]
 
 
 def can_fork(device: str) -> bool:
-    """Return whether ranks that compute on `device` ("auto": the device that torch finds) may be
-    forked.
+    """Return whether ranks that compute on `device` may be forked.
+
+    "auto" is the device that torch finds.
     """
     import torch
 
@@ -135,7 +136,7 @@ def _forget_handlers() -> None:
 
 
 def _close_sockets() -> None:
-    """Close the launcher's sockets; else who waits for one to close waits for this process."""
+    """Close the launcher's sockets, so that nobody who waits for that waits for this process."""
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
             if stat.S_ISSOCK(path.stat().st_mode) and int(path.name) > sys.stderr.fileno():

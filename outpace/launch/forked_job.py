@@ -1,6 +1,7 @@
-"""A function run in forked processes that form a group, within a time limit.
+"""A function that runs in forked processes that form a group, with a time limit.
 
-It is for what may hang or crash: the caller learns how each rank ended, and none is left.
+It is for functions that may hang or crash: the caller learns how each rank ended, and no process is
+left.
 """
 
 import gc
@@ -48,19 +49,19 @@ class RankEnd:
 
     @property
     def fine(self) -> bool:
-        """Return whether it completed."""
+        """Return whether the rank completed."""
         return self.exit_code == 0
 
 
 class ForkedRank:
-    """Context of a forked rank: its position among the ranks, and a way to report what it does."""
+    """Context of a forked rank: its position among the ranks, and a way to report its progress."""
 
     def __init__(self, ranks: Ranks, folder: Path) -> None:
         self.ranks = ranks
         self._at = folder / f"rank-{ranks.rank}.at"
 
     def note_phase(self, what: str) -> None:
-        """Report the next phase, in case it does not end."""
+        """Report the next phase, which is named if it does not end."""
         self._at.write_text(what, encoding="utf-8")
 
 
@@ -69,8 +70,8 @@ def run_forked(
 ) -> list[RankEnd]:
     """Run `action` on `size` ranks with a gloo group, on this host's CPU.
 
-    `folder` stores their output, rank by rank, replacing that of an earlier job. The calling
-    process must be safe to fork: it has used no accelerator, and has no process group.
+    `folder` stores their output by rank, replacing that of an earlier job. The calling process must
+    be safe to fork: without a process group, and not having used an accelerator.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for left in (folder / "store", *folder.glob("rank-*.*")):
@@ -99,9 +100,9 @@ def run_forked(
 
 
 def _poll(fork: Fork) -> int | None:
-    """Poll like `Fork.poll`, and leave nothing of what a rank started once it has ended.
+    """Poll like `Fork.poll`, and kill everything that a rank started once it has ended.
 
-    Its process group is killed before the rank is reaped; then the ID may be another's.
+    Its process group is killed before the rank is reaped, since the ID may be reused afterwards.
     """
     if fork.returncode is None:
         seen = os.waitid(os.P_PID, fork.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -169,7 +170,7 @@ def _run_rank(
 
 
 def _redirect(path: Path) -> None:
-    """Redirect what this process prints, also from C, to a file."""
+    """Redirect what this process prints to a file, including output from C."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):
         os.dup2(log, stream)

@@ -17,9 +17,9 @@ _MOST_HOSTS = 1 << 20
 def expand(text: str) -> Iterator[str]:
     """Yield the hosts of a list, in order. Raises BadInputError for a malformed one.
 
-    It does the same as `scontrol show hostnames`, but refuses some names that SLURM allows (text
-    after the last brackets; boxes, which only some builds know). The last brackets vary fastest,
-    and a number is as wide as the first of its range.
+    The result is that of `scontrol show hostnames`, but some names that SLURM allows are refused
+    (text after the last brackets; boxes, which only some builds know). The last brackets vary
+    fastest, and numbers have as many digits as the first of their range.
     """
     for name in _split(text):
         parts = list(_PART.finditer(name))

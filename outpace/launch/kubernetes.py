@@ -1,4 +1,4 @@
-"""The job for Kubernetes: a TrainJob of Kubeflow, or an Indexed Job with its Service.
+"""A job for Kubernetes: a TrainJob of Kubeflow, or an Indexed Job with its Service.
 
 TrainJob: trainer.kubeflow.org/v1alpha1 of Kubeflow Trainer 2. Indexed Job: batch/v1, whose pods get
 names from a headless Service, for torchrun's rendezvous (kubernetes.io, "Job with Pod-to-Pod
@@ -24,7 +24,7 @@ _DISTURBED = {"type": "DisruptionTarget", "status": "True"}
 
 @dataclass(frozen=True)
 class KubernetesOptions:
-    """Options of Kubernetes alone. `claim`: a volume of all pods, mounted at the job's folder."""
+    """Options of Kubernetes alone. `claim`: a volume that all pods mount at the job's folder."""
 
     image: str
     runtime: str = "torch-distributed"

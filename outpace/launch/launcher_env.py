@@ -14,7 +14,7 @@ _SRUN = Launcher("srun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
 
 def ranks_from(environ: Mapping[str, str]) -> Ranks | None:
-    """Return the ranks set by torchrun or a similar launcher, an MPI, horovodrun or srun.
+    """Return the ranks set by torchrun or a similar launcher, MPI, horovodrun or srun.
 
     None outside of a launcher. Raises BadInputError if the variables contradict each other, are not
     numbers, or do not say which processes share a host or where the rendezvous is.

@@ -1,4 +1,4 @@
-"""Launchers by the variables that they set. Light, since commands that fail at once import it."""
+"""Launchers by the variables that they set. This imports little, since every command imports it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,9 +53,7 @@ RANK_ALONE = ("PMIX_RANK", "ALPS_APP_PE", "PALS_RANKID", "FLUX_TASK_RANK")
 
 
 def rank_name(environ: Mapping[str, str]) -> str:
-    """Return this process's rank from an environment variable, whichever launcher set it; "0"
-    without a launcher.
-    """
+    """Return this process's rank from an environment variable of any launcher; "0" without one."""
     names = [launcher.rank for launcher in (*LAUNCHERS, HYDRA)]
     if environ.get("SLURM_STEP_NUM_TASKS"):
         names.append("SLURM_PROCID")

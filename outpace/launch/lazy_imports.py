@@ -8,11 +8,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def import_quickly() -> Iterator[None]:
-    """Import modules such as torch, and those that depend on it, a seventh faster.
+    """Import modules such as torch, and those that depend on it, faster by a seventh.
 
     Objects created by the import stay alive, so the garbage collector does not search them for
-    cycles, neither during the import nor later. The latter applies only if torch was not loaded
-    before together with much else.
+    cycles during the import. Nor does it later, unless torch and much else had already been loaded.
     """
     looked, first = gc.isenabled(), "torch" not in sys.modules
     gc.disable()

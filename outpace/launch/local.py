@@ -92,7 +92,7 @@ class RanksEnd:
 
 @dataclass(frozen=True)
 class HostRendezvous:
-    """A host's place among several: the rendezvous address, and its own address there."""
+    """A host's place among several: the rendezvous address, and the host's own address."""
 
     nodes: int
     place: int
@@ -173,7 +173,7 @@ def run_ranks(
 
 @contextmanager
 def _shut_down_in_time() -> Iterator[None]:
-    """Limit how long other ranks may take after a failure; torch 2.13 always gives 30 s."""
+    """Limit how long other ranks may take after a failure; torch 2.13 always gives them 30 s."""
     from torch.distributed.elastic.multiprocessing.api import PContext
 
     whole = PContext.close
@@ -235,7 +235,7 @@ def _error_of(message: str, exit_code: int) -> OutpaceError:
 
 
 def _run_to_end(command: list[str]) -> tuple[str, int]:
-    """Run a command; an interrupt is passed on to it once, and it may take its time."""
+    """Run a command; pass an interrupt on to it once, and then wait without a limit."""
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=child_environment()
     ) as process:
@@ -258,7 +258,7 @@ def _last_document(output: str) -> dict[str, Any]:
 
 @contextmanager
 def signals_to(pass_on: Callable[[int, list[int]], None]) -> Iterator[list[int]]:
-    """Pass signals that ask to end to `pass_on`, with all so far; yield those received."""
+    """Pass termination signals to `pass_on`, with all so far; yield those received."""
     received: list[int] = []
     times: list[float] = []
 
@@ -347,12 +347,12 @@ def conclude(ended: RanksEnd) -> None:
 
 
 def _report_order(report: RankReport) -> tuple[bool, float]:
-    """Return the sort key of reports: a crash may follow another rank's refusal, never cause it."""
+    """Return the sort key of reports: a crash may follow a refusal, but never causes one."""
     return report.exit_code in (1, EXIT_INTERRUPTED), report.time_s
 
 
 def _attribute(first: RankReport, ended: RanksEnd) -> str:
-    """Return the message, with its rank unless all ranks would say the same."""
+    """Return the message, with its rank unless all ranks report the same."""
     who = ended.format_rank(first.rank)
     if first.exit_code == 1:
         return f"{who} failed:\n{first.message}"

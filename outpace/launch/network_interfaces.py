@@ -56,7 +56,7 @@ def require_address(address: str) -> None:
 
 @contextmanager
 def use_interface(address: str) -> Iterator[frozenset[str]]:
-    """Make groups use this address's interface in the context; yield the variables set for that.
+    """Make groups use this address's interface in the context; yield the variables for that.
 
     Raises BadInputError if there is no such interface.
     """
@@ -71,9 +71,9 @@ def use_interface(address: str) -> Iterator[frozenset[str]]:
 
 
 def listen(host: str, port: int, apart: bool) -> socket.socket | None:
-    """Return a socket bound to this host's address as other ranks resolve `host`.
+    """Return a socket bound to the address of this host that other ranks resolve `host` to.
 
-    None if that is unclear: `apart` are ranks on other hosts, which may resolve this name to
+    None if that is unclear: `apart` are the ranks on other hosts, which may resolve this name to
     another address, or the name may be loopback here. Raises OSError if the port is taken.
     """
     try:

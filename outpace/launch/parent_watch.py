@@ -1,8 +1,8 @@
-"""End of a process together with the process that started it, however that one ended.
+"""End of a process together with the process that started it, however the latter ends.
 
-After `kill -9` of a launcher, nothing tells its ranks. The kernel can (PR_SET_PDEATHSIG), but only
-on Linux, and it takes the end of the thread that started a process for that of its parent. The
-parent's process ID changes on every system.
+After `kill -9` of a launcher, its ranks are not informed. The kernel can signal them
+(PR_SET_PDEATHSIG), but only on Linux, and it does so when the thread that started the process ends.
+A change of the parent's process ID is visible on every system.
 """
 
 import os

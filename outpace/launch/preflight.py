@@ -1,6 +1,6 @@
-"""Check of hosts before a training is started on them.
+"""Check of hosts before training starts on them.
 
-Nothing that the user typed is put into a remote command line: it goes through standard input.
+User input is never put into a remote command line; it goes through standard input.
 """
 
 import json
@@ -35,9 +35,9 @@ _SAME = ("python", "outpace", "torch")
 
 @dataclass(frozen=True)
 class HostCheck:
-    """Result of checking a host: its facts, or in `away` the reason why there are none.
+    """Result of checking a host: its facts, or, in `away`, the reason why there are none.
 
-    `against`: facts that prevent training there.
+    `against`: facts that prevent training on it.
     """
 
     host: Host
@@ -47,7 +47,7 @@ class HostCheck:
 
     @property
     def ready(self) -> bool:
-        """Return whether ranks can run there."""
+        """Return whether ranks can run on the host."""
         return self.facts is not None and not self.obstacles
 
     @property
@@ -59,7 +59,7 @@ class HostCheck:
 def check_hosts(
     hosts: Sequence[Host], question: HostQuery, out: Path, like: HostCheck | None = None
 ) -> list[HostCheck]:
-    """Check each host with the query, and whether it sees the folder of `out`.
+    """Send the query to each host, and check whether it sees the folder of `out`.
 
     Facts that must agree are compared with `like`, or with the first host that answers. Raises
     BadInputError if nothing can be written there.
@@ -105,7 +105,7 @@ def _find_obstacles(
     between: tuple[float, float],
     tokens: dict[str, Path],
 ) -> Iterator[str]:
-    """Yield what prevents a training on a host. `tokens`: files that stand for folders."""
+    """Yield what prevents training on a host. `tokens`: files that identify folders."""
     for name in _SAME:
         its, other = answer.versions.get(name), first[1].versions.get(name)
         if its != other:
@@ -160,7 +160,7 @@ def remote(host: Host, folder: Path, what: str) -> list[str]:
 
 
 def local_environment() -> dict[str, str]:
-    """Return this process's environment without what tells from where the user came by ssh."""
+    """Return this process's environment without the variables of the user's ssh connection."""
     return {name: value for name, value in os.environ.items() if name != "SSH_CONNECTION"}
 
 

@@ -37,7 +37,7 @@ def store_on(bound: socket.socket, host: str, timeout: timedelta) -> TCPStore:
 
 
 class StaticRendezvousHandler(RendezvousHandler):
-    """Rendezvous of a fixed number of hosts with known positions; none joins later or returns.
+    """Rendezvous of a fixed number of hosts with known positions, which all join at the start.
 
     The store is on the first host, and its ranks use it too.
     """
@@ -58,7 +58,10 @@ class StaticRendezvousHandler(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Join the other hosts. Raises RendezvousError if it fails, or not all arrive in time."""
+        """Join the other hosts.
+
+        Raises RendezvousError if that fails, or if not all arrive in time.
+        """
         self._store = self._open()
         store = PrefixStore(self._run_id, self._store)
         self._await_all(store)
@@ -127,5 +130,5 @@ def _make_handler(asked: RendezvousParameters) -> RendezvousHandler:
 
 
 def register() -> None:
-    """Register it with torch's elastic launcher under NAME."""
+    """Register the handler with torch's elastic launcher under NAME."""
     rendezvous_handler_registry.register(NAME, _make_handler)

@@ -1,7 +1,7 @@
 """Variables that SLURM's srun sets for each of its tasks, in torchrun's terms.
 
-The names are those of "OUTPUT ENVIRONMENT VARIABLES" in srun(1). A batch script has some of them,
-too, but is not a rank: only what srun starts has those of a step.
+The names are those of "OUTPUT ENVIRONMENT VARIABLES" in srun(1). A batch script also has some of
+them, but is not a rank: only tasks that srun starts have those of a step.
 """
 
 import re
@@ -21,8 +21,8 @@ _WITH_VALUE = ("--rcfile", "--init-file")  # options of bash(1) with a value
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Return RANK, WORLD_SIZE and so on for a task; empty outside of a step with several tasks.
 
-    Also empty in a shell with a terminal from srun, where `--nproc` starts ranks. Raises
-    BadInputError if srun has left something out.
+    It is also empty in a shell with a terminal from srun, where `--nproc` starts ranks. Raises
+    BadInputError if a variable of srun is missing.
     """
     if environ.get("SLURM_STEP_NUM_TASKS", "1") == "1" or _in_shell(environ):
         return {}
@@ -52,7 +52,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _in_shell(environ: Mapping[str, str]) -> bool:
-    """Return whether the user types into the shell that srun has started as this task.
+    """Return whether srun has started an interactive shell as this task.
 
     `srun --pty -n 4 bash` gives task 0 the terminal; the other three shells have no user. A shell
     that runs a script does so in every task.

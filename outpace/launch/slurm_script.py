@@ -48,7 +48,7 @@ def script(job: ClusterJob, options: SlurmOptions, path: str) -> str:
 
 
 def _note_newest(job: ClusterJob) -> Iterator[str]:
-    """Yield lines that note the newest checkpoint before anything runs."""
+    """Yield lines that record the newest checkpoint before anything runs."""
     if job.out is not None:
         checkpoints = shlex.quote(f"{job.out}/checkpoints")
         yield f"saved() {{ ls -t {checkpoints}/*/complete.json 2>/dev/null | head -n 1; }}"
@@ -58,7 +58,7 @@ def _note_newest(job: ClusterJob) -> Iterator[str]:
 def _put_back(job: ClusterJob) -> Iterator[str]:
     """Yield lines that requeue the job unless it has twice saved nothing within its time limit.
 
-    The first time it may have tokenized its data, which are cached.
+    The first time, it may have spent its time on tokenizing data, which are now cached.
     """
     if job.out is None:
         yield '[ -z "$stopping" ] || [ "$code" = 0 ] || scontrol requeue "$SLURM_JOB_ID"'
@@ -102,14 +102,14 @@ def _directives(job: ClusterJob, options: SlurmOptions) -> Iterator[str]:
 
 
 def _cpus_per_task(job: ClusterJob, options: SlurmOptions) -> int | None:
-    """Return cores per task; None for the cluster's default. torchrun is one task per node."""
+    """Return the cores per task; None for the cluster's default. torchrun is one task per node."""
     if options.starter == "torchrun":
         return (job.cpus_per_rank or 1) * job.ranks_per_node
     return job.cpus_per_rank
 
 
 def _start_lines(job: ClusterJob, options: SlurmOptions) -> Iterator[str]:
-    """Yield lines that start all ranks, in blocks, which keep neighbours together."""
+    """Yield lines that start all ranks in blocks, which keep neighbouring ranks together."""
     srun = ["srun", "--distribution=block", "--kill-on-bad-exit=0", f"--wait={_WAIT_S}", "--label"]
     cpus = _cpus_per_task(job, options)
     if cpus is not None:  # srun no longer inherits it from sbatch since 22.05

@@ -1,7 +1,7 @@
 """Training on several hosts from one, over ssh, with torch's elastic agent on each of them.
 
-A training consists of rounds: each is one start on the hosts that are ready, and resumes from the
-last checkpoint of the one before. A lost rank or host, or one that comes back, ends a round.
+A run consists of rounds: each is a start on the hosts that are ready, and resumes from the last
+checkpoint of the previous round. A lost rank or host, or a host that returns, ends a round.
 """
 
 import os
@@ -46,11 +46,11 @@ _ASK_AGAIN_S, _PATIENCE_S = 10.0, 600.0  # while too few hosts are left
 
 @dataclass(frozen=True)
 class Training:
-    """A training to start on hosts.
+    """A training run to start on hosts.
 
-    `command`: that of a rank; `again`: that of a rank that resumes the run. `paths` must exist on
-    all hosts; `out` is the run's folder, which they share. `rounds` are the names of the rounds so
-    far, including the current one.
+    `command`: the command of a rank; `again`: that of a rank that resumes the run. `paths` must
+    exist on all hosts; `out` is the run's folder, which they share. `rounds` are the names of the
+    rounds so far, including the current one.
     """
 
     command: list[str]
@@ -64,7 +64,7 @@ class Training:
     def check(
         self, hosts: Sequence[Host], like: HostCheck | None = None, during: bool = False
     ) -> list[HostCheck]:
-        """Check the hosts. Ranks of the last round do not count as earlier ones `during` it."""
+        """Check the hosts. `during` a round, its own ranks do not count as leftovers."""
         rounds = self.rounds[:-1] if during else self.rounds
         question = HostQuery(
             folder=str(self.folder),
@@ -132,7 +132,7 @@ def _format_hosts(using: Sequence[HostCheck], hosts: Sequence[Host]) -> str:
 
 
 def _require_start(answers: Sequence[HostCheck], elastic: Elastic) -> None:
-    """Raise BadInputError unless all hosts are ready, or enough are while some are away."""
+    """Raise BadInputError unless all hosts are ready, or enough are and the others are away."""
     problems = [one for answer in answers for one in answer.problems]
     wrong = any(answer.obstacles for answer in answers)
     ready = sum(answer.ready for answer in answers)
@@ -171,7 +171,7 @@ def _round(
 ) -> str | None:
     """Run one round on these hosts, and wait for its end.
 
-    Returns the name of a host that was away and is back, for which the ranks have saved and ended.
+    Returns the name of a host that has returned, for which the ranks have saved and ended.
     """
     parts = _parts(using, training, kept)
     asked = _EndRequest(parts)
@@ -198,13 +198,13 @@ def _round(
 
 @dataclass
 class _EndRequest:
-    """Whether these hosts' ranks have been asked to end; a second request ends them at once."""
+    """Record of requests to end these hosts' ranks; a second request ends them at once."""
 
     parts: "Sequence[_Part]"
     over: threading.Event = field(default_factory=threading.Event)
 
     def end(self, signum: signal.Signals, again: bool = False) -> bool:
-        """Ask the ranks to end, unless done before; return whether it was done now."""
+        """Ask the ranks to end, unless already asked; return whether this call did."""
         if self.over.is_set() and not again:
             return False
         self.over.set()
@@ -257,7 +257,7 @@ def _watch_for_return(
 
 
 def _passed_variables() -> dict[str, str]:
-    """Return variables that affect computation, without those that belong to a host."""
+    """Return variables that affect computation, except those that belong to a host."""
     return {name: value for name, value in variables(os.environ).items() if name not in _OWN}
 
 
@@ -292,14 +292,14 @@ class _Part:
             self.process.stdin.flush()
 
     def close(self) -> None:
-        """Close its input, which every listener there takes as the end."""
+        """Close the part's input, which tells everything that listens on its host to end."""
         assert self.process.stdin is not None
         with suppress(OSError):
             self.process.stdin.close()
 
     @property
     def failed(self) -> bool:
-        """Return whether it has ended and failed."""
+        """Return whether the part has ended and failed."""
         if self.process.poll() is None:
             return False
         for reader in self.readers:
@@ -334,7 +334,7 @@ class _Part:
 
 
 def _wait(parts: Sequence[_Part]) -> None:
-    """Wait until all have ended; end those that are left long after one has failed.
+    """Wait until all parts have ended; end those that still run long after one has failed.
 
     They cannot save any more, since a step needs all ranks.
     """
@@ -356,7 +356,7 @@ def _wait(parts: Sequence[_Part]) -> None:
 
 
 def _end(parts: Sequence[_Part]) -> None:
-    """End all at once, with a second signal that is not waited for."""
+    """End all parts at once, with a second signal, after which they do not finish their step."""
     for part in parts:
         part.send_line(signal.SIGTERM.name)
     time.sleep(2 * SAME_SIGNAL_S)
@@ -365,7 +365,7 @@ def _end(parts: Sequence[_Part]) -> None:
 
 
 def _conclude(parts: Sequence[_Part], signals: Sequence[int]) -> None:
-    """Raise the WorkerError that says why it ended, if it failed."""
+    """Raise the WorkerError that says why the run ended, if it failed."""
     lost = [part for part in parts if part.ended is None]
     if lost and not signals:
         said = lost[0].errors[-1] if lost[0].errors else "it sent no message"

@@ -1,11 +1,11 @@
-"""Agent that runs one host's part of a training, started over ssh by `launch.ssh`.
+"""Agent that runs one host's part of a training run, started over ssh by `launch.ssh`.
 
     python -m outpace.launch.ssh_agent check  a Question on standard input, Facts on standard output
     python -m outpace.launch.ssh_agent run    Work on standard input; starts its ranks
 
 While ranks run, each further line of input names a signal to pass on to them, or is empty, as a
-heartbeat. If the input ends, or nothing comes for SILENCE_S, the ranks are asked to end, as by
-SIGTERM. The last line of output, after MARK, says how they ended.
+heartbeat. If the input ends, or nothing arrives for SILENCE_S, the ranks are asked to end as if by
+SIGTERM. The last line of output, after MARK, says how the ranks ended.
 """
 
 import json
@@ -98,7 +98,7 @@ def run(work: HostCommand) -> NoReturn:
 
 
 def _finish(said: dict[str, Any]) -> NoReturn:
-    """Report how it ended, and exit, which Python cannot in order while a thread reads."""
+    """Report how the ranks ended, and exit at once, since a thread is still reading."""
     sys.stdout.flush()
     print("\n" + MARK + json.dumps(said), flush=True)  # a dead rank may have left half a line
     sys.stderr.flush()
@@ -128,7 +128,7 @@ def _listen() -> None:
 
 
 def _lines() -> Iterator[str]:
-    """Yield the lines of standard input as they come."""
+    """Yield the lines of standard input as they arrive."""
     lines: SimpleQueue[str | None] = SimpleQueue()
 
     def read() -> None:

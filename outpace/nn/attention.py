@@ -1,10 +1,10 @@
 """Attention on a CPU in 16 bits, by blocks of queries whose scores stay in the caches.
 
-torch's fused kernel for CPUs multiplies 16-bit tiles that are too small for the processor's units:
-in a step in bf16 it takes several times as long as batched products do (docs/development/log.md).
-Here they are batched, block by block, so that all scores never exist together and a causal block
-does not read keys after it. Like the fused kernels, the backward recomputes the scores instead of
-keeping them (Dao et al., arXiv 2205.14135, algorithm 4).
+torch's fused kernel for CPUs multiplies 16-bit tiles that are too small for the processor's units,
+and in a bf16 step takes several times as long as batched products do (docs/development/log.md).
+Here the products are batched, block by block, so that only a part of the scores exists at any time
+and a causal block does not read later keys. As in the fused kernels, the backward recomputes the
+scores instead of keeping them (Dao et al., arXiv 2205.14135, algorithm 4).
 
 Legend: B batch, S queries, T keys, H query heads, K key/value heads, G = H/K queries per key,
 C head width, R rows of a block.

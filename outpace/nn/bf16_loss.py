@@ -1,9 +1,9 @@
 """Cross-entropy over the vocabulary on a CPU in bf16, with the logits' gradient in place.
 
-torch's chunked operator multiplies in fp32 on CPUs, which takes several times as long if the
-processor has units for bf16; with whole logits, autograd copies them in fp32, with a gradient for
-each copy (docs/development/log.md). Here the products are in 16 bits, as under autocast, and
-softmax is in fp32 for some rows at a time, whose gradient then replaces their logits.
+torch's chunked operator multiplies in fp32 on CPUs, which takes several times as long as in bf16 on
+processors with units for it; with whole logits, autograd keeps fp32 copies of them and a gradient
+for each copy (docs/development/log.md). Here the products are in 16 bits, as under autocast, and
+softmax is computed in fp32 for some rows at a time, whose gradient then replaces their logits.
 
 Legend: N tokens (B·S), D hidden width, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""One block of a transformer: attention and MLP around a residual stream.
+"""A block of a transformer: attention and MLP around a residual stream.
 
 Legend: B batch, S queries, T keys, D hidden width, H query heads, K key/value heads, C head width.
 """
@@ -46,7 +46,8 @@ def joined_weight(layers: Sequence[nn.Linear]) -> Tensor:
 def joined_product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
     """Return the concatenated outputs of several linear layers for `x`, by one product.
 
-    Joining the weights moves far less memory than `x` and its gradient, read and written only once.
+    Joining the weights moves far less memory than it saves, since `x` and its gradient are read and
+    written only once.
     """
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
     bias = torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
@@ -57,7 +58,7 @@ def joined_linear(x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
     """Apply several linear layers to `x` by one product; return the output of each.
 
     The joined weights are not kept for the backward, which joins them again. Otherwise, those of
-    all layers would be held at once, and even the unsharded ones if each rank has a part.
+    all layers would be held at once, and in unsharded form if weights are sharded.
     """
     if torch.compiler.is_compiling() or not (x.requires_grad and torch.is_grad_enabled()):
         return split_product(joined_product(x, layers), layers)
@@ -141,8 +142,8 @@ def suited_attention(
 class HeadNorm(nn.RMSNorm):
     """nn.RMSNorm of each head, with its weight cast to the dtype of the input.
 
-    The input is fp32, even if weights have 16 bits; torch has a fused kernel only if both dtypes
-    are equal.
+    The input is fp32 even if weights have 16 bits; torch has a fused kernel only if both dtypes are
+    equal.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -274,7 +275,7 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
         read_B: Tensor | None = None,
     ) -> Tensor:
-        """Map (B, S, D) to (B, S, D), or to (B, 1, D) if one position a sample is needed.
+        """Map (B, S, D) to (B, S, D), or to (B, 1, D) if one position of each sample is needed.
 
         In that case, other positions only serve as keys and values.
         """

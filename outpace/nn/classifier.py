@@ -30,7 +30,7 @@ _TP_PLAN: Mapping[str, str] = {
 
 
 def initial_value(seed: int, name: str, shape: Sequence[int]) -> Tensor:
-    """Draw a weight that a transformer does not have: N(0, 0.02), each from its own stream."""
+    """Draw a weight that a transformer does not have: N(0, 0.02), from a stream of its own."""
     value = torch.zeros(shape, dtype=torch.float32, device="cpu")
     return value if name.endswith("bias") else fill_normal(value, seed, name, INIT_STD)
 
@@ -81,7 +81,7 @@ class Classifier(nn.Module):
         padding_mask_BS: Tensor | None = None,
         last_B: Tensor | None = None,
     ) -> Tensor:
-        """Return scores (B, C). `last_B`: positions of samples' last tokens, of a decoder."""
+        """Return scores (B, C). `last_B`: positions of the samples' last tokens, for a decoder."""
         batch, length = tokens_BS.shape
         if self.pooler is not None or last_B is None:
             last_B = tokens_BS.new_full((batch,), length - 1 if self.pooler is None else 0)
@@ -113,8 +113,8 @@ class ClassificationObjective(nn.Module):
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, ...]:
         """Return the sums of losses in nats (fp32 or fp64, with gradient) and of samples (int64).
 
-        `batch` has `tokens` (B, S), `targets` (B,), −100 for a sample that does not count, and,
-        for an encoder, `segments` and `padding_mask` (B, S); for a decoder `last` (B,).
+        `batch` has `tokens` (B, S), `targets` (B,), −100 for a sample that does not count. For an
+        encoder it also has `segments` and `padding_mask` (B, S), for a decoder `last` (B,).
         """
         scores_BC = to_fp32(
             self.model(
@@ -129,7 +129,7 @@ class ClassificationObjective(nn.Module):
         return loss_sum, count, self._sums(scores_BC, targets_B)
 
     def _sums(self, scores_BC: Tensor, targets_B: Tensor) -> Tensor:
-        """Return the further sums, (K,), in the order of their names."""
+        """Return the sums named in `sums`, (K,), in that order."""
         valid_B = targets_B != IGNORED
         predicted_B = scores_BC.argmax(-1)
         parts = [((predicted_B == targets_B) & valid_B).sum()]

@@ -1,9 +1,10 @@
 """Forwards compiled by torch.compile, of a whole model or of each of its blocks.
 
 Only `forward` is compiled, so hooks (of `fully_shard`, of offloading, of tensor parallelism) are
-called outside the compiled region. Shapes are static: a batch of another shape is compiled again,
-so the data has few shapes. Evaluation and generation run eagerly (`without_compilation`): a forward
-without gradients would be a separate graph, and a few batches gain less time than compiling takes.
+called outside the compiled region. Shapes are static: a batch of a new shape is compiled again, so
+the data is padded to few shapes. Evaluation and generation run eagerly (`without_compilation`): a
+forward without gradients would be a separate graph, and compiling takes more time than a few
+batches can gain.
 """
 
 import copy
@@ -110,7 +111,7 @@ def compile_forwards(
 ) -> Compilation:
     """Compile the forwards of modules in place; equal ones share the compiled code.
 
-    `on_failure` is called once with the reason if the compiler fails on one (None: a warning).
+    `on_failure` is called once with the reason if the compiler fails on one (None gives a warning).
     """
     compilation = Compilation(on_failure)
     for module in modules:
@@ -129,7 +130,7 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def copy_with_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a copy of a function whose compilations torch.compile counts by themselves.
+    """Return a copy of a function whose compilations torch.compile counts separately.
 
     torch counts how often a code object is compiled, for all callers, and gives up after a few.
     """
@@ -171,7 +172,7 @@ def compiler_cache(environ: MutableMapping[str, str], folder: Path, used: bool) 
     """Keep compiled code in `folder` for later runs, unless the user has chosen another folder.
 
     This covers Inductor's graphs and code, and Triton's kernels, each through its environment
-    variable. Does nothing unless `used`.
+    variable. It does nothing unless `used`.
     """
     if not used:
         yield

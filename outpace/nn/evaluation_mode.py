@@ -11,7 +11,7 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
     """Put every part of `module` in evaluation mode, and restore each part's mode afterwards.
 
     `module.train()` would also change parts that a user keeps in evaluation mode, such as a frozen
-    BatchNorm. Parts that are added in the meantime are not changed.
+    BatchNorm. Parts that are added in the meantime stay unchanged.
     """
     modes = {part: part.training for part in module.modules()}
     module.eval()

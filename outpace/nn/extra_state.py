@@ -60,10 +60,10 @@ def unpack(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
 
 
 def require_plain(module: nn.Module) -> None:
-    """Refuse extra state that cannot be written, or not be read without running code, and tensors
-    in the state dict under names that no parameter or buffer has.
+    """Refuse extra state that cannot be saved safely, and tensors under unknown names.
 
-    Raises BadInputError.
+    Extra state must be writable, and readable without running code. A name is unknown if no
+    parameter or buffer has it. Raises BadInputError.
     """
     for name, part in parts_with_extra_state(module):
         shown = name or type(part).__name__
@@ -82,7 +82,10 @@ def require_plain(module: nn.Module) -> None:
 
 
 def from_bytes(data: bytes, name: str, device: torch.device | None = None) -> Any:
-    """Return what `pack` made bytes of. Raises BadInputError for other than plain values."""
+    """Return the values that `pack` converted to bytes.
+
+    Raises BadInputError unless they are plain.
+    """
     place = partial(_place, device=device or torch.device("cpu"))
     try:
         return torch.load(io.BytesIO(data), map_location=place, weights_only=True)
@@ -107,5 +110,5 @@ def _to_bytes(value: Any, name: str) -> bytes:
 
 
 def _place(storage: Any, location: str, device: torch.device) -> Any:
-    """Leave a tensor's memory on the CPU if it was there; else move it to `device`."""
+    """Leave a tensor on the CPU if it was saved from there; else move it to `device`."""
     return storage if location == "cpu" or device.type == "cpu" else storage.to(device=device)

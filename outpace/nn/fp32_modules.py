@@ -1,8 +1,8 @@
 """Norms and embeddings over gathered 16-bit weights, computed in fp32 as under autocast.
 
 Autocast expects weights in fp32: it casts those of products and leaves the others. Ranks that shard
-parameters gather them in 16 bits (`parallel.fsdp`). torch's norms refuse these with an input in
-fp32, and a transformer's residual stream would be in 16 bits from its embedding on.
+parameters gather them in 16 bits (`parallel.fsdp`). torch's norms refuse 16-bit weights with an
+fp32 input, and the embedding would put a transformer's whole residual stream into 16 bits.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 def compute_in_fp32(model: nn.Module, runs_on: str) -> None:
-    """Make norms and embeddings compute in fp32 under autocast, whatever their weights' dtype.
+    """Make norms and embeddings compute in fp32 under autocast, whatever dtype weights have.
 
     The model is changed in place; `runs_on` is the kind of device that it computes on. Without
     autocast, nothing changes. On a CPU, whose kernel sums an embedding's gradients in the dtype of
@@ -37,8 +37,8 @@ def compute_in_fp32(model: nn.Module, runs_on: str) -> None:
 def _raised_type(kind: type[nn.Module]) -> type[nn.Module]:
     """Return a class of modules whose forward has raised parameters.
 
-    It is not a forward for each module: a compiler guards those by identity, so layers would not
-    share compiled code, and it gives up after a few.
+    A forward per module would not do: a compiler guards those by identity, so layers would not
+    share compiled code, and compilation stops after a few.
     """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -63,7 +63,7 @@ def _raise_output(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
 def _forward_with_raised(
     module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a module's forward with its own 16-bit parameters raised to fp32."""
+    """Call a module's forward with its direct 16-bit parameters cast to fp32."""
     own = module._parameters
     low = {name: p for name, p in own.items() if p is not None and p.dtype in _LOW}
     if not low or not _autocasts(next(iter(low.values())).device):

@@ -26,11 +26,11 @@ def generate(
 ) -> list[int]:
     """Return `tokens` and the model's continuation, up to one of `stop_ids` (excluded).
 
-    Temperature 0, or one so low that it has the same effect, takes the most likely token.
-    Otherwise, a token is drawn from softmax(logits / temperature), among the `top_k` most likely if
-    given. Tokens are drawn on the CPU, so equal logits give equal tokens on all devices. When the
-    model's positions are used up, it continues from the newest half of them. Raises BadInputError
-    for models that are not causal, an empty prompt, tokens outside the vocabulary, and bad sampling
+    Temperature 0, or one that is effectively 0, takes the most likely token. Otherwise, a token is
+    drawn from softmax(logits / temperature), among the `top_k` most likely ones if given. Tokens
+    are drawn on the CPU, so equal logits give equal tokens on all devices. When the model's
+    positions are used up, it continues from the newest half of them. Raises BadInputError for
+    models that are not causal, an empty prompt, tokens outside the vocabulary, and bad sampling
     values.
     """
     _check(model, tokens, max_new_tokens, temperature, top_k)
@@ -51,12 +51,12 @@ def generate(
 
 
 def read_length(tokens: int, positions: int) -> int:
-    """Return how many of a text's last tokens a model of that many positions reads."""
+    """Return how many of a text's last tokens a model with this number of positions reads."""
     return tokens if tokens <= positions else max(1, positions // 2)
 
 
 def _start(model: Transformer, written: list[int], left: int) -> tuple[list[int], KVCache]:
-    """Return what to read first, and an empty cache with room for it and for the tokens `left`."""
+    """Return the tokens to read first, and an empty cache for them and for `left` more."""
     positions = model.spec.max_positions
     kept = written[-read_length(len(written), positions) :]
     return kept, KVCache(model.spec.layers, min(positions, len(kept) + left))

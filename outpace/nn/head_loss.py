@@ -14,10 +14,10 @@ The vocabulary is padded to a multiple of `PADDED_TO`: cuBLAS's kernels for Hopp
 bytes, and GPT-2's head of 50,257 took 5 to 6.4 times as long as one of 50,304 (H200, 2026-11-27).
 The padding consists of zero rows in the copy of the head that products read; its logits do not
 count, and it is never stored. The head's gradient is summed in fp32 by cuBLAS, within one product,
-or one per chunk that adds to the last.
+or by a product per chunk that adds to the sum so far.
 
 `LogitsFunctions` read and write the logits, compiled by torch.compile (two kernels, static shapes)
-or eager. Products are cuBLAS's either way.
+or eager. Either way, products are cuBLAS's.
 
 Legend: N tokens (B·S), D hidden width, V vocabulary (or this rank's part), P = V padded.
 """
@@ -103,7 +103,7 @@ def _loss_and_gradient(
     vocab: int,
     targets_logits_N: Tensor | None = None,
 ) -> Tensor:
-    """Compute both of the above when compiled, from the targets' logits where they are known."""
+    """Compute loss and gradient when compiled, from the targets' logits where they are known."""
     own_N = _targets_logits(logits_NP, columns_N) if targets_logits_N is None else targets_logits_N
     lse_N = _log_sum_exp(logits_NP, vocab)
     loss = ((lse_N - own_N) * counts_N).sum()
@@ -225,7 +225,7 @@ def _compiler_errors() -> tuple[type[Exception], ...]:
 
 
 def _is_limit(error: Exception) -> bool:
-    """Return whether a function was compiled for too many shapes, which torch 2.13 only says."""
+    """Return whether a function was compiled for too many shapes, by torch 2.13's message."""
     text = f"{type(error).__name__} {error}".lower()
     return "recompilelimit" in text or "recompile limit" in text
 
@@ -277,11 +277,11 @@ def head_loss_sum(
     dtype: torch.dtype | None = None,
     passes: LogitsFunctions = EAGER,
 ) -> Tensor:
-    """Return the sum of −log softmax(hidden · weightᵀ + bias)[target], at least in fp32, with
-    gradient.
+    """Return the sum of −log softmax(hidden · weightᵀ + bias)[target], in fp32 or wider.
 
-    `dtype` is that of products and logits (None: fp32, or the operands' if wider). `kind`: "plain"
-    computes all logits at once, "chunked" `CHUNK_ROWS` rows at a time, "auto" goes by size.
+    It has a gradient. `dtype` is that of products and logits (None: fp32, or the operands' if
+    wider). `kind`: "plain" computes all logits at once, "chunked" `CHUNK_ROWS` rows at a time, and
+    "auto" decides by size.
     """
     dtype = dtype or torch.promote_types(hidden_ND.dtype, torch.float32)
     counts_N = targets_N != IGNORED
@@ -327,7 +327,7 @@ def whole_loss_sum(
 class _KeptTensors:
     """Tensors that a forward leaves to its backward, each until its last use.
 
-    `due` are the numbers of the operands whose gradients have not been requested yet.
+    `due` holds the numbers of the operands whose gradients have not yet been requested.
     """
 
     logits: Tensor | None
@@ -341,7 +341,9 @@ class _KeptTensors:
 
 
 class _WholeLoss(torch.autograd.Function):
-    """The loss with all logits kept from forward to backward. Each operand's gradient is made once.
+    """The loss with all logits kept from forward to backward.
+
+    The gradient of each operand is computed once.
 
     Gradients may be requested one after the other, as in schedules with split backwards.
     """
@@ -385,7 +387,7 @@ class _WholeLoss(torch.autograd.Function):
 def _requested_operands(ctx: Any) -> set[int]:
     """Return the operands whose gradients autograd uses in this run, among those with one.
 
-    `needs_input_grad` stays as in the forward, whichever operands are requested.
+    `needs_input_grad` stays as in the forward, whichever gradients are requested.
     """
     operands = [number for number, dtype in enumerate(ctx.dtypes) if dtype is not None]
     nodes = zip(operands, ctx.next_functions, strict=False)
@@ -425,7 +427,7 @@ def _whole_gradients(
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The loss of some rows at a time; gradients are made in the forward and scaled once."""
+    """The loss of some rows at a time; gradients are computed in the forward and scaled once."""
 
     @staticmethod
     def forward(
@@ -479,7 +481,7 @@ class _ChunkedLoss(torch.autograd.Function):
 def _loss_alone(
     operands: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor], rows: int, dtype: torch.dtype
 ) -> Tensor:
-    """Compute the loss without gradients: evaluation's shapes are not worth compiling for."""
+    """Compute the loss without gradients, uncompiled, since evaluation has too many shapes."""
     hidden, weight, bias, columns, counts = operands
     head = padded_head(weight, dtype)
     loss = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
@@ -493,7 +495,7 @@ def _loss_alone(
 
 
 def padded_head(weight_VD: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the head (P, D) in the products' dtype, with rows of zeros, or as it is."""
+    """Return the head (P, D) in the products' dtype, with rows of zeros added if needed."""
     vocab, width = weight_VD.shape
     rows = padded_width(vocab)
     if rows == vocab:

@@ -2,8 +2,8 @@
 
 torch's selective checkpointing asks a policy about every operator, twice. Here, tensors that linear
 layers save for their backward are replaced by a recipe to compute them again: the input, from a
-norm or an activation function, and a copy of the weight, cast or joined. It keeps as many bytes,
-with the sum within the block in fp32 instead of its two terms in 16 bits.
+norm or an activation function, and a copy of the weight, cast or joined. It keeps the same number
+of bytes, but the sum within the block in fp32 instead of its two terms in 16 bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,7 +32,8 @@ from outpace.nn.rotary import Tables
 class Recipe:
     """Recipe to recompute a tensor. Several readers share the result.
 
-    `compute` holds its inputs detached, lest they keep the graph alive; a backward has no autocast.
+    `compute` holds detached inputs, so as not to keep the graph alive, and runs without autocast,
+    as backwards do.
     """
 
     def __init__(self, compute: Callable[[], Tensor]) -> None:
@@ -46,7 +47,7 @@ class Recipe:
         return self._take
 
     def _take(self) -> Tensor:
-        """Return the tensor, and forget it after its last reader."""
+        """Return the tensor, and drop it after its last reader."""
         value = self._compute() if self._value is None else self._value
         self._left -= 1
         self._value = value if self._left > 0 else None
@@ -73,7 +74,7 @@ def _linear(layers: Sequence[nn.Linear], rows: Tensor, again: Recipe | None = No
 
 
 def _apply_norm(norm: nn.Module, x: Tensor) -> tuple[Tensor, Recipe]:
-    """Return the norm in autocast's dtype, and a recipe to make it of `x`, which the norm saves."""
+    """Return the norm in autocast's dtype, and a recipe to compute it from the saved `x`."""
     low, kept = to_autocast_dtype(norm(x)), x.detach()
     kind, dtype = x.device.type, low.dtype
     autocasts = kind != "meta" and torch.is_autocast_enabled(kind) and not _is_fp32(norm, kept)
@@ -89,7 +90,7 @@ def _apply_norm(norm: nn.Module, x: Tensor) -> tuple[Tensor, Recipe]:
 
 
 def _is_fp32(norm: nn.Module, x: Tensor) -> bool:
-    """Return whether a norm is computed in fp32 with autocast and without."""
+    """Return whether a norm is computed in fp32 both with and without autocast."""
     return x.dtype == getattr(norm.weight, "dtype", None) == torch.float32
 
 

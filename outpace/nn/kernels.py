@@ -5,9 +5,9 @@ torch's own choice is wrong or wasteful for some calls:
 - cuDNN returns NaN gradients of queries with a mask (pytorch#196678: cuDNN up to 9.25.1; torch 2.11
   has 9.19, 2.12 and 2.13 have 9.20, 2.14 has 9.24), and of keys and values with a single query
   (NVIDIA/cudnn-frontend#1072, also in 9.26); on Blackwell a single query gets wrong results
-  (pytorch#193893). It gets neither of these calls, in any version.
+  (pytorch#193893). It is never used for these calls, in any version.
 - FlashAttention supports neither masks nor fp32, and the memory-efficient kernel no grouped queries
-  before pytorch#191085, which leaves the kernel that holds all scores. So keys and values are
+  before pytorch#191085, which leaves only the kernel that holds all scores. So keys and values are
   repeated for the memory-efficient one.
 - With a mask, every kernel computes all S × T scores. FlexAttention (Dong et al., arXiv 2412.05496)
   skips invisible blocks and needs no mask in memory; it supports no dropout, no fp64, and no heads
@@ -179,7 +179,7 @@ def attend_by(
 def operands_for(
     kernel: Kernel, q_BHSC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the operands that a kernel takes: keys for all heads, and widths padded with zeros."""
+    """Return the operands for a kernel: with keys for all heads, and widths padded with zeros."""
     repeats, missing = q_BHSC.shape[1] // k_BKTC.shape[1], -q_BHSC.shape[3] % _WIDTH_MULTIPLE
     if kernel in ("efficient", "math") and repeats > 1:
         k_BKTC, v_BKTC = (x.repeat_interleave(repeats, 1) for x in (k_BKTC, v_BKTC))

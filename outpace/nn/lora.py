@@ -1,7 +1,7 @@
-"""Low-rank adapters of frozen weights: LoRA, and QLoRA if these are in 4 bits.
+"""Low-rank adapters of frozen weights: LoRA, and QLoRA if the weights are in 4 bits.
 
 Hu et al., "LoRA", arXiv 2106.09685, §4.1: h = W x + (α/r) · B A x, with A (r × in) drawn at random
-and B (out × r) zero at the beginning. Dettmers et al., "QLoRA", arXiv 2305.14314, eq. 5.
+and B (out × r) initially zero. Dettmers et al., "QLoRA", arXiv 2305.14314, eq. 5.
 
 Adapters are parameters of their matrix's module, `lora_a` and `lora_b`; others keep their names.
 """
@@ -167,7 +167,7 @@ def adapters(model: nn.Module) -> dict[str, tuple[Tensor, Tensor, float]]:
 
 
 def parameter_counts(model: nn.Module) -> tuple[int, int]:
-    """Return the number of all weights, in any form, and of trained ones."""
+    """Return the number of all weights, in any format, and that of the trained ones."""
     in_4_bits = [module for module in model.modules() if isinstance(module, NF4Linear)]
     parts = {id(part) for module in in_4_bits for part in module._parts()}
     counted = sum(p.numel() for p in model.parameters() if id(p) not in parts)

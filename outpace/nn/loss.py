@@ -159,7 +159,7 @@ def _wide_sum(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tens
 
 
 def _whole_rows(vocab: int) -> int:
-    """Return for how many tokens "auto" holds all 16-bit logits on a CPU."""
+    """Return the number of tokens up to which "auto" holds all 16-bit logits on a CPU."""
     return max(CHUNK_ROWS, LOW_LOGITS_BYTES_CPU // (2 * vocab))
 
 
@@ -233,7 +233,7 @@ class ChunkedSum(torch.autograd.Function):
 class WideChunkedSum(torch.autograd.Function):
     """`ChunkedSum` on a CPU in the dtype of its operands, fp32 or fp64.
 
-    Each chunk's gradient replaces its logits, and the head's is summed without a second one.
+    Each chunk's gradient replaces its logits, and the head's gradient is summed in place.
     """
 
     @staticmethod

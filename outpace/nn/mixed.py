@@ -34,9 +34,9 @@ class MixedPrecision:
 
     `cast(True)` is the same within `casts_kept`.
 
-    `scaler` is None unless the loss is scaled. `weights` is the dtype of stored weights, None to
-    keep theirs. `wide_gradients`: whether 16-bit gradients are cast to fp32 before they are
-    unscaled. `wide_sums`: whether gradients of several micro-batches are summed in fp32.
+    `scaler` is None unless the loss is scaled. `weights` is the dtype to store weights in, None to
+    keep the model's own. `wide_gradients`: whether 16-bit gradients are cast to fp32 before they
+    are unscaled. `wide_sums`: whether gradients of several micro-batches are summed in fp32.
     """
 
     dtype: torch.dtype | None
@@ -85,7 +85,8 @@ def lower_weights(objective: nn.Module, mixed: MixedPrecision) -> dict[str, Tens
     """Cast an objective's weights in place, as `mixed` specifies.
 
     Returns the original fp32 values of trained weights, by their names in the objective's `model`,
-    if the optimizer's master weights start from them. A model without memory has none.
+    if the optimizer's master weights start from them. For a model without storage, nothing is
+    returned.
     """
     model: nn.Module = objective.model  # type: ignore[assignment]
     before = {
@@ -99,11 +100,11 @@ def lower_weights(objective: nn.Module, mixed: MixedPrecision) -> dict[str, Tens
 
 
 def keeps_casts(asked: bool | None, unknown_code: bool) -> bool:
-    """Return whether autocast keeps casts of weights until a forward ends: as requested, or if it
-    helps.
+    """Return whether autocast keeps casts of weights until a forward ends, by request or default.
 
-    A transformer uses each matrix once in a forward: kept casts save no time, and they hold the
-    memory of all weights in 16 bits if the backward recomputes or gathers them again.
+    By default it does not: a transformer uses each matrix once in a forward, so kept casts save no
+    time, and they hold the memory of all weights in 16 bits if the backward recomputes or gathers
+    them again.
     """
     return unknown_code if asked is None else asked
 

@@ -1,8 +1,8 @@
 """Options of any model made of repeated blocks: float8, checkpointing, offloading, torch.compile.
 
-All work in place and keep parameter names. Float8 products replace modules, so they come first;
-then checkpointing, so that the compiler sees what is recomputed; offloading is last, since its
-hooks for saved tensors are outside a compiled block.
+All of them work in place and keep parameter names. Float8 products replace modules, so they come
+first; then checkpointing, so that the compiler sees what is recomputed; offloading is last, since
+its hooks for saved tensors are outside a compiled block.
 """
 
 from collections import Counter
@@ -59,7 +59,7 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
 
 
 def _most_common_members(container: nn.Module) -> list[nn.Module]:
-    """Return the members of the class that most members with parameters have."""
+    """Return the members of the most common class among members with parameters."""
     members = [child for child in container.children() if _callable(child)]
     # Each module with a parametrization has a class of its own.
     kinds = [type_before_parametrizations(child) for child in members]
@@ -68,7 +68,7 @@ def _most_common_members(container: nn.Module) -> list[nn.Module]:
 
 
 def _callable(module: nn.Module) -> list[nn.Module]:
-    """Return a module with parameters or, if it has no forward (lists), the callable ones in it."""
+    """Return a module with parameters or, without a forward (lists), the callable ones in it."""
     if not _size([module]):
         return []
     if type(module).forward is not nn.Module.forward or "forward" in vars(module):
@@ -161,7 +161,7 @@ def _run_checkpointed(
 def _without_caches(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Drop caches of keys and values, to which a recomputation would append a second time."""
+    """Drop caches of keys and values, since a recomputation would append to them a second time."""
     given = (*args, *kwargs.values())
     if not any(_is_cache(value) for value in given):
         return args, kwargs
@@ -172,7 +172,7 @@ def _without_caches(
 
 
 def _is_cache(value: Any) -> bool:
-    """Return whether it is a cache of a transformers model, which fills one in training too."""
+    """Return whether a value is a transformers model's cache, which training also fills."""
     if value is None or isinstance(value, torch.Tensor):
         return False
     kinds = type(value).__mro__

@@ -5,7 +5,7 @@ rounded to 16 levels, the quantiles of a normal distribution; the scales themsel
 bits, in blocks of 256. That is 4.127 bits per value.
 
 A quantized matrix is stored as plain tensors, so code that splits, sends or copies a model's
-tensors handles these too. Blocks need not match rows.
+tensors handles these too. Blocks need not be aligned with rows.
 """
 
 import importlib.util
@@ -39,8 +39,8 @@ def require_nf4() -> None:
 def _library() -> Any:
     """Return bitsandbytes, without its advice on kernels that it would download.
 
-    Its first call computes the levels of scales for all later calls of the process. Under fake
-    tensors, as in a trace, they would be wrong, so that call is made here, with real values.
+    Its first call computes the levels of scales for all later calls in the process. Under fake
+    tensors, as in a trace, they would be wrong, so the first call is made here, with real values.
     """
     speaking = logging.getLogger("bitsandbytes")
     level = speaking.level
@@ -84,7 +84,7 @@ class NF4Product(torch.autograd.Function):
     """x · Wᵀ with a frozen 4-bit W, which is dequantized again in the backward and never kept.
 
     bitsandbytes has such a product for 16 and 32 bits. This one also computes in fp64, so that the
-    verified code is the code that trains.
+    code that is verified is the code that trains.
     """
 
     @staticmethod

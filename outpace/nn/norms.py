@@ -1,8 +1,8 @@
 """RMSNorm as one operator on a CPU, where torch composes it from several.
 
-Those pass over memory about fifteen times, and keep the normalised values in addition to the input.
-Here three passes make the value, and torch's kernel of LayerNorm's backward makes the gradients, of
-which only the mean's contribution is corrected.
+Those operators pass over memory about fifteen times, and keep the normalised values in addition to
+the input. Here three passes compute the value, and torch's kernel for LayerNorm's backward computes
+the gradients, in which only the mean's contribution is corrected.
 
 Zhang and Sennrich, arXiv 1910.07467, eq. 4: y = x / √(mean(x²) + ε) · weight.
 """
@@ -47,8 +47,8 @@ def _rms_norm_backward(
 ) -> list[Tensor]:
     """Compute the gradient of `x` and, if it `trains`, of `weight`, in their dtypes.
 
-    With x̂ = x/rms and g = grad·weight it is (g − x̂·mean(g·x̂))/rms: LayerNorm's, of a mean of 0,
-    with mean(g)/rms added again.
+    With x̂ = x/rms and g = grad·weight it is (g − x̂·mean(g·x̂))/rms: LayerNorm's gradient for a
+    mean of 0, plus mean(g)/rms.
     """
     rows, its_grad, wide = _fp32_rows(x), _fp32_rows(grad), weight.to(factor.dtype)
     x_grad, weight_grad, _ = torch.ops.aten.native_layer_norm_backward(
@@ -71,7 +71,7 @@ def _wide_dtype(x: Tensor) -> torch.dtype:
 
 
 def _fp32_rows(x: Tensor) -> Tensor:
-    """Return `x` as rows (…, D), in fp32 at least."""
+    """Return `x` as rows (…, D), in fp32 or wider."""
     return x.reshape(-1, x.shape[-1]).to(_wide_dtype(x))
 
 
@@ -106,10 +106,10 @@ class RMSNorm(nn.RMSNorm):
 
 
 def suits_operator(x: Tensor, weight: Tensor | None = None) -> bool:
-    """Return whether a Python operator supports these: on a CPU, dense, not spread over ranks.
+    """Return whether a Python operator supports these tensors: dense, local, on a CPU.
 
-    A compiler makes one kernel from torch's own operators, so it gets those; torch.func's
-    transforms get them too, since such an operator lacks the rules that they need.
+    A compiler fuses torch's own operators into one kernel, so it is given those, and so are
+    torch.func's transforms, since a Python operator lacks the rules that they need.
     """
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False

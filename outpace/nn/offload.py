@@ -1,9 +1,9 @@
 """Offloading of tensors that blocks save for backward, to host memory or a disk.
 
-Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, §5.1.1, offload checkpoints. Here it is all
-that autograd saves inside a block; with checkpointing, the block's input. A block's tensors are
-offloaded while the next blocks are computed, and come back in backward while the block after them
-is computed.
+Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, §5.1.1, offload checkpoints. Here everything
+that autograd saves inside a block is offloaded; with checkpointing, that is the block's input. A
+block's tensors are offloaded while the next blocks are computed, and return in the backward while
+the following block is computed.
 """
 
 import weakref
@@ -29,7 +29,7 @@ _AHEAD = 2
 
 
 class Parcel(Protocol):
-    """A tensor that is stored elsewhere, whose memory there lasts as long as this object."""
+    """A tensor that is stored elsewhere, whose memory there lives as long as this object."""
 
     def prefetch(self) -> None:
         """Start bringing the tensor back."""
@@ -45,7 +45,7 @@ class Storage(Protocol):
         """Start copying a tensor."""
 
     def pace(self) -> None:
-        """Wait for copies that lag behind; called once per block, forward and backward."""
+        """Wait for copies that lag behind; called once per block in forward and in backward."""
 
 
 class _MappedTensor:
@@ -63,7 +63,7 @@ class _MappedTensor:
 
 
 class DiskStore:
-    """Mapped files; reading ahead and writing back are the kernel's."""
+    """Mapped files; the kernel reads ahead and writes back."""
 
     def __init__(self, scratch: Scratch) -> None:
         self._scratch = scratch
@@ -108,7 +108,7 @@ class _PinnedTensor:
 
 
 class HostStore:
-    """Page-locked host memory, with a stream per direction beside the computation."""
+    """Page-locked host memory, with a stream for each direction besides the computation's."""
 
     def __init__(self, device: torch.device) -> None:
         self.down, self.up = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -131,8 +131,8 @@ class HostStore:
 class _SavedTensors:
     """Tensors saved by one forward of a block: each once, however many operations save it.
 
-    This does not hold between blocks: a pipeline receives into the same memory repeatedly, which
-    autograd's versions do not count.
+    Blocks do not share copies: a pipeline receives into the same memory repeatedly, which
+    autograd's version counters do not see.
     """
 
     def __init__(self, keeper: "Keeper", weights: set[int], before: "_SavedTensors | None") -> None:
@@ -160,7 +160,7 @@ class _SavedTensors:
         return found
 
     def open(self) -> None:
-        """Prefetch the tensors of the block before, since backward has reached this one."""
+        """Prefetch the tensors of the previous block, since the backward has reached this one."""
         if self._opened:
             return
         self._opened = True
@@ -178,7 +178,7 @@ class _SavedTensors:
 
 
 class _SavedTensor:
-    """A saved tensor, plain or a part of a DTensor, which keeps its shelf while it is needed."""
+    """A saved tensor, plain or part of a DTensor; it keeps its `_SavedTensors` alive."""
 
     def __init__(self, parcel: Parcel, spec: Any, shelf: _SavedTensors) -> None:
         self.parcel, self._spec, self._shelf = parcel, spec, shelf
@@ -194,7 +194,7 @@ class _SavedTensor:
 
 
 def _moves(tensor: Tensor) -> bool:
-    """Return whether a tensor has memory of its own that is worth moving."""
+    """Return whether a tensor has separate memory that is worth moving."""
     plain = type(tensor) in (Tensor, nn.Parameter, FakeTensor)
     return plain and LEAST_BYTES <= tensor.nbytes <= tensor.untyped_storage().nbytes()
 

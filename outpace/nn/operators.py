@@ -35,8 +35,8 @@ def operator(
 ) -> Operator:
     """Register `outpace::` with the name (without its _), arguments and results of `code`.
 
-    It does not write to its arguments. `made` returns results without values. `keep` and `backward`
-    are as in `torch.library.register_autograd`.
+    The operator must not write to its arguments. `made` returns results without values, for
+    tracing. `keep` and `backward` are as in `torch.library.register_autograd`.
     """
     short = code.__name__.strip("_")
     name = f"outpace::{short}"

@@ -11,7 +11,7 @@ from outpace.nn.transformer import Transformer
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a model: blocks, by number; embedding if it is the `first`, head if the `last`."""
+    """Part of a model: numbered blocks, the embedding if it is the `first`, the head if `last`."""
 
     blocks: Collection[int]
     first: bool

@@ -3,9 +3,9 @@
 A value is computed from its index alone (Salmon et al., "Parallel random numbers: as easy as 1, 2,
 3", SC 2011), so every device, and every rank that holds a part of a tensor, draws the same values
 in place. The bits are SplitMix64's (Steele, Lea & Flood, "Fast splittable pseudorandom number
-generators", OOPSLA 2014, fig. 17): each 16 of its 64 name one of 65,536 quantiles of the normal
-distribution, out to 4.3 deviations. All of it is integer arithmetic and a look-up, which are the
-same on all devices.
+generators", OOPSLA 2014, fig. 17): each 16 of its 64 bits select one of 65,536 quantiles of the
+normal distribution, up to 4.3 deviations. All of this is integer arithmetic and a lookup, so
+results are equal on all devices.
 """
 
 import hashlib
@@ -64,20 +64,20 @@ def _words(key: int, first: int, count: int, device: torch.device) -> Tensor:
 
 
 def mix(state: Tensor) -> Tensor:
-    """Turn states into SplitMix64's words, int64; in place."""
+    """Turn states into SplitMix64's words, int64, in place."""
     state = _xor_shifted(state, 30).mul_(_FIRST)
     state = _xor_shifted(state, 27).mul_(_SECOND)
     return _xor_shifted(state, 31)
 
 
 def _xor_shifted(state: Tensor, places: int) -> Tensor:
-    """Return the exclusive or with itself, shifted to the right as an unsigned number."""
+    """Return a number's exclusive or with itself shifted to the right as an unsigned number."""
     return state.bitwise_xor_((state >> places).bitwise_and_((1 << (64 - places)) - 1))
 
 
 @cache
 def _quantiles(device: torch.device) -> Tensor:
-    """Return the normal law's quantiles at the middles of equal shares, fp32, ascending."""
+    """Return the normal quantiles at the middles of equal shares, fp32, ascending."""
     with unset_fake_temporarily(), torch.device("cpu"):
         shares = (torch.arange(_QUANTILES // 2, dtype=torch.float64) + 0.5) / _QUANTILES
         below = torch.special.ndtri(shares)

@@ -1,7 +1,7 @@
-"""Buffers that a block's forward changes, if the backward runs the forward again.
+"""Buffers that a block's forward changes, for blocks whose backward runs the forward again.
 
-A recomputation has to see the buffers (running averages, counters) that the forward saw, and must
-not update them a second time.
+A recomputation must see the buffers (running averages, counters) that the forward saw, and must not
+update them a second time.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _Place = tuple[nn.Module, str]
 
 
 class BufferKeeper:
-    """Keeper of the buffers that a block's forward changes, from the first forward on."""
+    """Keeper of the buffers that a block's forward changes, starting with the first forward."""
 
     def __init__(self, block: nn.Module) -> None:
         self._kind = type(block).__name__
@@ -58,7 +58,7 @@ class BufferKeeper:
         return self._places if self._moving is None else list(self._moving)
 
     def _note(self, moved: set[_Place]) -> set[_Place]:
-        """Return all buffers that have moved so far."""
+        """Return all buffers that have changed so far."""
         late = set() if self._moving is None else moved - self._moving
         if late:
             _, name = next(iter(late))

@@ -20,12 +20,11 @@ def remake_operands(
     make_input: Callable[[], Tensor] | None,
     make_weight: Callable[[], Tensor] | None,
 ) -> None:
-    """Make the backward of `product`, by `F.linear` from rows, call its operands' functions.
+    """Make the backward of `product`, `F.linear` of rows, call functions for its operands.
 
     None leaves an operand unchanged. An operand must have been saved: an input if the weight is
-    trained, a weight if the input has a gradient. Nothing changes if torch computes the product in
-    another way than for plain tensors, or if other hooks hold saved tensors (checkpointing,
-    offloading).
+    trained, a weight if the input has a gradient. Nothing changes if torch does not compute the
+    product as for plain tensors, or if other hooks hold saved tensors (checkpointing, offloading).
     """
     node = product.grad_fn
     name = _INPUTS.get(type(node).__name__)
@@ -38,12 +37,12 @@ def remake_operands(
 
 
 def has_hooks() -> bool:
-    """Return whether saved tensors are passed to hooks, with which torch accepts no others."""
+    """Return whether hooks receive saved tensors; torch accepts no second set of hooks."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def remake(saved: Any, make: Callable[[], Tensor]) -> None:
-    """Forget a tensor that a node has saved, one of its `_raw_saved_` attributes."""
+    """Drop a tensor that a node has saved in one of its `_raw_saved_` attributes."""
     saved.register_hooks(lambda _: make, _make_again)
 
 

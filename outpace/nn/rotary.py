@@ -59,7 +59,7 @@ def tables_at(tables: Tables, read_B: Tensor) -> Tables:
 
 
 def rotate(x_BHSC: Tensor, tables: Tables) -> Tensor:
-    """Rotate each pair (x_i, x_{i+C/2}) by its position's angle; computed and returned in fp32."""
+    """Rotate each pair (x_i, x_{i+C/2}) by its position's angle; compute and return it in fp32."""
     cos, sin = tables
     first, second = x_BHSC.chunk(2, dim=-1)
     return x_BHSC * cos + torch.cat((second, first), dim=-1) * sin

@@ -3,8 +3,8 @@
 Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, §5.1.2, keep such tensors in files with
 explicit reads and writes. Here the files are mapped: a tensor is used in place, the kernel reads
 ahead and writes back in the background, and as long as the machine has free memory, pages stay in
-its cache without waiting for a disk. They count as the process's memory only from their use until
-their release, and never as anonymous memory, which a memory limit cannot reclaim.
+its cache without waiting for a disk. They count as the process's memory only between their use and
+their release, and never as anonymous memory, which the kernel cannot reclaim under a memory limit.
 
 The files have no names (O_TMPFILE, or removed as soon as they are open), so they disappear with the
 process, however it ends: nothing can be left behind or be mistaken for a checkpoint.
@@ -36,18 +36,20 @@ _ALIGNED_BYTES = 64  # as torch's own allocations
 
 @dataclass(frozen=True)
 class Region:
-    """A part of a mapped file, from one page's start to another's."""
+    """A part of a mapped file, from the start of one page to that of another."""
 
     mapping: mmap.mmap
     start: int
     nbytes: int
 
     def prefetch(self) -> None:
-        """Ask the kernel to read it ahead in the background."""
+        """Ask the kernel to read the region ahead in the background."""
         self.mapping.madvise(mmap.MADV_WILLNEED, self.start, self.nbytes)
 
     def release(self) -> None:
-        """Release this process's memory of it. Its values stay in the kernel's cache, or on disk.
+        """Release this process's memory for the region.
+
+        Its values stay in the kernel's cache, or on disk.
 
         The next use brings them back, with a page fault.
         """
@@ -107,7 +109,7 @@ class Scratch:
         return mapping, descriptor, 0
 
     def _require_disk(self) -> None:
-        """Refuse a named directory that is in memory itself. Raises BadInputError."""
+        """Refuse a named directory that is itself in memory. Raises BadInputError."""
         whole = self._directory.absolute()
         device = next(p for p in (whole, *whole.parents) if p.exists()).stat().st_dev
         for mount in psutil.disk_partitions(all=True) if self._named else ():
@@ -152,7 +154,7 @@ class Scratch:
 def _allocate(descriptor: int, start: int, nbytes: int) -> None:
     """Take disk space for part of a file, all of it or none. Raises OSError.
 
-    A file system may take all that is free before it refuses, and others' writes fail meanwhile.
+    A file system may use up all free space before it refuses, so that other writes fail meanwhile.
     """
     disk = os.fstatvfs(descriptor)
     if nbytes > disk.f_bavail * disk.f_frsize:

@@ -1,4 +1,4 @@
-"""Tensors that may be spread over ranks: the local part, the whole, a part of the whole."""
+"""Tensors that may be spread over ranks: the local part, the whole tensor, a part of it."""
 
 import math
 import sys
@@ -64,13 +64,13 @@ def whole(tensor: Tensor) -> Tensor:
 def splits(placement: "Placement", dim: int) -> bool:
     """Return whether a placement splits a tensor along `dim`, contiguously or in strides.
 
-    torch's `is_shard` does not count the latter, which results from splitting a tensor twice.
+    torch's `is_shard` ignores the strided ones, which result from splitting a tensor twice.
     """
     return getattr(placement, "dim", None) == dim
 
 
 class RowSplit(NamedTuple):
-    """Split of a tensor's rows over the ranks of one axis of its mesh, equally many for each.
+    """Split of a tensor's rows into equal parts over the ranks of one axis of its mesh.
 
     This rank's rows start at `begin`; the last ranks may have fewer than `rows` rows, or none.
     """

@@ -32,7 +32,7 @@ def all_gather_single(
 ) -> Any:
     """Gather equal parts of all ranks in one tensor; with `async_op`, return the work to wait for.
 
-    torch uses this name since 2.13, and warns about the old one.
+    torch has used this name since 2.13, and warns about the old one.
     """
     if hasattr(dist, "all_gather_single"):
         return dist.all_gather_single(output, part, group=group, async_op=async_op)
@@ -42,10 +42,10 @@ def all_gather_single(
 def reduce_scatter_single(
     output: Tensor, whole: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Any:
-    """Sum a tensor over ranks and keep one of equal parts; with `async_op`, return the work to wait
-    for.
+    """Sum a tensor over ranks and keep one of equal parts.
 
-    torch uses this name since 2.13, and warns about the old one.
+    With `async_op`, return the work to wait for. torch uses this name since 2.13, and warns about
+    the old one.
     """
     if hasattr(dist, "reduce_scatter_single"):
         return dist.reduce_scatter_single(output, whole, group=group, async_op=async_op)
@@ -55,7 +55,8 @@ def reduce_scatter_single(
 def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
     """Add the product of two 16-bit tensors to `total` in fp32, inside cuBLAS's product.
 
-    Fake tensors have none before torch 2.13: they compute the product alone, of the same work.
+    Fake tensors do not support it before torch 2.13: they get the product alone, which is the same
+    work.
     """
     if torch_release() < (2, 13) and type(total) is not Tensor:
         return torch.mm(left, right, out_dtype=torch.float32, out=total)
@@ -112,7 +113,7 @@ def launch_config(shutdown_timeout_s: int, **settings: Any) -> "LaunchConfig":
 def stage_votes() -> Iterator[tuple[Any, str, Any]]:
     """Yield replacements that stop stages from voting on shapes: (owner, name, function).
 
-    Stages vote since torch 2.12.
+    Stages have voted since torch 2.12.
     """
     from torch.distributed.pipelining import PipelineStage
 
@@ -123,7 +124,7 @@ def stage_votes() -> Iterator[tuple[Any, str, Any]]:
 def fill_missing_gradients(stage: Any, micro_batch: int) -> None:
     """Give zeros to inputs of a pipeline stage without gradients, so that these can be sent.
 
-    torch does it itself since 2.13. Before, the stage raised and the one before waited.
+    torch itself has done this since 2.13. Before, the stage raised, and the previous stage waited.
     """
     gradients = stage.bwd_cache.get(micro_batch)
     if gradients is None or stage.is_first or hasattr(stage, "_get_grad_send_meta"):

@@ -58,7 +58,7 @@ class Embeddings(nn.Module):
 
 
 class HeadTransform(nn.Module):
-    """The layer of BERT before its predicting masked tokens (Devlin et al., arXiv 1810.04805)."""
+    """BERT's layer before the prediction of masked tokens (Devlin et al., arXiv 1810.04805)."""
 
     def __init__(self, spec: ModelSpec) -> None:
         super().__init__()
@@ -76,8 +76,8 @@ class HeadTransform(nn.Module):
 def fill_initial(parameter: Tensor, spec: ModelSpec, seed: int, name: str) -> Tensor:
     """Fill a parameter with its initial value, in place. Returns it.
 
-    N(0, 0.02) from the parameter's own stream of `seed`, so that it depends on no device, rank or
-    order. Biases are 0, norms 1, and the projections into the residual stream are divided by
+    N(0, 0.02) is drawn from a stream of the parameter's own, so that it depends on no device, rank
+    or order. Biases are 0, norms 1, and the projections into the residual stream are divided by
     √(2·layers) (Radford et al. 2019, §2.3).
     """
     if name.endswith("bias"):
@@ -115,10 +115,11 @@ def drawn_transformer(
 class Transformer(nn.Module):
     """A transformer with its head. Parameters are fp32; autocast lowers the computation.
 
-    Weights are a pure function of (spec, seed). On the meta device none are drawn: allocate memory
+    Weights are a pure function of (spec, seed). On the meta device, none are drawn: allocate memory
     with `to_empty` and call `reset_parameters`, or load a state dict with `assign=True`.
     `blocks_of_masks`: whether masks are blocks if the device has a (compiled) kernel for them; else
-    they are S × S values. `runs_on`: the kind of device to choose for, else the tensors'.
+    they are S × S values. `runs_on`: the kind of device to choose for; by default, that of the
+    tensors.
     """
 
     head_bias: nn.Parameter | None
@@ -166,7 +167,7 @@ class Transformer(nn.Module):
         `documents_BS`: number of the document of each token; attention stays within equal numbers,
         and positions count from each document's start. `padding_mask_BS`: True for real tokens.
         `cache`: holds the previous tokens, and is extended. `positions`: (S,) or (B, S), if they do
-        not count from 0, or `tokens_BS` are hidden states of a part of the sequence. `read_B`: the
+        not start at 0, or if `tokens_BS` are hidden states of a part of the sequence. `read_B`: the
         only position of each sample whose hidden state is needed and computed by the last block,
         (B, 1, D). Raises BadInputError for sequences longer than the model's positions.
         """

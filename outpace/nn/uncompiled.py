@@ -1,7 +1,7 @@
 """Workarounds for parts of torch that load its compiler, which takes a second, without using it.
 
 They ask the compiler to skip some of their methods, which has no effect if nothing is compiled. Its
-answer is written down here instead.
+answer is hard-coded here instead.
 """
 
 import sys

@@ -1,1 +1,1 @@
-"""Optimizers by name: those that a plan names, built over the parameters of a layout."""
+"""Optimizers by the names that a plan gives them, built over the parameters of a layout."""

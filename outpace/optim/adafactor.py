@@ -2,8 +2,8 @@
 
 Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", ICML 2018,
 algorithms 4 and 5, in the form of torch.optim.Adafactor: the learning rate is the upper bound of
-the relative step. torch's own needs operations that DTensors do not have, and reads numbers back
-from the device for each parameter.
+the relative step. torch's version needs operations that DTensors lack, and reads numbers back from
+the device for each parameter.
 """
 
 from collections.abc import Hashable
@@ -26,7 +26,7 @@ class Adafactor(torch.optim.Adafactor):
 
     `compiled`: parameters that are not spread over ranks are updated by kernels of torch.compile.
     `together`: small parameters of one shape are stacked and updated as one, which is faster on a
-    GPU. Compiled ones are not, since inductor fails on stacks.
+    GPU. Compiled ones are not stacked, since Inductor fails on stacks.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ def _numbers(
 
 
 def _kind(parameter: nn.Parameter, count: float) -> Hashable:
-    """Return the common properties of parameters stepped as one; None for a single number."""
+    """Return the properties that parameters updated together share; None for a single number."""
     gradient = parameter.grad
     if gradient is None or not parameter.ndim:
         return None
@@ -143,7 +143,8 @@ def step_tensor(
 
     `weight` may stack several equal parameters in an additional first dimension. `means` are the
     running means of squares: of all elements, or over columns and over rows. `numbers`: 1 − β̂₂,
-    the bound of the relative step, and the factor of weight decay. `constants`: its ε₁, ε₂ and d.
+    the bound of the relative step, and the factor of weight decay. `constants`: Adafactor's ε₁, ε₂
+    and d.
     """
     new, bound, kept = numbers
     least, smallest, threshold = constants
@@ -158,7 +159,7 @@ def step_tensor(
 def _estimate(
     parameter: Tensor, square: Tensor, means: tuple[Tensor, ...], new: Tensor, least: float
 ) -> Tensor:
-    """Estimate the squares' running mean, from its means over rows and over columns."""
+    """Estimate the running mean of squares from its means over rows and over columns."""
     if len(means) == 1:
         return _blend(means[0], square, new).clone()
     rows, last = parameter.shape[-2], parameter.ndim - 1
@@ -174,12 +175,12 @@ def _estimate(
 
 
 def _blend(running: Tensor, value: Tensor, new: Tensor) -> Tensor:
-    """Replace the share `new` of `running` by `value`; in place."""
+    """Replace the share `new` of `running` with `value`, in place."""
     return running.mul_(1 - new).add_(value * new)
 
 
 def _root_mean_square(part: Tensor, of: Tensor) -> Tensor:
-    """Return the root mean square of a tensor that is sharded as `of` is, or of each of several."""
+    """Return the root mean square of a tensor, or of each of several, sharded as `of` is."""
     square = part.square()
     several = part.ndim > of.ndim
     total = square.sum(tuple(range(1, part.ndim)), keepdim=True) if several else square.sum()
@@ -187,7 +188,7 @@ def _root_mean_square(part: Tensor, of: Tensor) -> Tensor:
 
 
 def _sum_over_ranks(value: Tensor, of: Tensor, *dims: int) -> Tensor:
-    """Sum `value` over the ranks that split `of` along one of `dims`; in place."""
+    """Sum `value` over the ranks that split `of` along one of `dims`, in place."""
     if is_spread(of):
         for axis, placed in enumerate(of.placements):
             if any(splits(placed, dim) for dim in dims):

@@ -35,12 +35,12 @@ def make_optimizer(
     wide_values: dict[str, Tensor] | None = None,
     compiled: bool = False,
 ) -> torch.optim.Optimizer:
-    """Make the requested optimizer, over the parameters that train.
+    """Make the requested optimizer over the trained parameters.
 
     `place` is a layout's `make_optimizer`, which decides where parameters are stepped.
     `master_weights` adds fp32 copies of the parameters to the optimizer; `wide_values` are this
-    rank's parts of their initial values, by name, and are consumed. `compiled`: torch.compile turns
-    steps with many single operators into few kernels, if the optimizer supports it.
+    rank's parts of their initial values, by name, and are consumed. `compiled`: torch.compile fuses
+    steps of many operators into few kernels, if the optimizer supports it.
     """
     trainable = {n: p for n, p in named_parameters if p.requires_grad}
     noise = Noise(settings.seed, {p: n for n, p in trainable.items()})
@@ -171,8 +171,8 @@ def step_alone(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Non
 def fill_state(optimizer: torch.optim.Optimizer) -> None:
     """Give parameters that have not been updated yet their initial state.
 
-    This makes a checkpoint contain the state of all parameters. torch's own way is a step with lr
-    0, which is counted.
+    This makes a checkpoint contain the state of all parameters. torch's own method is a step with
+    lr 0, which counts as a step.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:

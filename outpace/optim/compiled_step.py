@@ -1,4 +1,4 @@
-"""Steps of parameters as compiled functions, for a GPU, whose operators each pass over memory.
+"""Compiled update steps, for a GPU, where each single operator is a pass over memory.
 
 Numbers that change from step to step are passed as tensors, so nothing is recompiled for them. A
 function is compiled for each kind of tensors (dtypes, values that share a scale); their number is
@@ -18,7 +18,7 @@ from outpace.records.errors import error_summary
 
 
 class CompiledStep:
-    """`function`, compiled for each kind of arguments; eager if the compiler fails on it.
+    """A function, compiled for each kind of arguments; eager if the compiler fails on it.
 
     Between calls of one kind, tensors among the arguments may differ in their first dimension.
     """

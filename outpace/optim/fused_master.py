@@ -38,7 +38,7 @@ class Addresses(NamedTuple):
 
 @dataclass
 class _Table:
-    """Addresses of some parameters' tensors, and their split into pieces; on the device."""
+    """Addresses of some parameters' tensors, and their split into pieces, on the device."""
 
     addresses: Addresses  # gradients' change; weights' where they are given other memory
     gradient_table: Tensor  # (tensors,) int64
@@ -70,8 +70,8 @@ class FusedMasterAdamW:
         """Take one step of a group's parameters, whose gradients are at `addresses`.
 
         `states` have "master", "exp_avg", "exp_avg_sq" and "step", all on the device. `factor` (one
-        fp32 number there) multiplies the gradients. Returns False if Triton cannot build the
-        kernel, as without a C compiler: nothing was done then, which is reported once.
+        fp32 number there) multiplies the gradients. Returns False, having done nothing, if Triton
+        cannot build the kernel, as without a C compiler; this is reported once.
         """
         if self._runs is False:
             return False

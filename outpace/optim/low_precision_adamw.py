@@ -2,14 +2,14 @@
 
 Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022, §2: each block of a
 moment is divided by its largest magnitude and stored as codes into a table of 256 values. Li et
-al., "Memory Efficient Optimizers with 4-bit States", NeurIPS 2023, §4: with 16, where the second
-moment's table has no zero, since it is a divisor. The tables are torchao's.
+al., "Memory Efficient Optimizers with 4-bit States", NeurIPS 2023, §4: the same with tables of 16
+values, where the second moment's has no zero, since it is a divisor. The tables are torchao's.
 
-torchao's own optimizers are not used. Their states are tensor subclasses that a background save
-of a checkpoint cannot copy, their blocks run on from row to row and so depend on how a tensor is
-sharded, their rounding draws other numbers on each replica, and each step is compiled, on a CPU
-too. Here blocks are parts of rows: codes and scales are plain tensors that are sharded as the
-parameter is, with the same values under any sharding by rows.
+torchao's own optimizers are not used. Their states are tensor subclasses that a background save of
+a checkpoint cannot copy, their blocks extend across rows and so depend on how a tensor is sharded,
+their rounding draws other numbers on each replica, and each step is compiled, even on a CPU. Here
+blocks are parts of rows: codes and scales are plain tensors that are sharded as the parameter is,
+with the same values under any sharding by rows.
 """
 
 import math
@@ -60,7 +60,7 @@ class CodeTable:
         self._between = (self.values[1:] + self.values[:-1]) / 2
 
     def codes(self, x: Tensor) -> Tensor:
-        """Return the numbers of the nearest values, uint8; with 4 bits two neighbours a byte."""
+        """Return the numbers of the nearest values, uint8; with 4 bits, two neighbours per byte."""
         codes = torch.bucketize(x, self._between, right=True, out_int32=True).to(torch.uint8)
         return codes if self.bits == 8 else codes[..., ::2] << 4 | codes[..., 1::2]
 
@@ -74,7 +74,7 @@ class CodeTable:
 
 
 class LowPrecisionAdamW(KeepsDtypes):
-    """AdamW that computes in fp32 and stores its moments as `kept` says.
+    """AdamW that computes in fp32 and stores its moments in the format `kept`.
 
     Moments and weights in bf16 are rounded stochastically: for β₂ > 0.998, a second moment changes
     by 1 − β₂ of itself in a step, which is less than half of bf16's last bit, and a weight changes
@@ -195,7 +195,7 @@ class LowPrecisionAdamW(KeepsDtypes):
     def _update(
         self, batch: "_Batch", gradients: list[Tensor], numbers: "Numbers", group: dict[str, Any]
     ) -> None:
-        """Step parts of one kind, each with a row per block of values that share a scale."""
+        """Step parts of one kind, each with a row for every block of values that share a scale."""
         parts, together = batch.parts, len(batch.parts) > 1
         first = parts[0]
         streams = self._streams(batch, group["number"])
@@ -231,7 +231,7 @@ class LowPrecisionAdamW(KeepsDtypes):
                 torch._foreach_copy_(into, made.split_with_sizes(batch.sizes))
 
     def _streams(self, batch: "_Batch", number: int) -> Streams | None:
-        """Return where a batch's random numbers for rounding begin; None if none are counted."""
+        """Return the start of a batch's random streams; None if rounding uses no counters."""
         if not batch.parts[0].counted or not any(batch.parts[0].rounds):
             return None
         if batch.streams is None:
@@ -274,7 +274,7 @@ class _Part:
     """Part of a parameter on this rank.
 
     `counted`: its random numbers for rounding are counter-based (`random_words`), not drawn.
-    `address` is the weight's, None if it has no memory; `held` are its stored moments.
+    `address` is that of the weight, None if it has no memory; `held` are the stored moments.
     """
 
     parameter: nn.Parameter
@@ -305,7 +305,7 @@ class _Part:
 
     @cached_property
     def is_dense(self) -> bool:
-        """Return whether all of it can be viewed as rows."""
+        """Return whether the whole part can be viewed as rows."""
         held = [one for moment in self.moments for one in moment[:2] if one is not None]
         return all(one.is_contiguous() for one in (self.weight, *held))
 
@@ -365,7 +365,7 @@ class _StepParts:
 
 @dataclass
 class _Batch:
-    """Parts that are stepped at once, by their positions among all parts of a step."""
+    """Parts that are updated together, by their positions among all parts of a step."""
 
     parts: list[_Part]
     places: list[int]
@@ -377,7 +377,7 @@ class _Batch:
 def _make_batches(
     parts: list[_Part], kinds: list[tuple[torch.dtype, bool]], counts: list[float]
 ) -> list[_Batch]:
-    """Join parts that are alike, with equally many steps; `kinds` are the gradients' kinds."""
+    """Join parts of one kind with equal step counts; `kinds` are the gradients' kinds."""
     here = [place for place, part in enumerate(parts) if part.weight.numel()]
     if not here:  # all are another rank's
         return []
@@ -398,7 +398,7 @@ def _make_batches(
 
 
 def _flat(tensors: list[Tensor]) -> Tensor:
-    """Return all values in one dimension."""
+    """Return all values as a vector."""
     if len(tensors) == 1:
         return tensors[0].view(-1)
     flat: Tensor = torch._utils._flatten_dense_tensors(tensors)
@@ -408,7 +408,7 @@ def _flat(tensors: list[Tensor]) -> Tensor:
 def _draw_rows(
     batch: list[_Part], random: list[tuple[Randomness, ...]]
 ) -> tuple[Tensor | None, ...]:
-    """Draw for each part by its generator, all in rows; None if nothing is drawn."""
+    """Draw random numbers for each part from its generator, as rows; None if nothing is drawn."""
     found: list[Tensor | None] = []
     for same in zip(*random, strict=True):
         bits = [
@@ -457,7 +457,7 @@ def step_moments(
 def _count_bits(
     weight: Tensor, moments: tuple[Moment, ...], streams: Streams
 ) -> tuple[Tensor | None, ...]:
-    """Return 16 bits of each value's word for each moment and for the weight, if it is bf16."""
+    """Return 16 bits of each value's word for each tensor in bf16: moments and weight."""
     words = random_words(streams, weight.numel()).view(weight.shape)
     kept = (*(moment[0] for moment in moments), weight)
     return tuple(

@@ -18,12 +18,12 @@ from outpace.planner.memory.optimizer_bytes import MASTER_PIECE_BYTES
 
 
 class MasterWeights(KeepsDtypes):
-    """Any optimizer, over fp32 copies of the weights, which are rounded from them.
+    """Any optimizer, over fp32 copies from which the weights are rounded.
 
-    Gradients may be fp32 (of a parameter whose `grad_dtype` says so) or of the weights' dtype. A
+    Gradients may be fp32 (of a parameter whose `grad_dtype` says so) or in the weights' dtype. A
     copy is a part of its parameter's state, "master". `values` are this rank's parts of the initial
-    fp32 weights, by the parameters' names in `noise`; other copies start as their weight. They
-    become the copies, and are removed from `values`.
+    fp32 weights, by the parameters' names in `noise`; other copies start from their weight. The
+    given parts become the copies, and are removed from `values`.
 
     `factor` multiplies the copies' gradients in the next step only. If the inner optimizer is
     fused, it skips the steps that fp16 has to skip, through `grad_scale` and `found_inf` of
@@ -120,7 +120,7 @@ class MasterWeights(KeepsDtypes):
             self._fused.forget()
 
     def _settle(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
-        """Return a parameter's state, with the copy that is stepped."""
+        """Return a parameter's state with its copy, for the inner optimizer."""
         state: dict[str, Any] = self.state[parameter]
         if not state:
             state.update(self.initial_state(parameter, group))
@@ -183,7 +183,7 @@ def _multiply(masters: Iterable[nn.Parameter], factor: Tensor) -> None:
 
 
 def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer's kernels skip a step by a GradScaler's tensor.
+    """Return whether an optimizer's kernels skip a step if a GradScaler's tensor says so.
 
     All parameters must be on that tensor's device: torch would copy it to another without waiting.
     """

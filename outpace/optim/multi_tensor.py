@@ -1,6 +1,6 @@
 """Parameters that are updated together.
 
-Launching a step takes the host as long for few values as for many.
+Launching a step takes the host the same time for few values as for many.
 """
 
 from collections.abc import Hashable, Sequence

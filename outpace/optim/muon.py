@@ -1,12 +1,12 @@
 """Muon for the matrices of hidden layers, AdamW for all others, as one optimizer.
 
 Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024: the momentum of a
-matrix is made orthogonal before it is applied. Liu et al., "Muon is Scalable for LLM Training",
+matrix is orthogonalised before it is applied. Liu et al., "Muon is Scalable for LLM Training",
 arXiv 2502.16982, §2.2: scaled by 0.2·√max(rows, columns), so that AdamW's learning rate and weight
 decay serve both.
 
-The momentum of a sharded or split matrix stays sharded. Its update is gathered in each step, every
-rank makes it orthogonal and keeps its own share of the result: one all-gather per matrix, and the
+The momentum of a sharded or split matrix stays sharded. In each step its update is gathered, and
+every rank orthogonalises it and keeps its share of the result: one all-gather per matrix, and the
 products of the iteration on every rank.
 """
 
@@ -81,7 +81,7 @@ class Muon(torch.optim.Optimizer):
         self._adamw.step()
 
     def _turn_together(self, group: dict[str, Any]) -> None:
-        """Step all matrices with gradients like `_turn`, in few, batched operators."""
+        """Step all matrices with gradients as `_turn` does, in few batched operators."""
         turned = [p for p in group["params"] if p.grad is not None]
         for parameter in turned:
             if not self.state[parameter]:

@@ -1,10 +1,10 @@
 """An optimizer whose state is in host memory or on a disk, and whose step runs on the CPU.
 
-Ren et al., "ZeRO-Offload", arXiv 2101.06840, §4: master weights and moments stay with the host,
+Ren et al., "ZeRO-Offload", arXiv 2101.06840, §4: master weights and moments stay on the host,
 gradients come down and new weights go up. Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857,
-§5.2.2: the same from NVMe, piece by piece. Here a piece is a unit of parameters that are stepped
-together: while one is stepped, the next one's gradients and state are transferred, and the last
-one's weights too. The arithmetic is the optimizer's own, so the steps are exactly the same.
+§5.2.2: the same from NVMe, piece by piece. Here a piece is a unit of parameters that are updated
+together: meanwhile, the next unit's gradients and state are transferred, and the previous unit's
+weights. The arithmetic is the optimizer's own, so the results are exactly the same.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -32,7 +32,7 @@ def with_offloading(build: Build, plan: Plan, scratch: Scratch) -> Build:
     disk = scratch if plan.offload_optimizer == "disk" else None
 
     def has_twin(parameter: Tensor) -> bool:
-        """Return whether a parameter has a copy: on a CPU only for `cpu`, as elsewhere."""
+        """Return whether a parameter has a separate copy; on a CPU, only if requested by `cpu`."""
         asked = plan.offload_optimizer == "cpu" and plan.offload_parameters == "none"
         return asked or parameter.device.type != "cpu"
 
@@ -54,7 +54,7 @@ def _stream_context(stream: torch.cuda.Stream | None) -> AbstractContextManager[
 
 @dataclass
 class _Lanes:
-    """The streams of copies to the host and from it. None: there is no device to copy from."""
+    """The streams of copies to and from the host; None if there is no device to copy from."""
 
     device: torch.device
     down: torch.cuda.Stream | None = None
@@ -70,7 +70,7 @@ class _Lanes:
         return memory.copy_(tensor, non_blocking=not wait)
 
     def begin(self) -> None:
-        """Wait for the work launched so far, which made the gradients."""
+        """Wait for the work launched so far, which computes the gradients."""
         if self.down is not None:
             self.down.wait_stream(torch.cuda.current_stream(self.device))
 
@@ -82,7 +82,7 @@ class _Lanes:
 
 @dataclass
 class _Unit:
-    """Parameters that are stepped together, by a separate optimizer over their twins.
+    """Parameters that are updated together, by a separate optimizer over their twins.
 
     A twin is a parameter's master copy on the host, or the parameter itself if it is there.
     """
@@ -135,7 +135,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     `has_twin` says which parameters are updated as copies on the host; `disk` stores their state
     and these copies (None: host memory). `scratch` knows which parameters are on a disk. It looks
-    like that of `build`: the groups hold the model's parameters, and `state` is theirs.
+    like the optimizer of `build`: the groups hold the model's parameters, and `state` is keyed by
+    them.
     """
 
     def __init__(
@@ -188,7 +189,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         inner: torch.optim.Optimizer,
         disk: Scratch,
     ) -> Region:
-        """Put the unit's state, and its twins, into one region."""
+        """Put the unit's state and twins into one region on the disk."""
         states = [
             (state, key, tensor)
             for state in inner.state.values()
@@ -247,7 +248,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 
 def _parts(parameters: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Cut into parts in order, starting a new one whenever one has `UNIT_BYTES`."""
+    """Cut a list into parts in order, starting a new one after `UNIT_BYTES`."""
     part: list[Tensor] = []
     for parameter in parameters:
         part.append(parameter)

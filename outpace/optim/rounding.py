@@ -31,7 +31,7 @@ def round_to_bf16(x: Tensor, noise: torch.Generator | Tensor) -> Tensor:
     """Round fp32 to bf16, up or down with probabilities that make the expected result `x`.
 
     Gupta et al., "Deep Learning with Limited Numerical Precision", ICML 2015, §3.1. Dropping the
-    lower bits rounds towards zero; a uniform number with as many bits is added before, and carries
+    lower bits rounds towards zero; a uniform number with as many bits is added first, and carries
     over with a probability equal to the dropped bits' share of the last kept bit. `noise` are these
     numbers, which are overwritten, or a generator of them.
     """
@@ -46,7 +46,8 @@ class Noise:
     """Random numbers for a parameter's step, as a function of seed, name, step and position.
 
     So replicas draw the same numbers, shards of a tensor draw different ones, and a resumed run
-    draws those that the original run would have drawn. `names` are those in a single process.
+    draws those that the original run would have drawn. `names` are the parameters' names in a
+    single process.
     """
 
     seed: int = 0
@@ -59,7 +60,7 @@ class Noise:
         return torch.Generator(device).manual_seed(_hash(key) >> 1)
 
     def key(self, parameter: nn.Parameter) -> int:
-        """Return the 64-bit key of a parameter's own numbers; see `random_words`."""
+        """Return the 64-bit key of a parameter's random numbers; see `random_words`."""
         return _hash((self.seed, self.names.get(parameter, ""), _offset_of(parameter)))
 
     def step_key(self, step: int) -> int:
@@ -70,7 +71,8 @@ class Noise:
 def make_streams(keys: Sequence[int], sizes: Sequence[int], device: torch.device) -> Streams:
     """Copy keys, ends and sizes of joined parameters to a device.
 
-    There are at least two of each, as a function compiled for many needs. The host does not wait.
+    There are at least two of each, which a function compiled for many needs. The host does not
+    wait.
     """
     ends = list(accumulate(sizes))
     # Values are counted from the beginning of all; their own parameters' numbers are meant.

@@ -55,7 +55,7 @@ def apply(request: LayoutRequest) -> Layout:
 
 
 def _wait_as_the_default(groups: set[dist.ProcessGroup], device: torch.device) -> None:
-    """Apply the default group's timeout to new groups, those of a mesh included."""
+    """Apply the default group's timeout to new groups, including those of a mesh."""
     if not groups:
         return
     assert dist.group.WORLD is not None

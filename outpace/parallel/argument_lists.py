@@ -1,7 +1,7 @@
 """Identity of lists and dicts that a user's forward passes to blocks, under `fully_shard`.
 
-Its hooks rebuild the arguments of a unit around inputs that have a gradient: what a block
-appends to a list that it is given would be lost to the caller.
+The hooks of `fully_shard` rebuild the arguments of a unit around inputs with gradients, so what a
+block appends to a list argument would be lost to the caller.
 """
 
 from typing import Any

@@ -56,8 +56,7 @@ def _refuse_ragged(plain: Any) -> None:
 
 
 def cut(batch: Batch, parts: int) -> list[Batch]:
-    """Split a batch into equal parts: split what holds samples, and repeat everything else in each
-    part.
+    """Split a batch into equal parts: split what holds samples, and repeat the rest in each part.
 
     A tensor or an array holds samples if its first dimension equals the number of samples in the
     batch, and so does a list of as many texts, records or tensors. Lists of numbers do not.
@@ -88,7 +87,7 @@ def copy_batch(batch: Batch, tensors: bool = True) -> Batch:
 
 
 class BatchCopies(Sequence[Batch]):
-    """Copies of batches, as by `copy_batch`, each made when it is asked for, and not held here."""
+    """Copies of batches, as by `copy_batch`, each made on request and not kept."""
 
     def __init__(self, batches: Sequence[Batch]) -> None:
         self._batches = batches
@@ -105,7 +104,7 @@ class BatchCopies(Sequence[Batch]):
 
 
 def has_changed(batch: Batch, before: Batch) -> bool:
-    """Return whether a structure-only copy of a batch, `before`, has other entries or tensors."""
+    """Return whether a batch has other entries or tensors than its shallow copy `before`."""
     leaves, structure = tree_flatten(batch)
     old_leaves, old_structure = tree_flatten(before)
     return structure != old_structure or any(
@@ -133,10 +132,10 @@ def _has_samples(value: Any, samples: int) -> bool:
 
 
 def _is_list_of_samples(samples: int, value: Any) -> TypeGuard[list[Any]]:
-    """Return whether a value is a list of `samples` texts or records (dicts), or tensors that have
-    other lengths. Some may be None.
+    """Return whether a value is a list of `samples` texts, dicts, or tensors of any length.
 
-    Lists of numbers (sizes, strides) are none: they may have as many entries by coincidence.
+    Some may be None. Lists of numbers (sizes, strides) do not count: their length may be a
+    coincidence.
     """
     if type(value) is not list or len(value) != samples:
         return False
@@ -173,8 +172,9 @@ def take_apart(passes: Sequence[Batch], place: int, places: int) -> list[Batch] 
 
 
 def explain_lengths(batch: Batch) -> str:
-    """Explain how a batch is cut if some tensors have lengths other than the number of samples; ""
-    if none do.
+    """Explain how a batch is cut if some tensors have lengths other than the number of samples.
+
+    The text is empty if there are no such tensors.
     """
     samples = samples_in(batch)
     leaves = [one for one in tree_leaves(_plain(batch)) if isinstance(one, Tensor) and one.dim()]
@@ -192,7 +192,7 @@ def explain_lengths(batch: Batch) -> str:
 def concatenate(one: Batch, other: Batch) -> Batch | None:
     """Join two batches; values shared by all samples are those of `one`.
 
-    None if they cannot be joined: they differ in structure or in lengths.
+    None if they cannot be joined, because they differ in structure or in lengths.
     """
     samples, more = samples_in(one), samples_in(other)
     leaves, structure = tree_flatten(_plain(one), partial(_is_list_of_samples, samples))
@@ -221,8 +221,9 @@ def concatenate(one: Batch, other: Batch) -> Batch | None:
 
 
 def _plain(batch: Batch) -> Batch:
-    """Let pytrees know the classes in a batch: dataclasses, and subclasses of dict and UserDict
-    (transformers' BatchEncoding). Other mappings become dicts.
+    """Let pytrees know the classes in a batch: dataclasses, and subclasses of dict and UserDict.
+
+    The latter include transformers' BatchEncoding. Other mappings become dicts.
     """
     found = [leaf for leaf in tree_leaves(batch) if not isinstance(leaf, Tensor)]
     mappings = [leaf for leaf in found if isinstance(leaf, Mapping)]
@@ -238,7 +239,7 @@ def _plain(batch: Batch) -> Batch:
 
 
 class _EmptyMapping:
-    """A mapping of a class of the user's own, without its entries, to make others of."""
+    """A mapping of a user's class, without its entries, as a template for others."""
 
     def __init__(self, one: Any) -> None:
         self.empty, self.keys = copy.copy(one), tuple(one)

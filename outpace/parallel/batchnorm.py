@@ -1,8 +1,8 @@
 """Batch normalisation (Ioffe and Szegedy, arXiv 1502.03167) for batches that are cut into parts.
 
-Over replicas, statistics are those of a replica's own samples, as under DistributedDataParallel,
-or of all replicas' samples together. In a pipeline they are each micro-batch's while training, and
-the moving averages for evaluation are those of the whole mini-batch (Huang et al., arXiv
+Over replicas, statistics are those of each replica's samples, as under DistributedDataParallel, or
+of all replicas' samples together. In a pipeline they are those of each micro-batch during training,
+and the moving averages for evaluation are those of the whole mini-batch (Huang et al., arXiv
 1811.06965, §2.3). Modules are changed in place: names, parameters and buffers stay as they are.
 """
 
@@ -44,7 +44,7 @@ def synchronise(module: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def by_micro_batch(module: nn.Module) -> None:
-    """Make all batch normalisations move their averages once per mini-batch; see `commit`."""
+    """Make all batch normalisations update their averages once per mini-batch; see `commit`."""
     for part in _changeable(module):
         part.__class__ = MicroBatchNorm
         part.seen = None
@@ -71,7 +71,10 @@ def _changeable(module: nn.Module) -> list[Any]:
 
 
 class Members:
-    """The ranks that share statistics. Copies of a module keep the group, which has none."""
+    """The ranks that share statistics.
+
+    Copies of a module share the group, which cannot be copied.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
@@ -81,7 +84,7 @@ class Members:
 
 
 class _ConvertedNorm(_BatchNorm):
-    """A batch normalisation converted from another class, so nothing is allocated here."""
+    """A batch normalisation converted from another class, which allocates nothing itself."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -170,7 +173,7 @@ class NormaliseAcrossRanks(torch.autograd.Function):
     """(x − mean)/√(variance + eps) · weight + bias, with the statistics of all ranks of a group.
 
     Uses one collective in each direction, of 2C + 1 and 2C numbers. The input's gradient contains
-    the two sums over the batch of Ioffe and Szegedy 2015, §3. They run over all ranks, since every
+    the two sums over the batch of Ioffe and Szegedy 2015, §3. These cover all ranks, since every
     rank's loss depends on every rank's samples. The gradients of weight and bias cover this rank's
     samples only; the usual gradient reduction adds them up.
     """
@@ -216,8 +219,9 @@ class NormaliseAcrossRanks(torch.autograd.Function):
 def _statistics_of_all(x: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor, Tensor]:
     """Return the number of values, mean and biased variance per channel, over all ranks' `x`.
 
-    Each rank's statistics are gathered and combined around the common mean, because sums of squares
-    minus the mean's square would cancel. Rows of zeros for other ranks make the sum a gather.
+    Each rank's statistics are gathered and combined around the common mean, because the mean of
+    squares minus the square of the mean would cancel. Each rank contributes a row, and zeros
+    elsewhere, so that a sum acts as a gather.
     """
     count, mean_C, squares_C = _statistics(x)
     said = x.new_zeros(dist.get_world_size(group), 1 + 2 * x.shape[1])

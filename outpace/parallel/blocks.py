@@ -1,4 +1,4 @@
-"""Blocks of a model: the parts that the user names, or those that repeat."""
+"""Blocks of a model: the parts that the user names, or the repeated ones."""
 
 from collections.abc import Iterable, Sequence
 
@@ -13,7 +13,10 @@ Blocks = Sequence[str] | Sequence[Sequence[str]]  # by stages
 
 
 def blocks_of(request: LayoutRequest) -> list[nn.Module]:
-    """Return the blocks of a request's model. Raises BadInputError for none or unknown names."""
+    """Return the blocks of a request's model.
+
+    Raises BadInputError if there are none, or for unknown names.
+    """
     model: nn.Module = request.objective.model  # type: ignore[assignment]
     if request.blocks is None:
         return found_blocks(model)
@@ -21,7 +24,7 @@ def blocks_of(request: LayoutRequest) -> list[nn.Module]:
 
 
 def found_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of a model. Raises BadInputError, with advice, without any."""
+    """Return the repeated blocks of a model. Raises BadInputError, with advice, if it has none."""
     try:
         return find_blocks(model)
     except BadInputError:

@@ -1,13 +1,13 @@
 """Context parallelism: long sequences split over ranks, with ring attention.
 
 Liu et al., "Ring Attention with Blockwise Transformers", arXiv 2310.01889: each rank keeps its
-queries, and keys and values go round the ring while attention to the last ones is computed. Under
-a causal mask a rank with the first tokens would have little to do and one with the last tokens
-much; so a sequence is cut into 2N chunks, and rank i has chunks i and 2N−1−i (the "zig-zag" of
-Llama 3, arXiv 2407.21783, §3.3.2). All ranks then have equal work at every turn.
+queries, and keys and values travel around the ring while attention to the previous ones is
+computed. Under a causal mask, a rank with the first tokens would have little to do, and one with
+the last tokens much, so a sequence is cut into 2N chunks, and rank i has chunks i and 2N−1−i (the
+"zig-zag" of Llama 3, arXiv 2407.21783, §3.3.2). All ranks then have equal work in every turn.
 
-Parameters are replicas, and the loss is a sum over each rank's targets: for gradients the ranks of
-a sequence are what the ranks of a batch are, so they are reduced as `ddp` does.
+Parameters are replicas, and the loss is a sum over each rank's targets: as far as gradients are
+concerned, the ranks of a sequence are like those of a batch, so gradients are reduced as in `ddp`.
 
 Legend: B batch, S queries, T keys, H query heads, K key/value heads, G = H/K, C width of a head.
 """
@@ -59,12 +59,11 @@ class SequenceRing:
         return received, works
 
     def turns(self, causal: bool, length: int) -> Iterator["Turn"]:
-        """Yield the parts of attention to compute while the keys of this rank, and then those of
-        earlier ranks, are available.
+        """Yield the parts of attention to compute with this rank's keys, then with received ones.
 
-        Each rank has chunk i and chunk 2N−1−i. For a lower rank, the first chunk precedes both
-        chunks here, and the second follows both. For a higher rank, both chunks precede the second
-        chunk here and follow the first.
+        Each rank has chunk i and chunk 2N−1−i. For keys from a lower rank, the first chunk precedes
+        both chunks here, and the second follows both. For those from a higher rank, both chunks
+        precede the second chunk here and follow the first.
         """
         everything, half = slice(None), length // 2
         for number in range(self.size):
@@ -96,7 +95,7 @@ def ring_attention(
     sees: Visibility,
     dropout: float,
 ) -> Tensor:
-    """Return attention of this rank's queries to all ranks' keys. Collective over the ring."""
+    """Return the attention of this rank's queries to all ranks' keys. Collective over the ring."""
     # From the CPU's generator, which recomputation of activations sets back.
     drops = Dropout(dropout, int(torch.randint(2**62, ())) if dropout else 0)
     kernel = choose_ring_kernel(q_BHSC, drops, ring.runs_on)

@@ -1,13 +1,14 @@
 """Forward and backward of one process, replayed as CUDA graphs.
 
-A host launches the kernels of a step one by one, each in some microseconds; where kernels are short
-the device waits for it. A CUDA graph launches all of a forward, or of a backward, at once (NVIDIA,
-"CUDA C++ Programming Guide", §CUDA Graphs). Its kernels read and write the same addresses each
-time: a batch is copied to where the graph reads it, and gradients lie where the graph writes them.
+A host launches the kernels of a step one by one, which takes some microseconds each; if kernels are
+short, the device waits for the host. A CUDA graph launches all of a forward, or of a backward, at
+once (NVIDIA, "CUDA C++ Programming Guide", §CUDA Graphs). Its kernels read and write the same
+addresses each time: a batch is copied to where the graph reads it, and gradients are where the
+graph writes them.
 
-What a graph is captured from must not wait for the device and must do the same each time, so this
-is for the package's models, whose shapes are static. A pass that waits, or a capture that
-fails, ends it: passes are launched kernel by kernel from there on.
+The captured work must not wait for the device and must do the same each time, so only outpace's
+models, whose shapes are static, are supported. If a pass waits or a capture fails, later passes are
+launched kernel by kernel.
 """
 
 import warnings
@@ -80,7 +81,7 @@ class CudaRecorder:
             _set_sync_debug_mode(before)
 
     def has_room(self) -> bool:
-        """Require twice the memory of the passes so far, for graphs and for all else."""
+        """Require twice the memory of the passes so far, for graphs and for everything else."""
         now_bytes = torch.cuda.memory_allocated(self._device)
         taken_bytes = torch.cuda.max_memory_allocated(self._device) - now_bytes
         free_bytes, _ = torch.cuda.mem_get_info(self._device)
@@ -223,7 +224,7 @@ class GraphedLayout(Layout):
     def _pass(self, batch: Batch, hooks: StepHooks, held: Tensor | None) -> Tensor:
         """Run a forward and backward: replayed, captured, or kernel by kernel.
 
-        `held` is the first existing gradient to which it adds; None if it creates them.
+        `held` is the first of the gradients to which the pass adds; None if it creates them.
         """
         key = self._key(batch, held) if self._works else None
         if key is None:
@@ -267,7 +268,7 @@ class GraphedLayout(Layout):
         return next((p.grad for p in self._parameters() if p.grad is not None), None)
 
     def _adds_in_place(self, held: Tensor | None) -> bool:
-        """Return whether gradients are where a graph left them, for another to add to them."""
+        """Return whether gradients are where a graph left them, for another graph to add to."""
         made = [one.captured.gradients[0][1] for one in self._shapes.values() if one.captured]
         return held is None or any(held is gradient for gradient in made)
 

@@ -1,4 +1,4 @@
-"""Replicas that start equal and average their gradients during backward.
+"""Replicas that start from equal weights and average their gradients during the backward.
 
 Li et al., "PyTorch Distributed: Experiences on Accelerating Data Parallel Training", VLDB 2020:
 gradients are put into buckets, and a bucket is all-reduced as soon as it is full.
@@ -29,16 +29,16 @@ from outpace.records.plan import POWERSGD_LEAST_START, Plan
 def reduce_in_bf16(
     group: dist.ProcessGroup, bucket: GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
-    """Call torch's bf16 compression hook, which DDP refuses on gloo by name, although it works."""
+    """Call torch's bf16 compression hook, which DDP refuses on gloo although it works there."""
     return bf16_compress_hook(group, bucket)
 
 
 def reduce_low_rank(state: PowerSGDState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Send a bucket's matrices as P Qᵀ (Vogels et al., "PowerSGD", NeurIPS 2019, alg. 1 and 2).
 
-    torch's hook starts its second and third collective when the previous one has finished. gloo
-    does that in its own threads, between the collectives of the next bucket, so two buckets hang.
-    Therefore, on gloo, each bucket is awaited before the next one starts.
+    torch's hook starts its second and third collectives when the previous one has finished. With
+    gloo this happens in gloo's threads, between the collectives of the next bucket, so two buckets
+    hang. Therefore, on gloo, each bucket is awaited before the next one starts.
     """
     reduced = powerSGD_hook(state, bucket)
     if bucket.buffer().device.type == "cpu":
@@ -95,7 +95,7 @@ class Replicas(Layout):
         return self.module.no_sync()
 
     def add_up_in_fp32(self) -> None:
-        """Accumulate all micro-batches but the last in fp32.
+        """Accumulate all micro-batches except the last in fp32.
 
         DDP's buckets have the parameters' dtype.
         """
@@ -122,7 +122,7 @@ class Replicas(Layout):
             parameter.grad = gradient
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Compute the step's gradients. Parameters that no rank has used get none."""
+        """Compute the step's gradients. Parameters that no rank has used get no gradient."""
         totals = super().gradients(batches, hooks)
         if self.use is not None:
             self.use.agree([p not in self._unused for p in self._trained])
@@ -131,7 +131,7 @@ class Replicas(Layout):
         return totals
 
     def resume_from(self, start_step: int) -> None:
-        """Resume PowerSGD's step count from the run's."""
+        """Set PowerSGD's step count to that of the run."""
         if self.use is not None:
             self.use.steps = start_step
         if self.low_rank is not None:
@@ -153,8 +153,7 @@ class Replicas(Layout):
 
         When all gradients are computed, autograd calls the queued callbacks in order: first the
         mark, then what DDP queued with its last bucket, which waits for the collectives (on a GPU
-        through its stream). torch's own record, DDP's logging data, is of a
-        much earlier step.
+        through its stream). torch's own record, DDP's logging data, is from a much earlier step.
         """
         if not self.module.require_backward_grad_sync:
             super()._backward(loss, hooks)
@@ -168,7 +167,7 @@ class Replicas(Layout):
     def _finish_buckets(self) -> None:
         """Give DDP zeros for parameters that this backward did not reach.
 
-        Its buckets wait for all of them.
+        DDP's buckets wait for all parameters.
         """
         try:
             self.module._check_reducer_finalized()

@@ -1,7 +1,7 @@
 """Weights for a model that was laid out on meta, so that no rank ever holds all of them.
 
-A rank takes the memory of its own parts and fills these from whole tensors, one at a time. What it
-needs beside its parts is the memory of the largest parameter.
+A rank allocates memory for its own parts and fills them from whole tensors, one at a time. In
+addition, it needs the memory of the largest parameter.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,8 +35,8 @@ def fill(
 ) -> dict[str, Tensor]:
     """Give a layout on the meta device its weights on `device`, before its optimizer is created.
 
-    `value_of` returns a whole parameter by its name in a single process. With `keeps_wide`, return
-    this rank's parts in fp32 as well, by name, if 16-bit weights are trained.
+    `value_of` returns a whole parameter by its name in a single process. With `keeps_wide`, it also
+    returns this rank's parts in fp32, by name, if 16-bit weights are trained.
     """
     _take_memory(layout.objective, device)
     wide: dict[str, Tensor] = {}
@@ -77,8 +77,8 @@ def part_of(whole: Tensor, parameter: Tensor) -> Tensor:
 def _take_memory(objective: nn.Module, device: torch.device) -> None:
     """Allocate uninitialised memory for all parameters.
 
-    `fully_shard` and tensor parallelism can move their own. Plain parameters are replaced as a
-    module would do it, but also for fake tensors.
+    `fully_shard` and tensor parallelism can move their own parameters. Plain ones are replaced as a
+    module's `to_empty` would do, which this also does for fake tensors.
     """
     made: dict[Tensor, nn.Parameter] = {}
     for module in objective.modules():

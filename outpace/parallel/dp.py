@@ -1,11 +1,12 @@
-"""DataParallel: rank 0 has the data and the optimizer, the others compute for it.
+"""DataParallel: rank 0 has the data and the optimizer, and the others compute for it.
 
-What `torch.nn.DataParallel` does with threads of one process, here with processes of one host; the
-"single parameter server". Each batch takes five collectives: rank 0 (1) replicates the current
-weights, (2) scatters the batch in micro-batches, (3) gathers the outputs, of which it computes the
-loss, (4) scatters the loss's gradient, and (5) has the parameters' gradients added up on it. The
-output is the last hidden state: rank 0 computes the head as well as the loss. In one process it is
-`torch.nn.DataParallel` itself, over the CUDA devices that the process sees.
+This is what `torch.nn.DataParallel` does with threads of one process, done with processes on one
+host; also known as a "single parameter server". Each batch takes five collectives: rank 0 (1)
+replicates the current weights, (2) scatters the batch in micro-batches, (3) gathers the outputs,
+from which it computes the loss, (4) scatters the loss's gradient, and (5) reduces the parameters'
+gradients to itself. The output is the last hidden state: rank 0 computes the head as well as the
+loss. In a single process it is `torch.nn.DataParallel` itself, over the CUDA devices that the
+process sees.
 """
 
 import math
@@ -53,7 +54,10 @@ class DataParallel(Layout):
     def checkpoint_state(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
-        """Return the state to save, whole on rank 0. Others have the last forward's weights."""
+        """Return the state to save, which is complete on rank 0.
+
+        Other ranks have the last forward's weights.
+        """
         return (self.model, optimizer) if self._first else (None, None)
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
@@ -142,7 +146,7 @@ class DataParallel(Layout):
         return self._form
 
     def expect(self, batch: dict[str, Tensor]) -> None:
-        """Take all micro-batches to have this one's form, so that rank 0 need not send it."""
+        """Assume that all micro-batches have this one's form, so that rank 0 need not send it."""
         self._form = self._form_of(batch)
 
     def _form_of(self, batch: dict[str, Tensor]) -> Form:
@@ -229,7 +233,10 @@ def _show(form: Form) -> str:
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Make rank 0 the leader. Raises BadInputError across hosts and for a batch's loss."""
+    """Make rank 0 the leader.
+
+    Raises BadInputError across hosts, and for a loss that is computed from the batch.
+    """
     ranks, objective = request.ranks, request.objective
     if ranks.local_world_size != ranks.world_size:
         raise BadInputError(

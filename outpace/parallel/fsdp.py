@@ -1,12 +1,12 @@
 """Modules whose parameters `fully_shard` shards, and the collectives of their ranks.
 
-In mixed precision parameters are gathered in the 16 bits that products read and gradients reduced
-in fp32, as `records.precisions.SHARD_DTYPES` says; shards, and what is added up of their gradients,
-are fp32. Inputs of units are not cast: autocast stays on around them, so that what is no product's
-operand (the residual stream, positions' tables, a batch of the user's) keeps its dtype.
+In mixed precision, parameters are gathered in the 16-bit dtype of products and gradients are
+reduced in fp32, as in `records.precisions.SHARD_DTYPES`; shards and their accumulated gradients are
+fp32. Inputs of units are not cast: autocast stays on around them, so that tensors that are not
+operands of products (the residual stream, position tables, a user's batch) keep their dtype.
 
-On a CPU gloo would carry every parameter twice and every gradient once, while the ranks wait: ranks
-of one host read each other's memory instead (`parallel.peer_memory`).
+On a CPU, gloo would send every parameter twice and every gradient once while the ranks wait, so
+ranks of one host read each other's memory instead (`parallel.peer_memory`).
 """
 
 from collections import Counter
@@ -45,8 +45,7 @@ def shard(
     again: bool = True,
     replicated: Collection[nn.Parameter] = (),
 ) -> None:
-    """Shard the parameters of each block, and the remaining ones of a module, over the last
-    dimension of the mesh.
+    """Shard the parameters of each block, and the remaining ones, over the mesh's last dimension.
 
     `runs_on` is the kind of device to choose for, if tensors are traced on another kind.
 
@@ -100,7 +99,7 @@ def unsplittable(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Para
 
 
 def _parts_of_units(module: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:
-    """Return the modules of each block, without nested blocks', and those outside of all.
+    """Return the modules of each block, without those of nested blocks, and those in no block.
 
     They are in the module's order, which is the same on all ranks.
     """

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 
 class FusedGradients:
-    """A buffer for the gradients of `parameters`, all with the same dtype and device.
+    """A buffer for the gradients of `parameters`, which have the same dtype and device.
 
     After the gradients, the buffer has one number per parameter: 1 if it has a gradient. After a
     sum over ranks, 0 means that no rank has one, and the optimizer skips the parameter.
@@ -63,7 +63,8 @@ def fuse(
 ) -> list[FusedGradients]:
     """Create buffers of at most `limit_bytes` for gradients of parameters in the given order.
 
-    A larger parameter gets its own buffer. `dtype` is the buffers'; None: the parameters'.
+    A larger parameter gets its own buffer. `dtype` is that of the buffers; None means that of the
+    parameters.
     """
     groups: list[list[nn.Parameter]] = []
     filled = 0

@@ -1,4 +1,4 @@
-"""Wait at Python's exit until gloo's threads have released the tensors they sent."""
+"""Wait at exit until gloo's threads have released the tensors that they sent."""
 
 import atexit
 import time
@@ -11,9 +11,9 @@ _LOOKS, _PAUSE_S, _LIMIT_S = 3, 1e-3, 2.0
 def register_gloo_shutdown() -> None:
     """Make this process wait at exit until gloo's threads are idle.
 
-    A thread that releases a tensor while Python exits finds its lock gone, and the whole process
+    If a thread releases a tensor while Python exits, Python's lock is gone, and the whole process
     aborts after all its work is done ("terminate called without an active exception", torch 2.13).
-    The thread is late if cores are busy: of 100 runs of examples/parallel.py, four at once on two
+    Threads are late if cores are busy: of 100 runs of examples/parallel.py, four at a time on two
     cores, 4 aborted, and 4 of another 100.
     """
     atexit.unregister(_rest)
@@ -29,7 +29,7 @@ def _rest() -> None:
 
 
 def _busy() -> bool:
-    """Return whether a thread of gloo's runs, or would if it had a core; False except on Linux."""
+    """Return whether a gloo thread runs or is ready to run; always False except on Linux."""
     for status in Path("/proc/self/task").glob("*/stat"):
         try:
             name, _, rest = status.read_text().partition("(")[2].rpartition(")")

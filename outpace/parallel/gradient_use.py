@@ -1,11 +1,11 @@
 """Parameters that get a gradient on some rank, if ranks may use different parameters.
 
-Experts without tokens, branches and dropped layers leave a rank without a gradient for parameters
-that others have one for. A strategy then puts zeros in their place, so that all ranks reduce the
-same tensors; and what has a gradient on no rank is to have none at the end, as in one process:
-optimizers pass it over, where zeros would still decay weights and move by momentum.
+Experts without tokens, branches and dropped layers may leave a rank without a gradient for
+parameters that have one on other ranks. A strategy then uses zeros, so that all ranks reduce the
+same tensors. A parameter without a gradient on any rank must have none at the end, as in a single
+process: optimizers skip it, whereas a zero gradient would still apply weight decay and momentum.
 
-By the same message ranks that have written to parameters in a forward learn whether all have.
+By the same message, ranks whose forward has written to parameters learn whether all ranks' have.
 """
 
 import warnings
@@ -27,9 +27,9 @@ def ranks_may_differ(objective: nn.Module) -> bool:
 class GradientUse:
     """Agreement between ranks on which of the `named` parameters have a gradient on any rank.
 
-    `steps` are already done. Ranks send one message with a byte per parameter. Only a rank that
-    lacks a gradient, or has written to a parameter, reads the answer, so the others do not wait for
-    their devices.
+    `steps` is the number of steps already done. Ranks send one message with a byte per parameter.
+    Only a rank that lacks a gradient, or has written to a parameter, reads the answer, so the
+    others do not wait for their devices.
     """
 
     def __init__(

@@ -1,12 +1,12 @@
-"""Horovod, where it is installed, in place of the built-in ring.
+"""Horovod in place of the built-in ring, if it is installed.
 
 Sergeev and Del Balso, "Horovod", arXiv 1802.05799. Gradients go into buffers as under `ring`, and
 each full buffer to `horovod.torch.allreduce_async_`, which chooses the algorithm (a ring over MPI
-or gloo, or NCCL's). `DistributedOptimizer` is not used: it reduces at the optimizer's step, and
-the norm is needed before; nor can it tell a gradient that no rank has from one that is zero.
+or gloo, or NCCL's). `DistributedOptimizer` is not used: it reduces at the optimizer's step, but the
+norm is needed earlier; nor can it distinguish a gradient that no rank has from one that is zero.
 
-Written by Horovod 0.28's documented interface and tested against a stand-in of it; it has not been
-run with Horovod, which does not build with this torch as it is.
+This is written for the documented interface of Horovod 0.28 and tested with a stand-in; it has not
+been run with Horovod itself, which does not build with this torch unmodified.
 """
 
 from importlib import import_module
@@ -55,7 +55,7 @@ class HorovodReducer:
         self._pending: list[Any] = []
 
     def begin(self, buffer: Tensor) -> None:
-        """Name buffers for Horovod, which matches them by name, the same in each step."""
+        """Name buffers for Horovod, which matches them between ranks by these constant names."""
         name = f"outpace.{len(self._pending)}"
         handle = self._hvd.allreduce_async_(buffer, name=name, op=self._hvd.Sum)
         self._pending.append(handle)
@@ -68,7 +68,10 @@ class HorovodReducer:
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Make replicas equal and connect them by Horovod. Raises BadInputError if it cannot."""
+    """Make replicas equal and connect them by Horovod.
+
+    Raises BadInputError if that is impossible.
+    """
     reason = why_not(request.ranks)
     if reason is not None:
         raise BadInputError(f"strategy horovod: {reason}.")

@@ -44,9 +44,9 @@ class LayoutRequest:
     The objective is on its device, or on meta if `deferred_init.fills_later`.
 
     For a custom model, `blocks` are the names of its repeated parts, or one list of names for each
-    stage of a pipeline (None: found). `layouts` maps names to the way their matrices are split.
+    stage of a pipeline (None: detected). `layouts` maps names to the way their matrices are split.
     `scratch` stores the parameters of a plan that offloads them to disk. `cuda_graphs`: replay
-    passes of `single` as CUDA graphs; `on_failure` takes the reason where it cannot.
+    passes of `single` as CUDA graphs; `on_failure` is called with the reason if that is impossible.
     """
 
     objective: nn.Module
@@ -61,7 +61,7 @@ class LayoutRequest:
 
     @property
     def runs_on(self) -> str:
-        """Return the kind of device to choose for; for traced tensors, the kind that is traced."""
+        """Return the kind of device to choose for: of tensors, or that they are traced for."""
         return getattr(self.objective, "runs_on", None) or self.device.type
 
 
@@ -77,12 +77,12 @@ def totals_of(loss_sum: Tensor, count: Tensor, *sums: Tensor) -> Tensor:
 
 
 def divisor(count: Tensor) -> Tensor:
-    """Return by what to divide a sum over `count` targets (or weights) for its mean; never 0."""
+    """Return the number that turns a sum over `count` targets (or weights) into a mean; never 0."""
     return torch.where(count > 0, count, torch.ones_like(count))
 
 
 class Layout:
-    """An objective on this rank. The base class has it whole on each rank, without communication.
+    """An objective on this rank. In the base class, each rank has all of it, without communication.
 
     `module` is called instead of the objective; `model` holds this rank's parameters by their names
     in a single process. The collective divides the sum of the ranks' gradients by `averages`, so
@@ -113,7 +113,10 @@ class Layout:
         yield from self.model.named_parameters()
 
     def _parameters(self) -> list[nn.Parameter]:
-        """Return this rank's parameters. Walking over modules would take longer than clipping."""
+        """Return this rank's parameters.
+
+        They are cached, since walking over modules would take longer than clipping.
+        """
         if self._known is None:
             self._known = [parameter for _, parameter in self.named_parameters()]
         return self._known
@@ -131,8 +134,8 @@ class Layout:
 
         This follows Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited
         Resources" (LOMO), arXiv 2306.09782, §3.1, with any optimizer. Norms are kept. `look` is
-        called with a parameter before its update. Only for plans with one backward per step (see
-        `records.plan.IN_BACKWARD`).
+        called with a parameter before its update. This is only for plans with one backward per step
+        (see `records.plan.IN_BACKWARD`).
         """
         norms: list[Tensor] = []
         self._stepped = norms
@@ -149,7 +152,7 @@ class Layout:
                 parameter.register_post_accumulate_grad_hook(on_gradient)
 
     def _norms_of_stepped(self) -> list[Tensor]:
-        """Return and forget the norms of this step's gradients that are freed already."""
+        """Return and drop the norms of this step's gradients that have already been freed."""
         norms = list(self._stepped or ())
         if self._stepped:
             self._stepped.clear()
@@ -174,26 +177,28 @@ class Layout:
         """Prepare for the first step of this process, after `start_step` steps."""
 
     def learn_forms(self, batch: Batch, hooks: StepHooks) -> None:
-        """Learn what has to be kept from a first batch, before a check that undoes changes.
+        """Learn the forms of messages from a first batch, before a check that undoes changes.
 
         Collective. Most layouts do nothing.
         """
 
     def plain_draws(self) -> PlainDraws | None:
-        """Return a way for a plain module to draw as the next step's stages. Collective.
+        """Return seeds for a plain module to draw the same numbers as the stages in the next step.
+
+        Collective.
 
         None if that is unnecessary, since each rank has its own samples, or impossible.
         """
         return None
 
     def discard_comparison(self) -> None:
-        """Undo the counting by collectives in `gradients` of a comparison, which is no step."""
+        """Undo what collectives counted in the `gradients` of a comparison, which is not a step."""
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
         """Run forward and backward of this rank's micro-batches of one step.
 
         Returns (2,) float64: this rank's share of the sum of losses and of the number of targets;
-        over all ranks, of the global batch. Afterwards gradients are reduced.
+        summed over all ranks, those of the global batch. Afterwards, gradients are reduced.
         """
         if self.buffers is not None:
             self.buffers.begin_step()
@@ -207,7 +212,7 @@ class Layout:
         return totals
 
     def prepare_reduction(self) -> None:
-        """Prepare for the last of several micro-batches, whose backward reduces gradients."""
+        """Prepare for the last of several micro-batches, whose backward reduces the gradients."""
 
     def add_up_in_fp32(self) -> None:
         """Accumulate 16-bit gradients over micro-batches in fp32.
@@ -220,7 +225,7 @@ class Layout:
                 parameter.grad_dtype = torch.float32
 
     def _accumulated_parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the 16-bit parameters that train and are not gathered for their use."""
+        """Yield the 16-bit parameters that are trained and not gathered for use."""
         gathered = _held_by_fully_shard(self.objective)
         for _, parameter in self.named_parameters():
             if parameter.requires_grad and parameter.itemsize == 2 and parameter not in gathered:
@@ -241,7 +246,7 @@ class Layout:
         return self.computes_on or next(self.model.parameters()).device
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Return the context for all micro-batches of a step but the last."""
+        """Return the context for all micro-batches of a step except the last."""
         return nullcontext()
 
     def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
@@ -263,11 +268,14 @@ class Layout:
         return [local(p.grad) for p in self._parameters() if p.grad is not None]
 
     def counted_gradients(self) -> list[Tensor]:
-        """Return this rank's gradients, except copies of those that another rank has."""
+        """Return this rank's gradients, except those that are counted on another rank."""
         return [p.grad for p in self._parameters() if p.grad is not None]
 
     def total_norm(self) -> Tensor:
-        """Return the 2-norm of the whole model's gradient, each parameter once. Collective."""
+        """Return the 2-norm of the whole model's gradient, counting each parameter once.
+
+        Collective.
+        """
         return total_norm([*self._norms_of_stepped(), *self.local_gradients()])
 
     def clip(self, limit: float, optimizer: torch.optim.Optimizer | None = None) -> Tensor:
@@ -295,7 +303,7 @@ class Layout:
             torch._foreach_mul_(gradients, factor.to(gradients[0].device, precise))
 
     def widen_gradients(self) -> None:
-        """Convert 16-bit gradients to fp32 until they are dropped."""
+        """Convert 16-bit gradients to fp32 until `drop_wide_gradients`."""
         for parameter in self._parameters():
             if parameter.grad is not None:
                 gradient = parameter.grad.float()
@@ -310,10 +318,10 @@ class Layout:
             parameter.grad_dtype = parameter.dtype
 
     def sync_found_inf(self, found_inf: Tensor) -> None:
-        """Make all ranks skip an fp16 step if one of them has to. Collective."""
+        """Make all ranks skip an fp16 step if one of them must. Collective."""
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the weights by the optimizer's fp32 copies at the end. Collective."""
+        """Replace the weights with the optimizer's fp32 copies at the end. Collective."""
         raise_to(self.model, master_weights(optimizer))
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
@@ -356,14 +364,14 @@ class SpreadLayout(Layout):
         return square.sqrt()
 
     def sync_found_inf(self, found_inf: Tensor) -> None:
-        """Make all ranks skip the step if one has to, since each has seen only its own part."""
+        """Make all ranks skip the step if one must, since each has seen only its own part."""
         dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._group)
 
 
 class ShardedLayout(SpreadLayout):
-    """A layout whose parameters are sharded over `group`, at least the large ones, as DTensors.
+    """A layout whose parameters, at least the large ones, are sharded over `group` as DTensors.
 
-    `meta_model` is the model as it was before, without memory for its weights.
+    `meta_model` is the model before sharding, without memory for its weights.
     """
 
     def __init__(
@@ -373,7 +381,7 @@ class ShardedLayout(SpreadLayout):
         self._meta_model = meta_copy
 
     def free_gathered(self) -> None:
-        """Reshard; afterwards, `named_parameters` are this rank's parts again."""
+        """Reshard, so that `named_parameters` are this rank's parts again."""
         for part in _fsdp_modules(self.objective):
             part.reshard()
 
@@ -381,7 +389,7 @@ class ShardedLayout(SpreadLayout):
         raise_to(self.model, master_weights(optimizer))
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
-        """Gather the weights one by one; ranks that do not request the model keep none."""
+        """Gather the weights one by one; ranks that do not request the model keep nothing."""
         weights: dict[str, Any] = {}
         for name, held in self.model.state_dict().items():
             gathered = whole(held) if isinstance(held, Tensor) else held  # an extra state

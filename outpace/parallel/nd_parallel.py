@@ -35,7 +35,7 @@ from outpace.records.plan import AXES, Plan
 
 
 class Product(SpreadLayout):
-    """A layout over some axes, with the remaining work for the other axes.
+    """A layout over some axes, with the additional work for the other axes.
 
     `mesh` has all axes. `inner` holds the parameters and runs the passes.
     """
@@ -177,7 +177,7 @@ def _clone_output(module: nn.Module, inputs: object, output: Tensor) -> Tensor:
 def _share(
     part: PartOfSequence | None, split_over: SplitObjective | None, batch: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return this rank's part of a batch, with positions if a stage sees a part of the sequence."""
+    """Return this rank's part of a batch, with positions if a stage sees part of a sequence."""
     if part is not None:
         batch = part.part_of(batch)
     if split_over is not None:
@@ -190,7 +190,8 @@ def _share(
 def _sharding_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return the mesh that shards parameters (dp_shard and cp), with its replicas.
 
-    For gradients, a sequence's ranks are like a batch's. Replicas of shards are averaged.
+    As far as gradients are concerned, the ranks of a sequence are like those of a batch. Replicas
+    of shards are averaged.
     """
     shards = mesh["dp_shard", "cp"]._flatten("shard")
     return DeviceMesh._concatenate([mesh["dp_replicate"], shards])

@@ -1,11 +1,11 @@
 """Parameters in host memory or on a disk, and optimizers whose state is there.
 
 Ren et al., "ZeRO-Offload", arXiv 2101.06840: `fully_shard` keeps the shards in host memory, sends
-them to the device when they are gathered and gradients back as soon as they are reduced, beside
-the computation. One process is a group of one.
+them to the device when they are gathered, and sends gradients back as soon as they are reduced,
+during computation. A single process is a group of one.
 
-Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, §5: shards, or whole parameters where the
-CPU computes, lie in mapped files; the next block's are read ahead, and a block's leave this
+Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, §5: shards, or whole parameters if the CPU
+computes, are in mapped files; those of the next block are read ahead, and a block's leave this
 process's memory when it is done.
 """
 
@@ -34,13 +34,13 @@ if TYPE_CHECKING:
 
 
 def gathers(plan: Plan, device: torch.device) -> bool:
-    """Return whether a single process has to gather its parameters as they are stored elsewhere."""
+    """Return whether a single process must gather parameters, which are stored elsewhere."""
     from_disk = plan.offload_parameters == "disk" and device.type != "cpu"
     return plan.offload_parameters == "cpu" or from_disk
 
 
 def parameter_device(plan: Plan, device: torch.device) -> torch.device:
-    """Return the device of a rank's own parameters while they are not gathered."""
+    """Return the device of a rank's parameters while they are not gathered."""
     return torch.device("cpu") if plan.offload_parameters == "cpu" else device
 
 

@@ -70,7 +70,8 @@ class ParallelModule:
         """Return this rank's samples of a global batch that all ranks have read.
 
         If ranks read different samples instead (DistributedSampler), read share
-        `plan.data_rank(rank)` of `plan.data_parallel`: a pipeline or tp group reads the same.
+        `plan.data_rank(rank)` of `plan.data_parallel`: all ranks of a pipeline or tp group read the
+        same.
         """
         number, shares = self.plan.data_rank(self._ranks.rank), self.plan.data_parallel
         assert number is not None
@@ -82,7 +83,7 @@ class ParallelModule:
     def forward_backward(self, batch: Batch) -> Tensor:
         """Compute the global batch's mean loss from this rank's share, and its gradients.
 
-        Replaces `loss.backward()`: afterwards, every gradient is that of this mean. Previous
+        This replaces `loss.backward()`: afterwards, every gradient is that of this mean. Previous
         gradients are dropped. The share is processed in the plan's micro-batches.
         """
         with refuse_together(self._ranks.world_size):
@@ -193,17 +194,17 @@ def parallelize(
     `blocks` are the names of the parts that ZeRO gathers one at a time, and that a pipeline
     distributes over its stages. The module's forward calls each of them once, in this order, and
     passes the output of each to the next one as its first input. A list of lists gives the names
-    for each stage. None: the repeated parts, or all parts of an nn.Sequential.
+    for each stage. None stands for the repeated parts, or all parts of an nn.Sequential.
 
     `layouts` selects the matrices that tp splits, by patterns of names: {"layers.*.q": "colwise",
-    "layers.*.o": "rowwise"}. None: the layouts that a transformers model defines.
+    "layers.*.o": "rowwise"}. None stands for the layouts that a transformers model defines.
 
     `sync_batchnorm`: replicas normalise with the statistics of all their samples together.
 
     `check`: before the first step, forward and backward of its batch are compared with those of the
     plain module: the loss, and which parameters get which gradients. A difference is refused. If
-    only cutting the batch makes a difference, a warning says how large it is. On a single process
-    too, a warning names state that state_dict() does not contain. "off" disables the check. Raises
+    only cutting the batch makes a difference, a warning says how large it is. A warning names state
+    that state_dict() does not contain, also on a single process. "off" disables the check. Raises
     BadInputError for unsupported requests, on all ranks if one of them refuses.
     """
     _check(module, plan)
@@ -242,7 +243,8 @@ def lay_out(
 ) -> Layout:
     """Lay out a custom model's objective on its ranks, with the plan's options. Collective.
 
-    Call `synchronise_statistics` before. `on_failure` takes the reason if the compiler fails.
+    Call `synchronise_statistics` first. `on_failure` is called with the reason if the compiler
+    fails.
     """
     apply_plan_options(custom, plan, scratch, on_failure)
     return apply(
@@ -349,7 +351,7 @@ def _ranks(plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> Ranks:
 
 
 def _check_mesh(plan: Plan, mesh: DeviceMesh) -> None:
-    """Require that a mesh is the plan's: its axes by name and size, over all ranks in order."""
+    """Require that a mesh matches the plan: its axes by name and size, over all ranks in order."""
     names = mesh.mesh_dim_names or ()
     sizes = dict(zip(names, mesh.shape, strict=False))
     wanted = {axis: getattr(plan, axis) for axis in AXES}

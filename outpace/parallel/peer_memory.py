@@ -1,14 +1,14 @@
 """Collectives between the ranks of one host, which read each other's memory.
 
-gloo carries a buffer over loopback: into the kernel, out of it and from there to its place, by
-threads that take the time of those that compute. Here each rank reads its piece of the others'
-buffers where they lie (process_vm_readv) and adds it to its own, and then reads the pieces that
-others have summed. That is Patarasuk and Yuan's reduce-scatter and all-gather (JPDC 2009, §3)
-without the ring, since all are equally near: 25 MiB between two ranks in 3.6 ms, where gloo takes
-22 to 37 (docs/development/log.md). ZeRO-3 has the two halves alone (`parallel.fsdp`).
+gloo sends a buffer over loopback: it is copied into the kernel, out of it, and to its destination,
+by threads that compete with those that compute. Here each rank reads its piece of the others'
+buffers in place (process_vm_readv), adds it to its own, and then reads the pieces that others have
+summed. That is Patarasuk and Yuan's reduce-scatter and all-gather (JPDC 2009, §3) without the ring,
+since all ranks are equally near: 25 MiB between two ranks takes 3.6 ms, and with gloo 22 to 37 ms
+(docs/development/log.md). ZeRO-3 uses each of the two halves alone (`parallel.fsdp`).
 
-Linux on x86-64 only: what a rank wrote must be seen by another in the order in which it was
-written. Where the system does not let ranks read each other, gloo does it.
+This works on Linux on x86-64 only, since other ranks must see a rank's writes in the order in which
+they were made. If the system does not let ranks read each other's memory, gloo is used.
 """
 
 import ctypes
@@ -70,9 +70,9 @@ class _Span(ctypes.Structure):
 
 
 class _Notice(ctypes.Structure):
-    """Notice to other ranks: how many moves this rank has made, and where its buffer is.
+    """Notice to other ranks: the number of steps that this rank has made, and where its buffer is.
 
-    `token` distinguishes a notice from other memory, because a process id may refer to another
+    `token` distinguishes a notice from other memory, because a process ID may refer to another
     process elsewhere. `kind` is the collective for which its buffer is used.
     """
 
@@ -83,7 +83,7 @@ class _Notice(ctypes.Structure):
 
 
 def _lasting_notice() -> _Notice:
-    """Create a notice with its own token, never freed, as others may read it at the end."""
+    """Create a notice with its own token, never freed, since others may read it until the end."""
     notice = _Notice(secrets.randbits(62), 0, 0, 0)
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(notice))
     return notice
@@ -124,7 +124,7 @@ def _reader() -> _Copy | None:
 
 
 def _let_family_read() -> None:
-    """Allow the launcher's other processes to read this one, if Yama lets only parents do so."""
+    """Allow the launcher's other processes to read this one if Yama restricts this to parents."""
     ctypes.CDLL(None).prctl(_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
@@ -132,9 +132,10 @@ class PeerMemoryGroup:
     """Ranks of a group on one host that call the same collectives on their buffers.
 
     All methods raise dist.DistError if a rank is gone, gave up, or does not arrive in time; this
-    rank then gives up too, and the others see that. They raise BadInputError if another rank calls
-    another collective, with a different `unit` or length. Buffers are one-dimensional. Each sum is
-    computed on one rank, in the order of ranks, and copied: results are bitwise equal.
+    rank then gives up too, which the others see. They raise BadInputError if another rank calls a
+    different collective, or one with a different `unit` or length. Buffers are one-dimensional.
+    Each sum is computed on one rank, in the order of ranks, and copied, so results are bitwise
+    equal.
     """
 
     def __init__(self, group: dist.ProcessGroup, read: _Copy, limit_s: float) -> None:
@@ -232,7 +233,7 @@ class PeerMemoryGroup:
         return [(part.data_ptr() - buffer.data_ptr(), part) for part in parts]
 
     def _sum(self, start: int, piece: Tensor, into: Tensor, factor: float) -> None:
-        """Sum `piece` and what the others have at byte `start`."""
+        """Sum `piece` and the others' pieces at byte `start`."""
         chunk = max(1, _CHUNK_BYTES // piece.element_size())
         found = torch.empty(min(chunk, piece.numel()), dtype=piece.dtype)
         total = torch.empty_like(found)
@@ -247,9 +248,10 @@ class PeerMemoryGroup:
             start += part.nbytes
 
     def _move(self) -> dict[int, int]:
-        """Tell other ranks that the next move is made, and wait until they have made it too.
+        """Tell other ranks that this one has made the next step, and wait until all have.
 
-        Returns the kinds of their collectives, which after the last move may be the next ones.
+        Returns the kinds of their collectives; after the last step, these may already be the next
+        ones.
         """
         kinds = {}
         self._notice.moves += 1
@@ -271,7 +273,7 @@ class PeerMemoryGroup:
         return kinds
 
     def _look(self, other: _Peer) -> int:
-        """Return how many moves another rank has made."""
+        """Return the number of steps that another rank has made."""
         size = ctypes.sizeof(_Notice)
         self._read(other.pid, other.notice, ctypes.addressof(self._seen), size)
         moves: int = self._seen.moves
@@ -301,7 +303,10 @@ def peer_memory_group(group: dist.ProcessGroup) -> PeerMemoryGroup | None:
 
 
 class GradientAveraging:
-    """DDP's gradient reduction by a `PeerMemoryGroup`. `begin` is DDP's hook; a thread works."""
+    """DDP's gradient reduction by a `PeerMemoryGroup`.
+
+    `begin` is DDP's hook; a thread does the work.
+    """
 
     def __init__(self, peer_memory_group: PeerMemoryGroup, group: dist.ProcessGroup) -> None:
         self._peers = peer_memory_group

@@ -1,12 +1,13 @@
 """Pipelines: the layers split over ranks in stages, and micro-batches passing through them.
 
-`mp` is naive model parallelism, one micro-batch under way and one rank busy at a time. `gpipe`:
-all forwards, then all backwards (Huang et al., arXiv 1811.06965, §2). `1f1b`: a backward as soon
-as there is one, so that a stage keeps no more micro-batches than stages follow it (Narayanan et
-al., PipeDream, SOSP 2019, §3.2; arXiv 2104.04473, §2.2). With two stages on each rank:
-`interleaved` (the latter, §2.2.2) and `loopedbfs` (Lamy-Poirier, arXiv 2211.05953). With the
-gradients of weights put off to where a rank would wait: `zb`, `zbv` (Qi et al., arXiv 2401.10241,
-§2 and §6) and `dualpipev` (DeepSeek-AI, arXiv 2412.19437, §3.2.1, as a V of half the stages).
+`mp` is naive model parallelism, with one micro-batch in flight and one rank busy at a time.
+`gpipe`: all forwards, then all backwards (Huang et al., arXiv 1811.06965, §2). `1f1b`: each
+backward as soon as possible, so that a stage keeps no more micro-batches than the number of stages
+from it on (Narayanan et al., PipeDream, SOSP 2019, §3.2; arXiv 2104.04473, §2.2). With two stages
+on each rank: `interleaved` (arXiv 2104.04473, §2.2.2) and `loopedbfs` (Lamy-Poirier, arXiv
+2211.05953). With the gradients of weights deferred to where a rank would wait: `zb`, `zbv` (Qi et
+al., arXiv 2401.10241, §2 and §6) and `dualpipev` (DeepSeek-AI, arXiv 2412.19437, §3.2.1, as a V of
+half the stages).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -56,7 +57,7 @@ _CONTEXT = ("documents", "segments", "padding_mask")
 
 
 class Stage(PipelineStage):
-    """A stage that enters the trainer's contexts for a pass, and reports how its time was spent."""
+    """A stage that enters the trainer's contexts for each pass, and reports its times."""
 
     given = StepHooks()
 
@@ -119,7 +120,7 @@ class PipelineLayout(SpreadLayout):
         self._shape: torch.Size | None = None
 
     def _other_end(self, tied: bool) -> int | None:
-        """Return the rank with this one's embedding, on the first or the last stage, if any."""
+        """Return the other rank (first or last stage) that holds this one's embedding, if any."""
         first, last = self._ranks_of[0], self._ranks_of[-1]
         if not tied or first == last or self._rank not in (first, last):
             return None
@@ -158,7 +159,7 @@ class PipelineLayout(SpreadLayout):
         return len(tokens), tokens.shape[1] // split, self._meta_model.spec.hidden
 
     def _stage(self, number: int, tokens: Tensor) -> Stage:
-        """Build a stage with the shapes of its inputs and outputs, so that torch runs no batch."""
+        """Build a stage with the shapes of its inputs and outputs, so torch need not find them."""
         shape = self._hidden_shape(tokens[: self._plan.micro_batch])
         hidden = torch.empty(shape, dtype=self._dtype, device="meta", requires_grad=True)
         first = tokens[: self._plan.micro_batch].to("meta")
@@ -174,11 +175,11 @@ class PipelineLayout(SpreadLayout):
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Return the dtype of hidden states between blocks, whatever that of products is."""
+        """Return the dtype of hidden states between blocks, whatever the dtype of products."""
         return next(self.model.parameters()).dtype
 
     def _scaled_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return what the backward starts from on the last stage, and add to the totals."""
+        """Return the start of the backward on the last stage, and add to the totals."""
         given = self._pass
         with given.cast():
             loss_sum, count = self.objective.loss_from_hidden(hidden, targets)
@@ -255,7 +256,7 @@ class PipelineLayout(SpreadLayout):
         return self._rank != self._ranks_of[0] and name.startswith("embed.")
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the weights by fp32 copies, including those that other ranks send."""
+        """Replace the weights with fp32 copies, including those that other ranks send."""
         super().raise_weights(optimizer)
         widen_trained(self._meta_model)
 
@@ -305,7 +306,7 @@ def _merge_parts(parts: Sequence[Part]) -> Part:
 
 
 def _context(batch: Batch) -> dict[str, Tensor]:
-    """Return the parts of a batch that the blocks need, by names of the transformer's arguments."""
+    """Return the parts of a batch that blocks need, by the transformer's argument names."""
     held = {f"{name}_BS": batch[name] for name in _CONTEXT if name in batch}
     if "positions" in batch:
         held["positions"] = batch["positions"].expand_as(batch["tokens"])  # to be cut as they are
@@ -334,7 +335,7 @@ def cut(plan: Plan, model: Transformer) -> list[Part]:
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Keep this rank's stages. Requires the default process group.
+    """Reduce the model to this rank's stages. Requires the default process group.
 
     Raises BadInputError if there are fewer layers than stages.
     """

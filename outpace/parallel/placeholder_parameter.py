@@ -1,4 +1,4 @@
-"""An optimizer for a rank that has no parameters of its own to update."""
+"""An optimizer for a rank that has no parameters to update."""
 
 import torch
 from torch import nn

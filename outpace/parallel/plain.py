@@ -31,7 +31,10 @@ _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
 
 class NoDropout(TorchFunctionMode):
-    """Replaces torch's dropouts by the identity. `would_drop`: whether any would have dropped."""
+    """Replacement of torch's dropouts with the identity.
+
+    `would_drop`: whether any would have dropped.
+    """
 
     def __init__(self, would_drop: bool = False) -> None:
         super().__init__()
@@ -67,7 +70,7 @@ def _drops(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _rates(module: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
-    """Return the dropout modules of a module: the attribute with the rate, and its value."""
+    """Return the dropout modules of a module, with the attribute for the rate and its value."""
     for part in module.modules():
         if isinstance(part, _DropoutNd):
             yield part, "p", part.p
@@ -126,7 +129,7 @@ def same_random_state(one: Sequence[Any], other: Sequence[Any]) -> bool:
 
 
 class NarrowResults(TorchDispatchMode):
-    """Records the floating-point dtypes below float64 of all computed results."""
+    """Record of the floating-point dtypes below float64 among all computed results."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -143,8 +146,9 @@ class NarrowResults(TorchDispatchMode):
 
 
 def to_float64(module: nn.Module) -> nn.Module:
-    """Convert all floating-point parameters and buffers to float64, and complex ones to
-    complex128. What is in one memory stays so.
+    """Convert floating-point parameters and buffers to float64, and complex ones to complex128.
+
+    Tensors that share memory still do afterwards.
     """
     found: dict[tuple[int, torch.dtype], list[Tensor]] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
@@ -176,7 +180,7 @@ def _wide_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _widen_storage(tensor: Tensor) -> Tensor:
-    """Return all numbers in a tensor's memory in its wide dtype."""
+    """Return all numbers in a tensor's storage, in the wide dtype."""
     numbers = tensor.untyped_storage().nbytes() // tensor.itemsize
     return tensor.detach().as_strided((numbers,), (1,), 0).to(_wide_dtype(tensor))
 

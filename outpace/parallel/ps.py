@@ -1,13 +1,14 @@
 """Parameter servers and workers.
 
-Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, §2.2 and
-§3: workers read the data and push gradients; the parameters are split over servers, each of which
-adds up the workers' gradients of its own. Here all wait for each other in every step (§3.4,
+Li et al., "Scaling Distributed Machine Learning with the Parameter Server", OSDI 2014, §2.2 and §3:
+workers read the data and push gradients; the parameters are split over servers, each of which sums
+the workers' gradients for its part. Here all ranks wait for each other in every step (§3.4,
 "sequential"). Either the servers send the sums back and each worker steps the optimizer, or
 (`server_updates`) the servers step it and send parameters back.
 
-A worker may be several devices: their gradients are added up on the first of them, which alone
-speaks with the servers. A server of several devices is several servers: its share is split again.
+A worker may be several devices: their gradients are summed on the first of them, the only one that
+communicates with the servers. A server with several devices acts as several servers: its share is
+split again.
 """
 
 from collections.abc import Iterable, Sequence
@@ -93,7 +94,7 @@ class Role(Layout):
         return square.sqrt()
 
     def sync_found_inf(self, found_inf: Tensor) -> None:
-        """Make all ranks skip the step if a server has to; each has seen only its own share."""
+        """Make all ranks skip the step if a server must, since each has seen only its own share."""
         dist.all_reduce(found_inf, dist.ReduceOp.MAX)
 
 
@@ -120,7 +121,7 @@ class Worker(Role):
         return self.model, optimizer if self.steps else None
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Compute the step's gradients, for servers if they update parameters, else for here."""
+        """Compute the step's gradients, for the servers if they update parameters."""
         self._placeholder.set_gradient()
         totals = super().gradients(batches, hooks)
         for share in self._fused:
@@ -148,13 +149,13 @@ class Worker(Role):
                 fused.assign_gradients()
 
     def _broadcast(self, message: Tensor) -> None:
-        """Send the worker's other devices what its first one has received."""
+        """Send what the worker's first device has received to its other devices."""
         if self._group is not None:
             dist.broadcast(message, group=self._group, group_src=0)
 
     @torch.no_grad()
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace weights by fp32 copies, or receive the servers' if they update parameters."""
+        """Replace weights with fp32 copies, or receive the servers' if they update parameters."""
         if self.steps:
             super().raise_weights(optimizer)
             return
@@ -174,7 +175,7 @@ class Worker(Role):
 
 
 class Server(Role):
-    """Rank that sums the workers' gradients of its share, whose weights it may update."""
+    """Rank that sums the workers' gradients for its share, and may update the weights of it."""
 
     def __init__(self, request: LayoutRequest, share: Sequence[nn.Parameter]) -> None:
         super().__init__(request)
@@ -209,7 +210,7 @@ class Server(Role):
         return self._zero_totals()
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace this server's share by fp32 copies, and send it to the workers."""
+        """Replace this server's share with fp32 copies, and send it to the workers."""
         super().raise_weights(optimizer)
         if self.steps:
             self._sync_parameters()

@@ -1,8 +1,8 @@
-"""A rank that waits in a collective for one that has refused, where the collective does not fail.
+"""Watch over a rank that waits in a collective for one that has refused, if it would not fail.
 
-On gloo a collective fails when a peer has gone. On NCCL it waits, for ten minutes by default, until
-the watchdog ends the process, which then says nothing of the refusal. So a thread looks into the
-store, by a connection of its own, while a call takes long.
+With gloo, a collective fails when a peer has gone. With NCCL it waits, for ten minutes by default,
+until the watchdog ends the process, without a word about the refusal. So a thread checks the store,
+over a separate connection, while a call takes long.
 """
 
 import os
@@ -23,7 +23,8 @@ _EXIT_CODE = 2  # of bad input
 class RefusalWatch:
     """A thread that ends this rank during a call of `enter` if another rank has refused something.
 
-    `find(store)` returns a new refusal by another rank, or None, and tells that rank so.
+    `find(store)` returns a new refusal by another rank, or None, and tells that rank that it was
+    received.
     """
 
     def __init__(self, store: Store, find: Callable[[Store], str | None]) -> None:

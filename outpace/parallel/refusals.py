@@ -1,8 +1,8 @@
-"""Refusals in a user's own loop: all ranks end with one sentence if one of them refuses.
+"""Refusals in a user's own loop: all ranks end with the same sentence if one of them refuses.
 
-The others wait for it in a collective, which fails when it has left. They find the sentence in the
-store where the ranks met. That is so on gloo, where a collective fails when a peer has gone. On
-NCCL it waits; there a thread looks into the store, and ends the rank (`refusal_watch`).
+With gloo, the other ranks' collective fails when a peer has left, and they find the sentence in the
+rendezvous store. With NCCL the collective waits, so a thread checks the store and ends the rank
+(`refusal_watch`).
 """
 
 import atexit
@@ -28,8 +28,9 @@ _WAIT_S, _HEAR_S, _LOOK_AGAIN_S = 10.0, 1.0, 0.02
 def refuse_together(world_size: int) -> Iterator[None]:
     """Raise an OutpaceError of one rank on all ranks. On NCCL, this ends the ranks.
 
-    A rank that raises one waits at exit until the others have received it. If it catches the error
-    and enters this again, the error counts as handled, and other ranks no longer receive it.
+    A rank that raises an error waits at exit until the others have received it. If it catches the
+    error and enters this context again, the error counts as handled, and other ranks no longer
+    receive it.
     """
     if world_size == 1:
         yield
@@ -71,7 +72,7 @@ class _Refusal:
         self._found = ""  # by the watch, of another rank
 
     def publish(self, sentence: str, world_size: int) -> None:
-        """Let others find the sentence, until it is withdrawn; where two refuse, the first's."""
+        """Let others find the sentence until it is withdrawn; the first of two refusals counts."""
         self._world_size = world_size
         self._mine = f"{dist.get_rank()}-{self._call}\n{sentence}"
         self._entry = self._store.compare_set(_REFUSAL, "", self._mine).decode()
@@ -81,7 +82,7 @@ class _Refusal:
         self._registered = True
 
     def withdraw(self) -> None:
-        """Begin a call: forget what was refused in an earlier one."""
+        """Begin a call: withdraw what was refused in an earlier one."""
         self._call += 1
         if not self._mine:
             return
@@ -96,7 +97,7 @@ class _Refusal:
         return call.isdigit() and int(call) > self._dealt_with
 
     def find(self, store: Store) -> str | None:
-        """Return what another rank has refused in this call, and let it know that it is heard."""
+        """Return what another rank has refused in this call, and acknowledge it."""
         entry = store.get(_REFUSAL).decode() if store.check([_REFUSAL]) else ""
         where, _, sentence = entry.partition("\n")
         if entry in ("", self._mine) or where.rpartition("-")[2] != str(self._call):
@@ -112,7 +113,7 @@ class _Refusal:
         return RefusalWatch(self._store, self.find)
 
     def _leave(self) -> None:
-        """Let the others' collectives fail, and keep the store until they have read why."""
+        """Make the others' collectives fail, and keep the store until they have read why."""
         if not self._mine:
             return
         if dist.is_initialized():
@@ -157,7 +158,7 @@ def _publish_refusal(sentence: str, world_size: int) -> None:
 
 
 def _hear_refusal() -> str | None:
-    """Return what another rank refused; None where none did within a moment."""
+    """Return what another rank has refused; None if none does so within a moment."""
     store = _store()
     if store is None:
         return None
@@ -174,7 +175,7 @@ def _hear_refusal() -> str | None:
 
 
 def has_other_cause(error: Exception) -> bool:
-    """Return whether an error comes from memory or from a lost peer, not from the user's module."""
+    """Return whether an error is due to memory or a lost peer rather than the user's module."""
     if isinstance(error, torch.OutOfMemoryError | dist.DistError):
         return True
     said = str(error).lower()

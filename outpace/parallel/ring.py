@@ -1,9 +1,9 @@
-"""Replicas that add up their gradients in a ring, each rank talking to its two neighbours only.
+"""Replicas that sum gradients in a ring: each rank communicates only with two neighbours.
 
-Sergeev and Del Balso, "Horovod", arXiv 1802.05799; the algorithm: Patarasuk and Yuan, "Bandwidth
+Sergeev and Del Balso, "Horovod", arXiv 1802.05799; algorithm by Patarasuk and Yuan, "Bandwidth
 optimal all-reduce algorithms for clusters of workstations", JPDC 2009. Gradients are put into
-buffers in the order in which backward makes them. A full buffer goes round the ring, in a thread
-of its own, while the backward runs.
+buffers in the order in which the backward computes them. A full buffer is sent around the ring by a
+separate thread while the backward runs.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -24,11 +24,11 @@ from outpace.parallel.tensors import make_equal
 def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup) -> None:
     """Sum `buffer` (one dimension, any length) over the ranks of `group`, in place.
 
-    The buffer is cut into N pieces and goes round in 2(N − 1) steps, one piece each. In the first N
-    − 1, a rank adds the piece from its left neighbour to its own, until it has the sum of one piece
-    (reduce-scatter). In the next N − 1, the sums are passed on (all-gather). So each rank sends 2(N
-    − 1)/N of the buffer (Patarasuk and Yuan 2009, §3). Each sum is computed on one rank and copied
-    from there, which keeps replicas bitwise equal.
+    The buffer is cut into N pieces and sent around in 2(N − 1) steps, one piece each. In the first
+    N − 1, a rank adds the piece from its left neighbour to its own, until it has the sum of one
+    piece (reduce-scatter). In the next N − 1, the sums are passed on (all-gather). So each rank
+    sends 2(N − 1)/N of the buffer (Patarasuk and Yuan 2009, §3). Each sum is computed on one rank
+    and copied from there, which keeps replicas bitwise equal.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     pieces = buffer.tensor_split(size)
@@ -43,7 +43,7 @@ def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _shift(given: Tensor, taken: Tensor, group: dist.ProcessGroup) -> None:
-    """Send to the right neighbour and receive from the left at once."""
+    """Send to the right neighbour and receive from the left one at the same time."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     operations = [
         dist.P2POp(dist.isend, given, group=group, group_peer=(rank + 1) % size),
@@ -56,7 +56,7 @@ def _shift(given: Tensor, taken: Tensor, group: dist.ProcessGroup) -> None:
 
 
 class GradientReducer(Protocol):
-    """Sums buffers over all ranks while the backward runs."""
+    """Reducer that sums buffers over all ranks while the backward runs."""
 
     def begin(self, buffer: Tensor) -> None:
         """Start reducing a full buffer."""
@@ -139,7 +139,7 @@ class RingReplicas(Layout):
         self._missing[number].remove(index)
 
     def _send_full(self) -> None:
-        """Send full buckets in their order, which all ranks share; that of gradients may differ."""
+        """Send full buckets in an order that all ranks share, whatever their gradients' order."""
         while self._sent < len(self._buckets) and not self._missing[self._sent]:
             self._reducer.begin(self._buckets[self._sent].buffer)
             self._sent += 1

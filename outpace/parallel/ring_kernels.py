@@ -1,8 +1,8 @@
 """Attention to the keys of one turn of the ring, with kernels that return and accept a log-sum-exp.
 
-A turn's output is softmax over its own keys; with the logarithm of the softmax's denominator it can
-be merged with those of other turns. Backward, a kernel is given the output and the log-sum-exp of
-all turns, so that the weights it computes again are the true ones.
+A turn's output is a softmax over its own keys; with the logarithm of the softmax's denominator it
+can be merged with those of other turns. In the backward, a kernel is given the output and the
+log-sum-exp of all turns, so that the weights it recomputes are the true ones.
 
 Legend: B batch, S queries, T keys, H query heads, K key/value heads, G = H/K, C width of a head.
 """
@@ -24,7 +24,7 @@ _AMPERE = (8, 0)
 
 
 class RingKernel(Protocol):
-    """Computes one turn of the ring; `number` is the index of the turn.
+    """Kernel of one turn of the ring; `number` is the index of the turn.
 
     Queries are (B, H, S, C), keys and values (B, K, T, C), log-sum-exps (B, H, S) in nats.
     """
@@ -39,7 +39,7 @@ class RingKernel(Protocol):
         self, number: int, q: Tensor, k: Tensor, v: Tensor, causal: bool,
         grad: Tensor, out: Tensor, lse: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Return gradients of queries, keys and values; output and log-sum-exp are of all turns."""
+        """Return gradients of queries, keys and values; output and log-sum-exp cover all turns."""
         ...
 
 
@@ -81,7 +81,7 @@ def takes_flash(
 ) -> bool:
     """Return whether FlashAttention computes the turns: in 16 bits, on a GPU from Ampere on.
 
-    Not with dropout, whose state would have to be kept for each turn.
+    It does not with dropout, whose state would have to be kept for each turn.
     """
     low = dtype in (torch.bfloat16, torch.float16)
     new = device == "cuda" and capability >= _AMPERE
@@ -89,7 +89,7 @@ def takes_flash(
 
 
 class Flash:
-    """FlashAttention's GPU kernels (Dao, arXiv 2307.08691), as operators of torch."""
+    """FlashAttention's GPU kernels (Dao, arXiv 2307.08691), as torch operators."""
 
     def forward(
         self, number: int, q: Tensor, k: Tensor, v: Tensor, causal: bool
@@ -117,7 +117,7 @@ class Flash:
 
 @dataclass(frozen=True)
 class Scores:
-    """Products in fp32 (fp64 for fp64), of a few rows of scores at a time, with dropout."""
+    """Products in fp32 (fp64 for fp64), for a few rows of scores at a time, with dropout."""
 
     drops: Dropout
 
@@ -175,8 +175,8 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute gradients of queries, keys and values (Dao et al., arXiv 2205.14135, algorithm 4).
 
-    `lse_BHS` is that of all keys, so that the weights are the true ones; `delta_BHS` is the
-    gradient times the output, summed over C.
+    `lse_BHS` is for all keys, so that the weights are the true ones; `delta_BHS` is the gradient
+    times the output, summed over C.
     """
     heads, groups = q_BHSC.shape[1], k_BKTC.shape[1]
     q_grad, k_grad, v_grad = (torch.zeros_like(x) for x in (q_BHSC, k_BKTC, v_BKTC))
@@ -215,7 +215,7 @@ def _scores(q_BKRC: Tensor, k_BKTC: Tensor, rows: slice | None) -> Tensor:
 
 
 def _by_group(x_BHSC: Tensor, groups: int) -> Tensor:
-    """Map (B, H, S, C) to (B, K, G·S, C), so that keys meet all queries that share them."""
+    """Map (B, H, S, C) to (B, K, G·S, C), so that keys align with all queries that share them."""
     grouped: Tensor = x_BHSC.unflatten(1, (groups, -1))
     return grouped.flatten(2, 3)
 

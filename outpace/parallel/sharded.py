@@ -2,10 +2,10 @@
 
 Rajbhandari et al., "ZeRO", SC 2020, §5; Zhao et al., "PyTorch FSDP", VLDB 2023. Each block is a
 unit: its parameters are gathered before they are used, and its gradients reduced and scattered
-right after its backward, with every micro-batch. ZeRO-3 gives the gathered parameters up after the
-forward and gathers them again for the backward; ZeRO-2 keeps them until then. So do all with what
-lies outside of the blocks: its forward ends where the backward begins. HSDP does as ZeRO-3 within a
-group of ranks, and averages gradients between the groups (Zhao et al., §3.2.2).
+right after its backward, with every micro-batch. ZeRO-3 frees the gathered parameters after the
+forward and gathers them again for the backward; ZeRO-2 keeps them until then. All of them keep
+parameters outside of the blocks, whose forward ends where the backward begins. HSDP works like
+ZeRO-3 within a group of ranks, and averages gradients between the groups (Zhao et al., §3.2.2).
 """
 
 from collections.abc import Sequence
@@ -76,7 +76,7 @@ class CustomSharded(ShardedLayout):
             raise refused from None
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Compute the step's gradients. Parameters that no rank has used get none."""
+        """Compute the step's gradients. Parameters that no rank has used get no gradient."""
         totals = super().gradients(batches, hooks)
         if self._stepped is None:  # else gradients are gone
             if self._use is None:

@@ -1,10 +1,11 @@
-"""Buffers of a user's module on data-parallel ranks, of which rank 0's are used.
+"""Buffers of a user's module on data-parallel ranks, which all use those of rank 0.
 
-Every step, evaluation and checkpoint begins with rank 0's, as under DistributedDataParallel, so
-that a run does not depend on when it is evaluated or saved, and a checkpoint has what any rank
-would resume with. Only buffers that a forward changes are sent: running averages and counters, not
-masks and tables. Which they are ranks tell each other after the first steps, and again before each
-evaluation and checkpoint, for a forward may change others later.
+Every step, evaluation and checkpoint starts with rank 0's buffers, as under
+DistributedDataParallel, so that a run does not depend on when it is evaluated or saved, and a
+checkpoint contains what every rank resumes with. Only buffers that a forward changes are sent:
+running averages and counters, not masks and tables. Ranks tell each other which these are after the
+first steps, and again before each evaluation and checkpoint, since a forward may change others
+later.
 """
 
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ _FIRST_STEPS = 2  # one of which may be a look at the first batch, which puts bu
 
 
 class SharedBuffers:
-    """Keeps the buffers of `module` equal over the ranks of `group`."""
+    """Synchronisation of the buffers of `module` over the ranks of `group`."""
 
     def __init__(
         self, module: nn.Module, device: torch.device, group: dist.ProcessGroup | None = None
@@ -57,7 +58,7 @@ class SharedBuffers:
         self._trained = self._evaluated = False
 
     def _remember(self) -> None:
-        """Remember the buffers before the first forward, to see later whether any changes."""
+        """Record the buffers before the first forward, to detect later changes."""
         if self._names and not self._seen:
             self._seen = {n: (b, b._version, fingerprint(b)) for n, b in self._initial_buffers()}
 

@@ -1,10 +1,10 @@
-"""Tensors of a user's module in the memory of a trained parameter: what moves one moves the other.
+"""Tensors of a user's module that share memory with a trained parameter, so that both change.
 
-In one process an optimizer that steps `a` also moves a parameter, a buffer or an attribute that is
-a view of `a` (`b.weight = nn.Parameter(a.weight.t())`, `register_buffer("old", a.weight.data)`).
-Where ranks hold parts of parameters, each tensor gets memory of its own, and no first batch shows
-the difference. The same goes for parameters in plain lists (`self.decayed = [...]`): ranks train
-others in their place.
+In a single process, an optimizer that steps `a` also changes a parameter, a buffer or an attribute
+that is a view of `a` (`b.weight = nn.Parameter(a.weight.t())`, `register_buffer("old",
+a.weight.data)`). If ranks hold parts of parameters, each tensor gets separate memory, and no first
+batch shows the difference. The same applies to parameters in plain lists (`self.decayed = [...]`):
+ranks train others in their place.
 """
 
 from collections.abc import Iterator
@@ -22,10 +22,10 @@ _OF_RECURRENT = frozenset({"_flat_weights"})
 
 
 def find_shared_memory(module: nn.Module) -> tuple[str, str, str] | None:
-    """Return the first tensor in the memory of a trained parameter: its name, what it is, and the
-    parameter's name. None if there is none.
+    """Return the first tensor in the memory of a trained parameter, or None.
 
-    One parameter under two names is not meant: it is one tensor for all strategies.
+    The result has its name, what it is, and the parameter's name. A parameter with two names does
+    not count: it is one tensor for all strategies.
     """
     memory: dict[int, list[tuple[str, Tensor]]] = {}
     for name, trained in module.named_parameters():
@@ -39,8 +39,10 @@ def find_shared_memory(module: nn.Module) -> tuple[str, str, str] | None:
 
 
 def refuse_shared_memory(module: nn.Module, strategy: Strategy) -> None:
-    """Raise BadInputError if ranks of a strategy would separate tensors that share memory, or
-    parameters from the lists that hold them.
+    """Raise BadInputError if a strategy's ranks would separate tensors that share memory.
+
+    The same applies to parameters in lists, if the lists would hold others than those that are
+    trained.
     """
     traits = TRAITS[strategy]
     if not traits.whole_model:
@@ -83,9 +85,9 @@ def _list_tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _list_attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
-    """Yield what is in plain attributes of a module's parts, except of those of torch's classes.
+    """Yield the values of plain attributes of a module's parts, except of torch's own classes.
 
-    Nor of recurrent nets the list of their parameters, which torch renews, in subclasses too.
+    The list of a recurrent net's parameters, which torch renews, is left out in subclasses too.
     """
     for prefix, part in module.named_modules():
         if type(part).__module__.partition(".")[0] == "torch":
@@ -99,7 +101,7 @@ def _list_attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors of one storage have bytes of it in common."""
+    """Return whether two tensors of one storage overlap in it."""
     begin, end = _extent(one)
     other_begin, other_end = _extent(other)
     if end <= other_begin or other_end <= begin:
@@ -119,7 +121,7 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 
 def _bytes_of(tensor: Tensor, storage: Tensor) -> Tensor:
-    """Return the view of a storage's bytes (bool, on the CPU) that a tensor has."""
+    """Return which of a storage's bytes belong to a tensor, as bools on the CPU."""
     size = tensor.itemsize
     shape, strides = (*tensor.shape, size), (*(size * one for one in tensor.stride()), 1)
     # What is expanded has each byte once.

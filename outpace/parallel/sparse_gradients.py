@@ -1,4 +1,4 @@
-"""Embeddings whose gradients are sparse tensors, which most strategies and optimizers refuse."""
+"""Embeddings with sparse gradients, which most strategies and optimizers refuse."""
 
 from torch import nn
 

@@ -1,8 +1,9 @@
 """Random numbers of a pipeline's stages, by stage and micro-batch, in any order of execution.
 
-Where a stage of a custom model takes a micro-batch over, generators are seeded by the step's key of
-its rank, the stage's number and the micro-batch's. The plain module, told the keys, draws the same,
-so that what is dropped at random compares, and a look at the first batch can be the first step.
+When a stage of a custom model starts on a micro-batch, generators are seeded with the step's key of
+its rank, the number of the stage and that of the micro-batch. Given these keys, the plain module
+draws the same numbers, so that results with dropout can be compared, and the check of the first
+batch can be the first step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,7 +66,10 @@ class StageDraws:
         self._first = first
 
     def seed(self, stage: int, micro_batch: int) -> None:
-        """Seed a stage's random numbers for a micro-batch of a pass. Does nothing between steps."""
+        """Seed a stage's random numbers for a micro-batch of a pass.
+
+        It does nothing between steps.
+        """
         if self._key is not None:
             seed_all_generators(self._device, self._key, stage, self._first + micro_batch)
 
@@ -73,8 +77,8 @@ class StageDraws:
 class PlainDraws:
     """Seeds of all stages, for a plain module that runs through all of them.
 
-    `keys` are those of each stage's rank; None if it draws nothing, or draws without a seed. `ends`
-    maps blocks after which a stage begins to its number. `drew`: whether numbers were drawn.
+    `keys` are those of each stage's rank; None if a stage draws nothing, or draws without a seed.
+    `ends` maps blocks after which a stage begins to its number. `drew`: whether numbers were drawn.
     """
 
     def __init__(
@@ -87,7 +91,7 @@ class PlainDraws:
 
     @contextmanager
     def follow(self, model: nn.Module) -> Iterator[None]:
-        """Seed again after each block that ends a stage, as the forward proceeds."""
+        """Reseed after each block that ends a stage, as the forward proceeds."""
         with ExitStack() as stack:
             for name, stage in self._ends.items():
                 block = model.get_submodule(name)

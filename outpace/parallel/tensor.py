@@ -1,12 +1,13 @@
 """Tensor and sequence parallelism: each layer's matrices split over ranks.
 
 Shoeybi et al., "Megatron-LM", arXiv 1909.08053, §3: queries, keys, values and the MLP's first
-matrices are split by columns (whole heads), what follows them by rows, embedding and head by the
-vocabulary. Korthikanti et al., arXiv 2205.05198, §4.2: between them, where all ranks would compute
-the same, each has a part of the sequence; an all-reduce becomes a reduce-scatter and an all-gather.
+matrices are split by columns (whole heads), the matrices after them by rows, and embedding and head
+by the vocabulary. Korthikanti et al., arXiv 2205.05198, §4.2: between them, where all ranks would
+compute the same, each has a part of the sequence; an all-reduce becomes a reduce-scatter and an
+all-gather.
 
-The residual stream is a plain tensor on each rank: a part of the sequence, or without sequence
-parallelism the whole. Modules turn it into a DTensor on entry.
+The residual stream is a plain tensor on each rank: a part of the sequence, or all of it without
+sequence parallelism. Modules turn it into a DTensor on entry.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -48,7 +49,7 @@ from outpace.records.plan import Plan
 
 
 class WholeWeights(ParallelStyle):
-    """Style of whole weights on every rank, inputs and outputs being spread by `placement`."""
+    """Style with whole weights on every rank, and inputs and outputs spread by `placement`."""
 
     def __init__(self, placement: Placement) -> None:
         super().__init__()
@@ -169,7 +170,7 @@ def _draw_apart(module: nn.Module, forward: Callable[..., Any], index: int, *arg
 
 @contextmanager
 def rank_local_random(device: torch.device, index: int) -> Iterator[None]:
-    """Draw random numbers that differ by rank; outside of it, all ranks of the group draw the same.
+    """Draw random numbers that differ by rank in the context; elsewhere all ranks draw the same.
 
     The seed comes from the common generator, so that recomputation draws the same numbers again.
     """
@@ -187,7 +188,7 @@ def replicate(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def spread(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement) -> None:
-    """Convert a parameter to a DTensor. All ranks have its values already: nothing is sent."""
+    """Convert a parameter to a DTensor. All ranks already have its values, so nothing is sent."""
     given = getattr(module, name)
     tensor = distribute_tensor(given.detach(), mesh, [placement], src_data_rank=None)
     module.register_parameter(name, nn.Parameter(tensor, given.requires_grad))
@@ -336,7 +337,10 @@ class TensorParallel(ShardedLayout):
 
 
 def split(objective: nn.Module, plan: Plan, mesh: DeviceMesh) -> SplitObjective:
-    """Split an objective's model over `mesh`, in place. Raises BadInputError if it cannot."""
+    """Split an objective's model over `mesh`, in place.
+
+    Raises BadInputError if it cannot be split.
+    """
     assert isinstance(objective, LanguageModelObjective)  # others have `custom.tensor`
     require_splittable(objective.model.spec, plan.tp)
     if plan.loss == "chunked":

@@ -175,7 +175,7 @@ def spread(message: Tensor, into: Iterable[Tensor]) -> None:
 
 @torch.no_grad()
 def raise_to(module: nn.Module, wider: Mapping[Tensor, Tensor]) -> None:
-    """Replace parameters by the given tensors of another dtype, sharing their memory."""
+    """Replace parameters with the given tensors of another dtype, sharing their memory."""
     for part in module.modules():
         for name, parameter in list(part.named_parameters(recurse=False)):
             if parameter not in wider:

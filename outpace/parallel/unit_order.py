@@ -1,17 +1,17 @@
 """A common order of collectives for units of a user's module that not every rank calls.
 
 A unit's parameters are gathered when its forward is called, and its gradients scattered after its
-backward. Ranks that drop a layer, or take another branch, would gather one unit while others gather
-another: the ranks hang, or take each other's parameters. Here every rank takes part in the
-collectives of each unit that some rank calls, in one order for all: a unit that this rank passes
-over is gathered, and its backward run with no gradient, as if it had been called on nothing.
+backward. If a rank drops a layer, or takes another branch, it would gather one unit while others
+gather another: the ranks would hang, or receive each other's parameters. Here every rank takes part
+in the collectives of each unit that any rank calls, in one order for all: a unit that this rank
+skips is gathered, and its backward run without a gradient, as if it had been called on nothing.
 
-Ranks tell each other before each unit which one they come to, and the lowest is next, until a
-training pass has shown an order: that in which the module has its units, or one in which all ranks
-called all of them, some perhaps several times. From then on it is kept without telling. A pass of
-an evaluation shows nothing, for nothing is dropped in it. Where ranks later call a unit once more
-than that, all of them in the same pass, they tell each other again from there on; where one does
-alone, which others cannot know, it refuses.
+Before each unit, ranks announce which one they have reached, and the lowest is next, until a
+training pass has shown an order: that of the units in the module, or one in which all ranks called
+all units, possibly some of them several times. From then on this order is used without
+announcements. An evaluation pass does not show an order, since nothing is dropped in it. If all
+ranks later call a unit more often than that in the same pass, they announce calls again from there
+on; if only one rank does, it refuses, since the others cannot know.
 """
 
 import time
@@ -34,9 +34,9 @@ _WAIT_S, _LOOK_AGAIN_S = 60.0, 0.005
 
 
 class UnitOrder:
-    """Keeps the collectives of `fully_shard`'s `units` under `root` in one order on all ranks.
+    """Control of the order of collectives for `fully_shard`'s `units` under `root` on all ranks.
 
-    `group` contains all participating ranks. Where a rank has no gradient, it counts as zeros.
+    `group` contains all participating ranks. A missing gradient on a rank counts as zeros.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ class UnitOrder:
             self._scatter_in_turn(number)
 
     def _leave_order(self, number: int) -> None:
-        """Return to announcing calls if a unit is called more often than the order has it.
+        """Return to announcing calls if a unit is called more often than in the order.
 
-        Raises BadInputError if not all ranks do so in this pass. Nothing else reports that: asking
-        in each pass would make the host wait for the device.
+        Raises BadInputError if not all ranks do so in this pass. Nothing else reports this, since a
+        query in each pass would make the host wait for the device.
         """
         store = _get_default_store()
         # Ranks leave orders in turn: whoever does not come waits for this one, elsewhere.
@@ -134,9 +134,10 @@ class UnitOrder:
         self._sequence, self._keeps = None, False
 
     def _scatter_in_turn(self, number: int) -> None:
-        """Scatter gradients of a unit after its backward even if its input needs none.
+        """Scatter the gradients of a unit after its backward, even if its input needs no gradient.
 
-        `fully_shard` would wait for the end of the backward, and other ranks' input may need one.
+        Otherwise, `fully_shard` would wait for the end of the backward, unlike on ranks whose input
+        needs a gradient.
         """
         if torch.is_grad_enabled():
             token = torch.zeros((), device=self._states[number]._device, requires_grad=True)
@@ -203,7 +204,7 @@ class UnitOrder:
         parameters: Sequence[nn.Parameter],
         replicated: Sequence[nn.Parameter],
     ) -> None:
-        """Drop gradients of `parameters` that no rank has; make zeros of those that some have.
+        """Drop gradients of `parameters` that no rank uses; fill in zeros where only some do.
 
         `replicated` parameters belong to no unit. Collective.
         """
@@ -277,7 +278,7 @@ class _UnusedParameters(torch.autograd.Function):
 
 
 class _JoinedLoss(torch.autograd.Function):
-    """A loss joined with numbers whose backward is to run together with its own."""
+    """A loss joined with numbers whose backward must run together with that of the loss."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *tokens: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
 """Embedding and cross-entropy over a vocabulary whose rows are split over ranks.
 
-Shoeybi et al., "Megatron-LM", arXiv 1909.08053, §3: each rank looks up the tokens among its own
-rows, and has the logits of its own rows. Of the loss only numbers per token cross the wire: the
-largest logit, the sum of exponentials and the target's logit.
+Shoeybi et al., "Megatron-LM", arXiv 1909.08053, §3: each rank looks up the tokens in its rows, and
+computes the logits of its rows. For the loss, only a few numbers per token are sent: the largest
+logit, the sum of exponentials and the target's logit.
 
-On an accelerator it is `nn.head_loss`'s, of this rank's rows: its logits are held once, in the
-dtype of the products, nothing waits for the device, and what crosses the wire is the largest over
-the ranks of log Σ exp of a rank's logits, the sum of their exp, and the target's logit.
+On an accelerator the loss is that of `nn.head_loss` for this rank's rows: logits are held once, in
+the dtype of the products, nothing waits for the device, and ranks combine the maximum of log Σ exp
+of each rank's logits, the sum of their exp, and the target's logit.
 
 Legend: N tokens (B·S), D hidden width, V vocabulary, P this rank's part of it.
 """
@@ -74,7 +74,7 @@ def split_linear_loss_sum(
 
 
 def _combine_over(group: dist.ProcessGroup) -> Combine:
-    """Return a function for log Σ exp over all ranks' logits, and the target's, which one has."""
+    """Return a function for log Σ exp of all ranks' logits, and for the target's logit."""
 
     def combine(lse_N: Tensor, target_N: Tensor) -> tuple[Tensor, Tensor]:
         largest_N = lse_N.clone()
@@ -93,7 +93,7 @@ class SplitCrossEntropySum(torch.autograd.Function):
     def forward(
         ctx: Any, logits_NP: Tensor, targets_N: Tensor, first_row: int, group: dist.ProcessGroup
     ) -> Tensor:
-        """Run two collectives: of largest logits, of sums of exponentials and targets' logits."""
+        """Run two collectives: for the largest logits, and for exponentials and target logits."""
         scores_NP = to_fp32(logits_NP.detach())
         rows = scores_NP.shape[1]
         largest_N = scores_NP.amax(1)

@@ -1,8 +1,8 @@
 """Whole parameters for a user's loss that accesses them while ranks hold shards.
 
 A penalty such as `sum(p.square().sum() for p in module.parameters())` outside of the module's
-forward would be given shards. It is given whole tensors, gathered as they are asked for, whose
-gradients are averaged over the ranks as all others are.
+forward would see shards. It is given whole tensors instead, gathered on access, whose gradients are
+averaged over the ranks like all others.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ _MIXED = "got mixed torch.Tensor and DTensor"
 
 
 class WholeParameters:
-    """Gives the loss of an objective access to whole parameters by `module.parameters()`.
+    """Access to whole parameters by `module.parameters()` for the loss of an objective.
 
     `used` is called with the shards that got a gradient in this way. `averages`: see `Layout`.
     `wait` makes this device wait for gradients that other streams add to the shards.
@@ -92,8 +92,9 @@ class _WholeParameter(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         """Return the shard of the ranks' average.
 
-        Autograd adds it to the shard's gradient next, on this stream; `fully_shard` may have just
-        written there on another one, which waits for this one by itself, but not the other way.
+        Autograd then adds it to the shard's gradient on this stream. `fully_shard` may have just
+        written there on its own stream, which waits for this one, but this one does not wait for
+        it.
         """
         from torch.distributed.tensor import distribute_tensor
 

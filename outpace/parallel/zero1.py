@@ -1,12 +1,12 @@
-"""ZeRO-1: replicas of which each keeps the optimizer's state of a part of the parameters.
+"""ZeRO-1: replicas that each keep the optimizer state for a part of the parameters.
 
 Rajbhandari et al., "ZeRO", SC 2020, §5.1 ("P_os"). Gradients are averaged as under ddp; each rank
-steps its parameters and broadcasts them. Built on torch's ZeroRedundancyOptimizer, which gives
-every parameter whole to one rank: largest first, each to the rank with the least so far, so a
-model's largest parameter bounds how even the shares can be.
+steps its parameters and broadcasts them. It is built on torch's ZeroRedundancyOptimizer, which
+assigns each whole parameter to one rank, largest first, to the rank with the least so far; so a
+model's largest parameter limits how even the shares can be.
 
-Its `overlap_with_ddp` is not used: it takes one parameter group, where weight decay needs two, and
-leaves out the updates of the first steps.
+Its `overlap_with_ddp` is not used: it supports only one parameter group, whereas weight decay needs
+two, and skips the updates of the first steps.
 """
 
 from typing import Any
@@ -24,10 +24,10 @@ from outpace.parallel.tensors import raise_to
 
 
 class _MixedShares(ZeroRedundancyOptimizer):
-    """Shares of parameters of several dtypes, each of which is broadcast by itself."""
+    """Shares of parameters of several dtypes, each of which is broadcast separately."""
 
     def _verify_same_dense_param_type(self) -> None:
-        """Do nothing: torch requires one dtype even if there is no buffer for all."""
+        """Do nothing: torch requires a single dtype even without a common buffer."""
 
 
 class _CustomModelShares(ZeroRedundancyOptimizer):
@@ -52,7 +52,7 @@ class SharedStates(Replicas):
     """DistributedDataParallel replicas, each with an optimizer for its share of the parameters."""
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
-        """Return the optimizer of all parameters, which steps this rank's share and sends it."""
+        """Return the optimizer of all parameters, which updates this rank's share and sends it."""
         dtypes = {parameter.dtype for group in groups for parameter in group["params"]}
         kind: type[ZeroRedundancyOptimizer] = _MixedShares
         if len(dtypes) == 1:
@@ -81,7 +81,7 @@ class SharedStates(Replicas):
 
     @torch.no_grad()
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the weights by fp32 copies, those of a rank's share, which it sends to others."""
+        """Replace weights with fp32 copies; each rank sends those of its share to the others."""
         assert isinstance(optimizer, ZeroRedundancyOptimizer)
         kept = dict(master_weights(optimizer.optim))
         rank = dist.get_rank()

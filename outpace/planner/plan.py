@@ -1,4 +1,4 @@
-"""The planner's answer: the plan to use, others (fastest first) with reasons, and the rejected."""
+"""The planner's answer: the plan to use, others (fastest first) with reasons, and rejected ones."""
 
 import math
 import re
@@ -96,7 +96,7 @@ def plans(job: PlanningProblem) -> Plans:
 
 
 def _interval(job: PlanningProblem) -> Interval:
-    """Return the interval of a problem's kind: of its chips and of its kind of model."""
+    """Return the interval for a problem's chips and kind of model."""
     chip = ACCELERATORS.get(job.cluster.device.name)
     return interval(
         job.cluster.calibrated,
@@ -124,7 +124,7 @@ def likeness(job: PlanningProblem, plan: Plan) -> Likeness:
 
 
 def _measured_fields(job: PlanningProblem, plan: Plan) -> dict[str, Any]:
-    """Return the fields of `RankedPlan` on what was measured; nothing on processors and guesses."""
+    """Return the fields of `RankedPlan` about measured cases; none for CPUs and guessed rates."""
     if job.cluster.device.kind == "cpu" or not job.outline.vocab:
         return {}
     return {
@@ -139,7 +139,7 @@ def _extrapolations(job: PlanningProblem, plan: Plan) -> tuple[str, ...]:
 
 
 def _uncertainties(planned: Sequence[RankedPlan]) -> list[str]:
-    """Return what plans rest on that the interval does not cover."""
+    """Return notes on assumptions of plans that the interval does not cover."""
     told = []
     if any(one.plan.precision == "fp8" for one in planned):
         told.append("fp8: what finding its scales takes is not counted; MFU is of fp8's own peak.")
@@ -151,7 +151,7 @@ def _uncertainties(planned: Sequence[RankedPlan]) -> list[str]:
 
 
 def _extrapolated_note(planned: RankedPlan) -> list[str]:
-    """Return what of the first plan nothing that was measured resembles."""
+    """Return a note on the features of the first plan that no measured case has."""
     if not planned.extrapolated:
         return []
     wider = ", so the interval is wider" if spread_beyond(planned.extrapolated) > 1 else ""
@@ -159,7 +159,7 @@ def _extrapolated_note(planned: RankedPlan) -> list[str]:
 
 
 def _routing(job: PlanningProblem) -> list[str]:
-    """Return what is assumed of the experts' load."""
+    """Return a note on the assumed load of experts."""
     if not job.outline.experts:
         return []
     return [
@@ -171,7 +171,7 @@ def _routing(job: PlanningProblem) -> list[str]:
 
 
 def _adapter_notes(job: PlanningProblem, planned: Sequence[RankedPlan]) -> list[str]:
-    """Return what adapters train; or what they would spare, where weights wait on the host."""
+    """Return a note on what adapters train, or on what they would save if weights are offloaded."""
     adapters = job.wanted.adapters
     if adapters is not None:
         trained, count = adapters.trained_parameters(job.outline), parameters(job.outline)
@@ -193,7 +193,7 @@ def _adapter_notes(job: PlanningProblem, planned: Sequence[RankedPlan]) -> list[
 
 
 def _list_hints(job: PlanningProblem, found: SearchResult) -> list[str]:
-    """Return what is not searched and would gain, where hints are asked for."""
+    """Return settings that are not searched but would help, if hints are requested."""
     if not job.hints or job.wanted.on_host:
         return []
     best = to_plan(found.columns, found.fastest)
@@ -222,7 +222,7 @@ def _search(job: PlanningProblem) -> SearchResult:
 
 
 def _add_alternatives(job: PlanningProblem, found: SearchResult) -> SearchResult:
-    """Add the simplest and the leanest of plans about as fast, with their pipelines simulated.
+    """Add the simplest and the leanest plans that are about as fast, with simulated pipelines.
 
     If a simulated pipeline is slower than allowed, the best plan without a pipeline replaces it.
     """
@@ -250,7 +250,7 @@ def _find_simulated_alternatives(job: PlanningProblem, found: SearchResult) -> S
 
 
 def _slow_alternatives(found: SearchResult) -> tuple[bool, bool]:
-    """Return whether the simplest and the leanest are slower than they may be, once simulated."""
+    """Return whether the simplest and the leanest plans are slower than allowed, once simulated."""
     took = found.times.step_s[[found.simplest, found.leanest]]
     slow = took > np.array([found.simple_s, found.lean_s])
     return bool(slow[0]), bool(slow[1])
@@ -274,7 +274,7 @@ def list_places(found: SearchResult) -> list[tuple[int, tuple[Role, ...]]]:
 
 
 def _fastest(job: PlanningProblem) -> tuple[PlanningProblem, SearchResult]:
-    """Search on all nodes; where nodes may stay idle, on those that are fastest."""
+    """Search on all nodes or, if nodes may stay idle, on the number of nodes that is fastest."""
     best = job, _search(job)
     for nodes in _smaller_clusters(job) if job.idle else ():
         seconds = _seconds(best[1])
@@ -288,15 +288,15 @@ def _fastest(job: PlanningProblem) -> tuple[PlanningProblem, SearchResult]:
 
 
 def _seconds(found: SearchResult) -> float:
-    """Seconds of the fastest plan's step; infinity where none fits."""
+    """Return the step time of the fastest plan, s; infinity if none fits."""
     return float(found.times.step_s[found.fastest]) if len(found.ranked) else math.inf
 
 
 def _smaller_clusters(job: PlanningProblem) -> list[int]:
-    """Fewer nodes that are worth a look, the most first.
+    """Yield smaller numbers of nodes that are worth considering, largest first.
 
-    Halves again and again, powers of two, and those whose devices divide the global batch: all
-    that are looked at of a machine are looked at of one twice as large.
+    They are repeated halves, powers of two, and those whose devices divide the global batch: the
+    numbers considered for a machine are also considered for one twice as large.
     """
     nodes, each = job.cluster.nodes, job.cluster.fabric.per_node
     batch = job.wanted.global_batch
@@ -307,7 +307,7 @@ def _smaller_clusters(job: PlanningProblem) -> list[int]:
 
 
 def _least_s(job: PlanningProblem, nodes: int) -> float:
-    """Return less than any plan's step on `nodes` nodes takes: its products at the best rate."""
+    """Return a lower bound of the step time on `nodes` nodes: all products at the best rate."""
     wanted = job.wanted
     passes = 3 if wanted.adapters is None else 2  # frozen weights have no gradients
     flops = passes * forward_flops(
@@ -331,7 +331,7 @@ def fastest_plans(job: PlanningProblem, count: int) -> tuple[list[tuple[Plan, fl
 def fastest_plan(
     job: PlanningProblem, accepts: Callable[[Plan], bool]
 ) -> tuple[RankedPlan | None, int]:
-    """Return the fastest plan that fits and that `accepts` allows, and the number considered."""
+    """Return the fastest plan that fits and `accepts` allows, and the number considered."""
     plan, considered = fastest_accepted(
         job.question, job.wanted, job.checked_bytes, job.limit, accepts
     )
@@ -342,7 +342,10 @@ def fastest_plan(
 
 
 def estimate_plan(job: PlanningProblem, plan: Plan) -> RankedPlan:
-    """Estimate one plan, fitting or not. Raises BadInputError if the batch does not divide."""
+    """Estimate one plan, fitting or not.
+
+    Raises BadInputError if the plan does not divide the batch.
+    """
     columns = of_plans([plan], job.wanted.global_batch, job.outline.layers)
     times = estimate(job.question, columns)
     times = simulate_pipelines(job.question, columns, times, np.array([0]))
@@ -434,7 +437,7 @@ def _estimate(
 
 
 def _offloading(job: PlanningProblem, row: PlanBatch) -> tuple[OffloadingPart, ...]:
-    """Copies and steps of a plan that offloads."""
+    """Return the copies and optimizer steps of a plan that offloads."""
     found = offloading(job.question, row)
     plan = to_plan(row, 0)
     sent: list[tuple[Literal["weights", "activations", "optimizer"], str]] = [
@@ -460,7 +463,7 @@ def _offloading(job: PlanningProblem, row: PlanBatch) -> tuple[OffloadingPart, .
 
 
 def _insistences(job: PlanningProblem, fastest_s: float) -> list[KeptOption]:
-    """Return the cost of each option that the user insists on: the time without it."""
+    """Return the cost of each option that the user requires, by the time without it."""
     rows = []
     wanted = job.wanted
     asked: list[tuple[str, SearchRequest]] = [
@@ -480,7 +483,7 @@ def _insistences(job: PlanningProblem, fastest_s: float) -> list[KeptOption]:
 
 
 def _infeasible(job: PlanningProblem, found: SearchResult) -> str:
-    """Explain why nothing fits, and name the smallest machine that would do."""
+    """Explain why nothing fits, and name the smallest machine that would suffice."""
     if not found.smallest:
         return impossible(job.wanted)
     needs = {name: float(found.needs[spot]) for name, spot in found.smallest.items()}
@@ -493,7 +496,7 @@ def _infeasible(job: PlanningProblem, found: SearchResult) -> str:
 
 
 def _remedy(job: PlanningProblem) -> str:
-    """Return what to change so that the model fits: devices, then what changes what is trained."""
+    """Return changes with which the model fits: devices first, then changes to what is trained."""
     fine: list[str] = []
     beside = _fewest_beside(job)
     more = _fewest_nodes(lambda nodes: _fits_on(job, nodes)) if beside is None else None
@@ -516,7 +519,7 @@ _SHORTEST = 128  # tokens of the shortest sequence that is proposed
 
 
 def _longest_sequence(job: PlanningProblem) -> int | None:
-    """Return the longest half, quarter, and so on of the sequence length that fits; None: none."""
+    """Return the longest half, quarter, … of the sequence length that fits; None if none does."""
     wanted = job.wanted
     if not job.outline.vocab or any(stack.seq_len for stack in job.outline.stacks):
         return None
@@ -528,7 +531,7 @@ def _longest_sequence(job: PlanningProblem) -> int | None:
 
 
 def _fitting_adapters(job: PlanningProblem) -> str | None:
-    """Return options of adapters with which a plan fits; None: none does, or they are planned."""
+    """Return adapter options with which a plan fits; None if none does, or if already planned."""
     wanted = job.wanted
     values = {"precision": wanted.precision, **wanted.keep}
     known = can_plan_adapters(job.outline, values) and not job.question.other_program
@@ -544,7 +547,7 @@ def _fitting_adapters(job: PlanningProblem) -> str | None:
 
 
 def _fits_with(job: PlanningProblem, **changes: Any) -> bool:
-    """Return whether any plan fits with changes of the request."""
+    """Return whether any plan fits after changes to the request."""
     other = replace(job, wanted=replace(job.wanted, **changes))
     return fits(other.wanted, other.checked_bytes, other.least_bytes, other.limit)
 
@@ -554,9 +557,9 @@ _COUNT = re.compile(r"^\d+-?[x×*]-?")  # count in "4xrtx-3090" and "4-x-rtx-309
 
 
 def _fewest_beside(job: PlanningProblem) -> tuple[int, str] | None:
-    """Return the fewest accelerators in one node that are enough, and the machine's name by number.
+    """Return the fewest accelerators in a node that suffice, and that machine's name.
 
-    None where the machine is one that is sold as it is or was probed, or 8 are too few.
+    None if the machine is sold with a fixed number or was probed, or if 8 do not suffice.
     """
     cluster = job.cluster
     if cluster.name in NODES or cluster.probed or cluster.nodes > 1:
@@ -581,7 +584,7 @@ def _fewest_beside(job: PlanningProblem) -> tuple[int, str] | None:
 
 
 def _beyond_positions(job: PlanningProblem) -> str:
-    """Return ' Its sequences …' where they are longer than the model takes as it is, or ''."""
+    """Return ' Its sequences …' if they are longer than the unmodified model supports, else ''."""
     most = job.outline.max_positions
     if job.wanted.seq_len <= most:
         return ""
@@ -595,7 +598,7 @@ _MOST_NODES = 4096
 
 
 def _fewest_nodes(fits: Callable[[int], bool]) -> int | None:
-    """The fewest nodes that are enough, if more never are too many."""
+    """Return the fewest nodes that suffice, assuming that more would suffice too."""
     enough = 1
     while not fits(enough):
         enough *= 2
@@ -612,7 +615,7 @@ def _fewest_nodes(fits: Callable[[int], bool]) -> int | None:
 
 
 def _fits_on(job: PlanningProblem, nodes: int) -> bool:
-    """Return whether `nodes` nodes are enough, with a global batch that they can share out."""
+    """Return whether `nodes` nodes suffice, with a global batch that they can divide."""
     if nodes <= job.cluster.nodes:
         return False
     other = job.with_nodes(nodes)

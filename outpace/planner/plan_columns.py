@@ -1,6 +1,6 @@
 """Plans as columns, from which time and memory of many plans are estimated at once.
 
-Every array has one entry per plan. Names are stored as their positions in the tuples here.
+Every array has one entry per plan. Names are stored as positions in the tuples of this module.
 """
 
 from collections.abc import Iterator, Sequence
@@ -83,7 +83,10 @@ class PlanBatch:
 
     @property
     def common_adapters(self) -> AdapterSettings | None:
-        """Return the adapters of all of these plans. Raises ValueError if plans differ in them."""
+        """Return the adapters that these plans have in common.
+
+        Raises ValueError if plans differ in them.
+        """
         found = set(self.adapters.tolist())
         if len(found) > 1:
             raise ValueError(f"plans of one batch differ in their adapters: {found}")
@@ -117,7 +120,7 @@ class PlanBatch:
 
     @property
     def shards(self) -> Ints:
-        """Return over how many ranks parameters are sharded; in 3d, with those of cp."""
+        """Return the number of ranks over which parameters are sharded; in 3d, this includes cp."""
         product = self.strategy == STRATEGIES.index("3d")
         return self.dp_shard * np.where(product & (self.zero > 0), self.cp, 1)
 
@@ -130,7 +133,7 @@ class PlanBatch:
         return _is_among(STRATEGIES, names)[self.strategy]
 
     def holds_masters(self) -> Bools:
-        """Return which plans have fp32 shards as masters, which bf16-master gathers in bf16."""
+        """Return which plans use fp32 shards as master weights (bf16-master, gathered in bf16)."""
         product = self.strategy_in("3d") & (self.dp_replicate * self.dp_shard * self.cp > 1)
         split = product | self.strategy_in(*FULLY_SHARDED)
         return split & self.precision_in("bf16-master")
@@ -153,14 +156,14 @@ def join_batches(parts: Sequence[PlanBatch]) -> PlanBatch:
 
 @lru_cache
 def _is_among(values: tuple[str, ...], names: tuple[str, ...]) -> Bools:
-    """Return, for the position of each value, whether it is one of the names."""
+    """Return, for each position of a name, whether the name is among those given."""
     found = np.array([value in names for value in values])
     found.setflags(write=False)
     return found
 
 
 def of_plans(plans: Sequence[Plan], global_batch: int, layers: int) -> PlanBatch:
-    """Return the plans as columns. Raises BadInputError if one does not divide the batch."""
+    """Return the plans as columns. Raises BadInputError if a plan does not divide the batch."""
     rows = [_row(plan, global_batch, layers) for plan in plans]
     arrays: dict[str, Any] = {
         field.name: np.array([row[field.name] for row in rows]) for field in fields(PlanBatch)

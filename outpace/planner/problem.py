@@ -20,7 +20,7 @@ from outpace.records.outline import Outline
 class PlanningProblem:
     """A model, a batch and a machine, and requirements on the answer.
 
-    `idle`: nodes may stay idle, if fewer are faster or not all can be used. `hints`: whether to
+    `idle`: nodes may stay idle if fewer are faster or not all can be used. `hints`: whether to
     report gains of settings that are not searched. `traits`: how the trainer uses memory, `stack`:
     how it trains.
     """
@@ -76,7 +76,8 @@ class PlanningProblem:
     def checked_bytes(self, columns: PlanBatch) -> Floats:
         """Return `required_bytes`, or just above the limit if the host lacks memory for offloading.
 
-        Such a plan does not fit, but is nearer to it than those too large for a device.
+        Such a plan does not fit, but is closer to fitting than those that are too large for a
+        device.
         """
         needs = self.required_bytes(columns)
         host_bytes = self.cluster.host_bytes

@@ -1,8 +1,9 @@
 """Names that other tools have for outpace's options, keys and values.
 
-Facts of transformers' TrainingArguments (4 and 5), accelerate's launcher and configuration,
-torchtitan, Megatron-LM, DeepSpeed, axolotl, nanoGPT, Lightning's Trainer, torchrun, and of the
-names that nvidia-smi and cloud providers give to machines. An alias proposes; it sets nothing.
+They come from transformers' TrainingArguments (4 and 5), accelerate's launcher and configuration,
+torchtitan, Megatron-LM, DeepSpeed, axolotl, nanoGPT, Lightning's Trainer, torchrun, and from the
+names that nvidia-smi and cloud providers give to machines. An alias is only suggested; it sets
+nothing.
 """
 
 import re
@@ -18,7 +19,7 @@ _SHARE = "a number of steps, not a share of them"
 
 
 class _Meaning(NamedTuple):
-    """Possible names in outpace, of which a command uses those that it has, and a remark.
+    """Possible names in outpace, from which a command uses those that it has, and a remark.
 
     A name may be followed by a space and a value.
     """
@@ -37,7 +38,7 @@ def _table(rows: Mapping[str, str | _Meaning]) -> dict[str, _Meaning]:
 
 
 def _plain(name: str) -> str:
-    """Strip from a name what tools write differently: dashes, spaces, dots, capitals."""
+    """Strip dashes, spaces, dots and capitals, which tools write differently, from a name."""
     return re.sub(r"[^a-z0-9]", "", name.casefold())
 
 

@@ -1,4 +1,4 @@
-"""The base of every record: frozen, no unknown keys, JSON in and out, errors for people."""
+"""The base of every record: frozen, no unknown keys, JSON in and out, readable errors."""
 
 import errno
 import json
@@ -68,7 +68,7 @@ class Record(BaseModel):
         """Read the record from a JSON file. `option`: the flag that names the file.
 
         Raises BadInputError, also if the file was edited since it was written, unless `on_change`
-        takes that message.
+        accepts that message.
         """
         return cls.parse(read_object(path, on_change, option), str(path))
 
@@ -96,7 +96,7 @@ def read_json(path: Path, on_change: OnChange | None = None, option: str = "") -
     """Return the content of a JSON file, without a record's checksum. `option`: its flag.
 
     Raises BadInputError, also if the file is too large for a record, and if its checksum does not
-    match, unless `on_change` takes that message.
+    match, unless `on_change` accepts that message.
     """
     with _explain_read_errors(path, "JSON", option):
         refuse_pipe(path)
@@ -197,7 +197,7 @@ def format_path(path: Path) -> str:
 
 
 def _check_depth(value: Value) -> Value:
-    """Return the value. Raises RecursionError if processing it could, at any stack depth."""
+    """Return the value. Raises RecursionError if its nesting is too deep to process."""
     level: list[Any] = [value]
     for _ in range(_MOST_LEVELS):
         level = [
@@ -235,7 +235,7 @@ def _sentence(problem: Any, known: Any) -> str:
 
 
 def write_atomic(path: Path, content: str | bytes) -> None:
-    """Write `content` to `path` so that a reader sees the old file or the new one, never a part.
+    """Write `content` to `path` so that readers see either the old file or the new one.
 
     An existing file keeps its mode and owner. If `path` is not a regular file (a device, a named
     pipe, standard output by its name), the content is written into it. Raises OSError.
@@ -266,7 +266,7 @@ def temporary_name(path: Path) -> str:
 
 
 def _is_written_into(path: Path) -> bool:
-    """Return whether `path` is not a file that could be replaced; the links of /dev stay, too."""
+    """Return whether `path` is not a replaceable file; links in /dev are kept, too."""
     if path.is_symlink() and path.parent == Path("/dev"):
         return True
     return path.exists() and not path.is_file() and not path.is_dir()
@@ -303,7 +303,7 @@ def put_aside(path: Path, kind: str = "damaged", folder: Path | None = None) -> 
 def keep_memo(path: Path, content: str | bytes) -> None:
     """Save a result for next time, in a folder that is created if needed.
 
-    A memo is a convenience: if it cannot be written, the result is found again next time.
+    A memo is a convenience: if it cannot be written, the result is computed again next time.
     """
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -311,7 +311,7 @@ def keep_memo(path: Path, content: str | bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until every file is on the disk; some file systems only then report that it is full."""
+    """Wait until every file is on the disk; some file systems only then report a full one."""
     sync_paths(*folder.rglob("*"), folder)
 
 

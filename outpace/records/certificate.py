@@ -29,7 +29,7 @@ class ParityVerdict(Record):
     other precisions see `experiment.tolerance`); `worst_tensor` names it. `bytes_on_wire` is what
     the busiest rank sends in a step, computed from the collectives that it called (see
     `planner.communication.volume`). `collectives` and `bytes_by_kind` are by kind of collective,
-    each beside the value of the strategy's formula for that rank, or None.
+    each next to the value of the strategy's formula for that rank, or None.
 
     For custom models, `refused` means that outpace does not train the model this way, for the given
     `reason`; `differences` are the tensors that differ, in the order in which they were computed,
@@ -58,9 +58,9 @@ class ParityVerdict(Record):
 class Certificate(Record):
     """All verdicts, with the conditions under which they were reached.
 
-    `skipped` gives, for strategies that were not asked for by name, the reason why they could not
-    be tried. `model` is None for a user's `module`; `notes` then say how it was tried. `seq_len` is
-    None if samples are not sequences of tokens.
+    `skipped` gives the reason why strategies that were not requested by name could not be tried.
+    `model` is None for a user's `module`; `notes` then say how it was run. `seq_len` is None if
+    samples are not sequences of tokens.
     """
 
     has_checksum: ClassVar[bool] = True

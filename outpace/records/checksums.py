@@ -41,7 +41,7 @@ def write_checksums(folder: Path) -> None:
 
 
 def folder_damage(folder: Path) -> str | None:
-    """Describe how a folder's files were damaged; None if they are as they were written."""
+    """Describe how a folder's files were damaged; None if they are as written."""
     try:
         names = _entries(folder)
         return next((found for name in names if (found := _damage(folder / name, names))), None)

@@ -87,9 +87,7 @@ class Experiment(Record):
 
 
 class Verdict(Record):
-    """Slowdown of an arm relative to the first (0.08: 8 % slower), with an always-valid
-    interval.
-    """
+    """Slowdown of an arm relative to the first (0.08: 8 % slower), with its valid interval."""
 
     rounds: NonNegativeInt
     slowdown: float | None = Field(description="median of the rounds' ratios; None: no rounds")
@@ -120,7 +118,7 @@ class Verdict(Record):
 
     @property
     def _slower(self) -> bool:
-        """Direction of the claim: of most rounds, where it was recorded."""
+        """Return the direction of the claim: that of most rounds, if it was recorded."""
         return (self.slowdown or 0.0) > 0 if self.slower is None else self.slower
 
     def words(
@@ -178,7 +176,7 @@ class Verdict(Record):
         )
 
     def _of_two_runs(self, slowdown: float, arm: str, against: str) -> str:
-        """Describe two runs, whose blocks share all that differs from one start to the next."""
+        """Describe two runs; their blocks share everything that differs between starts."""
         parts = "of too few steps to measure how much they vary"
         if self.low is not None and self.high is not None:
             parts = f"{_percent(self.low)} to {_percent(self.high)} over parts of the runs"

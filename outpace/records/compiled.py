@@ -1,7 +1,7 @@
 """Strategies that train with compiled forward passes, and how much is compiled at once.
 
-`tests/parallel/options.py compile` tries them all: two steps in float64 against a single process
-without compilation, with Inductor's own kernels. docs/concepts/compile.md describes this table.
+`tests/parallel/options.py compile` tries them all: two steps in float64 with Inductor's kernels,
+compared with a single process without compilation. docs/concepts/compile.md describes this table.
 """
 
 from collections.abc import Mapping
@@ -21,8 +21,8 @@ class CompileTrial(Record):
     """Result of a trial: the same numbers, or an `error` that torch raises.
 
     `by_default`: compiled on CUDA if the user does not choose. `region`: how much is compiled at
-    once. `breaks`: what the compiler leaves to Python, so that a region becomes several graphs.
-    `issue`: the report in torch's issue tracker.
+    once. `breaks`: code that the compiler leaves to Python, so that a region becomes several
+    graphs. `issue`: the report in torch's issue tracker.
     """
 
     works: bool
@@ -74,7 +74,7 @@ COMPILED: Mapping[str, CompileTrial] = {
 def compiled_region(plan: Plan) -> Region:
     """Return how much of the model a plan with `compile` compiles at once.
 
-    It is a block, too, if gradients are dropped, or parameters or activations fetched, by block.
+    It is also a block if gradients are freed, or parameters or activations fetched, by block.
     """
     elsewhere = plan.offload_parameters != "none" or plan.offload_activations != "none"
     by_block = plan.optimizer_in_backward or elsewhere
@@ -85,7 +85,7 @@ def compiled_region(plan: Plan) -> Region:
 def graph_obstacle(plan: Plan, dropout: float = 0.0) -> str | None:
     """Return what prevents a plan's passes from being CUDA graphs; None if nothing does.
 
-    A graph does the same work each time, and all of it at once. `dropout` is the model's.
+    A graph does the same work each time, and all of it at once. `dropout` is that of the model.
     """
     if plan.recomputes and (dropout > 0 or plan.lora_dropout > 0):
         # The second of two graphs would draw other numbers than the first.

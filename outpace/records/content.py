@@ -1,10 +1,10 @@
-"""Detection, by its first bytes, of a file that is not what its name says."""
+"""Detection of files that are not what their names say, by their first bytes."""
 
 
 def misplaced_content(head: bytes) -> str | None:
     """Describe what a file with these first bytes is, and what to do; None if nothing is wrong.
 
-    Detects web pages, empty files, and text in an encoding other than UTF-8.
+    It detects web pages, empty files, and text in an encoding other than UTF-8.
     """
     if not head:
         return "it is empty. Fetch it again"

@@ -121,8 +121,8 @@ def nearest_of(word: str, choices: Iterable[str], count: int = 6) -> str:
 def suggest(word: str, choices: Iterable[str]) -> str:
     """Return ' Did you mean …?' with the choices that a word may mean, or '' if there is none.
 
-    Choices are found by meaning (`aliases`), then by spelling: a typing error, or the beginning of
-    a name. Names that only share some letters are not proposed.
+    Choices are found by meaning (`aliases`), then by spelling: as a typing error, or the beginning
+    of a name. Names that only share some letters are not proposed.
     """
     known = list(dict.fromkeys(choices))
     names, remark = translate_alias(word, known)
@@ -134,7 +134,7 @@ def suggest(word: str, choices: Iterable[str]) -> str:
 
 
 def _similar_names(word: str, known: list[str]) -> list[str]:
-    """Return the names that differ from a word by a typing error, closest first, or begin so."""
+    """Return the names that begin with a word or are one typing error away, closest first."""
     mine = word.strip("-").replace("_", "-").casefold()
     names = {name: name.strip("-").replace("_", "-").casefold() for name in known}
     ratio = {
@@ -153,7 +153,7 @@ def _similar_names(word: str, known: list[str]) -> list[str]:
 
 
 def _one_slip(one: str, other: str) -> bool:
-    """Whether two words differ in one letter; short ones (tpu, cpu) if letters are swapped."""
+    """Return whether words differ in one letter; short ones (tpu, cpu) must share all letters."""
     alike = len(one) > _FEW_LETTERS or {*one} == {*other}
     return alike and len(one) == len(other) and sum(map(str.__ne__, one, other)) == 1
 

@@ -1,4 +1,4 @@
-"""Estimate of a plan: time and memory, what they consist of, and how sure it is."""
+"""Estimate of a plan: time and memory, what they consist of, and how certain they are."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -38,8 +38,8 @@ class Estimate(Record):
     published or measured steps. `parts_s` add up to the step; `memory` adds up to
     `peak_memory_bytes`, on the device of the rank that needs the most. Offloaded memory is counted
     separately, on a node's host or its disks: that rank's amount times the ranks of a node. MFU
-    counts the FLOPs that the model needs, HFU recomputation too, both relative to the dense peak;
-    None if no peak is known.
+    counts the FLOPs that the model needs, and HFU also those of recomputation, both relative to the
+    dense peak; None if no peak is known.
     """
 
     depth: Depth
@@ -107,9 +107,9 @@ class MeasuredCase(Record):
 class RankedPlan(Record):
     """A plan, its cost, and the reason for its rank.
 
-    `roles` are why it is listed: `recommended`, the simplest with the most free memory of those
-    that are as fast as the fastest; `fastest`; `leanest`, the one with the least memory of those
-    that are nearly as fast. Without a role, it is the fastest of another kind.
+    `roles` say why it is listed: `recommended`, the simplest with the most free memory among those
+    about as fast as the fastest; `fastest`; `leanest`, the one with the least memory among those
+    that are nearly as fast. A plan without a role is the fastest of another kind.
     """
 
     title: str
@@ -134,7 +134,7 @@ class RankedPlan(Record):
 
 
 class RejectedFamily(Record):
-    """A family of plans of which none was chosen, and why, with its best or smallest."""
+    """A family of plans of which none was chosen, and why, with its best or smallest plan."""
 
     family: str
     reason: str
@@ -142,14 +142,14 @@ class RejectedFamily(Record):
 
 
 class KeptOption(Record):
-    """An option that the user insists on, and its cost relative to the best plan without it."""
+    """An option that the user requires, and its cost relative to the best plan without it."""
 
     setting: str
     slowdown: float = Field(description="0.1: 10 % more time; never below 0")
 
 
 class Plans(Record):
-    """An answer of the planner: the recommended plan, others (fastest first), and the rejected."""
+    """An answer of the planner: the recommended plan, others (fastest first), and rejected ones."""
 
     model: str
     parameters: PositiveInt

@@ -1,4 +1,4 @@
-"""Evidence of which arm is faster from rounds of paired runs, valid however often one looks.
+"""Evidence of which arm is faster from rounds of paired runs, valid however often it is checked.
 
 See `experiment.sequential` for the derivation.
 """

@@ -49,9 +49,9 @@ class Key(Record):
 class Figure(Record):
     """A figure of a machine; `value` is the median of all samples, which are in order.
 
-    Rounds of samples are spread over the time of the probe. A probe that is repeated at once gives
-    a value from `low` to `high` with probability `level`. If the machine was not steady enough,
-    `value` is None and `unstable` says why.
+    Rounds of samples are spread over the time of the probe. A probe that is repeated immediately
+    gives a value from `low` to `high` with probability `level`. If the machine was not steady
+    enough, `value` is None and `unstable` says why.
     """
 
     key: Key

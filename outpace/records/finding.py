@@ -12,7 +12,7 @@ SEVERITIES: tuple[Severity, ...] = ("severe", "high", "moderate", "low")
 
 
 class Slowdown(Record):
-    """A factor by which `of` becomes slower; a range if only that is known."""
+    """A factor by which `of` becomes slower, or a range if only that is known."""
 
     low: PositiveFloat
     high: PositiveFloat
@@ -44,7 +44,7 @@ class Finding(Record):
 
 
 class Examination(Record):
-    """All findings, most costly first; what was examined, what could not be, and why."""
+    """All findings, most costly first; what was examined, what could not be examined, and why."""
 
     findings: tuple[Finding, ...]
     checked: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Hardware as it is sold: what a chip, a link and a host can do, with sources."""
+"""Hardware as it is sold: the capabilities of chips, links and hosts, with sources."""
 
 from typing import Literal, Self
 
@@ -25,7 +25,7 @@ LinkKind = Literal[
 
 
 class Link(Record):
-    """One link or port as it is used (for PCIe, a ×16 slot).
+    """A link or port as it is used (for PCIe, a ×16 slot).
 
     `bytes_per_s` is the rate in one direction after line coding, before packet headers. Datasheets
     often print the sum of both directions, which is twice as much.
@@ -47,11 +47,12 @@ class Bundle(Record):
 class Accelerator(Record):
     """One kind of accelerator, as one process sees it.
 
-    `memory_bytes` is what the datasheet prints, `usable_bytes` what the driver leaves to a process:
-    torch's total_memory. `driver_name` is what its driver reports, without the maker. `power_w` is
-    the board's power limit for which its rates are published, `power_variants_w` are other limits
-    that it is sold with or can be set to. `multiprocessors` are NVIDIA's SMs and AMD's compute
-    units. `device_link` are all links to other accelerators; PCIe cards need a bridge for them.
+    `memory_bytes` is the memory in the datasheet, `usable_bytes` what the driver leaves to a
+    process: torch's total_memory. `driver_name` is the name that the driver reports, without the
+    maker. `power_w` is the board's power limit for which its rates are published,
+    `power_variants_w` are other limits that it is sold with or can be set to. `multiprocessors` are
+    NVIDIA's SMs and AMD's compute units. `device_link` are all links to other accelerators; PCIe
+    cards need a bridge for them.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""HostRates: what a host's cores do together, measured in seconds."""
+"""HostRates: rates of all cores of a host together, from a measurement of seconds."""
 
 from pydantic import Field, PositiveFloat
 

@@ -102,7 +102,7 @@ class HostFacts(Record):
 
     `address`: the address at which the first host reached it, and `asked_from` that of the first
     host; None if they are the same host. `port`: a free one. `left`: processes of earlier starts
-    that still run.
+    that are still running.
     """
 
     versions: dict[str, str]

@@ -1,4 +1,4 @@
-"""Inventory: the facts about a host that decide whether it runs as fast as it can."""
+"""Inventory: the facts about a host that determine whether it runs as fast as it can."""
 
 from pydantic import Field, NonNegativeInt
 
@@ -7,7 +7,10 @@ from outpace.records.topology import CpuTopology, Placement, Topology
 
 
 class GpuState(Record):
-    """A GPU's current state as its driver reports it. None: not supported or not permitted."""
+    """A GPU's current state as its driver reports it.
+
+    None stands for not supported or not permitted.
+    """
 
     index: NonNegativeInt
     name: str | None = None
@@ -68,7 +71,10 @@ class BusyProgram(Record):
 
 
 class Inventory(Record):
-    """Facts that the doctor examines, without names of users, hosts or paths. None: unreadable."""
+    """Facts that the doctor examines, without names of users, hosts or paths.
+
+    None stands for unreadable.
+    """
 
     cpu: CpuTopology
     usable_cpus: str = Field(description="CPUs that this process may run on")

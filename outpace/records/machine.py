@@ -18,7 +18,7 @@ class Device(Record):
 
 
 class Machine(Record):
-    """This host. Names no user, path or address, since records are sent to colleagues."""
+    """This host. It names no user, path or address, since records are shared with others."""
 
     has_checksum: ClassVar[bool] = True
 
@@ -34,7 +34,7 @@ class Machine(Record):
     probed: ProbeRecord | None = entry("results of outpace probe")
 
     def differences(self, other: "Machine") -> tuple[str, ...]:
-        """Return which properties that affect speed differ in another machine."""
+        """Return the properties affecting speed that differ in another machine."""
         names = tuple(device.name for device in self.devices)
         theirs = tuple(device.name for device in other.devices)
         compared = {"cpu": (self.cpu, other.cpu), "host_cores": (self.host_cores, other.host_cores),

@@ -34,10 +34,10 @@ class TimeParts(Record):
 
     @classmethod
     def of_steps(cls, seconds: Mapping[str, Sequence[float]]) -> Self:
-        """Return the parts of a step of median length, given each step's; they add up to it.
+        """Return the parts of a step of median length, from those of each step; they add up to it.
 
         Each is its mean over the half of the steps whose length is nearest the median, scaled to
-        the median: medians of the parts would add up to more or less than a step takes.
+        the median: the medians of the parts would not add up to the length of a step.
         """
         columns = [seconds[name] for name in cls.model_fields]
         lengths = [sum(step) for step in zip(*columns, strict=True)]

@@ -1,4 +1,4 @@
-"""MemoryAccount: what is in a rank's memory during a step, traced or measured."""
+"""MemoryAccount: the contents of a rank's memory during a step, traced or measured."""
 
 from typing import ClassVar, Literal
 
@@ -29,7 +29,7 @@ Source = Literal["traced", "measured", "estimated"]
 
 
 class Moment(Record):
-    """A point in a step, and the bytes in memory then, by kind."""
+    """A point in a step, and the bytes in memory at that point, by kind."""
 
     step: NonNegativeInt
     part: Part
@@ -51,15 +51,15 @@ class Moment(Record):
 class MemoryAccount(Record):
     """One rank's memory over the first two steps (the first starts without optimizer state).
 
-    Estimated: by the planner's formula, for a model that outpace does not train; it knows the bytes
-    of the fullest moment, not which moment that is. `peak` is the moment with the most bytes in
-    live tensors, `timeline` the moments of the second step. `activations_by_module` is at the peak.
-    Measured: `allocated_bytes` is the maximum that the allocator had given out, including the
-    kernels' own memory; `resident_bytes` is the growth of the process. `reserved_bytes` is what
-    CUDA's allocator holds for tensors, `unseen_bytes` is memory outside of tensors (contexts,
-    libraries), and `library_bytes` the planner's formula for it; None if unknown. `flops` are those
-    of matrix products in one step on this rank, including recomputation; `bytes_moved` is what its
-    operators read and write.
+    Estimated accounts are by the planner's formula, for a model that outpace does not train; they
+    have the bytes of the fullest moment, but do not say which moment that is. `peak` is the moment
+    with the most bytes in live tensors, `timeline` the moments of the second step.
+    `activations_by_module` is at the peak. Measured: `allocated_bytes` is the maximum that the
+    allocator had given out, including the kernels' own memory; `resident_bytes` is the growth of
+    the process. `reserved_bytes` is what CUDA's allocator holds for tensors, `unseen_bytes` is
+    memory outside of tensors (contexts, libraries), and `library_bytes` the planner's formula for
+    it; None if unknown. `flops` are those of matrix products in one step on this rank, including
+    recomputation; `bytes_moved` is what its operators read and write.
     """
 
     source: Source
@@ -94,7 +94,7 @@ class MemoryAccount(Record):
 
 
 class MemoryUse(Record):
-    """A rank's memory in a run, traced and measured; None if it cannot be measured, or not yet.
+    """A rank's memory in a run, traced and measured; None where it is not (yet) measured.
 
     For measurements, `peak` is that of one step, and the bytes of the allocator or process are for
     the whole run.

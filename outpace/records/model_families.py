@@ -1,6 +1,6 @@
-"""Families of models: what each of them means and how `transformers` names it, in one table.
+"""Families of models: their meaning, and their names in `transformers`, in one table.
 
-What specs, configs, weights and exports know of a family by its name is derived from here.
+Specs, configs, weights and exports derive what they know about a family from here.
 """
 
 from collections.abc import Mapping

@@ -37,7 +37,10 @@ class Traffic(Record):
 
 
 class NetworkCost(Record):
-    """Step time on a network or link. `slowdown` 0.1: 10 % above an infinitely fast one's."""
+    """Step time on a network or link.
+
+    A `slowdown` of 0.1 is 10 % more than on an infinitely fast one.
+    """
 
     network: Network
     step_s: PositiveFloat
@@ -45,7 +48,9 @@ class NetworkCost(Record):
 
 
 class Need(Record):
-    """Requirements of one plan. `compute_s`: a step with its bubble on an infinitely fast network.
+    """Requirements of one plan.
+
+    `compute_s`: the time of a step with its bubble on an infinitely fast network.
 
     The required bandwidths in bytes/s are for a node's network cards together, and for a device's
     link within the node; 0 if 1 kB/s is enough, for example if nothing is sent. They always exist,

@@ -1,6 +1,6 @@
-"""Optimizers: what each of them keeps, moves and allows, in one table.
+"""Optimizers: the states, memory traffic and features of each, in one table.
 
-What the planner, training and the messages know of an optimizer by its name is derived from here.
+The planner, training and messages derive what they know about an optimizer from here.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +18,7 @@ Kept = Literal["bf16", "8bit", "4bit"]
 
 
 class Operators(NamedTuple):
-    """Operators for what is updated at once: a matrix, a vector, or several joined.
+    """Number of operators for what is updated at once: a matrix, a vector or joined tensors.
 
     Joining tensors adds `each` per tensor. `counted`: operators for counter-based random numbers
     for rounding; if joined tensors draw their numbers instead, each adds `drawn`.
@@ -36,7 +36,7 @@ class Operators(NamedTuple):
 class StepTensors(NamedTuple):
     """Temporary tensors of a step in fp32, in units of the largest parameter.
 
-    They depend on the dtype of the only weights: fp32 (or master weights), fp16, or bf16, which is
+    They depend on the dtype of the weights: fp32 (or master weights), fp16, or bf16 alone, which is
     rounded stochastically.
     """
 
@@ -57,7 +57,7 @@ class OptimizerTraits:
 
     Eager operators: the `bytes` that they move per parameter, the `operators` that the host
     launches, and the `tensors` that they allocate; `copies`: the number of temporary copies of all
-    updated parameters. On a GPU: the same for what outpace compiles (`compiled_bytes`,
+    updated parameters. On a GPU: the same for code that outpace compiles (`compiled_bytes`,
     `compiled_operators`; `compiles_parts`: also for tensors split over ranks), and the bytes that
     torch's single kernel moves (`kernel_bytes`), if no tensor is split over ranks.
     """

@@ -1,7 +1,8 @@
-"""Outline: a model as the planner sees it, whether or not outpace can build it.
+"""Outline: a model as the planner needs it, whether or not outpace can build it.
 
-A ModelSpec can be built and trained; an outline has only what determines time and memory. Every
-spec has one, and so do all transformers described by a Hugging Face config and all traced modules.
+A ModelSpec can be built and trained; an outline has only the properties that determine time and
+memory. Every spec has one, and so do all transformers described by a Hugging Face config and all
+traced modules.
 """
 
 from typing import Self
@@ -18,8 +19,8 @@ class AttentionShape(Record):
     """Attention of a layer. With `kv_rank` it is multi-head latent attention.
 
     Latent attention (DeepSeek-V2, arXiv 2405.04434, §2.1) computes queries through `query_rank`
-    (None: directly), keys and values through `kv_rank`; `rope_dim` of a key's `head_dim` is shared
-    by all heads and computed beside the latent.
+    (None: directly), and keys and values through `kv_rank`; `rope_dim` of a key's `head_dim` is
+    shared by all heads and computed separately from the latent.
     """
 
     heads: PositiveInt
@@ -76,7 +77,7 @@ class Mlp(Record):
 
 
 class ProductShape(Record):
-    """Matrix products of `inputs` by `outputs`, `count` of them, each with its own weight."""
+    """Matrix products of `inputs` by `outputs`: `count` of them, each with its own weight."""
 
     name: str
     inputs: PositiveInt
@@ -88,15 +89,15 @@ class ProductShape(Record):
 
     @property
     def elements(self) -> int:
-        """Number of elements of its weights."""
+        """Number of elements of the weights."""
         return self.inputs * self.outputs * self.count if self.weighted else 0
 
 
 class Stack(Record):
-    """Equal layers, not necessarily adjacent. `seq_len` None: the sequence that is trained on.
+    """Equal layers, not necessarily adjacent. A `seq_len` of None is that of the training sequence.
 
-    Cross-attention's keys and values come from the last stack before without it (T5's encoder).
-    `other` holds products and parameters outside attention and MLP (traced modules).
+    The keys and values of cross-attention come from the last preceding stack that has none (T5's
+    encoder). `other` holds products and parameters outside attention and MLP (traced modules).
     """
 
     name: str = "layers"
@@ -116,10 +117,11 @@ class Stack(Record):
 class Outline(Record):
     """A model's layers, embedding and head.
 
-    `untrained` says why outpace does not train it; None: it does. `outputs` are the columns of the
-    head's product (0: none), over `predicted` positions of a sequence (None: all). Embedding and
-    head have the width `embedding_width` if there are products between them and the layers
-    (OPT-350m). `notes` say where its dimensions come from, if the user should know.
+    `untrained` says why outpace does not train the model, None if it does. `outputs` are the
+    columns of the head's product (0 without a head), over `predicted` positions of a sequence (None
+    means all). Embedding and head have the width `embedding_width` if there are products between
+    them and the layers (OPT-350m). `notes` say where the dimensions come from, if the user should
+    know.
     """
 
     name: str
@@ -153,5 +155,5 @@ class Outline(Record):
 
     @property
     def experts(self) -> int:
-        """Largest number of experts of a layer; 0: none."""
+        """Largest number of experts of a layer; 0 if there are none."""
         return max((s.mlp.experts for s in self.stacks if s.mlp is not None), default=0)

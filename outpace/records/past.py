@@ -1,4 +1,4 @@
-"""A run in a folder, as a row of a list: what it is, how far it got, how fast it was."""
+"""A run in a folder, as a row of a list: its model and plan, its progress, its speed."""
 
 from typing import Any, Literal
 

@@ -12,8 +12,8 @@ from outpace.records.base import Record
 class Schedule(Record):
     """Placement of stages in a schedule, and its order of backward passes.
 
-    "loop": stage s is on rank s mod p. "v": the second stage of each rank is in reverse order, so
-    that rank 0 has the first and the last. `splits_backward`: gradients of inputs are computed
+    "loop": stage s is on rank s mod p. "v": the second stages are in reverse order of ranks, so
+    rank 0 has the first and the last stage. `splits_backward`: gradients of inputs are computed
     first, those of weights later, when the pipeline would be idle (Qi et al., arXiv 2401.10241,
     §2).
     """
@@ -84,7 +84,7 @@ def refusal(
     compiled: bool = False,
     chunked: bool = False,
 ) -> str | None:
-    """Explain why a schedule cannot do this, with an alternative; None if it can."""
+    """Explain why a schedule does not support this, with an alternative; None if it does."""
     schedule = SCHEDULES.get(strategy)
     if schedule is None:
         if microbatches > 1:
@@ -131,7 +131,7 @@ def _number_refusal(strategy: str, schedule: Schedule, pp: int, microbatches: in
 def default_microbatches(strategy: str, pp: int, samples: int) -> int:
     """Return the micro-batches for a share of `samples`, which they divide: one per stage, or more.
 
-    If none of these is possible, the most that the schedule takes.
+    If none of these is possible, it is the largest number that the schedule supports.
     """
     schedule = SCHEDULES.get(strategy)
     if schedule is None or strategy == "mp":

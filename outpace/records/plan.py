@@ -1,4 +1,4 @@
-"""Plan: strategy, axes, precision and options with which a model is trained."""
+"""Plan: the strategy, axes, precision and options with which a model is trained."""
 
 import math
 from collections.abc import Mapping
@@ -62,22 +62,21 @@ class Plan(Record):
     `pp_microbatches` of them in flight, and under 3d the schedule is `pp_schedule`. `checkpointing`
     applies to every block, or to each `checkpoint_every`-th from the first; `checkpoint_layers`, if
     given, sets it block by block instead. `sequence_parallel` belongs to tp; with `async_tp` its
-    collectives run, part by part, while the products before or after them are computed. fp64 is for
-    proofs. Parameter servers are ranks beside the axes; with `server_updates` they step the
-    optimizer, else workers do. Each worker has `worker_devices` ranks. `virtual_stages` are a
-    pipeline's stages on each rank (None: as many as its schedule has by default), split so that the
-    slowest is as fast as possible, or into equal numbers of blocks (`stage_split`). Under 3d, a
-    layer's experts are divided over `ep` ranks of dp_shard × cp, each expert split by tp; if ep
-    does not divide dp_shard × cp, ranks of tp are used as well, with whole experts. `zero` says
-    what dp_shard shards: optimizer state, then gradients, then parameters. With a `lora_rank` the
-    weights are frozen, in the form that `base` gives, and only the adapters of the `lora_targets`
-    are trained.
+    collectives run in parts, during the products before or after them. fp64 is for proofs.
+    Parameter servers are ranks outside of the axes; with `server_updates` they run the optimizer,
+    else workers do. Each worker has `worker_devices` ranks. `virtual_stages` are a pipeline's
+    stages on each rank (None: the default of its schedule), split so that the slowest is as fast as
+    possible, or into equal numbers of blocks (`stage_split`). Under 3d, a layer's experts are
+    divided over `ep` ranks of dp_shard × cp, each expert split by tp; if ep does not divide
+    dp_shard × cp, it also spans ranks of tp, with whole experts. `zero` says what dp_shard shards:
+    optimizer state, then gradients, then parameters. With a `lora_rank` the weights are frozen, in
+    the form that `base` gives, and only the adapters of the `lora_targets` are trained.
 
-    `offload_activations`: where blocks keep what they save for the backward. `offload_parameters`
-    cpu: parameters, gradients and optimizer state are in host memory; disk: parameters are in
-    mapped files. `offload_optimizer`: where the state is, and on an accelerator the master weights;
-    the CPU takes the step. none: where the parameters are. `empty_cache` frees cached memory
-    between the phases of a step.
+    `offload_activations`: where blocks keep the tensors that they save for the backward.
+    `offload_parameters`: with cpu, parameters, gradients and optimizer state are in host memory;
+    with disk, parameters are in mapped files. `offload_optimizer`: where the state is, and on an
+    accelerator the master weights, with the step computed by the CPU; with none, they are where the
+    parameters are. `empty_cache` frees cached memory between the phases of a step.
     """
 
     strategy: Strategy = "single"
@@ -164,7 +163,7 @@ class Plan(Record):
         return self
 
     def _check_product(self) -> None:
-        """Check the options that only combined axes and pipelines with several stages have."""
+        """Check the options of combined axes, and of pipelines with several stages per rank."""
         if self.strategy != "3d" and (self.ep > 1 or self.zero != 3):
             raise ValueError(
                 f"ep {self.ep} and zero {self.zero} belong to strategy 3d, but strategy is "
@@ -187,12 +186,12 @@ class Plan(Record):
 
     @property
     def expert_tp(self) -> int:
-        """Return the ranks of tp that each hold a part of an expert; 1: `ep` includes them."""
+        """Return the number of tp ranks that share an expert; 1 if `ep` includes them."""
         return self.tp if self.dp_shard * self.cp % self.ep == 0 else 1
 
     @property
     def training_obstacle(self) -> str | None:
-        """Return why outpace can plan with this but not train with it; None if it can."""
+        """Return why outpace can estimate this plan but not train with it; None if it can."""
         if self.async_tp and self.tp > 1:
             return "async_tp: outpace does not overlap the collectives of tensor parallelism"
         if self.ep > 1:
@@ -323,7 +322,7 @@ class Plan(Record):
     def lora_scale(self) -> float:
         """Factor of an adapter's product: α/r, with α = r if none is given.
 
-        Hu et al., arXiv 2106.09685, §4.1: they set α to the first rank tried and leave it.
+        Hu et al., arXiv 2106.09685, §4.1: they set α to the first rank that they try, and keep it.
         """
         if self.lora_rank is None or self.lora_alpha is None:
             return 1.0
@@ -387,7 +386,7 @@ class Plan(Record):
 
     @property
     def samples_per_pass(self) -> int:
-        """Samples of a data share that go through the model before it has a gradient."""
+        """Number of a data share's samples that go through the model before a gradient exists."""
         return self.micro_batch * self.pp_microbatches
 
     @property
@@ -410,7 +409,7 @@ class Plan(Record):
 
     @property
     def samples_read(self) -> int:
-        """Samples that a reader reads at once; under dp, those of all ranks."""
+        """Number of samples that a reader reads at once; under dp, those of all ranks."""
         return self.samples_per_pass * self.data_parallel // self.readers
 
     def data_rank(self, rank: int) -> int | None:
@@ -453,7 +452,7 @@ class Plan(Record):
         return global_batch // per_pass
 
     def _other_parts(self, share: int) -> str:
-        """Suggest other values to change so that a rank's samples divide."""
+        """Suggest other values to change so that a rank's samples can be divided."""
         if share % self.pp_microbatches == 0:
             return "another micro-batch"
         fitting = [str(n) for n in range(self.stages, share + 1) if share % n == 0][:3]
@@ -482,7 +481,7 @@ def schedule_of(strategy: Strategy, pp: int, pp_schedule: ProductSchedule) -> st
 def count_servers(strategy: Strategy, world_size: int, asked: int | None) -> int:
     """Return the number of parameter servers among `world_size` ranks: as requested, or one.
 
-    Raises BadInputError if the strategy has none, or if no rank would be left to work.
+    Raises BadInputError if the strategy has none, or if no rank would be left as a worker.
     """
     if strategy != "ps":
         if asked is not None:

@@ -1,6 +1,6 @@
-"""Precisions: what each of them computes, keeps and sends, in one table.
+"""Precisions: the dtypes in which each computes, stores and sends, in one table.
 
-What the planner, the layouts and the exports know of a precision by its name is derived from here.
+The planner, layouts and exports derive what they know about a precision from here.
 """
 
 from collections.abc import Callable, Mapping
@@ -46,7 +46,7 @@ class PrecisionTraits:
     """Traits of a precision.
 
     `products`: the dtype of matrix products on a device that supports it; under fp8, everything
-    that is not a product of a block uses `low`. `low`: the 16-bit dtype in which the forward pass
+    except products of blocks uses `low`. `low`: the 16-bit dtype in which the forward pass
     computes, None if it computes in the dtype of the weights. `weights`: the dtype in which weights
     are stored. `masters`: the optimizer also keeps fp32 weights, updates those, and rounds the
     others from them. `scaled`: the loss is multiplied by a dynamic scale. `shards`: see
@@ -79,7 +79,7 @@ class PrecisionTraits:
 
     @property
     def operand_bytes(self) -> int:
-        """Bytes per number that the forward pass keeps of a product's operands."""
+        """Bytes per number of the product operands that the forward pass keeps."""
         return self.weight_bytes if self.low is None else 2
 
 

@@ -56,13 +56,14 @@ def network_fit(fits: Sequence[LinkFit], hosts: int) -> LinkFit | None:
 def node_bytes_per_s(fit: LinkFit, at_once: int) -> float | None:
     """Return a host's bandwidth, from `network_fit` and the number of local ranks in groups.
 
-    All groups sent at once, so the network carried the sum of their rates. None: no steady fit.
+    All groups send at once, so the network carries the sum of their rates. None if no fit is
+    steady.
     """
     return None if fit.bandwidth.value is None else fit.bandwidth.value * at_once
 
 
 class Advice(Record):
-    """A change that would be faster, by how much, and how sure that is."""
+    """A change that would be faster, by how much, and how certain that is."""
 
     about: str = Field(description="vocabulary, heads, loader, …")
     text: str = Field(description="what to change, with the figures")
@@ -73,7 +74,7 @@ class Advice(Record):
 
 
 class Steadiness(Record):
-    """Other load on the machine during the measurement. None: unknown."""
+    """Other load on the machine during the measurement. None stands for unknown."""
 
     other_cores: float | None = entry("cores used by others, on average")
     stolen: float | None = entry("share of time the hypervisor took")

@@ -10,7 +10,7 @@ RANK_NAME = "outpace rank "  # what `top` calls the process of a rank, before it
 
 
 class Ranks(Record):
-    """rank of world_size; local_rank of local_world_size on this host."""
+    """Position of a process: rank of world_size, and local_rank of local_world_size on its host."""
 
     rank: NonNegativeInt = 0
     local_rank: NonNegativeInt = 0

@@ -70,8 +70,8 @@ class RunRecord(Record):
     def start_step(self) -> int:
         """The step after which a resume last changed the plan, the machine or versions; or 0.
 
-        Only the steps after it were made in this plan, by this machine. Records of before this was
-        written are taken to have changed.
+        Only the steps after it used this plan on this machine. Records from before this was
+        recorded are assumed to have changed.
         """
         moved = [int(one.get("step", 0)) for one in self.resumes if one.get("changed", True)]
         return moved[-1] if moved else 0
@@ -82,7 +82,7 @@ class RunRecord(Record):
         return any(0 < step - begin <= WARMUP_STEPS for begin in begins)
 
     def changes_since(self, earlier: "RunRecord") -> tuple[str, ...]:
-        """Return what affects the speed of steps and differs from an earlier record of the run."""
+        """Return facts that affect the speed of steps and differ from an earlier record."""
         names = ("plan", "outpace", "versions", "device", "threads", "environment")
         differ = [name for name in names if getattr(self, name) != getattr(earlier, name)]
         return *differ, *earlier.machine.differences(self.machine)

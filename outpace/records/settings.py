@@ -76,7 +76,7 @@ def _types_of(annotation: Any) -> set[Any]:
 
 
 class TrainSettings(Record):
-    """Model, data, length and output of a run. None: outpace chooses."""
+    """Model, data, length and output of a run. None lets outpace choose."""
 
     model_config = ConfigDict(allow_inf_nan=False)
 
@@ -332,7 +332,7 @@ class TrainSettings(Record):
     @field_validator("*", mode="before")
     @classmethod
     def _refuse_truth_values(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse booleans for numbers: `lr = true` would be a rate of 1."""
+        """Refuse booleans for numbers: `lr = true` would mean a rate of 1."""
         name = info.field_name
         if not isinstance(value, bool) or name is None:
             return value

@@ -1,6 +1,6 @@
-"""Strategies: what each of them splits, gathers, compresses and allows, in one table.
+"""Strategies: what each of them splits, gathers, compresses and supports, in one table.
 
-All that planner, layouts and messages know of a strategy by name is derived from here.
+The planner, layouts and messages derive what they know about a strategy from here.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ class StrategyTraits:
     """Traits of a strategy, the same on all of its ranks.
 
     `module` is the module of outpace.parallel that lays out one of outpace's models,
-    `custom_module` the one for a user's model. `axes`: the axes that it splits; the last one takes
+    `custom_module` the one for a user's model. `axes`: the axes that it splits; the last one gets
     the remaining ranks, the others two each. `zero`: what dp_shard shards (1: optimizer state, 2:
     gradients too, 3: parameters too; 0: nothing). `whole_model`: every rank keeps all parameters.
     `buckets`: gradients are reduced in buffers as they are computed. `gathers`: parameters are
@@ -41,7 +41,7 @@ class StrategyTraits:
     `compresses`: the kinds of compression for its reduced buffers of whole gradients.
     `steps_in_backward`: a gradient is complete as soon as it is computed, and nothing else holds
     its memory. `shares_buffers`: every rank has all buffers, and a share of the samples.
-    `communicates_within`: it communicates inside forward and backward, and the time counts as
+    `communicates_within`: it communicates inside forward and backward, and the time counts towards
     these. `one_shape`: all batches have the same shape. `takes_sparse_gradients`: embeddings may
     have sparse gradients. `offloads_compiled`: activations may be offloaded from compiled blocks
     (tests/parallel/test_offload.py). `compiled`: None if it was not tested.
@@ -150,7 +150,7 @@ def strategies_that(has: Callable[[StrategyTraits], bool]) -> tuple[Strategy, ..
 
 
 def idle_strategy_note(strategy: Strategy | None, world_size: int) -> str | None:
-    """Return a sentence if a strategy that splits something has one process, else None."""
+    """Return a sentence if a strategy that splits something runs on one process, else None."""
     if world_size > 1 or strategy is None or not TRAITS[strategy].axes:
         return None
     return f"--strategy {strategy} on one process splits nothing"

@@ -39,7 +39,7 @@ def nvlinks(link: str | None) -> int:
 
 
 def goodness(link: str | None) -> int:
-    """Return a number, higher for a better link: more NVLinks, then fewer bridges; None: 0."""
+    """Return a number, higher for a better link: more NVLinks, then fewer bridges; 0 for None."""
     if link is None:
         return 0
     if nvlinks(link):
@@ -147,7 +147,7 @@ class Topology(Record):
 
 
 class Grouping(Record):
-    """GPUs in groups of one size, chosen for the best worst link within a group."""
+    """GPUs in groups of one size, chosen to maximise the worst link within a group."""
 
     size: PositiveInt
     groups: tuple[tuple[str, ...], ...]
@@ -159,7 +159,7 @@ class Grouping(Record):
 
 
 class MissingNvlinks(Record):
-    """GPUs and pairs with fewer NVLinks than nearly all of the host's, which is usually a fault.
+    """GPUs and pairs with fewer NVLinks than nearly all others on the host, usually a fault.
 
     `gpus` lack links to all others; `pairs` lack them between two GPUs that have them to others.
     """
@@ -238,7 +238,7 @@ class CpuTopology(Record):
         return len(cpu_set(self.cpus))
 
     def cores_of(self, cpus: frozenset[int]) -> int:
-        """Return the number of cores of these CPUs, or of CPUs if that is unknown."""
+        """Return the number of cores of these CPUs, or that of CPUs if it is unknown."""
         if not self.siblings:
             return len(cpus)
         return sum(1 for core in self.siblings if cpu_set(core) & cpus)

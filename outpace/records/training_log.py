@@ -25,7 +25,7 @@ MemoryKind = Literal["allocated", "reserved", "resident"]
 
 
 class LoggedRun(Record):
-    """A run as described by a trainer's log. None: the log does not say.
+    """A run as described by a trainer's log. None stands for what the log does not say.
 
     `steps` were averaged, leaving out the warm-up. Memory is that of the fullest rank in the log.
     """
@@ -74,7 +74,7 @@ class ObservedRun(Record):
     memory_kind: MemoryKind = "allocated"
 
     def same_run(self, other: "ObservedRun") -> bool:
-        """Return whether both are from one log: with its name, model, layout, length and batch."""
+        """Return whether both are from one log: equal name, model, layout, length and batch."""
         names = ("trainer", "log", "outline", "seq_len", "global_batch", "plan")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 

@@ -1,4 +1,4 @@
-"""A tuning: which of the planner's proposals were tried, their step times, and the fastest."""
+"""A tuning: the planner's proposals that were tried, their step times, and the fastest."""
 
 from collections.abc import Sequence
 from typing import Any, ClassVar, Literal, Self
@@ -20,7 +20,7 @@ TUNING_FILE = "tuning.json"
 
 
 class PlanTrial(Record):
-    """A plan that was trained with for a few steps, in its own processes."""
+    """A plan that was tried for a few steps, in separate processes."""
 
     number: PositiveInt
     why: str = Field(description="when it was tried")
@@ -55,7 +55,7 @@ class PlanTrial(Record):
 
 
 def shown_rate(trials: Sequence[PlanTrial]) -> Literal["tokens_per_s", "samples_per_s"]:
-    """Return the field that shows the speed of trials: samples, if there are no tokens."""
+    """Return the field that shows the speed of trials: in samples, if there are no tokens."""
     done = [trial for trial in trials if trial.step_time_s is not None]
     by_samples = any(one.samples_per_s for one in done)
     tokens = any(one.tokens_per_s for one in done) or not by_samples
@@ -63,7 +63,7 @@ def shown_rate(trials: Sequence[PlanTrial]) -> Literal["tokens_per_s", "samples_
 
 
 class Tuning(Record):
-    """All trials; tuning.json, beside the plan.json of the fastest."""
+    """All trials; tuning.json, next to the plan.json of the fastest."""
 
     has_checksum: ClassVar[bool] = True
 

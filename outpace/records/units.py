@@ -1,4 +1,4 @@
-"""Numbers for readers: memory binary (GiB), rates and counts decimal (GB/s, TFLOP/s)."""
+"""Numbers for readers: memory in GiB, rates and counts in decimal units (GB/s, TFLOP/s)."""
 
 import re
 

@@ -71,14 +71,14 @@ class HostLoad(Record):
 
     @property
     def other_cores(self) -> float | None:
-        """Return the cores that other processes kept busy; None if unknown."""
+        """Return the number of cores that other processes kept busy; None if unknown."""
         if self.run_cores is None or not self.cores or None in self.cores:
             return None
         return max(sum(core for core in self.cores if core is not None) - self.run_cores, 0.0)
 
     @property
     def disturbing_cores(self) -> float | None:
-        """Return the cores that other processes kept busy, if enough to slow a run; else None."""
+        """Return how many cores other processes kept busy, if that slows a run; else None."""
         used = self.other_cores
         return used if used is not None and used > _DISTURBING * len(self.cores) else None
 
@@ -99,7 +99,7 @@ class Load(Record):
 
 
 def disturbance(loads: Sequence[Load]) -> list[str]:
-    """Say of each host how many cores other programs kept busy, where enough to slow a run."""
+    """Say, for each host, how many cores other programs kept busy, if that slows a run."""
     return [
         f"other programs kept {used:.1f} of the {len(load.host.cores)} cores"
         f"{f' of host {load.node}' if len(loads) > 1 else ''} busy meanwhile"
@@ -111,7 +111,8 @@ def disturbance(loads: Sequence[Load]) -> list[str]:
 def device_utilisation(loads: Iterable[Load], processes: int) -> float | None:
     """Return the mean over the devices that a run used; None if unknown.
 
-    If nothing says which devices these were, all count, provided there are no more than processes.
+    If it is unknown which devices these were, all are counted, provided there are no more than
+    processes.
     """
     used = [one for load in loads for one in load.devices if one.run_memory_bytes != 0]
     told = all(one.run_memory_bytes is not None for one in used)
@@ -124,8 +125,8 @@ def device_utilisation(loads: Iterable[Load], processes: int) -> float | None:
 def average(loads: Sequence[Load]) -> Load:
     """Average consecutive loads of one host over their whole time.
 
-    Rates are means weighted by time, over the moments when they were known; memory is the maximum.
-    Averages of averages are therefore averages, and a series can be thinned.
+    Rates are means weighted by time, over the periods in which they are known; memory is the
+    maximum. Averages of averages are therefore averages, and a series can be thinned.
     """
     if not loads:
         raise ValueError("no loads to average")
@@ -184,7 +185,10 @@ class DeviceSeries(Record):
 
 
 class HostSeries(Record):
-    """A host's figures, a value per point; `cores` has a series per core. Fields as in HostLoad."""
+    """A host's figures, one value per point; `cores` has a series per core.
+
+    Fields are as in HostLoad.
+    """
 
     cores: tuple[Values, ...]
     run_cores: Values
@@ -245,7 +249,7 @@ class Utilisation(Record):
         return average(self.loads) if self.ends_s else None
 
     def save(self, path: Path) -> None:
-        """Write the record as JSON, whole or not at all; in few lines, for its many numbers."""
+        """Write the record as JSON, completely or not at all, with many numbers on a line."""
         write_atomic(path, self.model_dump_json() + "\n")
 
 
@@ -318,7 +322,7 @@ def _series_of(one: HostSeries | DeviceSeries) -> Iterable[Values]:
 
 
 class ThinnedLoads:
-    """Series of loads of at `most` points, at which pairs are averaged and the period doubles."""
+    """Series of at most `most` loads; when full, pairs are averaged and the period doubles."""
 
     def __init__(self, period_s: float, most: int = 1000) -> None:
         self.base_period_s = period_s
@@ -329,7 +333,7 @@ class ThinnedLoads:
 
     @property
     def period_s(self) -> float:
-        """Present time between points."""
+        """Current time between points."""
         return self.base_period_s * self._each
 
     @property

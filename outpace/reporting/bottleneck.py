@@ -1,4 +1,4 @@
-"""The part that limits training most, from the measured times of its steps."""
+"""The part that limits training the most, from the measured times of its steps."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ class Bottleneck:
 class BottleneckInputs:
     """Measurements of a step. `parts` are rank 0's; `device` is cpu, mps, or a GPU's name or kind.
 
-    `loads` are those of the hosts at the time; () if nothing is known about them.
+    `loads` are those of the hosts at that time; () if nothing is known about them.
     """
 
     parts: TimeParts
@@ -62,7 +62,7 @@ def limits(seen: BottleneckInputs) -> list[tuple[float, Bottleneck]]:
 
 
 def _losses(seen: BottleneckInputs) -> Iterator[tuple[float, Bottleneck]]:
-    """Return the shares of a step not spent on forwards and backwards."""
+    """Return the shares of a step that are not spent on forwards and backwards."""
     parts = seen.parts
     data, communication = parts.data_s / parts.total_s, parts.communication_s / parts.total_s
     optimizer = parts.optimizer_s / parts.total_s
@@ -80,7 +80,7 @@ def _losses(seen: BottleneckInputs) -> Iterator[tuple[float, Bottleneck]]:
 
 
 def _cores(seen: BottleneckInputs, waiting: float) -> Iterator[tuple[float, Bottleneck]]:
-    """Yield the share of cores that idle while nothing waits, and the share that others use."""
+    """Yield the share of cores that idle although nothing waits, and the share others use."""
     hosts = [load.host for load in seen.loads]
     shares = [host.utilisation for host in hosts if host.utilisation is not None]
     if not shares:

@@ -14,7 +14,7 @@ _BACKGROUND = {"paper_bgcolor": "white", "plot_bgcolor": "white"}
 
 
 def check_chart_path(path: Path) -> None:
-    """Raise BadInputError if no chart can be written there, before spending time on one."""
+    """Raise BadInputError if no chart can be written to a path, before time is spent on one."""
     if path.suffix not in (PAGE, *PICTURES):
         raise BadInputError(
             f"--plot {path}: {path.suffix or 'no suffix'} is not a file type for charts. Use "

@@ -14,7 +14,7 @@ _LEAST_LOST = 0.05  # least share of the time of all steps
 
 
 def run_examination(run: RunFolder) -> Examination:
-    """Return findings on limits, slow steps, the expected step time, and how a run ended."""
+    """Return findings on limits, slow steps, the expected step time, and the end of a run."""
     findings: list[Finding] = []
     checked, not_checked = ["parts of a step", "slow steps"], {}
     seen = _measured_parts(run)
@@ -62,7 +62,7 @@ def _measured_parts(run: RunFolder) -> BottleneckInputs:
 
 
 def _limits(seen: BottleneckInputs) -> list[Finding]:
-    """Return shares of a step not spent computing that are large enough to matter."""
+    """Return the shares of a step not spent on computation that are large enough to matter."""
     return [
         Finding(
             check="speed",

@@ -50,9 +50,9 @@ def account(
 ) -> MemoryAccount:
     """Trace the first two steps of `rank` under fake tensors.
 
-    `settings` are the optimizer's; without an `accelerator`, the memory is the CPU's. The allocator
-    has the accelerator's `usable_bytes` minus contexts and buffers of collectives. Raises
-    BadInputError for a plan that cannot be applied.
+    `settings` are those of the optimizer; without an `accelerator`, the memory is that of the CPU.
+    The allocator has the accelerator's `usable_bytes` minus contexts and buffers of collectives.
+    Raises BadInputError for a plan that cannot be applied.
     """
     settings = settings or TrainSettings()
     passes, rules = min(accumulation, MOST_PASSES), Rules(accelerator)
@@ -64,8 +64,9 @@ def account(
 def _strips(work: Workload, traced: Callable[[Workload], list[Strip]]) -> list[Strip]:
     """Return the strips of all layers: recorded, or extended from two shallower models.
 
-    Work that is split by bytes and not by layers, such as DDP's first broadcast, may not extend:
-    storages would be freed that were never allocated, so all layers are recorded then.
+    Work that is split by bytes and not by layers, such as DDP's first broadcast, may not be
+    extensible: storages would be freed that were never allocated. In that case all layers are
+    recorded.
     """
     depths = shallow_depths(work.spec, work.plan)
     if depths is None:
@@ -146,7 +147,7 @@ def _reserved_bytes(course: AllocationCourse, plan: Plan, rules: Rules) -> int |
 
 
 def _moments(course: AllocationCourse, positions: Sequence[int]) -> list[Moment]:
-    """Return the live memory after some of the changes, and where it is."""
+    """Return the live memory after some of the changes, and the part of the step."""
     found = []
     for position, by_kind in zip(positions, course.by_kind(positions), strict=True):
         entry = course.entries[course.origin[position]]
@@ -174,7 +175,7 @@ def _timeline(course: AllocationCourse) -> list[Moment]:
 
 
 def _activations(course: AllocationCourse, position: int) -> dict[str, int]:
-    """Return bytes of activations live at the peak, by modules that made them, largest first."""
+    """Return activations live at the peak, in bytes by the creating module, largest first."""
     sums: dict[str, int] = {}
     for origin, count in zip(
         *np.unique(course.origin[: position + 1], return_counts=True), strict=True

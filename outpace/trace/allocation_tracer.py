@@ -62,10 +62,10 @@ class Segment:
 class AllocationTracer(TorchDispatchMode):
     """Recorder of each storage that operators allocate in the context, until it is freed.
 
-    It sees the thread that enters it, and backwards in the same thread, as on a CPU. It does not
-    see memory that a kernel allocates and frees internally; `rules` know this for some kernels of
-    other devices. `freed_elsewhere` is called with the address of memory that another thread frees,
-    such as threads of collectives that were the last to hold a buffer.
+    It observes the thread that enters it, including backwards in that thread, as on a CPU. It does
+    not observe memory that a kernel allocates and frees internally; `rules` know this for some
+    kernels of other devices. `freed_elsewhere` is called with the address of memory that another
+    thread frees, such as threads of collectives that were the last to hold a buffer.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class AllocationTracer(TorchDispatchMode):
 
     @contextmanager
     def set_aside(self, wanted: bool = True) -> Iterator[None]:
-        """Ignore operators in the context, or record them again."""
+        """Ignore operators in the context, or resume recording them."""
         before, self._aside = self._aside, wanted
         try:
             yield
@@ -263,7 +263,7 @@ class AllocationTracer(TorchDispatchMode):
             piece.kind = piece.kind or "communication"
 
     def _module_of(self, given: list[Tensor]) -> str:
-        """Return the module that made the inputs, since no module is entered in backwards."""
+        """Return the module that created the inputs, since backwards do not enter modules."""
         for tensor in given:
             for storage in _storages(tensor):
                 held = self._pieces.get(storage._cdata)

@@ -12,12 +12,12 @@ import torch
 
 
 class Allocations:
-    """Count of allocations and frees in the context, by this thread and by the backward's.
+    """Count of allocations and frees in the context, by this thread and by that of the backward.
 
-    `peak_bytes`: the most that was live at one time. `left_bytes`: what is live at the end. Earlier
-    allocations do not count, unless they are freed. Internal allocations of kernels count too.
-    torch's profiler does not report frees by other threads: they are noticed when the address is
-    allocated again, or through `freed_elsewhere`.
+    `peak_bytes`: the most that was live at any time. `left_bytes`: the bytes live at the end.
+    Earlier allocations do not count unless they are freed. Internal allocations of kernels are also
+    counted. torch's profiler does not report frees by other threads: they are noticed when the
+    address is allocated again, or through `freed_elsewhere`.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Values that a forward reads while its weights and activations have none.
 
-Whole numbers that depend on the tokens and on sizes alone are computed. Experts get equal shares of
-the tokens that a router distributes.
+Whole numbers that depend only on tokens and sizes are computed. Experts get equal shares of the
+tokens that a router distributes.
 """
 
 from typing import Any
@@ -18,9 +18,9 @@ _MOST_FLOATS = 2**16
 
 
 class AssumedValues:
-    """Operators on tensors of the CPU, which have values, and of the device meta, which have none.
+    """Mode for operators on CPU tensors, which have values, and meta tensors, which have none.
 
-    Results of the CPU's alone have values; all others have none.
+    Results of CPU tensors alone have values; all others have none.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class AssumedValues:
         self._reads = 0
 
     def run(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator. Raises what torch raises if it needs values that nothing tells."""
+        """Run an operator. Raises torch's error if it needs values that are unknown."""
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if not any(tensor.is_meta for tensor in tensors):
             return self._keep_values(func, args, kwargs)
@@ -45,9 +45,10 @@ class AssumedValues:
         return func(*args, **kwargs)
 
     def _keep_values(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Compute whole numbers, truths and masks, also where they belong on meta.
+        """Compute whole numbers, booleans and masks, also where they belong on meta.
 
-        The same in each run: what is drawn has no values, and uninitialised memory is zeros.
+        Results are the same in each run: random numbers have no values, and uninitialised memory is
+        zero.
         """
         made = func(*args, **kwargs)
         if (
@@ -69,7 +70,7 @@ class AssumedValues:
         self._choices = scores.numel() // max(1, self.experts) * int(each)
 
     def _indices(self, mask: Tensor) -> Tensor:
-        """Return all experts, or, one by one, the tokens of each."""
+        """Return all experts or, one call at a time, the tokens of each."""
         if mask.dim() == 1 and 0 < self.experts <= len(mask):
             self._reads = 0
             return torch.arange(self.experts, device="cpu").unsqueeze(1)
@@ -80,7 +81,7 @@ class AssumedValues:
         return torch.empty((rows, mask.dim()), dtype=torch.int64, device="meta")
 
     def _move(self, func: Any, args: Any, kwargs: Any) -> Tensor:
-        """Return the number of tokens of each expert, or what has no values, where it is."""
+        """Move counts of tokens per expert with their values; leave valueless tensors in place."""
         counts = args[0]
         if counts.is_floating_point() or counts.shape != (self.experts,):
             moved: Tensor = func(*args, **{**kwargs, "device": torch.device("meta")})

@@ -1,11 +1,12 @@
-"""Traces of forwards that torch.compile compiles: the tensors of Inductor's kernels.
+"""Traces of forwards that torch.compile compiles: the tensors that Inductor's kernels allocate.
 
-The compiler is not run. Its partitioner is, which decides what the forward saves for the backward
-and what the backward computes again (min-cut rematerialization; Horace He, "Min-cut optimal(*)
+The compiler itself is not run, but its partitioner is, which decides what the forward saves for the
+backward and what the backward recomputes (min-cut rematerialization; Horace He, "Min-cut optimal(*)
 recomputation with AOTAutograd", 2022), on the graph that AOTAutograd traces with Inductor's
 decompositions. The two graphs then run node by node under fake tensors. One rule of Inductor's
 fusion is used: elementwise results are written to memory only if an operator that is not fused
-reads them (a matrix product, attention), or the graph returns them; else they stay in registers.
+reads them (a matrix product, attention), or the graph returns them; otherwise they stay in
+registers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -54,7 +55,7 @@ def trace_compiled(model: nn.Module, plan: Plan, watch: AllocationTracer) -> Non
 
 
 class _PartitionedForward:
-    """A forward through the graphs that a compiler would make of it and of its backward."""
+    """A forward that runs through the graphs that a compiler would make for it and its backward."""
 
     def __init__(
         self, module: nn.Module, forward: Callable[..., Any], watch: AllocationTracer
@@ -134,9 +135,9 @@ def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None
 
 
 class _Nodes(fx.Interpreter):
-    """Runner of a graph's nodes; those that are not `made` take no memory that counts.
+    """Runner of a graph's nodes; those that are not `made` take no memory.
 
-    It empties the list of its inputs, each of which lives until its last reader.
+    It empties the list of its inputs, so that each of them lives until its last reader.
     """
 
     def __init__(
@@ -174,7 +175,7 @@ def _is_made(node: fx.Node) -> bool:
 
 
 def _readers(node: fx.Node) -> Iterator[fx.Node]:
-    """Yield the nodes that read a node's values, also through views of it."""
+    """Yield the nodes that read a node's values, including through views."""
     for user in node.users:
         if _is_view(user):
             yield from _readers(user)
@@ -182,7 +183,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_written_for(user: fx.Node) -> bool:
-    """Return whether a node's input has to be in memory."""
+    """Return whether a node's input must be in memory."""
     if user.op == "output":
         return True
     packet = getattr(user.target, "overloadpacket", None)

@@ -1,6 +1,6 @@
 """Memory of a custom model: its forward, loss and batch under fake tensors.
 
-The user's function builds the module once, for real; a copy without memory is traced.
+The user's function builds the real module once; a copy without memory is traced.
 """
 
 import copy
@@ -60,7 +60,7 @@ class ModuleWorkload:
     value_free: bool = False  # without values
 
     def batch(self) -> Any:
-        """Return a batch that a rank reads at once."""
+        """Return the batch that a rank reads at once."""
         return self.samples(self.plan.samples_read)
 
     def functions(self, rules: Rules) -> AbstractContextManager[object]:
@@ -149,7 +149,7 @@ def account_of_module(
 
 
 class _ValueFree(CustomObjective):
-    """An objective whose forward may not read values, since there are none."""
+    """An objective whose forward must not read values, since there are none."""
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Compute loss and count. Raises BadInputError if the forward reads a number."""
@@ -172,7 +172,7 @@ class _ReadRefusal(TorchDispatchMode):
 
 
 def _place(frames: traceback.StackSummary) -> str:
-    """Return the innermost line that is not torch's or outpace's."""
+    """Return the innermost line of code outside of torch and outpace."""
     theirs = [frame for frame in frames if not _is_ours(Path(frame.filename))]
     return f"{theirs[-1].filename}:{theirs[-1].lineno}" if theirs else "within torch"
 
@@ -195,7 +195,7 @@ def _failure(module: nn.Module, error: Exception, compiled: bool) -> str:
 
 
 def _on_no_memory(structure: nn.Module) -> nn.Module:
-    """Return a copy of a module on meta, with tensors of the mode that is entered."""
+    """Return a copy of a module on meta, with tensors of the current mode."""
     held = [*structure.parameters(), *structure.buffers()]
     memo: dict[int, Any] = {}
     for tensor in held:

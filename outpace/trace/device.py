@@ -1,4 +1,4 @@
-"""Memory behaviour of a CUDA device that the CPU's kernels lack, as explicit rules.
+"""Memory use of CUDA devices where it differs from that of CPU kernels, as explicit rules.
 
 The trace runs the CPU's operators. On CUDA, fused attention saves the same tensors (inputs, output,
 an fp32 log-sum-exp per query), and autocast casts the same operators of outpace's models. The
@@ -52,7 +52,7 @@ _THREADS_THAT_MULTIPLY = 2
 
 @dataclass(frozen=True)
 class Rules:
-    """Differences between a device and the CPU whose operators are traced. None for a CPU."""
+    """Differences between a device and the CPU, whose operators are traced; a CPU has none."""
 
     accelerator: Accelerator | None = None
 
@@ -75,7 +75,7 @@ class Rules:
         return [each] * _THREADS_THAT_MULTIPLY
 
     def builds_on_host(self, plan: Plan) -> bool:
-        """Return whether memory allocated while building the model is the host's: rule 6."""
+        """Return whether memory allocated while the model is built is on the host: rule 6."""
         return self.accelerator is not None and plan.base == "nf4"
 
     def prepare(self, objective: LanguageModelObjective) -> None:

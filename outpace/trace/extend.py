@@ -1,8 +1,8 @@
 """A deep model's memory from two shallow ones, exactly: equal layers do equal work.
 
 Records at two depths differ by the work of one period of layers, once or several times in each part
-of a step. A comparison finds it, and it is repeated for the deep model's further periods. If the
-two do not differ like that, they cannot be extended (`IrregularError`).
+of a step. A comparison finds this work, and it is repeated for the further periods of the deep
+model. If the records differ in any other way, they cannot be extended (`IrregularError`).
 """
 
 import re
@@ -144,10 +144,10 @@ def _extend_one(shallow: Strip, deeper: Strip, times: int, period: int) -> Strip
 
 
 def _count_insertions(a: Sequence[Entry], b: Sequence[Entry]) -> list[int]:
-    """Count the changes in `b`, but not `a`, before each change of `a` and after the last.
+    """Count the changes that only `b` has, before each change of `a` and after the last.
 
-    This is the cheapest embedding of `a` in `b`: changes of other bytes cost, and so does each
-    position of an insertion; changes of different kinds never match.
+    This is the cheapest embedding of `a` in `b`: matches with different bytes have a cost, and so
+    does each position of an insertion; changes of different kinds never match.
     """
     extra = len(b) - len(a)
     if extra < 0:
@@ -177,7 +177,7 @@ def _count_insertions(a: Sequence[Entry], b: Sequence[Entry]) -> list[int]:
 def _split_at_jumps(b: Sequence[Entry], begin: int, end: int) -> list[tuple[int, int]]:
     """Split insertions where they jump from the last layer to the first.
 
-    A list of all layers' matrices and a following list of their vectors each have one layer more.
+    A list of all layers' matrices, and a list of their vectors after it, each have one more layer.
     """
     pieces, last = [begin], -1
     for n in range(begin, end):
@@ -189,7 +189,7 @@ def _split_at_jumps(b: Sequence[Entry], begin: int, end: int) -> list[tuple[int,
 
 
 def _unlikeness(sizes: NDArray[np.float64], size: int) -> NDArray[np.float64]:
-    """Return the relative difference of sizes: 0 if equal, at most 1."""
+    """Return the relative difference of sizes: 0 if they are equal, at most 1."""
     larger = np.maximum(np.abs(sizes), abs(size))
     return np.abs(sizes - size) / np.maximum(larger, 1)
 
@@ -197,7 +197,7 @@ def _unlikeness(sizes: NDArray[np.float64], size: int) -> NDArray[np.float64]:
 def _open_insertion(cost: NDArray[np.float64], came_from: NDArray[np.int32]) -> NDArray[np.float64]:
     """Return the costs if an insertion may start here; write the predecessor to `came_from`.
 
-    Among equal ways, the one that inserts least here is chosen.
+    Among ways of equal cost, the one that inserts the least here is chosen.
     """
     least = np.minimum.accumulate(cost)
     numbers = np.arange(len(cost))
@@ -239,7 +239,7 @@ class AllocationCourse:
     live_bytes: NDArray[np.int64]
 
     def by_kind(self, positions: Sequence[int]) -> list[dict[Kind, int]]:
-        """Return live bytes by kind after some of the changes, in their order."""
+        """Return live bytes by kind after some of the changes, in order."""
         sums = np.zeros(len(KINDS), dtype=np.int64)
         found, done = [], 0
         for position in positions:
@@ -278,7 +278,7 @@ def course_of(strips: Sequence[Strip]) -> AllocationCourse:
 
 
 def _unroll(strip: Strip) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the entries in the order in which they happen, and offsets of the layers' numbers."""
+    """Return the entries in the order in which they happen, and the offsets of layer numbers."""
     indices: list[NDArray[np.int64]] = []
     shifts: list[NDArray[np.int64]] = []
 

@@ -19,7 +19,7 @@ _FEW_OTHERS = 2
 
 
 class RealSmallTensors(TorchDispatchMode):
-    """Mode over a FakeTensorMode in which small tensors made from none or real ones are real.
+    """Mode over a FakeTensorMode in which small tensors are real if they depend on no fake ones.
 
     Optimizers read their step counts, meshes their ranks, and DDP the sizes of parameters: none of
     these depends on weights or data. Values read from other tensors are 1, such as the flag that a

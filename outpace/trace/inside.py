@@ -1,4 +1,4 @@
-"""Memory that operators allocate and free internally, which a mode around them does not see."""
+"""Memory that operators allocate and free internally, which a mode around them cannot observe."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -32,7 +32,7 @@ _ON_CPUS = frozenset({gelu_tanh.overload, rms_norm.overload, rms_norm_backward.o
 
 
 class TemporaryBytes:
-    """Bytes that operators need besides their inputs and outputs.
+    """Bytes that operators need in addition to their inputs and outputs.
 
     Norms, GELU and attention by blocks are written in Python, so their code is run on tensors
     without memory. `on_cpu`: whether the traced device is one.
@@ -43,7 +43,10 @@ class TemporaryBytes:
         self._on_cpu = on_cpu
 
     def __call__(self, func: Any, args: Any) -> int:
-        """Return the bytes of one call. 0 for unknown operators, and for tensors with memory."""
+        """Return the bytes of one call.
+
+        They are 0 for unknown operators, and for tensors with memory.
+        """
         # Of tensors with memory too: a mode around it does not see what it is made of.
         if func is low_loss.overload:
             return temporary_bytes(args[0], args[1])
@@ -60,7 +63,7 @@ class TemporaryBytes:
 
 
 def _attention_flops(query: Tensor, key: Tensor) -> int:
-    """Return the FLOPs of one product of queries and keys, if each query meets all keys."""
+    """Return the FLOPs of one product of queries and keys, if each query sees all keys."""
     batch, heads, queries, width = query.shape
     return 2 * batch * heads * queries * key.shape[2] * width
 

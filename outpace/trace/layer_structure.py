@@ -1,7 +1,7 @@
 """Attention, MLP and experts of a traced layer, recognised by the shapes of its products.
 
 Recognised parts are split by tensor and expert parallelism and planned like outpace's own layers;
-other products stay products of the layer, with only their size known.
+of other products, only the size is known.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from outpace.trace.products import ProductCall
 class LayerWeights:
     """Shapes of a layer's parameters by name, its residual width, and its rows in the trace.
 
-    `cross_rows`: those of what its cross-attention reads.
+    `cross_rows`: the rows of what its cross-attention reads.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -28,7 +28,7 @@ class LayerWeights:
     def is_whole(self, one: ProductCall, *, cross: bool = False) -> bool:
         """Return whether a product uses the whole matrix, once for each token.
 
-        `cross`: of the layer or of what its cross-attention reads.
+        `cross`: the tokens are those that its cross-attention reads.
         """
         shape = self.shapes.get(one.weight or "")
         return (
@@ -59,9 +59,10 @@ class LayerStructure:
 def tell_apart(
     stack: Stack, products: Sequence[ProductCall], places: Mapping[str, int], weights: LayerWeights
 ) -> LayerStructure:
-    """Return the stack with its attention projections, its MLP or its experts recognised.
+    """Return the stack with its attention projections, and its MLP or experts, recognised.
 
-    `products` are in order; `places`: how many come before its self- and its cross-attention.
+    `products` are in order; `places`: the number of products before its self- and its
+    cross-attention.
     """
     rest = list(products)
     uses = Counter(one.weight for one in products)
@@ -112,7 +113,7 @@ def _groups(products: Sequence[ProductCall]) -> Iterator[list[ProductCall]]:
 def _likely_groups(
     before: Sequence[ProductCall], out: ProductCall
 ) -> Iterator[Sequence[ProductCall]]:
-    """Yield what may have the projections of an attention: its module, then outer parts first."""
+    """Yield groups that may hold an attention's projections: its module, then outer parts."""
     start = f"{_place(out)}."
     yield [one for one in before if str(one.weight).startswith(start)]
     yield from reversed(list(_groups(before)))
@@ -127,7 +128,7 @@ def _projections(
     after: Sequence[ProductCall],
     weights: LayerWeights,
 ) -> Projected | None:
-    """Return the attention with its products: matching ones before it, and the first after it."""
+    """Return the attention with its products: matching ones before it, and the next after it."""
     mixed = attention.heads * attention.value_dim
     out = next((one for one in after if (one.inputs, one.outputs) == (mixed, weights.hidden)), None)
     if out is None:
@@ -179,7 +180,7 @@ def _three_of(
 
 
 def _gate_products(attention: AttentionShape, taken: Sequence[ProductCall]) -> list[ProductCall]:
-    """Return outputs of products besides queries, keys and values: gates of the output."""
+    """Return outputs of products besides queries, keys and values: they are gates of the output."""
     queries = attention.heads * attention.head_dim
     if attention.kv_rank is not None:
         return []
@@ -266,7 +267,7 @@ def _mlps_of(
 def _experts(
     rest: Sequence[ProductCall], whole: Sequence[ProductCall], weights: LayerWeights
 ) -> tuple[Mlp, list[ProductCall]] | None:
-    """Find experts with stacked weights, where each token goes through some of them."""
+    """Find experts with stacked weights, where each token uses some of them."""
     stacked = [one for one in rest if len(weights.shapes.get(one.weight or "", ())) == 3]
     stacked = [one for one in stacked if one.rows % weights.rows == 0]
     for down in sorted(stacked, key=lambda one: one.inputs * one.outputs, reverse=True):
@@ -304,7 +305,7 @@ def _place(one: ProductCall) -> str:
 
 
 def _wider_router(mlp: Mlp, taken: Sequence[ProductCall]) -> list[ProductCall]:
-    """Return the router's columns for choices that are no experts (LongCat's identities)."""
+    """Return the router's columns for choices other than experts (LongCat's identities)."""
     router = taken[-1]
     if not mlp.experts or router.outputs == mlp.experts:
         return []

@@ -19,9 +19,9 @@ from outpace.trace.steps import Trainable, run_steps
 def measure(work: Trainable, ranks: Ranks) -> MemoryAccount:
     """Train two real steps on the CPU, twice; collective over the ranks of the plan.
 
-    The first time is not instrumented: `resident_bytes` is the growth of the process's anonymous
-    resident memory. The second is, which takes memory itself: the anatomy is that of the tensors
-    live at the peak, and `allocated_bytes` is the allocator's own peak.
+    The first run is not instrumented, and gives `resident_bytes`, the growth of the process's
+    anonymous resident memory. The second one is, which itself takes memory: it gives the anatomy of
+    the tensors live at the peak, and `allocated_bytes`, the allocator's own peak.
     """
     rules = Rules()
     with resident_growth() as grown:

@@ -47,7 +47,7 @@ class OffloadScratch(Scratch):
         return list(tensors), _EmptyRegion()
 
     def region_of(self, tensor: Tensor) -> Region | None:
-        """Return None, since nothing has to be read ahead."""
+        """Return None, since nothing must be read ahead."""
         return None
 
     def lend(self, tensor: Tensor) -> tuple[Tensor, Region]:
@@ -58,7 +58,7 @@ class OffloadScratch(Scratch):
 
 
 def offload_to_disk(plan: Plan, rules: Rules) -> Plan:
-    """Replace offloading to the host, which the CPU refuses, by offloading to disk."""
+    """Replace offloading to the host, which the CPU refuses, with offloading to disk."""
     if rules.device == "cpu" or plan.offload_activations != "cpu":
         return plan
     return plan.model_copy(update={"offload_activations": "disk"})
@@ -86,7 +86,7 @@ def _reduce(watch: AllocationTracer, group: Any, reduce: Callable[..., None], *u
 
 
 def _count_device_copies() -> Any:
-    """Patch gathers so that their input from a shard on the host is a copy on the device."""
+    """Patch gathers to copy shards on the host to the device first."""
     inputs = vars(FSDPParam)["all_gather_inputs"].fget
 
     def copy_inputs(held: Any) -> Any:
@@ -103,7 +103,7 @@ def _count_device_copies() -> Any:
 
 @contextmanager
 def separate_host_memory(watch: AllocationTracer, rules: Rules) -> Iterator[None]:
-    """Count copies to the device as its memory, and copies to the host as not its memory."""
+    """Count copies to the device as its memory, but not copies to the host."""
     if rules.device == "cpu":
         yield
         return

@@ -1,4 +1,4 @@
-"""The outline of any module, from one run, with repeated parts grouped into stacks."""
+"""The outline of any module, from one forward, with repeated parts grouped into stacks."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,14 +27,15 @@ def outline_from_module(module: nn.Module, example_inputs: Any, name: str | None
     `example_inputs`: a tuple of arguments, a mapping of named ones, or one argument; the first
     dimension of the first tensor is the number of samples. Layers are the repeated members of a
     ModuleList or a Sequential. Products of activations outside of attention keep the size that they
-    had here. Raises BadInputError if the forward cannot run or multiplies by no weight.
+    have in this run. Raises BadInputError if the forward cannot run or has no product with a
+    weight.
     """
     return ModuleTracing(module, example_inputs).outline(name or type(module).__name__)
 
 
 @dataclass(frozen=True)
 class LayerPart:
-    """A module that may be a layer, and its operations. Equal ones may have other sizes."""
+    """A module that may be a layer, and its operations. Equal ones may differ in size."""
 
     path: str
     kind: Any
@@ -44,7 +45,7 @@ class LayerPart:
 
 
 class ModuleTracing:
-    """One forward of a module, made into an outline."""
+    """A forward of a module that becomes an outline."""
 
     def __init__(self, module: nn.Module, inputs: Any) -> None:
         self.module = module
@@ -105,7 +106,7 @@ class ModuleTracing:
     def fill_layer(
         self, stack: Stack, rest: list[ProductCall], places: Places, path: str, names: list[str]
     ) -> Stack:
-        """Add the products of a layer to its stack; `places` of its attentions among them."""
+        """Add the products of a layer to its stack; `places` are those of attentions among them."""
         products = self.products(rest, path, names, self._rows(stack))
         return stack.model_copy(update={"other": tuple(products)})
 
@@ -198,7 +199,7 @@ class ModuleTracing:
         )
 
     def _length(self, done: Sequence[ProductCall | AttentionCall]) -> int:
-        """Return the tokens of a sample: those of its input, or the rows in most of the work."""
+        """Return the tokens of a sample: those of its input, or the rows of most of the work."""
         work: Counter[int] = Counter()
         for one in done:
             if isinstance(one, ProductCall):
@@ -279,7 +280,7 @@ class ModuleTracing:
     def products(
         self, done: Sequence[ProductCall], path: str, names: Sequence[str], length: int | None
     ) -> list[ProductShape]:
-        """Return each weight once, with its number of uses; without weights by their shape."""
+        """Return each weight's product once, with its number of uses; others by shape."""
         by_weight: dict[str, ProductShape] = {}
         others: Counter[ProductShape] = Counter()
         for one in done:
@@ -350,7 +351,7 @@ class ModuleTracing:
         return taken.most_common(1)[0][0]
 
     def _table(self, left: Sequence[str], hidden: int, outputs: int) -> str | None:
-        """Return the embedding: of the layers' width, with the head's rows, else the most."""
+        """Return the embedding: of the layers' width, with the head's rows or the most rows."""
         rows = {
             f"{path}.weight" if path else "weight": part.num_embeddings
             for path, part in self.module.named_modules()

@@ -35,7 +35,8 @@ _ATTENTION = ("_scaled_dot_product_", "_flash_attention_forward", "_efficient_at
 class ProductCall(NamedTuple):
     """Product (rows, inputs) by (inputs, outputs) in `module`; `weight` names the parameter.
 
-    If neither factor is a weight, there are `batch` products, and rows are those of all of them.
+    If neither factor is a weight, there are `batch` products, and rows are the total of all of
+    them.
     """
 
     module: str
@@ -69,7 +70,7 @@ class Forward:
 
 
 def record(module: nn.Module, inputs: Any) -> Forward:
-    """Run a copy of `module` once, without memory, or with memory if the forward reads values.
+    """Run a copy of `module` once, without memory unless the forward reads values.
 
     `inputs` are a tuple of arguments, a mapping of named ones, or one argument. Raises
     BadInputError if the forward cannot run.
@@ -92,7 +93,7 @@ def record(module: nn.Module, inputs: Any) -> Forward:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch's log about operations that need values, which are repeated with values."""
+    """Silence torch's log about operations that need values, which are rerun with values."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -138,7 +139,7 @@ def _record_forward(
 
 
 def _copy_module(module: nn.Module, fake: Any) -> nn.Module:
-    """Copy the module, since a forward may store results in it, and the user's must not change."""
+    """Copy the module, since a forward may store results in it, which the user must not see."""
     try:
         if fake is None:
             return copy.deepcopy(module)

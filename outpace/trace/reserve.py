@@ -1,4 +1,4 @@
-"""Memory that torch's CUDA allocator reserves: segments that tensors are cut from."""
+"""Memory that torch's CUDA allocator reserves: segments from which tensors are cut."""
 
 import bisect
 from collections import defaultdict
@@ -12,7 +12,7 @@ Events = Iterable[tuple[int, int]]  # (number of a storage, bytes: negative when
 
 
 class CachingAllocator:
-    """The rules of torch's CUDA allocator (c10/cuda/CUDACachingAllocator.cpp), one stream.
+    """The rules of torch's CUDA allocator (c10/cuda/CUDACachingAllocator.cpp), for one stream.
 
     Sizes are rounded up to 512 bytes. Sizes up to 1 MiB are cut from segments of 2 MiB, those below
     10 MiB from segments of 20 MiB, and larger ones have their own segment, rounded up to 2 MiB. The

@@ -23,7 +23,7 @@ def anonymous_bytes() -> int | None:
 
 @contextmanager
 def resident_growth(every_s: float = 0.002) -> Iterator[list[int]]:
-    """Measure the largest growth of anonymous resident memory; empty if Linux does not report it.
+    """Measure the largest growth of anonymous resident memory; empty if it is not reported.
 
     It is polled, since the kernel records a peak only for all resident memory, including files.
     """

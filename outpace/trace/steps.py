@@ -95,7 +95,7 @@ class Workload:
 
 
 class Trainable(Protocol):
-    """A training for `run_steps`: of a `Workload`, or of a custom model."""
+    """Interface for `run_steps`: training of a `Workload` or of a custom model."""
 
     @property
     def plan(self) -> Plan: ...
@@ -120,7 +120,7 @@ def run_steps(
     rules: Rules,
     scratch: Scratch,
 ) -> None:
-    """Build the model, lay it out and train, as a trainer does; `watch` is entered."""
+    """Build the model, lay it out and train, as a trainer does, within the context `watch`."""
     plan, away = work.plan, lies_on_host(work.plan, rules)
     lr = work.settings.lr or _ANY_LR
     with watch.on_host(away):
@@ -145,7 +145,7 @@ def run_steps(
 
 
 def _objective(work: Workload, mixed: MixedPrecision) -> LanguageModelObjective:
-    """Return the model in the dtype of its weights; without memory if it is filled later."""
+    """Return the model in the dtype of its weights, without memory if it is filled later."""
     plan, before = work.plan, torch.get_default_dtype()
     torch.set_default_dtype(mixed.weights or before)  # modules cannot be cast under fake tensors
     try:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 class Tracker(TorchDispatchMode):
     """Recorder of allocations and frees in its context. Enter it inside the fake mode.
 
-    `events` are (number of a storage, its bytes: negative when it is freed).
+    `events` are pairs of a storage's number and its bytes, negative when it is freed.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The outline of a transformers model on the meta device: traced, with equal layers once.
+"""The outline of a transformers model, traced on the meta device with each layer kind once.
 
 transformers' code determines the layers, so a family needs no reader.
 """
@@ -59,7 +59,7 @@ def outline_from_folder(directory: Path) -> Outline:
 
 
 def _unused_parameters(found: Outline) -> Iterator[str]:
-    """Say how many parameters are in no product, where they are more than a tenth."""
+    """Say how many parameters are in no product, if they are more than a tenth."""
     rest = found.outside_parameters + sum(s.layers * s.other_parameters for s in found.stacks)
     if rest > _MANY * parameters(found):
         yield (
@@ -160,7 +160,7 @@ def _check_parameters(tracing: "_Tracing", name: str) -> Outline:
 
 
 class _Sizes:
-    """Names of a model's parameters, each once, with their shapes; kinds of its layers."""
+    """Names and shapes of a model's parameters, each once, and kinds of its layers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.shapes: dict[str, Shape] = {
@@ -180,7 +180,7 @@ class _Sizes:
         return {n.removeprefix(start): s for n, s in self.shapes.items() if n.startswith(start)}
 
     def settings(self, path: str, part: nn.Module) -> Any:
-        """Return what determines a part's computation, besides its shapes and its number."""
+        """Return properties that determine a part's computation, except shapes and its number."""
         number = path.rpartition(".")[2]
         kinds = self.kinds_of_layers
         kind = kinds[int(number)] if number.isdigit() and int(number) < len(kinds) else None
@@ -195,7 +195,7 @@ class _Sizes:
 
 @contextmanager
 def _leave_out_layers(model: nn.Module, sizes: _Sizes) -> Iterator[Mapping[str, tuple[str, ...]]]:
-    """Leave out layers at the end of each list whose equals came before.
+    """Leave out layers at the end of each list that equal earlier ones.
 
     Yields the paths of the layers that each remaining layer stands for.
     """
@@ -228,7 +228,7 @@ def _leave_out_layers(model: nn.Module, sizes: _Sizes) -> Iterator[Mapping[str, 
 def _representatives(
     path: str, layers: Sequence[nn.Module], sizes: _Sizes
 ) -> tuple[int, dict[str, tuple[str, ...]]]:
-    """Count the layers that cover every kind, and say which of the rest each stands for."""
+    """Count the layers that cover every kind, and say which of the others each one represents."""
     first: dict[Any, int] = {}
     rest: dict[int, list[str]] = {}
     kinds = []
@@ -328,7 +328,7 @@ class _Tracing(ModuleTracing):
     ) -> AttentionShape | None:
         """Set the mask from the modules, since a trace has no values of its tensor.
 
-        `decodes`: the layer is a decoder's, where its modules do not say so.
+        `decodes`: the layer belongs to a decoder, if its modules do not say so.
         """
         if attention is None:
             return None
@@ -342,7 +342,7 @@ class _Tracing(ModuleTracing):
     def _set_cross_mask(
         self, attention: AttentionShape | None, path: str, layer: nn.Module
     ) -> AttentionShape | None:
-        """Set the mask: none, unless it is a layer's second attention to itself (LongCat)."""
+        """Set the mask: none, unless this is the second self-attention of a layer (LongCat)."""
         if attention is None or "decoder_input_ids" not in self.inputs:
             return self._set_mask(attention, path, layer, decodes=True)
         return attention.model_copy(update={"causal": False})
@@ -378,7 +378,7 @@ def _stack_experts(
 ) -> tuple[list[ProductCall | AttentionCall], dict[str, Shape]]:
     """Join products of experts that run one by one, each on its share of the tokens.
 
-    Returns all operations, and the shapes that the joined weights have as one.
+    Returns all operations, and the shapes of the joined weights.
     """
     groups: dict[Any, list[ProductCall]] = {}
     for one in done:
@@ -422,7 +422,7 @@ def _all_products(outline: Outline) -> Iterator[ProductShape]:
 
 
 def _scale_products(short: Outline, long: Outline, length: int) -> Outline:
-    """Return the shorter sequence's outline, with products that grow with the length."""
+    """Return the outline for the shorter sequence, with products that grow with the length."""
     if [s.layers for s in short.stacks] != [s.layers for s in long.stacks]:
         return short
     stacks = tuple(
@@ -435,7 +435,7 @@ def _scale_products(short: Outline, long: Outline, length: int) -> Outline:
 def _join_products(
     short: Sequence[ProductShape], long: Sequence[ProductShape], length: int
 ) -> tuple[ProductShape, ...]:
-    """Join equal products; for those that grow with the tokens, set rows per token.
+    """Join equal products; for those that grow with the number of tokens, set the rows per token.
 
     A convolution over a padded sequence has a few more rows than the tokens, which are counted.
     """

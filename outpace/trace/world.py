@@ -1,4 +1,4 @@
-"""One rank of a simulated world: process groups that communicate nothing."""
+"""One rank of a simulated world, whose process groups do not communicate."""
 
 import warnings
 from collections.abc import Iterator
@@ -74,7 +74,7 @@ def _fake_group(new_group: Any, *args: Any, backend: str = "", **kwargs: Any) ->
 
 
 class _DoneWork:
-    """Work whose future has its result, which the fake group's does not."""
+    """Work whose future has a result, unlike that of the fake group."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -105,7 +105,7 @@ class _SequentialRing:
         self._group = group
 
     def begin(self, buffer: Tensor) -> None:
-        """Run all steps of a buffer's way around the ring."""
+        """Run all steps of a buffer around the ring."""
         ring.ring_all_reduce(buffer, self._group)
 
     def finish(self) -> None:
@@ -113,7 +113,7 @@ class _SequentialRing:
 
 
 def lay_out(request: LayoutRequest, batch: dict[str, Tensor]) -> Layout:
-    """Apply the plan like `parallel.apply`, and answer for other ranks if it waits for them."""
+    """Apply the plan as `parallel.apply` does, answering for other ranks if it waits for them."""
     layout = apply(request)
     if isinstance(layout, DataParallel):
         layout.expect(batch)
@@ -123,7 +123,7 @@ def lay_out(request: LayoutRequest, batch: dict[str, Tensor]) -> Layout:
 
 
 def _keep_bucket(_: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Return the bucket as it is: the fake group has no result for DDP's own all-reduce."""
+    """Return the bucket unchanged, since the fake group has no result for DDP's own all-reduce."""
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future

@@ -111,12 +111,12 @@ class Ledger:
         )
 
     def median_parts(self) -> TimeParts:
-        """Return the parts of a step of median length, of the latest after warm-up."""
+        """Return the parts of a step of median length, from the latest steps after warm-up."""
         names = TimeParts.model_fields
         return TimeParts.of_steps({name: [getattr(r, name) for r in self.steady] for name in names})
 
     def rate(self, name: str) -> float | None:
-        """Return a cost of steps per second, by its name in Costs, over the latest steady steps.
+        """Return a cost per second, by its name in Costs, over the latest steady steps.
 
         It is computed at the median step time; if costs differ between steps, it is the sum of the
         costs divided by the sum of the times.
@@ -136,7 +136,7 @@ class Ledger:
         return int(statistics.median(freed)) if freed else None
 
     def check_step_time(self, expected_s: float | None) -> StepTimeCheck | None:
-        """Compare the first steps after warm-up with the expected time; None: nothing to report."""
+        """Compare the first steps after warm-up with the expected time, or return None."""
         if expected_s is None or not self.opening_s:
             return None
         took_s = statistics.median(self.opening_s)

@@ -24,7 +24,7 @@ class Callback:
         """Handle the start of a run, before its first step."""
 
     def on_memory(self, plan: Plan, use: MemoryUse) -> None:
-        """Take a memory report: traced, before the first step; traced and measured, at the end."""
+        """Handle a memory report: traced before the first step, with measurements at the end."""
 
     def on_hint(self, sentence: str) -> None:
         """Handle a hint about something that the user may want to know or change."""

@@ -2,8 +2,8 @@
 
 A checkpoint is a folder `step-N` with DCP's files, `progress.json` and, written last,
 `complete.json` with the size and checksum of every file. It is used only with that marker. While it
-is being written, it also has a file `unfinished`, which distinguishes an interrupted save from a
-checkpoint that has lost its marker: the former is removed, the latter never.
+is being written, it also has a file `unfinished`, which distinguishes an interrupted save, which is
+removed, from a checkpoint that has lost its marker, which never is.
 """
 
 import json
@@ -48,7 +48,7 @@ _LOOKS, _LOOK_AGAIN_S = 20, 0.5
 
 
 class Progress(Record):
-    """Progress of a run: its state that is no tensor. `step` is also the position in the data."""
+    """Progress of a run: its state other than tensors. `step` is also the position in the data."""
 
     has_checksum: ClassVar[bool] = True
 
@@ -108,7 +108,7 @@ def _require_files(folder: Path, metadata: "Metadata") -> None:
 def damage(folder: Path) -> str | None:
     """Describe how a checkpoint is damaged; None if its files are as they were written.
 
-    An interrupted save counts as damaged, too.
+    An interrupted save also counts as damaged.
     """
     if folder.is_symlink():
         return "it is a link"
@@ -144,7 +144,8 @@ def _file_damage(folder: Path) -> str | None:
 def _content_damage(folder: Path) -> str | None:
     """Describe impossible contents of the files that describe a checkpoint.
 
-    Raises BadInputError if metadata marked as complete are not metadata, which no accident causes.
+    Raises BadInputError if metadata marked as complete are not metadata, which cannot be an
+    accident.
     """
     from outpace.training.safe_checkpoint import read_metadata
 
@@ -262,7 +263,7 @@ class Checkpointer:
         self._pending = (self._finisher.submit(finish), folder)
 
     def _begin(self, state: dict[str, Any], folder: Path) -> Future[Any]:
-        """Write in the background, lent or copied; or now, if there is no room for a copy."""
+        """Write in the background, lent or copied; or at once, if there is no room for a copy."""
         from outpace.training import states
 
         if self._copies:
@@ -355,13 +356,13 @@ class Checkpointer:
         return True
 
     def wait_for_ranks(self) -> bool:
-        """Wait like `wait`, and for every rank: one that ended early would end the others."""
+        """Wait as `wait` does, for every rank, since one that ended early would end the others."""
         saved = self.wait()
         dist.barrier(self._group)
         return saved
 
     def _fail(self, folder: Path, error: BaseException) -> None:
-        """Remove everything half-written; earlier checkpoints stay."""
+        """Remove everything half-written; earlier checkpoints are kept."""
         if self._rank == 0:
             _remove(folder)
             why = self._disk_full() or first_reason(error)
@@ -419,7 +420,7 @@ def put_later_aside(directory: Path, step: int, say: Callable[[str], None]) -> N
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint, its marker first, so that an interruption leaves no marked half.
+    """Remove a checkpoint, its marker first, so that no marked one is ever incomplete.
 
     If the folder is a link, only the link is removed, since its target was not written here.
     """

@@ -30,8 +30,8 @@ _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 class CollectiveCounter(TorchDispatchMode):
     """Counter of this thread's collectives in the context, in `planner.communication.volume.Tally`.
 
-    Bytes are computed from the size of each collective by the rules of that module: what this rank
-    sends with the algorithm that sends the least.
+    Bytes are computed from the size of each collective by the rules of that module: the bytes that
+    this rank sends with the algorithm that sends the least.
     """
 
     @classmethod
@@ -79,7 +79,7 @@ def _kind(operator: str) -> str | None:
 
 
 def _group(args: Any) -> dist.ProcessGroup:
-    """Return a collective's group: an argument; for functional ones named by the last argument."""
+    """Return a collective's group: an argument, or for functional ones named by the last."""
     boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
     if boxed is None:
         return _resolve_process_group(args[-1])

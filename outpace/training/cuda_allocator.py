@@ -1,4 +1,4 @@
-"""Settings of torch's CUDA allocator, made before it starts."""
+"""Settings of torch's CUDA allocator, which must be made before it starts."""
 
 import sys
 from collections.abc import MutableMapping

@@ -1,8 +1,8 @@
-"""The work queue of a device: marks in it, and figures that are copied from the device.
+"""The work queue of a device: marks in it, and figures copied from the device.
 
-A GPU computes behind the host that gives it work. A host that reads a tensor waits until the device
-has done all work up to now; so figures are copied to the host behind the work that makes them, and
-read when the copy has arrived.
+A GPU lags behind the host that gives it work. A host that reads a tensor waits until the device has
+done all work queued so far; so figures are copied to the host after the work that computes them,
+and read once the copy has arrived.
 """
 
 import time
@@ -63,7 +63,7 @@ class HostQueue:
     steps_behind = 0
 
     def mark(self) -> HostMark:
-        """Return a mark at the present time."""
+        """Return a mark at the current time."""
         return HostMark(time.perf_counter())
 
     def copy_to_host(self, tensor: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class CudaQueue:
 
 
 def queue_of(device: torch.device) -> DeviceQueue:
-    """Return the queue of a device. Metal's is read like a CPU's, by waiting."""
+    """Return the queue of a device. Metal's is treated like a CPU's, by waiting."""
     return CudaQueue() if device.type == "cuda" else HostQueue()
 
 

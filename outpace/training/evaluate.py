@@ -20,7 +20,7 @@ _ASK_EVERY = 8
 
 
 class EvaluationStopped(Exception):  # noqa: N818  # not an error, on any rank
-    """A rank was asked to stop, so nothing was measured on any rank."""
+    """A rank was asked to stop, so no rank has measured anything."""
 
 
 def evaluate(
@@ -37,7 +37,7 @@ def evaluate(
 
     The result includes the metrics of an objective that has some. Dropout is off. Each rank must
     pass its own share and the same number of steps. Raises EvaluationStopped on all ranks if `stop`
-    returns on any of them that it should end.
+    returns True on any of them.
     """
     names: Sequence[str] = getattr(layout.objective, "sums", ())
     totals = torch.zeros(2 + len(names), dtype=torch.float64)

@@ -29,7 +29,7 @@ Result = TypeVar("Result")
 
 
 class _EndSignal(BaseException):
-    """Interruption by a signal; no Exception, which a compiler would take for its failure."""
+    """Interruption by a signal; not an Exception, which a compiler would take for its failure."""
 
 
 _WAITED_FOR = (
@@ -42,7 +42,7 @@ class _Arrivals:
     """Signals that have reached the process in this context, even if Python has yet to handle them.
 
     The kernel's handler writes their numbers to a pipe. None are recorded outside of the main
-    thread, or if the program (such as asyncio) already uses such a pipe.
+    thread, or if the program already uses such a pipe (as asyncio does).
     """
 
     def __init__(self) -> None:
@@ -77,8 +77,7 @@ class _Arrivals:
 
 
 class StopSignal:
-    """Handler of signals that ask a run to end (`ENDING`). The first one ends it in order, a second
-    one at once.
+    """Handler of signals that ask a run to end (`ENDING`); the second one ends it at once.
 
     Before the first step is done, there is nothing to save, so the signal raises
     InterruptedRunError. Later, `say` reports what the run waits for if that takes a while. Use it
@@ -120,9 +119,9 @@ class StopSignal:
     def unless_ended(self, work: Callable[[], Result]) -> Result:
         """Run code that a signal may end at any point. Raises InterruptedRunError with `message`.
 
-        That is the first step, and whatever follows the last one. An error after the signal also
-        counts as interruption, because other ranks leave too. Raises immediately if a signal has
-        ended another rank.
+        This is for the first step, and for everything after the last one. An error after the signal
+        also counts as an interruption, because other ranks leave too. It raises immediately if a
+        signal has ended another rank.
         """
         try:
             with self._arrivals:
@@ -149,8 +148,7 @@ class StopSignal:
         self._raising, self._disarmed, self.message = False, True, _COMPLETE
 
     def ends_at_once(self) -> bool:
-        """Return whether a signal ends this process immediately: before step 1 is done, or after
-        the last.
+        """Return whether a signal ends this process at once: before step 1 ends or after the last.
 
         Any thread may call this, also while the main thread waits in a library, which handles no
         signal until it returns.
@@ -160,7 +158,7 @@ class StopSignal:
     def interrupt(self) -> bool:
         """End the main thread before its first step is done, or after the last, as a signal would.
 
-        For another thread that learns that a signal has ended another rank. Between these two
+        This is for a thread that learns that a signal has ended another rank. Between these two
         points, `unless_ended` ends it. Returns False if signals are not handled, or end nothing.
         """
         if not self._previous or self._disarmed:

@@ -1,4 +1,4 @@
-"""glibc's heap: what was freed stays for the next step, and memory is there before it is needed."""
+"""Settings of glibc's heap: keep freed memory for the next step, touch pages ahead of use."""
 
 import ctypes
 import mmap
@@ -39,11 +39,12 @@ class PagePrefaulter:
 
     The first touch of a page is the expensive part of an allocation: on a virtual machine whose
     host reclaims free memory, it takes 0.2 to 1.4 s per GB (docs/development/log.md). An idle core
-    can do it while modules are loaded. The same amount after it gets huge pages, too, if the system
-    supports them, and is not touched. Nothing happens if `keep_freed` is not in effect or if there
+    can do it while modules are loaded. The same amount after it also gets huge pages, if the system
+    supports them, but is not touched. Nothing happens if `keep_freed` is not in effect or if there
     is not enough memory.
 
-    Touched memory is held until it is handed over, because free memory may go back (`malloc_trim`).
+    Touched memory is held until it is handed over, because free memory may be returned to the
+    system (`malloc_trim`).
     """
 
     def __init__(self, nbytes: int, environment: Mapping[str, str]) -> None:
@@ -67,7 +68,7 @@ class PagePrefaulter:
 
     @contextmanager
     def pause(self) -> Iterator[int]:
-        """Yield the resident bytes that nobody uses yet; no more are touched in this context."""
+        """Yield the resident bytes that nobody uses yet; no more is touched in this context."""
         with self._touching:
             yield len(self._held) * _PIECE_BYTES
 

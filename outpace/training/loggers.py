@@ -1,6 +1,6 @@
 """TensorBoard, Weights & Biases and MLflow, each an optional extra.
 
-All of them hold copies of what metrics.jsonl has, so that none of them ends a training.
+All of them hold copies of what is in metrics.jsonl, so a failure of one does not end a run.
 """
 
 import os
@@ -36,9 +36,9 @@ _WANDB_RUN = re.compile(r"(?:offline-)?run-(?P<time>\d{8}_\d{6})-(?P<id>.+)")
 
 @dataclass(frozen=True)
 class LoggerContext:
-    """Information on a run for loggers that start.
+    """Information about a run for loggers that start.
 
-    `start_step`: a resumed run's last step that is kept, or None. `say`: takes a sentence.
+    `start_step`: the last step that a resumed run keeps, or None. `say` is called with a sentence.
     """
 
     run_dir: RunDir
@@ -175,7 +175,7 @@ class Wandb(_Scalars):
 
 
 def _newest_id(folder: Path) -> str | None:
-    """Return the id of the resumed W&B run, from the newest folder that wandb made for it.
+    """Return the ID of the resumed W&B run, from the newest folder that wandb made for it.
 
     None if there is none, or if WANDB_RUN_ID is set.
     """
@@ -186,7 +186,7 @@ def _newest_id(folder: Path) -> str | None:
 
 
 class MLflow(_Scalars):
-    """An MLflow run, at MLFLOW_TRACKING_URI or else in a SQLite file beside the metrics."""
+    """An MLflow run, at MLFLOW_TRACKING_URI or else in a SQLite file next to the metrics."""
 
     _name = "mlflow"
 

@@ -42,7 +42,7 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 class CacheFreer:
-    """Releases the memory that an allocator caches: torch's on CUDA, glibc's on a CPU.
+    """Release of the memory that an allocator caches: torch's on CUDA, glibc's on a CPU.
 
     Later allocations have to request it from the system again. Raises BadInputError elsewhere.
     """

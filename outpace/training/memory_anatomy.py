@@ -12,9 +12,9 @@ Holder = tuple[str, str, int]  # kind, name, bytes
 
 
 def holders(layout: Layout, optimizer: torch.optim.Optimizer | None) -> list[Holder]:
-    """Return each tensor that this rank keeps on the layout's device, once, with its kind and name.
+    """Return each tensor that this rank keeps on the layout's device, with its kind and name.
 
-    Safe to call from a thread other than the training thread.
+    It is safe to call from a thread other than the training thread.
     """
     seen: set[int] = set()
     found: list[Holder] = []

@@ -1,7 +1,7 @@
 """Files that are written and read without the page cache, if the file system allows it (O_DIRECT).
 
-What passes through the cache takes memory of its own size, page by page, from whatever computes
-beside it, and a virtual machine may be slow to give it (docs/development/log.md).
+Data that pass through the cache take the same amount of memory, page by page, from the computation,
+and a virtual machine may be slow to provide it (docs/development/log.md).
 """
 
 import errno
@@ -21,7 +21,7 @@ _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 def _block() -> mmap.mmap:
-    """Make a page-aligned block, as O_DIRECT requires; it is shared, in case other threads fork."""
+    """Make a page-aligned block, as O_DIRECT requires, in shared memory in case threads fork."""
     return mmap.mmap(-1, _BLOCK_BYTES)
 
 
@@ -61,7 +61,7 @@ class DirectWriter:
         return count
 
     def flush(self) -> None:
-        """Do nothing: a block is written when it is full, the last one when the file is closed."""
+        """Do nothing: blocks are written when they are full, and the last one on close."""
 
     def close(self) -> None:
         """Write the rest: whole pages directly, the remainder through the page cache."""
@@ -110,7 +110,7 @@ def blocks(path: Path, past_cache: bool) -> Iterator[memoryview]:
 
 
 def through_cache(file: int) -> bool:
-    """Use the page cache from now on; return whether the file bypassed it before."""
+    """Use the page cache from now on; return whether the file bypassed it until now."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_DIRECT)
     return bool(flags & _DIRECT)

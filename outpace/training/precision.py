@@ -1,4 +1,4 @@
-"""The precision that suits a device, and sizes that suit a precision."""
+"""The precision that suits a device, and the sizes that suit a precision."""
 
 import torch
 
@@ -48,7 +48,7 @@ def float8_hints(plan: Plan) -> list[str]:
 
 
 def shape_hints(plan: Plan, spec: ModelSpec | None, seq_len: int) -> list[str]:
-    """Return sizes that are no multiple of 8 in mixed precision, with the nearest better one.
+    """Return sizes that are not multiples of 8 in mixed precision, with the nearest better one.
 
     Tensor cores need multiples of 8 in 16-bit types (NVIDIA, "Train With Mixed Precision", §4.2).
     """

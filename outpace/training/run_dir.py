@@ -160,7 +160,7 @@ class RunDir:
         )
 
     def put_damaged_models_aside(self, say: Callable[[str], None]) -> None:
-        """Make room for models that are written again, and keep the remains of damaged ones."""
+        """Make room for models to be written again, and keep the remains of damaged ones."""
         for folder in (self.model, self.base):
             damage = model_damage(folder)
             if damage is not None and os.path.lexists(folder):
@@ -197,7 +197,7 @@ class RunDir:
                 say(f"{damage}. It is kept as {put_aside(self.path / name)}.")
 
     def _remove_leftovers(self) -> None:
-        """Remove files that a kill left half-written; keep complete models being replaced."""
+        """Remove files that a kill left half-written; keep complete models about to be replaced."""
         for path in self.path.glob(f"{TEMPORARY_PREFIX}*.tmp.old"):
             if not self.model.exists():
                 path.rename(self.model)
@@ -208,7 +208,7 @@ class RunDir:
                 path.unlink(missing_ok=True)
 
     def evaluation(self, step: int) -> Evaluation | None:
-        """Return the evaluation logged at `step`, None if there is none."""
+        """Return the evaluation logged at `step`, or None."""
         lines = read_log(self.path / EVALS_FILE, Evaluation).lines
         return next((line.record for line in lines if line.record.step == step), None)
 
@@ -236,14 +236,14 @@ class History:
 
 
 def model_damage(folder: Path) -> str | None:
-    """Describe how an exported model is damaged; None if it is as it was written."""
+    """Describe how an exported model is damaged; None if it is as written."""
     if not any((folder / name).is_file() for name in MODEL_FILES):
         return f"{folder} holds no whole model"
     return folder_damage(folder)
 
 
 def _load(path: Path, kind: type[Loaded]) -> tuple[Loaded | None, str | None]:
-    """Return a record and None, or None and what is wrong; (None, None) if it is missing."""
+    """Return a record and None, or None and its damage; (None, None) if it is missing."""
     if not os.path.lexists(path):
         return None, None
     try:

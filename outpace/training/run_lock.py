@@ -1,4 +1,4 @@
-"""Lock that lets only one training at a time use a run's directory."""
+"""Lock that lets only one training process at a time use a run's directory."""
 
 import errno
 import fcntl
@@ -20,11 +20,11 @@ _TAKEN = (errno.EAGAIN, errno.EACCES)
 def lock_run(
     folder: Path, patience_s: float, say: Callable[[str], None] = lambda sentence: None
 ) -> Iterator[None]:
-    """Lock `folder` against other trainings until the context or this process ends.
+    """Lock `folder` against other training runs until the context or this process ends.
 
-    If another process holds the lock, waits for `patience_s` and says so once: when a job is
-    requeued or restarted, its earlier ranks may still be shutting down. Raises BadInputError if it
-    is held longer. On a file system without locks, everybody gets in.
+    If another process holds the lock, it waits for `patience_s` and says so once: when a job is
+    requeued or restarted, its earlier ranks may still be shutting down. Raises BadInputError if the
+    lock is held for longer. On a file system without locks, nothing is locked.
     """
     until_s, said = time.monotonic() + patience_s, False
     while (lock := _try_lock(folder / _LOCK)) is None:

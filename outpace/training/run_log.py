@@ -1,4 +1,4 @@
-"""metrics.jsonl and evals.jsonl: one record a line, read back and cut where a run is resumed."""
+"""metrics.jsonl and evals.jsonl: a record per line, read back and truncated on resume."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -91,7 +91,7 @@ def read_log(path: Path, kind: type[Entry]) -> RunLog[Entry]:
 
 
 def _order(lines: Sequence[Line[Entry]]) -> list[Line[Entry]]:
-    """Keep lines with increasing steps: of two out of order, the one that fits its neighbours."""
+    """Keep lines with increasing steps; of two out of order, the one that fits its neighbours."""
     kept: list[Line[Entry]] = []
     for line, after in zip_longest(lines, lines[1:]):
         before = kept[-1].record.step if kept else -1
@@ -116,7 +116,7 @@ def _damage(numbers: Sequence[int], changed: set[int], kind: type[Entry]) -> str
 
 
 def _truncate(path: Path, kept: Sequence[bytes]) -> None:
-    """Keep only the file's first lines, and restore a missing line end of the last one."""
+    """Keep only the file's first lines, and restore a missing line end after the last one."""
     length = sum(map(len, kept))
     if path.stat().st_size < length:
         with path.open("ab") as file:

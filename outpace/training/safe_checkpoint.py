@@ -1,7 +1,7 @@
 """Reader of checkpoints that runs no code from them, since they may come from anyone.
 
-Left alone, torch's reader unpickles `.metadata` and the values that are no tensors with whatever
-they name. Here they name the classes of DCP's own metadata, or plain values.
+By default, torch's reader unpickles `.metadata`, and values other than tensors, with whatever code
+they name. Here they may name only the classes of DCP's own metadata and plain values.
 """
 
 import io

@@ -6,7 +6,7 @@ from outpace.records.settings import TrainSettings
 
 
 def warmup_steps(settings: TrainSettings, total_steps: int) -> int:
-    """Return the steps of linear warm-up: the requested number, or a twentieth of the run."""
+    """Return the number of steps of linear warm-up: as requested, or a twentieth of the run."""
     return total_steps // 20 if settings.warmup is None else settings.warmup
 
 

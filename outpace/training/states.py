@@ -1,7 +1,7 @@
 """A run's tensors in the form in which torch's distributed checkpoint (DCP) writes and reads them.
 
-Apart from `checkpoint`, which says when and where: loading DCP takes half a second, which a
-run that saves nothing, or not yet, does not wait for.
+It is separate from `checkpoint`, which determines when and where: loading DCP takes half a second,
+which a run need not wait for if it saves nothing, or not yet.
 """
 
 import io
@@ -70,7 +70,7 @@ class InPlaceStager(AsyncStager):
     A copy of the whole state takes as much memory again, which a virtual machine may be slow to
     provide (docs/development/log.md). A step's forward and backward, which change nothing, are long
     enough to write most of the state. Each tensor is copied separately when its turn comes, so a
-    change of the state only waits for memory, never for a disk. Only for plain CPU tensors.
+    change of the state waits only for memory, never for a disk. This is only for plain CPU tensors.
     """
 
     _synchronize_after_execute = False  # `give_back` is called before the state changes
@@ -93,7 +93,7 @@ class InPlaceStager(AsyncStager):
         """Do nothing, since there is nothing to close."""
 
     def keep(self, wanted: Iterable[Any]) -> None:
-        """Forget all staged tensors except those that will be read."""
+        """Drop all staged tensors except those that will be read."""
         places = {id(one) for one in wanted}
         with self._turn:
             self._unread = {k: v for k, v in self._unread.items() if k in places}
@@ -101,7 +101,7 @@ class InPlaceStager(AsyncStager):
             self._room = mmap.mmap(-1, largest) if largest else None
 
     def read(self, found: Any) -> Any:
-        """Return a copy of a tensor, valid until the next call; return all else unchanged."""
+        """Return a copy of a tensor, valid until the next call; return anything else unchanged."""
         with self._turn:
             return found if self._unread.pop(id(found), None) is None else self._copy(found)
 
@@ -155,7 +155,7 @@ def is_small_on_gpu(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def join_small(state: dict[str, Any], memory: dict[Any, Tensor]) -> dict[str, Any]:
-    """Return the state with small tensors of a device and dtype joined, as views of one.
+    """Return the state with small tensors of the same device and dtype as views of one tensor.
 
     Copies to memory that is not pinned make the host wait for all copies before them, and fused
     optimizers have a small tensor, "step", for each parameter. `memory` is reused.
@@ -222,7 +222,7 @@ class PinnedCopies(AsyncStager):
 
 
 class _Planner(DefaultSavePlanner):
-    """Save planner that reads lent tensors, and of data on all ranks only what this rank writes."""
+    """Save planner that reads lent tensors, and of replicated data what this rank writes."""
 
     def __init__(self, lent: InPlaceStager | PinnedCopies) -> None:
         super().__init__()
@@ -240,8 +240,8 @@ class _Planner(DefaultSavePlanner):
 class _QuietWriter(io.BufferedWriter):
     """File that may be flushed after it was closed.
 
-    torch's streams flush it on deletion. If the disk was full, that comes after its end, and Python
-    3.13 reports an ignored exception each time.
+    torch's streams flush it on deletion. If the disk was full, this happens after it was closed,
+    and Python 3.13 reports an ignored exception each time.
     """
 
     def flush(self) -> None:
@@ -314,7 +314,7 @@ def begin_write(
     group: dist.ProcessGroup,
     lent: InPlaceStager | PinnedCopies | None = None,
 ) -> Future[Any]:
-    """Write in the background, from what is `lent`, or from a copy made before this returns."""
+    """Write in the background, from `lent` tensors, or from a copy made before this returns."""
     planner = None if lent is None else _Planner(lent)
     written = async_save(
         state,
@@ -352,7 +352,7 @@ def collect_tensors(
     """Return the tensors to save or to fill, by their names in a single process.
 
     If the optimizer keeps fp32 copies of weights, these replace the weights. The checkpoint is then
-    like that of a training in fp32, and either can resume from it.
+    like that of an fp32 run, and either kind of run can resume from it.
     """
     if model is None:
         return {}

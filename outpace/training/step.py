@@ -67,7 +67,7 @@ class RankReports:
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of a step. `loss_scale`: that of fp16 in this step."""
+    """Figures of a step. `loss_scale` is that of fp16 in this step."""
 
     loss_sum: float
     count: float  # targets in the global batch
@@ -91,11 +91,11 @@ class RawStep:
 
     @property
     def done(self) -> bool:
-        """Return whether the device has finished it, so that its figures need no waiting."""
+        """Return whether the device has finished the step, so that figures are available."""
         return self.marks[-1][1].query()
 
     def figures(self) -> Figures:
-        """Return its figures, after waiting until the device has finished this step."""
+        """Return the figures, after waiting until the device has finished this step."""
         read = self.copied.read(self.marks[-1][1])
         loss_sum, count = read.pop("totals")
         (grad_norm,) = read.pop("grad_norm")
@@ -170,7 +170,7 @@ class Stepper:
         """Run step number `step` (from 1) with learning rate `lr`, after calling `begin`.
 
         `stop` is queried late, so that a signal during the step reaches all ranks within it, or
-        within the next one if the device computes behind the host.
+        within the next one if the device lags behind the host.
         """
         timer = self._timer
         timer.mark("data")
@@ -248,7 +248,7 @@ class Stepper:
     def _wait_for_status(self, gathered: RankReports) -> None:
         """Wait for the ranks' reports on this step, or on the one before if the device is behind.
 
-        All ranks decide by the same step, since they have to stop together.
+        All ranks decide by the same step, since they must stop together.
         """
         if self.queue.steps_behind and self._world_size > 1:
             before, self._speaking = self._speaking, gathered
@@ -288,6 +288,6 @@ class Stepper:
 
 
 def _wait(work: Any) -> None:
-    """Wait for a collective; on a device only its stream waits, not the host."""
+    """Wait for a collective; on a device, only its stream waits, not the host."""
     if work is not None:
         work.wait()

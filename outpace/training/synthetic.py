@@ -1,4 +1,4 @@
-"""Steps of a plan on random tokens: what a strategy costs, without any data."""
+"""Steps of a plan on random tokens, to measure the cost of a strategy without data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

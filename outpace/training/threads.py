@@ -26,8 +26,8 @@ def set_threads(
 def _from_environment(environ: Mapping[str, str]) -> int | None:
     """Return the number of threads set by the user; None if unset.
 
-    A 1 from torchrun is ignored: torchrun sets it by default, which leaves all but one core of each
-    rank idle.
+    A 1 from torchrun is ignored: torchrun sets it by default, which leaves all cores of a rank but
+    one idle.
     """
     threads = omp_threads(environ.get(OMP_NUM_THREADS, ""))
     run_id = environ.get("TORCHELASTIC_RUN_ID", OUTPACE)

@@ -54,10 +54,10 @@ def durations(marks: Marks) -> dict[str, float]:
 
 
 class BusyTime:
-    """Time that this rank spends on a step by itself, without waiting for others.
+    """Time that this rank spends on a step, without waiting for others.
 
-    On a CPU, this is the time in which its thread is busy. On a GPU, it is the time for waiting for
-    data and for forwards, in which replicas communicate nothing.
+    On a CPU, this is the time in which its thread is busy. On a GPU, it is the time spent on
+    waiting for data and on forwards, in which replicas do not communicate.
     """
 
     def __init__(self, queue: DeviceQueue) -> None:
@@ -74,7 +74,7 @@ class BusyTime:
     def take(self) -> float:
         """Return the seconds since the last call; on a GPU, those of the latest finished step.
 
-        -1 if unknown. Does not wait.
+        It is -1 if unknown. This does not wait.
         """
         if self._on_host:
             before, self._busy_s = self._busy_s, thread_busy_s()

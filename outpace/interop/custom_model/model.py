@@ -12,7 +12,7 @@ from outpace.nn.transformer import Transformer
 
 @dataclass(frozen=True)
 class CustomModel:
-    """A user's module, optionally with its loss and data, and how strategies split it.
+    """A user's module, optionally with its loss and data, and how strategies are to split it.
 
     `blocks`, `layouts` and `sync_batchnorm` are as for `outpace.parallelize`.
     """
@@ -27,7 +27,7 @@ class CustomModel:
 
 
 def stated_vocab(module: nn.Module) -> int | None:
-    """Return the vocabulary size that a module states, None if it does not."""
+    """Return the vocabulary size that a module states, None if it states none."""
     if isinstance(module, Transformer):
         return module.spec.vocab
     size = getattr(getattr(module, "config", None), "vocab_size", None)

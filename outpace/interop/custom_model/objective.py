@@ -183,7 +183,7 @@ def _mean_over(batch: Any) -> Tensor | int:
 
 
 def _weight_mean(mean: Tensor, count: Tensor | int) -> tuple[Tensor, Tensor]:
-    """Return (sum, count) of a mean; a sum of 0 if the count is 0, although the mean is NaN."""
+    """Return (sum, count) of a mean; the sum is 0 if the count is 0, although the mean is NaN."""
     if isinstance(count, Tensor):
         return _pair(torch.where(count > 0, mean * count, torch.zeros_like(mean)), count)
     return _pair(mean * count, count)
@@ -209,7 +209,7 @@ def _module_loss(output: Any) -> Tensor | None:
 
 
 def _logits(output: Any) -> Tensor | None:
-    """Find the scores (B, S, V) in a module's output; in a tuple first, or after a loss."""
+    """Find the scores (B, S, V) in a module's output; in a tuple, first or after a loss."""
     found = _part(output, "logits")
     parts = output[:2] if isinstance(output, tuple | list) else [output]
     candidates = [*parts] if found is None else [found]
@@ -258,7 +258,7 @@ def _pair(total: Tensor, count: Any) -> tuple[Tensor, Tensor]:
 
 
 def _samples(batch: Any) -> int:
-    """Return the length of the first tensor found in a batch."""
+    """Return the length of the first tensor in a batch."""
     for tensor in _tensors(batch):
         return int(tensor.shape[0]) if tensor.dim() else 1
     raise BadInputError(f"a batch of the data set has no tensor in it: {type(batch).__name__}")

@@ -50,7 +50,7 @@ def export_plan(
 
     `reference` is the user's name for the model. Raises BadInputError for another name, a global
     batch that the plan does not divide, fewer layers than stages, checkpointing for another depth
-    than the model's, and an outline if the format needs more of the model.
+    than the model's, and an outline if the format needs more than the model's outline.
     """
     write = FORMATS.get(name)
     if write is None:

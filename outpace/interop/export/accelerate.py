@@ -14,7 +14,7 @@ Kind = Literal["NO", "MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM"]
 
 
 def write(request: ExportRequest) -> ExportedPlan:
-    """Write the YAML: FSDP2, DeepSpeed for what only it offloads or shards, Megatron-LM for pp."""
+    """Write the YAML: FSDP2, DeepSpeed if only it can offload or shard so, Megatron-LM for pp."""
     plan = request.plan
     notes = unsupported.replicas(request, _TOOL)
     kind = _kind(request)
@@ -77,7 +77,7 @@ def _kind(request: ExportRequest) -> Kind:
 
 
 def _command(request: ExportRequest, kind: Kind) -> str:
-    """Return the `accelerate launch` command, with a variable for accumulation if needed."""
+    """Return the `accelerate launch` command, with a variable for accumulation steps if needed."""
     words = ["accelerate", "launch", "--config_file", _FILE]
     if hosts(request.workers)[0] > 1:
         words += ["--machine_rank", '"$MACHINE_RANK"', "--main_process_ip", f'"{HEAD}"']

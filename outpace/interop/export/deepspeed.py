@@ -17,7 +17,7 @@ _OPTIMIZERS: dict[OptimizerName, str] = {"sgd": "SGD", "adafactor": "Adafactor",
 
 
 def write(request: ExportRequest) -> ExportedPlan:
-    """Write the JSON. Pipelines belong to the user's script, so they become a sentence."""
+    """Write the JSON. A pipeline belongs to the user's script, so it becomes a note."""
     plan = request.plan
     notes = unsupported.replicas(request, _TOOL)
     config: dict[str, Any] = {
@@ -58,7 +58,7 @@ def write(request: ExportRequest) -> ExportedPlan:
 
 
 def _launch(request: ExportRequest) -> str:
-    """Return the command of a script with TrainingArguments, with those that the Trainer checks."""
+    """Return the command of a Trainer script, with the arguments that the Trainer checks."""
     nodes, each = hosts(request.workers)
     where = f"--num_gpus {each}"
     if nodes > 1:
@@ -93,7 +93,7 @@ def _expressed_fields(plan: Plan) -> list[str]:
 
 
 def stage_for(request: ExportRequest, notes: list[str]) -> int:
-    """Return the plan's ZeRO stage, raised as offloading needs, lowered as pipelines allow."""
+    """Return the plan's ZeRO stage, raised for offloading if needed, lowered for pipelines."""
     plan = request.plan
     stage: int = request.stage
     least = 0
@@ -145,7 +145,7 @@ def zero_optimization(request: ExportRequest, notes: list[str]) -> dict[str, Any
 
 
 def _default_options(stage: int) -> dict[str, bool]:
-    """Return a stage's options; without the second, saved stage-3 models cannot be loaded."""
+    """Return a stage's options; without gathering on save, stage-3 models cannot be loaded."""
     overlaps = {"overlap_comm": True} if stage else {}
     saves = {"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}
     return overlaps | saves

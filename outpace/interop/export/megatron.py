@@ -32,7 +32,7 @@ Argument = tuple[str, ...]
 
 
 def write(request: ExportRequest) -> ExportedPlan:
-    """Write the script. It has every axis, 1F1B plain or interleaved, and ZeRO-1 to 3."""
+    """Write the script. It can express every axis, 1F1B plain or interleaved, and ZeRO-1 to 3."""
     plan, spec = request.plan, request.spec
     notes = unsupported.replicas(request, _TOOL)
     notes += unsupported.one_at_a_time(request, _TOOL, "a pipeline of all micro-batches, 1F1B")
@@ -83,7 +83,7 @@ def _connections(request: ExportRequest) -> str:
 
 
 def _fsdp(request: ExportRequest) -> bool:
-    """Return whether Megatron FSDP shards gradients or parameters; undocumented with pipelines."""
+    """Return whether Megatron FSDP shards gradients or parameters (undocumented with pp)."""
     return request.stage > 1 and request.plan.pp == 1
 
 

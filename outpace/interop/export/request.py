@@ -22,7 +22,7 @@ HOST = 8
 
 
 class Note(str):
-    """Sentence on what the plan does not specify, or leaves to a script, and that changes none."""
+    """Sentence on what the plan leaves open, or to a script, and that does not change the plan."""
 
     __slots__ = ()
 
@@ -65,7 +65,7 @@ class ExportedPlan:
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """Sentences on what is not expressed of the plan, so that memory or time would differ."""
+        """Sentences on parts of the plan that are not expressed, which change memory or time."""
         return tuple(sentence for sentence in self.notes if not isinstance(sentence, Note))
 
     @property
@@ -74,7 +74,7 @@ class ExportedPlan:
         return tuple(sentence for sentence in self.notes if isinstance(sentence, ScriptEdit))
 
     def written_plan(self, plan: Plan) -> tuple[Plan | None, bool]:
-        """Return the plan that `text` describes, and whether all replacements are known.
+        """Return the plan that `text` describes, and whether it is complete.
 
         The plan is None if the known part of it is not a valid plan.
         """
@@ -88,7 +88,7 @@ class ExportedPlan:
             return None, False
 
     def with_path(self, path: Path) -> Self:
-        """Return the same export for a file with another name, in text and command."""
+        """Return the export for a file with another name, also replaced in text and command."""
         there = str(path)
         return replace(
             self, file_name=there, command=self.command.replace(self.file_name, shlex.quote(there))
@@ -96,16 +96,16 @@ class ExportedPlan:
 
     @property
     def commented(self) -> bool:
-        """Return whether `text` contains the sentences too; JSON has no comments."""
+        """Return whether `text` contains the notes as comments, which JSON does not have."""
         return not self.text.startswith("{")
 
 
 @dataclass(frozen=True)
 class RecomputedBlocks:
-    """The blocks that recompute their activations, as far as one mode expresses them.
+    """The blocks that recompute their activations, as far as a single mode can express them.
 
     `mode` is that of most of these blocks, and `count` is their number. `every` is K if they are
-    each K-th block from the first, and None otherwise.
+    every K-th block from the first, and None otherwise.
     """
 
     mode: Checkpointing
@@ -118,7 +118,7 @@ class RecomputedBlocks:
 class ExportRequest:
     """A plan for a model and a batch, to export for another trainer.
 
-    `model` is an outline where only dimensions are known; `reference` is the user's name of it.
+    `model` is an outline if only dimensions are known; `reference` is the user's name for it.
     """
 
     plan: Plan
@@ -150,7 +150,7 @@ class ExportRequest:
 
     @property
     def passes(self) -> int:
-        """Micro-batches of a data-parallel share per step, in a pipeline or one by one."""
+        """Number of micro-batches per step and data-parallel share, in a pipeline or not."""
         return self.plan.pp_microbatches * self.accumulation
 
     @property

@@ -1,4 +1,4 @@
-"""Writing what other trainers read: comments, TOML, YAML, and the command that starts ranks."""
+"""Formats that other trainers read: comments, TOML, YAML, and the command that starts ranks."""
 
 import json
 import math
@@ -13,7 +13,7 @@ _WIDTH = 98
 
 
 class Placeholder(str):
-    """A word in place of a value. It is not valid TOML, so readers stop at its line."""
+    """A word in place of a value. It is invalid TOML, so that readers fail at its line."""
 
     __slots__ = ()
 

@@ -30,7 +30,7 @@ _AS_REPLICAS: Mapping[Strategy, str] = {
 
 
 def clip(plan: Plan) -> float:
-    """Return the largest gradient norm: the default, or none with the optimizer in the backward."""
+    """Return the gradient norm to clip at: the default, or none if backwards run the optimizer."""
     return 0.0 if plan.optimizer_in_backward else _CLIP
 
 
@@ -79,7 +79,7 @@ def all_under_way(request: ExportRequest, tool: str) -> list[str]:
 
 
 def schedule(request: ExportRequest, tool: str, written: str) -> str:
-    """Explain that the configuration has another schedule than the plan."""
+    """Explain that the configuration's schedule differs from the plan's."""
     plan = request.plan
     several = plan.stages_per_rank
     of = f" of {several} stages a rank" if several > 1 else ""
@@ -87,7 +87,7 @@ def schedule(request: ExportRequest, tool: str, written: str) -> str:
 
 
 def sharding(request: ExportRequest, tool: str, written: str, stage: int) -> str:
-    """Explain that the configuration shards other states than the plan: those of ZeRO's `stage`."""
+    """Explain that the configuration shards the states of ZeRO's `stage` instead of the plan's."""
     plan = request.plan
     what = ("nothing", "optimizer state", "state and gradients", "parameters too")[request.stage]
     fields = {"zero": stage} if plan.strategy == "3d" else {"strategy": f"zero{stage}"}
@@ -101,9 +101,9 @@ def sharding(request: ExportRequest, tool: str, written: str, stage: int) -> str
 def checkpointing(
     request: ExportRequest, tool: str, written: str, mode: Checkpointing | None, every: int = 1
 ) -> str:
-    """Explain that the configuration recomputes other blocks than the plan, or in another way.
+    """Explain that the configuration recomputes different blocks, or in a different way.
 
-    The configuration uses `mode` in each `every`-th block; None: a mode of no plan.
+    The configuration uses `mode` in every `every`-th block; None is a mode that plans do not have.
     """
     done = request.recomputed_blocks
     kind = "" if done.alike else " and others"
@@ -158,7 +158,7 @@ def _format_replacement(what: str, tool: str, written: str) -> str:
 
 
 def experts(request: ExportRequest) -> list[str]:
-    """Explain that the number of experts belongs to the model, not to expert parallelism."""
+    """Explain that the number of experts is a property of the model, not to expert parallelism."""
     if request.plan.ep == 1:
         return []
     return [
@@ -170,7 +170,7 @@ def experts(request: ExportRequest) -> list[str]:
 
 
 def not_in_a_plan(request: ExportRequest, written: str, ranks: int | None = None) -> list[str]:
-    """List what no plan contains, and where to set it."""
+    """List settings that no plan contains, and where to make them."""
     nodes, each = hosts(request.workers if ranks is None else ranks)
     sentences: list[str] = [
         Note(
@@ -256,7 +256,7 @@ _SENTENCES: Mapping[str, Callable[[Plan], str | None]] = {
 
 
 def remaining_options(plan: Plan, tool: str, expressed: Collection[str]) -> list[str]:
-    """Return a sentence for each option that is not at its default and was not `expressed`."""
+    """Return a sentence for each option that differs from its default and was not `expressed`."""
     found = {name: say(plan) for name, say in _SENTENCES.items() if name not in expressed}
     return [
         Replacement(

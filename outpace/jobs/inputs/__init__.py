@@ -1,1 +1,1 @@
-"""Inputs of a training: tokenizers, data, tasks."""
+"""Inputs of a training run: tokenizers, data, tasks."""

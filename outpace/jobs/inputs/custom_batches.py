@@ -22,7 +22,7 @@ def batch_of(model: Any, samples: int, seq_len: int | None) -> Any:
 
 
 def _samples_of(dataset: Any, first: int, count: int) -> Any:
-    """Return a batch of a user's data set, starting over at its end."""
+    """Return a batch of a user's data set, which is repeated if it is too short."""
     from outpace.data.loader import collate
 
     if not len(dataset):
@@ -49,8 +49,8 @@ def _require_tokens(module: Any) -> int:
 def trial_batches(model: Any, ranks: int, multiple: int = 1) -> Callable[[int], Any]:
     """Return small global batches of a user's model for `ranks` processes, by step from 1.
 
-    The number of samples is a multiple of `ranks` and `multiple`. They come from its data set, or
-    are random tokens with uneven padding at the end.
+    The number of samples is a multiple of `ranks` and `multiple`. They come from the model's data
+    set, or are random tokens with uneven padding at the end.
     """
     import torch
 

@@ -81,12 +81,12 @@ class TrainingInputs:
 
     @property
     def is_transformer(self) -> bool:
-        """Return whether the model is an outpace transformer over its vocabulary, no classifier."""
+        """Return whether the model is an outpace transformer with its head, not a classifier."""
         return self.custom_model is None and self.labels is None
 
     @property
     def targets_per_sample(self) -> int | None:
-        """Number of targets per sample; None if it varies (masked tokens, the user's data)."""
+        """Number of targets per sample; None if it varies (masked tokens, a user's data)."""
         if isinstance(self.train_data, PaddedDataset):
             return None if self.labels is None else 1
         causal = self.spec is not None and self.spec.causal
@@ -190,7 +190,7 @@ def gather(
 def prepare_data(settings: TrainSettings, callbacks: Sequence[Callback]) -> None:
     """Fill the cache with the data that training with these settings reads. Raises BadInputError.
 
-    Not for a custom model, whose code runs only where it trains.
+    Custom models are left out, since their code runs only where they train.
     """
     cache_dir = cache_folder(settings.cache_dir, os.environ)
     if open_model(settings.model, cache_dir).build is not None:
@@ -217,7 +217,7 @@ def _reading_notes(opened: OpenedModel | None, settings: TrainSettings) -> tuple
 def _other_tokenizer_hints(
     opened: OpenedModel | None, settings: TrainSettings, tokenizer: Tokenizer | None
 ) -> list[str]:
-    """Note that stored weights would train on ids of a tokenizer other than their own."""
+    """Note that stored weights would be trained on ids from a different tokenizer."""
     if settings.tokenizer is None or tokenizer is None or opened is None:
         return []
     if opened.weights is None or settings.init == "random":
@@ -243,7 +243,7 @@ def _class_hints(
     cache_dir: Path,
     exported: bool = True,
 ) -> list[str]:
-    """Note where transformers reads the tokenizer, or the exported one, unlike outpace."""
+    """Note where transformers reads the tokenizer, or its export, differently from outpace."""
     folder = settings.tokenizer or (None if opened is None else opened.tokenizer)
     if tokenizer is None:
         return []
@@ -272,7 +272,7 @@ def _shared_file_hints(settings: TrainSettings) -> list[str]:
 
 
 def _repeated_file_hints(settings: TrainSettings) -> list[str]:
-    """Note that sources of --data or --eval-data have files in common, copies included."""
+    """Note that sources of --data or --eval-data have files in common, including copies."""
     hints = []
     for option, names in (("--data", settings.data), ("--eval-data", settings.eval_data or ())):
         if len(names) < 2:
@@ -338,7 +338,7 @@ def _splits(settings: TrainSettings) -> list[tuple[tuple[str, ...], Split]]:
 def _custom_model(
     opened: OpenedModel | None, live: nn.Module | Callable[[], Any] | None, seed: int
 ) -> CustomModel | None:
-    """Return the user's model; its function draws the same weights from a seed on every rank."""
+    """Return the user's model; a seed makes its function draw the same weights on every rank."""
     if isinstance(live, nn.Module):
         return build_custom_model(lambda: live)
     seed_generators(seed)
@@ -411,7 +411,7 @@ def check_tokenizer(tokenizer: Tokenizer, vocab: int, name: str) -> None:
 
 
 def _model_tokenizer(opened: OpenedModel | None) -> Tokenizer | None:
-    """Return the tokenizer beside a model, which may have encoded the data; None if unreadable."""
+    """Return the tokenizer stored with a model, which may have encoded the data, or None."""
     if opened is None or opened.tokenizer is None:
         return None
     try:
@@ -441,7 +441,7 @@ def build_objective(
     """Build the model with its loss on the device, with its initial weights in fp32.
 
     `compute_dtype` is the dtype of a language model's matrix products (see
-    `LanguageModelObjective`). If no rank holds the whole model, it has no memory yet: lay it out,
+    `LanguageModelObjective`). If no rank holds the whole model, it has no storage yet: lay it out,
     then `fill` it.
     """
     if inputs.custom_model is not None:
@@ -461,7 +461,7 @@ def build_objective(
 
 
 def _drawing_place(plan: Plan, device: torch.device) -> "DrawingPlace":
-    """Return where and in which dtype random weights are drawn: on their device, if that is a GPU.
+    """Return where and in which dtype random weights are drawn: on the device, if it is a GPU.
 
     Weights that will be quantized to 4 bits are drawn in host memory.
     """

@@ -88,7 +88,7 @@ def check_task(settings: TrainSettings, plan: Plan) -> None:
 
 
 def _has_fixed_length(settings: TrainSettings, plan: Plan | None) -> bool:
-    """Return whether all batches have one length: as requested, else if it is needed."""
+    """Return whether all batches have one length: as requested, or by default if it is needed."""
     if settings.padding is not None or plan is None:
         return settings.padding == "fixed"
     return TRAITS[plan.strategy].one_shape
@@ -126,7 +126,7 @@ class TaskModel:
 
 @dataclass(frozen=True)
 class PaddingRule:
-    """Rule for sample lengths: at most `seq_len` tokens.
+    """Rule for the lengths of samples, which have at most `seq_len` tokens.
 
     All samples are padded to `padded` if `fixed`, otherwise to multiples of `multiple`.
     """
@@ -249,7 +249,7 @@ def _rows(tables: Sequence[Table]) -> list[Row]:
 
 
 def _chat(request: TaskRequest, *, saved: bool) -> TaskData:
-    """Return samples of conversations; `saved`: whether training saves the tokenizer."""
+    """Return samples of conversations. `saved`: whether training saves the tokenizer."""
     settings, source, seq_len = request.settings, request.source, request.padding.seq_len
 
     def texts() -> list[str]:
@@ -338,7 +338,7 @@ def _chat_hints(
 
 
 def _classify(request: TaskRequest) -> TaskData:
-    """Samples of texts with their classes."""
+    """Return samples of texts with their classes."""
     settings, source, seq_len = request.settings, request.source, request.padding.seq_len
     opened, spec = request.model.opened, request.model.spec
     assert spec is not None
@@ -416,7 +416,7 @@ def _classify(request: TaskRequest) -> TaskData:
 
 
 def _unknown_hints(tokenizer: Tokenizer, parts: Sequence[RaggedSamples]) -> list[str]:
-    """Note that the tokenizer knows too few of the texts' characters."""
+    """Note that the tokenizer lacks too many of the texts' characters."""
     tokens = np.concatenate([part.values["tokens"] for part in parts])
     unknown = 0 if tokenizer.unknown_id is None else int((tokens == tokenizer.unknown_id).sum())
     return unknown_hints("of the data", unknown, len(tokens))
@@ -427,7 +427,7 @@ def _count(source: TaskRows) -> str:
 
 
 def _fingerprints(source: TaskRows, tokenizer: Tokenizer, how: str) -> tuple[str, str]:
-    """Return the fingerprints of both parts: the rows, and how they become tokens."""
+    """Return the fingerprints of both parts, from the rows and how they become tokens."""
     first, second = (
         xxhash.xxh3_128_hexdigest(f"{fingerprint(rows)}|{tokenizer.fingerprint}|{how}".encode())
         for rows in (source.train, source.validation)

@@ -77,7 +77,7 @@ def task_tokenizer(
 
 
 def _family(opened: OpenedModel | None) -> str | None:
-    """Return the family that the model is exported as, None for a custom one."""
+    """Return the family that the model is exported as, None for a custom model."""
     return None if opened is None or opened.spec is None else exported_type(opened.spec)
 
 
@@ -91,7 +91,7 @@ def _require_no_weights(settings: TrainSettings, opened: OpenedModel | None) -> 
 
 @dataclass(frozen=True)
 class _Learner:
-    """Trains a tokenizer of `vocab` tokens, or finds it in the cache."""
+    """Trainer of a tokenizer of `vocab` tokens, which is cached."""
 
     vocab: int
     masked: bool
@@ -100,7 +100,7 @@ class _Learner:
     callbacks: Sequence[Callback]
 
     def load_or_train(self, told: str, texts: Callable[[], Iterable[str]]) -> Tokenizer:
-        """Load the tokenizer of texts that `told` stands for, or train it if it is not whole."""
+        """Load the tokenizer of the texts identified by `told`, or train it if none is intact."""
         by_family = has_class_by_family(self.family)
         told += f"|{self.family}" if by_family else ""
         key = xxhash.xxh3_128_hexdigest(told.encode())
@@ -130,7 +130,7 @@ class _Learner:
 
 
 def _load_cached(folder: Path) -> Tokenizer | None:
-    """Return the cached tokenizer; None if it is not what was written there."""
+    """Return the cached tokenizer; None if the file is not as it was written."""
     try:
         return load_tokenizer(str(folder))
     except BadInputError:

@@ -1,4 +1,4 @@
-"""Whether a job fits into its ranks' memory, and what would: predicted before the first step."""
+"""Whether a job fits into its ranks' memory, and which changes would make it fit, before step 1."""
 
 import time
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ SEARCH_S, SEARCH_BEFORE_S = 60.0, 180.0
 
 @dataclass(frozen=True)
 class Limit:
-    """Bytes that a rank may use, and where the limit comes from, in the user's terms."""
+    """Bytes that a rank may use, and where the limit comes from, in words."""
 
     bytes: int
     name: str
@@ -77,7 +77,7 @@ class MemoryFit:
     """Comparison of the memory that plans need with the memory of this job's ranks.
 
     `account` returns the memory of a rank; if it or `spec` is None, nothing can be predicted.
-    `ahead_bytes` of the process's memory are already allocated for what is planned.
+    `ahead_bytes` of the process's memory are already allocated for the planned training.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class MemoryFit:
         return self._predict
 
     def asks(self, plan: Plan) -> list[TraceRequest]:
-        """Return the rank whose memory to trace; none if it cannot be traced."""
+        """Return the ranks whose memory to trace; none if it cannot be traced."""
         if self._account is None or self._spec is None or self._seq_len is None:
             return []
         return accounts_to_ask(self._settings, self._spec, plan, self._seq_len, self._site)
@@ -142,7 +142,7 @@ class MemoryFit:
         return plan_within(plan, self._spec, budget_bytes, self.predict)
 
     def shortage(self, plan: Plan) -> Shortage | None:
-        """Return a plan's predicted shortage; None if it fits, or nothing is known.
+        """Return a plan's predicted shortage; None if it fits, or if nothing is known.
 
         The trace is skipped if a rough estimate shows that there is plenty of memory.
         """
@@ -165,7 +165,7 @@ class MemoryFit:
         )
 
     def is_certain(self, plan: Plan) -> bool:
-        """Return whether a plan's tensors alone do not fit, given the process's present memory."""
+        """Return whether a plan's tensors alone do not fit, given the process's current memory."""
         if self._device.type != "cpu" or self.predict is None:
             return False
         return self.held_bytes + self.predict(plan).tensor_bytes > self.limit.bytes
@@ -195,7 +195,7 @@ class MemoryFit:
         )
 
     def changes(self, plan: Plan, resumes: bool = False) -> list[list[Change]]:
-        """Return the settings that could be changed, since the user left them open."""
+        """Return the settings that could be changed, since the user did not set them."""
         low = default_precision(self._device, self._machine) == "bf16"
         beside_host = self._device.type != "cpu"
         kinds = kinds_of_change(plan, low_precision=low, beside_host=beside_host)

@@ -27,7 +27,7 @@ _LATER_CODE_BYTES = 32 * _MIB
 
 
 def slack_bytes(tensor_bytes: int, device: torch.device) -> int:
-    """Return the memory of a process besides the tensors live at its peak."""
+    """Return the memory of a process in addition to the tensors live at its peak."""
     share = round(_SHARE * tensor_bytes)
     if device.type != "cpu":
         return share
@@ -47,7 +47,7 @@ class JobSite:
 def predictor(
     account: Account, settings: TrainSettings, spec: ModelSpec, seq_len: int, site: JobSite
 ) -> Predict:
-    """Return a predictor of this model's costs; the peak is of the fullest rank, plus slack."""
+    """Return a predictor of this model's costs; the peak is the fullest rank's, plus slack."""
     known: dict[Plan, Cost] = {}
 
     def predict(plan: Plan) -> Cost:
@@ -63,7 +63,7 @@ def predictor(
 def accounts_to_ask(
     settings: TrainSettings, spec: ModelSpec, plan: Plan, seq_len: int, site: JobSite
 ) -> list[TraceRequest]:
-    """Return the ranks whose accounts determine that of a plan."""
+    """Return the ranks whose accounts determine the account of a plan."""
     return [
         TraceRequest(
             spec=spec,

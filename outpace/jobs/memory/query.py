@@ -1,4 +1,4 @@
-"""Query of `outpace memory`, turned into a trace; and the worst rank of a world."""
+"""The query of `outpace memory` as a trace, and the rank that needs the most memory."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from outpace.training.precision import default_precision
 
 
 class MemoryQuery(Record):
-    """Training to trace; `ask` describes rank 0, and can be changed for any other."""
+    """Training to trace; `ask` describes rank 0, and can be changed for any other rank."""
 
     ask: TraceRequest
     global_batch: int

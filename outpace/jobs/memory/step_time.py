@@ -1,4 +1,4 @@
-"""Time of a training's step on this host by the planner's model, whether the plan fits or not."""
+"""Step time on this host by the planner's model, whether or not the plan fits."""
 
 from contextlib import suppress
 from functools import cache
@@ -26,7 +26,7 @@ def step_time_s(
     ranks: int,
     device: Literal["cpu", "cuda"],
 ) -> float:
-    """Return the seconds of a plan's step with `ranks` processes on each host like this.
+    """Return the seconds of a plan's step with `ranks` processes on each host like this one.
 
     Raises BadInputError for a plan that does not divide the global batch.
     """
@@ -40,7 +40,7 @@ def step_time_s(
 
 @cache
 def _find_cluster(ranks: int, device: Literal["cpu", "cuda"]) -> Cluster:
-    """Return this host as probed, if a machine.json of use is here, else as detected."""
+    """Return this host as probed, if a usable machine.json is here, else as detected."""
     machine = identify(find_accelerator)
     host = machine.model_copy(update={"devices": ()})
     used = host if device == "cpu" else machine

@@ -1,7 +1,7 @@
 """Memory accounts from a separate process, for a job in progress.
 
-A trace creates a process group, which a process that already has one cannot; and its memory must
-not count as this process's. As a program it answers each line with one.
+A trace creates a process group, which a process that already has one cannot do, and its memory must
+not count as this process's. Run as a program, it answers each line with one line.
 """
 
 import json
@@ -34,7 +34,7 @@ class TraceRequest(Record):
 
 
 class AccountSummary(Record):
-    """The part of an account that is needed to choose between plans, and the planner's time.
+    """The part of an account that is needed to choose between plans, and the estimated step time.
 
     `step_s`: None if the planner does not know it.
     """
@@ -56,7 +56,7 @@ class Tracer:
         return AccountSummary.model_validate(self._request(ask))
 
     def whole(self, ask: TraceRequest) -> MemoryAccount:
-        """Return the account of one rank with all its moments. Raises BadInputError."""
+        """Return the account of one rank with its full memory timeline. Raises BadInputError."""
         return MemoryAccount.model_validate(self._request(ask.model_copy(update={"whole": True})))
 
     def _request(self, ask: TraceRequest) -> dict[str, Any]:

@@ -102,7 +102,7 @@ def _workload(file: PlanFile, origins: Mapping[str, str]) -> dict[str, int]:
 
 
 def _values(plan: Plan, settings: TrainSettings) -> dict[str, Any]:
-    """Return a plan as settings; those that do not belong to its strategy stay open."""
+    """Return a plan as settings; those that do not belong to its strategy stay unset."""
     both = set(Plan.model_fields) & set(TrainSettings.model_fields)
     values = {name: getattr(plan, name) for name in both}
     for axis in AXES:
@@ -201,7 +201,7 @@ def _pick(
 
 
 def _worlds(settings: TrainSettings, ranks: Ranks | None, machine: Machine) -> list[int]:
-    """Return numbers of processes to plan for: the present one, or those that this host can start.
+    """Return numbers of processes to plan for: the current one, or those that this host can start.
 
     A CPU without measurements is not divided, since its processes' communication is unknown.
     """
@@ -246,8 +246,8 @@ def question(
 ) -> PlanningProblem:
     """Ask the planner for the open settings, on `world` processes of machines like this one.
 
-    `per_node` is the number of processes per host; None: all on one. `measured` are this host's
-    rates, if it was not probed.
+    `per_node` is the number of processes per host; None means all on one. `measured` are this
+    host's rates, if it was not probed.
     """
     _require_known(settings, origins)
     _, outline, _ = find_outline(settings.model)
@@ -308,7 +308,7 @@ def _find_excluded(settings: TrainSettings, world: int) -> Collection[Strategy]:
 def _cluster(
     settings: TrainSettings, machine: Machine, world: int, per_node: int, measured: HostRates | None
 ) -> Cluster:
-    """Return the cluster as probed, if this host has the machine.json of such a machine."""
+    """Return the cluster as probed, if the machine.json here is of such a machine."""
     if world % per_node:
         raise BadInputError(
             f"--plan auto: {per_node} of {world} ranks are on this host, and other hosts have "

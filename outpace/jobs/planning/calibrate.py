@@ -1,4 +1,4 @@
-"""Runs of trainers' logs compared with plans of their layouts, and machines corrected by them."""
+"""Logged runs of trainers compared with plans of their layouts, and machines corrected by them."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -49,7 +49,7 @@ class CalibratedRun:
 
     @property
     def error_before(self) -> float:
-        """Error of the prediction with the earlier rates, relative to the measured time."""
+        """Error of the prediction with the uncorrected rates, relative to the measured time."""
         return self.before_s / self.observed.step_time_s - 1
 
     @property
@@ -60,7 +60,7 @@ class CalibratedRun:
 
 @dataclass(frozen=True)
 class CalibrationRequest:
-    """Logs, and the settings that they lack: `plan` is a whole layout, `layout` parts of one."""
+    """Logs, and the settings that they lack: `plan` is a complete layout, `layout` part of one."""
 
     logs: tuple[Path, ...]
     asked: PlanQuestion
@@ -191,7 +191,7 @@ def _question(
 
 
 def _answers(request: CalibrationRequest) -> Answers:
-    """Return the flags' values for the runs."""
+    """Return the values that flags give for the runs."""
     asked = request.asked
     layout = _read_layout(request.layout)
     if request.plan is not None:
@@ -260,7 +260,7 @@ def _read_layout(text: str | None) -> dict[str, Any]:
 
 
 def _add_data_parallel(values: dict[str, Any], logged: LoggedRun) -> dict[str, Any]:
-    """Add the data-parallel degree that the other axes leave, if the log has the devices."""
+    """Add the data-parallel degree that the other axes leave, if the log counts devices."""
     rest = logged.world_size
     if rest is None or {"dp_replicate", "dp_shard"} & values.keys():
         return values
@@ -276,7 +276,7 @@ def _add_data_parallel(values: dict[str, Any], logged: LoggedRun) -> dict[str, A
 def _add_pipeline(
     values: dict[str, Any], logged: LoggedRun, request: CalibrationRequest
 ) -> dict[str, Any]:
-    """Add what only combined axes have: the ZeRO stage, and a pipeline's micro-batches."""
+    """Add settings that only combined axes have: the ZeRO stage, and pipeline micro-batches."""
     found = dict(values)
     if found["strategy"] == "3d" and logged.zero is not None:
         found.setdefault("zero", max(1, logged.zero))
@@ -288,7 +288,7 @@ def _add_pipeline(
 
 
 def _strategy(values: dict[str, Any], logged: LoggedRun) -> str:
-    """Return the strategy of a layout, from its axes and the trainer's name for sharding."""
+    """Return the strategy of a layout, from its axes and the trainer's name for its sharding."""
     axes = {axis for axis in _AXES if values.get(axis, 1) > 1}
     if not axes:
         return "single"

@@ -1,4 +1,4 @@
-"""Checks that a logged run is possible on this machine, in this layout; and its assumptions."""
+"""Checks that a logged run is possible on this machine and in this layout; and its assumptions."""
 
 import math
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ _ASSUMED = ("precision", "checkpointing", "optimizer")
 
 @dataclass(frozen=True)
 class Answers:
-    """Flags' values for logged runs: `layout` is from the flag `source`, --layout or --plan."""
+    """Values from flags for logged runs; `layout` is from the flag `source`, --layout or --plan."""
 
     source: str
     layout: Mapping[str, Any]
@@ -141,7 +141,7 @@ def check_clock(logged: LoggedRun, run: ObservedRun) -> None:
 
 
 def _check_speed(question: PlanningProblem, run: ObservedRun) -> None:
-    """Compare the model FLOPs, with half of attention for causal masks, with the peak."""
+    """Compare the model FLOPs with the peak, counting half of attention for causal masks."""
     plan, device = run.plan, question.cluster.device
     dtype = dtype_of(plan.precision)
     best = device.peak_flops_per_s.get(dtype)

@@ -14,7 +14,7 @@ from outpace.records.plan import Plan
 def estimate(
     asked: PlanQuestion, plan: Plan, name: str = "the plan", *, trace: bool = False
 ) -> tuple[RankedPlan, PlanningProblem]:
-    """Estimate a plan on the requested machines, and return the request as well.
+    """Estimate a plan on the requested machines, and also return the request.
 
     `name`: the plan's name in errors. With `trace`, the real model runs under fake tensors, which
     gives its true peak memory. Raises BadInputError.

@@ -1,4 +1,4 @@
-"""Choice of the plan to export for another trainer, what is lost, and the cost of the result."""
+"""The plan to export for another trainer, what the export loses, and the cost of the result."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -47,7 +47,7 @@ class ExportChoice:
 
     `number` is its position in the answer, None if it is not listed. `estimate` belongs to the
     written configuration, None if that cannot be estimated. `warning` names the parts of the plan
-    that the format lacks, None if it lacks none.
+    that the format lacks, None if it lacks nothing.
     """
 
     planned: RankedPlan
@@ -107,12 +107,12 @@ def pick_plan(
 
 
 def assign_trainer(name: str, job: PlanningProblem) -> PlanningProblem:
-    """Return the problem with `name` as the trainer."""
+    """Return the planning problem with `name` as the trainer."""
     return replace(job, traits=_framework_traits(name, job), stack=STACKS[_STACKS.get(name, name)])
 
 
 def _framework_traits(name: str, job: PlanningProblem) -> FrameworkTraits:
-    """Return how the trainer that is exported to uses memory."""
+    """Return how the target trainer uses memory."""
     if name == "megatron":
         precision = job.wanted.keep.get("precision", job.wanted.precision)
         if precision in COMPUTES_IN_BF16:
@@ -159,7 +159,8 @@ def _find_obstacle(
 ) -> str | None:
     """Return why the recommended plan is not written; None if nothing prevents it.
 
-    `found` is the fastest that the format can express, `lost` what it cannot express of `first`.
+    `found` is the fastest plan that the format can express, `lost` what it cannot express of
+    `first`.
     """
     if lost:
         return f"{name} cannot express plan 1 ({first.title}): {lost}"
@@ -211,7 +212,7 @@ def _estimate_written(
 def _warning(
     name: str, planned: RankedPlan, written: ExportedPlan, estimate: Estimate | None, known: bool
 ) -> str | None:
-    """Say what is lost, and whether what is written instead fits."""
+    """Say what is lost, and whether the plan that is written instead fits."""
     if not written.differences:
         return None
     rests = f"the plan uses features that {name} cannot express. {' '.join(written.differences)}"
@@ -228,7 +229,7 @@ def _warning(
 
 
 def _describe_condition(written: ExportedPlan) -> str:
-    """Say when a configuration trains as described: as it is, or once the script is edited."""
+    """Say when a configuration trains as described: unchanged, or after edits to the script."""
     match len(written.edits):
         case 0:
             return "As written"

@@ -61,7 +61,7 @@ def _open(reference: str, path: Path) -> tuple[str, Outline, ModelSpec | None]:
 
 
 def _config_of(path: Path) -> Path | None:
-    """Return the directory whose config.json describes a model, even one outpace cannot build."""
+    """Return the directory whose config.json describes a model, even if it cannot be built."""
     from outpace.interop.config import CONFIG_FILE
     from outpace.interop.custom_model import CUSTOM_MODEL_FILE
     from outpace.interop.peft import ADAPTER_CONFIG, base_of
@@ -89,7 +89,7 @@ def _trace(build: Any, name: str) -> tuple[Outline, ModelSpec | None]:
 
 
 def _by_config(module: Any) -> Outline | None:
-    """Read a known transformers architecture by its config, which says more than a trace."""
+    """Read a known transformers architecture by its config, which is more detailed than a trace."""
     from outpace.interop.outline import READERS, outline_from_config
 
     config = getattr(module, "config", None)

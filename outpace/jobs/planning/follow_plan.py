@@ -1,4 +1,4 @@
-"""The file of --plan as settings of the training to trace."""
+"""A --plan file as settings of the training to trace."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The network question: how much bandwidth a training needs, and what another one would cost."""
+"""The network question: the bandwidth that a run needs, and the cost of another network."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -95,7 +95,7 @@ def _notes(global_batch: int | None, needs: Sequence[Need]) -> list[str]:
 
 
 def _networks(words: Sequence[str], machine_network: Network | None) -> list[Network]:
-    """Return the catalog's networks, the requested and the machine's, once each, slowest first."""
+    """Return the networks of catalog, request and machine, once each, slowest first."""
     named = ([] if machine_network is None else [machine_network]) + [
         read_network(text) for text in words
     ]

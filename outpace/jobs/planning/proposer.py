@@ -1,4 +1,4 @@
-"""The planner's proposals for a training on this machine, refined by every trial."""
+"""The planner's proposals for a training run on this machine, refined by every trial."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -62,7 +62,7 @@ def rates_to_begin_with(settings: TrainSettings) -> HostRates | None:
 
 
 class Proposer:
-    """The planner's predictions for tuning a training on this machine."""
+    """The planner's predictions for tuning a training run on this machine."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Proposer:
         host_bytes: int | None = None,
         measured: HostRates | None = None,
     ) -> None:
-        """Make the proposer; `host_bytes`: what processes may use together if none has a limit.
+        """Make the proposer; `host_bytes`: what all processes may use, if no limit is given.
 
         `measured` are this host's rates, if it was not probed.
         """
@@ -110,9 +110,10 @@ class Proposer:
         return _propose(self._jobs[plan.world_size], [plan], self._learn_once(trials))[0]
 
     def _too_many_bytes(self, trials: Sequence[PlanTrial]) -> dict[int, float]:
-        """Return the smallest predicted bytes of a rank that did not fit, though predicted to.
+        """Return the smallest predicted bytes of a rank that unexpectedly did not fit.
 
-        The result is by number of processes, which share the memory. If several fail, none counts.
+        The result is by number of processes, which share the memory. Where several failed, none is
+        used.
         """
         found: dict[int, float] = {}
         for trial in trials:
@@ -197,7 +198,7 @@ def _fitting_plans(job: PlanningProblem, plans: Sequence[Plan], too_many: float)
 
 
 def _drop_needless_savings(plans: Sequence[Plan], layers: int) -> list[Plan]:
-    """Drop plans that save memory at the cost of time, if the same plan without that fits.
+    """Drop plans that save memory at the cost of time, if the same plan fits without them.
 
     They cannot be faster, however wrong the planner is.
     """
@@ -237,13 +238,13 @@ def _with_rates(job: PlanningProblem, rates: RateFit) -> PlanningProblem:
 
 
 def _ranks(settings: TrainSettings) -> Ranks:
-    """Return the ranks that `outpace train` starts by default."""
+    """Return the number of ranks that `outpace train` starts by default."""
     count = settings.nproc or 1
     return Ranks(world_size=count, local_world_size=count)
 
 
 def _worlds(settings: TrainSettings, machine: Machine) -> list[int]:
-    """Return numbers of processes to try: as given, else one, all devices, divisors of cores."""
+    """Return numbers of processes to try: as given, or one, all devices, divisors of cores."""
     if settings.nproc is not None:
         return [settings.nproc]
     if machine.devices:

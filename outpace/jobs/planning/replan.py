@@ -1,4 +1,4 @@
-"""A layout for the remaining ranks when a run resumes with another number of them."""
+"""A layout for the remaining ranks when a run resumes on a different number of them."""
 
 from collections.abc import Callable, Mapping, Sequence
 

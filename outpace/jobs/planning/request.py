@@ -67,11 +67,11 @@ _WHAT_IF = ("link", "inside", "memory", "nodes")
 class PlanQuestion:
     """The user's question to the planner.
 
-    `machine` is a name in the catalog or a file of outpace probe; None: this machine. `adapters`:
-    settings of adapters, as their own options have them. `autocast`: the planned trainer uses 16
-    bits only through autocast. `trainer`: the training software; None: outpace. `measures`: if this
-    machine has no accelerator and was not probed, first measure matrix products, which takes about
-    two seconds.
+    `machine` is a name in the catalog or a file of outpace probe; None is this machine. `adapters`:
+    settings of adapters that are given by their own options. `autocast`: the planned trainer uses
+    16 bits only through autocast. `trainer`: the training software; None: outpace. `measures`: if
+    this machine has no accelerator and was not probed, first measure matrix products, which takes
+    about two seconds.
     """
 
     model: str
@@ -140,8 +140,8 @@ def job(asked: PlanQuestion) -> PlanningProblem:
 def _with_positions(outline: Outline, seq_len: int, trained: bool) -> Outline:
     """Return the outline, with a note if sequences are longer than the model's positions.
 
-    Rotary positions have no parameters, so time and memory are known anyway. Raises BadInputError
-    if only plans that outpace can train are requested.
+    Rotary positions have no parameters, so time and memory are known in any case. Raises
+    BadInputError if only plans that outpace can train are requested.
     """
     most = outline.max_positions
     if seq_len <= most:
@@ -175,7 +175,7 @@ def default_vary(cluster: Cluster, keep: Mapping[str, Any]) -> dict[str, tuple[A
 
 
 def _this_machine(asked: PlanQuestion) -> Cluster:
-    """Return this machine as outpace probe measured it, if its file is here; else as detected."""
+    """Return this machine as outpace probe measured it, if its file is here, else as detected."""
     machine = identify(find_accelerator)
     notes: tuple[str, ...] = ()
     if is_corrected(PROBE_FILE):
@@ -219,7 +219,7 @@ def _cluster(asked: PlanQuestion) -> Cluster:
 
 
 def check_network(asked: PlanQuestion, file: CorrectedMachine, path: Path) -> None:
-    """Raise BadInputError if the network differs from the one that the logged runs used."""
+    """Raise BadInputError if the network differs from the network that the logged runs used."""
     if asked.network is None or asked.network == file.network:
         return
     if file.network is not None and _same_network(asked.network, file.network):
@@ -256,7 +256,7 @@ def _probed_cluster(machine: Machine, nodes: int, devices: int | None) -> Cluste
 
 
 def _precision(cluster: Cluster, autocast: bool) -> Precision:
-    """Return bf16 if the device multiplies in it; on a CPU, only if that was measured to be faster.
+    """Return bf16 if the device multiplies in it; on a CPU, only if measured to be faster.
 
     On a GPU, outpace keeps weights and the residual stream in bf16 as well, over master weights,
     and never chooses fp16 by itself (`training.precision.default_precision`).
@@ -270,9 +270,7 @@ def _precision(cluster: Cluster, autocast: bool) -> Precision:
 
 
 def split_settings(text: str | None) -> Iterator[tuple[str, str, str | None]]:
-    """Yield name and value of each part of "precision=bf16,micro-batch=1"; the value is None if it
-    is missing.
-    """
+    """Yield name and value of each part of "precision=bf16,micro-batch=1"; None for no value."""
     for part in (text or "").split(","):
         if part.strip():
             name, equals, value = (word.strip() for word in part.partition("="))
@@ -340,7 +338,8 @@ _FEW_LETTERS = 4  # shorter words start too many names
 def _suggest_setting(name: str, value: str) -> str:
     """Return ' Did you mean …?' with settings that begin with the name, before similar ones.
 
-    If there are several, only those that take the value(checkpoint=full: not checkpoint_every).
+    If there are several, only those that accept the value are returned (checkpoint=full excludes
+    checkpoint_every).
     """
     start = name if len(name) >= _FEW_LETTERS else f"{name}_"
     begin = [known for known in KEPT if known.startswith(start)]
@@ -351,7 +350,7 @@ def _suggest_setting(name: str, value: str) -> str:
 
 
 def _accepts(name: str, value: str) -> bool:
-    """Return whether a setting can have a value."""
+    """Return whether a setting accepts a value."""
     try:
         _parse_value(name, value)
     except BadInputError:
@@ -362,11 +361,10 @@ def _accepts(name: str, value: str) -> bool:
 def _read_vary(
     question: PlanQuestion, keep: Mapping[str, Any], cluster: Cluster
 ) -> dict[str, tuple[Any, ...]]:
-    """Parse "precision,compile" as values to try; "all": all that are not fixed. Raises
-    BadInputError.
+    """Parse "precision,compile" as values to try; "all" is everything not fixed.
 
-    Precisions are those that the device has, the default first; optimizers those that work with the
-    precision.
+    Precisions are those that the device has, the default first; optimizers are those that work with
+    the precision. Raises BadInputError.
     """
     text, asked = question.vary, question.precision
     names = [part.strip().replace("-", "_") for part in (text or "").split(",") if part.strip()]
@@ -401,9 +399,9 @@ def _read_vary(
 
 
 def _parse_value(name: str, value: str, typed: str | None = None) -> Any:
-    """Parse a value as a plan has it; the plan's record says what is allowed.
+    """Parse the value of a plan's field; the plan's record says what is allowed.
 
-    `typed`: the option that has it; None: --keep.
+    `typed`: the option that sets it; None means --keep.
     """
     typed = typed or f"--keep {name}={value}"
     known = Plan.model_fields[name]
@@ -447,7 +445,7 @@ def _format_allowed(problem: Any) -> str:
 
 
 def what_if(asked: PlanQuestion, text: str) -> tuple[PlanQuestion, Mapping[str, float]]:
-    """Return the request with a changed link, inside, memory or nodes of the machine.
+    """Return the request with a changed network, node interconnect, memory or number of nodes.
 
     The mapping contains the rates and sizes to set in the cluster. Raises BadInputError.
     """
@@ -486,7 +484,7 @@ def _inside_share(cluster: Cluster) -> float:
 
 
 def with_numbers(question: PlanningProblem, numbers: Mapping[str, float]) -> PlanningProblem:
-    """Replace rates and sizes of the question's machine."""
+    """Replace rates and sizes of the request's machine."""
     cluster = question.cluster
     fabric, device = cluster.fabric, cluster.device
     inside, across = fabric.inside_bytes_per_s, numbers.get("link", fabric.across_bytes_per_s)

@@ -71,7 +71,7 @@ class _Run:
         return _QUICK_SAMPLES if self.quick else _SAMPLES
 
     def separate_place(self) -> AxisPlace:
-        """Return the place with buffers of its own, which interleaved measurements do not touch."""
+        """Return the place with separate buffers, which interleaved measurements do not touch."""
         buffers = self.place.buffers
         return replace(self.place, buffers=Buffers(buffers.device, buffers.rank))
 
@@ -96,10 +96,10 @@ def probe_collectives(
 ) -> Turns[ProbeSection]:
     """Measure the communication between ranks. All ranks call it, and rank 0 gets the result.
 
-    `only` one collective: its times by size on all axes, and the fitted models. Arrays stay within
-    a share of memory and time, and results are checked. Raises RankLostError if a rank dies or
-    hangs, naming it and the collective, and WrongResultError if a collective computes a wrong
-    result; both on all remaining ranks.
+    With `only`, one collective is measured: its times by size on all axes, and the fitted models.
+    Arrays stay within a share of memory and time, and results are checked. Raises RankLostError if
+    a rank dies or hangs, naming it and the collective, and WrongResultError if a collective
+    computes a wrong result; both on all remaining ranks.
     """
     if only is not None and only not in COLLECTIVES:
         raise BadInputError(f"there is no collective {only!r}: {', '.join(COLLECTIVES)}")
@@ -220,14 +220,14 @@ def _note_case(doing: RankActivity, case: Case) -> Case:
 
 
 def _rank_speeds(run: _Run) -> Turns[ProbeSection]:
-    """Measure each rank's own speed beside the others'."""
+    """Measure the speed of each rank, next to those of the others."""
     work, budget_s = work_of(run.place.buffers.device), _RANKS * run.budget_s
     figures = yield from ranks_figures(work, run.place, run.clock, run.rounds, budget_s)
     return ProbeSection(tuple(figures), advice=tuple(rank_advice(figures)))
 
 
 def _between_pairs(run: _Run) -> Turns[ProbeSection]:
-    """Measure each pair's own speed."""
+    """Measure the speed of each pair of ranks."""
     if run.groups.ranks.world_size == 2:
         return ProbeSection()  # the only pair is all ranks
     sizes = (4, 1 << 20) if run.quick else (4, 4 << 10, 64 << 10, 1 << 20, 16 << 20)
@@ -245,7 +245,7 @@ def _between_pairs(run: _Run) -> Turns[ProbeSection]:
 
 
 def _overlap(run: _Run) -> Turns[ProbeSection]:
-    """Measure how much of the collectives computation hides."""
+    """Measure how much of the collectives is hidden by computation."""
     size = min(
         (4 << 20) if run.place.buffers.device.type == "cpu" else (256 << 20), _most_bytes(run)
     )

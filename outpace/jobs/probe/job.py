@@ -195,7 +195,7 @@ def _judge(
     name: SectionName, section: ProbeSection, device: torch.device,
     hosts: Sequence[Sequence[CoreSeconds]], seen: Sequence[GpuObservation],
 ) -> ProbeSection:  # fmt: skip
-    """Return the section, withdrawn if others used what was measured, or if it was slowed down.
+    """Return the section, withdrawn if other programs used the hardware, or if it was slowed.
 
     Disks and data loading are the processor's work, whatever the device.
     """
@@ -212,7 +212,7 @@ def _progress(name: str, shown: ProgressDisplay) -> Callable[[float], None]:
 def _probe_started(
     names: Sequence[SectionName], here: _ProcessState, nproc: int
 ) -> Turns[ProbeSection]:
-    """Probe between ranks, on processes started when half of the other sections are done."""
+    """Probe between ranks, on processes that start when half of the other sections are done."""
     wishes, device, shown = here.request, here.device, here.shown
     for name in names if nproc < 2 else ():
         if name != "steps":
@@ -282,14 +282,14 @@ def _gather(value: T, groups: Groups) -> list[T]:
 
 
 def _gather_observations(seen: Sequence[GpuObservation], groups: Groups) -> list[GpuObservation]:
-    """Return what all ranks saw of their GPUs, each with its rank; hosts number GPUs alike."""
+    """Return all ranks' observations of their GPUs, by rank, since hosts share GPU numbers."""
     rank = groups.ranks.rank
     own = [replace(one, gpu=f"{one.gpu} of rank {rank}") for one in seen]
     return [one for of in _gather(own, groups) for one in of]
 
 
 def _by_host(used: CoreSeconds, groups: Groups) -> list[list[CoreSeconds]]:
-    """Return what each host's ranks used; a host begins with its local rank 0."""
+    """Return the usage of each host's ranks; a host begins with its local rank 0."""
     hosts: list[list[CoreSeconds]] = []
     for local_rank, one in _gather((groups.ranks.local_rank, used), groups):
         if local_rank == 0:

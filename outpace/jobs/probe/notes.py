@@ -26,7 +26,7 @@ def finding_notes(examination: Examination) -> list[str]:
 
 
 def peak_notes(figures: Sequence[Figure]) -> Iterator[str]:
-    """Describe which share of the catalog's peak the best matrix product of each dtype reaches."""
+    """Describe the share of the catalog's peak that each dtype's best matrix product reaches."""
     peaks = {f.key.of["dtype"]: f for f in figures if (f.key.kind, f.key.what) == _PEAK}
     for best in (f for f in figures if (f.key.kind, f.key.what) == _BEST):
         peak = peaks.get(best.key.of["dtype"])

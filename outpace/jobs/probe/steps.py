@@ -1,4 +1,4 @@
-"""Steps of the catalog's small trainings, which a probe needs besides matrix products and links."""
+"""Steps of the catalog's small runs, which a probe times in addition to products and links."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,7 +53,7 @@ def probe_steps(
 def _cases(
     groups: Groups, device: torch.device, quick: bool, doing: RankActivity
 ) -> tuple[list[Case], list[str]]:
-    """Return the cases that together fit into half of the memory, and why others do not."""
+    """Return the cases that together fit into half of the memory, and why the others do not."""
     cases, notes = [], []
     world, room = groups.ranks.world_size, _room(groups, device)
     for ranks in sorted({1, world}):
@@ -94,7 +94,7 @@ def _needs(one: Reference, device: torch.device) -> float:
 
 
 def _room(groups: Groups, device: torch.device) -> float:
-    """Return half of the free memory of the rank with the least. Collective."""
+    """Return half of the free memory of the rank that has the least. Collective."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:

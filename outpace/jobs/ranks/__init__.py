@@ -1,1 +1,1 @@
-"""Ranks in relation to each other: process groups, watchdogs, shared file systems."""
+"""Coordination of ranks: process groups, watchdogs, shared file systems."""

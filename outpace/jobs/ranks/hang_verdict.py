@@ -1,8 +1,9 @@
 """The verdict in the ranks' shared store: which rank delays the others.
 
-A rank that has waited for long asks all for their state, and writes down which one does not come.
-No rank ends because of it yet, since the late rank may still come. The verdict is final once a rank
-ends by it. One that is not final is ignored once the rank that asked is lost, or waits no more.
+A rank that has waited for a long time asks all ranks for their state, and records which one does
+not arrive. No rank ends because of this yet, since the late rank may still arrive. The verdict
+becomes final once a rank ends because of it. Until then it is ignored if the rank that asked is
+lost or no longer waits.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,10 @@ _NONE = "none"
 
 
 class HangVerdict(Record):
-    """The `blamed` ranks. `by`: the rank that asked; `number`: of its question, 0 without one."""
+    """The `blamed` ranks.
+
+    `by` is the rank that asked, `number` that of its query, 0 without one.
+    """
 
     sentence: str
     by: int
@@ -28,7 +32,7 @@ class HangVerdict(Record):
 class HangVerdicts:
     """The single verdict in a store, read and replaced in one operation each.
 
-    This way, no rank waits for a key that another rank deleted, or did not write before it died.
+    This way, no rank waits for a key that another rank has deleted, or died before writing.
     """
 
     def __init__(self, store: Store) -> None:
@@ -46,7 +50,7 @@ class HangVerdicts:
         return _parse(self._store.compare_set(_KEY, _text(known), _text(new)))
 
     def write(self, new: HangVerdict, unless: Callable[[HangVerdict], bool]) -> HangVerdict:
-        """Write a verdict, unless the stored one prevents it; return the stored verdict."""
+        """Write a verdict, unless the stored one takes precedence; return the stored verdict."""
         known = self.read()
         while known is None or not unless(known):
             found = self.replace(known, new)

@@ -78,10 +78,10 @@ class RankLostError(OutpaceError):
 
 @dataclass
 class RankActivity:
-    """The current activity of this rank, in the user's terms.
+    """The current activity of this rank, in words for the user.
 
     `limited_s` is when it started an activity to which the collectives' time limit applies. If
-    ranks hang, `on_hang` is called on one of them with a report on all.
+    ranks hang, `on_hang` is called on one of them with a report on all of them.
     """
 
     what: str = "the beginning"
@@ -106,8 +106,8 @@ def hang_watchdog(
     """Watch the ranks while they communicate: each answers in the store when another asks.
 
     A rank that is stopped, gone or disconnected is also found within `timeout_s` if others wait for
-    it without a time limit, while a checkpoint is saved or rank 0 does something for all.
-    `deadline` then ends the process, since nothing else interrupts that wait.
+    it without a time limit, as while a checkpoint is saved or rank 0 acts for all. `deadline` then
+    ends the process, since nothing else interrupts that wait.
 
     If a signal ends a rank before its first step is done, or after its last (`stop`), all others
     end as well, including those that compile or wait in a collective.
@@ -153,17 +153,17 @@ def _is_process_running(verdict: str) -> bool:
 
 
 def _communication(error: RuntimeError) -> bool:
-    """Return whether an error says that ranks could not reach each other, or not in time."""
+    """Return whether an error says that ranks could not reach each other, at all or in time."""
     said = str(error)
     return isinstance(error, dist.DistError) or any(sign in said for sign in _CONNECTIONS)
 
 
 @dataclass
 class _HangQuery:
-    """A query of all ranks by one that has waited for long, and its verdict.
+    """A query of all ranks by one that has waited for a long time, and its verdict.
 
     `number` is that of the activity, `position` its line. `is_author`: this rank reached the
-    verdict, rather than another that waits.
+    verdict, rather than another waiting rank.
     """
 
     number: int
@@ -175,7 +175,7 @@ class _HangQuery:
 
 @dataclass
 class _Watchdog:
-    """Threads that watch a rank, and the query by its main thread after a failed collective."""
+    """Threads that watch a rank, and its main thread's query after a failed collective."""
 
     groups: Groups
     doing: RankActivity
@@ -219,7 +219,7 @@ class _Watchdog:
             thread.join(_LOOK_S)  # unless it waits for a host that is cut off
 
     def _run(self) -> None:
-        """Answer queries, and query all ranks if a step takes long or a rank is silent."""
+        """Answer queries, and query all ranks if a step takes too long or a rank is silent."""
         store: Any = self.store.clone()  # type: ignore[attr-defined]  # torch's stub
         verdicts = HangVerdicts(store)
         with suppress(RuntimeError):  # without the store's rank, waiting ranks find out themselves
@@ -241,7 +241,7 @@ class _Watchdog:
             self.beats.end(store)
 
     def _watch_store(self) -> None:
-        """End this process if the store does not answer, since a thread that asks it waits."""
+        """End this process if the store does not answer, since threads that query it block."""
         limit_s = self.timeout_s + 2 * _LOOK_S  # only a query takes that long in `_run`
         while not self.over.wait(_LISTEN_S):
             self.store_silent_s += _LISTEN_S  # counted, since this process may have been stopped
@@ -258,7 +258,7 @@ class _Watchdog:
             self._end(verdict)
 
     def _look_at_wait(self, store: Any) -> None:
-        """Query all ranks before the time limit ends this one, possibly without a message."""
+        """Query all ranks before the time limit ends this process, possibly without a message."""
         self.doing.limited_s = None  # only once
         number, position = self.doing.number, find_position(self.trains)
         verdict = self._look_around(store, doubtful=False, final=False)
@@ -266,7 +266,7 @@ class _Watchdog:
             self.look = _HangQuery(number, position, verdict, verdict.by == self.rank)
 
     def _follow(self, look: _HangQuery, verdicts: HangVerdicts) -> None:
-        """Forget a query when its wait is over; end the process if nothing else ends that wait."""
+        """Forget a query when the wait is over; end the process if nothing else ends the wait."""
         look.age_s += _LISTEN_S
         if (self.doing.number, find_position(self.trains)) != (look.number, look.position):
             self._withdraw(verdicts)
@@ -286,12 +286,12 @@ class _Watchdog:
             self._restart_clock(look, self.timeout_s)
 
     def _restart_clock(self, look: _HangQuery, ago_s: float) -> None:
-        """Query again if the activity at the last query takes long again."""
+        """Query again if the activity of the last query takes too long again."""
         if self.doing.number == look.number:
             self.doing.limited_s = time.monotonic() - ago_s
 
     def _withdraw(self, verdicts: HangVerdicts) -> None:
-        """Withdraw this rank's verdict, unless a rank has ended by it."""
+        """Withdraw this rank's verdict, unless a rank has ended because of it."""
         look, self.look = self.look, None
         if look is not None and look.is_author:
             verdicts.replace(look.verdict, None)
@@ -299,7 +299,7 @@ class _Watchdog:
     def _heed_verdict(self, verdicts: HangVerdicts) -> None:
         """End with the others if this rank does not notice by itself.
 
-        A verdict by which no rank ends is forgotten, since the rank that asked is lost.
+        A verdict because of which no rank ends is dropped, since the rank that asked is lost.
         """
         verdict = verdicts.read()
         key = None if verdict is None else (verdict.number, verdict.sentence)
@@ -313,7 +313,7 @@ class _Watchdog:
             verdicts.replace(verdict, None)
 
     def _heed_interruption(self, store: Any) -> None:
-        """Tell all that a signal ends this rank, or learn it from another."""
+        """Tell all ranks that a signal ends this one, or learn the same from another rank."""
         if self.stop is None or len(self.everyone) == 1:
             return
         with self.hearing:
@@ -329,7 +329,7 @@ class _Watchdog:
             self.deadline.start(self.stop.message, EXIT_INTERRUPTED, _INTERRUPTED_S)
 
     def _await_knowing(self, store: Any) -> None:
-        """Let rank 0, which may hold the store, leave when all know that they are interrupted."""
+        """Let rank 0, which may serve the store, leave once all ranks know of the interruption."""
         until_s = time.monotonic() + _LOOK_S
         while self.interrupted and self.rank == 0 and time.monotonic() < until_s:
             if store.add(_KNOWING, 0) >= len(self.everyone):
@@ -369,9 +369,9 @@ class _Watchdog:
         store.set(f"alive/answered/{self.rank}", str(asks))
 
     def verdict(self, lost: bool, why: str) -> str | None:
-        """Return which rank is to blame for a collective that failed here.
+        """Return the rank to blame for a collective that failed on this rank.
 
-        None if there is none, and nothing else shows that a rank is `lost`.
+        None if no rank is to blame, and nothing else shows that one is `lost`.
         """
         self.failed = f"a failed collective: {why}"
         found: list[HangVerdict | None] = []
@@ -394,7 +394,7 @@ class _Watchdog:
         return verdict.sentence
 
     def report_failure(self, error: str) -> None:
-        """Tell the ranks that will wait for this one that the fault is its own."""
+        """Tell the ranks that will wait for this one that it has failed."""
         sentence = f"rank {self.rank} on {socket.gethostname()} {_FAILED}{error}"
         fault = HangVerdict(sentence=sentence, by=self.rank, blamed=(self.rank,), final=True)
 
@@ -405,11 +405,11 @@ class _Watchdog:
         _run_with_limit(write_fault, _LOOK_S)
 
     def _look_around(self, store: Any, doubtful: bool, final: bool) -> HangVerdict | None:
-        """Query all ranks and return the blamed ones; the first to ask tells the others.
+        """Query all ranks and return the blamed ones; the first rank to ask tells the others.
 
-        None if all make progress, or if it is `doubtful` and all answer. `final`: this rank ends by
-        the verdict, so it does not accept one by which no rank has ended, since the late rank may
-        have come.
+        None if all make progress, or if it is `doubtful` and all answer. `final`: this rank ends
+        because of the verdict, so it accepts only one that has ended a rank, since the late rank
+        may have arrived.
         """
         verdicts = HangVerdicts(store)
 
@@ -472,8 +472,8 @@ class _Watchdog:
 class _Heartbeats:
     """Heartbeats in the store: each rank writes its own, and checks that of the next.
 
-    So the number of queries grows with the number of ranks, not of pairs. Seconds are counted while
-    this process runs: one that was stopped itself has missed nothing.
+    So the number of queries grows with the number of ranks, not that of pairs. Seconds are counted
+    while this process runs, so a process that was stopped itself suspects no other.
     """
 
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
@@ -505,7 +505,7 @@ class _Heartbeats:
         self._since_next_s = 0.0
 
     def end(self, store: Any) -> None:
-        """Announce that no more heartbeats will come, and that nothing is wrong."""
+        """Announce that no more heartbeats follow, and that nothing is wrong."""
         if not self._alone:
             store.set(self._own, _ENDED)
 
@@ -514,14 +514,14 @@ _ENDED = b"ended"
 
 
 def _run_with_limit(ask: Callable[[], None], limit_s: float) -> None:
-    """Query the store with a time limit, since it would wait forever for a host that is cut off."""
+    """Query the store with a time limit, since it would wait forever for an unreachable host."""
     asking = threading.Thread(target=ask, name="asking the store", daemon=True)
     asking.start()
     asking.join(limit_s)
 
 
 def _has_exited(who: dict[str, Any]) -> bool:
-    """Return whether a rank's process on this host shows that it will not answer."""
+    """Return whether the state of a rank's process on this host shows that it will not answer."""
     here = who.get("host") == socket.gethostname()
     return here and process_state(int(who["pid"])) in _NOT_RUNNING
 
@@ -539,7 +539,7 @@ def _read_process(store: Any, rank: int) -> dict[str, Any]:
 def _silent_snapshot(
     rank: int, who: dict[str, Any], others: Iterable[RankSnapshot]
 ) -> RankSnapshot:
-    """Make a snapshot of a rank that does not answer, from what its neighbours see of it."""
+    """Make a snapshot of a rank that does not answer, from what other ranks on its host see."""
     host, pid = str(who.get("host", "")), int(who.get("pid", 0))
     if host == socket.gethostname():
         seen = process_state(pid)
@@ -557,7 +557,7 @@ def _is_lost(one: RankSnapshot) -> bool:
 
 
 def find_culprits(found: Sequence[RankSnapshot]) -> list[RankSnapshot]:
-    """Return silent ranks; without any, those that have started fewer collectives than others."""
+    """Return silent ranks, or else those that have started fewer collectives than others."""
     silent = [one for one in found if one.state == "silent"]
     if silent:
         return silent

@@ -14,9 +14,10 @@ _JOIN_S = 5.0
 
 @dataclass(frozen=True)
 class Reading:
-    """Memory use that may grow to `soft_bytes`; above `hard_bytes` there is no time to react.
+    """Memory use that may grow to `soft_bytes`; above `hard_bytes` there is no time left to react.
 
-    `limit` is the limit's name for the user, `limit_bytes` its size, and `ranks` how many share it.
+    `limit` names the limit for the user, `limit_bytes` is its size, and `ranks` the number that
+    share it.
     """
 
     limit: str
@@ -27,7 +28,7 @@ class Reading:
     hard_bytes: int
 
     def too_high(self) -> bool:
-        """Return whether use is too high even when the C library has returned what it cached."""
+        """Return whether use is too high even after the C library has released cached memory."""
         if self.now() <= self.soft_bytes:
             return False
         give_back_free()
@@ -65,7 +66,7 @@ class Watch:
                 return
 
     def close(self) -> None:
-        """End the thread, unless it waits for a disconnected host."""
+        """End the thread, unless it is waiting for a disconnected host."""
         self._closed.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_S)

@@ -1,11 +1,10 @@
-"""An orderly end when memory runs out: on all ranks, with the reason and what would fit.
+"""Orderly end of all ranks when memory runs out, with the reason and what would fit.
 
-A rank that needs too much is noticed in one of two ways: an allocator raises, or a monitoring
-thread finds this process's memory above a limit. The training thread is then interrupted as soon as
-it is back in Python, and unwinds without leaving files half-written. The other ranks learn of it
-through the job's store, and are interrupted too. A rank that cannot be interrupted, because it
-waits in a collective or computes without end, is ended by its thread, if the process is ours to end
-(`end`).
+A rank that needs too much is noticed when an allocator raises, or when a monitoring thread finds
+this process's memory above a limit. The training thread is then interrupted as soon as it is back
+in Python, and unwinds without leaving files half-written. The other ranks learn of it through the
+job's store, and are interrupted too. A rank that cannot be interrupted, because it waits in a
+collective or computes without end, is ended by its thread, if the process is ours to end (`end`).
 """
 
 import json
@@ -41,7 +40,7 @@ End = Callable[[str, int], NoReturn]
 
 @dataclass(frozen=True)
 class Shortage:
-    """A rank that ran out of memory, and what used it. `used_bytes`: of limited memory."""
+    """A rank that ran out of memory, and what used it. `used_bytes`: use of the limited memory."""
 
     rank: int
     sentence: str
@@ -195,7 +194,7 @@ class Guard:
                 interrupt(self._thread)
 
     def _see_to_the_end(self) -> bool:
-        """Wait for the training thread to end; if it does not, end the process."""
+        """Wait for the training thread to end, and end the process if it does not."""
         assert self._shortage is not None
         waited_s = time.monotonic() - self._since_s
         pressed = any(reading.now() > reading.hard_bytes for reading in self._readings)
@@ -207,7 +206,7 @@ class Guard:
         return False
 
     def _end_here(self, end: End, shortage: Shortage, pressed: bool) -> NoReturn:
-        """End the process; under pressure at once, without asking what would fit."""
+        """End the process; under memory pressure immediately, without predicting what would fit."""
         with self._lock:
             message = self._answered
         if message is None:
@@ -235,7 +234,7 @@ class Guard:
             return None
 
     def _other_end(self) -> Store:
-        """Return this thread's own connection, since one that waits blocks the others."""
+        """Return this thread's connection, since threads that share one block each other."""
         assert self._store is not None
         kept = threading.current_thread().__dict__
         if "_outpace_store" not in kept or kept["_outpace_store"][0] is not self:
@@ -244,7 +243,7 @@ class Guard:
         return store
 
     def _message(self, shortage: Shortage) -> str:
-        """Return the message that every rank shows, made by the rank that ran out."""
+        """Return the message that every rank shows, made by the rank that ran out of memory."""
         if shortage.rank == self._ranks.rank:
             message = self._make_message(shortage)
         else:

@@ -11,7 +11,7 @@ from outpace.records.ranks import Ranks
 
 
 def placement_hints(groups: Groups) -> list[str]:
-    """Say that neighbouring ranks are on different hosts. Collective where there are several."""
+    """Say if neighbouring ranks are on different hosts. Collective if there are several hosts."""
     ranks = groups.ranks
     if ranks.world_size == ranks.local_world_size:
         return []
@@ -29,7 +29,7 @@ def placement_hints(groups: Groups) -> list[str]:
 
 
 def first_stray_rank(places: Sequence[Ranks]) -> int | None:
-    """Return the first rank that is not beside the one before it, of ranks in order; or None."""
+    """Return the first of the ordered ranks that is not next to its predecessor, or None."""
     for before, after in pairwise(places):
         ended = before.local_rank + 1 == before.local_world_size
         if after.local_rank != (0 if ended else before.local_rank + 1):

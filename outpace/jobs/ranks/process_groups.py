@@ -37,7 +37,7 @@ _MISSING_RANK = re.compile(r"wait timeout after .*/(\d+)$")  # torch's store abo
 
 @dataclass(frozen=True)
 class Fact:
-    """A value that all ranks need to have, and what to do where one has another."""
+    """A value that must be equal on all ranks, and what to do if one differs."""
 
     value: object
     remedy: str
@@ -45,7 +45,9 @@ class Fact:
 
 @dataclass(frozen=True)
 class Groups:
-    """Process groups. `control` carries small host messages of each step, `saving` checkpoints.
+    """Process groups.
+
+    `control` carries the small host messages of each step, `saving` those of checkpoints.
 
     `patient` and `saving` wait for work that rank 0 does alone, however slow its disk is. Even so,
     the death of a rank ends the others' wait at once. `store` is the rendezvous store, and
@@ -80,7 +82,7 @@ class Groups:
     def require_same(self, facts: Mapping[str, Fact]) -> None:
         """Refuse ranks whose facts differ from rank 0's. Raises BadInputError on all ranks.
 
-        Ranks other than 0 may have none, and are not compared then. The facts themselves are sent
+        Other ranks than 0 may have none, and are then not compared. The facts themselves are sent
         only if digests of them differ. Collective.
         """
         values = repr({what: fact.value for what, fact in facts.items()})
@@ -132,7 +134,9 @@ def resolve_backend(asked: Literal["auto", "gloo", "nccl", "mpi"], device: torch
 def _join(
     backend: str, store: Store, ranks: Ranks, timeout: timedelta, device: torch.device
 ) -> None:
-    """Create the default process group. Raises BadInputError if MPI counts differently.
+    """Create the default process group.
+
+    Raises BadInputError if MPI reports another number of ranks.
 
     NCCL is given its device, so that it connects at once rather than in the first collective, and
     subgroups are split from this group.
@@ -173,7 +177,7 @@ def _leave(backend: str, failure: type[BaseException] | None, *_: object) -> Non
 def _open_store(ranks: Ranks, timeout: timedelta, apart: bool) -> Store:
     """Return the rendezvous store: the launcher's, or one that rank 0 serves.
 
-    Rank 0 listens on MASTER_ADDR only, if it is clear which address that is for the others. Raises
+    Rank 0 listens on MASTER_ADDR only, if the address that other ranks use for it is known. Raises
     BadInputError if another program uses the port, and OutpaceError if the ranks do not connect
     within `timeout`.
     """
@@ -281,11 +285,11 @@ def _place(url: str) -> tuple[str, int]:
 def process_groups(
     ranks: Ranks, device: torch.device, timeout_s: float, backend: str | None = None
 ) -> Iterator[Groups]:
-    """Join this job's processes, and leave them at the end. `backend` is that of
-    `resolve_backend`.
+    """Join this job's processes, and leave them at the end.
 
-    A job with one process gets a group too, so that other code is the same. Each time ranks join,
-    they use new names in the store, which may still have earlier ranks'.
+    `backend` is that of `resolve_backend`. A job with one process also gets a group, so that the
+    rest of the code is the same. Each time ranks join, they use new names in the store, which may
+    still contain those of earlier ranks.
     """
     if dist.is_initialized():
         raise BadInputError(

@@ -65,13 +65,13 @@ def process_state(pid: int) -> str:
 
 
 def _line(at: traceback.FrameSummary) -> str:
-    """Format a place in the source as a user would look it up."""
+    """Format a place in the source, as file and line."""
     name = "/".join(Path(at.filename).parts[-2:])
     return f"{name}:{at.lineno} in {at.name}: {(at.line or '').strip()}"
 
 
 def _latest(events: list[CollectiveEvent]) -> list[CollectiveEvent]:
-    """Return the latest collectives, and the latest one of each group."""
+    """Return the latest collectives, and the last one of each group."""
     last = {one.group: place for place, one in enumerate(events)}
     kept = {*last.values(), *range(len(events))[-_LAST:]}
     return [events[place] for place in sorted(kept)]
@@ -92,7 +92,7 @@ def find_position(thread: int) -> Position:
     """Return where a thread of this rank is. Positions are equal while it waits in one collective.
 
     The recorder has no messages between two ranks, so the waiting call counts as well. A position
-    keeps the objects that this call refers to alive.
+    keeps alive the objects that this call refers to.
     """
     frame = sys._current_frames().get(thread)
     last = {one.group: one.number for one in read_flight_recorder()}

@@ -1,8 +1,8 @@
-"""A name for the joining ranks, in a store that earlier ranks may have used.
+"""A unique name for the joining ranks, in a store that earlier ranks may have used.
 
-A launcher's store outlives its processes: those of an earlier training in the same processes, from
-before a restart, or from before hosts came or went. Their number tells nothing, since torch's
-elastic agents count only the restarts that their own ranks caused, each host for itself.
+A launcher's store outlives groups of ranks: those of an earlier run in the same processes, from
+before a restart, or from before hosts joined or left. A restart count cannot distinguish them,
+since each host's elastic agent counts only the restarts that its own ranks caused.
 """
 
 import time
@@ -21,10 +21,10 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
 def agree_on_session(store: Store, ranks: Ranks, timeout_s: float) -> str:
     """Return a name that only these ranks share. Collective.
 
-    Each rank publishes a token, and takes the name that rank 0 returns for it, which no earlier
-    rank 0 can have done. Rank 0 waits until all have taken it, since a token that it finds may be
-    an old one. Rank 0 queries the store a few times per rank, and each rank a few times in total,
-    however long they wait. Raises RuntimeError if a rank does not arrive within `timeout_s`.
+    Each rank publishes a token, and uses the name that rank 0 returns for it, which no earlier rank
+    0 can have done. Rank 0 waits until all ranks have received it, since a token that it finds may
+    be an old one. Rank 0 queries the store a few times per rank, and each rank a few times in
+    total, however long they wait. Raises RuntimeError if a rank does not arrive within `timeout_s`.
     """
     token = uuid.uuid4().hex
     if ranks.rank == 0:
@@ -43,7 +43,7 @@ def agree_on_session(store: Store, ranks: Ranks, timeout_s: float) -> str:
 
 
 def _publish_session(store: Store, name: str, world_size: int, timeout_s: float) -> None:
-    """Send the session's name to whoever shows a token, until all ranks have joined."""
+    """Send the session's name to every rank that publishes a token, until all ranks have joined."""
     seen, waiting = 0, set[int]()  # token numbers; a rank first counts, then shows its own
     pause_s, until_s = _FIRST_PAUSE_S, time.monotonic() + timeout_s
     while store.add(f"joined/{name}", 0) < world_size - 1:

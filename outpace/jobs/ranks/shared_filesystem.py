@@ -1,4 +1,4 @@
-"""Whether all hosts see the directory of a run; otherwise nothing that they train can be saved."""
+"""Check that all hosts see the directory of a run; otherwise their checkpoints cannot be saved."""
 
 import socket
 import time

@@ -1,6 +1,6 @@
 """`--micro-batch auto`: the largest micro-batch that is predicted to fit, then tried.
 
-A trial is a separate job with as many ranks, beside this one: each rank starts a child, and the
+A trial is a separate job with the same number of ranks: each rank starts a child process, and the
 children do two steps together and save. When one of them runs out of memory, all of them end (see
 `oom`), or fail when it is killed. The ranks of this job wait only for their children, never for
 each other's steps, and agree on the outcome over a separate group. So no rank ever waits in a
@@ -50,7 +50,7 @@ def with_size(plan: Plan, size: int) -> Plan:
 
 
 def predict_largest(plan: Plan, predict: Predict | None, limit_bytes: int) -> int:
-    """Return the largest size predicted to fit, by bisection; all without a prediction."""
+    """Return the largest size predicted to fit, by bisection; all sizes without a prediction."""
     known = sizes(plan)
     if predict is None:
         return known[0]

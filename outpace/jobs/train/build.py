@@ -144,7 +144,7 @@ class PreparedRun:
         )
 
     def _first_step(self) -> dict[str, Any]:
-        """Return the times until the end of the first step, and note if some was compilation."""
+        """Return the time to the end of the first step, with a note if it includes compilation."""
         first_step_s = time.perf_counter() - self.began_s
         compile_s = compile_time_s() - self.compiled_s
         if self.job.plan.compile:
@@ -158,7 +158,7 @@ class PreparedRun:
 
 
 def _choose_kernels(job: Job, objective: nn.Module, stack: ExitStack) -> None:
-    """Keep masks away from compiled kernels, and from faulty kernels of torch."""
+    """Choose kernels that handle masks, avoiding compiled ones and torch's faulty ones."""
     if job.settings.compile is False:
         hold_masks(objective)
     if job.inputs.custom_model is not None and job.device.type == "cuda":
@@ -323,7 +323,7 @@ def _make_first_check(
     device: torch.device,
     start_step: int,
 ) -> Callable[[list[Any], bool], torch.Tensor | None] | None:
-    """Return the check of the first batch, if there is one, of a run after `start_step`."""
+    """Return the check of the first batch of a run after `start_step`, or None."""
     if first is None:
         return None
     first.resumed = start_step > 0
@@ -338,7 +338,10 @@ def _look(
     batches: list[Any],
     reuse: bool,
 ) -> torch.Tensor | None:
-    """Compare the first global batch with the plain module. Memory peaks are counted after it."""
+    """Compare the first global batch with the plain module.
+
+    Memory peaks are measured from here on.
+    """
 
     def ready() -> None:
         reset_peak_memory(device)
@@ -385,7 +388,7 @@ def _optimizer(
 
 
 def _open_logs(job: Job, record: RunRecord, start_step: int | None = None) -> None:
-    """Start the run's logs, on rank 0. `start_step`: that of a resumed run."""
+    """Start the run's logs, on rank 0. `start_step` is that of a resumed run."""
     if job.ranks.rank == 0:
         logged = LoggerContext(
             job.run_dir, record, start_step, partial(notify, job.callbacks, "on_hint")
@@ -400,7 +403,7 @@ def _discard_unbegun(job: Job) -> None:
 
 
 def _end_early(job: Job, reason: str) -> None:
-    """Write down why a run ends, for readers of its folder."""
+    """Record in the run's folder why it ends early."""
     if job.ranks.rank == 0:
         with suppress(OSError):  # the disk may be full
             saved = whole_checkpoints(job.run_dir.checkpoints)
@@ -506,7 +509,7 @@ def _ledger(job: Job, progress: Progress | None, trained: int) -> Ledger:
 def _loader(
     job: Job, data: Any, start_step: int, total_steps: int, batch: int | None = None
 ) -> Loader:
-    """Return this rank's micro-batches of `data`, by step; `batch`: if not the global one."""
+    """Return this rank's micro-batches of `data`, by step; `batch` replaces the global batch."""
     settings = job.settings
     pin = job.device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
     return Loader(
@@ -574,7 +577,7 @@ def _initial_evaluation(
 ) -> Evaluation | None:
     """Evaluate before the first step; a resumed run reads the result from its evaluations.
 
-    Changes to a user's module are undone, since the check before step 1 has copied it before.
+    Changes to a user's module are undone, since the check before step 1 has already copied it.
     """
     if start_step > 0:
         return job.groups.run_on_rank_0(lambda: job.run_dir.evaluation(0))

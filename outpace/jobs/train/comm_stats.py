@@ -31,14 +31,14 @@ class CommStats:
 
     @property
     def _can_count(self) -> bool:
-        """Return whether operator hooks see a step's communication, the same in each step."""
+        """Return whether operator hooks see a step's communication, the same in every step."""
         plan = self._job.plan
         begun = plan.powersgd_start is None or plan.powersgd_start < self._warm
         return begun and not plan.compile and plan.strategy != "horovod"
 
     @contextmanager
     def step_context(self, step: int, batches: list[Batch]) -> Iterator[None]:
-        """Count the bytes that a step sends; a context around each step of the run."""
+        """Return a context for each step of the run; in one of them, it counts the bytes sent."""
         if step != self._warm or not self._can_count:
             yield
             return

@@ -1,4 +1,4 @@
-"""Whether a run compiles by default: on CUDA, if it saves more time than it takes."""
+"""Decision whether a run compiles by default: on CUDA, if that saves more time than it takes."""
 
 from dataclasses import dataclass
 
@@ -39,8 +39,9 @@ class Decision:
 
 
 def expected_compile_s(layers: int, region: Region) -> float:
-    """Return an upper bound of the compile time: equal blocks share their code; a whole model
-    compiles all of them.
+    """Return an upper bound of the compile time.
+
+    Equal blocks share their code; a whole model compiles each of them.
     """
     return _COMPILER_S + (_LAYER_S * layers if region == "whole" else 0.0)
 
@@ -54,7 +55,7 @@ def decide(
     total_steps: int,
     layers: int | None,
 ) -> Decision:
-    """Decide whether to compile a plan: as before in a resumed run, else by the time saved.
+    """Decide whether to compile a plan: as before if a run resumes, else by the time saved.
 
     `layers` is None for a model that the planner does not know. A run that only measures is
     compiled, since it stands for a longer one, and so is fp8, which is slow otherwise.

@@ -43,8 +43,8 @@ def finish(
 ) -> Measurement:
     """Export, sample and summarise. Rank 0 writes; all ranks get the measurement. Collective.
 
-    `seen`: fields that were measured outside of the loop. Once the measurement is written, the run
-    is complete, and a signal no longer ends it.
+    `seen`: fields measured outside of the loop. Once the measurement is written, the run is
+    complete, and a signal no longer ends it.
     """
     job.doing.begin("writing the model")
     if job.plan.precision in MASTERS:
@@ -83,7 +83,7 @@ def finish(
 
 
 def _parts_by_rank(job: Job, loop: Loop) -> tuple[TimeParts, ...]:
-    """Gather the parts of a step's time by each rank's clock. Collective."""
+    """Gather the parts of a step's time by the clock of each rank. Collective."""
     said: list[Any] = [None] * job.ranks.world_size
     dist.all_gather_object(said, loop.ledger.median_parts(), group=job.groups.control)
     return tuple(said)
@@ -112,10 +112,10 @@ def _export(job: Job, model: nn.Module) -> None:
 
 
 def _kept_files(job: Job) -> tuple[Callable[[Path], None] | None, Path | None]:
-    """Return what writes the run's tokenizer, and the folder whose ids and settings are kept.
+    """Return a writer of the run's tokenizer, and the folder whose ids and settings are kept.
 
-    A tokenizer from a folder is copied unchanged, the model's even if the data are tokens already.
-    With another tokenizer, nothing of the model's folder is kept.
+    A tokenizer from a folder is copied unchanged; that of the model, even if the data are already
+    tokens. With any other tokenizer, nothing from the model's folder is kept.
     """
     tokenizer, opened = job.inputs.tokenizer, job.inputs.opened
     folder = None if opened is None else opened.folder
@@ -153,7 +153,7 @@ def _base_weights(job: Job) -> Path:
 
 
 def _prompt(job: Job, tokenizer: Tokenizer) -> list[int]:
-    """Return the first held-out words; for Python's source, the beginning of a function."""
+    """Return the first held-out words, or for Python source the beginning of a function."""
     corpus = job.inputs.eval_corpus
     if corpus is None or job.settings.data == ("stdlib",):
         return tokenizer.encode(SAMPLE_PROMPT) or [tokenizer.eos_id]
@@ -168,9 +168,9 @@ def _prompt(job: Job, tokenizer: Tokenizer) -> list[int]:
 
 
 def whole_words(ids: Sequence[int], tokenizer: Tokenizer, begins: bool) -> list[int]:
-    """Return a few tokens that begin and end with a word, if its tokens start with blanks.
+    """Return a few tokens that begin and end at words, if tokens of words start with spaces.
 
-    `begins`: the first token is the start of a text, not of the rest of a word.
+    `begins`: the first token starts a text, rather than continuing a word.
     """
     starts = [at for at, one in enumerate(ids) if tokenizer.decode([one])[:1].isspace()]
     begin = 0 if begins or not starts else starts[0]

@@ -196,7 +196,7 @@ def prepare_run(settings: TrainSettings, context: RunContext) -> Iterator[Prepar
 
 
 def _tidy_with(guard: Guard, message: str) -> None:
-    """Change what the guard cleans up, as there is more to clean up later."""
+    """Replace the guard's cleanup as more objects are created."""
     guard.tidy(message)
 
 
@@ -239,7 +239,7 @@ def _with_compile(
 
 
 def _keep(run_dir: RunDir, explain: Callable[[Path], None] | None, found: HangReport) -> None:
-    """Save the hang report where resuming and reporting look for it."""
+    """Save the hang report where resume and report look for it."""
     path = run_dir.path / STANDSTILL_FILE
     found.save(path)
     if explain is not None:
@@ -249,7 +249,7 @@ def _keep(run_dir: RunDir, explain: Callable[[Path], None] | None, found: HangRe
 def _require_possible(
     settings: TrainSettings, plan: Plan, ranks: Ranks, device: torch.device, is_custom: bool
 ) -> None:
-    """Refuse impossible requests before the data are prepared, which may take long."""
+    """Refuse impossible requests before the data are prepared, which may take a long time."""
     check_task(settings, plan)
     takes_cuda_graphs(settings, plan, device, is_custom)
     require(plan, device)
@@ -345,7 +345,7 @@ def _require_same(
 def _stored_weights(
     ranks: Ranks, settings: TrainSettings, inputs: TrainingInputs
 ) -> dict[str, Fact]:
-    """Return the content of the stored weights to start from, on the first rank of each host."""
+    """Return a digest of the stored weights to start from, on the first rank of each host."""
     if ranks.rank != 0 and ranks.local_rank != 0:
         return {}
     opened, content, folder = inputs.opened, None, settings.model

@@ -56,7 +56,7 @@ class Looker:
 
     @contextmanager
     def step_context(self, step: int, batches: list[Batch]) -> Iterator[None]:
-        """Trace the allocations of one step; a context around each step of the run."""
+        """Return a context for each step of the run; in one of them, it traces allocations."""
         # Compiled code has no operators to trace.
         if step != self._step or self._job.plan.compile:
             yield
@@ -79,7 +79,7 @@ class Looker:
         self._watched = summarise_strips(strips, self._job.plan, self._job.ranks.rank, Rules())
 
     def finish(self) -> None:
-        """Gather the ranks' measurements; show and write those of the fullest. Collective."""
+        """Gather the ranks' measurements; show and write those of the fullest rank. Collective."""
         job = self._job
         said: list[MemoryAccount | None] = [None] * job.ranks.world_size
         dist.all_gather_object(said, self._measure(), group=job.groups.control)

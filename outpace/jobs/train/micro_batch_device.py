@@ -1,7 +1,7 @@
-"""`--micro-batch auto` of one process on a GPU: sizes are tried in this process, on random tokens.
+"""`--micro-batch auto` of one process on a GPU: sizes are tried in this process on random tokens.
 
-A GPU's allocator reports at once what does not fit, and frees a failed trial's memory, so neither a
-prediction nor a separate process is needed: a trial costs only its steps.
+A GPU's allocator fails at once if a size does not fit, and frees a failed trial's memory, so
+neither a prediction nor a separate process is needed: a trial costs only its steps.
 """
 
 import gc
@@ -44,7 +44,7 @@ def device_steps(
 ) -> Steps:
     """Run steps on the device with slightly less than its limit.
 
-    `asked_bytes` is the requested limit, which applies again afterwards.
+    `asked_bytes` is the requested limit, which is restored afterwards.
     """
 
     def take(plan: Plan, samples: int) -> None:

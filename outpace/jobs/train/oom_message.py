@@ -1,4 +1,4 @@
-"""Message about a lack of memory: what holds it, and settings that would fit, to paste."""
+"""Message about a memory shortage: what holds the memory, and settings that would fit, to paste."""
 
 import shlex
 from collections.abc import Mapping, Sequence

@@ -1,4 +1,4 @@
-"""Memory that a training will need, prefaulted while its modules are loaded.
+"""Prefaulting of the memory that training will need, while its modules are loaded.
 
 This runs before torch is imported, so nothing here may import it.
 """
@@ -29,7 +29,8 @@ def prefault_memory(
 ) -> PagePrefaulter | None:
     """Start touching the memory that training in this process will need.
 
-    Only on a CPU and on a core that would otherwise be idle: not next to other ranks.
+    This is done only on a CPU, and on a core that would otherwise be idle, so not next to other
+    ranks.
     """
     if ranks.world_size > 1 or len(usable_cpus()) < 2 or not _on_cpu(settings):
         return None
@@ -78,6 +79,6 @@ def _weights_bytes(reference: str) -> int:
 
 
 def _on_cpu(settings: TrainSettings) -> bool:
-    """Return whether training will run on the CPU, as far as known without importing torch."""
+    """Return whether training will run on the CPU, as far as known before importing torch."""
     found = any(Path(one).exists() for one in _ACCELERATORS)
     return settings.device == "cpu" or (settings.device == "auto" and not found)

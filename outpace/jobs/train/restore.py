@@ -32,7 +32,7 @@ def restore(
 ) -> Progress | None:
     """Load the newest intact checkpoint of a resumed run; None means that it starts at step 0.
 
-    Does not change the run. Collective. Raises BadInputError if step 0 would overwrite work.
+    It does not change the run. Collective. Raises BadInputError if step 0 would overwrite work.
     """
     if not job.settings.resume:
         return None
@@ -83,7 +83,7 @@ def _require_unsaved(job: Job, earlier: RunRecord, history: History) -> None:
 
 
 def _sign_of_checkpoints(earlier: RunRecord, history: History) -> str | None:
-    """Return the evidence that the run had a checkpoint, or was finished without one."""
+    """Return the evidence that the run had a checkpoint, or finished without one."""
     if history.is_finished:
         return "the run was finished once"
     resumed = max((int(one.get("step", 0)) for one in earlier.resumes), default=0)
@@ -102,7 +102,7 @@ def _sign_of_checkpoints(earlier: RunRecord, history: History) -> str | None:
 def continue_run(job: Job, record: RunRecord, start_step: int) -> None:
     """Record that a run is resumed after `start_step`; refuse one that has nothing left to do.
 
-    Called on rank 0 after everything needed has been read.
+    Call it on rank 0, after everything that resuming needs has been read.
     """
     if not job.settings.resume:
         return

@@ -166,7 +166,7 @@ def _require_same_weights(earlier: Plan, now: Plan, run_dir: RunDir) -> None:
 
 
 def _base(job: Job) -> Path | None:
-    """Return the directory of the adapters' base weights; None if random."""
+    """Return the directory of the adapters' base weights; None if they are random."""
     opened = job.inputs.opened
     assert opened is not None
     return opened.weights if job.inputs.starts_from_stored(job.settings) else None
@@ -227,7 +227,7 @@ def _computation(job: Job, parameters: int) -> list[str]:
 
 
 def _unused_gpus(job: Job) -> list[str]:
-    """Say that this host has GPUs of which torch sees none."""
+    """Say that this host has GPUs but torch sees none of them."""
     if job.device.type != "cpu" or job.settings.device != "auto":
         return []
     of_amd = torch.version.hip is not None
@@ -260,7 +260,7 @@ def _unused_gpus(job: Job) -> list[str]:
 def _without_effect(
     settings: TrainSettings, plan: Plan, origins: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield hints on settings that the user gave and that change nothing in this run."""
+    """Yield hints on settings that the user gave but that have no effect in this run."""
     plain = all(Path(one).is_file() and form_of(Path(one)) == "text" for one in settings.data)
     alone = plan.world_size == 1 and plan.compress_gradients != "none"
     cases = (
@@ -306,8 +306,8 @@ def _unlikely_settings(settings: TrainSettings, plan: Plan) -> list[str]:
 def _low_rate(job: Job, record: RunRecord, start_step: int) -> list[str]:
     """Warn that weights trained at a high rate hardly move in a few steps at the default rate.
 
-    Nothing is reported if no rate was recorded: most published weights ended at a low rate, for
-    which the default is right, and their sizes do not show how they were trained.
+    It says nothing if no rate was recorded: most published weights ended at a low rate, for which
+    the default is right, and their sizes do not show how they were trained.
     """
     settings = job.settings
     chosen = record.origins.get("lr", "default") != "default" or settings.lora_rank is not None
@@ -325,7 +325,7 @@ def _low_rate(job: Job, record: RunRecord, start_step: int) -> list[str]:
 
 
 def _recorded_rate(job: Job) -> tuple[Path, float] | None:
-    """Return the run whose weights are trained further, and the rate recorded for it."""
+    """Return the run that the initial weights come from, and the rate recorded for it."""
     opened = job.inputs.opened
     named = (opened.folder if opened is not None else None) or Path(job.settings.model)
     for run in (named, named.parent):
@@ -431,7 +431,7 @@ def _repetitions(job: Job) -> list[str]:
 
 
 def with_earlier_precision(settings: TrainSettings) -> TrainSettings:
-    """Return the settings of a resumed run with its earlier precision, on any machine."""
+    """Return the settings of a resumed run with its earlier precision, whatever the machine."""
     if not settings.resume or settings.precision is not None or settings.out is None:
         return settings
     earlier = RunDir(settings.out).require_run()

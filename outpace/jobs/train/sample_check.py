@@ -62,7 +62,7 @@ def _check_dataset(
 
 
 def describe_unsteady(name: str, found: Sequence[SampleDigests]) -> str:
-    """Return a note that samples depend on more than their index and the seeds."""
+    """Return a note if samples depend on more than their index and the seeds."""
     index = min(one.unsteady[0] for one in found if one.unsteady)
     ranks = ", and cannot be compared between ranks" if len(found) > 1 else ""
     return (

@@ -1,4 +1,4 @@
-"""Detection, during training, of a rank that stays slower than others with the same work."""
+"""Detection of a rank that stays slower than others with the same work during training."""
 
 import socket
 from dataclasses import dataclass
@@ -25,7 +25,10 @@ _SLOWER_CLOCK = 0.93
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts that may explain why a rank is slow. `others_cores`: cores that other programs use."""
+    """Facts that may explain why a rank is slow.
+
+    `others_cores`: number of cores that other programs use.
+    """
 
     host: str
     processor: str
@@ -90,7 +93,7 @@ class Stragglers:
 
 
 def equal_ranks(plan: Plan) -> list[tuple[int, ...]]:
-    """Group ranks that do the same work: those of one pipeline stage. Servers do other work."""
+    """Group ranks that do the same work: those of one pipeline stage, but not parameter servers."""
     if plan.servers:
         return []
     size = plan.world_size // plan.pp

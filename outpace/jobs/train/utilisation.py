@@ -1,4 +1,4 @@
-"""Recording of how busy a run's hosts and devices are, with one thread per host."""
+"""Recording of the utilisation of a run's hosts and devices, with one thread per host."""
 
 import os
 import socket
@@ -47,7 +47,7 @@ class Recording:
         return None if self._recorder is None else self._recorder.latest
 
     def close(self) -> None:
-        """Write the recording, whichever way the run ended."""
+        """Write the recording, however the run ended."""
         if self._recorder is not None:
             self._recorder.close()
 

@@ -1,1 +1,1 @@
-"""Pipelines and tensor parallelism for modules of the user's own."""
+"""Pipelines and tensor parallelism for a user's modules."""

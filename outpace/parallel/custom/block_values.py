@@ -1,7 +1,7 @@
 """Values that a user's blocks store on themselves, such as an auxiliary loss in `self.aux`.
 
-What reads them, the model's forward or the loss, may be on another stage of a pipeline. A look at
-the first batch finds which attributes and buffers a stage's blocks change (`changes`), and which of
+The model's forward or the loss may read them on another stage of a pipeline. An inspection with the
+first batch finds which attributes and buffers a stage's blocks change (`changes`), and which of
 them other stages read (`ReadLog`); these travel with the hidden states.
 """
 
@@ -66,7 +66,7 @@ Snapshot = dict[Key, tuple[Any, tuple[Any, ...]]]
 
 
 def snapshot(modules: Mapping[str, nn.Module]) -> Snapshot:
-    """Take the state that `changes` compares with."""
+    """Record the state that `changes` compares with."""
     return {key: (value, _state(value)) for key, value in collect_values(modules).items()}
 
 
@@ -100,7 +100,7 @@ def _same_state(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
 
 
 class ReadLog:
-    """Records which of the attributes `keys` are read."""
+    """Record of which of the attributes `keys` are read."""
 
     def __init__(self) -> None:
         self.found: set[Key] = set()

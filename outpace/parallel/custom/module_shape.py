@@ -1,4 +1,4 @@
-"""Strategies that a user's module rules out by its structure, found without laying it out."""
+"""Strategies that the structure of a user's module rules out, found without laying it out."""
 
 from outpace.interop.custom_model import CustomModel
 from outpace.parallel.custom.pipeline import stages_of

@@ -1,9 +1,9 @@
 """Pipelines of a custom model, cut at given or detected blocks.
 
-Stages are in stage.py, the inspection by the first batch in pipeline_inspection.py. This
-module cuts the model, and sends between stages what the schedule asks for.
+Stages are in stage.py, the inspection by the first batch in pipeline_inspection.py. This module
+cuts the model, and sends messages between stages as the schedule requires.
 
-Parameters outside of the blocks (embedding, head) lie on the first and the last rank, and their
+Parameters outside of the blocks (embedding, head) are on the first and the last rank, and their
 gradients are added up over the two.
 """
 
@@ -156,7 +156,7 @@ class CustomPipeline(SpreadLayout):
         )
 
     def _make_shared(self, rest: Mapping[str, nn.Parameter]) -> dist.ProcessGroup | None:
-        """Create a group of the ranks of first and last stage, if two share parameters."""
+        """Create a group of the ranks of the first and last stages, if these share parameters."""
         ends = {self._ranks_of[0], self._ranks_of[-1]}
         trained = [parameter for parameter in rest.values() if parameter.requires_grad]
         if len(ends) == 1 or not trained:
@@ -172,7 +172,7 @@ class CustomPipeline(SpreadLayout):
         return self._at
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
-        """Build the optimizer; stages may have no parameters (activations, pooling)."""
+        """Build the optimizer; a stage may have no parameters (activations, pooling)."""
         if any(True for group in groups for _ in group["params"]):
             return build(groups)
         return PlaceholderParameter(self._at).optimizer(build)
@@ -190,7 +190,7 @@ class CustomPipeline(SpreadLayout):
         self._schedule_for(cut(batch, self._plan.pp_microbatches)[0], hooks)
 
     def learn_forms_alone(self, objective: nn.Module, batch: Batch, hooks: StepHooks) -> None:
-        """Learn the same as `learn_forms` from a whole objective on this rank, without values."""
+        """Do what `learn_forms` does with a whole objective without values on this rank."""
         ends = (0, len(self._parts) - 1)
         by_micro_batch(objective.model)  # type: ignore[arg-type]
         whole = {
@@ -236,7 +236,7 @@ class CustomPipeline(SpreadLayout):
                 raise
 
     def plain_draws(self) -> PlainDraws:
-        """Return seeds with which a plain module draws as the stages in the next step."""
+        """Return seeds for a plain module to draw the numbers of the stages in the next step."""
         told: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(told, self._draws.peek(), group=self._group)
         keys = [told[rank] for rank in self._ranks_of]
@@ -256,7 +256,7 @@ class CustomPipeline(SpreadLayout):
         return self._schedule
 
     def _scaled_loss(self, made: Tensor, number: Tensor) -> Tensor:
-        """Return what the backward starts from on the last stage, and add to the totals."""
+        """Return the start of the backward on the last stage, and add to the totals."""
         self._totals += made.detach().double()
         return self._pass.scale(made[0])
 
@@ -321,7 +321,10 @@ class CustomPipeline(SpreadLayout):
             bucket.assign_gradients()
 
     def counted_gradients(self) -> list[Tensor]:
-        """Return the gradients. The first rank counts those that the last rank holds too."""
+        """Return the gradients.
+
+        Those that both the first and the last rank hold are counted on the first.
+        """
         copies = self._rest if self._rank != self._ranks_of[0] else set()
         return [
             parameter.grad
@@ -365,8 +368,9 @@ class CustomPipeline(SpreadLayout):
         return self._meta_model
 
     def _choose_names(self, state: Mapping[str, Any]) -> dict[str, str]:
-        """Return the name under which each entry is sent: of several names of one tensor, one in a
-        block.
+        """Return the name under which to send each entry; a tensor with several names has one.
+
+        A name in a block is preferred.
         """
         names: dict[int, list[str]] = {}
         for name, value in state.items():
@@ -379,7 +383,7 @@ class CustomPipeline(SpreadLayout):
         return {name: main.get(id(value), name) for name, value in state.items()}
 
     def _first_of(self, value: Any, owner: int) -> Any:
-        """Return, on the first rank, a value of the owner that is not a tensor."""
+        """Return, on the first rank, the owner's value of an entry that is not a tensor."""
         given = [value]
         if self._rank == owner != 0:
             dist.send_object_list(given, group=self._group, group_dst=0)
@@ -388,14 +392,14 @@ class CustomPipeline(SpreadLayout):
         return given[0]
 
     def _owner(self, name: str) -> int:
-        """Return the rank that has a parameter or buffer; the first of two."""
+        """Return the rank that has a parameter or buffer; the first one if two have it."""
         if name in self._look.buffers:
             return self._ranks_of[-1]
         rank = self._rank_of_block(name)
         return self._ranks_of[0] if rank is None else rank
 
     def _rank_of_block(self, name: str) -> int | None:
-        """Return the rank of the block that a name is in; None for what is in no block."""
+        """Return the rank of the block that a name is in; None for a name in no block."""
         for part, rank in zip(self._parts, self._ranks_of, strict=True):
             if any(name.startswith(f"{self._names[number]}.") for number in part):
                 return rank
@@ -403,8 +407,9 @@ class CustomPipeline(SpreadLayout):
 
 
 def _drop_buffers(blocks: Sequence[nn.Module], mine: Collection[int]) -> None:
-    """Remove the buffers of blocks that other ranks run: averages that stay as they are here, and
-    are not to be saved.
+    """Remove the buffers of blocks that other ranks run.
+
+    Their averages would stay unchanged here, and must not be saved.
     """
     kept = {part for number in mine for part in blocks[number].modules()}
     for number, block in enumerate(blocks):
@@ -417,7 +422,7 @@ _group_as_torch = _backward.get_param_groups
 
 
 def _group_parameters(*graph: Any) -> list[dict[str, Any]]:
-    """Group parameters like torch's split backward, but so that no node is in two groups.
+    """Group parameters as torch's split backward does, but with no node in two groups.
 
     If a parameter is used in several places, torch's own groups may overlap, depending on the order
     of a set. Then a gradient is computed twice, or from a graph that has been freed.
@@ -443,7 +448,10 @@ def _meta_like(tensor: Tensor) -> Tensor:
 
 
 def stages_of(model: nn.Module, given: Blocks | None, strategy: str, ranks: int) -> list[list[str]]:
-    """Return the names of each stage's blocks, in order. Raises BadInputError if too few."""
+    """Return the names of each stage's blocks, in order.
+
+    Raises BadInputError if there are too few.
+    """
     count = ranks * SCHEDULES[strategy].stages_per_rank
     if given and not isinstance(given[0], str):
         if len(given) != count:
@@ -510,7 +518,10 @@ def _check(model: nn.Module, stages: Sequence[Sequence[str]], blocks: Sequence[n
 
 
 def _require_split_backward(model: nn.Module, strategy: Strategy) -> None:
-    """Refuse modules whose gradients of weights cannot be computed apart. Raises BadInputError."""
+    """Refuse modules whose gradients of weights cannot be computed separately.
+
+    Raises BadInputError.
+    """
     why = "it computes gradients of weights apart"
     refuse_hooks(model.named_parameters(), strategy, why, after_alone=True)
     for name, part in model.named_modules():
@@ -523,7 +534,7 @@ def _require_split_backward(model: nn.Module, strategy: Strategy) -> None:
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Keep this rank's stages. Requires the default process group.
+    """Reduce the model to this rank's stages. Requires the default process group.
 
     Raises BadInputError if the blocks cannot be stages.
     """

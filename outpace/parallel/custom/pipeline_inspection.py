@@ -1,9 +1,10 @@
-"""Inspection of a custom model's pipeline by its first batch.
+"""Inspection of a custom model's pipeline with its first batch.
 
-One forward through all stages shows the forms of what they send each other, what blocks leave on
-themselves and where it is read, and buffers outside of blocks that move. At the first one the last
-stage's rank also computes the whole forward, given each block's parameters in turn: where its loss
-is another one, the forward or the loss takes something from blocks that does not travel.
+One forward through all stages shows the structure of the messages between them, the attributes that
+blocks set and where these are read, and which buffers outside of blocks change. For the first
+micro-batch, the last stage's rank also computes the whole forward, with the parameters of each
+block in turn. If its loss differs, the forward or the loss uses something from blocks that is not
+sent.
 """
 
 import warnings
@@ -75,7 +76,7 @@ class PipelineInspection:
         self.loss_dtype = torch.float32
 
     def take(self, batch: Batch, hooks: StepHooks) -> None:
-        """Set what each stage receives and sends.
+        """Determine what each stage receives and sends.
 
         Raises BadInputError on all ranks if one of them fails.
         """
@@ -97,9 +98,9 @@ class PipelineInspection:
             self.taken = True
 
     def learn_alone(self, whole: Mapping[int, CustomStage], batch: Batch, hooks: StepHooks) -> None:
-        """Configure each stage as `take` would, from all stages on this rank. Not collective.
+        """Configure each stage as `take` would, with all stages on this rank. Not collective.
 
-        `whole` are the stages of a model without values, by number; nothing is compared.
+        `whole` holds the stages of a model without values, by number; nothing is compared.
         """
         taken: dict[int, Message | None] = {}
         outputs: dict[int, Message | Tensor | None] = {}
@@ -135,7 +136,7 @@ class PipelineInspection:
         outputs: dict[int, Message | Tensor | None],
         found: dict[int, StageFindings],
     ) -> None:
-        """Run the micro-batch through this rank's stages; after a refusal, pass on its absence."""
+        """Run the micro-batch through this rank's stages; pass a refusal on to the next ones."""
         output: Message | Tensor | None = None
         error: Exception | None = None
         ranks = self._ranks_of
@@ -171,7 +172,7 @@ class PipelineInspection:
     def _look_at(
         self, stage: CustomStage, batch: Batch, hooks: StepHooks, taken: Message | None
     ) -> tuple["Message | Tensor", StageFindings]:
-        """Inspect a stage, whatever its values are."""
+        """Inspect a stage, without regard to its values."""
         stage.records = True
         try:
             with hooks.cast(), NoCollectives(self._strategy):
@@ -259,7 +260,7 @@ class PipelineInspection:
         return micro_loss_tolerance(min(sizes, default=4), low)
 
     def _whole(self, batch: Batch, hooks: StepHooks) -> Tensor | None:
-        """Return the totals of one process, from all ranks' parameters; None if it fails."""
+        """Return the totals of a single process with all ranks' parameters; None if it fails."""
         stage = self._stages[len(self._parts) - 1]
         lent = iter(range(len(self._names)))
 
@@ -287,7 +288,7 @@ class PipelineInspection:
     def _received_tensors(self, number: int) -> list["_Held"]:
         """Return a block's parameters and buffers, received from the rank that runs it.
 
-        That rank says which ones there are, because a forward may replace its buffers by others.
+        That rank tells which ones there are, because a forward may replace its buffers.
         """
         source = self._owner(number)
         if source == self._rank:
@@ -302,7 +303,7 @@ class PipelineInspection:
         return received
 
     def _send_blocks(self) -> None:
-        """Send the last stage's rank the blocks that this one has, in order."""
+        """Send this rank's blocks, in order, to the last stage's rank."""
         to = self._ranks_of[-1]
         for number, name in enumerate(self._names):
             if self._owner(number) == self._rank:
@@ -323,7 +324,7 @@ class PipelineInspection:
         taken: Mapping[int, Message | None],
         outputs: Mapping[int, "Message | Tensor | None"],
     ) -> BadInputError | None:
-        """Tell stages which values are sent, from the stage that stores to the last that reads.
+        """Tell stages which values to send, from the stage that stores them to the last reader.
 
         Returns why one of this rank's stages cannot send them.
         """
@@ -353,8 +354,8 @@ class PipelineInspection:
     def _separate_buffers(self, seen: Mapping[int, StageFindings]) -> None:
         """Give each stage its own copy of changing buffers outside of blocks.
 
-        Those of the last stage count, because it computes everything outside of blocks; stages in
-        the middle compute it from parameters that are NaN.
+        Those of the last stage are the valid ones, because it computes everything outside of
+        blocks; middle stages compute it from NaN parameters.
         """
         last = len(self._parts) - 1
         moved = {key: number for number in sorted(seen) for key in seen[number].moved}
@@ -382,9 +383,9 @@ class PipelineInspection:
 
     @torch.no_grad()
     def settle_buffers(self) -> None:
-        """Copy the buffers of its stages' blocks to this rank's model after a step.
+        """Copy the buffers of this rank's stages to its model after a step.
 
-        Changing buffers outside of blocks are those of the last stage, on all ranks.
+        On all ranks, changing buffers outside of blocks get the values of the last stage.
         """
         for held, running in self._holders:
             for name, buffer in running._buffers.items():
@@ -425,7 +426,7 @@ def _means(*totals: Tensor) -> list[float]:
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
-    """Return the difference of two mean losses; 0 if that of one process is not finite."""
+    """Return the difference of two mean losses; 0 if the single process's loss is not finite."""
     return difference(*_means(one, other))
 
 
@@ -449,9 +450,9 @@ def _say_inside(name: str) -> str:
 
 
 def _find_lent_parameter(totals: Tensor) -> str | None:
-    """Find a lent parameter in the graph of a loss from which blocks' outputs are detached.
+    """Find a borrowed parameter in the graph of a loss from which the blocks' outputs are detached.
 
-    Such a loss depends on it in another way than through what its block returns and stores.
+    Such a loss depends on the parameter other than through what its block returns and stores.
     """
     waiting, done = [totals.grad_fn], set()
     while waiting:
@@ -514,7 +515,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 def send(message: Message | None, group: dist.ProcessGroup, to: int) -> None:
-    """Send a message after its form, which the receiver does not know; None for a refusal."""
+    """Send a message, preceded by its form, which the receiver does not know; None is a refusal."""
     form = None if message is None else message.to_meta()
     dist.send_object_list([form], group=group, group_dst=to)
     if message is not None:

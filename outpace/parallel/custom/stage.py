@@ -1,13 +1,14 @@
-"""A stage of a custom model: the user's forward, run from its beginning and left after a block.
+"""A stage of a custom model: the user's forward, entered at a block and left after another.
 
-It runs on the batch that every rank of the pipeline has read. So masks, positions and whatever else
-blocks are given are there on every stage, and nothing needs to be known of the forward but that it
-calls its blocks once each, in order. What was received is returned by the block before the stage's
-first; after its last block the forward is left. What blocks leave on themselves travels with it
-(`block_values`), where other stages read it.
+It runs on the batch that every rank of the pipeline has read. So masks, positions and other
+arguments of blocks are available on every stage, and nothing needs to be known about the forward
+except that it calls its blocks once each, in order. The block before the stage's first one returns
+what was received, and the forward is left after the stage's last block. Values that blocks store on
+themselves are sent along (`block_values`) if other stages read them.
 
-Parameters that a stage does not have are NaN without memory, and NaN is what blocks of earlier
-stages return: whatever a stage cannot know shows at once, in a look at the first batch.
+Parameters that a stage does not have are NaN without memory, and blocks of earlier stages return
+NaN: if a stage uses anything that it cannot know, this shows in the inspection with the first
+batch.
 """
 
 import math
@@ -91,12 +92,12 @@ class StageExit(BaseException):
 
 
 class CustomStage(nn.Module):
-    """The objective from block `mine.start` to block `mine.stop`, of all `names`.
+    """The part of an objective from block `mine.start` to block `mine.stop`, of all `names`.
 
     `holds_rest` says that parameters outside of blocks are real here. Parameters and buffers are
-    shared with the objective that this is made of. `in_place` takes the objective itself, so that
-    a loss that refers to the module by another way than its argument finds it. `splits`: its
-    backward is split. `draws` seeds what stage `number` draws.
+    shared with the original objective. `in_place` uses the objective itself instead of a copy, for
+    losses that refer to the module other than by their argument. `splits`: the backward is split.
+    `draws` seeds the random numbers of stage `number`.
     """
 
     def __init__(
@@ -175,7 +176,7 @@ class CustomStage(nn.Module):
         return tuple(output.flat())
 
     def _require_alike(self, message: Message) -> None:
-        """Raise BadInputError if values have another structure than during the inspection."""
+        """Raise BadInputError if the structure of values has changed since the inspection."""
         seen = self.given
         assert seen is not None
         for key, (form, tensors) in message.values.items():
@@ -225,10 +226,10 @@ class CustomStage(nn.Module):
     def inspect(
         self, batch: Batch, received: Message | None
     ) -> "tuple[Message | Tensor, set[Key], list[Key]]":
-        """Run the stage with the random numbers that every stage, or one process, draws in a look.
+        """Run the stage with the random numbers that all stages draw in an inspection.
 
-        Hands on all that blocks leave. Also returned: which of earlier stages' values are read, and
-        the buffers outside of blocks that move.
+        All values that blocks store are passed on. It also returns the earlier stages' values that
+        are read, and the buffers outside of blocks that change.
         """
         reads, rest = ReadLog(), self._rest()
         mine, others = self.modules_of(self.mine), self.modules_of(range(self.mine.start))
@@ -243,10 +244,10 @@ class CustomStage(nn.Module):
         return found, reads.found, moved
 
     def inspect_whole(self, batch: Batch, borrow: Callable[[int], Any]) -> Tensor:
-        """Return the totals of a single process. Within `borrow(number)`, a block has its
-        parameters.
+        """Return the totals of a single process.
 
-        Their graph reaches back only to the outputs of blocks and to values that are sent.
+        Within `borrow(number)`, a block has its parameters. The graph of the totals reaches back
+        only to the outputs of blocks and to values that are sent.
         """
         self._borrow, self._looks = borrow, True
         try:
@@ -272,7 +273,7 @@ class CustomStage(nn.Module):
         return {name: part for name, part in model.named_modules() if part not in inside}
 
     def _seed(self, number: int) -> None:
-        """Seed the generators in an inspection, and record what was drawn since the last time."""
+        """Seed the generators in an inspection, and record what was drawn since the last call."""
         if not self._looks:
             return
         self._note_draws()
@@ -359,7 +360,7 @@ class CustomStage(nn.Module):
     def _substitute_output(
         self, number: int, message: Message | None, args: Any, kwargs: Mapping[str, Any]
     ) -> Any:
-        """Return and store what a block of another stage would: the received values, or NaN."""
+        """Return and store the values of another stage's block: received ones, or NaN."""
         if number + 1 == self.mine.start:
             now = self._recomputing
             self._seed_draws(self._micro_batch if now is None else now)
@@ -390,7 +391,7 @@ class CustomStage(nn.Module):
 
     @contextmanager
     def allow_recompute(self, micro_batch: int, done: bool) -> Iterator[None]:
-        """Mark a micro-batch's backward, which may recompute activations; `done`: the last."""
+        """Mark a micro-batch's backward, which may recompute activations; `done` marks the last."""
         self._recomputing = micro_batch
         try:
             yield
@@ -435,7 +436,7 @@ def _sendable(tensor: Tensor) -> Tensor:
 
 
 def _form_of(leaf: Any) -> Any:
-    """Return a value with tensors on meta; only numbers and names are kept besides these."""
+    """Return a value with tensors on meta; of other values, only numbers and strings are kept."""
     if isinstance(leaf, Tensor):
         return leaf.detach().to("meta")
     return leaf if is_constant(leaf) else None
@@ -459,9 +460,9 @@ def _float_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _forget_all_but(kept: Sequence[Tensor], module: nn.Module) -> None:
-    """Replace other parameters by NaN, or by 0 for integers, without memory.
+    """Replace other parameters with NaN, or with 0 for integers, without memory.
 
-    They stay parameters, so that a loss over all of them is NaN too.
+    They stay parameters, so that a loss over all parameters is also NaN.
     """
     ids = {id(tensor) for tensor in kept}
     for part in module.modules():
@@ -474,7 +475,7 @@ def _forget_all_but(kept: Sequence[Tensor], module: nn.Module) -> None:
 
 
 class StagedObjective(nn.Module):
-    """This rank's stages of an objective; `model` has their parameters, by their own names."""
+    """This rank's stages of an objective; `model` has their parameters, by the user's names."""
 
     def __init__(self, model: nn.Module, stages: Mapping[int, CustomStage]) -> None:
         super().__init__()
@@ -483,7 +484,7 @@ class StagedObjective(nn.Module):
 
     @property
     def sums(self) -> Sequence[str]:
-        """The objective's further sums in an evaluation."""
+        """The additional sums of the objective in an evaluation."""
         return getattr(self.stages[0].objective, "sums", ())
 
     def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""Activation checkpointing in a custom model's forward, in a stage of a pipeline."""
+"""Activation checkpointing in the forward of a custom model's pipeline stage."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,16 +12,16 @@ class _NotReentrant:
     """Replacement for torch's CheckpointFunction, which `use_reentrant=True` checkpoints use.
 
     CheckpointFunction runs its part without a graph, runs a backward within the backward, and
-    passes on only what its inputs need: a stage that is left inside of it would have no gradient,
-    and a split backward could not use it. Values and gradients are the same. `always`: inputs need
-    gradients even if they do not look so.
+    passes on only the gradients of its inputs: a stage that ends inside it would have no gradient,
+    and a split backward could not use it. Values and gradients are the same. `always`: treat inputs
+    as needing gradients even if they do not seem to.
     """
 
     def __init__(self, reentrant: Any, always: bool) -> None:
         self._reentrant, self._always = reentrant, always
 
     def apply(self, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        """Checkpoint like CheckpointFunction, which trains nothing if no input needs gradients."""
+        """Checkpoint as CheckpointFunction does; nothing trains if no input needs gradients."""
         needed = (isinstance(arg, Tensor) and arg.requires_grad for arg in args)
         if not (self._always or any(needed)):
             return self._reentrant.apply(function, preserve_rng_state, *args)
@@ -32,9 +32,9 @@ class _NotReentrant:
 
 @contextmanager
 def without_reentry(always: bool) -> Iterator[None]:
-    """Make all activation checkpointing inside the context non-reentrant, however it is requested.
+    """Make all activation checkpointing in the context non-reentrant, however it is requested.
 
-    `always`: also if no input seems to need a gradient, such as the outputs of absent blocks.
+    `always`: even if no input seems to need a gradient, as with outputs of absent blocks.
     """
     kept = torch_checkpoint.CheckpointFunction
     torch_checkpoint.CheckpointFunction = _NotReentrant(kept, always)  # type: ignore[assignment,misc]

@@ -1,8 +1,8 @@
 """Tensor parallelism of a custom model, by a table of names and layouts.
 
-Shoeybi et al., "Megatron-LM", arXiv 1909.08053, §3. The words for layouts are those of the plans
-that transformers' models bring along. What the table does not name is whole on every rank, which
-computes it alike; so is a matrix that two modules share (tied embeddings).
+Shoeybi et al., "Megatron-LM", arXiv 1909.08053, §3. Layouts are named as in the tp plans that
+transformers models define. Modules that the table does not name are whole on every rank, and all
+ranks compute the same with them; this includes a matrix that two modules share (tied embeddings).
 """
 
 import itertools
@@ -47,7 +47,7 @@ LAYOUTS = (*_STYLES, *_WHOLE)
 class CustomTensorParallel(ShardedLayout):
     """Custom model on the ranks of `mesh`, which all read the same samples.
 
-    `shares` are names of modules whose weights are not split but whose gradients have to be summed.
+    `shares` are names of modules whose weights are not split but whose gradients must be summed.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ def layouts_of(model: nn.Module, given: Mapping[str, str] | None, ranks: int) ->
 
 
 def _resolve_layouts(model: nn.Module, table: Mapping[str, str], ranks: int) -> dict[str, str]:
-    """Resolve the user's layouts, all of which must apply."""
+    """Resolve the user's layouts, each of which must match a module."""
     modules, holders = dict(model.named_modules()), _holders(model)
     found: dict[str, str] = {}
     for pattern, layout in table.items():
@@ -123,10 +123,10 @@ def _resolve_layouts(model: nn.Module, table: Mapping[str, str], ranks: int) -> 
 
 
 def _resolve_model_plan(model: nn.Module, table: Mapping[str, str], ranks: int) -> dict[str, str]:
-    """Resolve a transformers model's plan, without modules of which a part cannot be split.
+    """Resolve a transformers model's plan, leaving out modules with a part that cannot be split.
 
     The parts of one module belong together, because each expects the previous one to be split.
-    Embeddings and heads, whose inputs and outputs are whole, are independent.
+    Embeddings and heads are independent, since their inputs and outputs are whole.
     """
     modules, holders = dict(model.named_modules()), _holders(model)
     found: dict[str, str] = {}
@@ -151,7 +151,7 @@ def _resolve_model_plan(model: nn.Module, table: Mapping[str, str], ranks: int) 
 
 
 def _holders(model: nn.Module) -> Counter[int]:
-    """Count the modules that have each parameter."""
+    """Count the modules that hold each parameter."""
     return Counter(id(p) for part in model.modules() for p in part._parameters.values())
 
 

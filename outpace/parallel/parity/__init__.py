@@ -1,1 +1,1 @@
-"""The look before the first step: a custom module under a strategy, compared with one process."""
+"""Check before the first step: a custom module under a strategy, compared with one process."""

@@ -1,8 +1,8 @@
 """Comparison of two computations of a user's module: tolerances and differences.
 
-Used by the look before the first step (first_batch.py), by a pipeline's look at its first
-micro-batch (custom/pipeline_inspection.py) and by `outpace.verify`. docs/concepts/parity.md has the
-reasons for the tolerances.
+It is used by the check before the first step (first_batch.py), by a pipeline's inspection with its
+first micro-batch (custom/pipeline_inspection.py) and by `outpace.verify`. docs/concepts/parity.md
+has the reasons for the tolerances.
 """
 
 import math
@@ -27,7 +27,7 @@ MISSING = "is missing, and is there in one process"
 
 @dataclass(frozen=True)
 class ComparisonLimits:
-    """Tolerances for comparing two computations, depending on the precision in which they compute.
+    """Tolerances for comparing two computations, depending on their precision.
 
     A whole tensor may be off by `relative` of its scale, and its projection by `projection`. The
     scale is at least `floor` of the largest of its kind, since gradients of many samples may
@@ -55,8 +55,8 @@ HALF = ComparisonLimits("bf16", 0.05, 0.1, projection=0.2, loss=0.005, micro_los
 def choose_tolerance(plan: Plan, narrowest: int) -> ComparisonLimits:
     """Return a plan's tolerances, depending on the smallest number of bytes of any parameter.
 
-    Under autocast, the same samples go through the same kernels, and sums over them and over ranks
-    are in fp32. Exceptions are parts of products (tp) and weights that are gathered in 16 bits.
+    Under autocast, the same samples go through the same kernels, and sums over samples and ranks
+    are in fp32. The exceptions are parts of products (tp) and weights that are gathered in 16 bits.
     """
     found = _choose_by_numbers(plan, narrowest)
     if plan.compress_gradients == "bf16":  # which rounds what ranks then add up
@@ -84,7 +84,7 @@ def halves_tolerance(plan: Plan, allowed: ComparisonLimits) -> float:
 
 
 def micro_loss_tolerance(narrowest: int, casts: bool) -> float:
-    """Return the tolerance of a micro-batch's loss in a pipeline, by the fewest bytes."""
+    """Return the tolerance of a micro-batch's loss, by the fewest bytes of a parameter."""
     if casts or narrowest <= 2:
         return HALF.micro_loss
     return DOUBLE.micro_loss if narrowest == 8 else SINGLE.micro_loss
@@ -101,13 +101,13 @@ class Projection:
     """Inner products of gradients with fixed random weights, the same on all ranks.
 
     They are linear, so sums over pieces, shards and ranks equal those of whole gradients, which
-    need not be gathered. A lost gradient changes the sum by its own product, and so does a doubled
-    one. The weights have magnitudes between 1/2 and 3/2 and random signs, so no gradient is hidden,
-    and equal ones do not cancel.
+    need not be gathered. A lost or doubled gradient changes the sum by its own product. The weights
+    have magnitudes between 1/2 and 3/2 and random signs, so no gradient is hidden, and equal ones
+    do not cancel.
     """
 
     def __init__(self, largest: int, device: torch.device) -> None:
-        """`largest`: the numbers in the largest gradient."""
+        """Draw weights for up to `largest` numbers, those of the largest gradient."""
         drawn = torch.Generator().manual_seed(0)
         count = max(1, min(_WEIGHTS, largest))
         sizes = torch.rand(count, generator=drawn, dtype=torch.float64) + 0.5
@@ -134,7 +134,7 @@ class Projection:
     def _project_from(self, values: Tensor, begin: int, weights: Tensor | None = None) -> Tensor:
         """Return the product for the values after the first `begin` of a gradient.
 
-        If `weights` are given, they are used, one for each value.
+        `weights`, if given, has one for each value.
         """
         if weights is not None:
             return torch.dot(values.double(), weights.double())
@@ -169,7 +169,7 @@ class LayoutComparison:
     """Comparison of a single process with a layout, by this rank's sums. Collective.
 
     `plain` contains the sums of losses, targets and absolute losses, then a product for each name,
-    then the number of gradients of each. `layout` contains the sums of losses and targets.
+    then the number of gradients for each name. `layout` contains the sums of losses and targets.
     `gradients` (3, names) contains the products of the layout's gradients, their squares, and the
     number of ranks that have them.
     """
@@ -245,7 +245,7 @@ class LayoutComparison:
         return None
 
     def _zeros_alone(self) -> list[str]:
-        """Return parameters that have a gradient on a pipeline's stage but none in one process."""
+        """Return parameters with a gradient on a pipeline's stage but none in a single process."""
         if not self._in_stages:
             return []
         made = self._plain[3 + len(self._names) :]
@@ -254,7 +254,7 @@ class LayoutComparison:
 
 
 def scales(known: Mapping[str, Tensor], floor: float) -> dict[str, float]:
-    """Return the scale of each tensor's difference; it is not zero, although some gradients are."""
+    """Return the scale of each tensor's difference, which is nonzero even for zero gradients."""
     sizes = {name: largest(tensor) for name, tensor in known.items()}
     least = floor * max(sizes.values(), default=0.0)
     return {name: max(size, least) for name, size in sizes.items()}
@@ -268,7 +268,7 @@ def largest(tensor: Tensor) -> float:
 def relative(tensor: Tensor, known: Tensor | None, scale: float) -> float | None:
     """Return the largest difference divided by the scale; None if only one of the two exists.
 
-    A gradient that a single process does not have counts as zeros.
+    A gradient that a single process lacks counts as zeros.
     """
     if known is None:
         return 0.0 if not largest(tensor) else None

@@ -1,7 +1,7 @@
 """Difference between a batch's loss and that of its parts, caused by ranks and micro-batches.
 
-A loss that is no mean over samples, or samples that see each other (batch normalisation, negatives
-in a batch), make one process over the whole batch train otherwise than several.
+If a loss is not a mean over samples, or samples see each other (batch normalisation, in-batch
+negatives), one process with the whole batch trains differently from several.
 """
 
 import math
@@ -35,10 +35,9 @@ class _DrawsError(Exception):
 
 @dataclass(frozen=True)
 class FirstPiece:
-    """A rank's first piece: `mean` is its loss, and `halves` are the sum and count of each half, if
-    known.
+    """A rank's first piece: `mean` is its loss, `halves` the sum and count of each half, if known.
 
-    `drops`: whether the module uses dropout, which is disabled for the halves' losses. `buffers`
+    `drops`: whether the module uses dropout, which is disabled for the losses of halves. `buffers`
     are the saved buffers that the piece changed.
     """
 
@@ -51,9 +50,9 @@ class FirstPiece:
 
 @dataclass(frozen=True)
 class CutDifference:
-    """Differences between a batch and its parts: in the `loss`, and in `buffers` they change.
+    """Differences between a batch and its parts: in the `loss`, and in `buffers` that change.
 
-    `read`: those buffers on which the loss depends. The running statistics of BatchNorm in training
+    `read`: the buffers on which the loss depends. The running statistics of BatchNorm in training
     are not among them.
     """
 
@@ -71,13 +70,13 @@ def compare_cut(
     synchronised: bool,
     tolerance: float,
 ) -> CutDifference:
-    """Compare the loss of a batch with that of its two halves. No difference if none is cut.
+    """Compare the loss of a batch with that of its two halves, if the batch is cut.
 
-    The halves' effects on buffers are compared if their losses agree.
+    Their effects on buffers are compared if the losses agree.
 
     `first` is this rank's first piece. It is None on a rank that has run none or should run no
-    more: among ranks with the same samples, each looks at one of its own. Errors raised by halves
-    (BatchNorm with one sample) are ignored.
+    more: ranks with the same samples examine different pieces. Errors raised by halves (BatchNorm
+    with one sample) are ignored.
     """
     if not passes or (plan.data_parallel == 1 and len(passes) * plan.pp_microbatches == 1):
         return CutDifference()
@@ -144,7 +143,7 @@ def find_read_buffers(
 def _compare_buffers(
     plain: nn.Module, first: FirstPiece, hooks: StepHooks, tolerance: float
 ) -> Names:
-    """Return the floating-point buffers that the first piece changes differently than its halves.
+    """Return the floating-point buffers that the first piece changes differently from its halves.
 
     Counters of calls change once with the piece, and twice with its halves.
     """
@@ -168,7 +167,8 @@ def _compare_buffers(
 def _compare_halves(mean_of: _MeanOf, first: FirstPiece) -> float | None:
     """Compare the first piece with its halves; None if it cannot be halved.
 
-    If its loss is unknown, compare half of it with its quarters, which takes no longer.
+    If the loss of the piece is unknown, compare its first half with two quarters, which takes no
+    longer.
     """
     piece, mean, halves = first.piece, first.mean, first.halves
     if samples_in(piece) % 2:
@@ -201,7 +201,7 @@ def _compare_pair(
 def _compare_passes(mean_of: _MeanOf, passes: Sequence[Batch], plan: Plan) -> float | None:
     """Compare the first two of several passes with both combined; None if there are none.
 
-    For passes with one sample, or with an odd number, which have no halves.
+    This is for passes with one sample, or an odd number of samples, which have no halves.
     """
     if plan.pp_microbatches > 1 or len(passes) == 1:
         return None
@@ -220,8 +220,8 @@ def _mean_of(
 ) -> float:
     """Return the mean loss of several pieces. Dropout is disabled, and everything is restored.
 
-    Raises _DrawsError if it is not compared with `alike` pieces and numbers are drawn, which are
-    others for other pieces.
+    Raises _DrawsError if numbers are drawn, unless the pieces are `alike`, since other pieces draw
+    other numbers.
     """
     device = next(plain.parameters()).device
     totals = torch.zeros(2, dtype=torch.float64, device=device)
@@ -238,6 +238,6 @@ def _mean_of(
 
 
 def _difference(whole_mean: float, parts_mean: float) -> float | None:
-    """Return the difference; None if a loss is not finite, as with a single sample's deviation."""
+    """Return the difference; None if a loss is not finite (a single sample's deviation)."""
     finite = math.isfinite(whole_mean) and math.isfinite(parts_mean)
     return difference(whole_mean, parts_mean) if finite else None

@@ -1,10 +1,10 @@
 """State that a user's module or loss keeps from step to step but no checkpoint contains.
 
-Running means, counters, recurrent state and generators in plain attributes, in buffers that are not
-saved, in globals and in what functions enclose: a resumed run and an exported model begin without,
-and each rank has its own. What each forward only sets once more (an auxiliary loss, a cache), and
-what no loss depends on (logs), is no such state. Found by losses, so that what nobody can name is
-found, too.
+Running means, counters, recurrent state and generators may be in plain attributes, in buffers that
+are not saved, in globals and in closures. A resumed run and an exported model start without them,
+and each rank has its own. Values that every forward sets again (an auxiliary loss, a cache), and
+values that no loss depends on (logs), do not count. State is found by its effect on losses, so it
+is found even if it cannot be named.
 """
 
 import copy
@@ -50,17 +50,17 @@ Totals = tuple[float, float]  # sum of a loss, and count
 
 @dataclass(frozen=True)
 class KeptState:
-    """State that the loss depends on, and the module's generators, as `kept_attributes` names.
+    """State that the loss depends on, and the module's generators, named as in `kept_attributes`.
 
     `found`: whether the loss of samples changes with previous samples although everything that a
     checkpoint contains is the same. `unseen`: whether the cause is something that outpace could not
-    restore, so that it may be numbers drawn each time. `apart`: by how much the loss changes after
-    other samples, as on other data-parallel ranks; 0 for counters, and for recurrent state that
-    each sample has for itself. `failure`: why the check failed, although the samples have a loss.
-    `writes`: whether a forward writes to parameters or saved buffers, or no forward finished.
+    restore, which may be numbers drawn each time. `apart`: how much the loss changes after other
+    samples, as on other data-parallel ranks; 0 for counters, and for recurrent state that is
+    separate for each sample. `failure`: why the check failed, although the samples have a loss.
+    `writes`: whether a forward writes to parameters or saved buffers, or none has finished.
     `halves`: sum and count of the loss of each half of the piece, if known and if the first half
-    leaves nothing that may affect the other. `reshaped`: saved buffers that a forward gives another
-    shape.
+    leaves nothing that may affect the other. `reshaped`: saved buffers whose shape a forward
+    changes.
     """
 
     found: bool = False
@@ -80,7 +80,7 @@ class KeptState:
 
 
 class _FirstForwardError(Exception):
-    """A forward that fails without a previous one, as the first one of training will."""
+    """Failure of a forward without a previous one, as will happen at the start of training."""
 
 
 def find_kept_state(
@@ -95,20 +95,20 @@ def find_kept_state(
     in_halves: bool = False,
     share: tuple[int, int] = (0, 1),
 ) -> KeptState:
-    """Find state that an objective keeps, by forwards of a few samples of a micro-batch.
+    """Find state that an objective keeps, by forwards of a few samples from a micro-batch.
 
     `other` is another micro-batch, if any; its first sample runs before a micro-batch of one.
 
     The loss of samples is compared with their loss after other samples, with the same buffers,
     parameters and random numbers. `alone`: there is a single process, whose checkpoints contain the
-    result of get_extra_state as well as buffers (with several ranks, it would be that of one rank).
-    `writes`: outpace itself writes to parameters. `drops`: dropout may have to be disabled.
+    result of get_extra_state as well as buffers (with several ranks, it would be the state of only
+    one). `writes`: outpace itself writes to parameters. `drops`: dropout may have to be disabled.
     Everything that can be reached is restored afterwards. `in_halves`: use the halves of the
     micro-batch, whose losses the caller needs. `share`: a rank's index among the ranks that check,
     and their number; each does a part of the search for state that matters later.
 
-    Two kinds of state are not found: state that matters after more than eight calls and is not a
-    counter, and counters that matter only at a few calls, such as 200 to 500, or at every 37th.
+    Two kinds of state are not found: state other than counters that matters only after more than
+    eight calls, and counters that matter only at certain calls, such as 200 to 500, or every 37th.
     """
     failure: Exception | None = None
     halved = in_halves and samples_in(piece) % 2 == 0
@@ -154,7 +154,7 @@ def _choose_samples(
 
 
 class _Comparison:
-    """Losses of one objective, with and without other samples before."""
+    """Losses of an objective, with and without preceding other samples."""
 
     def __init__(
         self,
@@ -180,7 +180,7 @@ class _Comparison:
         self._is_first = False
 
     def run(self, batch: Batch, other: Batch, whole: Batch, more: Batch | None) -> KeptState:
-        """Search for state; `whole` has the samples by which ranks would differ."""
+        """Search for state; `whole` has samples that would differ between ranks."""
         begin = kept_attributes(self._plain)
         fresh, kept = self._loss_after(None, batch)
         left, self._trained_first = self._left, self._trained
@@ -210,7 +210,7 @@ class _Comparison:
         return KeptState(True, tuple(sorted(changed)), generators, unseen, apart)
 
     def _find_noise(self, other: Batch, batch: Batch, fresh: float, after: float) -> float:
-        """Return how far identical forwards differ; if it may be rounding, compare again."""
+        """Return how much identical forwards differ; if that may be rounding, compare again."""
         noise = difference(self._loss_after(None, batch)[0], fresh)
         if noise or difference(after, fresh) > _ROUNDING:
             return noise
@@ -218,14 +218,14 @@ class _Comparison:
         return max(noise, difference(self._loss_after(other, batch)[0], after))
 
     def _find_moved(self, other: Batch, begin: dict[str, Any]) -> set[str]:
-        """Return the values that other samples change and that the next ones do not restore."""
+        """Return the values that other samples change and the next ones do not restore."""
         with self._without_effects():
             self._mean(other)
             left = kept_attributes(self._plain)
         return {n for n in {*begin, *left} if begin.get(n) != left.get(n)}
 
     def _loss_after(self, other: Batch | None, batch: Batch) -> tuple[float, dict[str, Any]]:
-        """Return the mean loss of a batch after another one, and the state kept then."""
+        """Return the mean loss of a batch after another one, and the state kept afterwards."""
         with self._without_effects():
             drawn, put_back_draws = random_state(self._device), undo_draws(self._plain)
             if other is not None:
@@ -245,10 +245,11 @@ class _Comparison:
         return self._find_later(changed, batch, fresh)
 
     def _find_later(self, changed: set[str], batch: Batch, fresh: float) -> tuple[str, ...] | None:
-        """Return which of the changed names matter some steps later; None if nothing does.
+        """Return which of the changed values matter some steps later; None if none do.
 
         This runs several forwards in a row, and sets all counters to much later values at once.
-        With several ranks, the first does the former, and the others do a part of the latter each.
+        With several ranks, the first one does the former, and each of the others a part of the
+        latter.
         """
         number, ranks = self._share
         calls = 0 if number else self._count_calls(batch, fresh)
@@ -268,8 +269,9 @@ class _Comparison:
         return None
 
     def _count_calls(self, batch: Batch, fresh: float) -> int:
-        """Return after how many of its own forwards a batch has another loss, or other parameters
-        with gradients; 0 if it never has.
+        """Return after how many forwards a batch has another loss; 0 if it never has.
+
+        Other parameters with gradients count as well.
         """
         forwards = self._forwards_in_a_row(batch)
         for calls, (loss, trained) in enumerate(forwards):
@@ -293,8 +295,9 @@ class _Comparison:
     def _matters(
         self, names: Sequence[str], change: Callable[[Any], Any], batch: Batch, fresh: float
     ) -> bool:
-        """Return whether changed counters of these names change the loss of a batch, or which
-        parameters have gradients.
+        """Return whether changed counters of these names affect the forward of a batch.
+
+        They do if they change its loss, or which parameters have gradients.
         """
         with self._without_effects():
             if not sum(change_counters(self._plain, name, change) for name in names):
@@ -313,7 +316,7 @@ class _Comparison:
         return tuple(n for n in sorted(names) if self._matters([n], change, batch, fresh))
 
     def _is_idle(self, name: str, calls: int, batch: Batch, fresh: float) -> bool:
-        """Return whether it is a counter whose value does not affect the loss."""
+        """Return whether a value is a counter that does not affect the loss."""
         with self._without_effects():
             counts = change_counters(self._plain, name, partial(add, calls))
         return counts and not self._matters([name], partial(add, calls), batch, fresh)
@@ -321,8 +324,8 @@ class _Comparison:
     def _compare_after_others(self, batch: Batch, more: Batch | None) -> float:
         """Return the difference between a batch's loss after itself and after other samples.
 
-        The other samples are half of its own or, for a single sample, two others. State of single
-        samples, whose shapes then differ, is not shared with others.
+        The other samples are half of its own or, for a single sample, two others. State that
+        belongs to single samples changes its shape then, and does not count as shared.
         """
         samples = samples_in(batch)
         if samples == 1 and more is None:
@@ -336,7 +339,7 @@ class _Comparison:
         return 0.0 if shapes != other_shapes else difference(after_others, second)
 
     def _shapes_and_loss(self, other: Batch, batch: Batch) -> tuple[Any, float]:
-        """Return shapes in the state kept after another batch, and a batch's loss after that."""
+        """Return the shapes of the state kept after another batch, and a batch's loss after it."""
         with self._without_effects():
             drawn = random_state(self._device)
             self._mean(other)
@@ -377,7 +380,7 @@ class _Comparison:
         return totals[0] / totals[1] if totals[1] else math.nan
 
     def _put_back_saved(self) -> Callable[[], None]:
-        """Return a function that restores saved buffers, and extra state if it counts."""
+        """Return a function that restores saved buffers, and extra state that is in checkpoints."""
         held = [
             (
                 f"{name}.{buffer}".removeprefix("model.").removeprefix("."),
@@ -425,7 +428,7 @@ class _Comparison:
 
 
 def _are_alike(left: dict[str, torch.Tensor], left_after: dict[str, torch.Tensor]) -> bool:
-    """Return whether two forwards of the same samples have left the same in saved buffers."""
+    """Return whether two forwards of the same samples have left equal saved buffers."""
     return left.keys() == left_after.keys() and all(
         one.shape == left_after[name].shape
         and torch.allclose(one, left_after[name], rtol=_ROUNDING, equal_nan=True)
@@ -435,7 +438,7 @@ def _are_alike(left: dict[str, torch.Tensor], left_after: dict[str, torch.Tensor
 
 
 def explain_reshaped(names: Sequence[str]) -> str:
-    """Return a message about saved buffers of which forwards change the shape."""
+    """Return a message about saved buffers whose shape forwards change."""
     return (
         f"the forward changes the shape of {first_names(names)}, which state_dict() holds: a "
         "checkpoint with it does not fit the module as it is built, and ranks end up with "
@@ -445,7 +448,7 @@ def explain_reshaped(names: Sequence[str]) -> str:
 
 
 def _later_multiple(number: Any, calls: int) -> Any:
-    """Return the next multiple of many numbers, from which `calls` are left."""
+    """Return a multiple of many numbers, minus `calls`: a late value for a counter."""
     return number - number % _MULTIPLE + _MULTIPLE - calls
 
 
@@ -459,9 +462,9 @@ _CHANGES: tuple[Callable[[Any], Any], ...] = (
 def explain_kept_state(
     found: Sequence[KeptState], data_parallel: int, by_command: bool, resumed: bool = False
 ) -> str:
-    """Return a message about state that ranks have `found` and by which their values do not differ.
+    """Return a message about state that ranks have `found` and that is equal on all of them.
 
-    `by_command`: the reader has flags, not a loop. `resumed`: steps were done before.
+    `by_command`: the reader uses flags, not a loop. `resumed`: steps were done before.
     """
     said = []
     states = [one for one in found if one.found]
@@ -514,7 +517,7 @@ def _explain_generators(names: Sequence[str]) -> str:
 
 
 def explain_evaluated_state(found: KeptState) -> str | None:
-    """Return a warning about the evaluation loss of a model with state of no file, or None.
+    """Return a warning about the evaluation loss of a model with state in no file, or None.
 
     The state is searched on the evaluation data, in training mode.
     """
@@ -556,7 +559,7 @@ CURE = (
 
 
 def explain_state_of_wrong(found: Sequence[KeptState]) -> str | None:
-    """Return the likely cause of a layout's different result; None if no state was found."""
+    """Return the likely cause of a layout's wrong result; None if no state was found."""
     states = [one for one in found if one.found]
     if not states:
         return None
@@ -582,5 +585,5 @@ def name_attributes(names: Sequence[str]) -> str:
 
 
 def _strip_model(name: str) -> str:
-    """Return an attribute's name as the user knows it: an objective has a model and a loss."""
+    """Return an attribute's name as the user knows it, without the objective's `model`."""
     return name.removeprefix("model.")

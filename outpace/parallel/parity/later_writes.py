@@ -1,10 +1,10 @@
 """Forwards that first write to parameters in a later step, after the check of the first batch.
 
 An embedding with max_norm in a branch that is taken later, or weights that are clipped from some
-step on, would train otherwise under most strategies without a word. A tensor's `_version` tells
-every step whether it was written to, at the cost of reading it. Writes through `.data` leave it as
-it is, so that in steps 2, 4, 8, … the operators that write are looked at as they run. What is
-compiled has no such operators: there `.data` goes unseen.
+step on, would silently train differently under most strategies. A tensor's `_version` shows in
+every step whether it was written to, at the cost of reading it. Writes through `.data` do not
+change it, so in steps 2, 4, 8, … the operators that write are observed as they run. Compiled code
+has no such operators, so there writes through `.data` go unnoticed.
 """
 
 import sys
@@ -101,7 +101,7 @@ class LaterWrites:
                         yield names[one.sharded_param], gathered
 
     def _find_writes(self) -> bool:
-        """Return whether this step has written to parameters in a way that has to be judged."""
+        """Return whether this step has written to parameters in a way that must be judged."""
         pairs = zip(self._held, self._before, strict=True)
         written = {name for (name, tensor), before in pairs if tensor._version != before}
         if self._seen is not None:
@@ -141,7 +141,7 @@ class LaterWrites:
 
 
 class _Writes(TorchDispatchMode):
-    """Records the names of tensors to whose memory an operator writes, except collectives."""
+    """Record of the tensors, by name, to whose memory operators other than collectives write."""
 
     supports_higher_order_operators = True
 

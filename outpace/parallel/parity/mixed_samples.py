@@ -1,9 +1,9 @@
 """Difference between samples of several ranks in one batch and the same samples separately.
 
-What a module decides for the whole batch (a route or a detach by the first sample, a mask over all,
-a gradient that is clipped or centred) changes with the cut, and often in gradients alone. Parts of
-one micro-batch may all be decided alike, so that samples of other ranks and micro-batches are taken
-together here.
+A decision that a module makes for the whole batch (a branch or a detach by the first sample, a mask
+over all samples, a gradient that is clipped or centred) changes with the cut, and often affects
+only gradients. All parts of one micro-batch may lead to the same decision, so samples of different
+ranks and micro-batches are combined here.
 """
 
 import math
@@ -45,8 +45,7 @@ class MixedDifference:
 
 
 class MixedSamples:
-    """Comparison of a few samples across pairs of ranks: one rank runs both samples together, each
-    runs its own.
+    """Comparison of a few samples of pairs of ranks, run together on one and separately on both.
 
     It takes the time of two samples, or four if necessary. `divert` passes the gradients of a
     backward of `plain` to a function, so that the backward stores none; None ends that. `strategy`
@@ -75,11 +74,11 @@ class MixedSamples:
         """Compare the first samples of ranks' micro-batches. Collective.
 
         `piece` is this rank's, or None if its samples are not needed; `order` is the rank's index
-        among those that have a piece. All ranks skip it if any sets `leave_out`.
+        among those that have a piece. All ranks skip the comparison if any sets `leave_out`.
 
         A single sample may be a special case, so a difference is confirmed with two samples if
-        micro-batches have at least four. If single samples have no loss (deviations over the
-        batch), two are compared.
+        micro-batches have at least four. If single samples have no loss (as with deviations over
+        the batch), two are compared.
         """
         samples = 0 if piece is None else samples_in(piece)
         sent = None

@@ -1,8 +1,8 @@
 """State of a user's module that forwards and losses change and that a check must restore.
 
-That is gradients, buffers, attributes (counters, lists, tensors, what is inside of objects of the
-user's own classes), what its functions use outside of it (outer_state.py), training modes, and the
-generators of torch, Python and NumPy.
+This state consists of gradients, buffers, attributes (counters, lists, tensors, and the contents of
+objects of the user's classes), variables outside of the module that its functions use
+(outer_state.py), training modes, and the generators of torch, Python and NumPy.
 """
 
 import math
@@ -75,9 +75,9 @@ def kept_attributes(module: nn.Module) -> dict[str, Any]:
     """Return values that an objective keeps outside of parameters and saved buffers, comparable.
 
     By name, these are numbers, tensors, generators, and the contents of containers and objects of
-    the user's own classes in plain attributes; buffers that are not in checkpoints; and globals,
-    class attributes and enclosed variables that functions in the user's files use. Values that are
-    not plain attributes are named with their kind in parentheses.
+    the user's classes in plain attributes; buffers that are not in checkpoints; and globals, class
+    attributes and enclosed variables that functions in the user's files use. Values that are not
+    plain attributes are named with their kind in parentheses.
     """
     seen = {id(part) for part in module.modules()}
     found: dict[str, Any] = {}
@@ -105,7 +105,7 @@ def unsaved_kind(objective: nn.Module, name: str, part: nn.Module, buffer: str) 
 
 
 def _find_attributes(holder: Any, name: str, found: dict[str, Any], seen: set[int]) -> None:
-    """Add the attributes of a module, or of an object of the user's own class, to `found`."""
+    """Add the attributes of a module, or of an object of the user's class, to `found`."""
     for attribute, value in list(vars(holder).items()):
         if isinstance(holder, nn.Module) and attribute in _INTERNAL:
             continue
@@ -113,7 +113,7 @@ def _find_attributes(holder: Any, name: str, found: dict[str, Any], seen: set[in
 
 
 def _find_value(value: Any, path: str, found: dict[str, Any], seen: set[int]) -> None:
-    """Add a value, or the contents of an object of the user's own class, to `found`."""
+    """Add a value, or the contents of an object of the user's class, to `found`."""
     value = value.__self__ if isinstance(value, MethodType) else value
     if not (isinstance(value, nn.Module) or _is_user_object(value)):
         found[path] = _comparable(value, seen)
@@ -123,7 +123,7 @@ def _find_value(value: Any, path: str, found: dict[str, Any], seen: set[int]) ->
 
 
 def _comparable(value: Any, seen: set[int]) -> Any:
-    """Return a form of a value that is equal for equal contents."""
+    """Return a representation of a value that is equal for equal contents."""
     if isinstance(value, bool | int | float | complex | str | bytes | None):
         return repr(value)
     if isinstance(value, nn.Parameter):
@@ -163,7 +163,7 @@ def _is_constant(array: Any) -> bool:
 
 
 def change_counters(module: nn.Module, name: str, change: Callable[[Any], Any]) -> bool:
-    """Change integers in the attribute `name` of `kept_attributes`; return if there are any.
+    """Change integers in the attribute `name` of `kept_attributes`; return whether there are any.
 
     These include tensors and arrays with a single number, and entries of dicts and lists.
     """
@@ -230,7 +230,7 @@ def _comparable_container(value: Any, seen: set[int]) -> Any:
 
 
 def _comparable_entry(value: Any, seen: set[int]) -> Any:
-    """Return `_comparable` of an item in a container, where objects have no name."""
+    """Return `_comparable` for an item in a container, where objects have no names."""
     if not (isinstance(value, nn.Module) or _is_user_object(value)):
         return _comparable(value, seen)
     if id(value) in seen:
@@ -253,7 +253,7 @@ def undo_draws(module: nn.Module) -> Undo:
 
 
 def _undo_all(module: nn.Module, only: tuple[type, ...] = (object,)) -> list[Undo]:
-    """Return functions that restore all that a module's buffers, attributes, functions reach."""
+    """Return functions that restore what a module's buffers, attributes and functions refer to."""
     places = find_places(module)
     waiting: list[Any] = [*module.modules(), *(place.get() for place in places)]
     seen: dict[int, Any] = {id(p): p for p in module.parameters()}  # held, so that ids stay theirs
@@ -341,7 +341,7 @@ def _undo_module(module: nn.Module) -> Undo:
 
 
 def _undo_tensor(tensor: Tensor) -> Undo | None:
-    """Write values only if they have changed, so that version counters show no other change."""
+    """Restore values only if they have changed, so that version counters show no other changes."""
     if tensor.is_meta or tensor.is_inference():
         return None
     values, version, gradient = tensor.detach().clone(), tensor._version, _gradient(tensor)
@@ -356,7 +356,7 @@ def _undo_tensor(tensor: Tensor) -> Undo | None:
 
 
 def _is_changed(tensor: Tensor, values: Tensor) -> bool:
-    """Return whether a tensor has other values although its version is the same."""
+    """Return whether a tensor's values have changed although its version is the same."""
     some, some_before = fingerprint(_sample_of(tensor)), fingerprint(_sample_of(values))
     if tensor.numel() <= _MOST_NUMBERS or some is None or some != some_before:
         return some != some_before

@@ -1,8 +1,8 @@
 """Parameters whose values a user's forward changes: clipped weights, teachers, max_norm.
 
-torch counts a tensor's changes in `_version`, but not those through `.data`; and to look at all
-values would need a copy of them. Here what operators write to is noticed as they run, and only
-tensors that are written to are copied.
+torch counts a tensor's changes in `_version`, except those through `.data`, and comparing all
+values would need a copy of them. Instead, writes are observed as operators run, and only tensors
+that are written to are copied.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,7 +23,7 @@ NEEDED_BEFORE = "other micro-batches, which are under way, need it as it was"
 
 
 class MovedParameters(TorchDispatchMode):
-    """Records which of the named tensors the context writes to, and their previous values."""
+    """Record of the named tensors that are written to in the context, with previous values."""
 
     supports_higher_order_operators = True
 
@@ -65,7 +65,7 @@ class MovedParameters(TorchDispatchMode):
                     self._before[name] = held, held.clone()
 
     def _note_replaced(self) -> None:
-        """Record parameters whose values were replaced (p.data = …), which no operator does."""
+        """Record parameters whose values were replaced (p.data = …), which involves no operator."""
         for name, (tensor, held) in self._tensors.items():
             if not is_spread(tensor) and _memory(tensor) != _memory(held):
                 self.replaced.add(name)
@@ -83,7 +83,7 @@ class MovedParameters(TorchDispatchMode):
         return [n for n, v in self._versions.items() if now[n] != v and n not in self.written]
 
     def _count_writes(self) -> dict[str, int]:
-        """Count writes to tensors as given, and to the local parts of sharded ones."""
+        """Read the version counters of tensors, and of the local parts of sharded ones."""
         return {
             name: held._version + tensor._version
             for name, (tensor, held) in self._tensors.items()
@@ -91,7 +91,7 @@ class MovedParameters(TorchDispatchMode):
         }
 
     def put_back(self) -> dict[str, Tensor]:
-        """Restore all values; return the ones that were there in the meantime, by name."""
+        """Restore all values; return the values that they had in the meantime, by name."""
         moved = {name: now.clone() for name, now in self.changes().items()}
         for name in {*moved, *self.replaced} & self._before.keys():
             held, before = self._before[name]
@@ -153,7 +153,7 @@ def is_lost_value(error: BaseException) -> bool:
 
 
 def explain_lost_value(buffers: Sequence[str], strategy: str) -> str:
-    """Return a message for a backward that needs what another micro-batch's forward has changed.
+    """Return a message for a backward that needs values changed by another micro-batch's forward.
 
     `buffers` are those that forwards change, if known.
     """

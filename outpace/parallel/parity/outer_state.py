@@ -1,7 +1,7 @@
 """Variables outside of a user's module that its functions and its loss use, and may change.
 
 Globals of the user's files that code names, attributes of the user's classes and functions,
-variables that functions have enclosed, and default arguments. Installed packages are left out.
+variables in closures, and default arguments. Installed packages are left out.
 """
 
 import builtins
@@ -110,7 +110,7 @@ class _Walk:
             self._add_place(function, name, f"{function.__name__}.{name}", "of the function")
 
     def _add_variable(self, namespace: dict[str, Any], name: str, file: str) -> None:
-        """Add a global that code refers to; for a user's module, what the code refers to in it."""
+        """Add a global that code refers to; for a user's module, the names in it that it uses."""
         if (id(namespace), name) in self._variables:
             return
         if name not in namespace and hasattr(builtins, name):
@@ -165,7 +165,7 @@ def _functions_of(one: type) -> Iterator[FunctionType]:
 
 
 def _is_code(value: Any) -> bool:
-    """Return whether a value is called, or belongs to a class, and is not data."""
+    """Return whether a value is callable, or part of a class, rather than data."""
     described = isinstance(value, staticmethod | classmethod | property)
     return described or isinstance(value, FunctionType | MethodType | type | ModuleType | partial)
 
@@ -203,7 +203,7 @@ def _same(value: Any) -> Any:
 
 
 def _keep(value: Any) -> None:
-    """Do nothing for a default argument, which no call replaces."""
+    """Do nothing, since no call replaces a default argument."""
 
 
 @cache

@@ -45,7 +45,7 @@ def fill_copy(
     """Fill a copy without data with the layout's weights and buffers; yield the parameters' names.
 
     Whole tensors are shared with the layout, shards are gathered, and other ranks send the rest;
-    `holders` says which rank holds what. Servers, without samples, need none. Collective.
+    `holders` says which rank holds what. Servers have no samples and need no values. Collective.
     """
     model = model_of(plain)
     names = [name for name, _ in model.named_parameters()]
@@ -95,7 +95,10 @@ def redirect_references(trained: Sequence[nn.Module], plain: nn.Module) -> Itera
 def _values(
     model: nn.Module, layout: Layout, plan: Plan, ranks: Ranks, holders: Sequence[ModuleDtypes]
 ) -> dict[int, Tensor]:
-    """Return whole values for each parameter and buffer of a meta model, by `id`. Collective."""
+    """Return whole values for each parameter and buffer of a meta model, keyed by `id`.
+
+    Collective.
+    """
     device = layout._device()
     held = _tensors_of(layout)
     readers = [rank for rank in range(ranks.world_size) if plan.data_rank(rank) is not None]
@@ -138,7 +141,7 @@ def _gather(split: _Alike) -> Iterator[tuple[int, Tensor]]:
 
 
 def _send(sent: _Alike, rank: int) -> None:
-    """Fill tensors with their owners' values. Collective."""
+    """Send tensors from their owners to the other ranks. Collective."""
     for (owner, dtype), alike in sent.items():
         for some in _messages(alike):
             into = [one for _, one in some]

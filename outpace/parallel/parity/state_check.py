@@ -1,4 +1,4 @@
-"""Check before step 1 on one process: report state that no checkpoint contains, with its names."""
+"""Check before step 1 on a single process, which reports state that no checkpoint contains."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -14,8 +14,8 @@ from outpace.records.plan import Plan
 class StateCheck:
     """One-time search for state that a user's module or loss keeps outside of checkpoints.
 
-    The counterpart of FirstBatch for a single process. `say` is called with a sentence.
-    `by_command`: the reader has flags, not a loop.
+    This is the counterpart of FirstBatch for a single process. `say` is called with a sentence.
+    `by_command`: the reader uses flags, not a loop.
     """
 
     def __init__(self, plan: Plan, say: Callable[[str], None], by_command: bool) -> None:
@@ -23,7 +23,7 @@ class StateCheck:
         self.resumed = False
 
     def check(self, layout: Layout, passes: Sequence[Batch], hooks: StepHooks) -> Tensor | None:
-        """Run a few samples of the first pass several times; return None for no totals."""
+        """Run a few samples of the first pass several times; return no totals (None)."""
         writes = self._plan.offload_parameters != "none"
         compiled = self._plan.compile
         with torch.compiler.set_stance("force_eager") if compiled else nullcontext():

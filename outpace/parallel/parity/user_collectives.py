@@ -1,4 +1,4 @@
-"""Collectives in a user's forward or loss, if not all ranks run it at the same time."""
+"""Collectives in a user's forward or loss that not all ranks run at the same time."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ class CollectiveError(BadInputError):
 
 
 class NoCollectives(TorchDispatchMode):
-    """Refuses collectives over all ranks, as only some ranks run the code inside the context."""
+    """Refusal of collectives over all ranks, in a context that only some ranks enter."""
 
     supports_higher_order_operators = True
 

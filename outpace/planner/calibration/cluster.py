@@ -35,11 +35,12 @@ from outpace.records.units import show_share
 class Cluster:
     """Equal nodes with their known rates and properties.
 
-    `probed`: its rates were measured; `calibrated`: with complete steps as well. `residuals` are
-    the ratios of measured to predicted time of those steps, if rates are not fitted to them.
+    `probed`: the rates were measured; `calibrated`: also with complete steps. `residuals` are the
+    ratios of measured to predicted times of those steps, if rates are not fitted to them.
 
     `loader_tokens_per_s` is a node's data loading rate; infinite if it was not probed. `host_bytes`
-    is the host memory that devices may offload to; None: unknown, or the host is the device.
+    is the host memory that devices may offload to; None if it is unknown, or if the host is the
+    device.
     """
 
     name: str
@@ -60,12 +61,12 @@ class Cluster:
 
     @property
     def guessed(self) -> bool:
-        """Return whether its rates are neither from the catalog's measurements nor from steps."""
+        """Return whether the rates come neither from the catalog's measurements nor from steps."""
         return not self.calibrated and not self.device.peak_flops_per_s
 
     @property
     def source(self) -> RateSource:
-        """Return the origin of its rates."""
+        """Return the origin of the rates."""
         return "probed" if self.probed else "guessed" if self.guessed else "catalog"
 
 
@@ -95,9 +96,9 @@ def of_catalog(
 ) -> Cluster:
     """Return a machine of the catalog. `network` replaces the total network of a node.
 
-    `devices` is the number used per node; None: all.
+    `devices` is the number used per node; None means all.
 
-    Raises BadInputError if it has no accelerator, or several nodes and no network.
+    Raises BadInputError for a machine without accelerators, or for several nodes without a network.
     """
     chip = ACCELERATORS.get(node.accelerator or "")
     if chip is None:
@@ -184,7 +185,7 @@ def _fabric(node: Node, per_node: int, network: Network | None) -> Fabric:
 
 
 def _use_devices(fabric: Fabric, node: Node, devices: int) -> Fabric:
-    """Return the links between some of a node's devices, without a mesh's links to the others."""
+    """Return the links between some of a node's devices, without those of a mesh to the others."""
     found = replace(fabric, per_node=devices)
     if node.topology != "mesh" or node.device_link is None or devices == 1:
         return found
@@ -271,7 +272,7 @@ def _probed_fabric(known: "_ProbeFigures", ranks: int, kind: Kind) -> Fabric:
 
 
 def _by_gloo(fabric: Fabric) -> Fabric:
-    """Double the reduce-scatter's rounds: gloo sums a copy of the whole array (torch 2.13)."""
+    """Double the reduce-scatter's rounds: gloo sums the whole array on every rank (torch 2.13)."""
     return replace(fabric, scatter_rounds=2)
 
 
@@ -423,7 +424,7 @@ class _ProbeFigures:
         return min((rate for rate in rates if rate), default=None)
 
     def loader_tokens_per_s(self, ranks: int, cores: int) -> float:
-        """Return tokens/s that `ranks` of outpace's loaders reach at best; infinite if unknown.
+        """Return the most tokens/s that the loaders of `ranks` ranks reach; infinite if unknown.
 
         Loaders were probed one at a time; several are as fast as long as each worker has a core.
         """
@@ -484,8 +485,8 @@ def _measured_accelerator(
 ) -> DeviceRates:
     """Return the catalog's device with measured rates in place of typical ones.
 
-    Measured products correct those of similar shapes, unaligned rows take the measured time, and a
-    launch takes as long as the smallest product.
+    Measured products correct those of similar shapes, unaligned rows get the measured rate, and a
+    launch the time of the smallest product.
     """
     base = of_accelerator(chip)
     launch_s = known.launch_s()
@@ -508,7 +509,7 @@ def _measured_accelerator(
 def _compare_products(
     base: DeviceRates, known: _ProbeFigures, least_s: float
 ) -> tuple[dict[str, tuple[MeasuredProduct, ...]], list[float]]:
-    """Return measured by predicted time of each dtype's products, and rates of unaligned rows.
+    """Return the ratios of measured to predicted time by dtype, and the rates of unaligned rows.
 
     Products below `least_s` are limited by their launch and ignored.
     """
@@ -540,7 +541,7 @@ def _unknown(
     bytes_per_s: float | None,
     curve: tuple[tuple[float, float], ...],
 ) -> DeviceRates:
-    """Return an accelerator that the catalog lacks: measured rates, else typical values."""
+    """Return an accelerator that the catalog lacks, with measured rates or else typical values."""
     if bytes_per_s is None:
         raise BadInputError(
             f"{machine.devices[0].name} is not in the catalog, and this machine.json does not say "
@@ -588,7 +589,7 @@ def _measured_cluster(
     bytes_per_s: float,
     curve: tuple[tuple[float, float], ...],
 ) -> DeviceRates:
-    """Return a device without known tiles: a CPU, unless the caller changes that."""
+    """Return a device without known tiles, as a CPU unless the caller changes that."""
     return DeviceRates(
         name=name,
         kind="cpu",

@@ -1,9 +1,9 @@
 """Calibration with measured steps: factors on the rates that plans are estimated with.
 
-Probes measure matrix products and copies one by one; a step's operators follow each other, with
-cold caches, autograd and hooks between them. A step's time is a sum of terms, each proportional to
-one rate, so measured steps show the error of each rate. The factors are found by least squares on
-logarithms, with a pull towards 1 that keeps rates about which no step says much.
+Probes measure matrix products and copies one by one; in a step, operators follow each other, with
+cold caches, autograd and hooks. A step's time is a sum of terms, each proportional to one rate, so
+measured steps show the error of each rate. The factors are found by least squares on logarithms,
+with a prior of 1 that preserves rates about which the steps say little.
 """
 
 import math
@@ -57,8 +57,8 @@ Adjustment = Callable[[RateFit, float], RateFit]
 class Calibration:
     """Rates by number of ranks, and their uncertainty.
 
-    `off`: the median error of the predictions of the observed steps. `covariance`: of the
-    logarithms of the adjustments of the rates, (adjustments, adjustments).
+    `off`: the median error of the predictions for the observed steps. `covariance`: that of the
+    logarithms of the rates' adjustments, (adjustments, adjustments).
     """
 
     rates: dict[int, RateFit]
@@ -87,7 +87,7 @@ def calibrate(
 ) -> Calibration:
     """Return the rates that predict `seen` best.
 
-    `rates` are by number of ranks on one machine; a rate's error is the same factor for all.
+    `rates` are by number of ranks on one machine; an error in a rate is the same factor for all.
     `spread`: their prior uncertainty, as the standard deviation of logarithms.
     """
     from scipy.optimize import least_squares  # slow to import, and only needed here

@@ -1,6 +1,7 @@
 """Published steps that are nearest to a plan, and the plan's features that none of them has.
 
-The table is made from benchmarks/data and the recorded predictions (benchmarks/measured_steps.py).
+The table is generated from benchmarks/data and the recorded predictions
+(benchmarks/measured_steps.py).
 """
 
 import json
@@ -45,7 +46,7 @@ _OTHER_CHIP, _OTHER_ARCHITECTURE, _OTHER_MODEL, _OTHER_PROGRAM, _OTHER_AXIS = (
 
 @dataclass(frozen=True)
 class Likeness:
-    """Features by which cases are compared; None: unknown, and not compared."""
+    """Features by which cases are compared; None stands for unknown, and is not compared."""
 
     devices: int
     plan: Plan | None = None
@@ -91,7 +92,7 @@ def nearest_cases(like: Likeness, count: int = 3) -> tuple[MeasuredCase, ...]:
 
 
 def _distance(like: Likeness, row: Mapping[str, Any]) -> float:
-    """Return how far a case is: 0 if model, chip, count, length, program and axes are the same."""
+    """Return a case's distance: 0 if model, chip, count, length, program and axes are equal."""
     far = 0.0
     for name, weight in _DOUBLINGS.items():
         own = getattr(like, name)
@@ -111,7 +112,7 @@ def _distance(like: Likeness, row: Mapping[str, Any]) -> float:
 
 
 def extrapolations(like: Likeness) -> tuple[str, ...]:
-    """Return the features of a plan that no measured case has; empty if all are covered."""
+    """Return the features of a plan that no measured case has; empty if there are none."""
     return tuple(_extrapolations(like))
 
 
@@ -161,8 +162,9 @@ def _offloads(plan: Plan) -> bool:
 def spread_beyond(words: Sequence[str]) -> float:
     """Return the factor on an interval's logarithms for a plan beyond the measured cases.
 
-    Predictions for more than 64 devices have larger errors than those for fewer, by the root mean
-    square of the logarithms of measured over predicted; the same increase is assumed once more.
+    Predictions for more than 64 devices have larger errors than those for fewer, in the root mean
+    square of the logarithms of measured over predicted; a further increase of the same size is
+    assumed.
     """
     if not any(one.endswith(_ON_MORE) for one in words):
         return 1.0

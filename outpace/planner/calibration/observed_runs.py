@@ -13,7 +13,7 @@ def correct_cluster(cluster: Cluster, runs: Sequence[ObservedRun]) -> Cluster:
     """Return the machine with the rates that predict the steps of `runs` best.
 
     The error of a rate is the same factor for any number of ranks. If a trainer behaves differently
-    than the planner assumes, the factors include that difference. The interval is that of the
+    from what the planner assumes, the factors include that difference. The interval is that of the
     earlier rates, since a few runs do not show the errors of others.
     """
     seen = [

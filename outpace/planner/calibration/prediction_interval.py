@@ -27,7 +27,7 @@ def _residuals() -> Mapping[str, Any]:
 
 
 class Interval(NamedTuple):
-    """Factors on a predicted time that hold the true one with probability `level`, and why."""
+    """Factors that enclose the ratio of true to predicted time with probability `level`."""
 
     low: float
     high: float
@@ -58,8 +58,8 @@ def interval(
     Its factors are quantiles of real comparisons: published steps of dense models or of models with
     `experts` on chips of an `architecture` (benchmarks/planner_accuracy.py), with each source left
     out once; if these are too few, such models on any chip; or steps on a machine whose rates a
-    probe's steps corrected (planner_measured.py). `guessed`: neither applies. `residuals`: ratios
-    of measured to predicted time of steps on this machine, to which nothing was fitted; their
+    probe's steps corrected (planner_measured.py). `guessed`: none of these apply. `residuals`:
+    ratios of measured to predicted time of steps on this machine to which nothing was fitted; their
     median widens the interval.
     """
     if guessed:
@@ -106,5 +106,5 @@ def _reason(table: Mapping[str, Any], architecture: str, experts: bool) -> str:
 
 
 def kind_name(architecture: str | None, experts: bool) -> str:
-    """Return the name of a kind of question in the table; None: any chip."""
+    """Return the name of a kind of question in the table; None is any chip."""
     return f"{architecture or 'any chip'}, {'experts' if experts else 'dense'}"

@@ -3,7 +3,7 @@
 The planner's errors have causes that plans share: how a strategy communicates, what recomputation
 costs, how well a micro-batch fits the caches. The logarithm of measured over predicted time is
 modelled as a sum of a term for each shared feature and one for the plan itself, all normal with
-mean 0. Measurements of some plans then inform the predictions of others, the more so the more
+mean 0. Measurements of some plans then inform the predictions of others, all the more, the more
 features they share: Rasmussen & Williams, "Gaussian Processes for Machine Learning" (2006),
 equations 2.25 and 2.26.
 """
@@ -57,7 +57,7 @@ class Deviations:
 
     @cached_property
     def _times(self) -> tuple[float, float]:
-        """Return the most likely factors on the assumed spreads, of strategies and of the rest."""
+        """Return the most likely factors on the assumed spreads: of strategies, and of the rest."""
 
         def loss_of(times: tuple[float, float]) -> float:
             known = self._covariance(*times)
@@ -82,7 +82,7 @@ def _by_strategy(ones: Sequence[Plan], others: Sequence[Plan]) -> Floats:
 
 
 def _by_size(ones: Sequence[Plan], others: Sequence[Plan]) -> Floats:
-    """Return the covariance of what else each of `ones` shares with each of `others`."""
+    """Return the covariance due to other features that `ones` share with `others`."""
     sizes, of_others = (np.log2([plan.micro_batch for plan in some]) for some in (ones, others))
     apart = (sizes[:, None] - of_others[None, :]) / _DOUBLINGS
     found: Floats = _MICRO_BATCH**2 * np.exp(-(apart**2) / 2)

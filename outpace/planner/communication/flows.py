@@ -4,8 +4,8 @@ For plans with one axis, the bytes are those of `planner.communication.volume`, 
 verify` measures, split by purpose. For combined axes (strategy 3d), and for tensor-parallel
 collectives that recomputation repeats, the terms are composed here.
 
-Volumes: gradients 2(N−1)/N · Ψ, and half as much again with sharded parameters (Rajbhandari et al.,
-arXiv 1910.02054, §7); between stages b · S · D per micro-batch and border, tensor parallelism
+Volumes: gradients 2(N−1)/N · Ψ, and 1.5 times that with sharded parameters (Rajbhandari et al.,
+arXiv 1910.02054, §7); between stages b · S · D per micro-batch and boundary; for tensor parallelism
 8(t−1)/t · b · S · D per layer (Narayanan et al., arXiv 2104.04473, §3.2).
 """
 
@@ -42,7 +42,7 @@ Where = Axis | Literal["world"]
 
 @dataclass(frozen=True)
 class Flow:
-    """Bytes with one purpose on one axis in a step.
+    """Bytes sent for one purpose on one axis in a step.
 
     `sent_bytes`: the bytes that a rank sends, counted as in `planner.communication.volume`.
     `link_bytes`: the bytes on each link of a ring through the ranks of the axis, or in one
@@ -100,7 +100,7 @@ def _no_recompute(plan: Plan) -> Plan:
 
 
 def _of_one_axis(work: StepOnRank, axis: Axis, tally: Tally) -> Iterator[Flow]:
-    """Yield the tally's kinds by purpose, without what every job sends in addition."""
+    """Yield the tally's kinds by purpose, without those that every job sends."""
     plan, spec = work.plan, work.spec
     by_kind = Counter(tally.bytes_by_kind)
     replicas = plan.dp_replicate
@@ -213,7 +213,7 @@ def _repeated_collectives(work: StepOnRank, layers: int, micro_batches: int) -> 
     """Return the collectives of a block's forward that full recomputation repeats.
 
     The last one is not repeated if the backward does not read its result (measured: 2 all-gathers
-    and a reduce-scatter of 4 collectives, or one all-reduce of 2); a dropout or a norm reads it.
+    and a reduce-scatter of 4 collectives, or one all-reduce of 2); dropout and norms read it.
     """
     plan, spec = work.plan, work.spec
     modes = plan.modes(spec.layers)
@@ -275,7 +275,7 @@ def _holds(name: str, first: bool, last: bool, tied: bool) -> bool:
 
 
 def neighbours(plan: Plan) -> list[tuple[int, int]]:
-    """Return the pairs of pipeline ranks that each micro-batch passes between, once each way."""
+    """Return the pairs of pipeline ranks between which each micro-batch passes, once each way."""
     schedule = SCHEDULES.get(plan.schedule)
     if schedule is None:
         return []

@@ -1,18 +1,18 @@
 """Communication of a rank in a training step, by formula: collectives and bytes by kind.
 
-Bytes are those that a rank sends if each collective is done by an algorithm that sends the least.
-Each of N ranks has B bytes; then it sends, in
+Bytes are those that a rank sends if each collective uses the algorithm that sends the least. If
+each of N ranks has B bytes, it sends, in
 
 - all_reduce 2(N−1)/N · B, reduce_scatter and all_to_all (N−1)/N · B, all_gather (N−1) · B (B is
-  what it has before, 1/N of the whole): Patarasuk and Yuan, "Bandwidth optimal all-reduce
+  what it has beforehand, 1/N of the result): Patarasuk and Yuan, "Bandwidth optimal all-reduce
   algorithms for clusters of workstations", JPDC 2009, §3; Chan et al., "Collective communication:
   theory, practice, and experience", 2007, table II;
 - broadcast B, from the root alone; scatter (N−1) · B, from the root alone; reduce and gather B,
-  from all but the root;
+  from all except the root;
 - send B.
 
-Counted is a collective that a rank takes part in, or a message that it sends; what it receives
-counts where it was sent. `training.collective_counter` counts the calls made, by the same rule.
+A rank's collectives and the messages that it sends are counted; received messages count for the
+sender. `training.collective_counter` counts actual calls by the same rule.
 
 Legend: A accumulation steps, b samples of a micro-batch, S sequence, D hidden width, L layers,
 Ψ parameters.
@@ -159,7 +159,7 @@ def step_traffic(
 
 
 def of_every_job(plan: Plan) -> Tally:
-    """Return the messages between ranks that every step has, with any strategy."""
+    """Return the messages between ranks that every step has, whatever the strategy."""
     tally = Tally()
     if plan.world_size > 1:
         tally.add("all_reduce", plan.world_size, _TOTALS_BYTES)
@@ -168,7 +168,7 @@ def of_every_job(plan: Plan) -> Tally:
 
 
 def _replicas(work: StepOnRank, tally: Tally) -> None:
-    """Add ddp: one all-reduce of Ψ numbers a step, in buckets (Li et al., VLDB 2020, §3.2).
+    """Add ddp: one all-reduce of Ψ numbers per step, in buckets (Li et al., VLDB 2020, §3.2).
 
     Buckets depend on the order in which gradients are ready; the reverse order of parameters is
     assumed.
@@ -186,7 +186,7 @@ def _shared_states(work: StepOnRank, tally: Tally) -> None:
     """Add zero1: as ddp, and each rank broadcasts the parameters that it has stepped.
 
     Rajbhandari et al., SC 2020, §7.1, with an all-reduce for their reduce-scatter. Whole parameters
-    go to the rank that has the least: matrices before vectors, the largest first.
+    are assigned to the rank that has the least: matrices before vectors, largest first.
     """
     _replicas(work, tally)
     ranks = work.plan.world_size
@@ -202,8 +202,8 @@ def _shared_states(work: StepOnRank, tally: Tally) -> None:
 def _ring(work: StepOnRank, tally: Tally) -> None:
     """Add ring: 2(N−1)/N of a buffer in 2(N−1) messages (Patarasuk and Yuan 2009, §3).
 
-    A buffer has one more number for each parameter. If N does not divide its length, pieces differ
-    by one number, and a rank sends up to two numbers per buffer more or less than this.
+    A buffer has one additional number for each parameter. If N does not divide its length, the
+    lengths of pieces differ by one, and a rank sends up to two numbers more or fewer per buffer.
     """
     ranks, item = work.plan.world_size, work.gradient_item_bytes
     for sizes in bucket_sizes(reversed(work.sizes), work.plan.bucket_mib * 2**20 // item):
@@ -229,9 +229,9 @@ def _sharded_traffic(work: StepOnRank, tally: Tally) -> None:
     zero2: an all-gather and a reduce-scatter of Ψ per pass, 2(N−1)/N · Ψ, as much as ddp. zero3 and
     hsdp: two all-gathers of each block, 3(N−1)/N · Ψ, 1.5 times as much (Rajbhandari et al.,
     "ZeRO", SC 2020, §7.2); parameters outside of blocks are gathered once. torch reduces gradients
-    in every pass, ddp once per step. In mixed precision, gathers have 16 bits and sums 32. Each
-    parameter is split by its first dimension, padded to a multiple of N. hsdp then all-reduces each
-    shard's gradients between the groups (Zhao et al., "PyTorch FSDP", VLDB 2023, §3.2.2).
+    in every pass, ddp once per step. In mixed precision, gathers are in 16 bits and sums in 32.
+    Each parameter is split by its first dimension, padded to a multiple of N. hsdp then all-reduces
+    each shard's gradients between the groups (Zhao et al., "PyTorch FSDP", VLDB 2023, §3.2.2).
     """
     plan, passes = work.plan, work.passes
     for block, shapes in _units(parameter_shapes(work.spec)).items():
@@ -258,8 +258,8 @@ def _units(named: Mapping[str, Shape]) -> dict[str, list[Shape]]:
 def _data_parallel(work: StepOnRank, tally: Tally) -> None:
     """Add dp: five collectives per batch, as in `nn.DataParallel` (Li et al., VLDB 2020, §2.2).
 
-    These are weights, samples, outputs, their gradients, and gradients of weights (with one more
-    number for each).
+    These are weights, samples, outputs, their gradients, and gradients of weights (with one
+    additional number for each).
     """
     ranks, first, passes = work.plan.world_size, work.rank == 0, work.passes
     # BERT's last norm has the dtype of the product before it, others have fp32.
@@ -278,8 +278,8 @@ def _data_parallel(work: StepOnRank, tally: Tally) -> None:
 def _servers(work: StepOnRank, tally: Tally) -> None:
     """Add ps: workers send all gradients, and servers return their share of sums or weights.
 
-    Li et al., OSDI 2014, §2.2. Gradients come with one more number for each parameter. A worker's
-    other devices send it their gradients, and receive its results.
+    Li et al., OSDI 2014, §2.2. Gradients include one additional number for each parameter. A
+    worker's other devices send it their gradients, and receive its results.
     """
     plan, item = work.plan, work.item
     each, workers = plan.worker_devices, plan.data_parallel // plan.worker_devices
@@ -317,10 +317,10 @@ def share_by_size(sizes: Iterable[int], shares: int) -> list[list[int]]:
 
 
 def _pipeline(work: StepOnRank, tally: Tally) -> None:
-    """Add pipelines: hidden states forward and their gradients backward, at borders between ranks.
+    """Add pipelines: hidden states forward and gradients backward, at rank boundaries.
 
-    b · S · D numbers per micro-batch and border (Narayanan et al., arXiv 2104.04473, §3.2). If the
-    embedding is tied, the ranks of the first and last stage all-reduce its gradient.
+    These are b · S · D numbers per micro-batch and boundary (Narayanan et al., arXiv 2104.04473,
+    §3.2). If the embedding is tied, the ranks of the first and last stage all-reduce its gradient.
     """
     plan, spec = work.plan, work.spec
     schedule = SCHEDULES[plan.strategy]
@@ -338,12 +338,12 @@ def _pipeline(work: StepOnRank, tally: Tally) -> None:
 
 
 def _tensor(work: StepOnRank, tally: Tally) -> None:
-    """Add tp: 8(N−1)/N · b · S · D numbers per layer and pass, with sequence parallelism or not.
+    """Add tp: 8(N−1)/N · b · S · D numbers per layer and pass, sequence parallel or not.
 
-    Without: all-reduces of the outputs of attention and MLP, and of the gradients of their inputs
-    (Shoeybi et al., arXiv 1909.08053, §3). With: a reduce-scatter and an all-gather for each
-    (Korthikanti et al., arXiv 2205.05198, §4.2.2). The embedding's output and the head's input add
-    one of each; BERT's head, whose transform every rank computes completely, has an all-reduce
+    Without it: all-reduces of the outputs of attention and MLP, and of the gradients of their
+    inputs (Shoeybi et al., arXiv 1909.08053, §3). With it: a reduce-scatter and an all-gather for
+    each (Korthikanti et al., arXiv 2205.05198, §4.2.2). The embedding's output and the head's input
+    add one of each; BERT's head, whose transform every rank computes completely, has an all-reduce
     instead of the reduce-scatter. The loss adds three numbers per token. Gradients of unsplit
     weights, from parts of the sequence or of the heads, are summed once per step.
     """
@@ -370,7 +370,7 @@ def _tensor(work: StepOnRank, tally: Tally) -> None:
 
 
 def _shared_numbers(work: StepOnRank) -> int:
-    """Return numbers in unsplit weights of which tp ranks have parts of the gradient each."""
+    """Return the number of unsplit weights whose gradients tp ranks have in parts."""
     partial = ["q_norm", "k_norm"]
     if work.plan.sequence_parallel:
         partial += ["norm", "embed.positions", "embed.segments"]

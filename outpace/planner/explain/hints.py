@@ -1,4 +1,4 @@
-"""Gains of settings that are not searched by default, from a search near the best plan."""
+"""Gains of settings that are not searched by default, found by a search near the best plan."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -32,7 +32,7 @@ def hint(
     best: Plan,
     step_s: float,
 ) -> str | None:
-    """Return a sentence that suggests a setting to vary; None if nothing gains or all are fixed.
+    """Return a sentence that suggests a setting to vary; None if none helps or all are fixed.
 
     To take only a fraction of the main search's time, it searches only the best plan's tensor,
     context and pipeline axes (fp8 has no tensor axis), so --vary may find more.

@@ -1,4 +1,4 @@
-"""Reasons: why a plan has its rank, why others were not chosen, and why none is possible."""
+"""Reasons for a plan's rank, for not choosing other plans, and for having no plan."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -36,7 +36,7 @@ def explain_plan(
     roles: Sequence[Role],
     listed: Sequence[int],
 ) -> str:
-    """Return why a plan is `listed`, compared with the fastest (the fastest: with the next)."""
+    """Return why a plan is `listed`, by comparison with the fastest (or the next one)."""
     if "fastest" in roles:
         return _explain_fastest(job, found, place, roles, listed)
     against = _words_against(found, found.fastest, place, listed)
@@ -67,7 +67,7 @@ def explain_plan(
 
 
 def _risk_of_fastest(job: PlanningProblem, found: SearchResult) -> str | None:
-    """Return what the fastest plan risks: offloads or full memory; None: neither."""
+    """Return what the fastest plan risks: offloads or full memory; None if neither applies."""
     plan = to_plan(found.columns, found.fastest)
     away = _offload_places(plan)
     if away:
@@ -113,7 +113,7 @@ def _explain_fastest(
 
 
 def _largest_gap(found: SearchResult, slower: int, faster: int) -> str:
-    """Return the part in which a slower plan loses most, and how the others differ together.
+    """Return the part in which a slower plan loses the most time, and the others' sum.
 
     A single part may lose more than the whole step.
     """
@@ -132,7 +132,7 @@ def _largest_gap(found: SearchResult, slower: int, faster: int) -> str:
 
 
 def _words_against(found: SearchResult, other: int, place: int, listed: Sequence[int]) -> str:
-    """Describe another plan: completely if both split the model alike, else by its layout."""
+    """Describe another plan: in full if both split the model alike, else by its layout."""
     theirs, mine = (title(to_plan(found.columns, one)) for one in (other, place))
     short = theirs.split(", micro-batch")[0]
     words = theirs if short == mine.split(", micro-batch")[0] else short
@@ -167,7 +167,7 @@ def rejected_families(
 
 
 def _rejected_family(job: PlanningProblem, found: SearchResult, name: str) -> RejectedFamily:
-    """Compare a family's best plan with the fastest, or say how far its smallest is off fitting."""
+    """Compare a family's best plan with the fastest, or say by how much its smallest is too big."""
     place, first = found.best[name], found.fastest
     if place < 0:
         small = found.smallest[name]
@@ -194,7 +194,7 @@ def _format_kept(wanted: SearchRequest) -> str:
 
 
 def lacks(job: PlanningProblem, columns: PlanBatch, place: int) -> str:
-    """Describe what a plan that does not fit needs, beside what the device or its host has."""
+    """Describe what a plan that does not fit needs, next to what the device or its host has."""
     row = columns.take([place])
     need, host = float(job.required_bytes(row)[0]), job.cluster.host_bytes
     if need > job.limit or host is None:

@@ -1,4 +1,4 @@
-"""Cost of a plan's step, in memory and time, as far as choosing between plans needs it."""
+"""Cost of a plan's step in memory and time, for choosing between plans."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,8 @@ from outpace.records.plan import Plan
 class Cost:
     """Peak memory of the fullest rank, and the time of a step by the planner's model, if known.
 
-    `tensor_bytes` of the peak are tensors. `by_kind` is it by an account's kinds, if known.
+    `tensor_bytes` of the peak are tensors. `by_kind` splits the peak by an account's kinds, if
+    known.
     """
 
     peak_memory_bytes: int
@@ -34,7 +35,7 @@ def most_bytes(spec: ModelSpec, seq_len: int, plan: Plan) -> int:
     """Return a quick upper bound of a rank's memory.
 
     It assumes that everything is unsharded, in fp32 and kept, and that attention is not fused. Each
-    run asks for it before its first step; loading the planner's formula would take it 0.05 s.
+    run needs it before its first step, where loading the planner's formula would take 0.05 s.
     """
     tokens = plan.samples_read * seq_len  # of all ranks, if one of them computes the loss
     of_token = 24 * spec.hidden + 8 * spec.ffn + 4 * spec.heads * (spec.head_dim + seq_len)

@@ -40,7 +40,7 @@ _PAIRS = 8
 
 @dataclass(frozen=True)
 class Proposal:
-    """Settings to change, and the prediction with them; `slowdown` 0.1: 10 % more time.
+    """Settings to change, and the prediction with them; a `slowdown` of 0.1 is 10 % more time.
 
     `exact`: training computes the same numbers, except for rounding.
     """
@@ -107,7 +107,8 @@ def propose(
 
     If there are too few, add more changes of the kinds that fit, then combinations of two kinds.
 
-    `predict` is called about log2 times per kind and for a few pairs, until `enough` returns true.
+    For n changes of a kind, `predict` is called about log2(n) times, and also for a few pairs,
+    until `enough` returns true.
     """
     now = predict(plan)
     base = _TriedChange({}, now)
@@ -147,7 +148,7 @@ def propose(
 def _least_that_fits(
     kind: Sequence[Change], attempt: Callable[[Change], _TriedChange | None], limit_bytes: int
 ) -> tuple[_TriedChange | None, _TriedChange | None]:
-    """Find, by bisection, the first change of a kind that fits, and the one that saves most."""
+    """Find, by bisection, the first change of a kind that fits, and the one that saves the most."""
     low, high = 0, len(kind)
     fits = most = None
     while low < high:

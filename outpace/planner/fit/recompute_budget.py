@@ -79,7 +79,7 @@ def cheapest(
     costs: Mapping[Checkpointing, float],
     need: float,
 ) -> Counts | None:
-    """Return the blocks of each mode that save `need` bytes at the lowest cost; None if none do.
+    """Return the cheapest blocks of each mode that save `need` bytes; None if none suffice.
 
     `saved` and `costs` are per block. The answer is exact: all numbers for two modes are tried,
     each with the smallest sufficient number for the third.
@@ -100,7 +100,7 @@ def cheapest(
 
 
 def _ceil(wanted: float, each: float) -> int:
-    """Return how many of `each` add up to `wanted`; an impossible number if none do."""
+    """Return how many of `each` reach `wanted`; an impossibly large number if `each` is 0."""
     if wanted <= 0:
         return 0
     return int(-(-wanted // each)) if each > 0 else 2**62

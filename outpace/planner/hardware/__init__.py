@@ -1,1 +1,1 @@
-"""Devices and links as the planner sees them."""
+"""Devices and links as the planner models them."""

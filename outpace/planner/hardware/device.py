@@ -37,19 +37,19 @@ class DeviceRates:
     fraction of that for heads of width 64. An optimizer reaches `optimizer_share` of the memory
     bandwidth. `hides` is the fraction of a collective that can overlap with computation; 0 if the
     same cores do both. `spread` is the standard deviation of the clocks of devices of this kind,
-    relative to the median. `sharers` ranks share a core: while some wait, the others are that much
-    faster. `unit_s` is the host time to gather or reduce one sharding unit. `piecewise`: rotary
-    embeddings, and RMS norms of tensors split over tp, consist of several operators; other RMS
-    norms are a single operator of this package (nn.norms). `attention_rates` are the FLOP/s in fp32
-    and bf16 to which attention's fractions refer, if they differ from those of products.
+    relative to the median. `sharers` ranks share a core: while some wait, the others are faster
+    accordingly. `unit_s` is the host time to gather or reduce one sharding unit. `piecewise`:
+    rotary embeddings, and RMS norms of tensors split over tp, consist of several operators; other
+    RMS norms are a single operator of this package (nn.norms). `attention_rates` are the FLOP/s in
+    fp32 and bf16 to which attention's fractions refer, if they differ from those of products.
     `attention_kernels` are the fractions of other kernels, by name; causal attention reaches half
     of its rate at `attention_half` keys.
 
     A tile of a product takes as long as if its inner dimension were `fill` longer. Even short
     products reach no more than `limit` of the best rate; within a step, which is a sustained load,
-    they reach at most `sustained` of it, in fp8 `sustained_fp8`. `measured_ratios` are of products
-    that were measured on this very device, by dtype: how much longer they took. Triton's grouped
-    products of experts take `triton_experts` times as long as products by tiles.
+    they reach at most `sustained` of it, or `sustained_fp8` in fp8. `measured_ratios` say by dtype
+    how much longer products took that were measured on this very device. Triton's grouped products
+    of experts take `triton_experts` times as long as products by tiles.
     """
 
     name: str
@@ -94,7 +94,7 @@ class DeviceRates:
         return rate > 1.5 * self.rate("bf16")
 
     def rate(self, dtype: str) -> float:
-        """Return the FLOP/s of large matrix products, or those of the next wider dtype."""
+        """Return the FLOP/s of large matrix products, or of those in the next wider dtype."""
         wider = ("fp16" if dtype == "bf16" else "bf16", "tf32", "fp32")
         for name in (dtype, *(reversed(wider) if dtype == "tf32" else wider)):
             if name in self.best_flops_per_s:
@@ -232,9 +232,9 @@ def sustained_product_s(
 ) -> Floats:
     """Return `product_s` within a training step, where power and cold caches limit rates.
 
-    No product exceeds the sustained rate; slower ones take as long as alone. `more_bytes` are moved
-    when tiles are done, beside operands and results: where the device does not compute the next
-    tiles meanwhile, they take as much longer.
+    No product exceeds the sustained rate; slower ones take as long as they do alone. `more_bytes`
+    are moved when tiles are done, in addition to operands and results: this adds to the time if the
+    device does not compute the next tiles meanwhile.
     """
     short = product_s(device, rate, m, n, k, item, batch)
     rate = np.asarray(rate, float)
@@ -251,8 +251,8 @@ def sustained_product_s(
 def _measured_ratio(device: DeviceRates, m: Floats, n: Floats, k: Floats, rate: Floats) -> Floats:
     """Return how much longer measured products take than their tiles predict, at this shape.
 
-    Points of the same dtype are weighted by distance in the logarithms of the three dimensions: at
-    a point its own ratio holds, far from all points their mean.
+    Points of the same dtype are weighted by distance in the logarithms of the three dimensions: the
+    ratio at a point is its own, and that far from all points is their mean.
     """
     m, n, k, rate = np.broadcast_arrays(*(np.asarray(x, float) for x in (m, n, k, rate)))
     found = np.ones(rate.shape)

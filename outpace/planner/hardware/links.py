@@ -1,4 +1,4 @@
-"""Links between ranks: how long a collective takes on an axis of the mesh.
+"""Links between ranks: the time that a collective takes on an axis of the mesh.
 
 Ranks are laid out on nodes in the order of `records.plan.AXES`, the last axis closest together. A
 ring through the ranks of several nodes enters and leaves each node once; rings of other groups that
@@ -19,11 +19,11 @@ _SMALLEST = 6  # log2 of the first size of `by_size`
 
 
 class Protocol(NamedTuple):
-    """A protocol of a collective: its fixed latency, its latency per step inside and across nodes,
-    and its share of bandwidth.
+    """A protocol of a collective: its latencies and its share of bandwidth.
 
-    Protocols with short steps use less of the bandwidth; the fastest is used. `by_size` makes it a
-    tree protocol: the share reached by array size, in powers of two from 64 bytes.
+    Latency is fixed, plus a part per step inside and across nodes. Protocols with short steps use
+    less of the bandwidth; the fastest is used. `by_size` makes it a tree protocol: the share
+    reached by array size, in powers of two from 64 bytes.
     """
 
     base_s: float
@@ -40,7 +40,7 @@ class Fabric:
     `inside_bytes_per_s` is the rate between a device and the others of its node,
     `across_bytes_per_s` that of all network cards of a node together, and `pair_bytes_per_s` that
     between a device and one other of its node. All-gather and reduce-scatter reach a share of them
-    within a node, small groups reach `group_shares` by their size, and all-to-all reaches one share
+    within a node, small groups reach `group_shares` by their size, and all-to-all has one share
     inside nodes (`all_to_all_share`) and one across. `scatter_rounds` is 2 if a library sums
     everything on every rank and then keeps a part, as gloo does.
     """
@@ -61,7 +61,7 @@ class Fabric:
     def with_rates(self, inside: Floats | float, across: Floats | float) -> "Fabric":
         """Return the fabric with other rates, one for all plans or one for each.
 
-        A device's link to one other keeps its share of that to all.
+        A device's rate to one other device keeps its ratio to the rate to all.
         """
         share = self.pair_bytes_per_s / self.inside_bytes_per_s
         pair = inside * share if self.inside_bytes_per_s < np.inf else inside
@@ -71,10 +71,10 @@ class Fabric:
         return replace(self, **rates)
 
     def spread(self, size: Ints, stride: Ints) -> tuple[Floats, Floats, Floats]:
-        """Return the ranks per node, the nodes, and the groups per node's cards, for groups of
-        `size` ranks at distance `stride`.
+        """Return the ranks per node, the nodes, and the groups that share a node's network cards.
 
-        These groups cross the same cards at the same time.
+        This is for groups of `size` ranks at distance `stride`, which cross the same cards at the
+        same time.
         """
         together = np.clip(self.per_node // np.maximum(stride, 1), 1, None)
         within = np.minimum(size, together)
@@ -83,7 +83,7 @@ class Fabric:
     def _ring(self, size: Ints, stride: Ints, share: float) -> tuple[Floats, Floats]:
         """Return bytes/s per link, and the nodes of groups of `size` ranks `stride` apart.
 
-        `share`: how much of a node's links the collective reaches.
+        `share`: the share of a node's link rate that the collective reaches.
         """
         within, nodes, groups = self.spread(size, stride)
         inside = np.where(within > 1, self.inside_bytes_per_s, np.inf) * share
@@ -132,7 +132,7 @@ class Fabric:
     def broadcasts_s(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
         """Return the time in which each rank of a group broadcasts its part of arrays of `nbytes`.
 
-        The broadcasts go round the ring one after the other, in a step per rank each.
+        The broadcasts travel around the ring one after the other, each with a step per rank.
         """
         rate, nodes = self._ring(size, stride, 1.0)
         crossing = np.where(nodes > 1, nodes, 0)
@@ -164,10 +164,10 @@ class Fabric:
     def _trees(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
         """Return seconds of an all-reduce over several nodes by double binary trees.
 
-        A rank of a chain sends the array up and down. So does a node that is an inner node in one
-        of the two trees, each with half of the array: three halves to its neighbours there and one
-        half in the other tree. With two nodes, each is a root once and a leaf once, which halves
-        that. Latencies are NCCL's: through the chain and back, and log2(nodes) hops.
+        A rank of a chain sends the array up and down. Between nodes, each tree carries half of the
+        array; an inner node of a tree sends three halves to its neighbours in it, and one half in
+        the other tree. With two nodes, each is a root once and a leaf once, which halves that.
+        Latencies are NCCL's: through the chain and back, and log2(nodes) hops.
         """
         within, nodes, groups = self.spread(size, stride)
         inside = np.where(within > 1, 2 * nbytes / self.inside_bytes_per_s, 0.0)
@@ -183,9 +183,9 @@ class Fabric:
         return best
 
     def send_s(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
-        """Return the time of a message to the next of `size` ranks `stride` apart, all sending.
+        """Return the time of a message to the next of `size` ranks `stride` apart, while all send.
 
-        If they lie on several nodes, the slowest message is between two nodes, at a device's share
+        If they are on several nodes, the slowest message is between two nodes, at a device's share
         of its node's cards.
         """
         leaves = size * stride > self.per_node

@@ -21,7 +21,7 @@ _BUNDLE = re.compile(r"(?:([0-9]+)\s*[x×]\s*)?(.+)")
 
 
 def ladder() -> list[Network]:
-    """Return the networks of the catalog by rate, slowest first; equally fast ones together."""
+    """Return the networks of the catalog by rate, slowest first, with equally fast ones grouped."""
     single = [(link.name, 1) for link in LINKS.values() if link.kind in _KINDS]
     return by_rate(
         Network(
@@ -37,7 +37,7 @@ def device_ladder(chip: Accelerator | None) -> list[Network]:
 
     These are a slot of each PCIe generation, and the NVLink bundles (for AMD, Infinity Fabric) with
     which accelerators of the catalog are sold. Equally fast links are grouped, with the device's
-    own first. None on a CPU, whose ranks communicate through memory.
+    own first. There are none on a CPU, whose ranks communicate through memory.
     """
     if chip is None:
         return []

@@ -78,7 +78,7 @@ class AdapterMemory:
 
     @cached_property
     def gathers(self) -> Bools:
-        """Return where parameters are sharded and gathered for use."""
+        """Return which plans shard parameters and gather them for use."""
         return self.columns.zero >= 2
 
     @cached_property
@@ -126,7 +126,7 @@ class AdapterMemory:
         return np.where(self.gathers, self.sizes.gathered, self.sizes.weight)
 
     def block_bytes(self, item: Floats) -> Floats:
-        """Return the bytes of a block's parameters, at `item` bytes for those not in 4 bits."""
+        """Return the bytes of a block's parameters, with `item` bytes for those not in 4 bits."""
         if self.packs:
             packed = sum(nf4_bytes(m.elements) for m in self.matrices)
             return packed + item * (self.vectors + self.trained_elements)
@@ -141,7 +141,7 @@ class AdapterMemory:
 
     @cached_property
     def casts_adapters(self) -> Bools:
-        """Return where adapters, and matrices not in 4 bits, are cast for products."""
+        """Return which plans cast adapters, and matrices that are not in 4 bits, for products."""
         return self.sizes.operand < self.gathered_item
 
     def copy_bytes(self, matrix: Matrix, reads_gradient: bool) -> Floats:
@@ -193,7 +193,7 @@ class AdapterMemory:
         return self.input_bytes(readers[0])
 
     def has(self, *names: str) -> bool:
-        """Return whether one of these matrices has an adapter."""
+        """Return whether any of these matrices has an adapter."""
         return any(m.adapted for m in self.matrices if m.name in names)
 
     def matrix(self, name: str) -> Matrix:
@@ -220,7 +220,7 @@ class AdapterMemory:
 
     @cached_property
     def repeats_keys(self) -> Bools:
-        """Return where attention's kernel lacks grouped queries (`nn.kernels.choose_kernel`)."""
+        """Return which plans' kernels lack grouped queries (`nn.kernels.choose_kernel`)."""
         kernel = self.columns.precision_in("fp32", *COMPUTES_IN_FP16)
         return kernel & (self.device == "cuda")
 
@@ -243,7 +243,7 @@ class AdapterMemory:
 
     @cached_property
     def first_saves_less(self) -> Floats:
-        """Return how many bytes less the first block saves, since its input has no gradient.
+        """Return how many fewer bytes the first block saves, since its input has no gradient.
 
         Its first norm saves nothing; nor does attention, as long as no adapter precedes it.
         """
@@ -261,11 +261,11 @@ class AdapterMemory:
 
     @cached_property
     def forward_bytes(self) -> Floats:
-        """Return the bytes that a block's forward needs besides what it saves, at its peak.
+        """Return the bytes that a block's forward needs at its peak in addition to what it saves.
 
-        Outputs of attention and of norms before their cast live until its end. To these add the
-        outputs of a matrix and its adapter and their sum: in the MLP's last product, or in the one
-        before it.
+        Outputs of attention and of norms before their cast live until its end. In addition, there
+        are the outputs of a matrix and its adapter and their sum, in the MLP's last product or the
+        one before it.
         """
         s = self.sizes
         throughout = s.whole * s.operand + np.where(s.casts, 2 * s.part * s.stream, 0.0)
@@ -413,7 +413,7 @@ def _unit(step: AdapterMemory) -> Floats:
 
 
 def _add_root(timeline: MemoryTimeline, step: AdapterMemory) -> None:
-    """Gather parameters outside of blocks, and an embedding's table in fp32 (`nn.fp32_modules`)."""
+    """Add gathered parameters outside of blocks, and the fp32 table (`nn.fp32_modules`)."""
     root = np.where(step.gathers, step.root_item * step.root_elements, 0.0)
     timeline.take("unsharded", root)
     timeline.take("communication", root)
@@ -474,7 +474,7 @@ def _add_blocks(timeline: MemoryTimeline, step: AdapterMemory, unit: Floats) -> 
 
 
 def _recomputes(every: Ints, place: int) -> Bools:
-    """Return where a block recomputes: every n-th, from the first."""
+    """Return for which plans a block recomputes: every n-th, from the first."""
     found: Bools = (every > 0) & (place % np.maximum(every, 1) == 0)
     return found
 
@@ -517,12 +517,12 @@ def _pass_over_others(
 
 
 def _has_gradients(step: AdapterMemory) -> Bools:
-    """Return where gradients exist before a backward makes new ones."""
+    """Return for which plans gradients exist before a backward creates new ones."""
     return step.columns.strategy_in("ddp") | (step.columns.passes > 1)
 
 
 def _reduce(timeline: MemoryTimeline, step: AdapterMemory, reduced: Floats) -> Floats:
-    """Add the reduction of a block's gradients, the end of that of `reduced`; return its bytes."""
+    """Add the reduction of a block's gradients, and the end of `reduced`; return its bytes."""
     sent = np.where(step.gathers, step.sizes.reduced * step.trained_elements, 0.0)
     if step.packs:
         sent = np.where(step.gathers, step.sizes.weight * step.trained_elements, 0.0)
@@ -579,7 +579,7 @@ def _add_block(timeline: MemoryTimeline, step: AdapterMemory, again: Bools, *, f
 
 
 def _add_mlp(timeline: MemoryTimeline, step: AdapterMemory, cast: Floats) -> None:
-    """Add the MLP; its output's gradient takes `cast` bytes if it differs from the stream's."""
+    """Add the MLP; its output's gradient takes `cast` bytes unless it has the stream's dtype."""
     b, inner = step.block, step.block.inner
     down, up = step.matrix("down"), step.matrix("up")
     _add_linear(timeline, step, down, made=cast, read=step.shared_bytes("down"))
@@ -681,7 +681,7 @@ def _add_linear(
 
 
 def _add_norm(timeline: MemoryTimeline, step: AdapterMemory, stream: Floats, read: Floats) -> None:
-    """Add the gradient of a norm's input, made of its output's and added to the stream's."""
+    """Add the gradient of a norm's input, computed from its output's and added to the stream's."""
     timeline.pass_over("temporary", stream - read)
     timeline.take("temporary", stream)
     timeline.drop("activations", step.block.residual + step.block.norm)
@@ -694,8 +694,8 @@ def _add_workspace(timeline: MemoryTimeline, step: AdapterMemory) -> None:
     """Add the workspace of attention's backward.
 
     FlashAttention sums the gradients of queries in fp32 (Dao, arXiv 2307.08691, §3). outpace's own
-    on a CPU in bf16 (`nn.attention`) sums those of keys and values, and has three copies of the
-    probabilities of a block of queries and their inputs.
+    kernel on a CPU in bf16 (`nn.attention`) sums those of keys and values, and has three copies of
+    the probabilities of a block of queries and their inputs.
     """
     one, c, b = step.outline.stacks[0].attention, step.columns, step.block
     assert one is not None

@@ -16,7 +16,7 @@ from outpace.planner.plan_columns import Bools, Floats, Ints
 
 @dataclass(frozen=True)
 class _Position:
-    """Position of a block: which plans have it, its mode, and which of them gather the next one."""
+    """Position of a block: which plans have it, its mode, and which gather the next one."""
 
     present: Bools
     mode: BlockMode
@@ -81,7 +81,7 @@ def _pass_over_others(
 
 
 def _count(positions: list[_Position]) -> Ints:
-    """Return how many of these blocks a rank has."""
+    """Return the number of these blocks on a rank."""
     count: Ints = np.sum([one.present for one in positions], axis=0)
     return count
 

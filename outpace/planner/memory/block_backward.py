@@ -21,7 +21,7 @@ class _Block:
 
     `live`: share of saved tensors on the device. `copies`: bytes of weight copies per matrix
     element, if they exist. `stream`: gradient of the residual stream. `read`: input of products;
-    `cast`: the same if it is cast; `gathered`: if it is gathered again.
+    `cast`: its copy if it is cast; `gathered`: its copy if it is gathered again.
     """
 
     setup: MemorySetup
@@ -120,7 +120,7 @@ def _add_attention(timeline: MemoryTimeline, block: _Block) -> None:
 
 
 def _add_norm(timeline: MemoryTimeline, block: _Block) -> None:
-    """Add the gradient of a norm's input, made of its output's and added to the stream's."""
+    """Add the gradient of a norm's input, computed from its output's and added to the stream's."""
     b = block.setup.block
     # Put together before it is scattered.
     timeline.moment("temporary", np.where(block.setup.splits_stream, block.read, 0.0))

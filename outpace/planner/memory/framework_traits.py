@@ -14,12 +14,12 @@ class FrameworkTraits:
     `chunks_loss`: large logits are split into chunks. `softmax_in_place`: a single fp32 copy of the
     logits becomes the softmax and then its gradient. `regathers_inputs`: under sequence
     parallelism, a rank keeps its shard of products' inputs and gathers it again. `main_gradients`:
-    bytes per gradient of a buffer that accumulates gradients throughout the job, with whole weights
-    unless a plan shards them; None: as outpace's strategies do. `shards_by_element`: zero1 shards
-    elements over data and context parallelism, not whole parameters. `reuses_receive_buffer`: a
-    pipeline has one receive buffer for all micro-batches, and frees what it has sent.
-    `accumulates_unsharded`: if weights are sharded and micro-batches accumulate, gradients are
-    unsharded until the last backward.
+    bytes per gradient of a buffer that accumulates gradients throughout the job, for whole weights
+    unless a plan shards them; None means as in outpace's strategies. `shards_by_element`: zero1
+    shards elements over data and context parallelism, not whole parameters.
+    `reuses_receive_buffer`: a pipeline has one receive buffer for all micro-batches, and frees what
+    it has sent. `accumulates_unsharded`: if weights are sharded and micro-batches accumulate,
+    gradients are unsharded until the last backward.
     """
 
     chunks_loss: bool = True

@@ -16,7 +16,7 @@ _FLAGS = {name for name, kind in Rank.__annotations__.items() if kind is bool}
 
 @dataclass(frozen=True)
 class Place:
-    """A rank of each plan's pipeline (see `in_flight.Rank`); without a pipeline, the rank."""
+    """A rank of each plan's pipeline (see `in_flight.Rank`), or any rank without a pipeline."""
 
     layers: Floats
     chunk_layers: Floats
@@ -40,7 +40,7 @@ class Place:
 
 
 def places(outline: Outline, columns: PlanBatch) -> list[Place]:
-    """Return the only rank without a pipeline; else `in_flight`'s candidates, the last repeated."""
+    """Return one rank without a pipeline, else `in_flight`'s candidates, repeating the last."""
     names = ("schedule", "pp", "stages_per_rank", "microbatches", "even_stages")
     kept = [getattr(columns, name) for name in names]
     rows = np.stack([*kept, recompute_interval(columns, outline.layers)], axis=1)
@@ -65,9 +65,9 @@ def _place(ranks: list[Rank], rows: Ints) -> Place:
 
 
 def recompute_interval(columns: PlanBatch, layers: int) -> Ints:
-    """Return the interval of recomputing blocks, counted from the first; 0: none.
+    """Return the interval of recomputing blocks, counted from the first; 0 means none.
 
-    Plans have shares: n of L blocks mean every (L/n rounded up)-th one.
+    Plans give shares: n of L blocks means every (L/n rounded up)-th one.
     """
     recomputed = np.rint((1 - columns.modes[:, MODES.index("none")]) * layers)
     return np.where(recomputed > 0, np.ceil(layers / np.maximum(recomputed, 1)), 0).astype(np.int64)

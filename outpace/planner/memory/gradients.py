@@ -14,7 +14,7 @@ from outpace.planner.plan_columns import Bools, Floats
 class GradientBytes:
     """Bytes of a gradient per element, one entry per plan.
 
-    `product` and `other`: as made, before a cast, by a matrix product or elsewhere. If ranks have
+    `product` and `other`: bytes before a cast, from a matrix product or elsewhere. If ranks have
     whole weights, `kept` bytes stay, or `added` bytes live until they are added to existing
     gradients; both are 0 if parameters are gathered. Then `whole` bytes live until they are
     reduced, or `joined` bytes until they are added to gradients that wait for a pipeline's last

@@ -35,7 +35,7 @@ def fits(rows: Floats, columns: Floats, operand: Floats) -> Bools:
 
 
 def accelerator_rows(rows: Floats, columns: Floats, operand: Floats, asked: Bools) -> Floats:
-    """Return the rows of logits that an accelerator computes at a time; `asked`: in chunks."""
+    """Return the rows of logits computed at a time on an accelerator; `asked`: in chunks."""
     row_bytes = np.maximum(columns, 1) * operand
     most = np.floor(_CHUNK_BYTES / row_bytes / _PADDED_TO) * _PADDED_TO
     chunks = np.ceil(rows / np.maximum(_CHUNK_ROWS_ACCELERATOR, most))
@@ -46,7 +46,7 @@ def accelerator_rows(rows: Floats, columns: Floats, operand: Floats, asked: Bool
 
 
 def block_bytes(rows: Floats, columns: Floats, compiled: Bools) -> Floats:
-    """Return the bytes of fp32 copies of logits; compiled passes have none."""
+    """Return the bytes of fp32 copies of logits; compiled passes need none."""
     most = np.maximum(1, np.floor(_BLOCK_BYTES / (FP32 * np.maximum(columns, 1))))
     return np.where(compiled, 0.0, FP32 * np.minimum(rows, most) * columns)
 
@@ -58,7 +58,7 @@ def exceeds_cpu(rows: Floats, vocab: Floats, in_bf16: Bools) -> Bools:
 
 
 def whole_bf16_rows(vocab: Floats) -> Floats:
-    """Return the number of tokens for which a CPU in bf16 holds all logits."""
+    """Return the number of tokens up to which a CPU in bf16 holds all logits."""
     return np.maximum(CHUNK_ROWS, np.floor(_LOW_BYTES / (2 * np.maximum(vocab, 1))))
 
 

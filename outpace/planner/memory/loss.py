@@ -27,10 +27,10 @@ from outpace.records.precisions import COMPUTES_IN_BF16
 
 @dataclass(frozen=True)
 class _Head:
-    """Head with `elements` on ranks that have one; it receives `rows` tokens.
+    """The head, of `elements` on ranks that have it; it receives `rows` tokens.
 
-    `more`: further micro-batches that wait for their backward. `last`: bytes of a buffer freed when
-    it begins. `copied`: products read a cast or padded copy.
+    `more`: further micro-batches that wait for their backward. `last`: bytes of a buffer that is
+    freed when the head begins. `copied`: products read a cast or padded copy.
     """
 
     setup: MemorySetup
@@ -135,7 +135,7 @@ def _transform_bytes(setup: MemorySetup) -> Floats | float:
 
 
 def _uses_chunks(setup: MemorySetup, rows: Floats, vocab: Floats) -> Bools:
-    """Return which losses use chunks of logits: those requested, or with large logits."""
+    """Return which losses use chunks of logits: where requested, or where logits are large."""
     c = setup.columns
     if _uses_head_loss(setup):
         large = ~fits(rows, padded_columns(vocab), setup.sizes.operand)
@@ -215,7 +215,7 @@ def _takes_bf16_logits(setup: MemorySetup) -> Bools:
 
 
 def _add_bf16_logits(timeline: MemoryTimeline, head: _Head) -> None:
-    """Add all logits in 16 bits; their gradient is made in place."""
+    """Add all logits in 16 bits; their gradient is computed in place."""
     s, rows, vocab = head.setup.sizes, head.rows, head.vocab
     states = rows * head.setup.outline.hidden
     logits = rows * vocab * s.operand
@@ -266,7 +266,7 @@ def _add_whole_logits(timeline: MemoryTimeline, head: _Head) -> None:
 
 
 def _add_chunks(timeline: MemoryTimeline, head: _Head) -> None:
-    """Add the CPU's chunked loss; the forward makes gradients of hidden states and head."""
+    """Add the CPU's chunked loss; the forward computes the gradients of hidden states and head."""
     s, hidden, item = head.setup.sizes, head.setup.outline.hidden, head.setup.sharding.item
     rows, vocab, low = head.rows, head.vocab, _takes_bf16_logits(head.setup)
     asked = head.setup.columns.chunked_loss

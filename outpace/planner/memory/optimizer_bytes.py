@@ -1,4 +1,4 @@
-"""Bytes that an optimizer stores per parameter, and how much it steps at once."""
+"""Bytes that an optimizer stores per parameter, and how much it updates at once."""
 
 import math
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ def optimizer_bytes(
 ) -> float:
     """Return the bytes of optimizer state for a parameter of `shape`, without the step count.
 
-    `hidden`: whether Muon steps it, if it is a matrix; see `block` for `split`.
+    `hidden`: whether Muon updates the parameter if it is a matrix; see `block` for `split`.
     """
     values = math.prod(shape)
     master = values * _FP32 if precision in MASTERS else 0

@@ -71,7 +71,7 @@ def _add_masters(timeline: MemoryTimeline, rank: RankSetup, elements: Floats) ->
 
 
 def _stepped_elements(rank: RankSetup, elements: Floats, unit: Floats) -> Floats:
-    """Return the elements that are stepped at once."""
+    """Return the number of elements that are updated at once."""
     c, sharding = rank.setup.columns, rank.setup.sharding
     stepped = elements
     if sharding.shares_states.any():
@@ -84,9 +84,9 @@ def _stepped_elements(rank: RankSetup, elements: Floats, unit: Floats) -> Floats
 def add_step_tensors(
     timeline: MemoryTimeline, columns: PlanBatch, largest: Floats, stepped: Floats
 ) -> None:
-    """Add the tensors that a step makes: some as large as the `largest` parameter, some copies.
+    """Add the temporaries of a step: some as large as the `largest` parameter, some copies.
 
-    `largest` and `stepped`: bytes of that parameter, and of all parameters stepped at once.
+    `largest` and `stepped`: bytes of that parameter, and of all parameters updated at once.
     """
     pure, rounds = columns.precision_in(*PURE), columns.precision_in("bf16-pure")
     in_fp32, in_fp16, in_bf16 = _STEP_TENSORS[columns.optimizer].T

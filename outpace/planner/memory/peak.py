@@ -1,6 +1,6 @@
 """The memory of a plan's fullest rank, in closed form and for many plans at once.
 
-Rajbhandari et al., "ZeRO", arXiv 1910.02054, §3, for what states take; Korthikanti et al., arXiv
+Rajbhandari et al., "ZeRO", arXiv 1910.02054, §3, for the size of states; Korthikanti et al., arXiv
 2205.05198, §4, for activations. Every term is derived in docs/concepts/memory-model.md from what
 the model's operators save and what the strategies' buffers hold. Nothing is fitted.
 """
@@ -104,7 +104,7 @@ def offloaded_bytes(
     """Return the bytes that a rank stores in host memory and on disk, each at its peak.
 
     Host memory peaks at the end of the forward, with all activations, or of the backward, with
-    gradients of offloaded weights, and not together with the device.
+    gradients of offloaded weights, and does not coincide with the device's peak.
     """
     host, disk = np.zeros(len(columns)), np.zeros(len(columns))
     question = MemoryQuestion(outline, seq_len, device, traits=traits)
@@ -150,7 +150,7 @@ def _start_timelines(
 
 
 def _parts(columns: PlanBatch) -> Iterator[Ints]:
-    """Yield plans in parts that fit into caches, those with pipelines apart from the others."""
+    """Yield plans in parts that fit into caches, with pipelines separate from the others."""
     product = columns.strategy_in("3d")
     shards = (columns.zero >= 2) | (product & (columns.data_parallel * columns.cp > 1))
     shards |= columns.offload_parameters > 0
@@ -172,9 +172,9 @@ def reserved_bytes(
 ) -> Floats:
     """Return the bytes that a device needs, with segments, CUDA's context and NCCL's buffers.
 
-    These three are bounds by the rules of docs/concepts/memory-model.md, since nothing was
-    measured: unused parts of segments, kernels and context, and ring buffers for each group of
-    ranks. On a CPU it is `peak_bytes`.
+    These three are bounds by the rules of docs/concepts/memory-model.md, not measurements: unused
+    parts of segments, kernels and context, and ring buffers for each group of ranks. On a CPU it is
+    `peak_bytes`.
     """
     peak = peak_bytes(
         outline, seq_len, columns, device, fused_attention=fused_attention, traits=traits

@@ -16,10 +16,10 @@ from outpace.records.plan import Checkpointing
 
 @dataclass(frozen=True)
 class BlockMode:
-    """Mode of a rank's block in the backward: it recomputes, `selective` or completely.
+    """Mode of a rank's block in the backward: whether it recomputes, and if so `selective` or all.
 
-    `saved`: bytes that it saves; `offloaded`: those of them that autograd saves and that are
-    offloaded, without what checkpointing keeps itself.
+    `saved`: bytes that it saves; `offloaded`: the part of them that autograd saves and that is
+    offloaded, without what checkpointing itself keeps.
     """
 
     recomputes: Bools
@@ -32,8 +32,8 @@ class BlockMode:
 class Recomputation:
     """Recomputation by a rank's blocks: the first, the last, and their mean.
 
-    A share `plain` of the blocks recomputes nothing; `saved` and `offloaded` are bytes of the mean
-    block.
+    A share `plain` of the blocks recomputes nothing; `saved` and `offloaded` are the bytes of an
+    average block.
     """
 
     first: BlockMode
@@ -47,9 +47,10 @@ class Recomputation:
 class RankSetup:
     """Values of one rank of each plan, one entry per plan.
 
-    `later`: after a pipeline's first backward. `elements`: all parameters that the rank computes
-    with; `outside`: those outside of blocks. `has_gradients`: gradients exist before a backward
-    makes new ones. `delays`: a pipeline's sharded gradients are whole until its last micro-batch.
+    `later`: whether this is after a pipeline's first backward. `elements`: all parameters that the
+    rank computes with; `outside`: those outside of blocks. `has_gradients`: gradients exist before
+    a backward creates new ones. `delays`: a pipeline's sharded gradients are whole until its last
+    micro-batch.
     """
 
     setup: MemorySetup
@@ -62,7 +63,7 @@ class RankSetup:
 
     @property
     def allocates_gradients(self) -> Bools:
-        """Return where a backward allocates gradients that stay until the optimizer's step."""
+        """Return which plans' backwards allocate gradients that stay until the optimizer's step."""
         return ~self.has_gradients & ~self.setup.columns.in_backward
 
     @property
@@ -86,9 +87,9 @@ class RankSetup:
     def chunk_bytes(self) -> Floats:
         """Return the bytes that a stage keeps per micro-batch, including offloaded ones.
 
-        The input of every stage but the first is what was received; the output of every stage but
-        the last stays until it is sent and its backward has come. With a single receive buffer, the
-        input is saved like that of any block.
+        The input of every stage except the first is the received tensor; the output of every stage
+        except the last stays until it is sent and its backward begins. With a single receive
+        buffer, the input is saved like that of any block.
         """
         setup, place = self.setup, self.place
         stream = np.where(setup.columns.pp > 1, setup.sizes.part * setup.sizes.stream, 0.0)
@@ -159,7 +160,7 @@ def _outside_elements(setup: MemorySetup, place: Place) -> Floats:
 
 
 def _block_mode(setup: MemorySetup, again: Bools, modes: Sequence[Checkpointing]) -> BlockMode:
-    """Return the mode of a block: if it recomputes, the first of `modes` that occurs."""
+    """Return the mode of a block: if it recomputes, the first of `modes` that applies."""
     saved = np.where(again, 0.0, setup.saved["none"])
     selective, free = np.zeros_like(again), again
     for mode in modes:

@@ -31,8 +31,8 @@ _TABLE = np.array(
 class Shapes:
     """Sizes of a plan's tensors: bytes per item, elements passed between layers.
 
-    If ranks shard parameters, `gathered` and `reduced` are the bytes in which parameters are
-    gathered and gradients reduced.
+    If ranks shard parameters, `gathered` and `reduced` are the bytes per item in which parameters
+    are gathered and gradients reduced.
     """
 
     weight: Floats
@@ -47,7 +47,7 @@ class Shapes:
 
     @property
     def casts(self) -> Bools:
-        """Return where products need casts to a narrower dtype than the residual stream's."""
+        """Return which plans' products need casts to a narrower dtype than the stream's."""
         return self.operand < self.stream
 
 
@@ -68,9 +68,9 @@ def shapes(outline: Outline, seq_len: int, columns: PlanBatch) -> Shapes:
 class Layer:
     """One layer of a stack: the bytes that its forward saves, by origin.
 
-    `norm`: saved by each norm besides its input. `input`: saved of the input of the products after
-    it. `output`: a product's output before it is added to the residual stream. `raw`: queries and
-    keys before rotation.
+    `norm`: bytes that each norm saves in addition to its input. `input`: bytes saved of the input
+    of the products after it. `output`: a product's output before it is added to the residual
+    stream. `raw`: queries and keys before rotation.
     """
 
     norms: int
@@ -217,7 +217,7 @@ def layer(
 
 
 def _largest(stack: Stack, parts: list[Weight], cut: list[Floats], columns: PlanBatch) -> Floats:
-    """Return a layer's largest matrix, in elements; experts and joined matrices count singly."""
+    """Return a layer's largest matrix, in elements; experts and joined matrices are separate."""
     gated = stack.mlp is not None and stack.mlp.gated
     most = np.zeros(len(columns))
     for weight, share in zip(parts, cut, strict=True):

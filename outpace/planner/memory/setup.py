@@ -34,13 +34,13 @@ class MemoryQuestion:
 class Sharding:
     """Distribution of parameters and states over ranks, one entry per plan.
 
-    `gathers`: parameters are sharded and gathered for use; `regathers`: once more for the backward.
-    `item`: bytes of a parameter in the forward and of its gradient in the backward. Weights are
-    split into `shards`, states into `owners`; with `shares_states` only states are split. `stored`:
-    elements of a layer that are split into shards; `stepped`: those whose states are. Ranks that
-    shard also divide the experts, so ep is a part of the sharding (with `shares_states`, a rank
-    keeps the weights of its experts, and all states are split over all ranks). `expert_factor`:
-    stored experts relative to those that a rank computes with.
+    `gathers`: parameters are sharded and gathered for use; `regathers`: they are gathered again for
+    the backward. `item`: bytes of a parameter in the forward and of its gradient in the backward.
+    Weights are split into `shards`, states into `owners`; with `shares_states` only states are
+    split. `stored`: elements of a layer that are split into shards; `stepped`: elements whose
+    states are split. Ranks that shard also divide the experts, so ep is a part of the sharding
+    (with `shares_states`, a rank keeps the weights of its experts, and all states are split over
+    all ranks). `expert_factor`: stored experts relative to those that a rank computes with.
     """
 
     gathers: Bools
@@ -62,8 +62,8 @@ class GradientBuffers:
     `buckets`: buffers of `bucket_item` bytes per element that exist throughout the job; `fuses`:
     the step uses one buffer for all. `replicas`: micro-batches before the last accumulate outside
     of the buckets (DDP's no_sync). `sum_item`: bytes of a gradient that micro-batches accumulate
-    into; `sums_in_fp32`: always in fp32; `casts_sums`: made in 16 bits and cast. `apart`: bytes of
-    a gradient accumulated outside of the buckets.
+    into; `sums_in_fp32`: they are always in fp32; `casts_sums`: they are computed in 16 bits and
+    cast. `apart`: bytes of a gradient accumulated outside of the buckets.
     """
 
     buckets: Bools
@@ -80,11 +80,11 @@ class GradientBuffers:
 class MemorySetup:
     """Values shared by all ranks of a plan, one entry per plan.
 
-    `block`: a layer of the stack that saves the most. For the mean layer: `saved`, bytes saved in
+    `block`: a layer of the stack that saves the most. For an average layer: `saved`, bytes saved in
     each mode of recomputation; `elements`, of all parameters; `matrices`, of matrices; `copies`,
     bytes of casts of matrices; `unit`, bytes of gathered parameters (else 0). `dp`: rank 0 has all
     ranks' outputs. `splits_stream`: ranks of tp have shards of the residual stream, which is
-    gathered for products; `regathers_inputs`: and once more for the backward.
+    gathered for products; `regathers_inputs`: it is gathered again for the backward.
     """
 
     question: MemoryQuestion

@@ -29,7 +29,7 @@ class OutsideElements:
 
 
 def outside_elements(outline: Outline, columns: PlanBatch) -> OutsideElements:
-    """Return elements outside of layers: vocabularies split over tp, small parameters whole."""
+    """Return the elements outside of layers: vocabulary split over tp, small parameters whole."""
     split = columns.tp
     rows = -(-outline.vocab // split)
     zero = np.zeros(len(split))
@@ -68,7 +68,7 @@ def layer_shapes(
 
 
 def _parts(name: str, stack: Stack, outputs: int, tp: int) -> list[int]:
-    """Split matrices that are one product here and several in the model."""
+    """Split matrices that are a single product here but several in the model."""
     if name.endswith("qkv"):
         one = stack.cross_attention if name.startswith("cross") else stack.attention
         assert one is not None
@@ -81,8 +81,9 @@ def _parts(name: str, stack: Stack, outputs: int, tp: int) -> list[int]:
 def by_plans(
     columns: PlanBatch, names: tuple[str, ...], value: Callable[..., float | list[float]]
 ) -> Floats:
-    """Return what `value` has of a few columns, computed once for each combination: a number for
-    each plan, or a row of several for each.
+    """Return `value` of a few columns, computed once for each combination of their values.
+
+    It has a number for each plan, or a row of several for each.
     """
     rows = np.stack([getattr(columns, name).astype(np.int64) for name in names])
     spans = rows.max(axis=1) + 1
@@ -156,7 +157,7 @@ def whole_share(outline: Outline, columns: PlanBatch) -> Floats:
 def whole_states(outline: Outline, columns: PlanBatch) -> Floats:
     """Return the state bytes on the fullest of dp_shard ranks that hold whole parameters (zero1).
 
-    The largest parameter is assigned first, each to the rank with the fewest elements.
+    Parameters are assigned largest first, each to the rank with the fewest elements.
     """
 
     def value(ranks: int, optimizer: int, precision: int) -> float:

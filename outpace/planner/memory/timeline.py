@@ -1,4 +1,4 @@
-"""Memory in use, change by change, for many plans at once."""
+"""Memory in use after each change, for many plans at once."""
 
 from copy import copy
 
@@ -32,7 +32,7 @@ class MemoryTimeline:
         self._changes: list[tuple[Kind, Amount]] = []
 
     def select(self, plans: Bools) -> "MemoryTimeline":
-        """Return this timeline for changes of some plans, which leave the others as they are."""
+        """Return this timeline for changes that apply to some plans only."""
         if plans.all():
             return self
         view = copy(self)  # of the same arrays
@@ -90,7 +90,7 @@ class MemoryTimeline:
         return found
 
     def _of_plans(self, nbytes: Amount) -> Amount:
-        """Return a change that applies to the plans of this timeline, and 0 to others."""
+        """Return a change as an array that is 0 for plans outside of this timeline."""
         return nbytes if self._plans is None else np.where(self._plans, nbytes, 0.0)
 
     def _change(self, kind: Kind, nbytes: Amount) -> None:

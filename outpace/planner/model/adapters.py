@@ -63,7 +63,7 @@ class AdapterSettings:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Self | None:
-        """Return the adapters requested by settings that are named as a plan's; else None."""
+        """Return the adapters that settings request by the names of a plan's fields, or None."""
         if values.get("lora_rank") is None:
             return None
         return cls(

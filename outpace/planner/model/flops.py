@@ -1,9 +1,9 @@
 """FLOPs of a transformer by formula. The derivation is in docs/concepts/flops.md.
 
 Matrix products and attention are counted, 2·m·n·k for an (m, k) by (k, n) product; norms,
-activations, softmax and the optimizer are left out, as in all published figures of MFU. Causal
-attention is counted in full, not halved, as in published figures; a sliding window counts the keys
-that it reaches. Document boundaries do not reduce the count.
+activations, softmax and the optimizer are left out, as in all published MFU figures. Causal
+attention is counted in full, not halved, as in published figures; for a sliding window, only the
+keys that it reaches are counted. Document boundaries do not reduce the count.
 """
 
 import math
@@ -32,7 +32,7 @@ def block_weights(spec: ModelSpec) -> int:
 
 
 def _recomputed_weights(spec: ModelSpec) -> int:
-    """Return the weight elements of a block that full checkpointing multiplies by again.
+    """Return the weight elements of a block whose products full checkpointing repeats.
 
     torch stops recomputing at the last tensor that the backward reads. The last product of a block,
     the MLP's down projection, precedes it only if a dropout or a norm follows.
@@ -76,7 +76,7 @@ def forward_flops(spec: ModelSpec, seq_len: int, samples: int, head: bool = True
 
 
 def _unread_flops(spec: ModelSpec, seq_len: int, weights: int, products: int) -> int:
-    """Return FLOPs that the last block saves per sample if a single position is read.
+    """Return the FLOPs per sample that the last block is spared if a single position is read.
 
     For all other positions it needs only keys and values. `weights`: elements that a whole block
     multiplies by, including keys and values; `products`: those of attention.
@@ -98,8 +98,8 @@ def step_flops(
 
     Without `checkpointing`, these are the FLOPs that the model needs, three times the forward, for
     MFU (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B). With it, for all blocks or for each,
-    these are the FLOPs that the hardware computes, for HFU. That adds the scores that fused
-    attention recomputes and what blocks recompute.
+    these are the FLOPs that the hardware computes, for HFU. The latter add the scores that fused
+    attention recomputes, and the recomputation by blocks.
 
     Without the `head`, one position of each sequence is read, as by a classifier. If only adapters
     are trained, `adapters` is their number of parameters: the gradients of frozen weights are not
@@ -129,7 +129,7 @@ def step_flops(
 
 
 def _spared_flops(spec: ModelSpec, seq_len: int, mode: Checkpointing) -> int:
-    """Return how much of `recomputed_flops` the last block saves if one position is read."""
+    """Return the part of `recomputed_flops` spared in the last block if one position is read."""
     if mode in ("none", "selective"):
         return 0
     products = 0 if mode == "attention" else _FORWARD_PRODUCTS
@@ -140,7 +140,7 @@ def recomputed_flops(spec: ModelSpec, seq_len: int, mode: Checkpointing, layer: 
     """Return the FLOPs that a layer's block recomputes in the backward, for one sample.
 
     "full" is the block's forward (Korthikanti et al., arXiv 2205.05198, appendix A), "attention" is
-    the same without attention itself, and "selective" keeps all products here.
+    the same without attention itself, and "selective" recomputes no products.
     """
     if mode in ("none", "selective"):
         return 0

@@ -1,4 +1,4 @@
-"""The outline of a model that outpace builds, and what an outline's layers are made of."""
+"""The outline of a model that outpace builds, and the parts of an outline's layers."""
 
 import math
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ Cut = Literal["outputs", "inputs", "none"]
 
 
 class Weight(NamedTuple):
-    """A weight matrix of a layer, or `experts` matrices, each for its share of the tokens."""
+    """A weight matrix of a layer, or one for each of `experts`, which share the tokens."""
 
     name: str
     inputs: int
@@ -75,7 +75,7 @@ def outline(spec: ModelSpec, name: str) -> Outline:
 
 
 def classifier_outline(found: Outline) -> Outline:
-    """Return the model with a pooler and a classification layer, which reads one token a text.
+    """Return the model with a pooler and a classification layer, which reads one token per text.
 
     The outline has the complete last layer, although outpace computes only what that token needs.
     """

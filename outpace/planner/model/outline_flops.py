@@ -47,8 +47,8 @@ def recomputed_flops(
     """Return the FLOPs that checkpointed layers recompute in one backward.
 
     `shares` are three shares of layers: those that repeat the whole forward ("full"), those that
-    repeat all but attention itself ("attention"), and those that repeat the products of a trainer's
-    own mode ("selective").
+    repeat all except attention itself ("attention"), and those that repeat the products of the
+    trainer's selective mode ("selective").
     """
     total, seen = 0.0, seq_len
     for stack in outline.stacks:

@@ -42,9 +42,9 @@ def candidate_plans(
 ) -> Iterator[NetworkEntry | tuple[str, str]]:
     """Yield DDP, ZeRO-1/2/3 with one micro-batch, ZeRO-3 with all samples, TP, PP, and TP × PP.
 
-    TP and PP alone are over all devices; a combination equal to one of the others is left out. Each
-    plan has the nearest possible global batch to the requested one. An impossible strategy is a
-    pair of strings: its name and the reason.
+    TP and PP alone use all devices; a combination that equals another entry is left out. Each plan
+    has the nearest possible global batch to the requested one. An impossible strategy is a pair of
+    strings: its name and the reason.
     """
     study = _Study(problem, asked, precision)
     world, micro_batch = study.world, study.micro_batch
@@ -96,7 +96,7 @@ def _pipeline(study: _Study) -> NetworkEntry | tuple[str, str]:
 
 
 def _product(study: _Study) -> NetworkEntry | tuple[str, str]:
-    """Combine TP within a node, the fewest stages that fit, and replicas of the rest."""
+    """Combine TP within a node, the fewest stages that fit, and replicas for the rest."""
     spec, world = study.spec, study.world
     tp = study.tp or math.gcd(study.per_node, spec.heads, spec.kv_heads, spec.ffn)
     if world % tp:

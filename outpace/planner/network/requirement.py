@@ -46,9 +46,9 @@ class NetworkEntry:
 class NetworkProblem:
     """Model on a machine, and the networks to compare.
 
-    `networks`: those of a node, with the machine's own as `present`; `device_links`: those from a
-    device to others in its node, with `present_link`. `tolerance`: share of a step that the network
-    may cost.
+    `networks`: candidates for a node, with the machine's own as `present`; `device_links`:
+    candidates from a device to others in its node, with `present_link`. `tolerance`: share of a
+    step that the network may cost.
     """
 
     spec: ModelSpec
@@ -81,7 +81,7 @@ def _is_pcie(link: Network) -> bool:
 
 
 def network_needs(asked: NetworkProblem, entries: Sequence[NetworkEntry]) -> list[Need]:
-    """Return what each plan needs for the network to cost at most the tolerance of a step.
+    """Return the networks with which communication costs each plan at most the tolerance.
 
     Device links are judged with an infinitely fast network between nodes. Raises BadInputError for
     plans whose traffic is unknown or that do not divide the batch.
@@ -185,23 +185,23 @@ class NetworkSteps:
 
     @property
     def node_share(self) -> float:
-        """Return the share of its rate that the machine's network reaches."""
+        """Return the share of its nominal rate that the machine's network reaches."""
         return 1.0 if self._asked.present is None else network_share(self._asked.present)
 
     def device_share(self, link: Network) -> float:
-        """Return the share of its rate that a device link reaches, like the present one."""
+        """Return the share of its nominal rate that a device link reaches, as the present one."""
         own = self._asked.present_link
         if own is None or _is_pcie(own) != _is_pcie(link):
             return link_share(link)
         return self.inside_bytes_per_s / own.bytes_per_s
 
     def least_node(self) -> Floats:
-        """Return the lowest sufficient rate of a node's network, of the machine's kind."""
+        """Return the lowest sufficient rate for a node's network of the machine's kind."""
         found = self._least(self.ideal_s, lambda r: self.seconds(self.inside_bytes_per_s, r))
         return found / self.node_share
 
     def least_device(self) -> Floats:
-        """Return the lowest sufficient rate of a device link, of the machine's kind."""
+        """Return the lowest sufficient rate for a device link of the machine's kind."""
         own = self._asked.present_link
         found = self._least(self.compute_s, lambda rates: self.seconds(rates, math.inf))
         return found if own is None else found / self.device_share(own)

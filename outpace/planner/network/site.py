@@ -36,14 +36,14 @@ TOLERANCE = 0.05
 
 @dataclass(frozen=True)
 class NetworkQuestion:
-    """A question about the network that a training needs.
+    """A question about the network that a training run needs.
 
     `machine`: a name in the catalog; `probe`: a file of outpace probe. `networks`: the network of a
     node, as text, the last one being the machine's; `inside`: a device's link within its node.
     `plan`: a file with the only plan to consider, whose length and batch are used unless others are
     given; without it, strategies with `micro_batch` are compared. `share`: share of the catalog's
-    peak that products reach, None for that of published measurements; `tolerance`: share of a step
-    that the network may cost.
+    peak that products reach, None for the published measurements; `tolerance`: share of a step that
+    the network may cost.
     """
 
     model: str
@@ -130,7 +130,7 @@ class Site:
         return None if first is None else find_accelerator(first.name, first.memory_bytes)
 
     def cluster(self, precision: Precision) -> Cluster:
-        """Return the machine as the planner knows it, with the links of this site.
+        """Return the machine in the planner's form, with the links of this site.
 
         Raises BadInputError if its rates, or those of its links, are not known.
         """

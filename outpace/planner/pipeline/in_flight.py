@@ -1,8 +1,8 @@
-"""Micro-batches whose activations a pipeline's ranks keep, by its schedule's order.
+"""Number of micro-batches whose activations a pipeline's ranks keep, by the order of its schedule.
 
-A rank keeps what a stage's forward of a micro-batch saved until its backward is done. Before any
-gradients exist, the most is kept at the end of the warm-up; later, with all gradients allocated, as
-much or less. Both are returned, since either can need more memory.
+A rank keeps what a stage's forward saved for a micro-batch until its backward is done. Before any
+gradients exist, it keeps the most at the end of the warm-up; later, with all gradients allocated,
+it keeps as much or less. Both are returned, since either can need more memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,11 +21,11 @@ class Rank(NamedTuple):
     `chunks` are kept before any gradient exists, `later_chunks` when all exist; `losses` and
     `later_losses` of them belong to the last stage, if it is here. `layers` is the number of layers
     on this rank, `chunk_layers` the mean per stage. `borders` is the number of stage boundaries
-    over which this rank receives something from another: hidden states from the stage before,
-    gradients from the one after. With a split backward, torch keeps the gradients of received
-    tensors until the end: `inputs_done` of them exist when the most is kept, together with the
-    inputs for the weight gradients of `waiting` chunks. `again` is the share of recomputing blocks:
-    of all, of the first one, and of the last one.
+    over which this rank receives from another: hidden states from the previous stage, gradients
+    from the next one. With a split backward, torch keeps the gradients of received tensors until
+    the end: `inputs_done` of them exist when the most is kept, together with the inputs for the
+    weight gradients of `waiting` chunks. `again` is the share of blocks that recompute: of all, of
+    the first one, and of the last one.
     """
 
     layers: int
@@ -54,9 +54,9 @@ def ranks_of(
     layers: tuple[int, ...],
     every: int = 0,
 ) -> tuple[Rank, ...]:
-    """Return the ranks of which one needs the most memory: the first, one in between and the last.
+    """Return ranks that include the fullest one: the first, one in between and the last.
 
-    Every `every`-th block from the first on recomputes; 0: none.
+    Every `every`-th block from the first on recomputes; 0 means none.
     """
     tried = {0, 1, pp // 2, pp - 2, pp - 1} & set(range(pp))
     ranks = {

@@ -1,8 +1,8 @@
 """Action tables of pipeline schedules: what every rank does, and in which order.
 
-They are torch's own (torch.distributed.pipelining 2.13, as the tests show), made without torch, so
-that a schedule can be simulated on machines that are not there. n ranks, m micro-batches, v stages
-on each rank; ranks, stages and micro-batches are counted from 0. A table says nothing about times.
+They equal torch's (torch.distributed.pipelining 2.13, as tests show), but are made without torch
+and for any number of ranks, for simulation. There are n ranks, m micro-batches and v stages on each
+rank; ranks, stages and micro-batches are counted from 0. A table contains no times.
 """
 
 from collections import Counter
@@ -20,7 +20,7 @@ _Maker = Callable[[int, int, int, int], list[Action]]
 def orders(
     schedule: str, ranks: int, microbatches: int, stages_per_rank: int | None = None
 ) -> list[list[Action]]:
-    """Return each rank's actions. `stages_per_rank`: None is the schedule's default.
+    """Return each rank's actions. `stages_per_rank` of None is the schedule's default.
 
     Actions that may overlap are adjacent; `overlapped` returns them. Raises BadInputError for
     numbers that the schedule does not allow.
@@ -39,9 +39,9 @@ def order(
 def overlapping_forwards(schedule: str, ranks: int, microbatches: int) -> frozenset[Action]:
     """Return the forwards that may overlap with the next backward in their order.
 
-    Only dualpipev has any: one micro-batch's all-to-all between experts hides behind the other's
-    computation (DeepSeek-AI, arXiv 2412.19437, §3.2.1). torch runs them one after the other. Raises
-    BadInputError like `orders`.
+    Only dualpipev has any: the all-to-all between experts of one micro-batch is hidden by the
+    computation of the other (DeepSeek-AI, arXiv 2412.19437, §3.2.1). torch runs them one after the
+    other. Raises BadInputError like `orders`.
     """
     _stages_per_rank(schedule, ranks, microbatches, None)
     if schedule != "dualpipev":
@@ -58,7 +58,7 @@ def schedule_graph(
     stages_per_rank: int | None = None,
     overlap: bool = False,
 ) -> Wiring:
-    """Prepare a schedule for many simulations. With `overlap`, actions that may overlap do."""
+    """Prepare a schedule for many simulations. With `overlap`, actions that may overlap do so."""
     together = overlapping_forwards(schedule, ranks, microbatches) if overlap else frozenset()
     return wire(orders(schedule, ranks, microbatches, stages_per_rank), together)
 
@@ -115,7 +115,7 @@ def _interleave(rank: int, ranks: int, microbatches: int, each: int) -> list[Act
 
 
 def _zero_bubble(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
-    """Order `interleaved` with delayed weight gradients, one for each rank before this one.
+    """Order `interleaved` with delayed weight gradients, one for each preceding rank.
 
     ZB-H1 of Qi et al., arXiv 2401.10241, §2. Other ranks wait only for gradients of inputs, so a
     rank is one forward ahead of the next one, instead of two.
@@ -139,12 +139,12 @@ _Places = list[tuple[int, int]]  # (stage, micro-batch)
 
 
 def _round_size(ranks: int, microbatches: int) -> int:
-    """Return the micro-batches per round: n, or as many more as make rounds of equal size."""
+    """Return the micro-batches per round: n, or more, such that rounds have equal sizes."""
     return microbatches // max(1, microbatches // ranks)
 
 
 def _first_rounds(ranks: int, microbatches: int, each: int) -> int:
-    """Return forwards of the first round, on all but the rank's last stage."""
+    """Return forwards of the first round, on all except the rank's last stage."""
     return (each - 1) * _round_size(ranks, microbatches)
 
 
@@ -165,7 +165,8 @@ def _in_turn(
 ) -> list[Action]:
     """Return `ahead` forwards, then forwards and backwards in turn, then the rest.
 
-    `put_off`: each backward covers only inputs, and the part for weights comes that many later.
+    `put_off`: each backward covers only inputs, and its part for weights follows that many
+    backwards later.
     """
     kind: Kind = "B" if put_off is None else "I"
     order = [Action("F", *place) for place in forwards[:ahead]]
@@ -183,7 +184,7 @@ class _Writer:
     """Writer of a rank's order, with two stages: 0 the earlier and 1 the later.
 
     "F0" is the next forward of stage 0, "B" a backward, "I" its part for inputs. "W0" is the oldest
-    delayed part for weights of stage 0, "W" of either stage. Actions in "F0+B1" may overlap.
+    delayed part for weights of stage 0, "W" that of either stage. Actions in "F0+B1" may overlap.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
@@ -249,7 +250,7 @@ def _dual_pipe_v(rank: int, ranks: int, microbatches: int, each: int) -> list[Ac
 
 
 def _dual_pipe_writer(rank: int, ranks: int, microbatches: int) -> _Writer:
-    """Write DualPipe (DeepSeek-AI, arXiv 2412.19437, §3.2.1), cut in half to a V.
+    """Write DualPipe (DeepSeek-AI, arXiv 2412.19437, §3.2.1), cut in half into a V.
 
     The steps are those of github.com/deepseek-ai/DualPipe, which numbers them from 1 to 8.
     """

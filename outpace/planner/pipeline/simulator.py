@@ -1,9 +1,9 @@
-"""Simulation of a pipeline schedule by actions: when each rank works, and how long it waits.
+"""Simulation of a pipeline schedule by actions: when each rank works and how long it waits.
 
 Each rank executes its actions in order. An action starts as soon as the rank is free and its inputs
-are available: a forward needs the stage before it, a backward the stage after it and its own
-forward. For equal stages this gives the closed forms of the papers; it also covers unequal stages,
-which they do not.
+are available: a forward needs that of the previous stage, a backward that of the next stage and its
+own forward. For equal stages this gives the closed forms of the papers; unlike these, it also
+covers unequal stages.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -67,7 +67,7 @@ class Timeline:
         return max((spans[-1].end_s for spans in self.ranks if spans), default=0.0)
 
     def busy_s(self, rank: int) -> float:
-        """Return the seconds in which a rank works; overlapping actions count once."""
+        """Return the seconds during which a rank works; overlapping actions count once."""
         busy_s = free_s = 0.0
         for span in self.ranks[rank]:
             busy_s += span.end_s - max(span.begin_s, free_s)
@@ -76,7 +76,7 @@ class Timeline:
 
     @property
     def idle_share(self) -> float:
-        """Return the fraction of the ranks' total time that they are idle."""
+        """Return the fraction of the ranks' total time in which they are idle."""
         whole = self.makespan_s * len(self.ranks)
         return 1 - sum(map(self.busy_s, range(len(self.ranks)))) / whole if whole else 0.0
 
@@ -86,8 +86,8 @@ class Wiring:
     """Actions of all ranks in topological order.
 
     It is built once, for fast repeated simulation. For each action in the order, `taken_by` is its
-    rank, and `after` are the positions of other ranks' actions that it waits for. `beside`: the
-    action that runs together with another and has no position of its own.
+    rank, and `after` has the positions of other ranks' actions that it waits for. `beside`: the
+    action that runs together with it and has no separate position.
     """
 
     ranks: int
@@ -102,7 +102,7 @@ class Wiring:
         transfer_s: float,
         together_s: Callable[[float, float], float] = max,
     ) -> tuple[list[float], list[float]]:
-        """Return when each action starts and ends; the arguments are those of `simulate`."""
+        """Return the start and the end of each action; the arguments are those of `simulate`."""
         took = list(map(seconds, self.actions))
         if self.beside:
             for place, action in enumerate(self.actions):
@@ -145,7 +145,7 @@ def wire(orders: Sequence[Order], together: Collection[Action] = ()) -> Wiring:
 
 
 class _Wirer:
-    """Builder of the sequence of all actions: runs each rank until it has to wait for another.
+    """Builder of the sequence of all actions, which runs each rank until it must wait for another.
 
     Every awaited result has a number, which keeps large tables fast: the forward of a stage and
     micro-batch has an even one, the gradients of its inputs the odd one after it.
@@ -188,7 +188,7 @@ class _Wirer:
         )
 
     def _take(self, rank: int, action: Action, ready: list[int]) -> bool:
-        """Run the action if its inputs are ready, and release its waiters; return whether."""
+        """Run the action and release its waiters if its inputs are ready; return whether."""
         needs, dones = self._needs(action), self._completions(action)
         if action in self._beside:
             other = self._beside[action]
@@ -211,7 +211,7 @@ class _Wirer:
         return True
 
     def _needs(self, action: Action) -> tuple[int, ...]:
-        """Return results that an action needs; of a whole backward, the part for inputs."""
+        """Return the results that an action needs; for a whole backward, its part for inputs."""
         kind, stage, microbatch = action
         forward = stage * self._row + 2 * microbatch
         if kind == "F":
@@ -245,9 +245,9 @@ def simulate(
 
     `seconds` are the durations of the actions; `transfer_s` is the time to send a tensor to another
     rank, during which both may continue. `together`: actions that overlap with the next one in
-    their order, once both have their inputs. The two take `together_s` given the time that each
-    takes alone, by default as long as the longer one. Raises BadInputError for orders in which
-    ranks wait for each other.
+    their order, once both have their inputs. The two take the time that `together_s` returns for
+    the times that each takes alone, by default the longer one. Raises BadInputError for orders in
+    which ranks wait for each other.
     """
     wiring = wire(orders, together)
     begins, ends = wiring.run(seconds, transfer_s, together_s)
@@ -268,7 +268,7 @@ def simulate_stages(
     together: Collection[Action] = (),
     together_s: Callable[[float, float], float] = max,
 ) -> Timeline:
-    """Simulate like `simulate`, with one duration per stage for all micro-batches."""
+    """Simulate as `simulate` does, with one duration per stage for all micro-batches."""
     return simulate(
         orders,
         lambda action: times[action.stage].seconds(action.kind),
@@ -283,7 +283,7 @@ def makespan_s(
 ) -> float:
     """Return the total time of `simulate_stages`, without computing the whole timeline.
 
-    If you simulate one schedule several times, keep its graph, as `tables.schedule_graph` does.
+    To simulate one schedule several times, keep its graph, from `schedules.schedule_graph`.
     """
     return wire(orders).makespan_s(times, transfer_s)
 
@@ -308,8 +308,8 @@ def idle_share_formula(
 
     mp: one of n ranks works. gpipe and 1f1b: (n − 1)/(m + n − 1), Huang et al., §2.3 and arXiv
     2104.04473, §2.2.1. With v stages per rank: (n − 1)/(v·m + n − 1), ibid., §2.2.2, and
-    Lamy-Poirier, arXiv 2211.05953, §3; not with fewer micro-batches than ranks, where micro-batches
-    wait between one stage and the next. `stages_per_rank`: None is the schedule's own v.
+    Lamy-Poirier, arXiv 2211.05953, §3; not with fewer micro-batches than ranks, since micro-batches
+    then wait between stages. `stages_per_rank` of None is the schedule's own v.
     """
     if strategy == "mp":
         return (ranks - 1) / ranks

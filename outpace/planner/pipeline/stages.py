@@ -1,4 +1,4 @@
-"""Number of layers of each stage of a pipeline, and which ranks differ."""
+"""Number of layers of each pipeline stage, and the ranks that differ."""
 
 from collections.abc import Iterator, Sequence
 
@@ -14,7 +14,7 @@ def layers_per_stage(spec: ModelSpec, stages: int) -> tuple[int, ...]:
     """Return the layers of each stage such that the slowest stage is as fast as possible.
 
     The cost of the head is the multiply-adds of its products relative to those of a block; an
-    embedding look-up costs nothing. Raises BadInputError if there are fewer layers than stages.
+    embedding lookup costs nothing. Raises BadInputError if there are fewer layers than stages.
     """
     if spec.layers < stages:
         raise BadInputError(
@@ -26,9 +26,9 @@ def layers_per_stage(spec: ModelSpec, stages: int) -> tuple[int, ...]:
 def balance(layers: int, stages: int, head: float) -> tuple[int, ...]:
     """Distribute equal layers over stages, at least one each; the last stage also has the head.
 
-    `head` is its cost in layers. The cost of the costliest stage is minimised, then that of the
-    next. Later stages get the extra layers, since earlier ones keep more activations (Narayanan et
-    al., PipeDream, SOSP 2019, §3.3).
+    `head` is the head's cost in layers. The cost of the most expensive stage is minimised, then
+    that of the next. Later stages get the extra layers, since earlier ones keep more activations
+    (Narayanan et al., PipeDream, SOSP 2019, §3.3).
     """
     return min(
         _spreads(layers, stages),
@@ -53,7 +53,7 @@ def _spreads(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
 
 
 def spread_by_cost(costs: Sequence[float], stages: int) -> list[range]:
-    """Distribute unequal blocks over stages in order, one at least, for the least largest cost.
+    """Distribute unequal blocks over stages in order, with the smallest possible maximum cost.
 
     Among the cheapest cuts, the last stage starts as early as possible, then the one before it, and
     so on: later stages get more blocks, since earlier ones keep more activations.
@@ -82,9 +82,10 @@ def spread_by_cost(costs: Sequence[float], stages: int) -> list[range]:
 
 
 def representatives(plan: Plan) -> list[int]:
-    """Return ranks of which one needs the most memory, one for each group of equal ranks.
+    """Return ranks that include the fullest one: one for each group of equal ranks.
 
-    These are the first rank of each pipeline stage, of all if shares are uneven, and a server.
+    These are the first rank of each pipeline stage, or all ranks if shares are uneven, and a
+    server.
     """
     across = plan.world_size - plan.servers
     chosen = set(range(0, across, max(1, across // plan.pp)))

@@ -2,9 +2,9 @@
 
 The estimates of two plans on one machine share most of their error, but each may have its own error
 of 2 %. Below that, the plan that an expert would run comes first: no unnecessary axis or schedule,
-and memory left. A plan that offloads, or fills a device's memory, has to gain more than 10 %. An
-offload loads a host that all of a node's devices share, and no published step measures one. The
-error of estimated memory is 2 to 5 % in the median, but larger in some cases.
+and memory left. A plan that offloads, or fills a device's memory, must be more than 10 % faster.
+Offloading loads a host that all devices of a node share, and no published step was measured with
+it. The median error of estimated memory is 2 to 5 %, but it is larger in some cases.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +52,7 @@ class PlanChoice:
 
 
 def simplest(choice: PlanChoice, most_s: float, trains_all: bool) -> PlanBatch | None:
-    """Return the simplest plan that fits within `most_s`; of equals, that of most free memory.
+    """Return the simplest plan that fits within `most_s`; ties go to the most free memory.
 
     `trains_all`: the trainer is not outpace, so plans that outpace cannot train are not penalised.
     """
@@ -91,10 +91,10 @@ def kept_on_device(chosen: Sequence[Options]) -> list[Options]:
 
 
 def quickest(choice: PlanChoice, bound: Floats, most_s: float) -> PlanBatch | None:
-    """Return the fastest plan that fits and takes at most `most_s`; None: none does.
+    """Return the fastest plan that fits and takes at most `most_s`; None if there is none.
 
-    Each layout takes at least its `bound`, with any options. Floors of bytes come before
-    seconds, and bytes are estimated of the fastest plans first.
+    Each layout takes at least its `bound`, with any options. Floors of bytes are checked before
+    seconds, and bytes are estimated for the fastest plans first.
     """
     best, order = None, np.argsort(bound, kind="stable")
     for begin in range(0, len(order) if choice.chosen else 0, _FEW_LAYOUTS):
@@ -118,10 +118,10 @@ def quickest(choice: PlanChoice, bound: Floats, most_s: float) -> PlanBatch | No
 def _least_of(
     choice: PlanChoice, part: PlanBatch, took: Floats, enough: float, best: _Least | None
 ) -> _Least | None:
-    """Return the plan of the least memory among some, with its bytes and seconds, or `best`.
+    """Return the plan with the least memory among some, with its bytes and seconds, or `best`.
 
     Among plans that need `enough` or less, the fastest is chosen. Plans with the lowest `floors`
-    come first, until none of the rest can need less.
+    come first, until none of the others can need less.
     """
     least = np.maximum(choice.floors(part), enough)
     order = np.argsort(least, kind="stable")
@@ -139,7 +139,7 @@ def _least_of(
 
 
 def _quick_plans(choice: PlanChoice, most_s: float) -> Iterator[tuple[PlanBatch, Floats]]:
-    """Yield plans that take at most `most_s`, with their seconds, for some layouts at a time."""
+    """Yield plans that take at most `most_s`, with their seconds, for a few layouts at a time."""
     for begin in range(0, len(choice.plain) if choice.chosen else 0, _LAYOUTS):
         part = expand(choice.plain.take(slice(begin, begin + _LAYOUTS)), choice.chosen)
         took = choice.seconds(part)

@@ -3,7 +3,7 @@
 A layout with its fastest optimizer takes no longer without an option (recomputation, a chunked
 loss, offloading) than with it. So layouts are visited in the order of their time without options,
 with all options of a few at a time, and the search ends when the next layout cannot improve the
-result: branch and bound, with the same answer as trying everything.
+result: branch and bound, with the same answer as an exhaustive search.
 """
 
 from collections.abc import Callable, Iterator
@@ -63,11 +63,11 @@ class SearchResult:
     """Plans that fit, fastest first, and the result for each family.
 
     `best` is a family's fastest plan that fits, and `smallest` the one that needs the least memory
-    among those that do not, as indices into `columns`; −1 for none. `simplest` and `leanest` are
-    indices of plans as fast as the fastest, or nearly (see `alternatives`); −1 if not searched;
-    `simple_s` and `lean_s` are the seconds that these may take. `roomier`: no plan that is nearly
-    as fast leaves memory free, and `leanest` is the fastest that does. `layouts` are all layouts
-    without options; each takes at least `bound` seconds.
+    among those that do not, as indices into `columns`, −1 if there is none. `simplest` and
+    `leanest` are indices of plans that are about as fast as the fastest (see `alternatives`), −1 if
+    not searched; `simple_s` and `lean_s` are the seconds that these may take. `roomier`: no plan
+    that is about as fast leaves memory free, and `leanest` is the fastest one that does. `layouts`
+    are all layouts without options; each takes at least `bound` seconds.
     """
 
     columns: PlanBatch
@@ -107,11 +107,11 @@ def search(
     memory_bytes: float,
     count: int = 10,
 ) -> SearchResult:
-    """Return the `count` fastest kinds of plans that fit `memory_bytes`, and families' results.
+    """Return the `count` fastest kinds of plans that fit `memory_bytes`, and family results.
 
     Plans of one kind split the same axes and have the same ZeRO level; the fastest of them is used.
     `floors` are lower bounds of the bytes that plans need (`planner.memory.peak.least_bytes`),
-    which take less work than `needs`.
+    which are faster to compute than `needs`.
     """
     plain = layouts(wanted)
     chosen = list(memory_options(wanted))
@@ -145,12 +145,12 @@ def find_alternatives(
 ) -> SearchResult:
     """Return `found` with rows for the simplest and the leanest plans that are about as fast.
 
-    The simplest is about as fast as the fastest of those that offload nothing and leave memory
-    free, if that is at most `LEAN` times slower than the fastest of all; it is not slower, either.
-    Unless the fastest offloads, the leanest offloads nothing. If all plans that are about as fast
-    fill a device's memory, the fastest of those that do not, up to `ROOMIER` times slower, stands
-    for the leanest. `floors` are lower bounds of the bytes that plans need
-    (`planner.memory.peak.least_bytes`).
+    The simplest is about as fast as the fastest plan that offloads nothing and leaves memory free,
+    if that one takes at most `LEAN` times as long as the fastest of all; the simplest does not
+    exceed that, either. Unless the fastest offloads, the leanest offloads nothing. If all plans
+    that are about as fast fill a device's memory, the leanest is the fastest of those that do not,
+    if it takes at most `ROOMIER` times as long. `floors` are lower bounds of the bytes that plans
+    need (`planner.memory.peak.least_bytes`).
     """
     if found.layouts is None or not len(found.ranked):
         return found
@@ -239,9 +239,9 @@ def fastest_accepted(
 ) -> tuple[Plan | None, int]:
     """Return the fastest plan that fits and that `accepts` allows, and the number considered.
 
-    Of plans that differ only in their micro-batches, `accepts` is called for one: it decides about
-    a way to split a model and the options that go with it. Layouts are visited in the order of
-    their time without options, until none can be faster than the one found.
+    Among plans that differ only in their micro-batches, `accepts` is called for one: it decides
+    about a way to split a model and the options for it. Layouts are visited in the order of their
+    time without options, until none can be faster than the one found.
     """
     plain, chosen = layouts(wanted), list(memory_options(wanted))
     considered = len(plain) * len(chosen)
@@ -272,7 +272,7 @@ def fastest_accepted(
 def least_s(question: StepTimeQuestion, wanted: SearchRequest, plain: PlanBatch) -> Floats:
     """Return a lower bound of a layout's step time: without options, with any optimizer.
 
-    The fastest optimizer depends on the layout: compiled, fewer bits move less memory.
+    The fastest optimizer depends on the layout: when compiled, fewer bits move less memory.
     """
     found: Floats = estimate(question, plain).step_s
     for name in wanted.vary.get("optimizer", ()):
@@ -282,7 +282,7 @@ def least_s(question: StepTimeQuestion, wanted: SearchRequest, plain: PlanBatch)
 
 
 class _Acceptance:
-    """Cache of which plans are accepted, queried once for plans with equal descriptions."""
+    """Cache of which plans are accepted, with one query for plans with equal descriptions."""
 
     def __init__(self, accepts: Callable[[Plan], bool], seq_len: int) -> None:
         self._accepts = accepts
@@ -370,10 +370,10 @@ def _family(
     memory_bytes: float,
     count: int,
 ) -> Iterator[PlanBatch]:
-    """Yield one family's layouts, cheapest first: those that can be among the `count` kinds.
+    """Yield one family's layouts, cheapest first: those that can be among the `count` best kinds.
 
     For kinds already found, only layouts that may be faster are considered. Times are estimated
-    before bytes, which take longer; if none of the first layouts fitted, permanent bytes come
+    before bytes, which take longer; if none of the first layouts fit, permanent bytes are computed
     before both.
     """
     fastest: dict[int, float] = {}
@@ -422,7 +422,7 @@ _Least = tuple[float, PlanBatch]  # the bytes that a plan needs, and the plan
 
 
 def _smaller(plans: PlanBatch, need: Floats, least: _Least | None) -> _Least | None:
-    """Return `least`, or the plan that needs less than it."""
+    """Return `least`, or the plan if it needs less."""
     small = int(np.argmin(need))
     if least is None or need[small] < least[0]:
         return float(need[small]), plans.take([small])
@@ -430,7 +430,7 @@ def _smaller(plans: PlanBatch, need: Floats, least: _Least | None) -> _Least | N
 
 
 def _smallest(plans: PlanBatch, floor: Floats, needs: Needs, least: _Least | None) -> _Least | None:
-    """Return the plan that needs the least, or `least`, among those whose `floor` can be lower.
+    """Return the plan that needs the least memory, or `least`, among those whose `floor` is lower.
 
     `plans` are those that recompute the most: plans that recompute less need no less.
     """
@@ -445,7 +445,7 @@ def _smallest(plans: PlanBatch, floor: Floats, needs: Needs, least: _Least | Non
 
 
 def _time_limits(fastest: dict[int, float], count: int, kinds: Ints) -> Floats:
-    """Return the seconds that a plan of each of `kinds` may take at most to be considered."""
+    """Return the most seconds with which a plan of each of `kinds` is still considered."""
     worst = sorted(fastest.values())[count - 1] if len(fastest) >= count else np.inf
     each, place = np.unique(kinds, return_inverse=True)
     limits = [min(worst, fastest.get(int(one), np.inf)) for one in each]
@@ -453,14 +453,14 @@ def _time_limits(fastest: dict[int, float], count: int, kinds: Ints) -> Floats:
 
 
 def _pieces(seconds: Floats) -> Iterator[Ints]:
-    """Yield positions, fastest first, some at a time."""
+    """Yield positions in batches, fastest first."""
     order = np.argsort(seconds, kind="stable")
     for begin in range(0, len(order), _PIECE):
         yield order[begin : begin + _PIECE]
 
 
 def _first_of(kinds: Ints, seconds: Floats) -> Ints:
-    """Return the fastest of each kind; of equals the first, which has the fewest options."""
+    """Return the fastest of each kind; among equals the first, which has the fewest options."""
     order = np.argsort(seconds, kind="stable")
     _, first = np.unique(kinds[order], return_index=True)
     return order[first]
@@ -517,7 +517,7 @@ def _finish_search(
 
 
 def fits(wanted: SearchRequest, needs: Needs, floors: Needs, memory_bytes: float) -> bool:
-    """Return whether any plan fits, of the smallest micro-batch and the most recomputation."""
+    """Return whether any plan fits, with the smallest micro-batch and the most recomputation."""
     if not {"micro_batch", "pp_microbatches"} & wanted.keep.keys():
         wanted = replace(wanted, keep={**wanted.keep, "micro_batch": 1})  # which divides any share
     plain, chosen = layouts(wanted), list(memory_options(wanted))

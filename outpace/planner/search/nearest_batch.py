@@ -10,7 +10,7 @@ _TRIED = 12  # candidates on either side: each costs a list of all layouts
 def nearest_batches(wanted: SearchRequest) -> tuple[int, ...]:
     """Return the nearest smaller and larger global batches, in samples, that a layout can divide.
 
-    Empty if the batch is not the obstacle.
+    They are empty if the batch is not the obstacle.
     """
     if len(layouts(wanted)) or not any(True for _ in memory_options(wanted)):
         return ()
@@ -25,7 +25,7 @@ def nearest_batches(wanted: SearchRequest) -> tuple[int, ...]:
 
 
 def _units(wanted: SearchRequest) -> set[int]:
-    """Return the numbers that a batch has to be a multiple of, by number of replicas."""
+    """Return the number that a batch must be a multiple of, for each number of replicas."""
     world, keep = wanted.world, wanted.keep
     replicas = {n for n in range(1, world + 1) if world % n == 0} | {max(1, world - 1)}
     each = int(keep.get("micro_batch", 1)) * int(keep.get("pp_microbatches", 1))

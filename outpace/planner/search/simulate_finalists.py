@@ -1,7 +1,7 @@
 """Simulation of the finalists' pipelines event by event, with their unequal stages.
 
 The closed forms that rank all plans assume average or slowest stages; the simulation has the actual
-waits. The difference is added to the bubble.
+waiting times. The difference is added to the bubble.
 """
 
 from dataclasses import fields

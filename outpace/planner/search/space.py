@@ -62,9 +62,9 @@ VARIED: Mapping[str, tuple[Any, ...]] = {
 class SearchRequest:
     """Planning request. `keep` contains the user's requirements, by the names of a plan's settings.
 
-    `precision`: used where none is kept or varied. Plans that offload weights or optimizer state
-    use `offloaded_precision`, if it is given. `vary` has the values of settings (in VARIED) to
-    search as well, with the fastest optimizer first. `trained`: only plans that outpace can train.
+    `precision`: used if none is required or varied. Plans that offload weights or optimizer state
+    use `offloaded_precision`, if it is given. `vary` has additional values of settings (in VARIED)
+    to search, with the fastest optimizer first. `trained`: only plans that outpace can train.
     `naive`: include dp, ps, ring and mp. `without`: strategies to exclude.
     """
 
@@ -87,7 +87,7 @@ class SearchRequest:
 
     @property
     def adapters(self) -> AdapterSettings | None:
-        """Return the adapters that all plans train; None: they train all weights."""
+        """Return the adapters that all plans train; None if they train all weights."""
         return AdapterSettings.from_values(self.keep)
 
 
@@ -105,7 +105,7 @@ Options = dict[str, Any]
 
 
 def layouts(wanted: SearchRequest) -> PlanBatch:
-    """Return every layout without options, even kept ones: it takes no longer than with options.
+    """Return every layout without options, even required ones, which only make it slower.
 
     Varied settings that make some layouts faster and others slower form separate layouts.
     """
@@ -138,7 +138,7 @@ def layouts(wanted: SearchRequest) -> PlanBatch:
 
 
 def _vary(found: PlanBatch, vary: Mapping[str, Sequence[Any]]) -> PlanBatch:
-    """Combine each layout with each of the values that make a difference, else with the first."""
+    """Combine each layout with all values that make a difference, else with the first one."""
     for name in ("precision", "compile", "stage_split", "sequence_parallel", "async_tp"):
         if name not in vary:
             continue
@@ -172,7 +172,7 @@ def expand(columns: PlanBatch, chosen: Sequence[Options]) -> PlanBatch:
 
 
 def _keep_mask(c: PlanBatch, keep: Mapping[str, Any]) -> Any:
-    """Return which plans are as the user requires."""
+    """Return which plans meet the user's requirements."""
     fine = np.ones(len(c), bool)
     for name, value in keep.items():
         if name in _WORDS:
@@ -207,7 +207,7 @@ def memory_options(wanted: SearchRequest) -> Iterator[Options]:
 
 
 def _optimizers(wanted: SearchRequest) -> list[tuple[OptimizerName, bool]]:
-    """Return optimizers, and whether they run in the backward; the first is at least as fast."""
+    """Return optimizers, and whether they run in the backward; the first is the fastest."""
     keep = wanted.keep
     precision = keep.get("precision", wanted.precision)
     own = keep.get("optimizer", wanted.optimizer or default_optimizer(precision))
@@ -268,7 +268,7 @@ def _options_match(c: PlanBatch) -> Any:
 
 
 def _adapters_match(c: PlanBatch) -> Any:
-    """Return which plans train all weights, or adapters in a way that the planner knows."""
+    """Return which plans train all weights, or adapters in a way that the planner can estimate."""
     if c.common_adapters is None:
         return np.ones(len(c), bool)
     fine = np.ones(len(c), bool)
@@ -321,7 +321,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _meshes(wanted: SearchRequest) -> Iterator[tuple[int, int, int]]:
-    """Yield tp × cp × pp; tp divides heads and stays in a node, cp leaves parts of some length."""
+    """Yield tp × cp × pp; tp divides heads and stays in a node, cp leaves long enough parts."""
     world = wanted.world
     for tp, cp, pp in product(*(_sizes(wanted, axis) for axis in ("tp", "cp", "pp"))):
         if world % (tp * cp * pp) == 0:
@@ -455,7 +455,7 @@ def _micro_batches(share: int, keep: Mapping[str, Any]) -> list[int]:
 def _schedule_rows(
     strategy: Strategy, axes: tuple[int, ...], micro: int, parts: int, wanted: SearchRequest
 ) -> Iterator[_Row]:
-    """Yield a row for every schedule of `parts` micro-batches; without a pipeline, one."""
+    """Yield a row for every schedule of `parts` micro-batches, or one without a pipeline."""
     layers, pp = wanted.outline.layers, axes[5]
     if pp == 1:
         yield (STRATEGIES.index(strategy), *axes, 0, 1, micro, 1, parts, 0)
@@ -476,7 +476,7 @@ def _schedule_rows(
 
 
 def _schedule_fits(schedule: str, pp: int, count: int, parts: int) -> bool:
-    """Return whether a schedule takes that many micro-batches (`records.pipelines.refusal`)."""
+    """Return whether a schedule supports these micro-batches (`records.pipelines.refusal`)."""
     if schedule == "1f1b":
         return parts >= pp
     if schedule == "dualpipev":

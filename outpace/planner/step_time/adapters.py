@@ -35,9 +35,9 @@ _PRODUCTS: Mapping[str, Collection[str]] = MappingProxyType(
 
 
 class Target(NamedTuple):
-    """Adapters on one weight: how many, and the share of its outputs that they are on.
+    """Adapters on one weight: their number, and the share of its outputs that have them.
 
-    Queries, keys and values are one product here, of which each may have an adapter of its own.
+    Queries, keys and values are a single product here, and each of them may have its own adapter.
     """
 
     number: int
@@ -46,16 +46,16 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True)
 class Adapters:
-    """Adapters of `rank` on the weights that `targets` name, all else frozen.
+    """Adapters of `rank` on the weights that `targets` name, with everything else frozen.
 
-    `base_bytes` are those of a frozen weight's number where it is unpacked for each product (nf4,
-    GPTQ); None: it is kept as it is multiplied. `kept`: adapters beside a base of 16 bits are in
-    its dtype ("low"), or in fp32 (PEFT since 0.12, autocast_adapter_dtype), multiplied in 16 bits
-    by autocast or FSDP ("cast") or as they are ("fp32").
-    `unpacks_by_operators`: unpacking is operators of torch, whose result autograd keeps for the
-    backward; else a kernel, once more before the gradient of the input. `drops_inputs`: a dropout
-    comes first. `scales_outputs`: what is scaled is the outputs, as PEFT does; else the low-rank
-    product (nn.lora).
+    `base_bytes` are the bytes per number of frozen weights that are unpacked for each product (nf4,
+    GPTQ); None if they are stored as they are multiplied. `kept`: adapters of a 16-bit base are in
+    its dtype ("low"), or in fp32 (PEFT since 0.12, autocast_adapter_dtype) and multiplied in 16
+    bits through autocast or FSDP ("cast") or in fp32 ("fp32"). `unpacks_by_operators`: weights are
+    unpacked by torch operators, whose result autograd keeps for the backward; otherwise by a
+    kernel, which runs again before the gradient of the input. `drops_inputs`: dropout is applied
+    first. `scales_outputs`: the outputs are scaled, as in PEFT; otherwise the low-rank product is
+    (nn.lora).
     """
 
     rank: int
@@ -68,7 +68,7 @@ class Adapters:
 
     @property
     def operators(self) -> tuple[float, float]:
-        """Return the operators of one adapter, forwards and backwards."""
+        """Return the number of operators of one adapter, forward and backward."""
         ahead, back = _CASTS[self.kept]
         less = 0.0 if self.drops_inputs else 1.0
         return _OPERATORS_AHEAD + ahead - less, _OPERATORS_BACK + back - less
@@ -86,7 +86,7 @@ class Adapters:
 
 
 def adapter_products(settings: AdapterSettings, outline: Outline) -> Adapters:
-    """Return a plan's adapters by the products of a layer that their matrices are part of."""
+    """Return a plan's adapters, grouped by the products that their matrices belong to."""
     targets = {}
     for name, parts in _PRODUCTS.items():
         joined = [matrix for matrix in settings.matrices(outline) if matrix.name in parts]
@@ -105,10 +105,10 @@ def adapter_s(
     device: DeviceRates, adapters: Adapters, weight: Weight, shape: tuple[Floats, Floats, Floats],
     rate: Floats, item: Floats,
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
-    """Seconds forwards, of gradients of inputs, and of the adapters' own gradients.
+    """Return seconds of the forward, of gradients of inputs, and of the adapters' own gradients.
 
-    `shape` is tokens, outputs and inputs of the frozen product on a rank; products are in
-    16 bits, or in fp32 as the frozen ones' `rate` is; beside 16 bits those in fp32 have no tensor
+    `shape` is tokens, outputs and inputs of the frozen product on a rank. Products are in 16 bits,
+    or in fp32 as at the frozen ones' `rate`; next to 16-bit ones, those in fp32 do not use tensor
     cores (torch.backends.cuda.matmul.allow_tf32 is off by default).
     """
     tokens, n, k = shape
@@ -137,13 +137,13 @@ def adapter_s(
 def _moved_bytes(
     adapters: Adapters, item: Floats
 ) -> tuple[tuple[Floats, Floats], tuple[Floats, Floats]]:
-    """Return bytes of an adapter's input and output, forwards and backwards.
+    """Return the bytes that an adapter's input and output move, forward and backward.
 
     peft/tuners/lora/layer.py, Linear.forward: dropout, if any, reads, writes and masks the input;
-    the output is scaled and added to the frozen product's. Backwards dropout's and the sum of the
-    input's gradients, and the scaling's. Kept in fp32, the input is cast before
-    (_cast_input_dtype), by each adapter for itself, and for the product once more; or what is
-    multiplied in fp32 has its sum cast. So are their gradients.
+    the output is scaled and added to that of the frozen product. The backward has those of the
+    dropout, of the sum of the input's gradients and of the scaling. If adapters are in fp32, each
+    of them casts its input first (_cast_input_dtype), and again for the product; or, if products
+    are in fp32, their sum is cast. The same applies to their gradients.
     """
     wide = item if adapters.kept == "low" else np.full_like(item, _FP32)
     dropout = (2 * wide + 1) * adapters.drops_inputs
@@ -159,9 +159,10 @@ def _moved_bytes(
 
 
 def _simt_product_s(device: DeviceRates, rows: Floats, columns: Floats, inner: Floats) -> Floats:
-    """Return seconds of a product in fp32 of which one dimension is an adapter's rank.
+    """Return the seconds of an fp32 product with an adapter's rank as one of its dimensions.
 
-    Its tiles are as narrow as cuBLAS has them, and other dimensions fill the device with them.
+    It uses cuBLAS's narrowest tiles, and the other dimensions have enough of them to fill the
+    device.
     """
     padded = np.ceil(rows / _SIMT_TILE) * np.ceil(columns / _SIMT_TILE) * _SIMT_TILE**2
     flops = 2 * padded * np.ceil(inner / _SIMT_DEPTH) * _SIMT_DEPTH
@@ -173,9 +174,10 @@ def _simt_product_s(device: DeviceRates, rows: Floats, columns: Floats, inner: F
 def unpacking_s(
     device: DeviceRates, adapters: Adapters, elements: Floats, item: Floats
 ) -> tuple[Floats, Floats]:
-    """Return seconds in which frozen weights are unpacked, before a product and its gradient's.
+    """Return seconds to unpack frozen weights before a product, and before that of its gradient.
 
-    Kernels, as bitsandbytes' and GPTQ's, read them packed and write them as they are multiplied.
+    Kernels such as those of bitsandbytes and GPTQ read packed weights and write them in the dtype
+    of the product.
     """
     if adapters.base_bytes is None:
         return np.zeros_like(elements), np.zeros_like(elements)

@@ -27,8 +27,8 @@ class _Collectives:
 def ring_s(setup: StepTimeSetup, passes: StepPasses) -> Floats:
     """Return the exposed time of keys and values that circulate during attention.
 
-    Forwards once round, backwards with gradients twice as much; where attention is computed
-    again, they go round again.
+    They travel around the ring once in the forward and, with gradients, twice as much in the
+    backward; if attention is recomputed, they do so again.
     """
     c = setup.columns
     total, merged = np.zeros(len(c)), np.zeros(len(c))
@@ -56,12 +56,13 @@ def ring_s(setup: StepTimeSetup, passes: StepPasses) -> Floats:
 
 
 def experts_s(setup: StepTimeSetup, busy: Floats) -> Floats:
-    """Return the time of tokens to their experts and back: all-to-all twice each way.
+    """Return the time to send tokens to their experts and back, with two all-to-alls each way.
 
-    Of ranks of tp each sends its part of the tokens; those that have parts of the same experts
-    gather what came to any of them, and scatter sums, of more tokens than tp's own collectives
-    do (`passes._tensor_collectives`) by as many as a token has experts. `busy`: seconds of passes,
-    which hide them where the stack overlaps one micro-batch's with another's computing.
+    Each rank of tp sends its part of the tokens. Ranks that have parts of the same experts gather
+    what any of them received, and scatter sums: as many times the tokens of tp's own collectives
+    (`passes._tensor_collectives`) as a token has experts. `busy`: seconds of passes, which hide
+    these collectives if the stack overlaps those of one micro-batch with the computation of
+    another.
     """
     c = setup.columns
     total = np.zeros(len(c))
@@ -95,7 +96,7 @@ def _dispatch_s(setup: StepTimeSetup, nbytes: Floats, copies: int) -> Floats:
 def exposed_data_s(setup: StepTimeSetup, passes: StepPasses, pipeline: PipelineTime) -> Floats:
     """Return the exposed time of reducing gradients and of gathering sharded parameters.
 
-    Where a pipeline's ranks differ, one that is not the slowest may be by what it exposes.
+    If a pipeline's ranks differ, another one may become the slowest because of its exposed time.
     """
     c, collectives = setup.columns, _collectives(setup)
     ahead_s, back_s = passes.forward("seconds"), passes.backward("seconds")
@@ -117,10 +118,10 @@ def exposed_data_s(setup: StepTimeSetup, passes: StepPasses, pipeline: PipelineT
 def slowest_s(setup: StepTimeSetup, busy: Floats) -> Floats:
     """Return how much longer than the median device the slowest one computes.
 
-    `busy`: seconds of matrix products and attention, which follow a device's clock; memory
-    traffic, links and the host do not. Of n normal variables the largest is expected
-    at the quantile (n - 3/8) / (n + 1/4) (Blom, Statistical Estimates and Transformed
-    Beta-Variables, 1958).
+    `busy`: seconds of matrix products and attention, which depend on a device's clock, unlike
+    memory traffic, links and the host. The expected maximum of n normal variables is at the
+    quantile (n - 3/8) / (n + 1/4) (Blom, Statistical Estimates and Transformed Beta-Variables,
+    1958).
     """
     counts, place = np.unique(setup.columns.ranks, return_inverse=True)
     normal = NormalDist()
@@ -164,7 +165,7 @@ def _collectives(setup: StepTimeSetup) -> _Collectives:
 
 
 def _pieces(setup: StepTimeSetup) -> Floats:
-    """Return the collectives that gather parameters and sum gradients: of blocks, or parameters.
+    """Return how many collectives gather parameters and sum gradients: by block or parameter.
 
     Each takes its latency, which grows with the ranks.
     """
@@ -180,7 +181,7 @@ def _pieces(setup: StepTimeSetup) -> Floats:
 
 
 def _zero_exposed_s(setup: StepTimeSetup, of: _Collectives, ahead: Floats, back: Floats) -> Floats:
-    """Return what passes of one micro-batch leave exposed, by the level of ZeRO."""
+    """Return the time that the passes of one micro-batch leave exposed, by ZeRO level."""
     c = setup.columns
     buckets, units = _buckets(setup, of.grads), np.maximum(setup.layers, 1.0)
     # A pipeline's micro-batches share gathers and sums.
@@ -204,12 +205,12 @@ def _zero_exposed_s(setup: StepTimeSetup, of: _Collectives, ahead: Floats, back:
 
 
 def _beside_stages_s(setup: StepTimeSetup, comm_s: Floats, pass_s: Floats, units: Floats) -> Floats:
-    """Return how much of gradient sums, or of gathers, a micro-batch's passes leave exposed.
+    """Return the part of gradient sums, or of gathers, that a micro-batch's passes leave exposed.
 
-    Interleaved stages have separate ones: a stage's parameters are gathered while the previous
-    stage runs forwards, as many micro-batches at a time as there are ranks, and its gradients are
-    summed while the previous stages run backwards. Only for a rank's first stage is there at most
-    one micro-batch's pass to hide them.
+    Interleaved stages have separate collectives: a stage's parameters are gathered during the
+    forwards of the previous stage, for as many micro-batches as there are ranks, and its gradients
+    are summed during the backwards of previous stages. Only those of a rank's first stage have at
+    most one micro-batch's pass to hide them.
     """
     c, stack = setup.columns, setup.question.stack
     apart = c.schedule_in("interleaved") & stack.sums_by_stages
@@ -222,9 +223,9 @@ def _beside_stages_s(setup: StepTimeSetup, comm_s: Floats, pass_s: Floats, units
 
 
 def _buckets(setup: StepTimeSetup, grads: Floats) -> Floats:
-    """Return the parts in which replicas sum gradients.
+    """Return the number of parts in which replicas sum gradients.
 
-    The embedding's gradient is complete last, and a bucket is no smaller than it.
+    The embedding's gradient is completed last, and its bucket is at least that large.
     """
     c = setup.columns
     table = setup.outline.vocab * setup.outline.table_width / c.tp / setup.parameters.present
@@ -244,9 +245,10 @@ def _launch_s(setup: StepTimeSetup) -> Floats:
 
 
 def _one_to_all_s(setup: StepTimeSetup, grads: Floats) -> Floats:
-    """Return seconds of dp: parameters to every replica, gradients back, over one device's link.
+    """Return the seconds of dp: parameters to every replica and gradients back, by one link.
 
-    ps sends as much over the servers' links, each worker's in turn, both ways at the same time.
+    ps sends the same over the servers' links, for each worker in turn, in both directions at the
+    same time.
     """
     c = setup.columns
     others = np.maximum(c.data_parallel - 1, 0)

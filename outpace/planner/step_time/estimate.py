@@ -1,7 +1,7 @@
 """Step times of many plans at once, and where the time goes, in closed form.
 
-A step is the pipeline's passes (compute and what it waits for, the bubble), the reduction of
-gradients as far as no backward hides it, and the optimizer. docs/concepts/planner.md derives them.
+A step consists of the pipeline's passes (computation, its waits, and the bubble), the part of the
+gradient reduction that no backward hides, and the optimizer. docs/concepts/planner.md derives them.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -32,10 +32,10 @@ from outpace.planner.step_time.setup import StepTimeQuestion, StepTimeSetup, set
 class StepTimes:
     """Seconds of a step by purpose, one entry per plan; they add up to the step.
 
-    `host_s` is what the device waits for the host, and what uneven stages wait for the slowest.
-    `data_s` is exposed of gradients' and parameters' collectives, and what all devices wait in them
-    for the slowest; `tensor_s`, `context_s`, `pipeline_s` and `expert_s` of those axes'.
-    `loading_s` is waiting for samples.
+    `host_s` is the time that the device waits for the host, and that uneven stages wait for the
+    slowest. `data_s` is the exposed time of the gradients' and parameters' collectives, including
+    that in which all devices wait for the slowest; `tensor_s`, `context_s`, `pipeline_s` and
+    `expert_s` are the exposed times of those axes. `loading_s` is the wait for samples.
     """
 
     products_s: Floats
@@ -61,9 +61,9 @@ class StepTimes:
 
 @dataclass(frozen=True)
 class _Passes:
-    """Seconds of all passes of a step, as the mean over ranks: the device's work in them.
+    """Seconds of the device's work in all passes of a step, as the mean over ranks.
 
-    `busy` is for the slowest rank, for which all wait.
+    `busy` is that of the slowest rank, which all others wait for.
     """
 
     products: Floats
@@ -79,7 +79,7 @@ class _Passes:
 
     @property
     def fit(self) -> Floats:
-        """Return the factor by which the parts are scaled to what they take together."""
+        """Return the factor that scales the parts so that they add up to the time of the passes."""
         return np.minimum(1.0, self.busy / np.maximum(self.device_s, 1e-30))
 
 
@@ -120,7 +120,7 @@ def stages_of(question: StepTimeQuestion, columns: PlanBatch) -> Stages:
 
 
 def offloading(question: StepTimeQuestion, columns: PlanBatch) -> Offloading:
-    """Return the parts of each plan's offloading time, less what passes hide."""
+    """Return the parts of each plan's offloading time, without what passes hide."""
     setup = set_up(question, columns)
     return offloading_parts(setup, setup.micro * pipeline_time(setup, step_passes(setup)).pace_s)
 
@@ -147,13 +147,13 @@ def _mean_s(setup: StepTimeSetup, passes: StepPasses, name: str) -> Floats:
 
 
 def _weights_share(passes: StepPasses) -> Floats:
-    """Return the share of gradients of weights in a layer's passes."""
+    """Return the share of a layer's passes that goes to gradients of weights."""
     both_s = passes.forward("seconds") + passes.backward("seconds")
     return passes.backward("weights_s") / np.maximum(both_s, 1e-30)
 
 
 def _loading_s(setup: StepTimeSetup, step_s: Floats) -> Floats:
-    """Return the wait for loaders, which work ahead of the step: the excess of their time."""
+    """Return the wait for loaders, which work ahead: their time in excess of the step."""
     c = setup.columns
     samples = c.micro_batch * setup.micro * c.data_parallel
     nodes = np.clip(c.ranks / setup.fabric.per_node, 1, c.data_parallel)

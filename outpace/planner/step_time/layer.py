@@ -1,7 +1,8 @@
 """Seconds of one layer, of the embedding and of the head, for one micro-batch on one rank.
 
-Products by their shapes on the rank; attention by its kernel; what only moves memory by its bytes;
-and the host, which launches every operator: where the device is done sooner, it waits for the host.
+Products are estimated by their shapes on the rank, attention by its kernel, memory-bound operators
+by their bytes, and the host by the operators that it launches: a device that finishes earlier waits
+for the host.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,14 +26,14 @@ Kernel = Literal["fused", "flash2", "flash3", "cudnn", "triton", "unfused"]
 
 @dataclass(frozen=True)
 class Cells:
-    """Distinct cases of what a layer's time depends on, one entry each.
+    """Distinct combinations of what a layer's time depends on, one entry each.
 
-    `rate` is FLOP/s of its products, `item` bytes of their numbers, `wide` those of the residual
-    stream. `samples` of a micro-batch; `fused`: attention is; `norm_split` is by how many ranks
-    norms and residual are cut (sequence parallelism), `etp` by how many experts are.
-    `elementwise`: how a program without a compiler computes them; `fuses_dropout`, `dispatcher`,
-    `experts` and `fuses_accumulation` are its traits, too (catalog.stacks). Beside frozen weights
-    `adapters` are trained.
+    `rate` is the FLOP/s of its products, `item` the bytes of their numbers, `wide` those of the
+    residual stream, and `samples` the number in a micro-batch. `fused`: attention is fused.
+    `norm_split` ranks divide norms and the residual stream (sequence parallelism), `etp` ranks
+    divide each expert. `elementwise`: how a program without a compiler computes elementwise
+    operations; `fuses_dropout`, `dispatcher`, `experts` and `fuses_accumulation` are also traits of
+    the program (catalog.stacks). `adapters` are those trained on frozen weights.
     """
 
     rate: Floats
@@ -57,8 +58,8 @@ class Cells:
 class LayerWork:
     """Device seconds by kind, and operators that the host launches, forward and backward.
 
-    `inner` is the attention within a forward, which some recomputation leaves out or does alone;
-    `products` are a forward's seconds of matrix products by weights.
+    `inner` is the attention within a forward, which some modes of recomputation skip or repeat
+    alone; `products` are the seconds of a forward's matrix products with weights.
     """
 
     forward_s: Floats
@@ -136,7 +137,7 @@ _CAST = 6.0  # bytes of a number that is read in 4 and written in 2, or the othe
 def layer(
     device: DeviceRates, outline: Outline, stack: Stack, cells: Cells, seq_len: int, kernel: Kernel
 ) -> LayerWork:
-    """Return one layer of `stack`, all phases."""
+    """Return the work of one layer of `stack`, in all phases."""
     length = stack.seq_len or seq_len
     seen = seen_length(outline, stack, seq_len)
     tokens = cells.samples * length / cells.cp
@@ -180,7 +181,7 @@ def layer(
 def _calls(
     device: DeviceRates, outline: Outline, stack: Stack, cells: Cells, operators: float
 ) -> tuple[Floats, Floats]:
-    """Return the operators that a host launches for a layer without compilation, both ways.
+    """Return the operators launched for an uncompiled layer, forward and backward.
 
     `operators` are those of its forward on one rank, in 16 bits, with all weights trained.
     """
@@ -206,7 +207,7 @@ def _calls(
 def _weight(
     device: DeviceRates, cells: Cells, weight: Weight, tokens: Floats
 ) -> tuple[Floats, Floats, Floats]:
-    """Return a forward, and a backward with gradients of inputs and of the weight."""
+    """Return the seconds of a weight's forward, and of the gradients of its input and of itself."""
     tp = cells.etp if weight.experts else cells.tp
     n = weight.outputs / np.where(weight.cut == "outputs", tp, 1.0)
     k = weight.inputs / np.where(weight.cut == "inputs", tp, 1.0)
@@ -243,10 +244,10 @@ def _product(
     device: DeviceRates, cells: Cells, weight: Weight, shape: tuple[Floats, Floats, Floats],
     batch: Floats | float, more_bytes: Floats | float,
 ) -> Floats:  # fmt: skip
-    """Return seconds of a weight's product, of experts as the software computes them.
+    """Return the seconds of a weight's product, with experts computed as the software does.
 
-    It moves `more_bytes` than its operands and its result, at memory's rate: Triton's kernels are
-    slower in their products alone.
+    It moves `more_bytes` in addition to its operands and result, at the memory rate: only the
+    products of Triton's kernels are slower.
     """
     if weight.experts and cells.experts == "loop":
         one = sustained_product_s(
@@ -271,7 +272,7 @@ def _slices_s(device: DeviceRates, experts: Floats | float, nbytes: Floats) -> F
 
 
 def _expert_operators(stack: Stack, cells: Cells) -> tuple[Floats, Floats]:
-    """Return operators of a layer's experts beyond `_operators`, forwards and backwards."""
+    """Return the operators of experts in addition to `_operators`, forward and backward."""
     none = np.zeros_like(cells.ep)
     if stack.mlp is None or not stack.mlp.experts:
         return none, none
@@ -287,7 +288,7 @@ def _frozen_weight(
     device: DeviceRates, cells: Cells, weight: Weight, shape: tuple[Floats, Floats, Floats],
     products: tuple[Floats, Floats],
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
-    """Return `_weight` of a weight without a gradient, with its adapters."""
+    """Return what `_weight` does for a weight without a gradient, with its adapters."""
     assert cells.adapters is not None
     one, inputs = products
     grads = np.zeros_like(one)
@@ -303,7 +304,7 @@ def _frozen_weight(
 
 
 def _in_float8(device: DeviceRates, cells: Cells) -> Bools:
-    """Return where products are in float8, whose operands are scaled and cast each time."""
+    """Return for which plans products are in float8, with operands scaled and cast each time."""
     return device.is_fp8(cells.rate)
 
 
@@ -331,7 +332,7 @@ def _scaling_s(
 def _products(
     device: DeviceRates, cells: Cells, products: Sequence[ProductShape], length: int
 ) -> Iterator[tuple[Floats, Floats, Floats]]:
-    """Yield `_weight` for products that are not split."""
+    """Yield what `_weight` returns for products that are not split."""
     for product in products:
         tokens = cells.samples * (product.positions or length) / cells.cp
         weight = Weight(product.name, product.inputs, product.outputs, "none")
@@ -348,7 +349,7 @@ def _attention(
     keys: int,
     kernel: Kernel,
 ) -> tuple[Floats, Floats]:
-    """Return scores and mix, forwards and backwards; causal attention does half if fused."""
+    """Return seconds of scores and mix, forward and backward; fused causal attention does half."""
     heads = np.maximum(attention.heads / cells.tp, 1.0)
     own = length / cells.cp  # queries; keys are all, in turns
     widths = attention.head_dim + attention.value_dim
@@ -382,7 +383,7 @@ def _attention(
 
 
 def _attention_shares(device: DeviceRates, kernel: Kernel) -> tuple[float, float, float, float]:
-    """Return forward and backward rates, the share for heads of 64, and keys that halve them."""
+    """Return forward and backward rates, the share for heads of 64, and keys that halve rates."""
     own = (device.attention_forward, device.attention_backward, device.attention_narrow,
            device.attention_half)  # fmt: skip
     found = device.attention_kernels.get("flash2" if kernel == "triton" else kernel)
@@ -395,8 +396,8 @@ def _attention_shares(device: DeviceRates, kernel: Kernel) -> tuple[float, float
 def _width_share(head_dim: int, narrow: float) -> float:
     """Return the share of the rate for heads of 128 that heads of other widths reach.
 
-    Between 64 and 128 it grows as the width does (72 and 80: aiconfigurator 095f58a5, kernels of
-    vllm 0.24.0 for pictures).
+    Between 64 and 128 it grows in proportion to the width (72 and 80: aiconfigurator 095f58a5,
+    kernels of vllm 0.24.0 for images).
     """
     return narrow + (1 - narrow) * min(max(head_dim - 64, 0) / 64, 1.0)
 
@@ -413,7 +414,7 @@ def _keys_seen(device: DeviceRates, attention: AttentionShape, keys: int) -> int
 
 
 def _attention_rate(device: DeviceRates, cells: Cells) -> Floats:
-    """Return FLOP/s: in 16 bits under fp8 too; in fp32 as slow as products."""
+    """Return the FLOP/s of attention: in 16 bits also under fp8; in fp32, that of products."""
     if device.attention_rates:
         low, full = device.attention_rates["bf16"], device.attention_rates["fp32"]
         return np.where(cells.item < 4, low, full)
@@ -423,7 +424,7 @@ def _attention_rate(device: DeviceRates, cells: Cells) -> Floats:
 def _layer_traffic(
     device: DeviceRates, outline: Outline, stack: Stack, cells: Cells, fused: bool
 ) -> tuple[Floats, Floats]:
-    """Return the bytes per token of norms, activations and sums, forwards and backwards."""
+    """Return the bytes per token of norms, activations and sums, forward and backward."""
     routed, routed_back = _routing_traffic(outline, stack, cells)
     ahead, back = _eager_traffic(device, outline, stack, cells, fused)
     if device.kind == "cuda":
@@ -434,14 +435,14 @@ def _layer_traffic(
 
 
 def _routing_traffic(outline: Outline, stack: Stack, cells: Cells) -> tuple[Floats, Floats]:
-    """Return bytes to permute a token to the order of its experts, and back.
+    """Return the bytes to permute a token into the order of experts, and back.
 
     A token is read and written once for each of its experts, whose results are read, weighted and
     summed; the backward does the reverse, and gradients of weights read the results again. Ranks of
     tp with whole experts have a part of the tokens each. If copies of tokens are sent, they arrive
-    in the order of ranks and are sorted by the rank's experts, and back (Megatron-Core,
+    in the order of ranks and are sorted by the rank's experts, and sorted back (Megatron-Core,
     moe_utils.py, sort_chunks_by_idxs; torchtitan, its permutation after the all-to-all).
-    Megatron-Core adds biases of experts' results by operators.
+    Megatron-Core adds the biases of experts' results with separate operators.
     """
     mlp = stack.mlp
     if mlp is None or not mlp.experts:
@@ -462,14 +463,15 @@ def _routing_traffic(outline: Outline, stack: Stack, cells: Cells) -> tuple[Floa
 def _compiled_traffic(
     outline: Outline, stack: Stack, cells: Cells, fused: bool
 ) -> tuple[Floats, Floats]:
-    """Return `_layer_traffic` of Inductor's kernels for a GPU (torch/_inductor/scheduler.py).
+    """Return what `_layer_traffic` does, for Inductor's kernels on a GPU.
 
-    It fuses what is elementwise with a reduction over the same rows. A sum into the residual
-    stream, the norm after it and the cast for the next product are one kernel, which reads the
-    stream and the branch and writes the stream and the norm's result. Backwards one kernel reads
-    the gradient of the result, the stream and its gradient, and writes the latter, and once more
-    cast for the product before; another reads the first two again for the norm's weights. Dropout
-    draws its numbers again. An activation is one kernel between products, and so is a rotation.
+    Inductor fuses elementwise operations with a reduction over the same rows
+    (torch/_inductor/scheduler.py). A sum into the residual stream, the norm after it and the cast
+    for the next product are one kernel, which reads the stream and the branch and writes the stream
+    and the norm's result. In the backward, one kernel reads the gradient of the result, the stream
+    and its gradient, and writes the latter, and also its cast for the preceding product; another
+    reads the first two again for the norm's weights. Dropout draws its numbers again. An activation
+    is one kernel between products, and so is a rotation.
     """
     split = outline.hidden / cells.norm_split
     wide, low = split * cells.wide, split * cells.item
@@ -491,10 +493,10 @@ def _compiled_traffic(
 
 
 def _kernels(outline: Outline, stack: Stack, inner: float) -> tuple[float, float]:
-    """Return kernels of a compiled layer, both ways: those of `_moved_compiled`, and products.
+    """Return the kernels of a compiled layer, forward and backward, including products.
 
-    In the backward, a product has two, attention one more than in the forward (it sums gradients
-    and outputs first), a norm two, a bias a sum.
+    In the backward, a product has two kernels, attention one more than in the forward (which first
+    sums gradients times outputs), a norm two, and a bias one for its sum.
     """
     parts = list(weights(stack, outline.hidden))
     products = len(parts) + sum(p.count for p in stack.other)
@@ -566,7 +568,7 @@ def _width(mlp: Mlp) -> int:
 
 
 def _operators(outline: Outline, stack: Stack, fused: bool) -> tuple[float, float]:
-    """Return the operators of a layer's forward, views included, and those of attention."""
+    """Return the number of operators in a layer's forward, with views, and in attention."""
     count = float(stack.norms)
     inner = 0.0
     for attention in (stack.attention, stack.cross_attention):
@@ -586,9 +588,9 @@ def _operators(outline: Outline, stack: Stack, fused: bool) -> tuple[float, floa
 
 
 def _backward_operators(outline: Outline, stack: Stack) -> float:
-    """Return the operators of a backward beyond those of the forward.
+    """Return the number of operators in a backward in addition to those of the forward.
 
-    A product has two gradients and a bias a sum; every parameter's gradient is stored or
+    A product has two gradients, a bias has a sum, and every parameter's gradient is stored or
     accumulated.
     """
     products = biases = 0
@@ -599,7 +601,7 @@ def _backward_operators(outline: Outline, stack: Stack) -> float:
 
 
 class EndsTime(NamedTuple):
-    """Device seconds of what lies before the layers, or after them, and of its products alone."""
+    """Device seconds of everything before the layers, or after them, and of its products alone."""
 
     forward_s: Floats
     backward_s: Floats
@@ -650,9 +652,9 @@ def head(
 
 
 def embedding(device: DeviceRates, outline: Outline, cells: Cells, seq_len: int) -> EndsTime:
-    """Looking up, and adding gradients up into a table of zeros; patches' and other products.
+    """Return the time of lookups, and of adding gradients to a table of zeros, with other products.
 
-    And the operators of either direction.
+    The latter are those of patches, for example. Also returns the operators of each direction.
     """
     length = outline.stacks[0].seq_len or seq_len
     tokens = cells.samples * length / cells.cp

@@ -38,12 +38,14 @@ def optimizer_s(
     outline: Outline, device: DeviceRates, fabric: Fabric, c: PlanBatch, stepped: Floats,
     ahead_s: Floats | None = None,
 ) -> Floats:  # fmt: skip
-    """Return seconds of a step and of clipping. `stepped` are the parameters that a rank steps.
+    """Return the seconds of a step and of clipping.
 
-    Operators proceed beside the host, which launches them: what takes longer is waited for.
-    `ahead_s`: on a GPU as outpace steps, whose host does not wait for the device within a step, and
-    is so far ahead of it when the optimizer begins; another program reads its loss or its norm.
-    Muon adds the products of its iteration and gathers its matrices.
+    `stepped` are the parameters that a rank updates.
+
+    Operators run while the host launches further ones, and the slower of the two determines the
+    time. `ahead_s`: how far the host is ahead of a GPU when the optimizer begins, under outpace,
+    whose host does not wait for the device within a step; other programs read the loss or the norm.
+    Muon adds the products of its iteration, and gathers its matrices.
     """
     moved = _EAGER_BYTES[c.optimizer]
     compiled, fused = np.zeros(len(c), dtype=bool), np.zeros(len(c), dtype=bool)
@@ -71,7 +73,7 @@ def optimizer_s(
 def _on_gpu(
     c: PlanBatch, moved: Floats, spread: Bools, compiled: Bools, fused: Bools
 ) -> tuple[Floats, Floats]:
-    """Return bytes per parameter, and operators for any tensors, as outpace steps on a GPU.
+    """Return bytes per parameter, and operators for any tensors, of outpace's steps on a GPU.
 
     `moved` are those of single operators.
     """
@@ -92,7 +94,7 @@ def _on_gpu(
 
 @lru_cache(maxsize=256)
 def _matrices(outline: Outline, ep: int) -> tuple[float, float]:
-    """Return elements of the layers' matrices, and FLOPs to orthogonalise all of them.
+    """Return the elements of the layers' matrices, and the FLOPs to orthogonalise all of them.
 
     For (r, k) with r ≤ k, each iteration is X·Xᵀ, its square, and one product with X: 4r²k + 2r³
     (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024).
@@ -111,7 +113,7 @@ def _muon_s(outline: Outline, device: DeviceRates, fabric: Fabric, c: PlanBatch)
     """Return seconds of the iteration's bf16 products, and of gathers over shards and tp.
 
     Every rank orthogonalises every matrix of its layers, except under ZeRO-1, which distributes
-    whole ones.
+    whole matrices.
     """
     each, place = np.unique(c.ep, return_inverse=True)
     found = np.array([_matrices(outline, int(ep)) for ep in each], float).reshape(-1, 2)[place]

@@ -1,4 +1,4 @@
-"""Operators that an optimizer's step launches on the host, by the tensors that it steps."""
+"""Operators that an optimizer's step launches on the host, by the tensors that it updates."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -21,9 +21,10 @@ from outpace.records.outline import Outline
 
 
 def count_operators(outline: Outline, kind: str, c: PlanBatch, compiled: Bools) -> Floats:
-    """Return operators of the tensors that a rank steps on a device of `kind`, one entry a plan.
+    """Return the operators for a rank's updated tensors on a device of `kind`, by plan.
 
-    `compiled`: where plans compile; not all optimizers do. What depends on no tensors is left out.
+    `compiled`: which plans compile; not all optimizers do. Operators that do not depend on tensors
+    are left out.
     """
     found = np.zeros(len(c))
     keys = np.stack([c.optimizer, c.tp, c.ep, compiled]).astype(np.int64)
@@ -71,7 +72,7 @@ def _layer_shapes(outline: Outline, tp: int, ep: int) -> Counter[Shape]:
 
 
 def _outside_shapes(outline: Outline, tp: int) -> Counter[Shape]:
-    """Count tensors of each shape outside of layers: embeddings, a head, a norm of two."""
+    """Count tensors of each shape outside of layers: embeddings, head, a norm's two."""
     rows = [outline.vocab // tp, outline.learned_positions]
     rows += [] if outline.tied else [outline.outputs // tp]
     found: Counter[Shape] = Counter((count, outline.hidden) for count in rows if count)
@@ -87,7 +88,7 @@ def _count_muon(
     each: Operators, layers: Counter[Shape], ends: Counter[Shape], pp: Ints, parts: Ints,
     on_gpu: bool,
 ) -> Floats:  # fmt: skip
-    """Count layers' matrices by Muon, all others by AdamW, which is fused on a GPU."""
+    """Count operators of Muon for layers' matrices and of AdamW for all others, fused on a GPU."""
     matrices = {shape: count / pp / parts for shape, count in layers.items() if len(shape) == 2}
     found = np.zeros(len(pp))
     for shape, count in matrices.items():
@@ -169,5 +170,5 @@ def _block_length(kept: Kept, shape: Shape) -> int | None:
 
 
 def _joined_limit(largest: Floats | int, kind: str) -> Floats:
-    """Return how many values are stepped at once at most, given the `largest` parameter."""
+    """Return the most values that are updated at once, given the `largest` parameter."""
     return np.minimum(JOINED_VALUES.get(kind, 0), np.maximum(largest // 2, FEW_VALUES))

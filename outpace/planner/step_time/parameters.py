@@ -12,10 +12,11 @@ from outpace.planner.step_time.setup import FP32, StepTimeSetup
 
 @dataclass(frozen=True)
 class Offloading:
-    """A rank's bytes and seconds of a step that offloading takes, one entry a plan.
+    """Bytes of a rank and seconds of a step that offloading takes, one entry per plan.
 
-    `weights_s` and `activations_s` are what passes do not hide of copies over the host's link,
-    `optimizer_s` is gradients and new weights on it, `host_step_s` the step of AdamW on the host.
+    `weights_s` and `activations_s` are the times of copies over the host's link that passes do not
+    hide, `optimizer_s` that of gradients and new weights, and `host_step_s` that of AdamW's step on
+    the host.
     """
 
     SECONDS: ClassVar[tuple[str, ...]] = (
@@ -40,13 +41,13 @@ class Offloading:
 
 
 def weight_traffic_s(setup: StepTimeSetup) -> Floats:
-    """Return, of a micro-batch: weights cast for products, gradients cast back and added up.
+    """Return the seconds per micro-batch to cast weights, and to cast and add up gradients.
 
-    Where ranks split parameters each casts its shard before it is gathered, and all gradients as
-    they are copied to the buffer that they are reduced in; what is gathered is copied out of its
-    buffer. Where products add gradients up themselves, buffers are filled with zeros alone. Frozen
-    weights are kept as they are multiplied, or unpacked; but outpace casts those of 32 bits that
-    are not packed each time, or their shards.
+    If parameters are sharded, each rank casts its shard before the gather, and all gradients as
+    they are copied to the reduction buffer; gathered parameters are copied out of their buffer. If
+    products accumulate gradients themselves, buffers are only filled with zeros. Frozen weights are
+    stored as they are multiplied, or unpacked; but outpace casts unpacked ones of 32 bits, or their
+    shards, each time.
     """
     c, numbers = setup.columns, setup.numbers
     present, rate = setup.parameters.present, setup.device.memory_bytes_per_s
@@ -73,9 +74,9 @@ def weight_traffic_s(setup: StepTimeSetup) -> Floats:
 
 
 def _copies(setup: StepTimeSetup) -> Floats:
-    """Return how often a micro-batch's gathered numbers are read and written once more.
+    """Return how often the numbers gathered for a micro-batch are read and written again.
 
-    Each is copied out of its gather's buffer; a pipeline's micro-batches share gathers.
+    Each is copied out of the gather's buffer; a pipeline's micro-batches share gathers.
     """
     c = setup.columns
     gathers = np.select([c.zero == 3, c.zero == 2], [2.0, 1.0], 0.0)
@@ -87,7 +88,7 @@ def _copies(setup: StepTimeSetup) -> Floats:
 def optimizer_step_s(setup: StepTimeSetup, ahead_s: Floats) -> Floats:
     """Return the time of the optimizer's traffic, launches and products for a shard.
 
-    `ahead_s`: what a GPU has still to do when its host begins to launch the optimizer.
+    `ahead_s`: the work that a GPU still has when its host begins to launch the optimizer.
     """
     runs_ahead = setup.device.kind == "cuda" and not setup.question.other_program
     return optimizer_s(
@@ -128,7 +129,7 @@ def _saved_bytes(setup: StepTimeSetup) -> Floats:
     These are inputs and outputs of norms and inputs of products: queries, keys, values and their
     mix, and the input and output of the MLP's activation (Korthikanti et al., arXiv 2205.05198,
     §4.1, without scores). A recomputed block saves only its input; with "attention" also the mix,
-    with "selective" the outputs of products.
+    and with "selective" the outputs of products.
     """
     c, hidden = setup.columns, setup.outline.hidden
     modes = {name: c.modes[:, place] for place, name in enumerate(MODES)}

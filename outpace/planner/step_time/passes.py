@@ -21,10 +21,10 @@ _CHECKPOINT_OPERATORS = 6
 class PassTime:
     """Pass of one micro-batch: seconds on the device, on the host, and waiting for other ranks.
 
-    `weights_s` are the device's for gradients of weights, which some schedules put off.
+    `weights_s` is the device's time for gradients of weights, which some schedules defer.
 
-    A host runs ahead of its accelerator, so that a pass takes what the slower of them takes; where
-    both are one, or take turns (`alone`), it takes what both take.
+    A host runs ahead of its accelerator, so a pass takes the time of the slower of the two; if they
+    are the same device, or take turns (`alone`), it takes the sum.
     """
 
     device_s: Floats
@@ -57,7 +57,7 @@ class _TensorCollectives:
 
 @dataclass(frozen=True)
 class EndPasses:
-    """Passes of one micro-batch through what lies before the layers, and after them."""
+    """Passes of one micro-batch through everything before the layers, and after them."""
 
     embedding: PassTime
     embedding_back: PassTime
@@ -79,7 +79,7 @@ class EndPasses:
 class StepPasses:
     """Passes of one micro-batch: through a layer of each stack, and through both ends.
 
-    `shares` are those of the layers that stacks have; a backward has what it recomputes.
+    `shares` are the stacks' shares of the layers; a backward includes recomputation.
     """
 
     shares: Floats
@@ -88,11 +88,11 @@ class StepPasses:
     ends: EndPasses
 
     def forward(self, name: str) -> Floats:
-        """Return a part of the mean layer's forward, by its name in `PassTime`."""
+        """Return a part of an average layer's forward, by its name in `PassTime`."""
         return _mean(self.forwards, self.shares, name)
 
     def backward(self, name: str) -> Floats:
-        """Return a part of the mean layer's backward."""
+        """Return a part of an average layer's backward."""
         return _mean(self.backwards, self.shares, name)
 
     def ends_part(self, name: str) -> Floats:
@@ -126,7 +126,7 @@ def step_passes(setup: StepTimeSetup) -> StepPasses:
 
 
 def _mean(passes: list[PassTime], shares: Floats, name: str) -> Floats:
-    """Return the mean over all layers, of each stack by its share of them."""
+    """Return the mean over all layers, weighting each stack by its share of them."""
     found: Floats = np.sum(
         [share * getattr(one, name) for share, one in zip(shares, passes, strict=True)], axis=0
     )
@@ -144,7 +144,7 @@ def _count_sums(setup: StepTimeSetup, stack: Stack) -> Floats:
 
 
 def _count_adapter_inputs(setup: StepTimeSetup, stack: Stack) -> Floats:
-    """Return how many adapters gather their inputs from tp's ranks themselves."""
+    """Return how many adapters gather their inputs separately from tp's ranks."""
     c, adapters = setup.columns, setup.question.adapters
     if adapters is None or not setup.question.stack.gathers_for_adapters:
         return np.zeros(len(c))
@@ -167,10 +167,11 @@ def _forward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) -> 
 
 
 def _backward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) -> PassTime:
-    """Return a backward, with what the blocks recompute, by their shares.
+    """Return a backward, including what the blocks recompute, by their shares.
 
-    That is a whole block, or all but attention. "selective" repeats memory-bound operators such as
-    norms and activations, and only those products that the stack's own mode repeats.
+    They recompute a whole block, or all except attention; "selective" repeats memory-bound
+    operators such as norms and activations, and only those products that the stack's selective mode
+    repeats.
     """
     modes = {name: setup.columns.modes[:, place] for place, name in enumerate(MODES)}
     full, dense = modes["full"], modes["attention"]
@@ -202,7 +203,7 @@ def _is_alone(setup: StepTimeSetup) -> bool:
 
 
 def _launched_s(setup: StepTimeSetup, operators: Floats) -> Floats:
-    """Return the host's time to launch operators; a CUDA graph is launched at once."""
+    """Return the host's time to launch operators; a CUDA graph is launched as a whole."""
     return np.where(setup.replays, 0.0, operators * setup.device.operator_s)
 
 
@@ -228,7 +229,7 @@ def _tensor_collectives(setup: StepTimeSetup) -> _TensorCollectives:
 def _tensor_s(setup: StepTimeSetup, sums_s: Floats, products_s: Floats) -> Floats:
     """Return how much of a layer's sums over tp is exposed.
 
-    With async_tp, each proceeds in tp parts during its product.
+    With async_tp, each sum proceeds in tp parts during its product.
     """
     c = setup.columns
     beside_s = setup.exposed_s(sums_s, products_s, c.tp.astype(float))

@@ -21,8 +21,9 @@ _EXCHANGE_OPERATORS = 6
 class PipelineTime:
     """Seconds of a micro-batch: on a rank with the slowest stages, and on all stages together.
 
-    `compute_s` is what a rank with the slowest stages computes, `pace_s` with its weights' traffic.
-    `ranks` has seconds and layers of the ranks that may be slowest: first, between, last.
+    `compute_s` is the computation of a rank with the slowest stages, and `pace_s` also includes its
+    weight traffic. `ranks` has the seconds and layers of the ranks that may be slowest: first,
+    between, last.
     """
 
     pace_s: Floats
@@ -35,7 +36,7 @@ class PipelineTime:
 class Stages:
     """Stages of one plan's pipeline: seconds of a micro-batch on each, and between two.
 
-    `posted_s` is the host's part of a step's collectives.
+    `posted_s` is the host's time to launch a step's collectives.
     """
 
     times: tuple[StageTime, ...]
@@ -66,7 +67,7 @@ def _split_layers(setup: StepTimeSetup, stages: Ints) -> tuple[Floats, Floats, F
     """Return the blocks of the first stage, the fullest one in between, and the last.
 
     Stages are split by multiply-adds, as in outpace (`stages.layers_per_stage`), regardless of
-    times.
+    their times.
     """
     layers, head = setup.outline.layers, head_in_layers(setup.outline)
     alone = np.where(stages == 1, float(layers), 0.0)
@@ -87,7 +88,7 @@ def _split_layers(setup: StepTimeSetup, stages: Ints) -> tuple[Floats, Floats, F
 def stages_of_plan(setup: StepTimeSetup, passes: StepPasses) -> Stages:
     """Return the stages of the first plan: its blocks, the embedding first and the head last.
 
-    Of a backward, the weights' part is that of their gradients.
+    The weights' part of a backward is that of their gradients.
     """
     c, layers = setup.columns, setup.outline.layers
     ahead, back = float(passes.forward("seconds")[0]), float(passes.backward("seconds")[0])
@@ -118,11 +119,11 @@ def stages_of_plan(setup: StepTimeSetup, passes: StepPasses) -> Stages:
 def bubble_s(setup: StepTimeSetup, pipeline: PipelineTime, weights: Floats) -> Floats:
     """Return the time that ranks wait for each other while the pipeline fills and drains.
 
-    gpipe and 1f1b: a micro-batch's way through all ranks but the slowest. With v stages a rank, of
-    this 1/v (arXiv 2104.04473, §2.2). Split backwards fill most of it: what is left of 1f1b's
-    (p−1)(F+I+W) is (p−1)(F+I−W)/v for zb, and (p−1)(F+I−2W), which is 0 where all are equal, for
-    zbv (Qi et al., arXiv 2401.10241, table 1); dualpipev has as much. `weights` is W's share of a
-    pass.
+    For gpipe and 1f1b it is a micro-batch's time through all ranks except the slowest, and with v
+    stages per rank 1/v of this (arXiv 2104.04473, §2.2). Split backwards fill most of it: of 1f1b's
+    (p−1)(F+I+W), zb leaves (p−1)(F+I−W)/v, and zbv leaves (p−1)(F+I−2W), which is 0 if all three
+    are equal (Qi et al., arXiv 2401.10241, table 1); dualpipev leaves the same. `weights` is W's
+    share of a pass.
     """
     c = setup.columns
     left = np.where(c.schedule_in("zb"), np.maximum(1 - 2 * weights, 0.0), 1.0)
@@ -140,8 +141,8 @@ def bubble_s(setup: StepTimeSetup, pipeline: PipelineTime, weights: Floats) -> F
 def sends_s(setup: StepTimeSetup) -> Floats:
     """Return the time of sending activations and their gradients between stages.
 
-    While the pipeline fills and drains each hop is waited for; beside that 1f1b, which has no
-    micro-batch to spare, waits for one each way a micro-batch.
+    While the pipeline fills and drains, ranks wait for each hop; in addition 1f1b, which has no
+    spare micro-batches, waits for one in each direction per micro-batch.
     """
     c = setup.columns
     one, posted_s = _message_s(setup)
@@ -152,9 +153,9 @@ def sends_s(setup: StepTimeSetup) -> Floats:
 
 
 def _message_s(setup: StepTimeSetup) -> tuple[Floats, Floats]:
-    """Return seconds of a message between stages, and of the host, which posts all messages.
+    """Return the seconds of a message between stages, and of the host that posts them all.
 
-    Every stage posts one message forwards and one backwards per micro-batch.
+    Every stage posts one message in each direction per micro-batch.
     """
     c = setup.columns
     nbytes = setup.tokens * setup.outline.hidden * setup.numbers.item

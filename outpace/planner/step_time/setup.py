@@ -23,12 +23,12 @@ FP32 = 4.0
 class StepTimeQuestion:
     """A model on a machine, and the attention kernel there.
 
-    `loader_tokens_per_s` is what a node loads beside computing. `other_program`: it is
-    not outpace that trains. Ranks that split parameters have their residual stream in 16 bits
-    whatever keeps the weights (torch's FSDP without autocast, Megatron-LM), where outpace's is fp32
-    under autocast; and the loss is taken eagerly, of a vocabulary that is not padded. `stack` is
-    the software that trains. `adapters` are what is trained where weights are frozen, if the
-    plans do not say.
+    `loader_tokens_per_s` is the rate at which a node loads data while computing. `other_program`:
+    the trainer is not outpace. Its ranks, if they shard parameters, have the residual stream in 16
+    bits whatever the dtype of stored weights (torch's FSDP without autocast, Megatron-LM), whereas
+    outpace's is fp32 under autocast; and the loss is computed eagerly, for a vocabulary that is not
+    padded. `stack` is the software that trains. `adapters` are those trained on frozen weights, if
+    the plans do not say.
     """
 
     outline: Outline
@@ -49,11 +49,11 @@ class StepTimeQuestion:
 
 @dataclass(frozen=True)
 class Numbers:
-    """Bytes of a plan's numbers, and where they are cast.
+    """Bytes of a plan's numbers, and which plans cast them.
 
-    `item` of an operand of products, `wide` of the residual stream, `kept` of a gradient that is
-    kept. Weights are cast for products by `autocast`, or where they lie before they are gathered
-    (`casts_shards`); `shares_casts`: micro-batches all read one cast of them.
+    `item` is for an operand of products, `wide` for the residual stream, `kept` for a gradient that
+    is kept. Weights are cast for products by `autocast`, or as shards before they are gathered
+    (`casts_shards`); `shares_casts`: all micro-batches read the same cast.
     """
 
     item: Floats
@@ -68,8 +68,9 @@ class Numbers:
 class RankParameters:
     """Parameters of a rank before data parallelism shards them: `present`, `owned`, and `trained`.
 
-    Who shares out experts shards as well: `owned` are those that a rank has its shard of. `packed`
-    are those present that adapters' base has packed: matrices of blocks, without biases.
+    Ranks that divide experts shard as well: `owned` are the parameters of which a rank has a shard.
+    `packed` are those present that the adapters' base stores packed: matrices of blocks, without
+    biases.
     """
 
     present: Floats
@@ -82,9 +83,9 @@ class RankParameters:
 class StepTimeSetup:
     """Values of all plans at once, one entry each.
 
-    `replays`: passes are replayed as CUDA graphs. `cells` are the distinct cases of what a layer's
-    time depends on, `cell` is each plan's. `tokens` are those of a micro-batch on a rank, `micro`
-    its micro-batches in a step.
+    `replays`: passes are replayed as CUDA graphs. `cells` are the distinct combinations of what a
+    layer's time depends on, and `cell` is each plan's. `tokens` is their number in a micro-batch on
+    a rank, `micro` the number of micro-batches in a step.
     """
 
     question: StepTimeQuestion
@@ -111,7 +112,7 @@ class StepTimeSetup:
 
     @property
     def layers(self) -> Floats:
-        """Return the layers of a rank, in the mean."""
+        """Return the mean number of layers of a rank."""
         return self.outline.layers / self.columns.pp
 
     @property
@@ -125,7 +126,7 @@ class StepTimeSetup:
         return np.broadcast_to(values, self.cells.rate.shape)[self.cell]
 
     def exposed_s(self, comm_s: Floats, compute_s: Floats, units: Floats) -> Floats:
-        """Return what is exposed of communication in equal parts, all but one with company."""
+        """Return the exposed time of communication in equal parts, of which all but one overlap."""
         exposed = np.maximum(comm_s / units, comm_s - compute_s * (units - 1) / units)
         hides = self.device.hides if self.question.stack.overlaps else 0.0
         return comm_s - hides * (comm_s - exposed)
@@ -175,7 +176,7 @@ def _numbers(question: StepTimeQuestion, columns: PlanBatch) -> Numbers:
 
 
 def _replays(question: StepTimeQuestion, columns: PlanBatch) -> Bools:
-    """Return which passes outpace replays as CUDA graphs (records.compiled.graph_obstacle)."""
+    """Return which plans' passes outpace replays as CUDA graphs (`graph_obstacle`)."""
     c = columns
     away = c.offload_activations + c.offload_parameters + c.offload_optimizer > 0
     drops = any(stack.dropout for stack in question.outline.stacks)

@@ -1,4 +1,4 @@
-"""Advice from measured links: if they suffice for large trainings, and which ranks are slow."""
+"""Advice from measured links: whether they suffice for large runs, and which ranks are slow."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -30,7 +30,7 @@ def link_sentence(fit: LinkFit) -> str:
 
 
 def network_advice(fits: Sequence[LinkFit], nodes: Nodes) -> list[Advice]:
-    """Compare the network between nodes with the needs of large trainings; nothing on one node."""
+    """Compare the network between nodes with the needs of large runs; nothing on one node."""
     fit = network_fit(fits, len(nodes))
     if len(nodes) < 2:
         return []
@@ -81,7 +81,7 @@ def world_notes(nodes: Nodes) -> list[str]:
 
 
 def wander_notes(figures: Sequence[Figure]) -> list[str]:
-    """Note that the network between nodes varies, if everything within nodes is steady.
+    """Note that the network between nodes is unsteady, if everything within nodes is steady.
 
     The criterion is the variation between rounds of the same collectives at the larger sizes, which
     depend on links.
@@ -98,7 +98,7 @@ def wander_notes(figures: Sequence[Figure]) -> list[str]:
 
 
 def _median_spread(figures: Sequence[Figure], axis: str) -> float | None:
-    """Return the spread of the rounds' medians, as a share; the median over large collectives."""
+    """Return the spread of the rounds' medians, as a share: the median over large collectives."""
     large = [
         figure
         for figure in figures

@@ -87,9 +87,7 @@ class Buffers:
 
 
 def compare(found: Tensor, ranks: Sequence[int], offset: int, draw: int = 0) -> str | None:
-    """Describe what is wrong with the sum of these ranks' data from element `offset` on; None if it
-    is right.
-    """
+    """Describe what is wrong with a sum of ranks' data from `offset` on; None if it is right."""
     wanted, size = (torch.zeros(_PERIOD, dtype=torch.float64) for _ in range(2))
     for rank in ranks:
         part = contribution(rank, draw).double().roll(-(offset % _PERIOD))
@@ -114,7 +112,7 @@ def compare(found: Tensor, ranks: Sequence[int], offset: int, draw: int = 0) -> 
 def sum_in_place(
     buffers: Buffers, count: int, ranks: int, reduce: Callable[[Tensor], Any]
 ) -> PreparedCall:
-    """Return calls of `reduce` that sum in place, each array so few times that nothing overflows.
+    """Return calls of `reduce` that sum in place, using each array too few times for an overflow.
 
     Before the calls, as many arrays as necessary are filled with the data, which is not timed.
     """

@@ -1,8 +1,8 @@
 """The collectives as cases: their inputs and expected results.
 
-Bytes count as nccl-tests counts them: of the whole array, so of what a rank has after an
-all-gather and before a reduce-scatter or an all-to-all; send/recv is each rank sending to the next
-and receiving from the one before. Data are random; each rank can compute what any other sent.
+Bytes are counted as in nccl-tests: those of the whole array, which a rank has after an all-gather
+and before a reduce-scatter or an all-to-all; in send/recv each rank sends to the next one and
+receives from the previous one. Data are random; each rank can compute what any other sent.
 """
 
 from collections.abc import Callable, Sequence
@@ -58,7 +58,7 @@ Made = tuple[Callable[[], Tensor], Callable[[Tensor], str | None]]
 def case(collective: str, place: AxisPlace, size: int) -> Case:
     """Return a case of a collective of about `size` bytes, on all groups of an axis at once.
 
-    Its check has the same result on all ranks: all of them report an error on one.
+    Its check has the same result on all ranks: all of them report an error of any one.
     """
     splits = collective in ("all-gather", "reduce-scatter", "all-to-all")
     count = place.count(size) if splits else max(1, size // ITEM_BYTES)
@@ -105,7 +105,7 @@ def first_fault(wrong: str | None, control: dist.ProcessGroup) -> str | None:
 
 
 def check_again(cases: Sequence[Case], buffers: Buffers) -> None:
-    """Call each case once more with new data, and compare all of the result.
+    """Call each case once more with new data, and compare the whole result.
 
     Raises WrongResultError on all ranks if a value is wrong.
     """
@@ -127,7 +127,7 @@ def _all_reduce(place: AxisPlace, count: int) -> Made:
 
 
 def parts_wrong(place: AxisPlace, found: Tensor, offset: int) -> str | None:
-    """Describe what is wrong with equal parts of one rank each, from element `offset` on."""
+    """Describe what is wrong with equal parts, one from each rank, from element `offset` on."""
     for piece, rank in zip(found.chunk(len(place.members)), place.members, strict=True):
         if wrong := compare(piece, [rank], offset, place.buffers.draw):
             return wrong

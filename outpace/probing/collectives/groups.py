@@ -1,7 +1,7 @@
 """Groups of communicating ranks: all, within a node, across nodes, and pairs.
 
-The network between nodes is measured as a training uses it: by one group for each local rank, all
-at the same time, since they share the node's way out.
+The network between nodes is measured as training uses it: by one group for each local rank, all at
+the same time, since they share the node's network cards.
 """
 
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,7 @@ class Axis:
 def nodes_of(places: Sequence[tuple[int, int]]) -> Nodes:
     """Return the ranks of each node, from (local rank, local world size) by rank.
 
-    Raises BadInputError if a node's ranks are not consecutive, as torchrun numbers them.
+    Raises BadInputError if a node's ranks are not consecutive, as torchrun would number them.
     """
     nodes: list[tuple[int, ...]] = []
     rank = 0
@@ -77,7 +77,7 @@ def pair_slots(nodes: Nodes) -> Iterator[tuple[Pair, ...]]:
 
 
 def _round_robin(players: Sequence[int]) -> Iterator[tuple[Pair, ...]]:
-    """Yield rounds in which each meets at most one other, until all have (circle method)."""
+    """Yield rounds of disjoint pairs until all pairs are done (circle method)."""
     ring: list[int | None] = [*players, *([None] if len(players) % 2 else [])]
     for _ in range(len(ring) - 1):
         facing = zip(ring[: len(ring) // 2], reversed(ring[len(ring) // 2 :]), strict=True)

@@ -1,4 +1,4 @@
-"""Share of a collective that computation hides: each alone, and both at once, side by side."""
+"""Share of a collective that computation hides: both timed alone and together."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ OVERLAPPED = ("all-reduce", "all-gather", "reduce-scatter")
 
 
 def hidden_share(compute_s: float, collective_s: float, both_s: float) -> float:
-    """Return the fraction of the shorter that the longer hides; below 0, overlap costs time."""
+    """Return the fraction of the shorter time that the longer hides; negative if it costs time."""
     return (compute_s + collective_s - both_s) / max(min(compute_s, collective_s), _LEAST_S)
 
 
@@ -41,8 +41,8 @@ def probe_overlap(
 ) -> Turns[list[list[Figure]]]:
     """Time computation, each collective at each size, and both at once; return the hidden fraction.
 
-    The computation is as many matrix products as take about as long as the collective. Raises
-    WrongResultError if a result is wrong before or after the timing.
+    The computation consists of enough matrix products to take about as long as the collective.
+    Raises WrongResultError if a result is wrong before or after the timing.
     """
     product, right = _product(place.buffers.device)
     clock.seconds(product, 1)

@@ -30,7 +30,7 @@ def by_rank(
 ) -> Turns[list[Rounds]]:
     """Yield rounds of samples for each call, with every rank's seconds. All ranks call.
 
-    Samples go through the calls forwards and backwards in turn.
+    Samples go through the calls in alternating order.
     """
     begin_s = clock.now_s()
     effort = Effort(
@@ -69,7 +69,7 @@ class RankWork(NamedTuple):
 
 
 def work_of(device: torch.device) -> dict[str, RankWork]:
-    """Return a matrix product and a copy in memory, large enough to show the device's own speed."""
+    """Return a matrix product and a copy in memory, large enough to show the device's speed."""
     size, count = (4096, 1 << 28) if device.type == "cuda" else (512, 1 << 22)
     a, b = (torch.randn(size, size, device=device) for _ in range(2))
     source = torch.randn(count, device=device)
@@ -142,7 +142,7 @@ Check = Callable[[Any], str | None]
 def _slot_call(
     slot: tuple[Pair, ...], size: int, place: AxisPlace, between: Exchange
 ) -> tuple[Callable[[], Any], Check]:
-    """Return what this rank does while the pairs of a slot send; its first result is checked."""
+    """Return this rank's call while the pairs of a slot send; its first result is checked."""
     own = next((pair for pair in slot if place.rank in pair), None)
     call: Callable[[], Any] = _stay_idle
     check: Check = _nothing_wrong

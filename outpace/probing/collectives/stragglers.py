@@ -1,7 +1,7 @@
 """Ranks and links that are slower than the others, from times measured side by side.
 
-Slow means slower by more than noise: a repeat would still find it slower than `_RANK_SLOWER` or
-`_LINK_SLOWER`. A rank that is slow on every link is named once, without its links.
+Slow means slower by more than noise: a repeat would still exceed `_RANK_SLOWER` or `_LINK_SLOWER`.
+A rank that is slow on every link is named once, without its links.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ Who = TypeVar("Who")
 
 @dataclass(frozen=True)
 class Slowness(Generic[Who]):
-    """A slowdown: `times` as slow as the others; from `low` to `high` in a repeated probe."""
+    """A slowdown: `times` as slow as the others, and from `low` to `high` in a repeated probe."""
 
     who: Who
     times: float
@@ -96,7 +96,7 @@ def slow_links(seconds: Mapping[Pair, Sequence[float]]) -> SlowLinks:
 
 
 def _slower_ones(ratios: Mapping[Who, Sequence[float]], slower: float) -> list[Slowness[Who]]:
-    """Return ranks whose interval lies above the others', slowest first."""
+    """Return ranks whose interval lies above those of the others, slowest first."""
     found = []
     for who, of in ratios.items():
         if len(of) < _LEAST_ROUNDS:

@@ -1,4 +1,4 @@
-"""The matmul section of a probe: products by size, unfavourable sizes, tiles, and a model's own."""
+"""The matmul section of a probe: products by size, unfavourable sizes, tiles, a model's."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -36,7 +36,9 @@ def probe_matmul(
     progress: Progress,
     tokens: int | None = None,
 ) -> Turns[ProbeSection]:
-    """Time matrix products on a device. `features` are its processor's. Raises WrongResultError.
+    """Time matrix products on a device.
+
+    `features` are those of its processor. Raises WrongResultError.
 
     `tokens`: the number in a model's products; None for as many as keep a call short.
     """
@@ -135,7 +137,7 @@ def _by_clock(figure: Figure, features: Collection[str]) -> str | None:
 
 
 def _slow_sizes(figures: Sequence[Figure]) -> list[Advice]:
-    """Report, for each dtype and dimension, the cost of the worst size above the round one."""
+    """Report, for each dtype and dimension, the cost of the worst size above a round one."""
     sweeps: defaultdict[tuple[str, str], list[Figure]] = defaultdict(list)
     for figure in figures:
         if figure.key.kind == "matmul" and figure.key.what == "unlucky":

@@ -252,7 +252,7 @@ def one_thread_cases(on: Bench, dtype: Dtype, base: int) -> list[Case]:
 
 
 def unlucky_cases(on: Bench, dtype: Dtype, base: int, quick: bool) -> list[Case]:
-    """Return dimensions above a round size by 1, 8, 16, 64 and 128, and 2 and 3 times these."""
+    """Return dimensions 1, 8, 16, 64 and 128 above a round size, and 2 and 3 times these."""
     round_one = case(on, dtype, (base, base, base), "unlucky", dim=ROUND)
     above = {step * times for step in _STEPS for times in _TIMES}
     shapes = [
@@ -320,7 +320,7 @@ def _work(shape: Shape) -> float:
 
 
 def best_cases(on: Bench, dtype: Dtype, cases: Sequence[Case], count: int = 3) -> list[Case]:
-    """Return candidates for the best shape: the fastest, and the first doubled each way.
+    """Return candidates for the best shape: the fastest ones, and the first one enlarged.
 
     They are timed again, because the best of many that were timed together is partly the luckiest.
     """

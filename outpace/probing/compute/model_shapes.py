@@ -87,7 +87,7 @@ def attention_cases(
 ) -> list[Case]:
     """Return attention over one sequence by number of heads: forward, and forward with backward.
 
-    Only numbers for which the device has an implementation and enough memory.
+    Only numbers for which the device has an implementation and enough memory are included.
     """
     width = spec.heads * spec.head_dim
     counts = head_counts(width)
@@ -230,7 +230,7 @@ def _select(figures: Sequence[Figure], kind: str, dtype: str) -> list[Figure]:
 
 
 def _best(present: Figure | None, others: Sequence[Figure]) -> tuple[Figure, Gain] | None:
-    """Return the size that gains most over `present`."""
+    """Return the size with the largest gain over `present`."""
     if present is None:
         return None
     gains = [

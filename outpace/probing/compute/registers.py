@@ -12,9 +12,10 @@ _ROW_BITS = 512
 
 
 def step_words(step: int, bits: int, dtype: Dtype, dim: str) -> str | None:
-    """Describe a step of a product's dimension in registers of `bits` bits; None if not whole.
+    """Describe a step of a product's dimension in whole registers of `bits` bits, or None.
 
-    Products are summed in fp32, so along m and n a register has adjacent sums, along k operands.
+    Products are summed in fp32, so a register holds adjacent sums along m and n, and operands along
+    k.
     """
     row = min(bits, _ROW_BITS)
     whole = f"{row}-bit register" if bits == row else f"{row}-bit row of an AMX register"

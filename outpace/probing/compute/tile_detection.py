@@ -1,11 +1,10 @@
 """Tiles, waves and threads' shares, detected from the growth of time with size.
 
-A product is computed tile by tile: time rises in steps as wide as a tile, and what lies between two
-multiples of it is paid for and not used (tile quantisation). A device with s multiprocessors takes
-s tiles at a time: the last, partly filled wave costs as much as a full one (wave quantisation).
-The threads of a processor divide blocks among them in the same way.
-NVIDIA, "Matrix Multiplication Background User's Guide", §§ "Tile Quantization" and "Wave
-Quantization".
+A product is computed tile by tile: time rises in steps as wide as a tile, and between two multiples
+of it, time is spent on results that are not used (tile quantisation). A device with s
+multiprocessors takes s tiles at a time: the last, partly filled wave costs as much as a full one
+(wave quantisation). The threads of a processor divide blocks among them in the same way. NVIDIA,
+"Matrix Multiplication Background User's Guide", §§ "Tile Quantization" and "Wave Quantization".
 """
 
 from collections.abc import Sequence
@@ -24,10 +23,10 @@ _CLEARLY = 0.85
 
 @dataclass(frozen=True)
 class TileSteps:
-    """Time that rises at multiples of `tile`. `explained`: the fraction of the variation that a
-    straight line does not explain.
+    """Time that rises at multiples of `tile`.
 
-    `rise`: of a step, relative to the time at the start of the sweep.
+    `explained`: the explained fraction of the variation that a straight line leaves. `rise`: that
+    of a step, relative to the time at the start of the sweep.
     """
 
     tile: int
@@ -86,8 +85,8 @@ def find_threads(
     """Return the width of the blocks that threads divide among them, and the explained fraction.
 
     It is found from the speed-up of all threads over one at each size: blocks that do not divide
-    evenly leave threads idle. A tile's own steps are in both times and cancel out. None if no width
-    explains it much better than a straight line.
+    evenly leave threads idle. The steps of tiles occur in both times and cancel out. None if no
+    width explains it much better than a straight line.
     """
     n = np.asarray(sizes, dtype=float)
     sooner = np.asarray(alone_s, dtype=float) / np.asarray(together_s, dtype=float)
@@ -121,7 +120,7 @@ def _residual(x: np.ndarray, t: np.ndarray) -> float:
 
 
 def _fit(x: np.ndarray, t: np.ndarray) -> tuple[float, float]:
-    """Fit t to a straight line in x by least squares; return what it leaves, and its slope."""
+    """Fit t to a straight line in x by least squares; return the residual and the slope."""
     design = np.stack([np.ones_like(x), x], axis=1)
     solved, *_ = np.linalg.lstsq(design, t, rcond=None)
     return float(((t - design @ solved) ** 2).sum()), float(solved[1])

@@ -1,6 +1,7 @@
 """The doctor: checks of an inventory, each a pure function, and the findings in order of cost.
 
-A check returns findings (none: all is well) or raises `UnknownFactError` with what it lacks.
+A check returns findings (none if all is well), or raises `UnknownFactError` with the fact that it
+lacks.
 """
 
 from collections.abc import Callable, Iterable

@@ -25,7 +25,7 @@ def _gpu_names(gpus: list[GpuState]) -> str:
 
 
 def pcie(inventory: Inventory) -> Iterator[Finding]:
-    """Find cards in a slot or riser with fewer lanes or an older generation than they have."""
+    """Find cards in a slot or riser that has fewer lanes or an older generation than the card."""
     name = "PCIe width"
     gpus = _gpus(inventory)
     known = [gpu for gpu in gpus if gpu.pcie_width and gpu.pcie_width_max]
@@ -213,7 +213,7 @@ def gpu_sharing(inventory: Inventory) -> Iterator[Finding]:
 
 
 def binding(inventory: Inventory) -> Iterator[Finding]:
-    """Find a rank on CPUs far from its GPU, whose memory traffic crosses between processors."""
+    """Find a rank on CPUs far from its GPU, so that memory traffic crosses processors."""
     gpus, rank = _gpus(inventory), inventory.local_rank
     if rank is None:
         raise UnknownFactError("not started as a rank: run outpace doctor in place of the training")
@@ -287,7 +287,7 @@ def read_visible(words: Sequence[str], count: int) -> list[str]:
 
     All entries are numbers, or all have the same form as the first (CUDA C++ Programming Guide,
     "CUDA Environment Variables"; torch.cuda._parse_visible_devices, which finds no device if one is
-    named twice, and reads a number as C's strtoul does).
+    named twice, and reads numbers as C's strtoul does).
     """
     shown = []
     form = next((begin for begin in _UUIDS if words[0].startswith(begin)), None)

@@ -18,7 +18,7 @@ def _usable(inventory: Inventory) -> frozenset[int]:
 
 
 def _power(inventory: Inventory) -> float:
-    """Return how many cores' worth of time this process may use."""
+    """Return the number of cores whose time this process may use in full."""
     cores = float(inventory.cpu.cores_of(_usable(inventory)))
     return cores if inventory.cpu_quota is None else min(cores, inventory.cpu_quota)
 
@@ -106,7 +106,7 @@ def hyper_threads(inventory: Inventory) -> Iterator[Finding]:
 
 
 def affinity(inventory: Inventory) -> Iterator[Finding]:
-    """Find binding to a part of the host, which with only one rank is a launcher's mistake."""
+    """Find binding to a part of the host, which with one rank is a launcher's mistake."""
     usable, online = _usable(inventory), cpu_set(inventory.cpu.cpus)
     if usable >= online or (inventory.local_world_size or 1) > 1:
         return
@@ -226,7 +226,7 @@ def shared_memory(inventory: Inventory) -> Iterator[Finding]:
 
 
 def open_files(inventory: Inventory) -> Iterator[Finding]:
-    """Find a low limit of open files, since workers share tensors by file descriptors."""
+    """Find a low limit on open files, since workers share tensors by file descriptors."""
     soft, hard = inventory.open_files_limit, inventory.open_files_hard_limit
     if soft is None:
         raise UnknownFactError("the system has no such limit to read")

@@ -20,7 +20,7 @@ def usable_cpus() -> tuple[int, ...]:
 
 
 def cpu_quota(membership: Path = MEMBERSHIP, mounts: Path = MOUNTS) -> tuple[float | None, bool]:
-    """Return the smallest CPU time that this process's cgroups allow, and whether any was read."""
+    """Return the smallest CPU quota of this process's cgroups, and whether any could be read."""
     quotas: list[float] = []
     known = False
     for group in control_groups("cpu", membership, mounts):
@@ -34,7 +34,10 @@ def cpu_quota(membership: Path = MEMBERSHIP, mounts: Path = MOUNTS) -> tuple[flo
 
 
 def read_cpus(sys: Path = SYS) -> CpuTopology:
-    """Read packages, cores, NUMA nodes and caches. What the kernel lacks is None or empty."""
+    """Read packages, cores, NUMA nodes and caches.
+
+    What the kernel does not report is None or empty.
+    """
     folder = sys / "devices/system/cpu"
     online = read_text(folder / "online")
     cpus = cpu_set(online) if online else frozenset(range(os.cpu_count() or 1))

@@ -1,4 +1,4 @@
-"""Advice from a topology: which GPUs should hold tensor parallelism, where a slow link costs."""
+"""Advice from a topology: GPUs to use for tensor parallelism, and slow links that cost time."""
 
 from collections.abc import Iterator
 from itertools import combinations
@@ -27,7 +27,7 @@ def advise_placement(
     nvlink_bytes_per_s: float | None = None,
     slot_bytes_per_s: float | None = None,
 ) -> Placement:
-    """Return advice on a topology, by the one-way rates of an NVLink and of a GPU's PCIe slot."""
+    """Return advice on a topology, by the one-way rates of an NVLink and a GPU's PCIe slot."""
     gpus = topology.gpus
     sizes = [size for size in (2, 4, 8, 16) if size <= len(gpus)]
     if len(gpus) > 1 and len(gpus) not in sizes:
@@ -47,7 +47,7 @@ def advise_placement(
 
 
 def group_gpus(topology: Topology, size: int, nvlink_bytes_per_s: float | None = None) -> Grouping:
-    """Form as many groups of `size` GPUs as possible, maximising their worst inner link.
+    """Form as many groups of `size` GPUs as possible, maximising the worst link within them.
 
     Exact for up to 16 GPUs; with more, neighbours in the driver's order are grouped.
     """
@@ -93,8 +93,8 @@ def _grouping(
 def _partial_grouping(topology: Topology, nvlink_bytes_per_s: float | None) -> Grouping | None:
     """Find the largest groups within NVLink, else within PCIe switches, that leave some GPUs out.
 
-    For hosts with unequal links: one bridge among three GPUs, or one GPU that has lost its NVLinks.
-    None if no two GPUs are linked.
+    This is for hosts with unequal links, such as one bridge among three GPUs, or a GPU that has
+    lost its NVLinks. None if no two GPUs are linked.
     """
     gpus = topology.gpus
     score = {frozenset(pair): _score(topology, *pair) for pair in combinations(gpus, 2)}
@@ -151,7 +151,7 @@ def _connected_groups(
 
 
 def _worth_it(found: tuple[Grouping, ...], gpus: int) -> Grouping | None:
-    """Return the largest groups within NVLink, else within PCIe switches; None without either."""
+    """Return the largest groups within NVLink, else within PCIe switches; None without any."""
     even = [grouping for grouping in found if gpus % grouping.size == 0] or list(found)
     by_nvlink = [grouping for grouping in even if nvlinks(grouping.worst_link)]
     if by_nvlink:
@@ -161,7 +161,7 @@ def _worth_it(found: tuple[Grouping, ...], gpus: int) -> Grouping | None:
 
 
 def missing_nvlinks(topology: Topology) -> MissingNvlinks | None:
-    """Return GPUs and pairs that have fewer NVLinks than the others; None without a pattern.
+    """Return GPUs and pairs that have fewer NVLinks than the others; None if there is no pattern.
 
     There is a pattern if at least half of all pairs have the same kind of connection, the host's
     best. This holds for hosts whose GPUs are all connected alike, not by bridges in pairs.
@@ -192,7 +192,7 @@ def _order(link: str) -> int:
 
 
 def bottleneck(topology: Topology) -> str | None:
-    """Return the best link that some two GPUs cannot avoid on any path between them.
+    """Return the worst link that some pair of GPUs cannot avoid on any path between them.
 
     A collective of all GPUs crosses a link that is no better. None with fewer than two GPUs.
     """

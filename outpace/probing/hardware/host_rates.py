@@ -1,8 +1,8 @@
 """Rates of this host, measured in a few seconds: fp32 and bf16 matrix products, and memory.
 
-They replace a guess by the vector width, which may be off several times, if outpace probe has not
-measured anything. They are measured in a separate process, since threads of a math library do not
-survive a fork.
+If outpace probe has not measured anything, they replace a guess from the vector width, which may be
+off by a factor of several. They are measured in a separate process, since threads of a math library
+do not survive a fork.
 """
 
 import json
@@ -52,7 +52,7 @@ def measure_rates(threads: int) -> HostRates:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Return the thread's own time for the work, the minimum of several turns."""
+    """Return the thread's CPU time for the work, the minimum of several turns."""
     work()
     best, began = float("inf"), time.thread_time()
     while time.thread_time() - began < _AT_LEAST_S or best == float("inf"):

@@ -57,7 +57,7 @@ def _read_links(file: Path | None, timeout_s: float) -> tuple[Topology | None, s
 def _rates(nvlink: str | None, gpus: Sequence[GpuState]) -> tuple[float | None, float | None]:
     """Return the catalog's one-way bytes/s of an NVLink and of a GPU's PCIe slot.
 
-    They belong to the named link and the accelerators that have it, else to this host's GPUs.
+    They are those of the named link and the accelerators that have it, or else of this host's GPUs.
     """
     if nvlink is not None:
         link = find_link(f"NVLink {nvlink}")

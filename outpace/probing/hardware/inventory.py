@@ -43,7 +43,10 @@ def gather(
     watch_s: float = 0.5,
     timeout_s: float = 20.0,
 ) -> Inventory:
-    """Read this host's facts. `watch_s`: for other programs; `timeout_s`: for a driver's tool."""
+    """Read this host's facts.
+
+    `watch_s`: how long to watch other programs; `timeout_s`: the limit for a driver's tool.
+    """
     cpu = read_cpus(sys)
     usable = frozenset(usable_cpus())
     quota, quota_known = cpu_quota(proc / "self/cgroup", proc / "self/mountinfo")
@@ -93,7 +96,7 @@ def gather(
 def _watch(
     usable: frozenset[int], watch_s: float
 ) -> tuple[float | None, tuple[BusyProgram, ...], float | None]:
-    """Return cores of this process that others use, their programs, and swapped bytes/s."""
+    """Return how many of this process's cores others use, their programs, and swapped bytes/s."""
     own = psutil.Process()
     before, swap = _cpu_times(), _swap_bytes()
     # Looking at all processes takes a while on a busy host: cores are timed by themselves.
@@ -160,7 +163,7 @@ def _shared_memory() -> tuple[int, int] | None:
 
 
 def _limit(name: str) -> tuple[int | None, int | None]:
-    """Return the soft and the hard limit; -1 is none."""
+    """Return the soft and the hard limit; -1 means that there is none."""
     kind = getattr(resource, name, None)
     if kind is None:
         return None, None

@@ -1,6 +1,6 @@
 """Topology of GPUs and network cards, from the output of `nvidia-smi topo -m`.
 
-Read from a file, or from the driver's own tool, which may be missing, refuse, or hang.
+It is read from a file, or from the driver's own tool, which may be missing, refuse, or hang.
 """
 
 import os
@@ -43,7 +43,7 @@ def read_live(timeout_s: float = 20.0) -> Topology:
 
 
 def read_if_there(timeout_s: float = 20.0) -> Topology | None:
-    """Read the topology like `read_live`; None if the tool gives no answer."""
+    """Read the topology as `read_live` does; None if the tool gives no answer."""
     try:
         return read_live(timeout_s)
     except ToolError:
@@ -175,7 +175,7 @@ def _find_header(lines: list[str], source: str) -> tuple[int, _Header]:
 
 
 def _refuse_foreign(lines: list[str], source: str) -> None:
-    """Refuse another tool's matrix, which has GPUs as columns too but other words in its cells."""
+    """Refuse another tool's matrix, with GPUs as columns but other words in its cells."""
     cells = [word for line in lines for word in line.split() if _TERMS.fullmatch(word)]
     if all(cell == "X" for cell in cells):
         said = describe_foreign("\n".join(lines))
@@ -186,7 +186,7 @@ def _refuse_foreign(lines: list[str], source: str) -> None:
 def _without_nvlink(lines: list[str], rows: Mapping[str, Sequence[str | None]]) -> bool:
     """Return whether the matrix is from topo -mp, which shows only PCIe links.
 
-    The command in the file or a legend without NVLinks tells.
+    This is recognised by the command in the file, or by a legend without NVLinks.
     """
     if any(nvlinks(link) for row in rows.values() for link in row):
         return False

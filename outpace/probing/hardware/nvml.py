@@ -1,7 +1,7 @@
 """GPUs as described by NVIDIA's management library (NVML), through nvidia-ml-py.
 
-https://docs.nvidia.com/deploy/nvml-api/ Each question may fail alone: its answer is then None.
-NVML can hang with a broken driver, so `query` asks in a process of its own.
+https://docs.nvidia.com/deploy/nvml-api/ Each query may fail separately, and its answer is then
+None. NVML can hang with a broken driver, so `query` runs in a separate process.
 """
 
 import ctypes
@@ -148,7 +148,7 @@ def _state(library: Any, index: int) -> GpuState:
 
 
 def _throttle_reasons(device: _Device) -> tuple[str, ...] | None:
-    """Return reasons for slowed clocks; older libraries have the query under its former name."""
+    """Return reasons for slowed clocks; older libraries have the query under another name."""
     bits = device.read_field("CurrentClocksEventReasons")
     if bits is None:
         bits = device.read_field("CurrentClocksThrottleReasons")

@@ -16,7 +16,7 @@ _NO_LIMIT = 2**60
 
 
 def anonymous_bytes() -> int:
-    """Return anonymous resident memory; all resident memory if the kernel does not tell which."""
+    """Return anonymous resident memory, or all of it if the kernel does not distinguish."""
     found = resident.anonymous_bytes()
     return int(psutil.Process().memory_info().rss) if found is None else found
 
@@ -56,7 +56,7 @@ def find_cgroup(membership: Path = MEMBERSHIP, mounts: Path = MOUNTS) -> Cgroup 
 
 
 def free_bytes() -> int:
-    """Return the host's available memory, or what its control group may still use if less."""
+    """Return the host's available memory, or its control group's remainder if smaller."""
     available, group = int(psutil.virtual_memory().available), find_cgroup()
     if group is None:
         return available

@@ -23,7 +23,7 @@ class ControlGroup:
     version: int
 
     def read(self, name: str) -> str:
-        """Read one of its files; empty if there is none."""
+        """Read one of its files; empty if it does not exist."""
         return read_text(self.folder / name) or ""
 
 

@@ -34,7 +34,8 @@ def versions() -> dict[str, str]:
     """Return the versions of Python, of the relevant packages, of CUDA and its driver, if any.
 
     This includes the communication libraries. The driver is not queried, because a broken one may
-    not answer. outpace and torch report their own versions, which nothing else knows on PYTHONPATH.
+    not answer. outpace and torch report their own versions, which cannot be found otherwise on
+    PYTHONPATH.
     """
     found = {"python": platform.python_version(), "outpace": __version__, "torch": VERSION}
     for package in _PACKAGES:
@@ -51,7 +52,7 @@ def versions() -> dict[str, str]:
 
 
 def _backends() -> dict[str, str]:
-    """Return versions of NCCL and gloo; gloo, a part of torch, has torch's."""
+    """Return the versions of NCCL and gloo; gloo is part of torch, and has its version."""
     found = {}
     if dist.is_available() and dist.is_nccl_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -76,9 +77,10 @@ def changes() -> str | None:
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Select the variables that affect computation or communication, but none of the launch.
+    """Select the variables that affect computation or communication, except those of the launch.
 
-    Variables that contain a secret are left out, by their names or an address with a password.
+    Variables that contain a secret are left out: by their names, or if they have an address with a
+    password.
     """
     return {
         name: value

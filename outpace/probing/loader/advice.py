@@ -29,7 +29,7 @@ def advise(figures: Sequence[Figure]) -> tuple[Advice, ...]:
 
 
 def cheapest(figures: Sequence[Figure]) -> Figure | None:
-    """Return the setting of fewest workers, then least prefetching, as fast as the fastest.
+    """Return the fastest setting with the fewest workers, then the least prefetching.
 
     None if there are no figures.
     """

@@ -1,9 +1,9 @@
 """Rates at which a user's data is loaded, by number of workers, prefetching and pinned memory.
 
-outpace's loader is timed as training uses it, and torch's DataLoader over text that its workers
-tokenize, as trainers without prepared tokens do. Loaders stay open from round to round; each call
-takes more batches than their queues hold, so that it measures how fast batches are made and not how
-fast a full queue is emptied.
+outpace's loader is timed as training uses it, and torch's DataLoader with workers that tokenize
+text, as in trainers without prepared tokens. Loaders stay open from round to round; each call takes
+more batches than their queues hold, so that the rate of making batches is measured, not that of
+emptying a full queue.
 """
 
 import os
@@ -97,7 +97,7 @@ def _counts(quick: bool) -> list[int]:
 
 @contextmanager
 def _one_thread_for_each_tokenizer() -> Iterator[None]:
-    """Limit tokenizers to one thread, since workers are parallel and forks after threads warn."""
+    """Limit tokenizers to one thread, since workers run in parallel, and forks would warn."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
@@ -160,8 +160,8 @@ class _Bench:
     def settings(self) -> list[_Setting]:
         """Return all numbers of workers, combined with other settings.
 
-        A full probe varies prefetching over some numbers of workers and, on a GPU, pinning over
-        all; a quick one varies them with the most workers only.
+        A full probe varies prefetching for some numbers of workers and, on a GPU, pinning for all;
+        a quick one varies both for the most workers only.
         """
         counts = _counts(self.quick)
         most = counts[-1]
@@ -301,7 +301,7 @@ class _Starter:
 
     @contextmanager
     def sample(self) -> Iterator[None]:
-        """Take a sample, then end the workers, which would otherwise run during other cases."""
+        """Take a sample, then end the workers, which would keep running during other cases."""
         try:
             with _one_thread_for_each_tokenizer():
                 yield

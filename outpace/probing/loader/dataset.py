@@ -1,4 +1,4 @@
-"""Data to time a loader on: the user's, as training reads it, or part of it."""
+"""Data to time a loader on: the user's data, as training reads it, or part of it."""
 
 import math
 from collections.abc import Iterator

@@ -30,7 +30,10 @@ def tokenise_figures(
     quick: bool,
     budget_s: float,
 ) -> Turns[list[Figure]]:
-    """Return tokens/s and bytes/s for each number of processes. 1: this process, with threads."""
+    """Return tokens/s and bytes/s for each number of processes.
+
+    With 1, this process encodes, with threads.
+    """
     whole = "\n".join(texts)
     effort = Effort(budget_s, rounds_of(quick), sample_s=0)
     enough = [count for count in processes if len(whole) >= 2 * count * _PIECE or count == 1]

@@ -1,8 +1,8 @@
 """Rates of memory: reading, writing, copying, elementwise operations and allocation.
 
-Sizes range from those that fit in a cache to those that exceed all caches, which show the memory's
-own rate. As in McCalpin, "STREAM: Sustainable Memory Bandwidth in High Performance Computers",
-bytes read and written count, without what a cache reads before a write.
+Sizes range from those that fit in a cache to those that exceed all caches, which show the rate of
+memory itself. As in McCalpin, "STREAM: Sustainable Memory Bandwidth in High Performance Computers",
+bytes read and written are counted, without those that a cache reads before a write.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -158,7 +158,7 @@ def _optimizer_step(device: torch.device, elements: int) -> Case:
 
 
 def _transfers(device: torch.device, quick: bool) -> Iterator[Case]:
-    """Yield transfers of host and device: pageable and pinned, both ways, and during a product."""
+    """Yield transfers between host and device: pageable, pinned, both ways, during a product."""
     for size in (1 << 26,) if quick else (1 << 12, 1 << 16, 1 << 20, 1 << 26, 1 << 28):
         there = torch.empty(size // 4, device=device).normal_()
         for pinned in (False, True):
@@ -274,7 +274,7 @@ def hidden_advice(hidden: Sequence[Figure]) -> Iterator[Advice]:
 
 
 def hidden_notes(hidden: Sequence[Figure]) -> Iterator[str]:
-    """Describe what was not steady enough."""
+    """Note what was not steady enough."""
     for figure in hidden:
         if figure.value is None:
             yield (

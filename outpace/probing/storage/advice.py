@@ -1,4 +1,4 @@
-"""Advice from a disk's figures for checkpoints and for offloading."""
+"""Advice on checkpoints and offloading, from a disk's figures."""
 
 from collections.abc import Iterator, Sequence
 

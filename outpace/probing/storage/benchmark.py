@@ -1,8 +1,8 @@
 """Rates of the disks for checkpoints and offloading.
 
-Blocks bypass the kernel's cache, one after the other (queue 1) or from several threads at once.
-Checkpoints are also timed as they are written: through the cache, then fsync, and the cost of
-making a small file and its name durable.
+Blocks bypass the kernel's cache, and are moved one after the other (queue 1) or by several threads
+at once. Checkpoints are also timed as they are written: through the cache, then fsync, and the cost
+of making a small file and its name durable.
 """
 
 import os
@@ -63,9 +63,9 @@ def probe_storage(
     budget_s: float,
     progress: Progress = lambda share: None,
 ) -> Turns[ProbeSection]:
-    """Time each role's directory (checkpoints, offload), those on one file system once.
+    """Time each role's directory (checkpoints, offload), once for those on the same file system.
 
-    `budget_s`: for all of them. Raises BadInputError if one cannot be written to, or lacks space.
+    `budget_s` is for all of them. Raises BadInputError if one cannot be written to, or lacks space.
     """
     if not sys.platform.startswith("linux"):
         return ProbeSection(notes=("storage: direct I/O is measured on Linux only",))
@@ -160,7 +160,7 @@ def _notes(file: PageFile, directory: Path, role: str) -> Iterator[str]:
 
 @dataclass
 class _Mover:
-    """Mover of blocks in a given order from its last position, with `queue` at once."""
+    """Mover of blocks in a given order from the last position on, `queue` at a time."""
 
     file: PageFile
     pool: ThreadPoolExecutor
@@ -204,7 +204,7 @@ class _Mover:
         self.operations = max(1, min(most, int(_CALL_S / max(took_s, 1e-9))))
 
     def find_error(self) -> str | None:
-        """Read and compare all bytes that each thread moved last."""
+        """Read and compare all bytes that each thread has moved last."""
         found = (
             self.file.find_error(lane, page, self.pages, number if self.write else None)
             for lane, page, number in self._last
@@ -283,7 +283,7 @@ class _NewFile:
         return self
 
     def find_error(self) -> str | None:
-        """Read from the disk, as far as the kernel drops its cache."""
+        """Read the file back, from the disk as far as the kernel drops its cache."""
         assert self._file is not None
         os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
         held = os.pread(self._file, len(self._data) + 1, 0)

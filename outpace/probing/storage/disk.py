@@ -43,7 +43,7 @@ def nearest_directory(directory: Path) -> Path:
 def in_memory(directory: Path) -> str | None:
     """Return the kind of a file system without a disk; None if it is on a disk, or unknown.
 
-    Recent kernels accept O_DIRECT there, and copy memory.
+    Recent kernels accept O_DIRECT on such file systems, and copy memory.
     """
     device = directory.stat().st_dev
     for mount in psutil.disk_partitions(all=True):
@@ -96,8 +96,8 @@ class PageFile:
     """`pages` pages of an unlinked file in `directory`, written until full or for `fill_s`.
 
     A page's first word is its salted number, and the second rises with every write. So no two pages
-    are equal, no page is written twice with the same content, and a page that was not written or
-    belongs elsewhere is detected. `direct`: whether O_DIRECT works here. Each of `lanes` threads
+    are equal, no page is written twice with the same content, and a page that was not written or is
+    in the wrong place is detected. `direct`: whether O_DIRECT works here. Each of `lanes` threads
     has its own memory. Raises OSError.
     """
 
@@ -160,7 +160,7 @@ class PageFile:
             raise WrongResultError(f"pages {page} to {page + pages - 1} were read as others")
 
     def find_error(self, lane: int, page: int, pages: int, write: int | None = None) -> str | None:
-        """Read and check everything; describe what is wrong with it, or differs from `write`."""
+        """Read and check everything; describe what is wrong, or differs from `write`."""
         self.forget()
         self.read(lane, page, pages)
         got, first = self._lanes[lane].got[:pages], page % BLOCK_PAGES
@@ -185,7 +185,7 @@ class PageFile:
             os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Close the file, which disappears with this or when the process ends."""
+        """Close the file, which then disappears, as it does when the process ends."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

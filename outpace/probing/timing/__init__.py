@@ -1,1 +1,1 @@
-"""Timing on a machine that others use too."""
+"""Timing on a machine that others also use."""

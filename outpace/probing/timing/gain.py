@@ -9,7 +9,7 @@ from outpace.records.figure import Figure
 
 @dataclass(frozen=True)
 class Gain:
-    """A relative gain, from `low` to `high` at the level of `intervals.LEVEL`; 0.03: 3 % faster."""
+    """A relative gain (0.03 is 3 % faster), from `low` to `high` at `intervals.LEVEL`."""
 
     value: float
     low: float
@@ -17,7 +17,7 @@ class Gain:
 
     @property
     def sure(self) -> bool:
-        """Return whether it is certainly a gain."""
+        """Return whether the whole interval is a gain."""
         return self.low > 0
 
     def __str__(self) -> str:
@@ -27,9 +27,9 @@ class Gain:
 def gain(before: Figure, after: Figure, among: int = 1) -> Gain | None:
     """Return the gain from `before` to `after`, by the ratio of samples taken side by side.
 
-    A slow period affects both and cancels out. `among`: if the largest gain among that many is
-    sought, each interval must hold with a higher probability (Bonferroni). None if there are fewer
-    than four samples of either.
+    A slow period affects both and cancels out. `among`: the number of gains of which the largest is
+    sought; each interval must then hold with a higher probability (Bonferroni). None if there are
+    fewer than four samples of either.
     """
     both = zip(before.rounds, after.rounds, strict=False)
     ratios = [a / b for samples in both for a, b in zip(*samples, strict=False)]

@@ -42,7 +42,7 @@ class InterferenceWatch:
         self._begin = self._read_counters()
 
     def read_use(self) -> CoreSeconds:
-        """Return what was used since its creation."""
+        """Return what has been used since the monitor was created."""
         before, after = self._begin, self._read_counters()
         busy_s, stolen_s = (
             None if a is None or b is None else b - a
@@ -101,7 +101,10 @@ def total(parts: Sequence[CoreSeconds]) -> CoreSeconds:
 
 
 def judge_use(hosts: Sequence[Sequence[CoreSeconds]], throttled: Sequence[str] = ()) -> Steadiness:
-    """Assess the usage by others on the worst host. `hosts`: the usage by each host's ranks."""
+    """Assess the usage by others on the worst host.
+
+    `hosts`: the usage by the ranks of each host.
+    """
     told = [host for host in hosts if host[0].busy_s is not None and host[0].wall_s > 0]
     others = max((_other_cores(host) for host in told), default=None)
     stolen = max((_stolen_share(host[0]) for host in told), default=None)
@@ -131,7 +134,7 @@ def disturbance(hosts: Sequence[Sequence[CoreSeconds]]) -> str | None:
 
 
 def withdraw_values(section: ProbeSection, why: str) -> ProbeSection:
-    """Return the section without values, advice and text based on them; samples stay."""
+    """Return the section without values, advice and text based on them; samples are kept."""
 
     def drop_value(figure: Figure) -> Figure:
         return figure.model_copy(update={"value": None, "unstable": why})

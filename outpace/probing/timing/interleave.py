@@ -1,7 +1,7 @@
 """Interleaving of a probe's parts, so that each is measured over the whole time of the probe.
 
-A machine may be slower for minutes at a time. A measurement in one go misses that, and its
-intervals will not contain a repeat.
+A machine may be slower for minutes at a time. A measurement in one go would miss that, and its
+intervals would not contain a repeat.
 """
 
 from collections.abc import Callable, Generator
@@ -24,7 +24,7 @@ def run_turns(turns: Turns[T]) -> T:
 
 
 def interleave_turns(*parts: Turns[Any]) -> Turns[list[Any]]:
-    """Interleave several parts: a turn of each is one of the whole. Return their results.
+    """Interleave several parts, a turn of each in every turn of the whole; return the results.
 
     If one raises an error, the others end too, and release what they hold.
     """

@@ -18,7 +18,7 @@ _DRIFT_T = 4.0
 
 
 def half_width(samples: Sequence[float], level: float = LEVEL, slack: float = SLACK) -> float:
-    """Return how far the median of a repeat with as many samples may lie from this one.
+    """Return how far the median of a repeat with the same number of samples may be from this one.
 
     It uses Student's t for the difference of two such medians. The scale is the median absolute
     deviation, which a few disturbed samples do not widen; autocorrelated samples count as fewer
@@ -53,7 +53,7 @@ def _autocorrelation(values: Sequence[float], scale: float) -> float:
 
 
 def trend(rounds: Sequence[float]) -> float:
-    """Return the distance between the medians of the last and first third; 0.0 if by chance."""
+    """Return the distance between the medians of first and last thirds; 0.0 if by chance."""
     third = len(rounds) // 3
     if third < 2:
         return 0.0

@@ -2,7 +2,7 @@
 
 Distances from the line are relative to a point's time, so that microseconds count as much as
 seconds. Their absolute values count, not their squares, so that a size at which a library switches
-algorithms does not pull the line away from the others. Sizes with widely spread times count less.
+algorithms does not shift the whole line. Sizes with widely spread times count less.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -85,7 +85,7 @@ def _candidates(points: Sequence[tuple[float, float]]) -> Iterator[LinkLine]:
 def fit_link(figures: Sequence[Figure]) -> LinkFit | None:
     """Fit a link to the times of one collective on one axis; None if there are too few.
 
-    Samples that were taken side by side get a line of their own, and the differences between lines
+    Samples that were taken in the same round get a separate line, and the differences between lines
     give intervals. `figures` have the same key except for their bytes.
     """
     first = min(figures, key=lambda figure: figure.key.of["bytes"], default=None)

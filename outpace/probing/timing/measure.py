@@ -3,8 +3,7 @@
 A round takes samples of all cases, alternately forwards and backwards, so that a slow period
 affects all of them. Other parts of a probe are measured between rounds, so each is measured over
 the whole time of the probe. A figure is the median of all samples. Their spread and autocorrelation
-predict the figure of a repeat; a trend, or too large a spread, shows that the machine is not
-steady.
+predict the figure of a repeat; a trend or too large a spread shows that the machine is not steady.
 """
 
 import time
@@ -111,7 +110,8 @@ class Effort:
 
     On shared machines, speed changes from one tenth of a second to the next, and many short samples
     are more informative than a few long ones (docs/development/log.md). If time is short, there are
-    fewer rounds, spread over as many turns. `wakes`: before each sample, run half of one untimed.
+    fewer rounds, spread over the same number of turns. `wakes`: run half a sample untimed before
+    each sample.
     """
 
     budget_s: float
@@ -170,7 +170,9 @@ def measure(
     effort: Effort,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Turns[list[Figure]]:
-    """Time all cases, one round in each turn. `progress` takes the used share of the budget.
+    """Time all cases, one round in each turn.
+
+    `progress` is called with the share of the budget that is used.
 
     Raises WrongResultError if a case computes a wrong result.
     """
@@ -201,10 +203,10 @@ def in_rounds(
     spent_s: float,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Turns[None]:
-    """Make visits in as many turns as the effort has rounds, while its budget lasts.
+    """Call `visit` in as many turns as the effort has rounds, while its budget lasts.
 
-    `visit` is called with whether it starts a round. `spent_s`: used from the budget before. A turn
-    whose time is already used up has no round, unless too few would be left.
+    Its argument says whether the turn starts a round. `spent_s`: the part of the budget used
+    before. A turn whose time is already used up has no round, unless too few would remain.
     """
     left_s, used_s, made = max(0.0, effort.budget_s - spent_s), 0.0, 0
     least = min(effort.least_rounds, effort.rounds)

@@ -32,14 +32,14 @@ class PreparedCall:
     prepare: Callable[[int], None]
 
     def __call__(self) -> Any:
-        """Make one call, which counts as one of those that were prepared."""
+        """Make one of the prepared calls."""
         return self.call()
 
 
 def await_event(event: Event, limit_s: float, group: dist.ProcessGroup | None = None) -> None:
     """Wait for an event by polling, since waiting in the driver has no time limit.
 
-    Raises DistBackendError after `limit_s`, and aborts `group`, for whose collective it waits.
+    Raises DistBackendError after `limit_s`, and aborts `group`, whose collective it waits for.
     """
     end_s = time.monotonic() + limit_s
     while not event.query():
@@ -60,7 +60,7 @@ def time_limit_s(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def await_device(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Wait until a device has finished its queued work, but no longer than the group's ranks wait.
+    """Wait until a device has finished its queued work, for at most the group's time limit.
 
     Raises DistBackendError after that. NCCL's path has never run: no machine had two GPUs.
     """
@@ -98,16 +98,14 @@ class PatientCudaClock:
 
 
 def patient_clock(device: torch.device, group: dist.ProcessGroup) -> Clock:
-    """Return a clock for a group's collectives on a device, which waits no longer than the group
-    does.
-    """
+    """Return a clock for a group's collectives on a device, with the group's time limit."""
     if device.type == "cuda":
         return PatientCudaClock(device, group, _PATIENCE * time_limit_s(group, device))
     return clock_of(device)
 
 
 class RanksClock:
-    """Clock on which a call takes as long as on the slowest rank.
+    """Clock by which a call takes as long as on the slowest rank.
 
     All ranks start together; waiting for that is not timed, nor is the preparation of a
     `PreparedCall`. `by_rank` has each rank's seconds of the last calls: if they differ, a rank is

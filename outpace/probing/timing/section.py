@@ -1,4 +1,4 @@
-"""Results of one part of a probe: figures, advice based on them, what was not possible."""
+"""Results of one part of a probe: figures, advice based on them, and what was not possible."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ from outpace.records.probed import Advice, LinkFit
 class ProbeSection:
     """Part of `outpace probe`. `notes`: what was not probed, or was probed in another way, and why.
 
-    `said`: its figures in words, omitted if the figures are withdrawn.
+    `said`: the figures in words, omitted if the figures are withdrawn.
     """
 
     figures: tuple[Figure, ...] = ()

@@ -27,7 +27,7 @@ _PASSING = frozenset(
 
 @dataclass(frozen=True)
 class GpuObservation:
-    """Observations of one GPU. `others`: the largest number of foreign processes at one time."""
+    """Observations of one GPU. `others`: the largest number of foreign processes at any time."""
 
     gpu: str
     slowed_by: frozenset[str] = frozenset()
@@ -44,7 +44,7 @@ class GpuWatch:
     """Monitor that queries NVML about one GPU. `probe_pids`: processes of this probe on this host.
 
     `pids_known`: whether NVML's process numbers are the ones visible here. In a container, they may
-    be those of the host; then as many processes as the probe has are assumed to be its own.
+    be those of the host; then the probe's number of processes is assumed to be its own.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ class Rate:
         self._last: tuple[float, float] | None = None
 
     def per_s(self, count: float | None, now_s: float) -> float | None:
-        """Return the rate since the last call; None at first, or if the counter is unknown."""
+        """Return the rate since the last call; None if this is the first or if it is unknown."""
         last, self._last = self._last, None if count is None else (count, now_s)
         if last is None or count is None or now_s <= last[1]:
             return None
@@ -164,7 +164,7 @@ def _busy_share(before: tuple[float, float], now: tuple[float, float]) -> float 
 
 
 def _packages(rapl: Path) -> list[tuple[Callable[[], float | None], float | None]]:
-    """Return by processor package where to read its energy in microjoules, and where it wraps."""
+    """Return each package's file of energy in microjoules, and the value at which it wraps."""
 
     def reader(path: Path) -> Callable[[], float | None]:
         return lambda: _number(path)

@@ -20,7 +20,7 @@ _PATIENCE_S = 10.0
 
 
 class Samples:
-    """Takes loads from a sampler on request, and keeps them as a series."""
+    """Series of loads, taken from a sampler on request."""
 
     def __init__(self, sampler: Sampler, period_s: float) -> None:
         self.sampler = sampler
@@ -30,7 +30,7 @@ class Samples:
         self._last_s = time.monotonic()
 
     def take(self) -> Load | None:
-        """Return the load since the previous call; None, and not kept, if that was just now."""
+        """Return the load since the previous call; None, and nothing kept, if that was just now."""
         now_s = time.monotonic()
         if now_s - self._last_s < _LEAST_S:
             return None

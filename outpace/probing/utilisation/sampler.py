@@ -59,7 +59,7 @@ def open_nvml(timeout_s: float = 20.0, library: str = LIBRARY) -> Nvml | None:
     """Return the driver's interface; None without it or nvidia-ml-py, or if it hangs.
 
     A query to a broken driver may never return, and a call in this process cannot be ended. So
-    another process queries it first, and has `timeout_s` to do so.
+    another process queries it first, within `timeout_s`.
     """
     try:
         import pynvml
@@ -94,7 +94,10 @@ class DeviceReader:
     def read(
         self, run_pids: Collection[int] | None, now_s: float, first: bool = False
     ) -> DeviceLoad:
-        """Return the load since the last call. `run_pids` None: no run to distinguish."""
+        """Return the load since the last call.
+
+        `run_pids` is None if there is no run to distinguish.
+        """
         nvml, handle = self._nvml, self._handle
         memory = _query(lambda: nvml.nvmlDeviceGetMemoryInfo(handle))
         rates = _query(lambda: nvml.nvmlDeviceGetUtilizationRates(handle))
@@ -116,7 +119,7 @@ class DeviceReader:
         )
 
     def _power(self, now_s: float) -> float | None:
-        """Return power by the energy counter, a true mean; else the driver's short average."""
+        """Return power from the energy counter, a true mean, or else the driver's short average."""
         energy_mj = _query(lambda: self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
         watts = self._energy.per_s(energy_mj, now_s)
         if watts is not None:
@@ -131,7 +134,7 @@ class DeviceReader:
     def _pcie(
         self, rate: Rate, field: int, direction: int, now_s: float, first: bool
     ) -> float | None:
-        """Return PCIe bytes/s by a counter, else by NVML's sample of 20 ms in KB/s."""
+        """Return PCIe bytes/s from a counter, or else from NVML's sample of 20 ms in KB/s."""
         count = self._field(field)
         if count is not None:
             return rate.per_s(count, now_s)
@@ -230,7 +233,8 @@ def _readers(nvml: Nvml) -> list[DeviceReader]:
 def training_in(metrics: Path) -> list[int]:
     """Return the PIDs of this host's first processes of the run that has this metrics file.
 
-    Rank 0 holds it open; a launcher that started rank 0 and others on this host stands for all.
+    Rank 0 holds it open; a launcher that started rank 0 and others on this host stands for all of
+    them.
     """
     target = metrics.resolve()
     for process in psutil.process_iter():

@@ -250,7 +250,7 @@ def _line_at(words: str, x: float) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class LineSeries:
-    """Series of a line figure; `x` has values for each quantity of the horizontal axis."""
+    """Series of a line figure; `x` has values for each quantity on the horizontal axis."""
 
     name: str
     x: tuple[Values, ...]
@@ -277,7 +277,7 @@ def lines(
     table: DataTable,
     **layout: Any,
 ) -> Chart:
-    """Draw lines over the first of `along`, or over another one that the reader selects."""
+    """Draw lines over the first quantity of `along`, or over another that the reader selects."""
     drawn = [[one.unit.scale(x) for one, x in zip(along, line.x, strict=True)] for line in series]
     traces = [
         {
@@ -328,7 +328,7 @@ def prediction_bars(
     title: str, names: Sequence[str], predicted: Values, measured: Values, unit: Unit,
     axis_title: str, intervals: Intervals = (), around: Intervals = (),
 ) -> Chart:  # fmt: skip
-    """Draw predictions with their `intervals` above measurements with their `around`, by name."""
+    """Draw predictions with their `intervals` above measurements with theirs (`around`)."""
     both = (
         ("predicted", predicted, intervals, -0.2, PREDICTED),
         ("measured", measured, around, 0.2, MEASURED),
@@ -364,7 +364,7 @@ def prediction_bars(
 
 
 def deviation(predicted: float | None, measured: float | None) -> Number:
-    """Return how far the measurement is above the prediction, relative to the prediction."""
+    """Return how far the measurement exceeds the prediction, relative to the prediction."""
     if not predicted or measured is None:
         return Number(None, "n/a")
     share = measured / predicted - 1

@@ -44,7 +44,7 @@ PREDICTED, MEASURED = ORANGE, BLUE
 
 
 def colour(place: int) -> str:
-    """Return the colour of series number `place`: eight, then the same with another `dash`."""
+    """Return the colour of series number `place`: one of eight, repeated with other dashes."""
     return _SERIES[place % len(_SERIES)]
 
 

@@ -91,7 +91,7 @@ def _read_action(event: Any, base_s: float) -> tuple[str, _TracedAction] | None:
 
 
 def _spans(done: list[_TracedAction], begin_s: float, microbatches: int) -> tuple[Span, ...]:
-    """Number the actions' micro-batches, which pass a stage in order."""
+    """Number the micro-batches of actions, which pass through a stage in order."""
     seen: Counter[tuple[str, int]] = Counter()
     spans = []
     for one in done:

@@ -18,7 +18,10 @@ from outpace.records.run import RunRecord
 
 @dataclass(frozen=True)
 class Prediction:
-    """A run's plan with its estimate. `basis`: origin of rates; `stages`: of a pipeline."""
+    """A run's plan with its estimate.
+
+    `basis` is the origin of rates, `stages` are those of a pipeline.
+    """
 
     planned: RankedPlan
     basis: str

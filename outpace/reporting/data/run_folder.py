@@ -48,7 +48,7 @@ class RunFolder:
 
     @property
     def timed_steps(self) -> StepLog:
-        """The steps in the record's layout, without the first after each later resume."""
+        """The steps in the record's layout, without the first one after each later resume."""
         begun, steps = self.record.start_step, self.steps["step"]
         warm = [s > begun + WARMUP_STEPS and self.record.is_warm_up(int(s)) for s in steps]
         return self.steps.select((steps > begun) & ~np.array(warm, bool))

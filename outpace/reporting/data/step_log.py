@@ -1,4 +1,4 @@
-"""The steps of a run as columns; a hundred thousand lines are read in a moment."""
+"""The steps of a run as columns; reading a hundred thousand lines takes a moment."""
 
 import math
 from collections.abc import Iterator
@@ -41,7 +41,7 @@ class StepLog:
 
     @property
     def passed_s(self) -> Floats:
-        """Return seconds spent in steps up to the end of each, without evaluating and saving."""
+        """Return the seconds spent in steps up to the end of each, without other work."""
         return np.nancumsum(self["step_time_s"])
 
     def steady(self, name: str) -> Floats:

@@ -59,7 +59,7 @@ _COUNT = Unit("", 1.0, lambda value: f"{value or 0:,.0f}")
 def comparison_document(
     comparison: Comparison, folder: Path | None = None, probe: Machine | None = None
 ) -> Document:
-    """Show which claims hold, how surely, and how arms differ; runs are read from `folder`."""
+    """Show the claims, their certainty, and differences of arms; runs are read from `folder`."""
     runs = first_runs(comparison, folder)
     names = [one.arm for one in comparison.arms]
     said = tuple(opening(comparison))
@@ -79,7 +79,7 @@ def comparison_document(
 def _training_sections(
     comparison: Comparison, runs: dict[str, RunFolder], probe: Machine | None
 ) -> Iterable[DocumentSection]:
-    """Yield sections on trainings, which comparisons of other commands lack."""
+    """Yield sections on training runs, which comparisons of other commands lack."""
     yield DocumentSection("Where the time goes", tuple(_parts(comparison, runs)))
     yield DocumentSection("Loss", tuple(_losses(comparison, runs)))
     yield DocumentSection("Memory", tuple(_memory(comparison)))
@@ -110,7 +110,7 @@ def first_runs(comparison: Comparison, folder: Path | None) -> dict[str, RunFold
 
 
 def unit_of(comparison: Comparison) -> Unit:
-    """Return the unit of the compared values: of a step's time, or of a command's own metric."""
+    """Return the unit of the compared values: of a step's time, or of a command's metric."""
     values = [one.value for one in comparison.outcomes]
     return seconds(values) if comparison.experiment.metric is None else plain("", 6)
 
@@ -262,7 +262,7 @@ def _prediction_parts(
 
 
 def _facts(comparison: Comparison) -> Iterable[Part]:
-    """Yield a table of what determined each arm's runs, except versions."""
+    """Yield a table of the facts that determined each arm's runs, except versions."""
     arms = [arm for arm in comparison.arms if arm.facts]
     names = dict.fromkeys(name for arm in arms for name in arm.facts if name != "versions")
     rows = tuple((name, *(arm.facts.get(name, "–") for arm in arms)) for name in names)

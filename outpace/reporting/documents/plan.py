@@ -1,4 +1,4 @@
-"""Report of plans: the recommended one, why, how sure that is, and the rejected ones."""
+"""Report of plans: the recommended one with its reason, the uncertainty, and the rejected ones."""
 
 from collections.abc import Iterable
 

@@ -134,12 +134,12 @@ def _other_programs(run: RunFolder) -> list[str]:
 
 
 def _expected_step_time(run: RunFolder) -> StepTimeCheck | None:
-    """Return the check of the step time against earlier measurements."""
+    """Return the comparison of the step time with earlier measurements."""
     return None if run.measurement is None else run.measurement.step_time_check
 
 
 def _right(run: RunFolder, said: Prediction | str) -> list[str]:
-    """Report one prediction: the one measured before, else the planner's if narrow enough."""
+    """Report one prediction: from a measurement, or else the planner's if narrow enough."""
     check, step_time_s = _expected_step_time(run), step_time(run)
     if check is not None:
         caution = "" if check.as_expected else _caution(run)
@@ -159,7 +159,7 @@ def _right(run: RunFolder, said: Prediction | str) -> list[str]:
 
 
 def _caution(run: RunFolder) -> str:
-    """Return a sentence against blaming the prediction for cores that other programs used."""
+    """Return a warning that other programs used cores, which the prediction does not include."""
     if not _other_programs(run):
         return ""
     return " Predictions assume free cores, which other programs used here."
@@ -335,7 +335,7 @@ def _memory(run: RunFolder, said: Prediction | str) -> DocumentSection:
 
 
 def _whole(peak: float, device: str) -> str:
-    """Describe a rank's total peak, and what it includes besides tensors."""
+    """Describe a rank's total peak, and what it includes in addition to tensors."""
     if device == "cpu":
         return (
             f"The fullest rank's process used {show_bytes(peak)} in total, including Python "
@@ -366,7 +366,7 @@ def _prediction_section(run: RunFolder, said: Prediction | str) -> DocumentSecti
 
 
 def _prediction_figures(one: Estimate, run: RunFolder) -> list[Part]:
-    """Draw the figures of the planner and the run, each kind on a separate axis."""
+    """Draw the figures of the planner and of the run, each kind on a separate axis."""
     took_s, tokens = step_time(run), tokens_per_s(run)
     parts: list[Part] = []
     if took_s is not None:

@@ -48,7 +48,7 @@ from outpace.training.run_dir import RUN_FILE
 def tuning_document(
     tuning: Tuning, folder: Path | None = None, probe: Machine | None = None
 ) -> Document:
-    """Show which plan won, and how each was predicted; runs are read from `folder`."""
+    """Show which plan was the fastest, and the prediction for each; runs are read from `folder`."""
     runs = _runs(tuning, folder)
     return Document(
         "tuning", f"{_model(tuning, runs)}: {len(tuning.trials)} trials",
@@ -146,7 +146,7 @@ def _times(tuning: Tuning) -> Iterable[Part]:
 
 
 def _scatter(tuning: Tuning) -> Chart:
-    """Plot each trial as predicted at first and when it was chosen, against the measured time."""
+    """Plot each trial's first and latest prediction against the measured time."""
     done = [one for one in tuning.trials if one.step_time_s is not None]
     seen = [one.step_time_s for one in done]
     everything = [

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 @dataclass(frozen=True)
 class Number:
-    """A cell that is sorted by its `value` and shown as `text`; None: unknown."""
+    """A cell that is sorted by `value` (None if unknown) and shown as `text`."""
 
     value: float | None
     text: str
@@ -18,7 +18,7 @@ Cell = str | Number
 
 @dataclass(frozen=True)
 class DataTable:
-    """Rows with as many cells as there are columns; columns without any content are left out."""
+    """Rows with a cell for each column; columns without any content are left out."""
 
     kind: ClassVar[str] = "table"
     title: str
@@ -51,7 +51,7 @@ class Chart:
     r"""Plotly's traces and layout, with the same content as text and as a table.
 
     Strings in traces and layout are plain text with "\n" for line breaks. Only `hovertemplate` and
-    `texttemplate` are in plotly's own language, and contain nothing from the user.
+    `texttemplate` are in plotly's template language, and contain nothing from the user.
     """
 
     kind: ClassVar[str] = "figure"
@@ -104,7 +104,7 @@ class DocumentSection:
 
 @dataclass(frozen=True)
 class Document:
-    """One subject: the first line of the verdict is the headline; `facts` are a name and a value.
+    """A report on one subject, with a headline (the verdict's first line) and named facts.
 
     `subject` is its kind in a word: run, comparison, tuning, plan, probe, certificate.
     """

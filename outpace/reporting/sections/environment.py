@@ -1,4 +1,4 @@
-"""The environment of a result: machine, versions, commands; and links between devices."""
+"""The environment of a result: machine, versions, commands, and links between devices."""
 
 import shlex
 from collections.abc import Mapping, Sequence

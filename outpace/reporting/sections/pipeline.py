@@ -1,4 +1,4 @@
-"""A pipeline's schedule as planned and as measured: who works when, and who waits."""
+"""A pipeline's schedule as planned and as measured: when each rank works, and when it waits."""
 
 from collections.abc import Mapping, Sequence
 
@@ -48,7 +48,7 @@ def equal_stages(plan: Plan, estimate: Estimate, global_batch: int) -> list[Stag
 def measured_stages(
     plan: Plan, parts: Sequence[TimeParts], global_batch: int
 ) -> list[StageTime] | None:
-    """Return stages with the ranks' measured times; None unless all ranks recorded them."""
+    """Return stages with the ranks' measured times; None unless all ranks have recorded them."""
     if len(parts) != plan.world_size:
         return None
     each = plan.accumulation(global_batch) * plan.pp_microbatches * plan.stages_per_rank
@@ -105,7 +105,7 @@ def _ranks_drawn(timeline: Timeline) -> list[int]:
 def _bars(
     timeline: Timeline, rank: int, row: int, unit: Unit, legend: set[str]
 ) -> list[dict[str, object]]:
-    """Draw a rank's row: waiting for the whole time, with its actions on top."""
+    """Draw a rank's row: a bar of waiting over the whole time, with its actions on top."""
     whole: dict[str, object] = {
         "type": "bar", "orientation": "h", "name": "waits", "y": [row], "width": 0.8,
         "x": unit.scale([timeline.makespan_s]), "marker": {"color": _WAITING},

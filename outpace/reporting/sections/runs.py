@@ -36,7 +36,7 @@ def losses(runs: Mapping[str, RunFolder]) -> Iterator[Part]:
 
 
 def loads(runs: Mapping[str, RunFolder]) -> Iterator[Part]:
-    """Yield figures of the load of devices in each run."""
+    """Yield figures of the devices' load in each run."""
     figures = {name: utilisation(run.utilisation) for name, run in runs.items()}
     known = {name: found[0] for name, found in figures.items() if found}
     for name, figure in list(known.items())[:_EACH_DRAWN]:

@@ -26,7 +26,7 @@ def parts_figure(title: str, parts: Mapping[str, TimeParts]) -> Chart:
 
 
 def in_words(parts: TimeParts) -> str:
-    """Format the parts that take 1 % of a step or more: "backward 53.5 %, forward 45.1 %"."""
+    """Format the parts that take at least 1 % of a step: "backward 53.5 %, forward 45.1 %"."""
     whole = parts.total_s or 1.0
     found = {part: getattr(parts, f"{part}_s") / whole for part in PARTS}
     said = sorted(((share, part) for part, share in found.items() if share >= 0.01), reverse=True)
@@ -43,7 +43,7 @@ def by_rank(parts: Sequence[TimeParts]) -> Chart:
 
 
 def step_intervals(steps: StepLog) -> Chart:
-    """Return the median of each part, and the interval of 90 % of the steps."""
+    """Return the median of each part, and the interval that contains 90 % of the steps."""
     found = {
         part: np.nanpercentile(steps.steady(f"{part}_s"), (50, 5, 95)).tolist() for part in PARTS
     }

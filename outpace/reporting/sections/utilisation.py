@@ -81,7 +81,7 @@ class _Row:
 
 
 def utilisation(seen: Sequence[Utilisation]) -> list[Chart]:
-    """Draw utilisation by device, or by core if there is none; and memory of devices or hosts."""
+    """Draw utilisation by device (by core without devices), and the memory of devices or hosts."""
     devices = _join_rows(_devices(seen))
     rows = devices or _join_rows(_cores(seen))
     if not rows:
@@ -139,7 +139,7 @@ def _heat(
 
 
 def _by_host(rows: Sequence[_Row], drawn: dict[str, Floats]) -> dict[str, Floats]:
-    """Return the mean of each host's rows where known."""
+    """Return the mean of each host's rows over their known values."""
     found = {}
     for host in dict.fromkeys(row.host for row in rows):
         own = np.stack([drawn[row.name] for row in rows if row.host == host])
@@ -216,7 +216,7 @@ def _has_value(values: Values) -> bool:
 
 
 def _align_series(seen: Sequence[Utilisation]) -> Iterator[tuple[Utilisation, float, str]]:
-    """Return each non-empty series with its start and, of several, its host, in time order."""
+    """Return each non-empty series with its start, and its host if several, in order of time."""
     with_points = sorted(
         (one for one in seen if one.ends_s), key=lambda one: (one.node, _began(one))
     )
@@ -232,7 +232,7 @@ def _began(one: Utilisation) -> datetime:
 
 
 def averages_table(loads: Sequence[Load]) -> DataTable:
-    """Return averages over the training, as in result.json."""
+    """Return averages over the training run, as in result.json."""
     rows = []
     for load in loads:
         for device in load.devices:

@@ -15,7 +15,8 @@ from outpace.records.units import show_bytes
 def certificate_table(certificate: Certificate) -> Group:
     """Return the verdict, a row for each plan, and each reason once.
 
-    A row shows how closely the plan agrees with the reference, and what the busiest rank sends.
+    A row shows how closely the plan agrees with the reference, and the bytes that the busiest rank
+    sends.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     several = len({verdict.precision for verdict in certificate.verdicts}) > 1
@@ -116,7 +117,7 @@ def _verdict(certificate: Certificate) -> str:
 
 
 def _trial(certificate: Certificate) -> str:
-    """Describe the trial that the verdicts rest on."""
+    """Describe the trial that the verdicts are based on."""
     tolerances = {verdict.precision: verdict.tolerance for verdict in certificate.verdicts}
     allowed = ", ".join(f"{name} {tolerance:.1g}" for name, tolerance in tolerances.items())
     parts = [f"{certificate.processes} processes", f"tolerance {allowed}"]

@@ -15,7 +15,7 @@ from outpace.reporting.terminal.table import NarrowTable
 
 @dataclass(frozen=True)
 class Column:
-    """A figure of arms: an attribute of them or of their verdicts, and its format."""
+    """A figure shown for arms: an attribute of the arms or of their verdicts, and its format."""
 
     name: str
     attribute: str
@@ -68,7 +68,7 @@ _NOTES = {
 def headline(comparison: Comparison) -> str | None:
     """Say which of three or more arms is claimed to be the fastest, if any; None for fewer.
 
-    Only differences to the first are tested.
+    Only differences from the first are tested.
     """
     first, *others = comparison.arms
     known = {
@@ -97,7 +97,7 @@ def headline(comparison: Comparison) -> str | None:
 
 
 def opening(comparison: Comparison) -> list[str]:
-    """Return the first sentences: how finished runs differ, then the verdict."""
+    """Return the first sentences: the differences between finished runs, then the verdict."""
     head = headline(comparison)
     return [*comparison.differences, *([head] if head else []), *verdict_lines(comparison)]
 
@@ -122,7 +122,7 @@ def verdict_lines(comparison: Comparison) -> list[str]:
 
 
 def _failure(comparison: Comparison, arm: ArmResult) -> str | None:
-    """Return why an arm has no figures at all."""
+    """Return the reason why an arm has no figures at all."""
     own = [one for one in comparison.outcomes if one.arm == arm.arm]
     if not own or any(one.value is not None for one in own):
         return None
@@ -170,7 +170,7 @@ def stop_sentence(comparison: Comparison) -> str:
 
 
 def _arms(comparison: Comparison, of: Sequence[Column]) -> Iterator[RenderableType]:
-    """Tabulate the arms: columns in which anything is known, and remarks about them."""
+    """Tabulate the arms: columns with any known value, and remarks about them."""
     kept = _known_columns(comparison, of)
     figures = {one.name: [one.text(arm) for arm in comparison.arms] for one in kept}
     yield NarrowTable("", [Text(arm.arm) for arm in comparison.arms], figures)

@@ -43,8 +43,8 @@ def document(
 ) -> dict[str, Any]:
     """Return the JSON of `outpace memory`: the fullest rank's peak and its anatomy first.
 
-    `next_command` finds what fits if this does not; it is null if it fits or may fit. An estimate
-    has neither the moment of the peak nor the fullest rank's number.
+    `next_command` finds plans that fit; it is null if this one fits or may fit. An estimate has
+    neither the moment of the peak nor the fullest rank's number.
     """
     estimated = traced.source == "estimated"
     capacity = None if accelerator is None else accelerator.usable_bytes
@@ -79,7 +79,7 @@ def document(
 
 
 def relative_error(traced: MemoryAccount, measured: MemoryAccount | None) -> float | None:
-    """Return by which share the trace is above the allocated memory, else the live memory."""
+    """Return the share by which the trace exceeds the allocated memory, or else the live memory."""
     if measured is None:
         return None
     return traced.peak_memory_bytes / _measured_bytes(measured) - 1
@@ -99,7 +99,7 @@ def memory_table(
 ) -> Group:
     """Return the memory at the peak by kind, traced and measured side by side, with notes.
 
-    `about` is a sentence on what was trained; `next_command` finds what fits if this does not.
+    `about` is a sentence on the training; `next_command` finds plans that fit if this one does not.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("memory at the peak")

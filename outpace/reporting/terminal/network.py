@@ -20,7 +20,7 @@ _MOST_COLUMNS = 4
 
 
 def network_text(answered: NetworkReport) -> Group:
-    """Show the training and the machine, what plans need, the cost of networks, and conclusions."""
+    """Show training and machine, the needs of plans, the cost of networks, and conclusions."""
     parts: list[RenderableType] = [*_head(answered), _needs_table(answered)]
     if len(answered.needs) == 1:
         parts.append(_traffic_table(answered.needs[0]))
@@ -249,7 +249,7 @@ def _present_finding(answered: NetworkReport, ladder: _Ladder, need: Need) -> st
 
 
 def _inside_finding(answered: NetworkReport, need: Need) -> str:
-    """Return what the links within a node cost, if several nodes have links that are too slow."""
+    """Return the cost of the links within a node, if several nodes have links that are too slow."""
     own = need.present_device_cost
     if answered.nodes == 1 or own is None or own.slowdown <= answered.tolerance:
         return ""

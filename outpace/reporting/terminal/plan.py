@@ -20,7 +20,7 @@ _LEAST_TITLE = 16  # columns; in 80, the widest figures leave 18
 
 
 def plans_text(answer: Plans) -> Group:
-    """Format plans, their reasons, times and memory of the first, and rejected families."""
+    """Format plans with their reasons, the time and memory of the first, and rejected families."""
     obstacle = common_obstacle(answer.plans)
     parts: list[RenderableType] = [Text(plans_head(answer))]
     if obstacle is not None:
@@ -247,7 +247,7 @@ def _offload_notes(one: Estimate) -> list[str]:
 
 
 def _bars(title: str, values: dict[str, float], show: object) -> Table:
-    """Draw bars of parts from a thousandth of the whole, largest first, with their shares."""
+    """Draw bars of the parts of at least a thousandth, largest first, with their shares."""
     table = Table(box=None, pad_edge=False, padding=(0, 1), title=title, title_justify="left",
                   title_style="", show_header=False)  # fmt: skip
     for _ in range(3):
@@ -273,7 +273,7 @@ def _rates(one: Estimate) -> str:
 
 
 def explanation_text(answer: Plans, number: int) -> Group:
-    """Walk through one of the plans."""
+    """Explain one of the plans in detail."""
     planned = answer.plans[number - 1]
     one = planned.estimate
     fits = "n/a" if one.memory_bytes is None else show_bytes(one.memory_bytes)
@@ -423,7 +423,7 @@ _SAME_RATE = 5e-4  # shown as 0.0 %
 
 
 def _compare_rates(now: Estimate, then: Estimate) -> str:
-    """Say how much more or less is done in the same time."""
+    """Say how much more or less is processed in the same time."""
     gain = now.step_time_s / then.step_time_s - 1
     if abs(gain) < _SAME_RATE:
         return "the same throughput"

@@ -1,4 +1,4 @@
-"""A probed machine in a terminal: what is fast, what is slow, what to do about it."""
+"""A probed machine in a terminal: what is fast, what is slow, and what to do about it."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -30,9 +30,9 @@ class _Lines:
             self._console.print(f"probed {section}")
 
     def show_stopping(self) -> None:
-        """Print at once that the probe stops.
+        """Print at once that the probe is stopping.
 
-        In the middle of another print this is refused, which does no harm.
+        During another print, Python refuses this, which does no harm.
         """
         with suppress(RuntimeError):
             self._console.print("stopping…")
@@ -96,7 +96,7 @@ def parts_of(machine: Machine, probed: ProbeRecord, kept: bool = True) -> Iterat
 
 
 def _reason(unstable: str) -> str:
-    """Return a common form of a reason, so that figures with equal reasons share a note."""
+    """Return a common form of a reason, so that figures with the same reason share a note."""
     if unstable.startswith("a repeat may lie"):
         return "a repeat may lie more than a quarter away"
     return "they drifted by more than a tenth" if "drifted" in unstable else unstable

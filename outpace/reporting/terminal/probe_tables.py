@@ -114,7 +114,7 @@ def figure_tables(probed: ProbeRecord) -> Iterator[RenderableType]:
 
 
 def _layout(figure: Figure) -> _Layout:
-    """Return the layout of the table that a figure stands in."""
+    """Return the layout of the table that contains a figure."""
     if figure.key.kind == "memory" and figure.key.what in ("copy", "write", "read"):
         return _STREAMS
     layout = _LAYOUTS[figure.key.kind]

@@ -1,4 +1,4 @@
-"""The progress of a run: live in a terminal, lines of text anywhere else.
+"""The progress of a run: live in a terminal, and as lines of text elsewhere.
 
 Everything goes to standard error; standard output is for results.
 """
@@ -117,7 +117,7 @@ class TrainingProgress(Callback):
             self._line(f"{steps}  {figures}")
 
     def _left_s(self, step: int) -> float | None:
-        """Return the time for the remaining steps at the latest speed; None before any."""
+        """Return the time for the remaining steps at the latest speed; None before there is one."""
         left = max(0, self._total_steps - step)
         if not self._latest and left:
             return None
@@ -148,7 +148,7 @@ class TrainingProgress(Callback):
             self.console.print(memory_table(plan, use.measured, None, None))
 
     def on_hint(self, sentence: str) -> None:
-        """Show a hint for the user, each one only once."""
+        """Show a hint for the user, each only once."""
         if sentence not in self._hints:
             self._hints.add(sentence)
             line = Text().append("  hint: ", style="yellow").append(sentence)
@@ -159,7 +159,7 @@ class TrainingProgress(Callback):
         self.close()
 
     def close(self) -> None:
-        """Remove the live line; printed lines stay."""
+        """Remove the live line; printed lines remain."""
         self._close_bars()
         self._stage = None
 

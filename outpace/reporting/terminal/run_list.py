@@ -83,7 +83,7 @@ def _cell(value: Any, shown: str) -> str:
 
 
 def _run_words(row: PastRun) -> str:
-    """Return model, layout and precision, or what is wrong with a damaged run."""
+    """Return model, layout and precision, or the damage of a damaged run."""
     if row.model is None:
         return row.damage or ""
     layout = str(row.strategy)
@@ -96,7 +96,7 @@ def _run_words(row: PastRun) -> str:
 
 
 def _differing_settings(rows: Sequence[PastRun]) -> list[list[str]]:
-    """Return each run's given settings that the runs do not have in common."""
+    """Return the given settings of each run that the runs do not have in common."""
     known = [row.asked for row in rows if row.model is not None]
     names = {name for asked in known for name in asked} - _SHOWN
     alike = {
@@ -144,7 +144,7 @@ def run_text(past: PastRunFolder, files: Mapping[str, int]) -> RenderableType:
 
 
 def _how_far(past: PastRunFolder) -> str:
-    """Say how far a run got, and how to resume it."""
+    """Say how far a run has got, and how to resume it."""
     row = past.row
     if row.total_steps is None:
         return ""
@@ -186,7 +186,7 @@ def _facts(record: RunRecord) -> dict[str, str]:
 
 
 def _plan(plan: Plan) -> dict[str, str]:
-    """Return the plan's layout, and its options that differ from defaults."""
+    """Return the plan's layout, and its options that differ from the defaults."""
     fields = Plan.model_fields
     asked = {name: value for name, value in plan if value != fields[name].default}
     return {"layout": plan.mesh, **{name: in_words(value) for name, value in asked.items()}}

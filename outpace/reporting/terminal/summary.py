@@ -20,7 +20,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def runtime_name(measurement: Measurement) -> str:
-    """Name what `train_runtime` measures; in a resumed run, its last part."""
+    """Name what `train_runtime` measures; in a resumed run, that of its last part."""
     started = measurement.start_step
     return f"training since step {started:,}" if started else "training time"
 
@@ -31,7 +31,7 @@ def first_step_name(measurement: Measurement) -> str:
 
 
 def summary(measurement: Measurement) -> RenderableType:
-    """Return losses, speed, parts of the time, a sample and the run's path, for 80 columns or more.
+    """Return losses, speed, time by part, a sample and the run's path, for 80 columns or more.
 
     Generated text and paths are shown literally, never read as markup.
     """
@@ -83,7 +83,7 @@ def target_of(evaluation: Evaluation | None) -> str:
 
 
 def shown_metrics(evaluation: Evaluation) -> list[tuple[str, str]]:
-    """Return name and value of an evaluation's metrics besides its loss."""
+    """Return the names and values of an evaluation's metrics, without its loss."""
     if not evaluation.metrics:
         return [("perplexity", _perplexity(evaluation.perplexity))]
     names = {"f1": "F1"}

@@ -38,7 +38,7 @@ class NarrowTable:
             yield Text(f"{self.left_out}: {', '.join(missing)}", style="dim")
 
     def _tables(self, console: Console, options: ConsoleOptions) -> Iterator[list[str]]:
-        """Yield as many columns at a time as fit next to the names."""
+        """Yield groups of as many columns as fit next to the names."""
         columns: list[str] = []
         for name in self.figures:
             if columns and self._needs(console, options, [*columns, name]) > options.max_width:
@@ -48,7 +48,7 @@ class NarrowTable:
         yield columns
 
     def _needs(self, console: Console, options: ConsoleOptions, columns: Sequence[str]) -> int:
-        """Return the width for complete figures and the shortest allowed names."""
+        """Return the width needed for complete figures and the shortest allowed names."""
         wide = options.update(max_width=_ANY_WIDTH)
         whole = Measurement.get(console, wide, self._table(columns)).maximum
         return whole - max(self._longest - _NAME_WIDTH, 0)

@@ -79,7 +79,7 @@ def _short(names: tuple[str, ...]) -> str:
 
 
 def advice(placement: Placement, topology: Topology) -> list[str]:
-    """Say which groups should hold tensor parallelism, and where a slow link costs speed."""
+    """Say which groups to use for tensor parallelism, and where a slow link costs speed."""
     count = len(topology.gpus)
     if count < 2:
         return [f"{count} GPU: nothing to place."]
@@ -127,7 +127,7 @@ def _slower(slow: SlowPairs, topology: Topology) -> str:
 
 
 def gpu_line(gpu: GpuState) -> str:
-    """Describe a GPU's current links, clocks, power, and what slows it; unknown values are omitted.
+    """Describe a GPU's current links, clocks, power and slowdowns; unknown values are omitted.
 
     An idle GPU has low clocks and a slow PCIe link, to save power.
     """

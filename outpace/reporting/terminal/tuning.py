@@ -1,4 +1,4 @@
-"""A tuning in a terminal: the plan that won, its gain, and the trials."""
+"""A tuning in a terminal: the fastest plan, its gain, and the trials."""
 
 from rich.console import Group, RenderableType
 from rich.text import Text
@@ -31,7 +31,7 @@ def verdict_line(tuning: Tuning) -> str:
 
 
 def one_trial_words(tuning: Tuning) -> str:
-    """Return a warning if the fastest plan ran once: a minimum of measurements is too low."""
+    """Return a warning if the fastest plan ran once: the minimum of several is biased."""
     best = tuning.fastest
     same = [one for one in tuning.trials if best is not None and one.plan == best.plan]
     several = len({one.plan.model_dump_json() for one in tuning.trials}) > 1
@@ -67,7 +67,7 @@ def tuning_text(tuning: Tuning) -> RenderableType:
 
 
 def leaner_notes(tuning: Tuning) -> list[str]:
-    """Return a note on a trial about as fast as the fastest that used less memory, or none."""
+    """Return a note on a trial about as fast as the fastest that used less memory, if any."""
     best = tuning.fastest
     if best is None or best.compared_s is None or best.peak_memory_bytes is None:
         return []
@@ -89,7 +89,7 @@ def leaner_notes(tuning: Tuning) -> list[str]:
 
 
 def shared_cores_notes(tuning: Tuning) -> list[str]:
-    """Return a note on trials that shared their cores with other processes, or none."""
+    """Return a note on trials that shared their cores with other processes, if any."""
     shared = [one for one in tuning.trials if one.other_cores is not None]
     if not shared:
         return []

@@ -1,4 +1,4 @@
-"""Utilisation of devices and cores: live in a terminal, lines elsewhere, a table at the end."""
+"""Utilisation of devices and cores: a live view or lines, and a table at the end."""
 
 import time
 from collections import deque
@@ -41,7 +41,7 @@ def sparkline(values: Sequence[float | None], cells: int) -> str:
 def averages_table(
     loads: Sequence[Load], history: Sequence[Utilisation] = (), width: int = 80
 ) -> RenderableType:
-    """Return a line per device and host; with a `history`, its course in the rest of `width`.
+    """Return a line per device and host; with a `history`, the rest of `width` shows its course.
 
     Devices that the run did not use are counted, not listed.
     """
