@@ -374,6 +374,40 @@ ALL_TO_ALL_SOURCE = (
     "on four nodes (the same slides), MI355X 46 and 39 of 50 on two and four (Oracle's guide), "
     "DeepEP on H100 43 of 50 on four (aiconfigurator, 4,096 tokens and more)"
 )
+
+
+class DispatchRate(Record):
+    """Seconds of a dispatcher that sends each token once to a rank (DeepEP, HybridEP).
+
+    One way takes `fixed_s`, `token_s` for each token of a rank, and its bytes at `link_share`
+    of a device's link. Dispatching and combining are averaged: a step has as many of either.
+    """
+
+    fixed_s: NonNegativeFloat
+    token_s: NonNegativeFloat
+    link_share: PositiveFloat
+    source: str
+
+
+_DISPATCH = (
+    "DeepEP on 8 × {}, bf16, 1,024 to 32,768 tokens of 2,048 to 7,168 numbers (ai-dynamo/"
+    "aiconfigurator 095f58a5, sglang 0.5.12), fitted to half of the shapes, mean error on the "
+    "other half {}"
+)
+_DISPATCH_HOPPER = DispatchRate(
+    fixed_s=42.9e-6, token_s=17.7e-9, link_share=1.0, source=_DISPATCH.format("H100", "5.1 %")
+)
+_DISPATCH_B200 = DispatchRate(
+    fixed_s=51.8e-6, token_s=32.1e-9, link_share=0.73, source=_DISPATCH.format("B200", "4.6 %")
+)
+# In a rack it is HybridEP, of which one width was published: 8, 16, 24, 32 and 36 × GB200 take 553
+# to 920 us for 4,096 tokens of 7,168 numbers, so that their bytes are sent at 0.84 to 0.63 of the
+# link, what is fixed and what a token takes being DeepEP's.
+_DISPATCH_RACK = DispatchRate(
+    fixed_s=38.3e-6, token_s=38.2e-9, link_share=0.71,
+    source=_DISPATCH.format("GB200 and GB300", "6.0 %") + "; share of the link: HybridEP on 8 to "
+    "36 × GB200 with 32 multiprocessors (deepseek-ai/DeepEP 94a9f8f, docs/README_Hybrid-EP.md)",
+)  # fmt: skip
 # Measured slowdown of grouped products whose load over experts follows a power law of 1.2: on one
 # rank, and on the slowest of ranks that share the experts. Plans assume an even load.
 UNEVEN_ALONE, UNEVEN_APART = 1.1, 1.8
@@ -507,6 +541,13 @@ def product_curve(accelerator: Accelerator) -> ProductCurve:
         if accelerator.name.startswith(start):
             return curve
     return PRODUCTS[accelerator.architecture]
+
+
+def dispatch_rate(accelerator: Accelerator) -> DispatchRate:
+    """Return that of the accelerator, or of the nearest one that was measured."""
+    if accelerator.name.startswith(("GB200", "GB300")):
+        return _DISPATCH_RACK
+    return _DISPATCH_B200 if accelerator.architecture == "blackwell" else _DISPATCH_HOPPER
 
 
 def power_share(accelerator: Accelerator) -> float:

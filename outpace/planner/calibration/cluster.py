@@ -164,6 +164,7 @@ def _fabric(node: Node, per_node: int, network: Network | None) -> Fabric:
                  one.by_size)
         for one in (*efficiency.NCCL.values(), *efficiency.NCCL_TREES.values())
     ]  # fmt: skip
+    dispatch = _dispatch_rate(node, share) if kind == "nvlink" else None
     return Fabric(
         per_node=per_node,
         inside_bytes_per_s=whole * share if per_node > 1 else math.inf,
@@ -175,13 +176,21 @@ def _fabric(node: Node, per_node: int, network: Network | None) -> Fabric:
             efficiency.NCCL_SOURCE,
             efficiency.GROUP_SOURCE,
             efficiency.ALL_TO_ALL_SOURCE,
+            *(() if dispatch is None else (dispatch.source,)),
         ),
         gather_share=1.0 if slow else efficiency.GATHER_SHARE,
         scatter_share=1.0 if slow else efficiency.SCATTER_SHARE,
         group_shares={} if slow else efficiency.GROUP_SHARE,
         all_to_all_share=efficiency.ALL_TO_ALL_SHARE / share if kind == "nvlink" else 1.0,
         all_to_all_network_share=efficiency.ALL_TO_ALL_NETWORK_SHARE / across_share,
+        dispatch=dispatch,
     )
+
+
+def _dispatch_rate(node: Node, share: float) -> efficiency.DispatchRate:
+    """Return a dispatcher's rate, its link's share relative to what a ring reaches of it."""
+    found = efficiency.dispatch_rate(ACCELERATORS[node.accelerator or ""])
+    return found.model_copy(update={"link_share": found.link_share / share})
 
 
 def _use_devices(fabric: Fabric, node: Node, devices: int) -> Fabric:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from outpace.catalog.efficiency import DispatchRate
 from outpace.planner.plan_columns import Floats, Ints
 
 _SMALLEST = 6  # log2 of the first size of `by_size`
@@ -41,7 +42,8 @@ class Fabric:
     `across_bytes_per_s` that of all network cards of a node together, and `pair_bytes_per_s` that
     between a device and one other of its node. All-gather and reduce-scatter reach a share of them
     within a node, small groups reach `group_shares` by their size, and all-to-all has one share
-    inside nodes (`all_to_all_share`) and one across. `scatter_rounds` is 2 if a library sums
+    inside nodes (`all_to_all_share`) and one across; a dispatcher that sends a token once to a rank
+    takes what `dispatch` says. `scatter_rounds` is 2 if a library sums
     everything on every rank and then keeps a part, as gloo does.
     """
 
@@ -57,6 +59,7 @@ class Fabric:
     group_shares: Mapping[int, float] = field(default_factory=dict)
     all_to_all_share: float = 1.0
     all_to_all_network_share: float = 1.0
+    dispatch: DispatchRate | None = None
 
     def with_rates(self, inside: Floats | float, across: Floats | float) -> "Fabric":
         """Return the fabric with other rates, one for all plans or one for each.
@@ -105,17 +108,23 @@ class Fabric:
         return self._collective_s(nbytes, size, stride, self.scatter_rounds, self.scatter_share)
 
     def all_to_all_s(
-        self, nbytes: Floats, copies: int, size: Ints, stride: Ints, *, once: bool = False
-    ) -> Floats:
+        self, nbytes: Floats, copies: int, size: Ints, stride: Ints, *, once: bool = False,
+        tokens: Floats | float = 0.0,
+    ) -> Floats:  # fmt: skip
         """Return the time of an all-to-all of tokens to their experts, with `nbytes` per rank.
 
         Each token goes to `copies` experts drawn uniformly from those of the `size` ranks of its
         group: one copy for each expert. With `once`, there is one copy per rank, and across the
-        network one per node, from which the node's own links distribute it (DeepSeek-AI, DeepEP).
+        network one per node, from which the node's own links distribute it (DeepSeek-AI, DeepEP); a
+        rank has `tokens`, each of which takes time of its own beside its bytes.
         Links inside nodes and across work at the same time; devices share the node's cards.
         """
         within, nodes, _ = self.spread(size, stride)
         link = self.inside_bytes_per_s * self.all_to_all_share
+        each: Floats | float = 0.0
+        if once and self.dispatch is not None:
+            link = self.inside_bytes_per_s * self.dispatch.link_share
+            each = self.dispatch.fixed_s + tokens * self.dispatch.token_s
         card = self.across_bytes_per_s / self.per_node * self.all_to_all_network_share
         if once:
             own = _count_targets(size.astype(np.float64), copies)
@@ -126,7 +135,7 @@ class Fabric:
         across_s = np.where(nodes > 1, nbytes * far / card, 0.0)
         last = [one for one in self.protocols if not one.by_size][-1]
         late = last.base_s + last.inside_s + np.where(nodes > 1, last.across_s, 0.0)
-        found = late + np.maximum(nbytes * own / link, across_s)
+        found = late + each + np.maximum(nbytes * own / link, across_s)
         return np.where((size > 1) & (nbytes > 0), found, 0.0)
 
     def broadcasts_s(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:

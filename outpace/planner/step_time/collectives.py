@@ -70,7 +70,7 @@ def experts_s(setup: StepTimeSetup, busy: Floats) -> Floats:
     for stack in setup.outline.stacks:
         if stack.mlp is not None and stack.mlp.experts:
             nbytes = setup.tokens * setup.outline.hidden * setup.numbers.item
-            one = _dispatch_s(setup, nbytes / c.tp, stack.mlp.active)
+            one = _dispatch_s(setup, nbytes / c.tp, stack.mlp.active, setup.tokens / c.tp)
             more = nbytes * (stack.mlp.active - 1)
             near = np.ones_like(c.etp)
             together = setup.fabric.gather_s(more, c.etp, near)
@@ -82,7 +82,7 @@ def experts_s(setup: StepTimeSetup, busy: Floats) -> Floats:
     return found
 
 
-def _dispatch_s(setup: StepTimeSetup, nbytes: Floats, copies: int) -> Floats:
+def _dispatch_s(setup: StepTimeSetup, nbytes: Floats, copies: int, tokens: Floats) -> Floats:
     """Return the seconds for a layer's tokens to reach their experts, or to return from them."""
     c, fabric = setup.columns, setup.fabric
     if setup.question.stack.dispatcher == "allgather":  # and back by sums that are scattered
@@ -90,7 +90,7 @@ def _dispatch_s(setup: StepTimeSetup, nbytes: Floats, copies: int) -> Floats:
         both = fabric.gather_s(whole, c.ep, c.etp) + fabric.scatter_s(whole, c.ep, c.etp)
         return both / 2
     once = setup.question.stack.dispatcher == "deepep"
-    return fabric.all_to_all_s(nbytes, copies, c.ep, c.etp, once=once)
+    return fabric.all_to_all_s(nbytes, copies, c.ep, c.etp, once=once, tokens=tokens)
 
 
 def exposed_data_s(setup: StepTimeSetup, passes: StepPasses, pipeline: PipelineTime) -> Floats:

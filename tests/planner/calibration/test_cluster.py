@@ -98,6 +98,29 @@ def test_direct_links_are_shared_out_among_the_others():
     assert switch.pair_bytes_per_s == switch.inside_bytes_per_s
 
 
+@pytest.mark.parametrize(
+    ("machine", "ranks", "tokens", "hidden", "measured_us"),
+    [
+        ("8xh100-sxm", 8, 4096, 2048, 273),
+        ("8xh100-sxm", 8, 16384, 7168, 2722),
+        ("8xb200", 8, 4096, 2048, 316),
+        ("8xb200", 8, 16384, 7168, 2128),
+        ("8xgb200", 8, 16384, 2048, 1116),
+        ("8xgb200", 8, 4096, 7168, 553),
+        ("72xgb200", 32, 4096, 7168, 888),
+    ],
+)
+def test_tokens_reach_their_experts_as_fast_as_was_measured(
+    machine, ranks, tokens, hidden, measured_us
+):
+    """Mean of dispatching and combining: DeepEP; the last two are HybridEP. Eight experts each."""
+    fabric = of_catalog(find_node(machine, ACCELERATORS), 1).fabric
+    nbytes = np.array([2.0 * tokens * hidden])
+    groups = np.array([ranks]), np.array([1])
+    found = fabric.all_to_all_s(nbytes, 8, *groups, once=True, tokens=tokens)
+    assert found[0] * 1e6 == pytest.approx(measured_us, rel=0.16)
+
+
 def test_another_network_may_be_said():
     node = find_node("hgx-h100", ACCELERATORS)
     said = of_catalog(node, 2, read_network("400Gbit/s"))

@@ -54,9 +54,9 @@ def test_a_ring_is_as_fast_as_its_slowest_link(size, stride, rounds, seconds):
     assert collective(FABRIC, 1e9, size, stride, rounds) == pytest.approx(seconds)
 
 
-def exchange(fabric, nbytes, copies, size, stride=1, *, once=True):
-    arrays = np.array([size]), np.array([stride])
-    return float(fabric.all_to_all_s(np.array([float(nbytes)]), copies, *arrays, once=once)[0])
+def exchange(fabric, nbytes, copies, size, stride=1, *, once=True, tokens=0):
+    arrays = np.array([float(nbytes)]), copies, np.array([size]), np.array([stride])
+    return float(fabric.all_to_all_s(*arrays, once=once, tokens=tokens)[0])
 
 
 def test_a_copy_goes_to_each_expert_where_no_dispatcher_sends_one_to_a_rank():
@@ -76,6 +76,21 @@ def test_tokens_are_sent_once_to_each_rank_that_has_their_experts():
     assert exchange(FABRIC, 1e9, 8, 1) == 0.0
     shared = replace(FABRIC, all_to_all_share=0.5)
     assert exchange(shared, 1e9, 1, 8) == pytest.approx(2 * 7 / 8 / 100)
+
+
+def test_a_dispatcher_that_sends_once_takes_time_for_each_token():
+    """Beside its bytes, of which it reaches its own share of the link; all-to-alls do not."""
+    rate = efficiency.DispatchRate(fixed_s=1e-3, token_s=1e-6, link_share=0.5, source="a test")
+    measured = replace(FABRIC, dispatch=rate)
+    alone = exchange(FABRIC, 1e9, 8, 8)
+    assert exchange(measured, 1e9, 8, 8) == pytest.approx(1e-3 + alone / 0.5)
+    assert exchange(measured, 1e9, 8, 8, tokens=4096) == pytest.approx(5.096e-3 + alone / 0.5)
+    slow = replace(measured, across_bytes_per_s=8e9)
+    across = exchange(replace(FABRIC, across_bytes_per_s=8e9), 1e9, 8, 16)
+    assert exchange(slow, 1e9, 8, 16, tokens=4096) == pytest.approx(5.096e-3 + across)
+    assert exchange(measured, 1e9, 8, 1, tokens=4096) == 0.0
+    copies = exchange(FABRIC, 1e9, 8, 8, once=False)
+    assert exchange(measured, 1e9, 8, 8, once=False, tokens=4096) == copies
 
 
 def test_what_crosses_the_network_is_sent_once_to_a_node_by_each_devices_card():
