@@ -22,7 +22,12 @@ from published_models import (
     padded_vocabulary,
     stated_outline,
 )
-from published_recipes import recipe_recomputation, recipe_stack, virtual_stages
+from published_recipes import (
+    recipe_outline,
+    recipe_recomputation,
+    recipe_stack,
+    virtual_stages,
+)
 
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.stacks import SoftwareStack
@@ -230,7 +235,7 @@ def outline(row: Row) -> Outline:
         found = find_model(row["model"])
         if found is None:
             raise UnstatedError(f"the dimensions of {row['model'] or 'the model'} are not stated")
-        return found
+        return recipe_outline(found) if row.framework.recipes else found
     row.number("layers")
     try:
         return stated_outline(
@@ -358,7 +363,7 @@ def software(row: Row) -> SoftwareStack:
     if row.source == _BLOCKING and row.number("n_gpus") >= _BLOCKING_GPUS:
         return found.model_copy(update={"blocks_launches": True, "overlaps": False})
     if "CUDA graphs" in row["notes"]:  # NVIDIA's recipes of MLPerf: LAYER_CUDA_GRAPH
-        return found.model_copy(update={"graphs": True})
+        return found.model_copy(update={"graphs": "step"})
     # transformers 4.4x, and fms-acceleration's experts by Triton in the place of its loop; its
     # kernels from unsloth: norms, rotations, activations, the loss.
     changes: dict[str, str] = {}
@@ -529,7 +534,7 @@ def _products(row: Row) -> Iterator[Plan | None]:
     sizes = (stated,) if stated else tuple(n for n in _MICRO_BATCHES if share % n == 0)
     modes = _recomputation(said)
     if not said and row.framework.recipes:
-        modes = (recipe_recomputation(outline(row)),)
+        modes = (recipe_recomputation(outline(row), row["source"], row["gpu"], row["precision"]),)
     elif not said and row.framework.whole_experts:  # whose settings name modules, not whole blocks
         modes = ("none", "selective", "attention", "full")
     loops = _virtual(row, pp)

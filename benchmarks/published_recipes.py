@@ -4,14 +4,19 @@ NVIDIA-NeMo/Megatron-Bridge 067f987df0, src/megatron/bridge/perf_recipes, by mod
 tables name these recipes as what was run.
 """
 
+import csv
 import re
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
 
 from outpace.catalog.stacks import SoftwareStack
-from outpace.records.outline import Outline
+from outpace.records.outline import Outline, ProductShape
 
+TABLE = Path(__file__).parent / "data" / "bridge-recipes.csv"
 # The release of a table: "§25.11 NeMo Container".
-_RELEASE = re.compile(r"§(\d+\.\d+)")
-_LATEST = 26.08
+_RELEASE = re.compile(r"§(\d+\.\d+(?:\.\d+)?)")
+_LATEST = (26, 8)
 
 
 def virtual_stages(source_key: str, model: Outline) -> int | None:
@@ -24,16 +29,33 @@ def virtual_stages(source_key: str, model: Outline) -> int | None:
     return 12 if source_key == "mlperf-3.1" and model.layers == 96 else None
 
 
-def recipe_recomputation(model: Outline) -> str:
-    """Return the mode of recomputation of a model's recipes.
+def recipe_recomputation(model: Outline, source: str, gpu: str, precision: str) -> str:
+    """Return the mode of recomputation of a model's recipe.
 
     Llama's and Qwen3's have none (recompute_granularity None; of Llama 3 8B on H100 5 of 32 layers,
-    which is left out). DeepSeek-V3's, Kimi's and gpt-oss's name modules that have hardly any
-    products: mla_up_proj, layernorm, moe_act.
+    which is left out). What others name are modules that have hardly any products: mla_up_proj,
+    layernorm, moe_act, or the MLP of layers without experts.
     """
-    attention = [stack.attention for stack in model.stacks if stack.attention is not None]
-    latent = any(one.kv_rank is not None for one in attention)
-    return "selective" if model.experts and (latent or model.name.startswith("gpt-oss")) else "none"
+    return _find_recipe(model, source, gpu, precision).get("recompute", "none")
+
+
+def recipe_outline(model: Outline) -> Outline:
+    """Return a model as its recipes train it.
+
+    DeepSeek-V3 predicts the token after the next, too (recipes/deepseek/deepseek_v3.py:
+    mtp_num_layers = 1): a layer more, behind a product that joins the hidden states with the
+    tokens' embeddings, and the head once more, with the same weights.
+    """
+    if model.name != "deepseek-v3":
+        return model
+    joined = ProductShape(name="joined", inputs=2 * model.hidden, outputs=model.hidden)
+    layer = model.stacks[-1].model_copy(
+        update={"name": "predicts one token more", "layers": 1, "other": (joined,), "norms": 4}
+    )
+    again = ProductShape(
+        name="head once more", inputs=model.hidden, outputs=model.outputs, weighted=False
+    )
+    return model.model_copy(update={"stacks": (*model.stacks, layer), "head_products": (again,)})
 
 
 def recipe_stack(
@@ -41,21 +63,47 @@ def recipe_stack(
 ) -> SoftwareStack:
     """Return Megatron-Core's traits as the recipes of a table's release set them.
 
-    Releases by the commits of their tables: 25.09 (ea299063) has all-to-alls of copies; from 25.11
-    (97ad8cc6) on moe_flex_dispatcher_backend is HybridEP or DeepEP, but for Qwen3-235B on H100,
-    whose all-to-alls are overlapped (moe_a2a_overlap). From 26.06 (63b08b39) on those in MXFP8 on
-    GB200 and GB300 are one CUDA graph (full_iteration) with overlap_moe_expert_parallel_comm.
-    Recipes for Blackwell replay attention and routers of blocks (transformer_engine), or a step.
+    From 25.11 (97ad8cc6) on those of dense models on Blackwell are CUDA graphs.
     """
-    found = _RELEASE.search(source)
-    release = float(found[1]) if found else _LATEST
-    blackwell = "B200" in gpu or "B300" in gpu
-    whole = release >= 26.06 and "MX" in precision and gpu in ("GB200", "GB300")
-    copies = release < 25.11 or (not blackwell and model.name.startswith("qwen3-235b"))
+    found = _find_recipe(model, source, gpu, precision)
+    if not found:
+        graphs = gpu.endswith(("B200", "B300")) and _release(source) >= (25, 11)
+        return stack.model_copy(update={"graphs": "step" if graphs else "none"})
     return stack.model_copy(
         update={
-            "dispatcher": "alltoall" if copies else "deepep",
-            "overlaps_dispatch": whole or (copies and release >= 25.11),
-            "graphs": blackwell and release >= 25.11,
+            "dispatcher": found["dispatcher"],
+            "overlaps_dispatch": found["overlaps_dispatch"] == "1",
+            "graphs": found["graphs"],
         }
     )
+
+
+def _find_recipe(model: Outline, source: str, gpu: str, precision: str) -> Mapping[str, str]:
+    """Return the line of `TABLE` that holds for a model's row; empty: none.
+
+    That is its recipe of the newest release that is not newer than the row's, or the first.
+    """
+    release = _release(source)
+    named = "bf16" if "BF16" in precision else "fp8-mx" if "MX" in precision else "fp8-cs"
+    own = [
+        line for line in _recipes()
+        if (line["model"], line["gpu"], line["precision"]) == (model.name, gpu, named)
+    ]  # fmt: skip
+    until = [line for line in own if _number(line["release"]) <= release]
+    return (until or own[:1] or [{}])[-1]
+
+
+@lru_cache
+def _recipes() -> Sequence[Mapping[str, str]]:
+    with TABLE.open(encoding="utf-8", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def _release(source: str) -> tuple[int, ...]:
+    """Return the release of a row's table; where it has none, the latest."""
+    stated = _RELEASE.search(source)
+    return _number(stated[1]) if stated else _LATEST
+
+
+def _number(release: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in release.split("."))

@@ -14,6 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from outpace.catalog.outlines import OUTLINES
+from outpace.planner.model.outline import parameters
+from outpace.planner.model.outline_flops import forward_flops
+
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -197,21 +201,43 @@ def test_attention_of_megatrons_tests_is_as_they_are_configured(accuracy, table)
 
 
 def test_rows_of_recipes_are_asked_as_their_recipes_set_them(accuracy):
-    """Megatron-Bridge's tables leave out what src/megatron/bridge/perf_recipes set."""
+    """Megatron-Bridge's tables leave out what its performance recipes set, release by release."""
     published = accuracy.published
     rows = {row.id: row for row in published.rows(*published.ALL)}
     (dense,) = published.plans(
         rows["389"]
     )  # Llama 3 70B, 64 × H100, tp 4: userbuffers, no recompute
     assert dense.async_tp and not dense.recomputes
-    (latent,) = published.plans(rows["444"])  # DeepSeek-V3: mla_up_proj
-    assert set(latent.modes(61)) == {"selective"}
-    newest, middle, first = (published.software(rows[one]) for one in ("349", "444", "583"))
-    assert newest.dispatcher == middle.dispatcher == "deepep"
-    assert newest.overlaps_dispatch and not middle.overlaps_dispatch
-    assert first.dispatcher == "alltoall" and not first.graphs
-    hopper = published.software(rows["415"])  # Qwen3-235B on H100
-    assert (hopper.dispatcher, hopper.overlaps_dispatch) == ("alltoall", True)
+
+    def traits(row):
+        found = published.software(rows[row])
+        return found.dispatcher, found.overlaps_dispatch, found.graphs
+
+    assert traits("349") == ("deepep", True, "step")  # DeepSeek-V3, GB300, 26.06
+    assert traits("444") == ("deepep", False, "blocks")  # GB200, 26.04
+    assert traits("443") == ("deepep", False, "none")  # GB300, 26.04
+    assert traits("399") == ("deepep", False, "blocks")  # B300, 26.04.01, and before:
+    assert traits("445") == ("deepep", False, "none")
+    assert traits("407") == ("deepep", False, "routers")  # Qwen3-30B, GB200
+    assert traits("541") == ("alltoall", False, "none")  # Qwen3-235B, B200
+    assert traits("415") == ("alltoall", True, "none")  # H100
+    assert traits("583") == ("alltoall", False, "step")  # 25.09, tokens dropped
+    modes = [set(published.plans(rows[one])[0].modes(61)) for one in ("444", "349")]
+    assert modes == [{"selective"}, {"none"}]  # mla_up_proj, and nothing
+
+
+def test_deepseek_v3_predicts_one_token_more_in_its_recipes(accuracy):
+    """A layer more, a product before it, and the head again with its own weights."""
+    rows = {row.id: row for row in accuracy.published.rows(*accuracy.published.ALL)}
+    plain, trained = OUTLINES["deepseek-v3"], accuracy.published.outline(rows["444"])
+    assert trained.layers == 62
+    more = forward_flops(trained, 4096, 1) - forward_flops(plain, 4096, 1)
+    layer = plain.stacks[-1].model_copy(update={"layers": 1})
+    once = plain.model_copy(update={"stacks": (*plain.stacks, layer)})
+    block = forward_flops(once, 4096, 1) - forward_flops(plain, 4096, 1)
+    assert more == pytest.approx(block + 2 * 4096 * 7168 * (2 * 7168 + 129280))
+    apart = parameters(trained) - parameters(once)
+    assert apart == pytest.approx(2 * 7168**2, rel=1e-3)  # the head's weights are the same
 
 
 def test_rows_that_name_pytorchs_flash_kernel_are_asked_with_it(accuracy):

@@ -20,6 +20,9 @@ Attention = Literal["fused", "flash2", "flash3", "cudnn"]
 # Tokens on their way to experts: every rank gets all of its group's; or a copy per expert; or one
 # per rank, and one per node across the network.
 Dispatcher = Literal["allgather", "alltoall", "deepep"]
+# What is replayed as CUDA graphs, rather than launched by the host: routers; attention, routers and
+# dense MLPs, but not experts and their all-to-alls, whose sizes the host has to know; or all.
+Graphs = Literal["none", "routers", "blocks", "step"]
 # Products of experts: all of a layer at once; by Triton's kernels (scattermoe); or one after
 # another in Python, each with a slice of all experts' weights (transformers 4's GraniteMoe).
 Experts = Literal["grouped", "triton", "loop"]
@@ -34,7 +37,7 @@ class SoftwareStack(Record):
     one by one. `overlaps`: these run during computation. `broadcasts`: under ZeRO-1, ranks send new
     parameters one after the other. `fuses_dropout`: bias, dropout and the residual sum are one
     kernel. `dispatcher`: how tokens reach experts, during computation of another micro-batch if
-    `overlaps_dispatch`. `graphs`: passes are replayed as CUDA graphs. `sums_by_stages`: each
+    `overlaps_dispatch`. `graphs`: what is replayed as CUDA graphs. `sums_by_stages`: each
     interleaved stage sums gradients and gathers parameters during passes of the others. `experts`:
     how their products are computed. `gathers_for_adapters`: if a product overlaps the gather of its
     input over tensor parallelism, an adapter on it gathers the input again. `fuses_accumulation`:
@@ -53,7 +56,7 @@ class SoftwareStack(Record):
     fuses_dropout: bool = False
     dispatcher: Dispatcher = "alltoall"
     overlaps_dispatch: bool = False
-    graphs: bool = False
+    graphs: Graphs = "none"
     sums_by_stages: bool = False
     experts: Experts = "grouped"
     gathers_for_adapters: bool = False

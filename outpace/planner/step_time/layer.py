@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from outpace.catalog import efficiency
-from outpace.catalog.stacks import Dispatcher, Elementwise, Experts
+from outpace.catalog.stacks import Dispatcher, Elementwise, Experts, Graphs
 from outpace.planner.hardware.device import DeviceRates, sustained_product_s
 from outpace.planner.model.outline import Weight, seen_length, weights
 from outpace.planner.plan_columns import Bools, Floats
@@ -32,8 +32,8 @@ class Cells:
     residual stream, and `samples` the number in a micro-batch. `fused`: attention is fused.
     `norm_split` ranks divide norms and the residual stream (sequence parallelism), `etp` ranks
     divide each expert. `elementwise`: how a program without a compiler computes elementwise
-    operations; `fuses_dropout`, `dispatcher`, `experts` and `fuses_accumulation` are also traits of
-    the program (catalog.stacks). `adapters` are those trained on frozen weights.
+    operations; `fuses_dropout`, `dispatcher`, `experts`, `graphs` and `fuses_accumulation` are also
+    traits of the program (catalog.stacks). `adapters` are those trained on frozen weights.
     """
 
     rate: Floats
@@ -50,6 +50,7 @@ class Cells:
     fuses_dropout: bool = False
     dispatcher: Dispatcher = "alltoall"
     experts: Experts = "grouped"
+    graphs: Graphs = "none"
     fuses_accumulation: bool = False
     adapters: Adapters | None = None
 
@@ -120,6 +121,13 @@ _EXPERT_OPERATORS = 20.0
 # copies to the host, orders and all-to-alls with tokens and with their weights 13
 # (token_dispatcher.py), experts and their activation 16 (experts.py).
 _MEGATRON_OPERATORS = 71.0 - _EXPERT_OPERATORS
+_ROUTER_OPERATORS = 11.0 + 12.0 + 14.0
+# Transformer Engine's GroupedLinear multiplies expert by expert, on four streams (d0067d0d,
+# common/gemm/cublaslt_gemm.cu, multi_stream_cublas_gemm), and casts each expert's rows by a kernel
+# of its own (pytorch/module/grouped_linear.py, split_quantize). Launches for an expert: products of
+# both weights, in 8 bits their inputs; backwards two gradients of each, in 8 bits those of results.
+# In loops without Python they take as long as a backward's operators.
+_EXPERT_PRODUCTS, _EXPERT_CASTS = (2.0, 4.0), (2.0, 2.0)
 # Estimates, not counted one by one, of scattermoe's operators beyond those that any layer of
 # experts has (fms-acceleration 876e2ed, plugins/accelerated-moe, scattermoe.py and
 # khd/kernels/ops): its sort, the blocks that experts' tokens are padded to, three products with
@@ -195,13 +203,29 @@ def _calls(
         count = sum(targets[name].number for name in names if name in targets)
         launched = cells.adapters.operators
         calls, more = calls + launched[0] * count, launched[1] * count
-    by_experts, by_experts_back = _expert_operators(stack, cells)
+    by_experts, by_experts_back = _expert_operators(device, stack, cells)
     calls, more = calls + by_experts, more + by_experts_back
     # Transformer Engine's casts are kernels.
     each = 1 if cells.elementwise == "fused" else _SCALING_OPERATORS
     scaled = np.where(_in_float8(device, cells), float(each * len(names)), 0.0)
     calls, more = calls + 2 * scaled, more + scaled  # input and weight; then the gradient
-    return calls, calls + more
+    return _outside_graphs(device, stack, cells, calls, calls + more)
+
+
+def _outside_graphs(
+    device: DeviceRates, stack: Stack, cells: Cells, calls: Floats, calls_back: Floats
+) -> tuple[Floats, Floats]:
+    """Return the operators that the host launches where parts of a layer are CUDA graphs."""
+    experts = stack.mlp is not None and stack.mlp.experts
+    if cells.graphs == "blocks" and not experts:
+        return np.zeros_like(calls), np.zeros_like(calls)
+    if cells.graphs == "blocks":
+        own, more = _expert_operators(device, stack, cells)
+        own = own + _EXPERT_OPERATORS - _ROUTER_OPERATORS
+        return own, own + more
+    if cells.graphs == "routers" and experts:
+        return calls - _ROUTER_OPERATORS, calls_back - _ROUTER_OPERATORS
+    return calls, calls_back
 
 
 def _weight(
@@ -271,17 +295,30 @@ def _slices_s(device: DeviceRates, experts: Floats | float, nbytes: Floats) -> F
     return moved / device.memory_bytes_per_s
 
 
-def _expert_operators(stack: Stack, cells: Cells) -> tuple[Floats, Floats]:
+def _expert_operators(device: DeviceRates, stack: Stack, cells: Cells) -> tuple[Floats, Floats]:
     """Return the operators of experts in addition to `_operators`, forward and backward."""
     none = np.zeros_like(cells.ep)
     if stack.mlp is None or not stack.mlp.experts:
         return none, none
     if cells.experts == "grouped":
-        return none + (_MEGATRON_OPERATORS if cells.elementwise == "fused" else 0.0), none
+        if cells.elementwise != "fused":
+            return none, none
+        ahead, back = _expert_launches(device, stack.mlp, cells)
+        return _MEGATRON_OPERATORS + ahead, back - ahead
     if cells.experts == "triton":
         return _SCATTER_OPERATORS + np.where(cells.ep > 1, _SCATTER_APART, 0.0), none
     products = 2 * stack.mlp.experts / cells.ep  # up, with its gate, and down
     return _LOOP_AHEAD * products, _LOOP_BACK * products
+
+
+def _expert_launches(device: DeviceRates, mlp: Mlp, cells: Cells) -> tuple[Floats, Floats]:
+    """Return launches of experts' products and casts, as operators of either direction."""
+    local = mlp.experts / cells.ep
+    ahead, back = (
+        local * (products + np.where(_in_float8(device, cells), casts, 0.0))
+        for products, casts in zip(_EXPERT_PRODUCTS, _EXPERT_CASTS, strict=True)
+    )
+    return ahead * efficiency.BACKWARD_SHARE, back
 
 
 def _frozen_weight(

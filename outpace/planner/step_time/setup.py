@@ -83,7 +83,7 @@ class RankParameters:
 class StepTimeSetup:
     """Values of all plans at once, one entry each.
 
-    `replays`: passes are replayed as CUDA graphs. `cells` are the distinct combinations of what a
+    `replays`: whole passes are CUDA graphs. `cells` are the distinct combinations of what a
     layer's time depends on, and `cell` is each plan's. `tokens` is their number in a micro-batch on
     a rank, `micro` the number of micro-batches in a step.
     """
@@ -181,7 +181,7 @@ def _replays(question: StepTimeQuestion, columns: PlanBatch) -> Bools:
     away = c.offload_activations + c.offload_parameters + c.offload_optimizer > 0
     drops = any(stack.dropout for stack in question.outline.stacks)
     own = _trains_on_gpu(question) & c.strategy_in("single") & c.compile & ~away & ~c.in_backward
-    return own & ~(_recomputes(c) & drops) | question.stack.graphs
+    return own & ~(_recomputes(c) & drops) | (question.stack.graphs == "step")
 
 
 def _trains_on_gpu(question: StepTimeQuestion) -> bool:
@@ -238,7 +238,7 @@ def _cells(question: StepTimeQuestion, columns: PlanBatch, numbers: Numbers) -> 
     cells = Cells(
         rate, item, wide, samples, tp, cp, ep, etp, norm_split, c.compile[first],
         elementwise=software.elementwise, fuses_dropout=software.fuses_dropout,
-        dispatcher=software.dispatcher, experts=software.experts,
+        dispatcher=software.dispatcher, experts=software.experts, graphs=software.graphs,
         fuses_accumulation=software.fuses_accumulation, adapters=question.adapters,
     )  # fmt: skip
     return cells, cell

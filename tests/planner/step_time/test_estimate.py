@@ -150,7 +150,7 @@ def test_dropout_that_is_fused_with_its_sum_writes_its_mask_alone():
 def test_a_stack_whose_passes_are_graphs_does_not_wait_for_its_host():
     slow = StepTimeQuestion(BLOCKS, 512, replace(FLAT, operator_s=1.0), FREE, other_program=True)
     assert step(slow, 8, micro_batch=8)["host_s"] > 1
-    assert step(replace(slow, stack=replaced(graphs=True)), 8, micro_batch=8)["host_s"] == 0
+    assert step(replace(slow, stack=replaced(graphs="step")), 8, micro_batch=8)["host_s"] == 0
 
 
 def test_interleaved_stages_are_summed_and_gathered_beside_the_others():

@@ -265,7 +265,43 @@ def test_megatrons_router_and_dispatcher_are_operators_of_their_own():
     own, megatron = (
         experts_work(FLAT, elementwise=name).forward_operators[0] for name in ("kernels", "fused")
     )
-    assert megatron - own == 71 - 20
+    launched = 2 * 32 / 2  # two products of each of 32 experts, without Python
+    assert megatron - own == 71 - 20 + launched
+    quarter = experts_work(FLAT, elementwise="fused", ep=np.array([4.0]))
+    assert quarter.forward_operators[0] == megatron - launched * 3 / 4
+
+
+def test_every_expert_has_launches_of_its_own_products_and_casts():
+    """Transformer Engine's: 2 and 4 products an expert, in 8 bits 2 casts either way."""
+
+    def launches(device, rate):
+        found = [
+            experts_work(device, elementwise="fused", ep=np.array([ep]), rate=np.array([rate]))
+            for ep in (1.0, 2.0)
+        ]
+        return [
+            (getattr(found[0], name)[0] - getattr(found[1], name)[0]) / 16
+            for name in ("forward_operators", "backward_operators")
+        ]
+
+    assert launches(FLAT, RATE) == [2 / 2, 4]
+    assert launches(H100, H100.rate("fp8")) == [4 / 2, 6]
+
+
+def test_what_is_a_cuda_graph_is_not_launched():
+    """Routers have 37 of Megatron-Core's operators; blocks' graphs leave experts to the host."""
+    whole, routers, blocks = (
+        experts_work(FLAT, elementwise="fused", graphs=name)
+        for name in ("none", "routers", "blocks")
+    )
+    assert whole.forward_operators - routers.forward_operators == 37
+    assert whole.backward_operators - routers.backward_operators == 37
+    assert blocks.forward_operators == 71 - 37 + 2 * 32 / 2
+    assert blocks.backward_operators == 71 - 37 + 4 * 32
+    model = of("llama-3-8b")
+    shape = replace(cells(), elementwise="fused", graphs="blocks")
+    dense = layer(FLAT, model, model.stacks[0], shape, 64, "fused")
+    assert dense.forward_operators == dense.backward_operators == 0
 
 
 def test_tritons_experts_take_as_much_longer_as_was_measured():
