@@ -304,8 +304,17 @@ def question(row: Row) -> StepTimeQuestion:
     cluster = of_catalog(each, max(nodes, 2), network(row, each.devices))
     return StepTimeQuestion(
         outline(row), row.number("seq"), cluster.device, cluster.fabric, kernel(row),
-        other_program=True, stack=software(row), adapters=adapters(row),
+        other_program=True, stack=software(row), adapters=adapters(row), uneven=routes_by_data(row),
     )  # fmt: skip
+
+
+def routes_by_data(row: Row) -> bool:
+    """Return whether tokens go where a trained router sends them, so that loads are uneven.
+
+    A row may say so; fms-acceleration and others fine-tune pretrained models. Megatron's
+    benchmarks balance loads by force.
+    """
+    return "real routing" in row["notes"] or row.framework.stack == "Trainer"
 
 
 def adapters(row: Row) -> Adapters | None:

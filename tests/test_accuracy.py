@@ -240,6 +240,12 @@ def test_deepseek_v3_predicts_one_token_more_in_its_recipes(accuracy):
     assert apart == pytest.approx(2 * 7168**2, rel=1e-3)  # the head's weights are the same
 
 
+def test_rows_whose_routers_follow_the_data_have_uneven_loads(accuracy):
+    rows = {row.id: row for row in accuracy.published.rows(*accuracy.published.ALL)}
+    asked = [accuracy.published.question(rows[one]) for one in ("N0985", "N0986", "N0698", "444")]
+    assert [one.uneven for one in asked] == [False, True, True, False]
+
+
 def test_rows_that_name_pytorchs_flash_kernel_are_asked_with_it(accuracy):
     """Of 2024, on Hopper: cuDNN's comes first since PyTorch 2.10 only."""
     rows = {row.id: row for row in accuracy.published.rows(*accuracy.published.ALL)}

@@ -33,7 +33,8 @@ class Cells:
     `norm_split` ranks divide norms and the residual stream (sequence parallelism), `etp` ranks
     divide each expert. `elementwise`: how a program without a compiler computes elementwise
     operations; `fuses_dropout`, `dispatcher`, `experts`, `graphs` and `fuses_accumulation` are also
-    traits of the program (catalog.stacks). `adapters` are those trained on frozen weights.
+    traits of the program (catalog.stacks). `uneven`: some experts have most of the tokens.
+    `adapters` are those trained on frozen weights.
     """
 
     rate: Floats
@@ -51,6 +52,7 @@ class Cells:
     dispatcher: Dispatcher = "alltoall"
     experts: Experts = "grouped"
     graphs: Graphs = "none"
+    uneven: bool = False
     fuses_accumulation: bool = False
     adapters: Adapters | None = None
 
@@ -282,6 +284,9 @@ def _product(
     if weight.experts and cells.experts == "triton":
         alone = sustained_product_s(device, cells.rate, *shape, cells.item, batch)
         seconds = seconds + alone * (device.triton_experts - 1)
+    if weight.experts and cells.uneven:
+        slower = np.where(cells.ep > 1, efficiency.UNEVEN_APART, efficiency.UNEVEN_ALONE)
+        seconds = seconds * slower
     return seconds
 
 

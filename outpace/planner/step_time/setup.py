@@ -28,7 +28,8 @@ class StepTimeQuestion:
     bits whatever the dtype of stored weights (torch's FSDP without autocast, Megatron-LM), whereas
     outpace's is fp32 under autocast; and the loss is computed eagerly, for a vocabulary that is not
     padded. `stack` is the software that trains. `adapters` are those trained on frozen weights, if
-    the plans do not say.
+    the plans do not say. `uneven`: some experts have most of the tokens, as trained routers send
+    them (a power law of 1.2), rather than all equally many.
     """
 
     outline: Outline
@@ -40,6 +41,7 @@ class StepTimeQuestion:
     other_program: bool = False
     stack: SoftwareStack = OUTPACE
     adapters: Adapters | None = None
+    uneven: bool = False
 
     @property
     def attention(self) -> Kernel:
@@ -239,6 +241,7 @@ def _cells(question: StepTimeQuestion, columns: PlanBatch, numbers: Numbers) -> 
         rate, item, wide, samples, tp, cp, ep, etp, norm_split, c.compile[first],
         elementwise=software.elementwise, fuses_dropout=software.fuses_dropout,
         dispatcher=software.dispatcher, experts=software.experts, graphs=software.graphs,
+        uneven=question.uneven,
         fuses_accumulation=software.fuses_accumulation, adapters=question.adapters,
     )  # fmt: skip
     return cells, cell

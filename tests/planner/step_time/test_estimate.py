@@ -8,6 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from outpace.catalog import efficiency
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.models import preset
 from outpace.catalog.nodes import NODES, find_node
@@ -145,6 +146,22 @@ def test_dropout_that_is_fused_with_its_sum_writes_its_mask_alone():
     saved = 16 * 8 * 512 * 1024 * 4 * 2 / 1e12
     assert took[0] - took[1] == pytest.approx(saved)
     assert not STACKS["outpace"].fuses_dropout and STACKS["megatron-lm"].fuses_dropout
+
+
+def test_uneven_loads_make_the_slowest_ranks_experts_slower():
+    """As much as power laws were measured to; the router's product is every rank's alike."""
+    even = StepTimeQuestion(EXPERTS, 512, FLAT, FREE)
+    uneven = replace(even, uneven=True)
+    router = 16 * 3 * 2 * 512 * 1024 * 32 / RATE
+    for ep, slower in ((1, efficiency.UNEVEN_ALONE), (8, efficiency.UNEVEN_APART)):
+        took = [
+            step(one, 8, strategy="3d", dp_shard=8, ep=ep)["products_s"] for one in (even, uneven)
+        ]
+        assert took[1] - router == pytest.approx(slower * (took[0] - router)), ep
+    dense = [
+        step(replace(one, outline=BLOCKS), 8, strategy="3d", dp_shard=8) for one in (even, uneven)
+    ]
+    assert dense[0] == dense[1]
 
 
 def test_a_stack_whose_passes_are_graphs_does_not_wait_for_its_host():
