@@ -1,8 +1,10 @@
 """Batches of any structure, cut by their samples."""
 
 import copy
+import pickle
 from collections import UserDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any, TypeGuard
@@ -70,6 +72,11 @@ def take_first(batch: Batch, count: int) -> Batch:
     return _slice(batch, 0, count)
 
 
+def leave_out_first(batch: Batch, count: int) -> Batch:
+    """Return all but the first `count` samples of a batch, split in the same way as by `cut`."""
+    return _slice(batch, count, samples_in(batch) - count)
+
+
 def copy_batch(batch: Batch, tensors: bool = True) -> Batch:
     """Copy a batch, so that a forward that changes its tensors, or pops entries, leaves it.
 
@@ -84,6 +91,34 @@ def copy_batch(batch: Batch, tensors: bool = True) -> Batch:
         return leaf.copy() if isinstance(leaf, np.ndarray) else leaf
 
     return tree_map(copy_leaf, _plain(batch))
+
+
+def pack(batch: Batch) -> bytes | None:
+    """Return a batch in a form that other ranks can unpack; None if its class cannot be sent.
+
+    Its tensors are copied, since pickling a view would send all of the memory behind it.
+    """
+    with suppress(Exception):
+        return pickle.dumps(tree_map(_copy_to_cpu, _plain(batch)))
+    return None
+
+
+def unpack(packed: bytes, device: torch.device) -> Batch:
+    """Return the batch that another rank has packed, on `device`."""
+    return move_batch(pickle.loads(packed), device)
+
+
+def move_batch(batch: Batch, device: torch.device) -> Batch:
+    """Return a batch on `device`, detached."""
+    return tree_map(
+        lambda leaf: leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf, batch
+    )
+
+
+def _copy_to_cpu(leaf: Any) -> Any:
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy()
+    return leaf.detach().to("cpu", copy=True) if isinstance(leaf, Tensor) else leaf
 
 
 class BatchCopies(Sequence[Batch]):

@@ -17,7 +17,9 @@ from outpace.parallel.batches import (
     cut,
     explain_lengths,
     has_changed,
+    pack,
     samples_in,
+    unpack,
 )
 from outpace.records.errors import BadInputError
 
@@ -196,3 +198,18 @@ def test_entries_that_were_taken_added_or_set_are_seen(kind):
     assert change(lambda batch: batch["inner"].pop("y"))
     assert change(lambda batch: batch.update(z=torch.ones(2)))
     assert change(lambda batch: batch["inner"].update(y=torch.ones(2)))
+
+
+def test_only_the_samples_of_a_view_are_sent_to_other_ranks():
+    """Pickling a view would send all of the memory behind it."""
+    tensors, array = torch.randn(1_000, 1_000), np.zeros((1_000, 1_000))
+    batch = {"x": tensors[:2], "y": array[:2], "names": ["a", "b"]}
+    packed = pack(batch)
+    assert len(packed) < 30_000
+    found = unpack(packed, torch.device("cpu"))
+    assert torch.equal(found["x"], batch["x"]) and found["names"] == ["a", "b"]
+    assert found["y"].shape == (2, 1_000)
+
+
+def test_a_batch_of_a_class_that_cannot_be_sent_is_not():
+    assert pack({"x": torch.ones(2), "act": lambda: None}) is None

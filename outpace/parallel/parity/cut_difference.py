@@ -167,15 +167,13 @@ def _compare_buffers(
 def _compare_halves(mean_of: _MeanOf, first: FirstPiece) -> float | None:
     """Compare the first piece with its halves; None if it cannot be halved.
 
-    If the loss of the piece is unknown, compare its first half with two quarters, which takes no
-    longer.
+    If no losses are known, compare half of it with its quarters, which takes no longer.
     """
     piece, mean, halves = first.piece, first.mean, first.halves
     if samples_in(piece) % 2:
         return None
-    if mean is None and samples_in(piece) % 4 == 0:
-        piece, halves = cut(piece, 2)[0], None
-        mean = _mean(*first.halves[:1]) if first.halves else None
+    if mean is None and halves is None and samples_in(piece) % 4 == 0:
+        piece = cut(piece, 2)[0]
     if mean is None:
         mean = mean_of([piece])
     return _difference(mean, _mean(*halves) if halves else mean_of(cut(piece, 2)))

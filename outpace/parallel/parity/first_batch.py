@@ -137,7 +137,7 @@ class FirstBatch:
             parameter.grad = None
         parts = parts_tolerance(self._plan, allowed)
         asked = layout, passes, StepHooks(hooks.cast), holders
-        apart = self._plain.run_apart(*asked)
+        apart = self._plain.run_apart(*asked, parts)
         if apart is not None:
             ready()
             near = replace(allowed, loss=min(allowed.loss, parts.cut))

@@ -7,19 +7,16 @@ ranks and micro-batches are combined here.
 """
 
 import math
-import pickle
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
-from outpace.parallel.batches import concatenate, samples_in, take_first
+from outpace.parallel.batches import concatenate, pack, samples_in, take_first, unpack
 from outpace.parallel.layout import Batch, StepHooks
 from outpace.parallel.parity.comparison import ComparisonLimits, Projection, difference, square
 from outpace.parallel.parity.module_state import preserve_state
@@ -81,10 +78,8 @@ class MixedSamples:
         the batch), two are compared.
         """
         samples = 0 if piece is None else samples_in(piece)
-        sent = None
-        if samples > 1 and not leave_out:
-            with suppress(Exception):  # of a class that cannot be sent
-                sent = order, samples, pickle.dumps(_move(take_first(piece, _FEW), "cpu"))
+        packed = pack(take_first(piece, _FEW)) if samples > 1 and not leave_out else None
+        sent = None if packed is None else (order, samples, packed)
         said: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(said, (leave_out, sent))
         senders = [rank for rank, (_, one) in enumerate(said) if one is not None]
@@ -118,7 +113,7 @@ class MixedSamples:
 
     def _add(self, sums: Tensor, pair: Sequence[bytes], count: int, together: bool) -> None:
         """Run the samples of two ranks, together or separately."""
-        parts = [take_first(_move(pickle.loads(one), self._device), count) for one in pair]
+        parts = [take_first(unpack(one, self._device), count) for one in pair]
         if together:
             joined = concatenate(*parts)
             if joined is None:
@@ -171,11 +166,3 @@ class MixedSamples:
             if abs(product) > allowed.projection * max(size, allowed.floor * largest)
         }
         return MixedDifference(gradient=max(off.values(), default=0.0), names=tuple(off))
-
-
-def _move(batch: Batch, device: torch.device | str) -> Batch:
-    return tree_map(partial(_move_leaf, device=device), batch)
-
-
-def _move_leaf(leaf: Any, device: torch.device | str) -> Any:
-    return leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf

@@ -96,6 +96,15 @@ def kept_attributes(module: nn.Module) -> dict[str, Any]:
     return found
 
 
+def buffer_versions(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return which tensor each buffer is, and how often it has been written to, by name."""
+    return {name: _version(one) for name, one in module.named_buffers()}
+
+
+def _version(buffer: Tensor) -> tuple[int, int]:
+    return id(buffer), -1 if buffer.is_inference() else buffer._version
+
+
 def unsaved_kind(objective: nn.Module, name: str, part: nn.Module, buffer: str) -> str | None:
     """Return the kind of a buffer in the part `name` of an objective; None if it is saved."""
     if buffer in part._non_persistent_buffers_set:

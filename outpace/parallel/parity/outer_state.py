@@ -24,7 +24,7 @@ _DATA = frozenset({bool, int, float, str, NoneType, dict, OrderedDict, list, tup
 _GLOBALS = frozenset(
     {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 )
-_PACKAGE = Path(__file__).resolve().parents[1]
+_PACKAGE = Path(__file__).resolve().parents[2]  # outpace
 
 
 @dataclass(frozen=True)

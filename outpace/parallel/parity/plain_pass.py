@@ -7,18 +7,15 @@ nothing is dropped. Generators, buffers, and
 weights that the forward changes are as they were afterwards.
 """
 
-import pickle
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
 
 from outpace.nn.fingerprint import fingerprint
 from outpace.nn.model_options import apply_checkpointing
@@ -28,8 +25,12 @@ from outpace.parallel.batches import (
     copy_batch,
     cut,
     explain_lengths,
+    move_batch,
+    pack,
     samples_in,
     take_apart,
+    take_first,
+    unpack,
 )
 from outpace.parallel.batchnorm import SynchronisedBatchNorm
 from outpace.parallel.blocks import Blocks, flat, named_blocks
@@ -44,8 +45,14 @@ from outpace.parallel.parity.cut_difference import (
 )
 from outpace.parallel.parity.kept_state import KeptState, find_kept_state
 from outpace.parallel.parity.mixed_samples import MixedDifference, MixedSamples, Taker
-from outpace.parallel.parity.module_state import kept_attributes, preserve_state
+from outpace.parallel.parity.module_state import buffer_versions, preserve_state
 from outpace.parallel.parity.moved_parameters import MovedParameters, keep_values
+from outpace.parallel.parity.other_samples import (
+    explain_dependence,
+    find_unsaved_state,
+    swap_samples,
+    turn_samples,
+)
 from outpace.parallel.parity.plain_copy import (
     ModuleDtypes,
     fill_copy,
@@ -53,7 +60,7 @@ from outpace.parallel.parity.plain_copy import (
     redirect_references,
 )
 from outpace.parallel.parity.user_collectives import COLLECTIVE, CollectiveError, NoCollectives
-from outpace.parallel.plain import without_dropout
+from outpace.parallel.plain import has_dropout, without_dropout
 from outpace.parallel.stage_draws import PlainDraws
 from outpace.parallel.tensors import meta_copy
 from outpace.records.errors import first_names
@@ -157,8 +164,10 @@ class PlainPass:
         with self._fill(layout, holders) as (plain, found):
             self.release()
             model = model_of(plain)
+            looked_at: Batch | None = None
             if self.ranks_per_share > 1:  # of which each has a part of the pieces
-                state = self._find_state(plain, self._first_piece(passes), passes, hooks)
+                looked_at = _reduce(self._first_piece(passes), has_dropout(plain))
+                state = self._find_state(plain, looked_at, passes, hooks)
             in_order = state is not None and self._needs_order(state)
             watch = MovedParameters(model.named_parameters())
             pieces = self._pieces(passes, in_order)
@@ -171,12 +180,11 @@ class PlainPass:
             if reason is not None:
                 return self._explain_failure(plain, reason, passes, hooks)
             if state is None:
-                piece = None if found.first is None else found.first[0]
-                state = self._find_state(plain, piece, passes, hooks, found.drops)
-            apart = compare_cut(
-                plain, self._plan, self._first_of(found, state, in_order), passes, hooks,
-                self.synchronised, allowed.cut,
-            )  # fmt: skip
+                looked_at = _reduce(None if found.first is None else found.first[0], found.drops)
+                state = self._find_state(plain, looked_at, passes, hooks, found.drops)
+            first = self._first_of(found, state, in_order, looked_at)
+            asked_cut = passes, hooks, self.synchronised, allowed.cut
+            apart = compare_cut(plain, self._plan, first, *asked_cut)
             moved_back: Sequence[str] = ()
             if found.moved_back and found.first is not None and not self.synchronised:
                 asked = plain, hooks, found.drops, found.moved_back, found.first[0]
@@ -213,23 +221,29 @@ class PlainPass:
         passes: Sequence[Batch],
         hooks: StepHooks,
         holders: Sequence[ModuleDtypes],
+        allowed: ComparisonLimits,
     ) -> "PlainSums | None":
         """Return the sums of this rank's part of all samples, combined otherwise. Collective.
 
-        For tensor-parallel ranks, which have the same samples. If the layout, which runs whole
-        micro-batches, computes the same, then samples do not affect each other, nor do previous
-        calls. None if samples cannot be separated, or a forward changes something.
+        If the layout, which runs whole micro-batches, computes the same, then samples do not affect
+        each other, nor do previous calls. None if samples cannot be separated, if a few of them
+        show that a forward draws or changes something or that they affect each other (by more than
+        `allowed`), or if a forward of the parts changes something.
         """
-        if self._plan.tp == 1:
+        if not self._recombines:
             return None
-        parts = take_apart(passes, self._place, self.ranks_per_share)
+        parts = self._recombine(passes, layout._device())
+        reason = None if parts else "samples cannot be combined otherwise"
+        if gather_first(reason) is not None or parts is None:
+            return None
         with self._fill(layout, holders) as (plain, found):
             model = model_of(plain)
+            reason = self._explain_dependence(plain, parts[0], hooks, allowed)
+            if gather_first(reason) is not None:
+                return None
             watch = MovedParameters(model.named_parameters())
-            reason: str | None = "samples cannot be taken apart"
-            if parts is not None:
-                pieces = [(number, part, True) for number, part in enumerate(parts)]
-                reason = self._run_pieces(plain, found, pieces, hooks, None, watch, keeps=True)
+            pieces = [(number, part, True) for number, part in enumerate(parts)]
+            reason = self._run_pieces(plain, found, pieces, hooks, None, watch, keeps=True)
             changed = any((
                 watch.written_unseen(), watch.put_back(), watch.written,
                 found.buffers, found.moved_back, found.keeps,
@@ -238,6 +252,51 @@ class PlainPass:
         if changed or made or watch.communicates:
             reason = reason or "forwards change what may matter"
         return found if gather_first(reason) is None else None
+
+    @property
+    def _recombines(self) -> bool:
+        """Return whether the plain pass may combine samples otherwise than the plan does.
+
+        In 16 bits, parts round otherwise by more than most strategies may; and what is dropped at
+        random is the layout's in the same batches alone.
+        """
+        plan = self._plan
+        if plan.tp > 1:
+            return True
+        if has_dropout(self.model):
+            return False
+        own = self.ranks_per_share == 1 and not plan.servers and plan.data_parallel > 1
+        shared = plan.pp > 1 and plan.data_parallel == 1
+        return (own or shared) and not self.synchronised and plan.precision in ("fp32", "fp64")
+
+    def _explain_dependence(
+        self, plain: nn.Module, part: Batch, hooks: StepHooks, allowed: ComparisonLimits
+    ) -> str | None:
+        """Return why a pass over other batches would show nothing, by few samples; None if not.
+
+        Not asked where the layout's own pass is not the step's, which leaves no time for it.
+        """
+        splits = self._plan.tp > 1
+        if splits and has_dropout(plain):
+            return None
+        with self._guard_forwards():
+            return explain_dependence(plain, take_first(part, 2), hooks, allowed.cut, drops=splits)
+
+    def _recombine(self, passes: Sequence[Batch], device: torch.device) -> list[Batch] | None:
+        """Return this rank's part of all samples in other batches than the plan's. Collective.
+
+        None if that cannot be done.
+        """
+        if self._plan.tp > 1:  # all ranks have the same samples
+            return take_apart(passes, self._place, self.ranks_per_share)
+        if self._plan.pp == 1:
+            return swap_samples(passes, device)
+        turned = turn_samples(passes, self._plan.pp_microbatches)
+        if turned is None:
+            return None
+        mine = turned[self._place :: self.ranks_per_share]
+        # A gradient may depend on the number of samples, too.
+        return mine if self._place else [*cut(mine[0], 2), *mine[1:]]
 
     def release(self) -> None:
         self._copy, self._trained = None, []
@@ -266,8 +325,12 @@ class PlainPass:
             apply_checkpointing(model, "full", named)
             self._recomputes = True
 
-    def _first_of(self, found: "PlainSums", state: KeptState, in_order: bool) -> FirstPiece | None:
+    def _first_of(
+        self, found: "PlainSums", state: KeptState, in_order: bool, looked_at: Batch | None
+    ) -> FirstPiece | None:
         """Return this rank's first piece, in the form for comparing it with its parts.
+
+        If only a part of it was `looked_at` for state, that is compared.
 
         Among ranks with the same samples, all but the first compare half of theirs with quarters:
         halves may happen to have equally many targets, and then show nothing. `in_order`: their
@@ -280,6 +343,8 @@ class PlainPass:
             if self.synchronised:  # ranks may be unequal in number of forwards
                 return None
             mean = None if in_order or samples_in(piece) % 4 == 0 else mean
+        elif looked_at is not None and samples_in(looked_at) < samples_in(piece):
+            piece, mean = looked_at, None
         return FirstPiece(piece, mean, state.halves, found.drops, found.buffers)
 
     def _choose_piece(self, passes: Sequence[Batch]) -> tuple[Batch | None, int]:
@@ -357,10 +422,8 @@ class PlainPass:
 
         Other ranks send theirs if the piece is a single sample. Collective.
         """
-        sent = None
-        if piece is not None and samples_in(piece) == 1:
-            with suppress(Exception):  # of a class that cannot be sent
-                sent = pickle.dumps(_on_cpu(piece))
+        single = piece is not None and samples_in(piece) == 1
+        sent = pack(piece) if single else None
         mine = self._plan.data_rank(self._ranks.rank)
         said: list[Any] = [None] * self._ranks.world_size
         dist.all_gather_object(said, (mine, sent))
@@ -369,9 +432,7 @@ class PlainPass:
         if len(passes) > 1:
             return passes[1]
         theirs = next((data for rank, data in said if rank != mine and data is not None), None)
-        if theirs is None:
-            return None
-        return tree_map(partial(_move, device=device), pickle.loads(theirs))
+        return None if theirs is None else unpack(theirs, device)
 
     def _run_pieces(
         self,
@@ -403,8 +464,8 @@ class PlainPass:
             dropping = nullcontext() if self.draws_alike else without_dropout(plain)
             follow = draws.follow(model)
             with preserve_state(plain, device), follow, dropping as nothing, torch.enable_grad():
-                versions = _versions(model)
-                before = kept_attributes(plain) if keeps else {}
+                versions = buffer_versions(model)
+                before = find_unsaved_state(plain) if keeps else None
                 for number, piece, mine in pieces:
                     draws.begin(number)
                     compute = torch.set_grad_enabled(mine)
@@ -414,7 +475,7 @@ class PlainPass:
                         _run_backward(model, found, number, piece, loss_sum, count, versions)
                 draws.note()
                 found.drops = draws.drew or (nothing is not None and nothing.would_drop)
-                found.keeps = keeps and kept_attributes(plain) != before
+                found.keeps = keeps and find_unsaved_state(plain) != before
             found.add_up()
         except Exception as error:
             return _failure(error)
@@ -448,15 +509,14 @@ class PlainPass:
 
     def _gather_whole(self, passes: Sequence[Batch]) -> Batch | None:
         """Return the global batch on the CPU; None if it cannot be concatenated. Collective."""
-        sent = None
-        with suppress(Exception):  # of a class that cannot be sent
-            sent = pickle.dumps([_on_cpu(batch) for batch in passes])
+        sent = [pack(batch) for batch in passes]
         said: list[Any] = [None] * self._ranks.world_size
         dist.all_gather_object(said, (self._plan.data_rank(self._ranks.rank), sent))
         shares = {rank: data for rank, data in said if rank is not None}
-        if None in shares.values():
+        packed = [one for rank in sorted(shares) for one in shares[rank]]
+        if None in packed:
             return None
-        parts = [batch for rank in sorted(shares) for batch in pickle.loads(shares[rank])]
+        parts = [unpack(one, torch.device("cpu")) for one in packed]
         whole = parts[0]
         for part in parts[1:]:
             whole = None if whole is None else concatenate(whole, part)
@@ -493,7 +553,7 @@ def _run_backward(
     first, moved = found.first is None, _find_moved(model, versions)
     if not number:
         found.buffers = moved
-    begun = _versions(model)
+    begun = buffer_versions(model)
     loss_sum.backward()
     found.count(number, piece, loss_sum.detach(), count)
     if first:
@@ -576,34 +636,26 @@ def _give_copies(plain: nn.Module, batches: tuple[Batch, ...]) -> tuple[Batch, .
     return tuple(map(copy_batch, batches))
 
 
+def _reduce(piece: Batch | None, drops: bool) -> Batch | None:
+    """Return half of a piece whose loss is not known without dropout, if that is enough samples."""
+    if piece is None or not drops or samples_in(piece) % 8:
+        return piece
+    return cut(piece, 2)[0]
+
+
 def _find_moved(model: nn.Module, versions: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the values of saved buffers that have other versions."""
-    moved = {n: b for n, b in model.named_buffers() if versions.get(n) != _version(b)}
+    now = buffer_versions(model)
+    moved = {n: b for n, b in model.named_buffers() if versions.get(n) != now[n]}
     saved = model.state_dict(keep_vars=True) if moved else {}
     return {name: buffer.detach().clone() for name, buffer in moved.items() if name in saved}
-
-
-def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
-    return {name: _version(one) for name, one in model.named_buffers()}
-
-
-def _version(buffer: Tensor) -> tuple[int, int]:
-    return id(buffer), -1 if buffer.is_inference() else buffer._version
-
-
-def _move(leaf: Any, device: torch.device) -> Any:
-    return leaf.detach().to(device) if isinstance(leaf, Tensor) else leaf
-
-
-def _on_cpu(batch: Batch) -> Batch:
-    return tree_map(partial(_move, device=torch.device("cpu")), batch)
 
 
 def _runs(plain: nn.Module, batch: Batch, hooks: StepHooks) -> bool | None:
     """Return whether a forward over a batch completes; None if there is not enough memory."""
     model = model_of(plain)
     device = next(model.parameters()).device
-    batch = tree_map(partial(_move, device=device), batch)
+    batch = move_batch(batch, device)
     try:
         with (
             preserve_state(plain, device),

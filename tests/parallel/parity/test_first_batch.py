@@ -508,6 +508,130 @@ def test_gradients_that_the_cut_changes_are_said_once_where_the_loss_is_the_same
     assert "decide it for each sample by itself" in said
 
 
+class Quiet(nn.Module):
+    """Blocks that drop nothing and move nothing, so that samples may be combined otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.stem = nn.Linear(5, 6)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class QuietChosen(Quiet):
+    """A tenth of the gradient goes on where the first sample of a batch is of one kind."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        late = (global_batch(16)[0][8:] == x[:1]).flatten(1).all(1).any()
+        return y.detach() + 0.1 * (y - y.detach()) if late else y
+
+
+class QuietSized(Quiet):
+    """A gradient grows with the number of samples."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient * len(gradient))
+        return y
+
+
+class QuietCentred(Quiet):
+    """Samples' gradients have their mean taken off."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient - gradient.mean(0))
+        return y
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "1f1b"])
+@pytest.mark.parametrize("make", [QuietChosen, QuietSized, QuietCentred])
+def test_gradients_that_the_cut_changes_are_said_of_modules_that_keep_nothing(
+    tmp_path, make, strategy
+):
+    """Their samples are combined otherwise first, with one of another rank or micro-batch."""
+    first, second = looked_at(tmp_path, strategy, make, change={"micro_batch": 4}, samples=16)
+    assert second["warnings"] == [] and "refused" not in first
+    [said] = first["warnings"]
+    assert said.startswith("the gradient of the first batch changes")
+
+
+def mean_of_positives(module, batch):
+    made, wanted = module(batch[0]), batch[1] > 0.5
+    return made[wanted].square().mean()
+
+
+def contrast_samples(module, batch):
+    made = module(batch[0]).mean(1)
+    return (made @ made.T).exp().sum(1).log().mean()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "gpipe"])
+@pytest.mark.parametrize("loss", [mean_of_positives, contrast_samples])
+def test_losses_that_the_cut_changes_are_said_of_modules_that_keep_nothing(
+    tmp_path, loss, strategy
+):
+    first, second = looked_at(tmp_path, strategy, Quiet, loss, samples=16)
+    assert second["warnings"] == [] and "refused" not in first
+    [said] = first["warnings"]
+    assert said.startswith("the loss of the first batch changes")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_module_that_keeps_nothing_is_asked_for_four_samples_beside_two_passes(
+    tmp_path, strategy
+):
+    """Two samples together and one by one, forward alone; the layout's pass is the first step's."""
+
+    def note(kind, batch):
+        with (tmp_path / f"{kind}-{dist.get_rank()}").open("a") as file:
+            file.write(f"{len(batch[0])}\n")
+
+    def loss(module, batch):
+        value = squares(module, batch)
+        note("forward", batch)
+        value.register_hook(lambda gradient: note("backward", batch))
+        return value
+
+    both = looked_at(tmp_path, strategy, Quiet, loss, samples=16)
+    for number, said in enumerate(both):
+        assert "refused" not in said and said["warnings"] == [] and said["passes"] == 1
+        forward, backward = (
+            sum(map(int, (tmp_path / f"{kind}-{number}").read_text().split()))
+            for kind in ("forward", "backward")
+        )
+        assert (forward, backward) == (8 + 8 + 4, 8 + 8)
+
+
+def drop_stem_gradient(layout):
+    given = layout.gradients
+
+    def gradients(passes, how):
+        totals = given(passes, how)
+        for name, parameter in layout.named_parameters():
+            if name == "stem.weight":
+                local(parameter.grad).zero_()
+        return totals
+
+    layout.gradients = gradients
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "1f1b"])
+def test_a_lost_gradient_of_a_module_that_keeps_nothing_is_refused(tmp_path, strategy):
+    both = looked_at(tmp_path, strategy, Quiet, spoil=drop_stem_gradient, samples=16)
+    assert all("stem.weight has no gradient" in said["refused"] for said in both)
+
+
 class RaggedModule(nn.Module):
     """Nodes of graphs, with edges by their numbers."""
 

@@ -1,0 +1,129 @@
+"""Samples of other ranks in a rank's first batch, and whether a few samples affect each other.
+
+With them the plain pass combines samples otherwise than the plan cuts them, so that one comparison
+with the layout shows that nothing depends on which samples are computed together, or before.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from outpace.parallel.batches import (
+    concatenate,
+    cut,
+    leave_out_first,
+    pack,
+    samples_in,
+    take_first,
+    unpack,
+)
+from outpace.parallel.layout import Batch, StepHooks
+from outpace.parallel.parity.comparison import difference
+from outpace.parallel.parity.module_state import buffer_versions, kept_attributes, preserve_state
+from outpace.parallel.parity.moved_parameters import MovedParameters
+from outpace.parallel.parity.plain_copy import model_of
+from outpace.parallel.plain import random_state, same_random_state, without_dropout
+
+_FEWEST = 4  # samples of a micro-batch: single ones may be a special case
+
+
+def swap_samples(passes: Sequence[Batch], device: torch.device) -> list[Batch] | None:
+    """Return this rank's passes, the first two with a sample of another rank. Collective.
+
+    Each of the two begins with the first sample of the other rank's other pass, instead of its own;
+    the first is in two halves. None if ranks have fewer than four samples in a pass, or an odd
+    number, or if samples of several ranks cannot be one batch.
+    """
+    sent: list[bytes | None] = [None]
+    with suppress(Exception):  # of a batch without samples
+        if all(_is_enough(samples_in(batch)) for batch in passes[:2]):
+            sent = [pack(take_first(batch, 1)) for batch in passes[:2]]
+    ranks = dist.get_world_size()
+    said: list[Any] = [None] * ranks
+    dist.all_gather_object(said, sent)
+    if any(one is None for packed in said for one in packed):
+        return None
+    others = [unpack(one, device) for one in reversed(said[(dist.get_rank() + 1) % ranks])]
+    mixed = [
+        concatenate(other, leave_out_first(batch, 1))
+        for other, batch in zip(others, passes, strict=False)
+    ]
+    if any(one is None for one in mixed):
+        return None
+    return [*cut(mixed[0], 2), *mixed[1:], *passes[2:]]
+
+
+def turn_samples(passes: Sequence[Batch], micro_batches: int) -> list[Batch] | None:
+    """Return a pipeline's micro-batches, each with the one before's last sample at its begin.
+
+    The first one begins with the last sample of all. None if micro-batches have fewer than four
+    samples, or an odd number, or if samples cannot be combined.
+    """
+    turned = []
+    for number, batch in enumerate(passes):
+        before = passes[number - 1]
+        if not _is_enough(samples_in(batch) // micro_batches):
+            return None
+        last = leave_out_first(before, samples_in(before) - 1)
+        joined = concatenate(last, take_first(batch, samples_in(batch) - 1))
+        if joined is None:
+            return None
+        turned += cut(joined, micro_batches)
+    return turned
+
+
+def _is_enough(samples: int) -> bool:
+    """Return whether a micro-batch has samples for two halves that are no special case."""
+    return samples >= _FEWEST and samples % 2 == 0
+
+
+def explain_dependence(
+    plain: nn.Module, few: Batch, hooks: StepHooks, tolerance: float, drops: bool
+) -> str | None:
+    """Return what a few samples depend on besides themselves and the weights; None if on nothing.
+
+    They are computed together and one by one. Everything is restored afterwards. `drops`: dropout,
+    which is disabled, does not count.
+    """
+    model, device = model_of(plain), next(plain.parameters()).device
+    watch = MovedParameters(model.named_parameters())
+    means = []
+    try:
+        with (
+            watch.put_back_unless(lambda: False),
+            preserve_state(plain, device),
+            without_dropout(plain) as dropout,
+            torch.enable_grad(),
+        ):
+            drawn, before = random_state(device), _state_of(plain)
+            for pieces in ([few], cut(few, samples_in(few))):
+                totals = torch.zeros(2, dtype=torch.float64, device=device)
+                for piece in pieces:
+                    with watch, hooks.cast():
+                        loss_sum, count, *_ = plain(piece)
+                    totals += torch.stack((loss_sum.double(), count.double())).detach()
+                means.append(float(totals[0] / totals[1]))
+            draws = not same_random_state(drawn, random_state(device))
+            if draws or (dropout.would_drop and not drops):
+                return "a forward draws random numbers"
+            writes = watch.written or watch.written_unseen() or watch.communicates
+            if writes or _state_of(plain) != before:
+                return "a forward changes something"
+    except Exception as error:  # normalisation of a single sample, say
+        return f"a few samples fail ({type(error).__name__})"
+    if any(mean != mean for mean in means) or difference(*means) > tolerance:
+        return "samples affect each other"
+    return None
+
+
+def find_unsaved_state(plain: nn.Module) -> tuple[Any, ...]:
+    """Return what forwards may change besides parameters and saved buffers, comparable."""
+    return kept_attributes(plain), [one.requires_grad for one in plain.parameters()]
+
+
+def _state_of(plain: nn.Module) -> tuple[Any, ...]:
+    return *find_unsaved_state(plain), buffer_versions(plain)
