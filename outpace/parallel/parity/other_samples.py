@@ -4,6 +4,7 @@ With them the plain pass combines samples otherwise than the plan cuts them, so 
 with the layout shows that nothing depends on which samples are computed together, or before.
 """
 
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
@@ -98,7 +99,9 @@ def explain_dependence(
             preserve_state(plain, device),
             without_dropout(plain) as dropout,
             torch.enable_grad(),
+            warnings.catch_warnings(),
         ):
+            warnings.simplefilter("ignore")  # of single samples, which training has not
             drawn, before = random_state(device), _state_of(plain)
             for pieces in ([few], cut(few, samples_in(few))):
                 totals = torch.zeros(2, dtype=torch.float64, device=device)

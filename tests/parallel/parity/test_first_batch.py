@@ -576,8 +576,13 @@ def contrast_samples(module, batch):
     return (made @ made.T).exp().sum(1).log().mean()
 
 
+def deviations(module, batch):
+    """A single sample has none, of which torch warns."""
+    return (module(batch[0]).std(0) - 1).square().mean()
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "gpipe"])
-@pytest.mark.parametrize("loss", [mean_of_positives, contrast_samples])
+@pytest.mark.parametrize("loss", [mean_of_positives, contrast_samples, deviations])
 def test_losses_that_the_cut_changes_are_said_of_modules_that_keep_nothing(
     tmp_path, loss, strategy
 ):
