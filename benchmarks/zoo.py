@@ -46,7 +46,7 @@ from outpace.records.errors import BadInputError
 ZOO = Path(__file__).parent.parent / "tests" / "parallel" / "zoo"
 FILES = (
     "data_parallel", "pipelines", "whole", "traps", "kinds", "recipes", "libraries", "projects",
-    "aliases",
+    "aliases", "identities", "backwards", "later", "shares", "memories", "crossed",
 )  # fmt: skip
 SAMPLES, LIMIT_S = 8, 90.0
 # The strategies of a whole row, on two processes of any machine.

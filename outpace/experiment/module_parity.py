@@ -251,7 +251,7 @@ class PlannedRun:
         self._references, self._at = references, at
         self.found = RankFindings()
         at("laying the module out")
-        refuse_shared_memory(trial.custom.module, plan.strategy)
+        refuse_shared_memory(trial.custom.module, plan.strategy, trial.custom.loss)
         objective = trial.begin()
         self._control = dist.new_group(backend="gloo")
         scratch = Scratch(folder)

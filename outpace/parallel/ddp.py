@@ -167,16 +167,23 @@ class Replicas(Layout):
     def _finish_buckets(self) -> None:
         """Give DDP zeros for parameters that this backward did not reach.
 
-        DDP's buckets wait for all parameters.
+        Its buckets wait for all of them, also for those that the user's forward has frozen.
         """
         try:
             self.module._check_reducer_finalized()
-            return
+            # It does not ask for a backward that has reached nothing (a loss of a constant 0).
+            if any(self._has_new_gradient(parameter) for parameter in self._trained):
+                return
         except RuntimeError:
             pass  # its message is of `find_unused_parameters`, which looks through every graph
         lacking = [p for p in self._trained if not self._has_new_gradient(p)]
         self._unused.update(p for p in lacking if p.grad is None)
+        frozen = [p for p in lacking if not p.requires_grad]
+        for parameter in frozen:
+            parameter.requires_grad_(True)
         torch.autograd.backward(lacking, [torch.zeros_like(p) for p in lacking])
+        for parameter in frozen:
+            parameter.requires_grad_(False)
 
     def _has_new_gradient(self, parameter: nn.Parameter) -> bool:
         """Return whether the last backward added to this gradient, which may be older."""

@@ -10,14 +10,19 @@ ranks of one host read each other's memory instead (`parallel.peer_memory`).
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import (
     DefaultAllGather,
     DefaultReduceScatter,
@@ -30,6 +35,7 @@ from outpace.parallel.peer_memory import (
     peer_memory_group,
     reduce_scatter_directly,
 )
+from outpace.records.errors import BadInputError
 from outpace.records.precisions import SHARD_DTYPES, Precision
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -96,6 +102,27 @@ def unsplittable(module: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Para
             else:
                 parameter.data = parameter.data.contiguous()
     return list(found)
+
+
+def refuse_method_names(named: Iterable[tuple[str, nn.Module]], strategy: str) -> None:
+    """Raise BadInputError if a block's class has a method that `fully_shard` would override."""
+    theirs = [name for name in vars(FSDPModule) if not name.startswith("_")]
+    for path, block in named:
+        held = (*block._modules, *block._parameters, *block._buffers)
+        clash = next((n for n in theirs if hasattr(type(block), n) or n in held), None)
+        if clash is not None:
+            raise BadInputError(
+                f"block {path!r} ({type(block).__name__}) has {clash!r}, a name that torch gives a "
+                f"method of its own in sharded modules, so that under strategy {strategy} the "
+                "block's would not be called. Rename it, take the model as one with blocks=[] "
+                "(parallelize), or use strategy ddp or zero1."
+            )
+
+
+def keep_class_names(blocks: Mapping[nn.Module, type]) -> None:
+    """Give sharded modules' classes the names of those that they had, which users' code may ask."""
+    for block, kind in blocks.items():
+        type(block).__name__, type(block).__qualname__ = kind.__name__, kind.__qualname__
 
 
 def _parts_of_units(module: nn.Module, blocks: Sequence[nn.Module]) -> list[list[nn.Module]]:

@@ -86,7 +86,7 @@ class ParallelModule:
         This replaces `loss.backward()`: afterwards, every gradient is that of this mean. Previous
         gradients are dropped. The share is processed in the plan's micro-batches.
         """
-        with refuse_together(self._ranks.world_size):
+        with refuse_together(self._ranks.world_size, in_step=True):
             for _, parameter in self.layout.named_parameters():
                 parameter.grad = None
             averages = self.layout.averages
@@ -119,7 +119,7 @@ class ParallelModule:
 
     def evaluate(self, batch: Batch) -> Tensor:
         """Return the mean loss without gradients, with the model in evaluation mode."""
-        with refuse_together(self._ranks.world_size):
+        with refuse_together(self._ranks.world_size, in_step=True):
             with evaluation_mode(self.layout.objective), torch.no_grad():
                 parts = self._passes(batch)
                 sums = [self.layout.evaluate(part, StepHooks(self._cast)) for part in parts]
@@ -207,7 +207,7 @@ def parallelize(
     that state_dict() does not contain, also on a single process. "off" disables the check. Raises
     BadInputError for unsupported requests, on all ranks if one of them refuses.
     """
-    _check(module, plan)
+    _check(module, plan, loss)
     if check not in ("on", "off"):
         raise BadInputError(f"check is {check!r}; use on or off")
     device = next(module.parameters()).device
@@ -276,7 +276,7 @@ def refused_strategy(strategy: str) -> str | None:
     return _REFUSED.get(strategy)
 
 
-def _check(module: nn.Module, plan: Plan) -> None:
+def _check(module: nn.Module, plan: Plan, loss: Loss | None) -> None:
     """Refuse requests that would fail later or be ignored silently."""
     why_not = refused_strategy(plan.strategy)
     if why_not is not None:
@@ -312,7 +312,7 @@ def _check(module: nn.Module, plan: Plan) -> None:
         raise BadInputError("the module has no parameter that requires gradients")
     require_run_once(module, plan.recomputes)
     refuse_sparse_gradients(module, plan.strategy)
-    refuse_shared_memory(module, plan.strategy)
+    refuse_shared_memory(module, plan.strategy, loss)
 
 
 def launched_world_size() -> int:

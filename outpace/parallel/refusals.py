@@ -25,12 +25,13 @@ _WAIT_S, _HEAR_S, _LOOK_AGAIN_S = 10.0, 1.0, 0.02
 
 
 @contextmanager
-def refuse_together(world_size: int) -> Iterator[None]:
+def refuse_together(world_size: int, in_step: bool = False) -> Iterator[None]:
     """Raise an OutpaceError of one rank on all ranks. On NCCL, this ends the ranks.
 
-    A rank that raises an error waits at exit until the others have received it. If it catches the
-    error and enters this context again, the error counts as handled, and other ranks no longer
-    receive it.
+    A rank that raises one waits at exit until the others have received it. If it catches the error
+    and enters this again, the error counts as handled, and other ranks no longer receive it.
+    `in_step`: the others then wait in this step for a rank that takes the next one, so that it is
+    refused again, unless all have refused.
     """
     if world_size == 1:
         yield
@@ -43,7 +44,7 @@ def refuse_together(world_size: int) -> Iterator[None]:
         yield
     except OutpaceError as error:
         if not error.on_all_ranks:
-            _publish_refusal(str(error), world_size)
+            _publish_refusal(str(error), world_size, in_step)
         raise
     except torch.OutOfMemoryError:  # this rank's own, whatever others have
         raise
@@ -70,10 +71,11 @@ class _Refusal:
         self._entry = ""  # what the store has: who refused, a line, and the sentence
         self._mine = ""
         self._found = ""  # by the watch, of another rank
+        self._in_step, self._wait_s = False, _WAIT_S
 
-    def publish(self, sentence: str, world_size: int) -> None:
-        """Let others find the sentence until it is withdrawn; the first of two refusals counts."""
-        self._world_size = world_size
+    def publish(self, sentence: str, world_size: int, in_step: bool) -> None:
+        """Let others find the sentence, until it is withdrawn; where two refuse, the first's."""
+        self._world_size, self._in_step = world_size, in_step
         self._mine = f"{dist.get_rank()}-{self._call}\n{sentence}"
         self._entry = self._store.compare_set(_REFUSAL, "", self._mine).decode()
         self._store.add(_heard_key(self._entry), 1)
@@ -82,7 +84,18 @@ class _Refusal:
         self._registered = True
 
     def withdraw(self) -> None:
-        """Begin a call: withdraw what was refused in an earlier one."""
+        """Begin a call: forget what was refused in an earlier one.
+
+        Raises BadInputError if other ranks are still in the step that this one has refused.
+        """
+        if self._mine and self._in_step and not self._is_heard():
+            error = BadInputError(
+                "this rank refused a step and went on, while others are still in it, so that ranks "
+                "are no longer in the same step. Let the error end the loop. It was: "
+                f"{self._mine.partition(chr(10))[2]}"
+            )
+            error.on_all_ranks = True  # the others receive the first one
+            raise error
         self._call += 1
         if not self._mine:
             return
@@ -90,6 +103,18 @@ class _Refusal:
         with suppress(RuntimeError):
             self._store.compare_set(_REFUSAL, self._mine, "")
         self._mine = ""
+
+    def _is_heard(self) -> bool:
+        """Return whether all ranks know of the refusal, or have refused, too; wait for it once."""
+        until_s, key = time.monotonic() + self._wait_s, _heard_key(self._entry)
+        self._wait_s = 0.0
+        with suppress(RuntimeError):  # it is with a rank that has left
+            while self._store.add(key, 0) < self._world_size:
+                if time.monotonic() > until_s:
+                    return False
+                time.sleep(_LOOK_AGAIN_S)
+        self._wait_s = _WAIT_S
+        return True
 
     def is_new(self, entry: str) -> bool:
         """Return whether an entry is for a call that this rank has not also refused and handled."""
@@ -150,11 +175,11 @@ def _watch() -> RefusalWatch | None:
     return _refusal_in(store).watch if store is not None and waits_for_ever() else None
 
 
-def _publish_refusal(sentence: str, world_size: int) -> None:
+def _publish_refusal(sentence: str, world_size: int, in_step: bool) -> None:
     store = _store()
     if store is not None:
         with suppress(RuntimeError):  # it is with a rank that has left
-            _refusal_in(store).publish(sentence, world_size)
+            _refusal_in(store).publish(sentence, world_size, in_step)
 
 
 def _hear_refusal() -> str | None:

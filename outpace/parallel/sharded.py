@@ -17,11 +17,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from outpace.nn.model_options import find_blocks
 from outpace.parallel.argument_lists import keep_argument_lists
 from outpace.parallel.blocks import blocks_of, refuse_scripted
-from outpace.parallel.fsdp import shard, unsplittable
+from outpace.parallel.fsdp import (
+    keep_class_names,
+    refuse_method_names,
+    shard,
+    unsplittable,
+)
 from outpace.parallel.gradient_hooks import refuse_hooks
 from outpace.parallel.gradient_use import GradientUse, ranks_may_differ
 from outpace.parallel.layout import Batch, Layout, LayoutRequest, ShardedLayout, StepHooks
 from outpace.parallel.offload import group_of_one, offload_policy
+from outpace.parallel.parameter_attributes import ParameterAttributes
 from outpace.parallel.tensors import meta_copy, sum_gradients
 from outpace.parallel.unit_order import UnitOrder
 from outpace.parallel.whole_parameters import WholeParameters, explain_mixed
@@ -111,7 +117,14 @@ def _shard(request: LayoutRequest, over: DeviceMesh) -> Layout:
     copied = meta_copy(request.objective.model)  # type: ignore[arg-type]
     blocks, again = _units_of(request), plan.strategy != "zero2"
     whole = unsplittable(request.objective, blocks) if own else []
+    attributes = ParameterAttributes(request.objective)
+    if own:
+        places = {part: name for name, part in request.objective.model.named_modules()}  # type: ignore[union-attr]
+        refuse_method_names([(places[block], block) for block in blocks], plan.strategy)
+    kinds = {block: type(block) for block in blocks}
     shard(request.objective, blocks, over, held, plan.precision, request.runs_on, again, whole)
+    keep_class_names(kinds)
+    attributes.keep((*blocks, request.objective))
     group: dist.ProcessGroup = over.get_group("dp_shard")
     if own:
         layout: ShardedLayout = CustomSharded(request.objective, copied, group, blocks, whole)

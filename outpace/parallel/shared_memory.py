@@ -1,22 +1,33 @@
 """Tensors of a user's module that share memory with a trained parameter, so that both change.
 
-In a single process, an optimizer that steps `a` also changes a parameter, a buffer or an attribute
-that is a view of `a` (`b.weight = nn.Parameter(a.weight.t())`, `register_buffer("old",
-a.weight.data)`). If ranks hold parts of parameters, each tensor gets separate memory, and no first
-batch shows the difference. The same applies to parameters in plain lists (`self.decayed = [...]`):
-ranks train others in their place.
+In one process an optimizer that steps `a` also moves a parameter, a buffer or an attribute that is
+a view of `a` (`b.weight = nn.Parameter(a.weight.t())`, `register_buffer("old", a.weight.data)`).
+Where ranks hold parts of parameters, each tensor gets memory of its own, and no first batch shows
+the difference. The same goes for parameters in plain lists (`self.decayed = [...]`), as keys of
+dicts, and in arguments bound to functions, which a forward or a loss reads: ranks train others in
+their place.
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import CellType, FunctionType, MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from outpace.parallel.names_in_use import NamesInUse
+from outpace.parallel.parity.module_state import is_user_object
+from outpace.parallel.parity.outer_state import find_places
 from outpace.parallel.tensors import has_memory, storage_id
 from outpace.records.errors import BadInputError
 from outpace.records.strategies import TRAITS, Strategy
 
+Loss = Callable[[nn.Module, Any], Any]
+
+_MOST_OBJECTS = 100_000
 _INHERENT = frozenset(vars(nn.Module()))
 _OF_RECURRENT = frozenset({"_flat_weights"})
 
@@ -38,15 +49,13 @@ def find_shared_memory(module: nn.Module) -> tuple[str, str, str] | None:
     return None
 
 
-def refuse_shared_memory(module: nn.Module, strategy: Strategy) -> None:
-    """Raise BadInputError if a strategy's ranks would separate tensors that share memory.
-
-    The same applies to parameters in lists, if the lists would hold others than those that are
-    trained.
+def refuse_shared_memory(module: nn.Module, strategy: Strategy, loss: Loss | None = None) -> None:
+    """Raise BadInputError if ranks of a strategy would separate tensors that share memory, or
+    parameters from lists, keys and functions that hold them and that a step may read.
     """
     traits = TRAITS[strategy]
     if not traits.whole_model:
-        _refuse_held_parameters(module, strategy)
+        _refuse_held_parameters(module, strategy, loss)
     if traits.whole_model and not traits.zero:
         return
     found = find_shared_memory(module)
@@ -60,15 +69,31 @@ def refuse_shared_memory(module: nn.Module, strategy: Strategy) -> None:
         )
 
 
-def _refuse_held_parameters(module: nn.Module, strategy: Strategy) -> None:
+def _refuse_held_parameters(module: nn.Module, strategy: Strategy, loss: Loss | None) -> None:
+    """Refuse parameters that attributes, or variables of functions, hold and that a step reads."""
     names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
-    for path, leaf in _list_attributes(module):
-        if id(leaf) in names:
+    in_use = NamesInUse(module, loss)
+    for path, where, leaf in _list_held(module, loss):
+        if id(leaf) in names and (path == "state" or in_use.may_read(path.rpartition(".")[2])):
             raise BadInputError(
-                f"{path}, a plain attribute, holds the parameter {names[id(leaf)]}, and under "
+                f"{path}, {where}, holds the parameter {names[id(leaf)]}, and under "
                 f"strategy {strategy} ranks train others in its place. Make it a method that goes "
-                "through self.named_parameters() when it is called, or use strategy ddp or zero1."
+                "through self.named_parameters() when it is called (in a loss, through those of "
+                "the module that it is given), or use strategy ddp or zero1."
             )
+
+
+def _list_held(module: nn.Module, loss: Loss | None) -> Iterator[tuple[str, str, object]]:
+    """Yield name and kind of attributes and of variables outside, and what is in them."""
+    seen: dict[int, object] = {id(part): part for part in module.modules()}
+    for path, value in _list_attributes(module):
+        yield from ((path, "a plain attribute", leaf) for leaf in _walk(value, seen))
+    for place in find_places(module, loss):
+        yield from ((place.name, place.kind, leaf) for leaf in _walk(place.get(), seen))
+    holder = loss.__self__ if isinstance(loss, MethodType) else loss
+    for name, value in list(getattr(holder, "__dict__", {}).items()):
+        where = "an attribute of the loss"
+        yield from ((f"loss.{name}", where, leaf) for leaf in _walk(value, seen))
 
 
 def _list_tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
@@ -79,13 +104,14 @@ def _list_tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
     for name, buffer in module.named_buffers():
         if has_memory(buffer):
             yield name, "a buffer", buffer
-    for path, leaf in _list_attributes(module):
-        if has_memory(leaf) and not isinstance(leaf, nn.Parameter):
-            yield path, "an attribute", leaf
+    for path, value in _list_attributes(module):
+        for leaf in tree_leaves(value):
+            if has_memory(leaf) and not isinstance(leaf, nn.Parameter):
+                yield path, "an attribute", leaf
 
 
 def _list_attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
-    """Yield the values of plain attributes of a module's parts, except of torch's own classes.
+    """Yield plain attributes of a module's parts, except of those of torch's classes.
 
     The list of a recurrent net's parameters, which torch renews, is left out in subclasses too.
     """
@@ -96,8 +122,42 @@ def _list_attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
         for attribute, value in vars(part).items():
             # torch's own norms and prunings make `weight` of `weight_orig` in each forward.
             if attribute not in own and f"{attribute}_orig" not in part._parameters:
-                path = f"{prefix}.{attribute}" if prefix else attribute
-                yield from ((path, leaf) for leaf in tree_leaves(value))
+                yield f"{prefix}.{attribute}" if prefix else attribute, value
+
+
+def _walk(value: object, seen: dict[int, object]) -> Iterator[object]:
+    """Yield what is in a value: in containers (keys, too), in arguments bound to a function, in
+    what a function encloses, and in objects of the user's classes, except what has been `seen`.
+    """
+    waiting = [value]
+    while waiting and len(seen) < _MOST_OBJECTS:
+        one = waiting.pop()
+        if id(one) in seen:
+            continue
+        seen[id(one)] = one
+        yield one
+        if isinstance(one, dict):
+            waiting += [*one.keys(), *one.values()]
+        elif isinstance(one, list | tuple | set | frozenset | deque):
+            waiting += one
+        elif isinstance(one, partial):
+            waiting += [one.func, *one.args, *one.keywords.values()]
+        elif isinstance(one, MethodType):
+            waiting.append(one.__self__)
+        elif isinstance(one, FunctionType):
+            waiting += [cell.cell_contents for cell in one.__closure__ or () if _is_filled(cell)]
+        elif isinstance(one, nn.Module):
+            waiting += [*one.parameters(), *vars(one).values()]
+        elif isinstance(one, torch.optim.Optimizer) or is_user_object(one):
+            waiting += vars(one).values()
+
+
+def _is_filled(cell: CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:  # nothing in it yet
+        return False
+    return True
 
 
 def _overlap(one: Tensor, other: Tensor) -> bool:

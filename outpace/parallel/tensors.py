@@ -25,6 +25,7 @@ __all__ = [
     "make_equal",
     "meta_copy",
     "norm_dtype",
+    "parameter_like",
     "raise_to",
     "spread",
     "square_sum",
@@ -99,8 +100,26 @@ def meta_copy(module: nn.Module, real: Mapping[int, Tensor] | None = None) -> nn
     held = [*module.parameters(), *module.buffers(), *made]
     memo = {id(tensor): tensor.detach().to("meta") for tensor in held}
     for tensor in module.parameters():
-        memo[id(tensor)] = nn.Parameter(memo[id(tensor)], tensor.requires_grad)
+        memo[id(tensor)] = parameter_like(memo[id(tensor)], tensor)
     return deep_copy(module, {**memo, **(real or {})})
+
+
+def parameter_like(value: Tensor, parameter: nn.Parameter) -> nn.Parameter:
+    """Return a parameter of this value with the class and the attributes of another.
+
+    A forward may read them: a mask (`weight.mask`), a class that multiplies in its own way.
+    """
+    kind = type(parameter)
+    if kind is nn.Parameter or type(value) is not Tensor or _wraps(parameter):
+        made = nn.Parameter(value, parameter.requires_grad)
+    else:  # whatever its __new__ takes
+        made = Tensor._make_subclass(kind, value, parameter.requires_grad)
+    vars(made).update(vars(parameter))
+    return made
+
+
+def _wraps(tensor: Tensor) -> bool:
+    return is_traceable_wrapper_subclass(tensor)
 
 
 def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:

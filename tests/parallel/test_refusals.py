@@ -29,7 +29,8 @@ class Faulty(nn.Module):
             raise torch.OutOfMemoryError("the real fault")
         if x[0, 0] == 2:
             raise RuntimeError("another real fault")
-        return self.linear(x)
+        made = self.linear(x)
+        return made.detach() if x[0, 0] == 3 else made
 
 
 def loss(module, batch):
@@ -90,6 +91,35 @@ def refuse_alone(rank):
 def test_a_refusal_that_was_caught_is_withdrawn(tmp_path):
     ends = run_forked(2, refuse_alone, 240.0, tmp_path)
     assert all(end.fine for end in ends), ends
+
+
+def refuse_in_a_step(rank):
+    """Rank 0 refuses in its forward, catches that, and goes on, while rank 1 waits for it."""
+    refusals._WAIT_S = 1.0
+    plan = Plan(strategy="ddp", dp_replicate=2, micro_batch=2)
+    made = outpace.parallelize(Faulty(), plan, loss=loss, check="off")
+    made.forward_backward(batch(0))
+    with pytest.raises(BadInputError, match="share of 3 samples"):  # on both
+        made.forward_backward(batch(0, 3))
+    made.forward_backward(batch(0))
+    if rank.ranks.rank == 1:
+        made.forward_backward(batch(0))
+        return
+    with pytest.raises(BadInputError, match="the loss has no gradient"):
+        made.forward_backward(batch(3))
+    for _ in range(20):
+        with pytest.raises(BadInputError, match=r"went on.*It was: the loss has no gradient"):
+            made.forward_backward(batch(0))
+    atexit._run_exitfuncs()  # as the process ends: it waits until it is heard
+    raise BadInputError("rank 0 is gone")
+
+
+def test_a_rank_that_goes_on_from_a_step_that_others_are_in_is_refused(tmp_path):
+    begin = time.monotonic()
+    first, second = run_forked(2, refuse_in_a_step, 240.0, tmp_path)
+    assert first.said == "rank 0 is gone", first
+    assert second.refused and "the loss has no gradient" in second.said
+    assert time.monotonic() - begin < 120
 
 
 def wait_for_ever(rank):

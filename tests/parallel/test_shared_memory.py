@@ -1,5 +1,7 @@
 """Tensors in the memory of trained parameters are found, and refused where ranks separate them."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -105,13 +107,73 @@ def test_ties_neighbours_in_memory_and_what_nothing_trains_are_right(make):
     refuse_shared_memory(nn.LSTM(4, 4, 2), "zero3")  # which lists its parameters itself
 
 
-def test_lists_of_parameters_are_refused_where_ranks_train_others():
-    made = Pair()
+class Reading(Pair):
+    def forward(self, x):
+        return self.b(self.a(x)) + self.decayed(x)
+
+    def groups(self):
+        return self.unread
+
+
+def in_a_list(made):
     made.decayed = {"all": [p for p in made.parameters() if p.dim() > 1]}
-    with pytest.raises(BadInputError, match=r"decayed, a plain attribute, holds .* a\.weight"):
+
+
+def as_keys(made):
+    made.decayed = dict.fromkeys(made.parameters(), 0.1)
+
+
+def bound_to_a_function(made):
+    made.decayed = partial(torch.nn.functional.linear, weight=made.a.weight)
+
+
+def enclosed(made):
+    weight = made.a.weight
+    made.decayed = lambda x: x @ weight
+
+
+class Holder:
+    def __init__(self, made):
+        self.optimizer = torch.optim.SGD(made.parameters(), 0.1)
+
+
+def in_an_object(made):
+    made.decayed = Holder(made)
+
+
+@pytest.mark.parametrize("put", [in_a_list, as_keys, bound_to_a_function, enclosed, in_an_object])
+def test_held_parameters_are_refused_where_ranks_train_others(put):
+    made = Reading()
+    put(made)
+    with pytest.raises(BadInputError, match=r"decayed, a plain attribute, holds .* [ab]\.\w+, "):
         refuse_shared_memory(made, "zero2")
     for strategy in ("ddp", "zero1"):
         refuse_shared_memory(made, strategy)
+
+
+@pytest.mark.parametrize("put", [in_a_list, as_keys, in_an_object])
+def test_held_parameters_that_no_step_reads_are_right(put):
+    made = Reading()
+    put(made)
+    made.unread = made.__dict__.pop("decayed")
+    refuse_shared_memory(made, "zero2")
+
+
+def test_parameters_in_a_losss_variables_are_refused():
+    made = Reading()
+    held, unread = list(made.parameters()), list(made.parameters())
+
+    def loss(module, batch):
+        return sum(p.sum() for p in held)
+
+    def unused():
+        return unread
+
+    assert unused()
+    with pytest.raises(BadInputError, match=r"held, a variable that loss encloses, holds"):
+        refuse_shared_memory(made, "zero3", loss)
+    refuse_shared_memory(made, "zero3", lambda module, batch: module(batch))
+    refuse_shared_memory(made, "ddp", loss)
 
 
 @pytest.mark.parametrize("make", [transposed, one_row, with_buffer])

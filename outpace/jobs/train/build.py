@@ -290,7 +290,7 @@ def _lay_out(
     first: FirstBatch | StateCheck | None = None
     if own is not None:
         refuse_sparse_gradients(own.module)
-        refuse_shared_memory(own.module, plan.strategy)
+        refuse_shared_memory(own.module, plan.strategy, own.loss)
         if not job.settings.measure_only:
             require_plain(own.module)
         synchronise_statistics(own, plan)

@@ -5,11 +5,13 @@ first batch finds which attributes and buffers a stage's blocks change (`changes
 them other stages read (`ReadLog`); these travel with the hidden states.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
@@ -97,6 +99,33 @@ def _same_state(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
     return len(old) == len(new) and all(
         a[0] is b[0] and a[1:] == b[1:] for a, b in zip(old, new, strict=True)
     )
+
+
+class UnsentValue(Tensor):
+    """NaN in the place of a block's value that does not travel to a stage; notes its use.
+
+    `used` gets the key of each value that an operation takes.
+    """
+
+    key: Key
+    used: set[Key]
+
+    @classmethod
+    def make(cls, key: Key, used: set[Key]) -> "UnsentValue":
+        """Return a value for a key."""
+        made: UnsentValue = torch.tensor(math.nan).as_subclass(cls)
+        made.key, made.used = key, used
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, cls):
+                leaf.used.add(leaf.key)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 class ReadLog:

@@ -208,6 +208,7 @@ class CustomPipeline(SpreadLayout):
             self.learn_forms(batches[0], hooks)  # also whether numbers are drawn
         with self._draws.step():
             self._run_passes(batches, hooks, totals)
+        self._require_sent(totals)
         self._add_up_rest()
         for stage in self._stages.values():
             for block in stage.blocks():
@@ -234,6 +235,19 @@ class CustomPipeline(SpreadLayout):
                 if isinstance(error.__cause__, BadInputError):
                     raise error.__cause__ from None
                 raise
+
+    def _require_sent(self, totals: Tensor) -> None:
+        """Refuse a loss that is NaN because it takes what does not travel to the last stage."""
+        last = self._stages.get(len(self._parts) - 1)
+        if last is None or not last.unsent_used or not bool(totals[0].isnan()):
+            return
+        part, attribute = sorted(last.unsent_used)[0]
+        raise BadInputError(
+            f"the forward or the loss takes {attribute!r} of block part {part!r} in this step, and "
+            "did not when a batch of these shapes came first, so that it does not travel to the "
+            "last stage of the pipeline. Let it take it in each step (times 0 until it counts), or "
+            "use zero3."
+        )
 
     def plain_draws(self) -> PlainDraws:
         """Return seeds for a plain module to draw the numbers of the stages in the next step."""

@@ -26,6 +26,7 @@ from outpace.parallel.parity.comparison import difference, micro_loss_tolerance
 from outpace.parallel.parity.module_state import preserve_state
 from outpace.parallel.parity.moved_parameters import keep_values
 from outpace.parallel.parity.user_collectives import NoCollectives
+from outpace.parallel.tensors import parameter_like
 from outpace.records.errors import BadInputError
 
 _DTYPES = (
@@ -414,8 +415,8 @@ def refuse_dtypes(message: Message, name: str) -> BadInputError | None:
         if tensor.dtype not in _DTYPES:
             return BadInputError(
                 f"block {name!r} returns or leaves {tensor.dtype}, which is needed outside of it; "
-                f"stages of a pipeline send each other {', '.join(map(str, _DTYPES))}. Use such, "
-                "or zero3."
+                f"stages of a pipeline send each other {', '.join(map(str, _DTYPES))}. Use such "
+                "(torch.view_as_real of complex ones), or zero3."
             )
     return None
 
@@ -495,7 +496,7 @@ def _borrow_tensors(
         if old is None:
             part._buffers[attribute] = tensor
             continue
-        parameter = nn.Parameter(tensor.detach(), old.requires_grad)
+        parameter = parameter_like(tensor.detach(), old)
         parameter.lent_as = f"{name} ({attribute} of a {type(part).__name__})"  # type: ignore[attr-defined]
         parameters.append((part, attribute, old))
         setattr(part, attribute, parameter)  # RNNs keep it at a second place

@@ -31,6 +31,7 @@ from outpace.parallel.custom.block_values import (
     Key,
     ReadLog,
     Snapshot,
+    UnsentValue,
     can_travel,
     changes,
     get,
@@ -41,7 +42,7 @@ from outpace.parallel.custom.block_values import (
 )
 from outpace.parallel.layout import Batch
 from outpace.parallel.stage_draws import StageDraws
-from outpace.parallel.tensors import deep_copy
+from outpace.parallel.tensors import deep_copy, parameter_like
 from outpace.records.errors import BadInputError
 
 
@@ -118,6 +119,7 @@ class CustomStage(nn.Module):
         self.first, self.last = mine.start == 0, mine.stop == len(names)
         self.batches: Sequence[Batch] = ()
         self.leaves: tuple[Key, ...] = ()  # the values that travel to the next stage
+        self.unsent_used: set[Key] = set()  # values that do not travel here, and are taken
         self.taken: Message | None = None  # the forms of what comes, as the look has seen it
         self.given: Message | None = None
         self.recomputes = False  # whether the user's forward makes checkpoints around blocks
@@ -187,11 +189,25 @@ class CustomStage(nn.Module):
                     "micro-batches, and stages of a pipeline send each other tensors of shapes "
                     "that they know. Store tensors of one shape, or use zero3."
                 )
+        name = self._names[self.mine.stop - 1]
         if message.form != seen.form:
             raise BadInputError(
-                f"block {self._names[self.mine.stop - 1]!r} returns another structure than for "
+                f"block {name!r} returns another structure than for "
                 "the first micro-batch, but pipeline stages always send the same. Return only "
                 "tensors, the same number each time, or use zero3."
+            )
+        now, known_forms = (
+            [(tuple(t.shape), t.dtype) for t in one.tensors] for one in (message, seen)
+        )
+        if now != known_forms:
+            shape, expected = next(
+                pair for pair in zip(now, known_forms, strict=True) if pair[0] != pair[1]
+            )
+            raise BadInputError(
+                f"block {name!r} returns a tensor of shape {shape[0]} ({shape[1]}), and for the "
+                f"first micro-batch it was {expected[0]} ({expected[1]}), which stages of a "
+                "pipeline expect. Pad to one shape, cut the blocks elsewhere (lists of names, one "
+                "for each stage), or use zero3."
             )
 
     def run(self, batch: Batch, received: Message | None) -> "Message | Tensor":
@@ -264,7 +280,7 @@ class CustomStage(nn.Module):
         sent = {*self.modules_of(self.mine).values(), *self._rest().values()}
         for key in keys:
             if parts[key[0]] not in sent:
-                set_value(parts, key, torch.tensor(math.nan))
+                set_value(parts, key, UnsentValue.make(key, self.unsent_used))
 
     def _rest(self) -> dict[str, nn.Module]:
         """Return the modules outside of blocks."""
@@ -294,7 +310,7 @@ class CustomStage(nn.Module):
 
     def _message(self, leaving: StageExit, received: Message | None) -> Message:
         found = split(leaving.output)
-        if found is None or not any(tensor.is_floating_point() for tensor in found[1]):
+        if found is None or not any(t.is_floating_point() or t.is_complex() for t in found[1]):
             raise BadInputError(
                 f"block {leaving.name!r} returns a {type(leaving.output).__name__}, but pipeline "
                 "stages send only tensors, also in tuples and dicts. Let it return its hidden "
@@ -471,7 +487,7 @@ def _forget_all_but(kept: Sequence[Tensor], module: nn.Module) -> None:
                 inexact = tensor.is_floating_point() or tensor.is_complex()
                 nothing: Any = math.nan if inexact else 0
                 stub = tensor.detach().new_full((), nothing).expand(tensor.shape)
-                setattr(part, name, nn.Parameter(stub, tensor.requires_grad))
+                setattr(part, name, parameter_like(stub, tensor))
 
 
 class StagedObjective(nn.Module):

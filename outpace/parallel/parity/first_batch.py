@@ -26,6 +26,7 @@ from outpace.parallel.batches import BatchCopies
 from outpace.parallel.blocks import Blocks
 from outpace.parallel.layout import Batch, Layout, StepHooks
 from outpace.parallel.parity.comparison import (
+    SINGLE,
     ComparisonLimits,
     LayoutComparison,
     choose_tolerance,
@@ -40,6 +41,7 @@ from outpace.parallel.parity.kept_state import (
     explain_state_of_wrong,
 )
 from outpace.parallel.parity.later_writes import LaterWrites
+from outpace.parallel.parity.loss_scale import explain_unscaled_gradients
 from outpace.parallel.parity.mixed_samples import MixedDifference
 from outpace.parallel.parity.module_state import preserve_state
 from outpace.parallel.parity.moved_parameters import (
@@ -56,6 +58,7 @@ from outpace.parallel.parity.plain_pass import (
     PlainSums,
     explain_new_parameters,
 )
+from outpace.parallel.parity.rank_dependence import explain_rank_dependence
 from outpace.parallel.plain import without_dropout
 from outpace.parallel.refusals import has_other_cause
 from outpace.parallel.tensors import copies
@@ -152,6 +155,7 @@ class FirstBatch:
             self._tell_left_out(found.reason)
             return None
         self._require_alike(found)
+        self._require_one_loss(found)
         self._require_shared_state(found, allowed)
         ready()
         wrong, totals = self._compare(found, layout, passes, hooks, run, holders, allowed, reuse)
@@ -273,6 +277,19 @@ class FirstBatch:
             apart = apart or _apart_names(prints)
         if apart:
             raise _on_all_ranks(self._explain_moves(apart, _BY_SAMPLES))
+
+    def _require_one_loss(self, found: PlainSums) -> None:
+        """Refuse a loss that is another on other ranks, or gradients that do not grow with it.
+
+        Raises BadInputError on all ranks.
+        """
+        by_rank = max(report.by_rank for report in found.reports)
+        if by_rank > SINGLE.loss:
+            raise _on_all_ranks(f"{explain_rank_dependence(by_rank)} {WAYS_OUT[self._by_command]}")
+        unscaled = sorted({name for report in found.reports for name in report.unscaled})
+        if unscaled:
+            said = explain_unscaled_gradients(unscaled)
+            raise _on_all_ranks(f"{said} {WAYS_OUT[self._by_command]}")
 
     def _require_shared_state(self, found: PlainSums, allowed: ComparisonLimits) -> None:
         """Refuse state in attributes that depends on samples, since each rank has its own."""

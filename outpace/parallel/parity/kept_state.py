@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from outpace.nn.extra_state import parts_with_extra_state
 from outpace.parallel.batches import concatenate, copy_batch, cut, samples_in, take_first
@@ -42,6 +43,7 @@ _FORWARDS = 9  # in a row, as of a queue that is used once it has some entries
 _LATER = (17, 107, 709, 1_009, 10_007)  # calls, which a counter is taken to have had, too
 _MULTIPLE = 252_000  # of 1 to 10, and of 100 and 1,000
 _ROUNDING = 1e-4  # of losses that kernels do not repeat to the bit
+_CHANGE, _MOST_CHANGED = 1.125, 1_024  # of how many values of each parameter
 _OF_NOISE = 10  # times what the same pass is off by is no noise
 
 
@@ -178,6 +180,7 @@ class _Comparison:
         self._trained_first: set[str] = set()  # after the first forward
         self._device = next(plain.parameters()).device
         self._is_first = False
+        self._made_first: dict[str, Any] = {}  # by the forward of the other samples
 
     def run(self, batch: Batch, other: Batch, whole: Batch, more: Batch | None) -> KeptState:
         """Search for state; `whole` has samples that would differ between ranks."""
@@ -197,6 +200,9 @@ class _Comparison:
             return KeptState(True, tuple(sorted(changed)), generators)
         if fresh == after:
             later = self._find_later_by_few(changed, batch, fresh) if changed else None
+            made = {n for n, v in self._made_first.items() if v == kept.get(n)} - changed
+            if later is None and made and self._keeps_weights(batch):
+                later = tuple(sorted(made))
             return KeptState(later is not None, later or (), generators)
         noise, moved = self._find_noise(other, batch, fresh, after), difference(after, fresh)
         unseen = noise > 0 and moved <= _OF_NOISE * noise
@@ -229,10 +235,28 @@ class _Comparison:
         with self._without_effects():
             drawn, put_back_draws = random_state(self._device), undo_draws(self._plain)
             if other is not None:
+                before = kept_attributes(self._plain)
                 self._mean(other)
+                now = kept_attributes(self._plain)
+                self._made_first = {n: v for n, v in now.items() if v != before.get(n)}
                 set_random_state(drawn, self._device)
                 put_back_draws()
             return self._mean(batch), kept_attributes(self._plain)
+
+    def _keeps_weights(self, batch: Batch) -> bool:
+        """Return whether a loss depends on what the weights were in the first forward.
+
+        A table that is made once is the same of all weights.
+        """
+        few = take_first(batch, _FEW)
+        with suppress(Exception):  # normalisation of a few samples, say
+            with self._without_effects(), _other_weights(self._model):
+                fresh = self._mean(few)
+            with self._without_effects():
+                self._mean(few)
+                with _other_weights(self._model):
+                    return difference(self._mean(few), fresh) > _ROUNDING
+        return False
 
     def _find_later_by_few(
         self, changed: set[str], batch: Batch, fresh: float
@@ -425,6 +449,23 @@ class _Comparison:
                 part.set_extra_state(state)
 
         return put_back
+
+
+@contextmanager
+def _other_weights(model: nn.Module) -> Iterator[None]:
+    """Change the first values of each parameter inside the context, unseen by any watch."""
+    some = [p.detach().view(-1)[:_MOST_CHANGED] for p in model.parameters() if p.is_contiguous()]
+    some = [one for one in some if one.is_floating_point()]
+    with _disable_current_modes():
+        before = [one.clone() for one in some]
+        for one in some:
+            one.mul_(_CHANGE)
+    try:
+        yield
+    finally:
+        with _disable_current_modes():
+            for one, values in zip(some, before, strict=True):
+                one.copy_(values)
 
 
 def _are_alike(left: dict[str, torch.Tensor], left_after: dict[str, torch.Tensor]) -> bool:

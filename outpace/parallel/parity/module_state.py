@@ -23,6 +23,10 @@ from outpace.parallel.parity.outer_state import find_places
 from outpace.parallel.plain import random_state, set_random_state
 
 _INTERNAL = frozenset({*vars(nn.Module()), "forward"})
+_HOOKS = (
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
+    "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called",
+)  # fmt: skip
 _LIBRARIES = frozenset({"builtins", "functools", "numpy", "outpace", "torch"})
 _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _SEQUENCES = (list, deque)
@@ -124,7 +128,7 @@ def _find_attributes(holder: Any, name: str, found: dict[str, Any], seen: set[in
 def _find_value(value: Any, path: str, found: dict[str, Any], seen: set[int]) -> None:
     """Add a value, or the contents of an object of the user's class, to `found`."""
     value = value.__self__ if isinstance(value, MethodType) else value
-    if not (isinstance(value, nn.Module) or _is_user_object(value)):
+    if not (isinstance(value, nn.Module) or is_user_object(value)):
         found[path] = _comparable(value, seen)
     elif id(value) not in seen:
         seen.add(id(value))
@@ -240,7 +244,7 @@ def _comparable_container(value: Any, seen: set[int]) -> Any:
 
 def _comparable_entry(value: Any, seen: set[int]) -> Any:
     """Return `_comparable` for an item in a container, where objects have no names."""
-    if not (isinstance(value, nn.Module) or _is_user_object(value)):
+    if not (isinstance(value, nn.Module) or is_user_object(value)):
         return _comparable(value, seen)
     if id(value) in seen:
         return type(value).__name__
@@ -290,7 +294,7 @@ def _children_of(value: Any) -> Iterable[Any]:
         return list(value)
     if isinstance(value, MethodType):
         return [value.__self__]
-    return list(vars(value).values()) if _is_user_object(value) else ()
+    return list(vars(value).values()) if is_user_object(value) else ()
 
 
 def _undo_value(value: Any) -> Undo | None:
@@ -313,10 +317,10 @@ def _undo_value(value: Any) -> Undo | None:
     if isinstance(value, np.random.RandomState):
         numbers = value.get_state()
         return lambda: value.set_state(numbers)
-    return _undo_attributes(value) if _is_user_object(value) else None
+    return _undo_attributes(value) if is_user_object(value) else None
 
 
-def _is_user_object(value: Any) -> bool:
+def is_user_object(value: Any) -> bool:
     """Return whether an object's class is not from one of the underlying libraries."""
     if isinstance(value, type | ModuleType) or hasattr(type(value), "__code__"):
         return False
@@ -340,9 +344,14 @@ def _undo_module(module: nn.Module) -> Undo:
     attributes, buffers = _undo_attributes(module), dict(module._buffers)
     if isinstance(module, torch.jit.ScriptModule):  # which buffers it has never changes
         return attributes
+    hooks = [(held, dict(held)) for held in (getattr(module, name) for name in _HOOKS)]
 
     def undo() -> None:
         attributes()
+        for held, before in hooks:  # which a forward registers
+            if held.keys() != before.keys():
+                held.clear()
+                held.update(before)
         module._buffers.clear()
         module._buffers.update(buffers)
 

@@ -41,9 +41,13 @@ class OuterVariable:
         return partial(self.put, self.get())
 
 
-def find_places(module: nn.Module) -> list[OuterVariable]:
-    """Return all variables that functions of a module, its parts, hooks and loss can use."""
+def find_places(module: nn.Module, loss: Callable[..., Any] | None = None) -> list[OuterVariable]:
+    """Return all variables that functions of a module, its parts, hooks and loss can use.
+
+    The loss is an attribute of an objective; of a user's module it is given.
+    """
     walk = _Walk()
+    walk.add(loss)
     for part in module.modules():
         walk.add(type(part))
         for value in list(vars(part).values()):

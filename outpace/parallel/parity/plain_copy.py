@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from outpace.nn.spread import gather_rows, is_spread, split_rows, whole
 from outpace.parallel.layout import Layout
-from outpace.parallel.tensors import concatenate, spread
+from outpace.parallel.tensors import concatenate, parameter_like, spread
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 
@@ -53,8 +53,26 @@ def fill_copy(
     if plan.data_rank(ranks.rank) is None:
         yield names
         return
-    parameters = {id(p): nn.Parameter(values[id(p)], p.requires_grad) for p in model.parameters()}
-    before: list[tuple[dict[str, Any], str, Any]] = []
+    with _swap_parameters(model, values) as unswapped:
+        before = _register(plain, unswapped, values)
+        try:
+            yield names
+        finally:
+            for register, name, value in before:
+                register[name] = value
+
+
+_Registered = list[tuple[dict[str, Any], str, Any]]
+
+
+def _register(
+    plain: nn.Module, parameters: Mapping[int, nn.Parameter], values: Mapping[int, Tensor]
+) -> _Registered:
+    """Put buffers' values, and `parameters`, in the places of those that they replace, by `id`.
+
+    Return each place with what was there.
+    """
+    before: _Registered = []
     for part in plain.modules():
         registers: tuple[tuple[dict[str, Any], Any], ...] = (
             (part._parameters, parameters), (part._buffers, values),
@@ -69,11 +87,34 @@ def fill_copy(
             if held & parameters.keys():
                 before.append((vars(part), name, value))
                 vars(part)[name] = tree_map(lambda leaf: parameters.get(id(leaf), leaf), value)
+    return before
+
+
+@contextmanager
+def _swap_parameters(
+    model: nn.Module, values: Mapping[int, Tensor]
+) -> Iterator[dict[int, nn.Parameter]]:
+    """Give a copy's parameters their values wherever they are referred to, as in keys.
+
+    Yields parameters for those that torch cannot swap, by `id`.
+    """
+    made = {p: parameter_like(values[id(p)], p) for p in model.parameters()}
+    swapped = [p for p, parameter in made.items() if _swap(p, parameter)]
+    done = set(swapped)
     try:
-        yield names
+        yield {id(p): parameter for p, parameter in made.items() if p not in done}
     finally:
-        for register, name, value in before:
-            register[name] = value
+        for p in swapped:
+            _swap(p, made[p])  # else it stays whole for as long as the copy
+
+
+def _swap(one: Tensor, other: Tensor) -> bool:
+    """Swap two tensors; return False where torch cannot, such as for weak references."""
+    try:
+        torch.utils.swap_tensors(one, other)
+    except RuntimeError:
+        return False
+    return True
 
 
 @contextmanager

@@ -36,6 +36,7 @@ from outpace.parallel.batchnorm import SynchronisedBatchNorm
 from outpace.parallel.blocks import Blocks, flat, named_blocks
 from outpace.parallel.gradient_hooks import accumulation_hooks, add_hooks, gradient_hooks
 from outpace.parallel.layout import Batch, Layout, StepHooks
+from outpace.parallel.names_in_use import NamesInUse
 from outpace.parallel.parity.comparison import ComparisonLimits, Projection
 from outpace.parallel.parity.cut_difference import (
     CutDifference,
@@ -44,6 +45,7 @@ from outpace.parallel.parity.cut_difference import (
     find_read_buffers,
 )
 from outpace.parallel.parity.kept_state import KeptState, find_kept_state
+from outpace.parallel.parity.loss_scale import find_unscaled_gradients, has_user_backward
 from outpace.parallel.parity.mixed_samples import MixedDifference, MixedSamples, Taker
 from outpace.parallel.parity.module_state import buffer_versions, preserve_state
 from outpace.parallel.parity.moved_parameters import MovedParameters, keep_values
@@ -59,6 +61,7 @@ from outpace.parallel.parity.plain_copy import (
     model_of,
     redirect_references,
 )
+from outpace.parallel.parity.rank_dependence import compare_ranks, may_ask_for_rank
 from outpace.parallel.parity.user_collectives import COLLECTIVE, CollectiveError, NoCollectives
 from outpace.parallel.plain import has_dropout, without_dropout
 from outpace.parallel.stage_draws import PlainDraws
@@ -90,6 +93,8 @@ class PlainReport:
     `by_samples`, or written `unseen` by the observed operators. `prints` are fingerprints of the
     `written` ones, and `buffer_prints` of the saved buffers that the first piece changed; None
     without samples. `moved_back`: buffers that a backward changes and on which the loss depends.
+    `unscaled`: parameters whose gradients do not grow with the loss. `by_rank`: by how much the
+    loss changes with the rank.
     """
 
     cut: CutDifference
@@ -102,6 +107,8 @@ class PlainReport:
     prints: Mapping[str, int | None] | None
     buffer_prints: Mapping[str, int | None] | None
     moved_back: Sequence[str]
+    unscaled: Sequence[str]
+    by_rank: float
 
 
 class PlainPass:
@@ -124,6 +131,10 @@ class PlainPass:
             name: (gradient_hooks(parameter), accumulation_hooks(parameter))
             for name, parameter in model_of(objective).named_parameters()
         }
+        in_use = NamesInUse(objective, getattr(objective, "loss", None))
+        hooked = any(gradient for gradient, _ in self._hooks.values())
+        self._has_hooks = hooked or in_use.mentions("register_hook")  # on activations
+        self._asks_for_rank = may_ask_for_rank(in_use)
         try:
             self._copy = meta_copy(objective)
             self._copy.register_forward_pre_hook(_give_copies)
@@ -190,6 +201,8 @@ class PlainPass:
                 asked = plain, hooks, found.drops, found.moved_back, found.first[0]
                 moved_back = find_read_buffers(*asked)
             made = [name for name, _ in model.named_parameters() if name not in found.names]
+            unscaled = self._find_unscaled(plain, found, hooks, allowed)
+            by_rank = self._compare_ranks(plain, found, hooks)
             # What is told or refused otherwise may be of the same cause.
             other_cause = bool(
                 self.synchronised or state.is_any or made or unseen or found.written
@@ -208,7 +221,8 @@ class PlainPass:
             apart, state, made, sorted(found.written),
             [name for name in found.written if name in named and is_spread(named[name])],
             sorted(watch.written_by_samples), unseen,
-            prints if samples else None, buffer_prints if samples else None, moved_back,
+            prints if samples else None, buffer_prints if samples else None, moved_back, unscaled,
+            by_rank,
         )  # fmt: skip
         said: list[Any] = [None] * self._ranks.world_size
         dist.all_gather_object(said, report)
@@ -376,6 +390,23 @@ class PlainPass:
         rank, plan = self._ranks.rank, self._plan
         return rank % plan.tp if plan.tp > 1 else rank // (plan.world_size // plan.pp)
 
+    def _find_unscaled(
+        self, plain: nn.Module, found: "PlainSums", hooks: StepHooks, allowed: ComparisonLimits
+    ) -> Sequence[str]:
+        """Return parameters whose gradients do not grow with the loss, if the user's code may."""
+        if found.first is None or not (self._has_hooks or found.user_backward):
+            return ()
+        return find_unscaled_gradients(
+            plain, found.first[0], found.names, found.projection, found.divert, hooks,
+            found.drops, self._plan.strategy, allowed,
+        )  # fmt: skip
+
+    def _compare_ranks(self, plain: nn.Module, found: "PlainSums", hooks: StepHooks) -> float:
+        """Return by how much the loss changes with the rank, where the user's code asks for it."""
+        if found.first is None or not self._asks_for_rank:
+            return 0.0
+        return compare_ranks(plain, found.first[0], hooks, found.drops, self._plan.strategy)
+
     def _find_state(
         self,
         plain: nn.Module,
@@ -488,14 +519,14 @@ class PlainPass:
     def _explain_failure(
         self, plain: nn.Module, reason: str, passes: Sequence[Batch], hooks: StepHooks
     ) -> PlainFailure:
-        """Check whether the module fails because tensors of a batch are not cut alike. Collective.
+        """Check whether the module fails because a batch is cut, or not cut alike. Collective.
 
         That is the case if the copy runs on the whole batch. If this cannot be tried, it may be.
         """
         if reason.startswith(COLLECTIVE):
             return PlainFailure(reason, by_cut=True)
         lengths = gather_first((explain_lengths(passes[0]) or None) if passes else None)
-        if lengths is None or not reason.startswith(_FAILS):
+        if not reason.startswith(_FAILS):
             return PlainFailure(reason)
         whole = self._gather_whole(passes)
         # Ranks may be unequal in number of forwards, for which batch statistics would wait.
@@ -503,8 +534,13 @@ class PlainPass:
         said: list[bool | None] = [None] * self._ranks.world_size
         dist.all_gather_object(said, _runs(plain, whole, hooks) if asked else None)
         known = {one for one in said if one is not None}
-        if known == {False}:
+        if known == {False} or (lengths is None and known != {True}):
             return PlainFailure(reason)
+        if lengths is None:
+            lengths = (
+                "it runs on the whole batch, not on a micro-batch of it, so that something in it "
+                "is of a fixed number of samples. Let it take any number of samples"
+            )
         return PlainFailure(f"{reason}: {lengths.removesuffix('.')}", by_cut=known == {True})
 
     def _gather_whole(self, passes: Sequence[Batch]) -> Batch | None:
@@ -554,6 +590,7 @@ def _run_backward(
     if not number:
         found.buffers = moved
     begun = buffer_versions(model)
+    found.user_backward |= first and has_user_backward(loss_sum)
     loss_sum.backward()
     found.count(number, piece, loss_sum.detach(), count)
     if first:
@@ -579,6 +616,7 @@ class PlainSums:
         self.buffers: dict[str, Tensor] = {}  # saved ones that the first piece has moved
         self.moved_back: dict[str, Tensor] = {}  # saved ones that its backward alone has moved
         self.drops = True  # whether forwards draw numbers, or would but for dropout that is off
+        self.user_backward = False  # whether a Function in Python is in the first piece's graph
         self.keeps = False  # whether forwards change attributes, if that was asked
         self.reports: list[PlainReport] = []  # of all ranks
         self.mixed = MixedDifference()  # as all ranks know it

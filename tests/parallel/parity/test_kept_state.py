@@ -685,3 +685,37 @@ def test_extra_state_that_could_not_be_read_is_refused_before_step_1(tmp_path, c
     said = f"get_extra_state of {name.title()} returns what is no plain value"
     assert said in capfd.readouterr().err
     assert not run.exists()
+
+
+class Anchored(Base):
+    """Pulls to the weights of its first forward."""
+
+    anchor = None
+
+    def finish(self, y):
+        if self.anchor is None:
+            self.anchor = self.stem.weight.detach().clone()
+        return y + (self.stem.weight - self.anchor).square().sum()
+
+
+class Tabled(Base):
+    """Makes a table in its first forward, which is the same of all weights."""
+
+    table = None
+
+    def finish(self, y):
+        if self.table is None:
+            self.table = torch.arange(3.0)
+        return y + self.table
+
+
+@pytest.mark.parametrize(("make", "names"), [(Anchored, ("model.anchor",)), (Tabled, ())])
+def test_weights_of_the_first_forward_are_state(make, names):
+    def loss(module, batch):
+        return module(batch).square().mean()
+
+    objective = CustomObjective(build_custom_model(lambda: CustomModel(make(), loss)))
+    before = {name: p.clone() for name, p in objective.named_parameters()}
+    found = find_kept_state(objective, torch.randn(4, 5), StepHooks(), alone=False)
+    assert found.names == names and found.found == bool(names) and not found.writes
+    assert all(torch.equal(p, before[name]) for name, p in objective.named_parameters())

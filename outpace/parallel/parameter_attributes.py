@@ -1,0 +1,40 @@
+"""Attributes that users set on parameters (`weight.mask`), for parameters that are sharded.
+
+`fully_shard` makes parameters of its own: shards, and the whole ones that a forward uses.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+
+class ParameterAttributes:
+    """Attributes of a module's parameters, taken before it is sharded."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._found = {
+            part: {name: dict(vars(p)) for name, p in part._parameters.items() if p is not None}
+            for part in module.modules()
+        }
+
+    def keep(self, units: Iterable[nn.Module]) -> None:
+        """Set them on the parameters that the forwards of sharded units use.
+
+        Call it after the units are sharded: what they gather is there when their later hooks run.
+        """
+        for unit in units:
+            held = [
+                (part._parameters, name, attributes)
+                for part in unit.modules()
+                for name, attributes in self._found.get(part, {}).items()
+                if attributes
+            ]
+            if held:
+                _set(held)
+                unit.register_forward_pre_hook(lambda *_, held=held: _set(held))
+
+
+def _set(held: Iterable[tuple[dict[str, Any], str, dict[str, Any]]]) -> None:
+    for register, name, attributes in held:
+        vars(register[name]).update(attributes)

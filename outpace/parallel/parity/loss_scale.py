@@ -1,0 +1,116 @@
+"""Gradients that do not grow with the loss: what a user's backward adds, clips or normalises.
+
+Strategies scale the loss before its backward and gradients after it, which autograd's own
+derivatives do not notice. A Function that adds the gradient of an auxiliary loss (of size one,
+whatever the loss is scaled by), and hooks that clip gradients, do.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from outpace.parallel.batches import take_first
+from outpace.parallel.layout import Batch, StepHooks
+from outpace.parallel.parity.comparison import SINGLE, ComparisonLimits, Projection
+from outpace.parallel.parity.module_state import preserve_state
+from outpace.parallel.parity.moved_parameters import keep_values
+from outpace.parallel.parity.plain_copy import model_of
+from outpace.parallel.parity.user_collectives import NoCollectives
+from outpace.parallel.plain import without_dropout
+from outpace.records.errors import first_names
+
+Taker = Callable[[str, Tensor], None]  # takes the gradient of a parameter of this name
+_FEW = 2  # samples
+_SCALE = 0.125  # a power of two, so that what grows with the loss is equal in all digits
+_LEAST = 1e-3  # of a gradient, unless the smallest numbers of 16 bits may be lost
+
+
+def has_user_backward(loss: Tensor) -> bool:
+    """Return whether a Function that is written in Python is in the graph of a loss."""
+    waiting: list[Any] = [loss.grad_fn]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return True
+        seen.add(node)
+        waiting.extend(following for following, _ in node.next_functions)
+    return False
+
+
+def find_unscaled_gradients(
+    plain: nn.Module,
+    piece: Batch,
+    names: Sequence[str],
+    projection: Projection,
+    divert: Callable[[Taker | None], None],
+    hooks: StepHooks,
+    drops: bool,
+    strategy: str,
+    allowed: ComparisonLimits,
+) -> list[str]:
+    """Return the parameters whose gradients are others than the loss's scale asks for.
+
+    `divert` passes the gradients of a backward of `plain` to a function. Runs a few samples of a
+    `piece` forward once, and backward twice or three times. Empty if they cannot be run.
+    """
+    device = next(plain.parameters()).device
+    dropping = without_dropout(plain) if drops else nullcontext()
+
+    def run_backward(loss: Tensor, scale: float) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        divert(lambda name, gradient: found.update({name: projection.project(gradient) / scale}))
+        try:
+            loss.backward(torch.full_like(loss, scale), retain_graph=True)
+        finally:
+            divert(None)
+        return found
+
+    with (
+        suppress(Exception),  # normalisation of a few samples, a backward that runs once
+        keep_values(model_of(plain).named_parameters()),
+        preserve_state(plain, device),
+        dropping,
+        torch.enable_grad(),
+    ):
+        with hooks.cast(), NoCollectives(strategy):  # other ranks may run none
+            loss_sum, *_ = plain(take_first(piece, _FEW))
+        whole, scaled = run_backward(loss_sum, 1.0), run_backward(loss_sum, _SCALE)
+        apart = _list_apart(names, whole, scaled, allowed)
+        # What draws in its backward is not equal twice.
+        noisy = _list_apart(names, whole, run_backward(loss_sum, 1.0), allowed) if apart else []
+        return [name for name in apart if name not in noisy]
+    return []
+
+
+def _list_apart(
+    names: Sequence[str],
+    some: dict[str, Tensor],
+    others: dict[str, Tensor],
+    allowed: ComparisonLimits,
+) -> list[str]:
+    both = [name for name in names if name in some and name in others]
+    if not both:
+        return []
+    sizes = torch.stack([some[name].abs().double() for name in both])
+    off = torch.stack([(some[name] - others[name]).abs().double() for name in both])
+    least = allowed.floor * sizes.max()
+    most = allowed.projection if allowed.projection > SINGLE.projection else _LEAST
+    wrong = off > most * sizes.clamp(min=least)
+    return [name for name, one in zip(both, wrong.tolist(), strict=True) if one]
+
+
+def explain_unscaled_gradients(names: Sequence[str]) -> str:
+    """Return a message about gradients that do not grow with the loss."""
+    return (
+        f"gradients of {first_names(names)} do not grow with the loss: a Function or a hook of "
+        "the module adds, clips or normalises gradients in the backward by a size of its own, and "
+        "losses of micro-batches are scaled before it. Let the forward return an auxiliary loss "
+        "and add it to the loss, and change gradients between the backward and the optimizer's "
+        "step."
+    )

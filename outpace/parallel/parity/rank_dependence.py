@@ -1,0 +1,103 @@
+"""Losses that depend on the rank that computes them, or on the number of ranks.
+
+`if dist.get_rank() == 0: loss = loss + penalty` makes ranks train for different losses, and
+`loss * dist.get_world_size()` for another one than one process. A copy of the module on the same
+rank does the same, so that a comparison with it shows nothing.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import distributed_c10d
+
+from outpace.parallel.batches import take_first
+from outpace.parallel.layout import Batch, StepHooks
+from outpace.parallel.names_in_use import NamesInUse
+from outpace.parallel.parity.comparison import difference
+from outpace.parallel.parity.module_state import preserve_state
+from outpace.parallel.parity.moved_parameters import keep_values
+from outpace.parallel.parity.plain_copy import model_of
+from outpace.parallel.parity.user_collectives import NoCollectives
+from outpace.parallel.plain import random_state, set_random_state, without_dropout
+
+_FEW = 2  # samples
+_FUNCTIONS = ("get_rank", "get_world_size", "get_node_local_rank")
+_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+
+
+def may_ask_for_rank(in_use: NamesInUse) -> bool:
+    """Return whether code that a step reaches names a rank or the number of ranks."""
+    return any(in_use.mentions(name) for name in (*_FUNCTIONS, *_VARIABLES))
+
+
+def compare_ranks(
+    plain: nn.Module, piece: Batch, hooks: StepHooks, drops: bool, strategy: str
+) -> float:
+    """Return by how much the loss of a few samples changes on another rank, or on one alone.
+
+    0 if they cannot be run so, as with collectives of the user's own.
+    """
+    device = next(plain.parameters()).device
+    few, begin = take_first(piece, _FEW), random_state(device)
+
+    def loss_as(rank: int, world_size: int) -> float:
+        set_random_state(begin, device)
+        with (
+            keep_values(model_of(plain).named_parameters()),
+            preserve_state(plain, device),
+            without_dropout(plain) if drops else nullcontext(),
+            _act_as(rank, world_size),
+            hooks.cast(),
+            NoCollectives(strategy),
+            torch.enable_grad(),
+        ):
+            loss_sum, count, *_ = plain(few)
+        return float(loss_sum.detach().double() / count.double())
+
+    apart = 0.0
+    with suppress(Exception):  # normalisation of a few samples, a list as long as the ranks
+        world_size = dist.get_world_size()
+        here = loss_as(dist.get_rank(), world_size)
+        for rank, size in ((0, 1), *((one, world_size) for one in {0, 1, world_size - 1})):
+            apart = max(apart, difference(loss_as(rank, size), here))
+    set_random_state(begin, device)
+    return apart
+
+
+@contextmanager
+def _act_as(rank: int, world_size: int) -> Iterator[None]:
+    """Let user code find this rank and number of ranks inside the context."""
+    answers: dict[str, Any] = {
+        "get_rank": lambda *_, **__: rank,
+        "get_world_size": lambda *_, **__: world_size,
+        "get_node_local_rank": lambda *_, **__: rank,
+    }
+    variables = {"RANK": rank, "LOCAL_RANK": rank}
+    variables |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    found = {name: str(value) for name, value in variables.items() if name in os.environ}
+    with (
+        patch.multiple(dist, **answers),
+        patch.multiple(distributed_c10d, **answers),
+        patch.dict(os.environ, found),
+    ):
+        yield
+
+
+def explain_rank_dependence(apart: float) -> str:
+    """Return a message about a loss that depends on the rank."""
+    return (
+        "the loss depends on the rank that computes it, or on the number of ranks "
+        f"(dist.get_rank(), dist.get_world_size(), RANK): as another rank, or as one process, it "
+        f"is {_show(apart)} another. Let each rank compute the mean loss of its samples as one "
+        "process would; outpace averages gradients as of one batch."
+    )
+
+
+def _show(apart: float) -> str:
+    return f"by {100 * apart:.2g} %"
