@@ -55,7 +55,9 @@ class NamesInUse:
             inside = set(_names_in(function.__code__))
             names |= inside
             waiting += [one for one in methods if one.__name__ in inside]
-            waiting += _functions_among([*_globals_of(function, inside), *_enclosed_by(function)])
+            waiting += _functions_among(
+                [*_list_globals(function, inside), *_list_enclosed(function)]
+            )
         return names
 
     def _list_first(self) -> list[FunctionType]:
@@ -113,7 +115,7 @@ def _functions_among(values: Collection[Any]) -> list[FunctionType]:
     return found
 
 
-def _globals_of(function: FunctionType, names: Collection[str]) -> list[Any]:
+def _list_globals(function: FunctionType, names: Collection[str]) -> list[Any]:
     package = (function.__module__ or "").partition(".")[0]
     found = []
     for name in names:
@@ -124,7 +126,7 @@ def _globals_of(function: FunctionType, names: Collection[str]) -> list[Any]:
     return found
 
 
-def _enclosed_by(function: FunctionType) -> list[Any]:
+def _list_enclosed(function: FunctionType) -> list[Any]:
     found = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     for cell in function.__closure__ or ():
         try:

@@ -90,7 +90,7 @@ class _Refusal:
         """
         if self._mine and self._in_step and not self._is_heard():
             error = BadInputError(
-                "this rank refused a step and went on, while others are still in it, so that ranks "
+                "this rank refused a step and took the next, while others are still in it, so that ranks "
                 "are no longer in the same step. Let the error end the loop. It was: "
                 f"{self._mine.partition(chr(10))[2]}"
             )

@@ -261,6 +261,7 @@ class PlainPass:
             changed = any((
                 watch.written_unseen(), watch.put_back(), watch.written,
                 found.buffers, found.moved_back, found.keeps,
+                self._find_unscaled(plain, found, hooks, allowed),
             ))  # fmt: skip
             made = len(list(model.parameters())) != len(found.names)
         if changed or made or watch.communicates:
@@ -277,7 +278,7 @@ class PlainPass:
         plan = self._plan
         if plan.tp > 1:
             return True
-        if has_dropout(self.model):
+        if has_dropout(self.model) or self._asks_for_rank:
             return False
         own = self.ranks_per_share == 1 and not plan.servers and plan.data_parallel > 1
         shared = plan.pp > 1 and plan.data_parallel == 1
