@@ -53,6 +53,10 @@ _HARMLESS = frozenset(
      "lora_ga_config", "velora_config", "runtime_config"}
 )  # fmt: skip
 _CHANGING = re.compile(r"use_.+|.+_config")
+# Keys that say which product is added to which matrix.
+_OF_MATRICES = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
+                "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out",
+                "lora_dropout")  # fmt: skip
 # Initialisations that leave the base's weights unchanged. With others (PiSSA, OLoRA, CorDA, LoftQ,
 # LoRA-GA), an adapter belongs to the remaining part of the weights.
 _BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
@@ -196,6 +200,19 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     _check_form(values, path)
     _check_alphas(values, path)
     return values
+
+
+def fingerprint_config(folder: Path) -> str:
+    """Return what an adapter's config says of its matrices and their scale, in one order.
+
+    Without the base's name, a path that hosts may write otherwise. Raises BadInputError.
+    """
+    config = read_adapter_config(folder)
+    found = {name: config[name] for name in _OF_MATRICES if config.get(name)}
+    targets = found.get("target_modules")
+    if isinstance(targets, list):
+        found["target_modules"] = sorted(map(str, targets))  # peft keeps a set
+    return json.dumps(found, sort_keys=True)
 
 
 def _check_form(values: Mapping[str, Any], path: Path) -> None:

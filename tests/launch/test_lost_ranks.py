@@ -584,3 +584,35 @@ def test_ranks_whose_data_differ_in_length_are_refused(tmp_path):
     assert "has another number of training samples than rank 0 (on " in said
     assert "): 16 instead of 32. Give all hosts the same files" in said
     assert not (tmp_path / "run").exists()
+
+
+def test_two_jobs_at_one_port_do_not_mix(tmp_path, words):
+    """Rank 1 of the second comes with that of the first; its rank 0 finds the port in use."""
+    place, few = {"MASTER_PORT": str(free_port())}, (*words, "--steps", 2)
+    first, second = (
+        start_ranks(*few, "--out", f"run-{job}", cwd=tmp_path, SLURM_JOB_ID=job, **place)
+        for job in ("12", "13")
+    )
+    ends = end_in_time([*first, *second])
+    trained = 0 if (tmp_path / "run-12").exists() else 1  # whose rank 0 came first
+    codes = [code for code, _ in ends]
+    assert codes == ([0, 0, 2, 2] if trained == 0 else [2, 2, 0, 0]), ends
+    (_, refused_0), (_, refused_1) = ends[2:] if trained == 0 else ends[:2]
+    assert "another program listens there" in refused_0
+    assert "found another job at this MASTER_ADDR" in refused_1 and "SLURM_JOB_ID=1" in refused_1
+
+
+def test_a_rank_that_comes_twice_is_refused_and_rank_0_says_so(tmp_path, words):
+    """Either may be of another job: nothing is trained, unless it comes after training began."""
+    place = {"MASTER_PORT": str(free_port())}
+    processes = start_ranks(*words, "--out", "run", cwd=tmp_path, **place)
+    processes.append(
+        start(*words, "--out", "run", cwd=tmp_path, RANK="1", LOCAL_RANK="1", WORLD_SIZE="2",
+              LOCAL_WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", **place)
+    )  # fmt: skip
+    (code, said), *others = end_in_time(processes)
+    assert "came as rank 1 too" in said
+    assert any("found another job at this MASTER_ADDR" in one for _, one in others)
+    codes = sorted(code for code, _ in others)
+    assert (code, codes) in ((2, [2, 2]), (0, [0, 2])), (said, others)
+    assert (tmp_path / "run").exists() == (code == 0)

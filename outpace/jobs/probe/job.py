@@ -91,6 +91,7 @@ def probe_ranks(request: ProbeRequest, ranks: Ranks, shown: ProgressDisplay) -> 
     set_threads(None, usable_cores(), ranks.local_world_size, os.environ)
     backend = resolve_backend(request.settings.backend, device)
     with process_groups(ranks, device, _TIMEOUT_S, backend) as groups:
+        groups.require_one_job()
         gpu = watch_gpu(device, _gather(os.getpid(), groups), _DRIVER_S)
         here = _ProcessState(request, device, shown, gpu)
         found = run_turns(

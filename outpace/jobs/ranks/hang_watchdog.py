@@ -22,8 +22,15 @@ from torch._C._distributed_c10d import PrefixStore
 from outpace.jobs.ranks.hang_verdict import HangVerdict, HangVerdicts
 from outpace.jobs.ranks.process_groups import Groups
 from outpace.jobs.ranks.rank_snapshot import Position, find_position, process_state, snapshot_rank
+from outpace.jobs.ranks.session import format_mixed
 from outpace.launch.exit_deadline import ExitDeadline
-from outpace.records.errors import EXIT_HANG, EXIT_INTERRUPTED, InterruptedRunError, OutpaceError
+from outpace.records.errors import (
+    EXIT_HANG,
+    EXIT_INTERRUPTED,
+    BadInputError,
+    InterruptedRunError,
+    OutpaceError,
+)
 from outpace.records.hang_report import HangReport, RankSnapshot
 from outpace.training.guards import StopSignal
 
@@ -53,6 +60,12 @@ _STORE_LOST = f"the host where all meet {_UNSEEN}"
 _ASKS = "alive/asks"
 # Key that says that a signal has ended a rank, and how many ranks know it.
 _INTERRUPTED, _KNOWING = "alive/interrupted", "alive/knowing"
+# Key of what was found to be wrong with the ranks before they train.
+_MIXED = "alive/mixed"
+_CHECK_JOBS = (
+    "It was refused. If two jobs were started at the same time, their ranks may be mixed: then "
+    "stop both, and start each with a MASTER_PORT of its own."
+)
 # Seconds in which an interrupted rank ends by itself, before it is ended.
 _INTERRUPTED_S = 4.0
 # gloo raises plain RuntimeErrors, and so does DDP for errors of its hook; for failed connections
@@ -81,12 +94,14 @@ class RankActivity:
     """The current activity of this rank, in words for the user.
 
     `limited_s` is when it started an activity to which the collectives' time limit applies. If
-    ranks hang, `on_hang` is called on one of them with a report on all of them.
+    ranks hang, `on_hang` is called on one of them with a report on all of them. `on_surplus` is
+    called on rank 0 with a sentence, if a process of another job comes while these ranks train.
     """
 
     what: str = "the beginning"
     limited_s: float | None = None
     on_hang: Callable[[HangReport], None] = lambda found: None
+    on_surplus: Callable[[str], None] = lambda sentence: None
     number: int = 0  # number of the activity
 
     def begin(self, what: str, limited: bool = False) -> None:
@@ -192,6 +207,7 @@ class _Watchdog:
     store_silent_s: float = 0.0  # since the store's last answer, while this process ran
     seen: tuple[int, str] | None = None  # latest verdict in the store
     seen_s: float = 0.0  # how long it has been there
+    told_of_surplus: bool = False
 
     def __post_init__(self) -> None:
         self.rank = self.groups.ranks.rank
@@ -221,6 +237,9 @@ class _Watchdog:
     def _run(self) -> None:
         """Answer queries, and query all ranks if a step takes too long or a rank is silent."""
         store: Any = self.store.clone()  # type: ignore[attr-defined]  # torch's stub
+        shared: Any = self.groups.shared
+        if shared is not None:
+            shared = shared.clone()
         verdicts = HangVerdicts(store)
         with suppress(RuntimeError):  # without the store's rank, waiting ranks find out themselves
             while not self.over.wait(_LISTEN_S):
@@ -234,6 +253,7 @@ class _Watchdog:
                     self._look_for_lost(store)
                 self._heed_verdict(verdicts)
                 self._heed_interruption(store)
+                self._heed_surplus(store, shared)
                 self.store_silent_s = 0.0
             self._withdraw(verdicts)
             self._heed_interruption(store)
@@ -327,6 +347,23 @@ class _Watchdog:
             store.add(_KNOWING, 1)
         if self.stop.interrupt():
             self.deadline.start(self.stop.message, EXIT_INTERRUPTED, _INTERRUPTED_S)
+
+    def _heed_surplus(self, store: Any, shared: Any) -> None:
+        """Tell rank 0 of processes that come too many; before training, end all ranks for it."""
+        session = self.groups.session
+        if session is None or self.stop is None:
+            return
+        surplus = session.find_surplus(shared) if self.rank == 0 else None
+        if self.stop.stepping:
+            if surplus is not None and not self.told_of_surplus:
+                self.told_of_surplus = True
+                self.doing.on_surplus(f"{surplus}. {_CHECK_JOBS}")
+            return
+        if surplus is not None:
+            store.set(_MIXED, format_mixed(surplus))
+            time.sleep(2 * _LISTEN_S)  # the others read it from this rank's store
+        if store.check([_MIXED]):
+            self.deadline.end_now(store.get(_MIXED).decode(), BadInputError.exit_code)
 
     def _await_knowing(self, store: Any) -> None:
         """Let rank 0, which may serve the store, leave once all ranks know of the interruption."""

@@ -19,7 +19,8 @@ from torch._C._distributed_c10d import HashStore, PrefixStore, Store
 from torch.distributed.distributed_c10d import _abort_process_group, _world
 from torch.distributed.rendezvous import rendezvous
 
-from outpace.jobs.ranks.session import agree_on_session
+from outpace.jobs.ranks.session import Session, agree_on_session
+from outpace.launch.job_identity import job_identity
 from outpace.launch.launcher_env import init_method
 from outpace.launch.network_interfaces import LOOPBACK, listen, require_interfaces, use_interface
 from outpace.launch.rendezvous import store_on
@@ -51,7 +52,8 @@ class Groups:
 
     `patient` and `saving` wait for work that rank 0 does alone, however slow its disk is. Even so,
     the death of a rank ends the others' wait at once. `store` is the rendezvous store, and
-    `variables` are environment variables set while these groups exist.
+    `variables` are environment variables set while these groups exist. `session` is None for one
+    process, and `shared` the whole store, to which processes of other jobs may come.
     """
 
     ranks: Ranks
@@ -60,6 +62,8 @@ class Groups:
     saving: dist.ProcessGroup
     patient: dist.ProcessGroup
     variables: frozenset[str] = frozenset()
+    session: Session | None = None
+    shared: Store | None = None
 
     def run_on_rank_0(self, action: Callable[[], Result]) -> Result:
         """Run `action` on rank 0. Return its result, or raise its OutpaceError, on all ranks."""
@@ -78,6 +82,11 @@ class Groups:
     def wait_for_all(self) -> None:
         """Wait until every rank has arrived, however long that takes. Collective."""
         dist.barrier(self.patient)
+
+    def require_one_job(self) -> None:
+        """Raise BadInputError if more processes came than there are ranks. Collective."""
+        if self.session is not None and self.shared is not None:
+            self.run_on_rank_0(partial(self.session.require_no_surplus, self.shared))
 
     def require_same(self, facts: Mapping[str, Fact]) -> None:
         """Refuse ranks whose facts differ from rank 0's. Raises BadInputError on all ranks.
@@ -300,14 +309,18 @@ def process_groups(
     require_interfaces(os.environ)
     timeout = timedelta(seconds=timeout_s)
     backend = backend or resolve_backend("auto", device)
+    session: Session | None
+    shared: Store | None
+    store: Store
     apart = ranks.world_size > ranks.local_world_size
     if ranks.world_size == 1:
-        store: Store = HashStore()
+        session, shared, store = None, None, HashStore()
         backend = "gloo"
     else:
         shared = _open_store(ranks, timeout, apart)
-        name = _in_time(partial(agree_on_session, shared, ranks, timeout_s), ranks, timeout)
-        store = PrefixStore(f"outpace-{name}", shared)
+        job = job_identity(os.environ)
+        session = _in_time(partial(agree_on_session, shared, ranks, timeout_s, job), ranks, timeout)
+        store = PrefixStore(f"outpace-{session.name}", shared)
     with ExitStack() as stack:
         own = frozenset[str]() if apart else stack.enter_context(use_interface(LOOPBACK))
         _in_time(partial(_join, backend, store, ranks, timeout, device), ranks, timeout)
@@ -323,6 +336,8 @@ def process_groups(
                 saving=dist.new_group(backend="gloo", timeout=patience, group_desc="saving"),
                 patient=dist.new_group(backend="gloo", timeout=patience, group_desc="patient"),
                 variables=own,
+                session=session,
+                shared=shared,
             )
 
         yield _in_time(make_groups, ranks, timeout)

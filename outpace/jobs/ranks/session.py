@@ -1,63 +1,206 @@
-"""A unique name for the joining ranks, in a store that earlier ranks may have used.
+"""A unique name for the joining ranks, in a store that others may have used or may use.
 
 A launcher's store outlives groups of ranks: those of an earlier run in the same processes, from
 before a restart, or from before hosts joined or left. A restart count cannot distinguish them,
 since each host's elastic agent counts only the restarts that its own ranks caused.
+
+Two jobs at one address are told apart by what their launchers set (`job_identity`). If nothing
+differs, more processes come than there are ranks: each one too many is refused, and rank 0 learns
+of it.
 """
 
+import os
+import socket
 import time
 import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
+from pydantic import ValidationError
 from torch._C._distributed_c10d import Store
 
+from outpace.records.base import Record
+from outpace.records.errors import BadInputError
 from outpace.records.ranks import Ranks
 
 # Pause between two checks for arriving ranks; it grows while none arrives.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
+# What is set for a token instead of a session's name begins so.
+_REFUSAL = "refused: "
+_APART = (
+    "Give each job a MASTER_PORT of its own (torchrun: --master-port, or --rdzv-endpoint and "
+    "--rdzv-id)"
+)
 
 
-def agree_on_session(store: Store, ranks: Ranks, timeout_s: float) -> str:
-    """Return a name that only these ranks share. Collective.
+class _Arrival(Record):
+    """A process that joins: its token, rank and job, and where it runs."""
+
+    token: str
+    rank: int
+    world_size: int
+    host: str
+    pid: int
+    job: dict[str, str]
+
+    @property
+    def process(self) -> str:
+        """Its name for the user."""
+        return f"process {self.pid} on {self.host}"
+
+    def find_difference(self, other: "_Arrival") -> str | None:
+        """Return what shows that another process belongs to another job, or None."""
+        if self.world_size != other.world_size:
+            return f"a world of {other.world_size} processes, not {self.world_size}"
+        for name, value in self.job.items():
+            if other.job.get(name, value) != value:
+                return f"{name}={other.job[name]}, not {value}"
+        return None
+
+
+@dataclass
+class Session:
+    """What the joined ranks share: a name in the store, and how rank 0 looks for further ones."""
+
+    name: str
+    arrival: _Arrival
+    answered: int = 0  # tokens up to this number
+    pending: set[int] = field(default_factory=set)
+
+    def find_surplus(self, store: Store) -> str | None:
+        """Refuse processes that came after all ranks had; return a sentence on the first of them.
+
+        For rank 0. A process of a member that joins its next session is none.
+        """
+        claimed = f"surplus/{self.name}"
+        found = _read(store, claimed) if store.check([claimed]) else None
+        count = store.add("tokens", 0)
+        self.pending |= {*range(self.answered + 1, count + 1)}
+        self.answered = count
+        for number in sorted(self.pending):
+            if not store.check([f"token/{number}"]):
+                continue
+            self.pending.discard(number)
+            key = store.get(f"token/{number}").decode()
+            late = _parse(key)
+            different = None if late is None else self.arrival.find_difference(late)
+            if late is None or (different is None and self._is_member(store, late)):
+                continue
+            why = f"it has {different}" if different else "all ranks of the job there had come"
+            store.set(f"session/{key}", f"{_REFUSAL}{_format_refusal(late, self.arrival, why)}")
+            if different is None:
+                found = found or late
+        if found is None:
+            return None
+        return (
+            f"{found.process} came as rank {found.rank} too, when that rank was there already. "
+            "Another job uses the same MASTER_ADDR and MASTER_PORT, or a rank was started twice"
+        )
+
+    def require_no_surplus(self, store: Store) -> None:
+        """Raise BadInputError if more processes came than there are ranks. For rank 0."""
+        found = self.find_surplus(store)
+        if found is not None:
+            raise BadInputError(format_mixed(found))
+
+    def _is_member(self, store: Store, one: _Arrival) -> bool:
+        key = f"member/{self.name}/{one.rank}"
+        member = _read(store, key) if store.check([key]) else None
+        return member is not None and (member.host, member.pid) == (one.host, one.pid)
+
+
+def format_mixed(surplus: str) -> str:
+    """Return what to say, before anything is trained, of a process that came too many."""
+    return f"{surplus}: the ranks of two jobs may be mixed. {_APART}, and start them again."
+
+
+def agree_on_session(
+    store: Store, ranks: Ranks, timeout_s: float, job: Mapping[str, str] | None = None
+) -> Session:
+    """Return a session that only these ranks share. Collective.
 
     Each rank publishes a token, and uses the name that rank 0 returns for it, which no earlier rank
     0 can have done. Rank 0 waits until all ranks have received it, since a token that it finds may
     be an old one. Rank 0 queries the store a few times per rank, and each rank a few times in
-    total, however long they wait. Raises RuntimeError if a rank does not arrive within `timeout_s`.
+    total, however long they wait. Raises RuntimeError if a rank does not arrive within `timeout_s`,
+    BadInputError if this process belongs to another `job` than rank 0, or its rank is taken.
     """
-    token = uuid.uuid4().hex
+    arrival = _Arrival(
+        token=uuid.uuid4().hex, rank=ranks.rank, world_size=ranks.world_size,
+        host=socket.gethostname(), pid=os.getpid(), job=dict(job or {}),
+    )  # fmt: skip
     if ranks.rank == 0:
-        _publish_session(store, token, ranks.world_size, timeout_s)
-        return token
-    store.set(f"token/{store.add('tokens', 1)}", token)
-    invitation = f"session/{token}"
+        return _publish_session(store, arrival, timeout_s)
+    shown = arrival.model_dump_json()
+    store.set(f"token/{store.add('tokens', 1)}", shown)
+    invitation = f"session/{shown}"
     try:
         store.wait([invitation], timedelta(seconds=timeout_s))
     except dist.DistStoreError:
         raise RuntimeError("rank 0 did not come") from None
     name = store.get(invitation).decode()
+    if name.startswith(_REFUSAL):
+        raise BadInputError(name.removeprefix(_REFUSAL))
     if store.add(f"joined/{name}/{ranks.rank}", 1) == 1:
+        store.set(f"member/{name}/{ranks.rank}", shown)
         store.add(f"joined/{name}", 1)
-    return name
+        return Session(name, arrival)
+    store.set(f"surplus/{name}", shown)
+    why = "another process had come as this rank"
+    raise BadInputError(_format_refusal(arrival, _read(store, f"leader/{name}"), why))
 
 
-def _publish_session(store: Store, name: str, world_size: int, timeout_s: float) -> None:
+def _publish_session(store: Store, leader: _Arrival, timeout_s: float) -> Session:
     """Send the session's name to every rank that publishes a token, until all ranks have joined."""
+    name, world_size = leader.token, leader.world_size
     seen, waiting = 0, set[int]()  # token numbers; a rank first counts, then shows its own
     pause_s, until_s = _FIRST_PAUSE_S, time.monotonic() + timeout_s
+    store.set(f"leader/{name}", leader.model_dump_json())
     while store.add(f"joined/{name}", 0) < world_size - 1:
         count = store.add("tokens", 0)
         waiting |= {*range(seen + 1, count + 1)}
         shown = {number for number in waiting if store.check([f"token/{number}"])}
         for number in shown:
-            store.set(f"session/{store.get(f'token/{number}').decode()}", name)
+            key = store.get(f"token/{number}").decode()
+            store.set(f"session/{key}", _invite(leader, _parse(key)))
         waiting -= shown
         if time.monotonic() > until_s:
             raise RuntimeError(_describe_missing(store, name, world_size))
         pause_s = _FIRST_PAUSE_S if count > seen else min(2 * pause_s, _LONGEST_PAUSE_S)
         seen = count
         time.sleep(pause_s)
+    return Session(name, leader, seen, waiting)
+
+
+def _invite(leader: _Arrival, one: _Arrival | None) -> str:
+    """Return the session's name for a process of this job, or why it is of another."""
+    different = None if one is None else leader.find_difference(one)
+    if one is None or different is None:
+        return leader.token
+    return _REFUSAL + _format_refusal(one, leader, f"this one has {different}")
+
+
+def _format_refusal(one: _Arrival, leader: _Arrival | None, why: str) -> str:
+    rank_0 = "" if leader is None else f" (its rank 0 is {leader.process})"
+    return (
+        f"rank {one.rank} ({one.process}) found another job at this MASTER_ADDR and "
+        f"MASTER_PORT{rank_0}: {why}. {_APART}. If it is meant to be the same job, stop all its "
+        "processes and start them again, each rank once and all by one launcher."
+    )
+
+
+def _read(store: Store, key: str) -> _Arrival | None:
+    return _parse(store.get(key).decode())
+
+
+def _parse(shown: str) -> _Arrival | None:
+    """Return what a process showed; None for those of another version of outpace."""
+    try:
+        return _Arrival.model_validate_json(shown)
+    except ValidationError:
+        return None
 
 
 def _describe_missing(store: Store, name: str, world_size: int) -> str:

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -230,10 +230,12 @@ def assemble(
     loader = _loader(job, job.inputs.train_data, start_step, job.total_steps)
     stack.callback(loader.close)
 
+    check_number = partial(_check_number, cache(partial(notify, job.callbacks, "on_hint")))
+
     def measure(step: int, heeds_stop: bool = False) -> Evaluation | None:
         found = _evaluate(job, layout, mixed, step, stop if heeds_stop else None)
         stepper.free_cache()
-        _check_number(job, found)
+        check_number(found)
         return found
 
     placement = placement_hints(job.groups)
@@ -528,14 +530,13 @@ def _loader(
     )
 
 
-def _check_number(job: Job, found: Evaluation | None) -> None:
-    """Say that a validation loss is NaN or infinite."""
+def _check_number(hint_once: Callable[[str], None], found: Evaluation | None) -> None:
+    """Say that a validation loss is NaN or infinite; `hint_once` repeats no sentence."""
     if found is not None and not math.isfinite(found.loss):
-        said = (
-            f"the validation loss is {found.loss}: look for NaN or too "
-            "large values in the validation data, and for samples without a target"
+        hint_once(
+            f"the validation loss is {found.loss}: look for NaN or too large values in the "
+            "validation data, and for samples without a target"
         )
-        notify(job.callbacks, "on_hint", said)
 
 
 def _evaluate(

@@ -11,7 +11,7 @@ import torch
 
 from outpace.catalog.accelerators import find_accelerator
 from outpace.interop.models import names_code
-from outpace.interop.peft import ADAPTER_WEIGHTS
+from outpace.interop.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, fingerprint_config
 from outpace.interop.user_file import code_fingerprint
 from outpace.interop.weights import fingerprint_files, weight_files
 from outpace.jobs.defaults import (
@@ -136,10 +136,11 @@ def prepare_run(settings: TrainSettings, context: RunContext) -> Iterator[Prepar
         groups = stack.enter_context(
             process_groups(ranks, device, settings.comm_timeout_s, backend)
         )
-        doing = RankActivity("the preparation")
+        doing = RankActivity("the preparation", on_surplus=partial(notify, heard, "on_hint"))
         with hang_watchdog(groups, doing, settings.comm_timeout_s, deadline, stop), guard:
             guard.watch(readings(settings.memory_limit, device, ranks), groups.store)
             limit_device(settings.memory_limit, device)
+            groups.require_one_job()
             _require_same(groups, settings, device, plan, total_steps, inputs)
             spec, seq_len = inputs.spec, inputs.seq_len
             tracer = Tracer()
@@ -349,6 +350,7 @@ def _stored_weights(
     if ranks.rank != 0 and ranks.local_rank != 0:
         return {}
     opened, content, folder = inputs.opened, None, settings.model
+    scaled: str | None = None
     if opened is not None and opened.weights is not None and inputs.starts_from_stored(settings):
         files = weight_files(opened.weights)
         folder = str(opened.weights)
@@ -356,6 +358,10 @@ def _stored_weights(
             # Where it is missing, reading it says so.
             files += [path for path in [opened.adapter / ADAPTER_WEIGHTS] if path.is_file()]
             folder += f" and {opened.adapter}"
+            scaled = fingerprint_config(opened.adapter)
         content = fingerprint_files(files, _SAMPLE_BYTES)
     remedy = f"Give all hosts the files of rank 0's: replace {folder} by a copy of its."
-    return {"content of its weights": Fact(content, remedy)}
+    return {
+        f"{ADAPTER_CONFIG} (without the base's name)": Fact(scaled, remedy),
+        "content of its weights": Fact(content, remedy),
+    }

@@ -1,5 +1,7 @@
 """How ranks join and leave: what torch is told, and what happens after a failure."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -21,7 +23,7 @@ def calls(monkeypatch):
         return lambda *args, **given: seen.append((name, args, given))
 
     monkeypatch.setattr(group, "_open_store", lambda *_: torch.distributed.HashStore())
-    monkeypatch.setattr(group, "agree_on_session", lambda *_: "a")
+    monkeypatch.setattr(group, "agree_on_session", lambda *_: SimpleNamespace(name="a"))
     monkeypatch.setattr(group, "register_gloo_shutdown", lambda: None)
     for name in ("init_process_group", "destroy_process_group", "new_group"):
         monkeypatch.setattr(group.dist, name, note(name))

@@ -1,5 +1,7 @@
 """Ranks that a user started with different settings."""
 
+import json
+import shutil
 import socket
 from pathlib import Path
 
@@ -7,8 +9,11 @@ import pytest
 
 from outpace.data.tokenizer import train_tokenizer
 from outpace.interop.huggingface import write_model
+from outpace.interop.peft import write_adapter
+from outpace.nn.lora import add_adapters
 from outpace.nn.transformer import Transformer
 from outpace.records.model import ModelSpec
+from outpace.records.plan import Plan
 
 OTHER = f"rank 1 (on {socket.gethostname()}) has another {{}} than rank 0 (on "
 FORKED = Path(__file__).parents[2] / "parallel" / "forked.py"
@@ -21,6 +26,7 @@ from outpace.cli.main import command
 unlike = sys.argv[1:3] if os.environ["RANK"] == "1" else []
 command(["train", *sys.argv[3:], *unlike])
 """
+EACH_ON_A_HOST = "os.environ |= {'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1'}\n"
 CODE = """
 from torch import nn
 
@@ -55,8 +61,7 @@ def test_ranks_with_other_settings_are_refused(setting, command, corpus, token_c
 def test_ranks_with_other_code_or_weights_are_refused(command, corpus, token_cache, tmp_path):
     """Folders of one name on two hosts, one of them out of date."""
     script = tmp_path / "unlike.py"
-    each_on_a_host = "os.environ |= {'LOCAL_RANK': '0', 'LOCAL_WORLD_SIZE': '1'}\n"
-    script.write_text(UNLIKE.replace("unlike =", each_on_a_host + "unlike =", 1))
+    script.write_text(UNLIKE.replace("unlike =", EACH_ON_A_HOST + "unlike =", 1))
     for name, text in (("one", CODE), ("two", CODE.replace("Tanh", "Sigmoid"))):
         (tmp_path / f"{name}.py").write_text(text)
         spec = ModelSpec(family="llama", layers=1, hidden=16, heads=2, vocab=512, max_positions=64)
@@ -87,3 +92,34 @@ def test_settings_of_one_rank_may_differ(command, corpus, token_cache, tmp_path)
     done = command(FORKED, 2, script, *own, *FLAGS, *places, timeout=120)
     assert "has another" not in done.stdout + done.stderr
     assert (tmp_path / "run" / "model").is_dir()
+
+
+def test_ranks_with_another_scale_of_an_adapter_are_refused(command, corpus, token_cache, tmp_path):
+    """Its matrices are the same file, and the base has another name on each host."""
+    script = tmp_path / "unlike.py"
+    script.write_text(UNLIKE.replace("unlike =", EACH_ON_A_HOST + "unlike =", 1))
+    spec = ModelSpec(family="llama", layers=1, hidden=16, heads=2, vocab=512, max_positions=64)
+    module = Transformer(spec, seed=3)
+    write_model(tmp_path / "base", spec, module.state_dict(), None)
+    train_tokenizer((corpus / "wave.txt").read_text().splitlines(), 512).save(tmp_path / "words")
+    plan = Plan(lora_rank=2, lora_alpha=4.0, lora_targets=("q",))
+    for name in ("one", "two", "like"):
+        adapted = add_adapters(Transformer(spec, seed=3), plan, 5)
+        write_adapter(tmp_path / name, adapted, plan, tmp_path / "base", None)
+        (tmp_path / name / "checksums.json").unlink()  # as peft's own have none
+    path = tmp_path / "two" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "lora_alpha": 8}))
+    shutil.copytree(tmp_path / "base", tmp_path / "elsewhere")
+    path = tmp_path / "like" / "adapter_config.json"
+    other = {"base_model_name_or_path": str(tmp_path / "elsewhere")}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **other}))
+    places = (f"--data={corpus}", f"--cache-dir={token_cache}", f"--tokenizer={tmp_path / 'words'}")
+    for second, refused in (("two", True), ("like", False)):
+        words = ("--model", tmp_path / second, *FLAGS, *places, f"--model={tmp_path / 'one'}")
+        done = command(
+            FORKED, 2, script, *words, f"--out={tmp_path / f'{second}-run'}", timeout=120
+        )
+        said = "has another adapter_config.json (without the base's name) than rank 0"
+        assert (said in done.stdout + done.stderr) == refused
+        assert ('"lora_alpha": 8' in done.stdout + done.stderr) == refused
+        assert (tmp_path / f"{second}-run" / "model").is_dir() != refused, done.stderr

@@ -1,12 +1,15 @@
 """A store that other ranks have used: the names of theirs lead nobody astray."""
 
+import os
 import threading
+import time
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
 from outpace.jobs.ranks.session import agree_on_session
+from outpace.records.errors import BadInputError
 from outpace.records.ranks import Ranks
 
 
@@ -24,7 +27,7 @@ def join(store, world_size, order=None, limit_s=60.0):
     def enter(rank):
         ranks = Ranks(rank=rank, world_size=world_size, local_world_size=world_size,
                       local_rank=rank)  # fmt: skip
-        names[rank] = agree_on_session(store.clone(), ranks, limit_s)
+        names[rank] = agree_on_session(store.clone(), ranks, limit_s).name
 
     order = range(world_size) if order is None else order
     threads = [threading.Thread(target=enter, args=(rank,)) for rank in order]
@@ -70,16 +73,77 @@ def test_a_process_that_ended_before_it_showed_its_token_holds_up_nobody(store):
     assert len(set(join(store, 3, (1, 0, 2)))) == 1
 
 
-def test_a_rank_that_comes_twice_is_not_taken_for_two(store):
-    ranks = [Ranks(rank=1, world_size=3, local_rank=1, local_world_size=3)] * 2
-    threads = [threading.Thread(target=agree_on_session, args=(store.clone(), one, 60.0))
-               for one in ranks]  # fmt: skip
-    for thread in threads:
-        thread.start()
+def enter(found, store, rank, world_size, **job):
+    """Note the session of a rank of a job, or why there is none."""
+    ranks = Ranks(rank=rank, world_size=world_size, local_world_size=world_size, local_rank=rank)
+    try:
+        found.append(agree_on_session(store.clone(), ranks, 5.0, job))
+    except BadInputError as error:
+        found.append(str(error))
+
+
+def start(*arguments, **job):
+    thread = threading.Thread(target=enter, args=arguments, kwargs=job)
+    thread.start()
+    return thread
+
+
+def test_a_rank_that_comes_twice_is_refused_and_not_taken_for_two(store):
+    """Both may be of this job, so that rank 0 is told of it, too."""
+    found = []
+    for thread in [start(found, store, 1, 3), start(found, store, 1, 3)]:
+        thread.join(0.2)
     with pytest.raises(RuntimeError, match="rank 2 did not come"):
         agree_on_session(store, Ranks(world_size=3, local_world_size=3), 1.0)
+    (refused,) = [one for one in found if isinstance(one, str)]
+    assert "rank 1 (process" in refused and "another process had come as this rank" in refused
+
+
+def test_rank_0_is_told_of_a_rank_that_came_twice(store, monkeypatch):
+    monkeypatch.setattr(os, "getpid", threading.get_ident)  # as if each were a process
+    found, leader = [], []
+    threads = [start(found, store, 1, 2), start(found, store, 1, 2)]
+    start(leader, store, 0, 2).join()
+    with pytest.raises(BadInputError, match=r"came as rank 1 too.*MASTER_PORT of its own"):
+        while any(thread.is_alive() for thread in threads):
+            leader[0].require_no_surplus(store)
+        leader[0].require_no_surplus(store)
     for thread in threads:
         thread.join()
+    assert any(isinstance(one, str) and "found another job" in one for one in found)
+
+
+def test_a_process_of_another_job_is_refused_and_takes_no_place(store):
+    """Whether it comes first or last, and whatever its rank is."""
+    found, leader, others = [], [], []
+    first = start(others, store, 1, 2, SLURM_JOB_ID="13")
+    first.join(0.2)
+    for thread in [start(leader, store, 0, 2, SLURM_JOB_ID="12"), start(others, store, 2, 4),
+                   start(found, store, 1, 2, SLURM_JOB_ID="12"), first]:  # fmt: skip
+        thread.join()
+    assert [one.name for one in found] == [leader[0].name]
+    assert any("SLURM_JOB_ID=13, not 12" in one for one in others)
+    late = start(others, store, 1, 2, SLURM_JOB_ID="14")
+    until_s = time.monotonic() + 5
+    while late.is_alive() and time.monotonic() < until_s:
+        assert leader[0].find_surplus(store) is None  # ranks are not mixed
+        time.sleep(0.05)
+    late.join()
+    assert "SLURM_JOB_ID=14, not 12" in others[-1]
+    assert any("world of 4 processes, not 2" in one for one in others)
+
+
+def test_the_next_session_of_the_same_processes_is_no_other_job(store):
+    """A rank may be done with a training sooner than rank 0, and begin the next."""
+    found, leader = [], []
+    for thread in [start(found, store, 1, 2), start(leader, store, 0, 2)]:
+        thread.join()
+    sooner = start(found, store, 1, 2)
+    time.sleep(0.2)
+    assert leader[0].find_surplus(store) is None
+    start(leader, store, 0, 2).join()
+    sooner.join()
+    assert found[1].name == leader[1].name != leader[0].name
 
 
 def test_a_rank_that_was_there_before_does_not_count_as_there(store):
