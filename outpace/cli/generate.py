@@ -11,6 +11,7 @@ from outpace.cli.output import tell_hint
 from outpace.cli.parser import Parser, number_type
 from outpace.records.errors import BadInputError
 from outpace.records.run import explain_removed_checkpoint
+from outpace.records.settings import MOST_SEED
 
 if TYPE_CHECKING:
     from outpace.data.conversations import Message
@@ -112,7 +113,8 @@ def _parser() -> Parser:
         "0 always takes the likeliest token; 1 samples from the model's distribution "
         "(default: 0.8)", default=0.8)  # fmt: skip
     add("--top-k", "N", number_type(int, 1), "sample among the N likeliest tokens (default: all)")
-    add("--seed", "N", number_type(int, 0), "random seed of the sampling (default: 0)", default=0)
+    add("--seed", "N", number_type(int, 0, MOST_SEED),
+        "random seed of the sampling (default: 0)", default=0)  # fmt: skip
     parser.switch("--chat",
         "answer TEXT as a user's message, with the tokenizer's chat template; without TEXT, hold a "
         "conversation line by line")  # fmt: skip

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from outpace.records.errors import BadInputError, suggest
 
 LONGEST_S = 1e7  # of a wait or a task: about four months
+MOST = 10**18  # of any count or figure, such as tokens to train on
 _SUFFIXES = {"k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
 
 
@@ -173,7 +174,7 @@ def whole_number(text: str) -> int:
 
 
 def number_type(
-    kind: type[int] | type[float], low: float | None = None, high: float | None = None
+    kind: type[int] | type[float], low: float | None = None, high: float = MOST
 ) -> Callable[[str], Any]:
     """Return a converter for argparse that says which numbers are allowed. Bounds are inclusive."""
 
@@ -183,10 +184,10 @@ def number_type(
         except ValueError:
             what = "a whole number" if kind is int else "a number"
             raise argparse.ArgumentTypeError(f"{text!r} is not {what}") from None
-        if (low is not None and not value >= low) or (high is not None and not value <= high):
-            raise argparse.ArgumentTypeError(f"{text} is not {_bounds(low, high)}")
-        if not math.isfinite(value):
+        if math.isinf(value):
             raise argparse.ArgumentTypeError(f"{text} is not a finite number")
+        if not (value <= high and (low is None or value >= low)):
+            raise argparse.ArgumentTypeError(f"{text} is not {_bounds(low, high)}")
         return value
 
     return convert
@@ -231,6 +232,6 @@ def duration_type(low: float) -> Callable[[str], float]:
     return convert
 
 
-def _bounds(low: float | None, high: float | None) -> str:
+def _bounds(low: float | None, high: float) -> str:
     words = [f"at least {low:g}"] if low is not None else []
-    return " and ".join(words + ([f"at most {high:g}"] if high is not None else []))
+    return " and ".join([*words, f"at most {high:g}"])

@@ -4,6 +4,7 @@ One field is one flag (`--global-batch`), one TOML key (`global-batch` or `globa
 keyword of `outpace.train`. Its description is the flag's help.
 """
 
+import math
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self, get_args
@@ -20,6 +21,7 @@ from pydantic import (
     field_validator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from outpace.records.base import Record
 from outpace.records.optimizers import OptimizerName
@@ -45,8 +47,48 @@ def _size(value: object) -> object:
 # A number of bytes, which may be written "8GiB".
 Size = Annotated[PositiveInt, BeforeValidator(_size)]
 
-# Above what any training takes, and what Python's clocks hold.
+# Largest numbers: above what any training takes, and within what libraries and clocks hold.
 _MOST_TIMEOUT_S = 1e7
+_MOST_STEPS = 10**12
+_MOST_TOKENS = 10**18
+_MOST_SAMPLES = 10**9  # in a batch, and tokens in a sample
+_MOST_RANKS = 2**24
+_MOST_PROCESSES = 2**16  # or threads on one host
+_MOST_WIDTH = 2**24  # as of models
+MOST_SEED = 2**63 - 1  # of torch's generators
+# By setting: the smallest above 0, where 0 means something else or is refused, and the largest. A
+# rate below the smallest changes no weight.
+_RANGES: dict[str, tuple[float, float]] = {
+    "data_weights": (1e-18, 1e18),
+    "workers": (1, _MOST_PROCESSES),
+    "seq_len": (1, _MOST_SAMPLES),
+    "global_batch": (1, _MOST_SAMPLES),
+    "micro_batch": (1, _MOST_SAMPLES),
+    "steps": (1, _MOST_STEPS),
+    "tokens": (1, _MOST_TOKENS),
+    "epochs": (1e-9, 1e9),
+    "lr": (1e-15, 1e4),
+    "warmup": (1, _MOST_STEPS),
+    "weight_decay": (1e-15, 1e4),
+    "clip": (1e-15, 1e38),
+    "lora_rank": (1, _MOST_WIDTH),
+    "lora_alpha": (1e-9, 1e9),
+    "checkpoint_every": (1, 100_000),
+    **dict.fromkeys((*AXES, "servers", "pp_microbatches"), (1, _MOST_RANKS)),
+    "worker_devices": (1, _MOST_PROCESSES),
+    "powersgd_rank": (1, _MOST_WIDTH),
+    "powersgd_start": (1, _MOST_STEPS),
+    "bucket_mib": (1, 2**20),
+    "nproc": (1, _MOST_PROCESSES),
+    "threads": (1, _MOST_PROCESSES),
+    "eval_every": (1, _MOST_STEPS),
+    "eval_batches": (1, _MOST_STEPS),
+    "expect_step_time_s": (1e-9, _MOST_TIMEOUT_S),
+    "save_every": (1, _MOST_STEPS),
+    "keep": (1, _MOST_STEPS),
+    "seed": (1, MOST_SEED),
+    "sample_tokens": (1, _MOST_SAMPLES),
+}
 
 Task = Literal["pretrain", "chat", "classify"]
 DEFAULT_SEQ_LEN = 256  # if the model has as many positions
@@ -338,6 +380,20 @@ class TrainSettings(Record):
             return value
         if bool not in _types_of(cls.model_fields[name].annotation):
             raise ValueError(f"{str(value).lower()} is neither a number nor a name")
+        return value
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _require_range(cls, value: Any, info: ValidationInfo) -> Any:
+        """Refuse numbers of a magnitude that no training has; 0 and -1 have other rules."""
+        low, high = _RANGES.get(info.field_name or "", (0, math.inf))
+        for number in value if isinstance(value, tuple) else (value,):
+            if not isinstance(number, (int, float)) or number <= 0:
+                continue
+            if number > high:
+                raise PydanticCustomError("range", f"must be at most {high:,}")
+            if number < low:
+                raise PydanticCustomError("range", f"must be at least {low:,}")
         return value
 
     @model_validator(mode="after")

@@ -74,6 +74,8 @@ def test_lists_that_are_given_several_times_are_one() -> None:
         (["--coats", "two"], "'two' is not a whole number"),
         (["--coats", "12"], "12 is not at least 1 and at most 9"),
         (["--gloss", "nan"], "nan is not at least 0"),
+        (["--gloss", "1e30"], "1e30 is not at least 0 and at most 1e+18"),
+        (["--gloss", "inf"], "inf is not a finite number"),
         (["--gloss", "much"], "'much' is not a number"),
     ],
 )
