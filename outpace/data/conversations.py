@@ -49,6 +49,8 @@ _CLASSES = frozenset(("label", "labels"))
 _WEIGHTS = ("weight", "train", "training", "trainable", "loss", "loss_weight", "loss_mask",
             "loss_scale")  # fmt: skip
 _MASKED = "masked"
+# Columns of KTO's data (trl, ms-swift; LLaMA-Factory) that say whether an answer is wanted.
+_WANTED = ("label", "kto_tag")
 LEARNING_KEYS = frozenset((*_WEIGHTS, _MASKED))
 _FORMS = (
     "'messages' (a list of {role, content}), 'conversations' (a list of {from, value}), "
@@ -75,6 +77,7 @@ def conversation_of(row: Row, roles: Collection[str] = ()) -> Conversation:
     `roles` are additional names of speakers, which are kept unchanged.
     """
     values = row.values
+    _require_wanted(row)
     listed = next((name for name in _LISTS if values.get(name) is not None), None)
     if listed is not None:
         read = [listed]
@@ -114,13 +117,15 @@ def describe_form(columns: Collection[str]) -> str | None:
 
 
 def _require_wanted(row: Row) -> None:
-    """Refuse an answer that its row marks as unwanted, as KTO's data does."""
-    if row.values.get("label") is False:
-        raise BadInputError(
-            f"{row.where} marks its answer as unwanted ('label': false), as in data for preference "
-            "training (KTO), which outpace does not support. Leave such rows out; all others are "
-            "learnt."
-        )
+    """Refuse a row that marks its answer as unwanted, as KTO's data does."""
+    for name in _WANTED:
+        value = row.values.get(name)
+        if value is False or (isinstance(value, str) and value.strip().lower() == "false"):
+            raise BadInputError(
+                f"{row.where} marks its answer as unwanted ({name!r}: false), as in data for "
+                "preference training (KTO), which outpace does not support. Leave such rows out; "
+                "all others are learnt. If the column means something else, rename it."
+            )
 
 
 _Turn = tuple[Message, bool]
@@ -132,7 +137,6 @@ def _of_pair(row: Row, roles: Collection[str]) -> tuple[list[_Turn], list[str]]:
     given = {name for name, value in values.items() if value is not None}
     pair = next((pair for names in (given, values.keys()) for pair in _PAIRS if names >= set(pair)),
                 None)  # fmt: skip
-    _require_wanted(row)
     if pair is None:
         raise _refuse_form(row)
     ask, answer = pair
@@ -270,7 +274,8 @@ def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
         _require_one_text(content, row)
         content = "".join(_part(part, row) for part in content)
     other = ("from", "value", "function_call")
-    kept = {key: value for key, value in one.items() if key not in other}
+    # A key without a value, as Arrow fills in where other messages have one, is no key.
+    kept = {key: value for key, value in one.items() if key not in other and value is not None}
     if calls:
         kept["tool_calls"] = (
             [_call(call, row) for call in calls] if isinstance(calls, list) else calls
@@ -311,6 +316,13 @@ def _part(part: Any, row: Row) -> str:
     if isinstance(part, str):
         return part
     if isinstance(part, dict) and part.get("type", "text") == "text" and "text" in part:
+        for name in (*_WEIGHTS, _MASKED):
+            if part.get(name) is not None:
+                raise BadInputError(
+                    f"{row.where}: a part of a message has the {name} {part[name]!r}, and only "
+                    f"whole messages can have one. Give it to the message ({name!r} beside "
+                    "'role'), or leave it out."
+                )
         return _text(part["text"], "text", row)
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     raise BadInputError(

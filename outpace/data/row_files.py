@@ -30,6 +30,9 @@ _NUL_SHARE, _FEW_NULS = 1 / 16, 15
 _HOLE_SHARE = 0.8  # UTF-32 of ASCII has three in four
 
 
+_CONTENTS = ("content", "value")  # of messages
+
+
 @dataclass(frozen=True)
 class Row:
     """One record.
@@ -396,6 +399,27 @@ class _Text:
             return found, took
 
 
+def without_fillers(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of a columnar format without the nulls that it fills in within columns.
+
+    Arrow gives each object of a column the keys of all others, so that a call's arguments, or a
+    tool's parameters, have those of all tools. A message's content may be null by itself.
+    """
+    return {name: _drop_nulls(value) for name, value in values.items()}
+
+
+def _drop_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_drop_nulls(one) for one in value]
+    if isinstance(value, dict):
+        return {
+            key: _drop_nulls(one)
+            for key, one in value.items()
+            if one is not None or key in _CONTENTS
+        }
+    return value
+
+
 def _parquet(file: Path, columns: Sequence[str] | None) -> Iterator[tuple[Row, int]]:
     import pyarrow
     from pyarrow import parquet
@@ -417,7 +441,7 @@ def _parquet(file: Path, columns: Sequence[str] | None) -> Iterator[tuple[Row, i
         ):
             for values in batch.to_pylist():
                 number += 1
-                yield Row(values, f"{file}, row {number}"), share
+                yield Row(without_fillers(values), f"{file}, row {number}"), share
     except (pyarrow.ArrowException, OSError, ValueError, OverflowError) as error:
         raise BadInputError(f"{file} is not a readable Parquet file: {error}") from None
 

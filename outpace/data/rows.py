@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from outpace.data.row_files import Row, read_rows
+from outpace.data.row_files import Row, read_rows, without_fillers
 from outpace.data.sources import Source, is_held_out, open_dataset, open_source, row_files_below
 from outpace.records.errors import BadInputError
 
@@ -136,7 +136,8 @@ def _of_dataset(source: Source) -> Table:
         if isinstance(kind, datasets.ClassLabel)
     }
     rows = tuple(
-        Row(values, f"{source.reference}, row {number}") for number, values in enumerate(dataset, 1)
+        Row(without_fillers(values), f"{source.reference}, row {number}")
+        for number, values in enumerate(dataset, 1)
     )
     return Table(source.reference, tuple(dataset.column_names), rows, names)
 

@@ -11,6 +11,7 @@ from outpace.data.chat import ChatFormat, encode_all, messages_of
 from outpace.data.conversations import conversation_of
 from outpace.data.padded import IGNORED
 from outpace.data.row_files import Row
+from outpace.data.rows import read_tables
 from outpace.data.tokenizer import load_tokenizer, train_tokenizer
 from outpace.records.errors import BadInputError
 
@@ -105,6 +106,29 @@ def test_usual_forms_mean_the_same(values):
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "DPO.*To learn the preferred answers"),
         ({"chosen": [{"role": "user", "content": "a"}], "rejected": []}, r"line 1 has .*\(DPO and"),
         ({"prompt": "a", "completion": "b", "label": False}, "marks its answer as unwanted"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {"role": "assistant", "content": "b"},
+                ],
+                "label": False,
+            },
+            "'label': false.*If the column means something else, rename it",
+        ),
+        ({"prompt": "a", "completion": "b", "kto_tag": "False"}, "'kto_tag': false"),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": "a"},
+                    {
+                        "role": "assistant",
+                        "content": [{"type": "text", "text": "b", "weight": -1}],
+                    },
+                ]
+            },
+            "a part of a message has the weight -1, and only whole messages",
+        ),
         ({"input_ids": [1, 2], "labels": [1, 2]}, "tokenised already.*into a .bin file"),
         ({"data": [{"prompt": "a", "completion": "b"}]}, "Its 'data' is a list of 1 objects: if"),
         ({"conversations": [{"messages": [], "id": 1}]}, "no role. Its 'conversations' is a list"),
@@ -300,6 +324,41 @@ def test_messages_that_the_template_leaves_out_are_told(plain, formats, content)
     assert encode_all(chat, [row], 512).unwritten == (("line 1: 'system'",) if told else ())
     assert encode_all(formats[1], [row], 512).unwritten == ()
     assert encode_all(chat, [Row({"messages": TALK}, "line 1")], 512).unwritten == ()
+
+
+def test_keys_that_a_columnar_file_fills_in_are_absent(tmp_path):
+    """Arrow gives every object of a column the keys of all: a call would learn others' names."""
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": "a"},
+                {"role": "assistant", "content": None, "tool_calls": [{"function": called}]},
+            ],
+            "label": None,
+        }
+        for called in (
+            {"name": "find", "arguments": {"place": "b"}},
+            {"name": "sum", "arguments": {"of": [1]}},
+        )
+    ]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "calls.parquet")
+    (table,) = read_tables([str(tmp_path / "calls.parquet")])
+    for read, row in zip(table.rows, rows, strict=True):
+        asked, answer = messages_of(read)
+        assert asked == row["messages"][0]
+        assert answer == {**row["messages"][1], "content": ""}
+
+
+def test_a_key_of_a_message_without_a_value_is_absent():
+    """`'tool_calls' in message`, as templates ask, is then as for other writers of the data."""
+    given = {"role": "user", "content": "a", "tool_calls": None, "name": None}
+    (message, _) = messages_of(
+        Row({"messages": [given, {"role": "assistant", "content": "b"}]}, "line 1")
+    )
+    assert message == {"role": "user", "content": "a"}
 
 
 def test_tools_have_a_template_of_their_own_where_there_is_one(plain):
