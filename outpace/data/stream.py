@@ -1,6 +1,7 @@
 """Tokens in memory-mapped files, read as one long array."""
 
 import mmap
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
@@ -8,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
 
 from outpace.data.index import Index
 from outpace.data.sources import readable, require_tokens
@@ -28,9 +30,23 @@ _MOST_IDS = 1 << 20
 _RESIDENT_BYTES = 32 << 20
 _FAULT_BYTES = 2 << 20  # most that is mapped with a page: a huge page
 
+# How often a mapped file is looked at while it is read, and how much of it is compared if it has
+# another time or size.
+_CHECK_S = 0.1
+_PLACES, _PLACE_BYTES = 64, 512
+_START_AGAIN = (
+    "Leave files of tokens as they are while a run uses them, or write new ones under another name "
+    "and rename them. A run resumes with the same tokens as before; start another one for others."
+)
+
 
 class MappedTokens:
-    """A file of token ids that is mapped into memory on use; pickling keeps only its path."""
+    """A file of token ids that is mapped into memory on use; pickling keeps only its path.
+
+    Reading raises BadInputError if the file was written over or cut since: other tokens would be
+    learnt, or the kernel would end the process. A file that replaces it by its name does no harm,
+    as the mapped one stays, nor does one that only grows.
+    """
 
     def __init__(self, path: Path, dtype: str, offset: int = 0) -> None:
         self.path, self._dtype, self._offset = path, dtype, offset
@@ -40,6 +56,8 @@ class MappedTokens:
         self._map = base if isinstance(base, mmap.mmap) else None
         self.ids: Array = np.asarray(mapped)
         self._read_bytes = 0
+        self._state, self._digest = _state_of(path), self._compute_digest()
+        self._checked_s = time.monotonic()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return MappedTokens, (self.path, self._dtype, self._offset)
@@ -52,6 +70,7 @@ class MappedTokens:
 
         Otherwise, the whole file would become resident in training and count in its memory peak.
         """
+        self._require_unchanged()
         found = self.ids[offset : offset + count]
         self._read_bytes += found.nbytes + _FAULT_BYTES
         if self._read_bytes > _RESIDENT_BYTES and self._map is not None:
@@ -60,10 +79,47 @@ class MappedTokens:
             self._read_bytes = 0
         return found
 
+    def _require_unchanged(self) -> None:
+        now_s = time.monotonic()
+        if now_s - self._checked_s < _CHECK_S:
+            return
+        self._checked_s = now_s
+        try:
+            state = _state_of(self.path)
+        except OSError:  # deleted
+            return
+        if state == self._state or state[0] != self._state[0]:
+            return
+        if state[1] < self._offset + self.ids.nbytes:
+            raise BadInputError(
+                f"{self.path} was cut to {state[1]:,} bytes while it was being read. {_START_AGAIN}"
+            )
+        if self._compute_digest() != self._digest:
+            raise BadInputError(
+                f"{self.path} was written over while it was being read. {_START_AGAIN}"
+            )
+        self._state = state
+
+    def _compute_digest(self) -> str:
+        """Hash ids at places all over the file. It is read, since mapped pages count as memory."""
+        last = max(self.ids.nbytes - _PLACE_BYTES, 0)
+        digest = xxhash.xxh3_128()
+        with self.path.open("rb") as file:
+            for place in np.unique(np.linspace(0, last, _PLACES).astype(np.int64)):
+                file.seek(self._offset + int(place))
+                digest.update(file.read(min(_PLACE_BYTES, self.ids.nbytes)))
+        return digest.hexdigest()
+
     def load(self, offset: int, count: int) -> Array:
         """Read ids into memory, since mapped pages count as memory of this process."""
         at = self._offset + offset * self.ids.itemsize
         return np.fromfile(self.path, dtype=self._dtype, count=count, offset=at)
+
+
+def _state_of(path: Path) -> tuple[int, int, int]:
+    """Return a file's number, size and time of the last change."""
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 @dataclass(frozen=True)
@@ -83,6 +139,11 @@ class Stream:
 
     def __len__(self) -> int:
         return self.stop - self.start
+
+    @property
+    def id_bytes(self) -> int:
+        """Number of bytes of the widest ids."""
+        return max((shard.ids.itemsize for shard in self.shards), default=0)
 
     def read(self, begin: int, count: int, mapped: bool = True) -> Array:
         """Return `count` tokens from position `begin`, as int64; use `mapped` if few are needed."""

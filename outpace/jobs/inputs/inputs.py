@@ -53,6 +53,9 @@ from outpace.training.callbacks import Callback, notify
 Split = Literal["train", "validation", "all"]
 
 
+_NARROW_IDS, _WIDE_BYTES = 1 << 16, 4  # number of ids that 2 bytes hold; the next size
+
+
 @dataclass(frozen=True)
 class TrainingInputs:
     """Inputs of a run. `spec` is None for a custom model, `seq_len` for a user's data set."""
@@ -421,8 +424,17 @@ def _model_tokenizer(opened: OpenedModel | None) -> Tokenizer | None:
 
 
 def foreign_id_hints(corpus: Corpus, tokenizer: Tokenizer | None) -> list[str]:
-    """Return a note if the data contain ids that the tokenizer does not have."""
-    if tokenizer is None or corpus.vocab_needed <= tokenizer.vocab_size:
+    """Return a note if the data contain ids that the tokenizer does not have, or lack some."""
+    if tokenizer is None:
+        return []
+    narrow = any(stream.id_bytes < _WIDE_BYTES for stream in corpus.streams)
+    if narrow and tokenizer.vocab_size > _NARROW_IDS:
+        return [
+            f"the data has token ids of 2 bytes, up to {_NARROW_IDS - 1:,}, but the tokenizer has "
+            f"{tokenizer.vocab_size:,} tokens. Its larger ids were written as others, which lie "
+            f"{_NARROW_IDS:,} below them, if there were any. Write ids as uint32, or give texts"
+        ]
+    if corpus.vocab_needed <= tokenizer.vocab_size:
         return []
     return [
         f"the data has token ids up to {corpus.vocab_needed - 1}, but the model's tokenizer "
