@@ -47,7 +47,7 @@ class _Arrival(Record):
 
     @property
     def process(self) -> str:
-        """Its name for the user."""
+        """Return its name for the user."""
         return f"process {self.pid} on {self.host}"
 
     def find_difference(self, other: "_Arrival") -> str | None:
@@ -62,7 +62,7 @@ class _Arrival(Record):
 
 @dataclass
 class Session:
-    """What the joined ranks share: a name in the store, and how rank 0 looks for further ones."""
+    """The joined ranks' name in the store, by which rank 0 also looks for further processes."""
 
     name: str
     arrival: _Arrival
