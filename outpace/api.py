@@ -161,6 +161,7 @@ def plan(
     nodes: int = 1,
     devices_per_node: int | None = None,
     network: str | None = None,
+    host_memory: int | str | None = None,
     seq_len: int | None = None,
     global_batch: int | None = None,
     precision: Precision | None = None,
@@ -180,10 +181,11 @@ def plan(
     """Predict the fastest ways to train a model on given machines.
 
     `machine`: a name in the catalog ("hgx-h100", "4xrtx-3090"), or a file of `probe`; None is this
-    machine. `keep` are settings that every plan must have, `vary` are further settings to search
-    over. With a `lora_rank` the weights are frozen, in the format `base`, and adapters of
-    `lora_targets` are trained. `price` is per device and hour, and needs `tokens`. Times are in
-    seconds, memory in bytes.
+    machine. `host_memory`: bytes of a node's host ("2TiB"), which plans may offload to. `keep` are
+    settings that every plan must have, `vary` are further settings to search over. With a
+    `lora_rank` the weights are frozen, in the format `base`, and adapters of `lora_targets` are
+    trained. `price` is per device and hour, and needs `tokens`. Times are in seconds, memory in
+    bytes.
 
     >>> found = outpace.plan("gpt2", "rtx-4090", seq_len=1024)
     >>> found.plans[0].estimate.fits
@@ -195,9 +197,10 @@ def plan(
 
     asked = {
         "model": model, "machine": machine, "nodes": nodes, "devices_per_node": devices_per_node,
-        "network": network, "seq_len": seq_len, "global_batch": global_batch,
-        "precision": precision, "keep": _pairs(keep), "vary": _join(vary), "lora_rank": lora_rank,
-        "lora_targets": _join(lora_targets), "base": base, "max_tp": max_tp,
+        "network": network, "host_memory": host_memory, "seq_len": seq_len,
+        "global_batch": global_batch, "precision": precision, "keep": _pairs(keep),
+        "vary": _join(vary), "lora_rank": lora_rank, "lora_targets": _join(lora_targets),
+        "base": base, "max_tp": max_tp,
         "trainer": trainer, "trained": trained, "may_idle": may_idle, "tokens": tokens,
         "price": price, "count": count,
     }  # fmt: skip
@@ -212,6 +215,7 @@ def estimate(
     nodes: int = 1,
     devices_per_node: int | None = None,
     network: str | None = None,
+    host_memory: int | str | None = None,
     seq_len: int | None = None,
     global_batch: int | None = None,
     depth: Literal["estimate", "trace"] = "estimate",
@@ -237,8 +241,8 @@ def estimate(
         name, file = str(plan), PlanFile.load(Path(plan))
     asked = {
         "model": model, "machine": machine, "nodes": nodes, "devices_per_node": devices_per_node,
-        "network": network, "seq_len": seq_len, "global_batch": global_batch, "depth": depth,
-        "plan": name,
+        "network": network, "host_memory": host_memory, "seq_len": seq_len,
+        "global_batch": global_batch, "depth": depth, "plan": name,
     }  # fmt: skip
     return command.answer(_options(asked), file)
 

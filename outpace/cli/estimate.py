@@ -59,7 +59,7 @@ def _estimate(
     asked = PlanQuestion(
         model=arguments.model, machine=arguments.machine, nodes=arguments.nodes,
         devices_per_node=arguments.devices_per_node, network=arguments.network,
-        seq_len=arguments.seq_len or file.seq_len,
+        host_memory=arguments.host_memory, seq_len=arguments.seq_len or file.seq_len,
         global_batch=arguments.global_batch or file.global_batch, precision=plan.precision,
         measures=True,
     )  # fmt: skip

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, NoReturn
 
 from outpace.records.errors import BadInputError, suggest
+from outpace.records.units import read_bytes
 
 LONGEST_S = 1e7  # of a wait or a task: about four months
 MOST = 10**18  # of any count or figure, such as tokens to train on
@@ -230,6 +231,14 @@ def duration_type(low: float) -> Callable[[str], float]:
         return value
 
     return convert
+
+
+def byte_size(text: str) -> int:
+    """Convert a size for argparse: 512GiB, 2TiB, 8e9."""
+    try:
+        return read_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _bounds(low: float | None, high: float) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from outpace.cli.output import output_file, save_output, write_output
-from outpace.cli.parser import JoinedList, Parser, number_type
+from outpace.cli.parser import JoinedList, Parser, byte_size, number_type
 from outpace.records.errors import BadInputError
 from outpace.records.precisions import Precision
 
@@ -111,6 +111,7 @@ def _read_request(arguments: argparse.Namespace) -> "PlanQuestion":
         nodes=arguments.nodes,
         devices_per_node=arguments.devices_per_node,
         network=arguments.network,
+        host_memory=arguments.host_memory,
         seq_len=arguments.seq_len,
         global_batch=arguments.global_batch,
         precision=arguments.precision,
@@ -308,6 +309,9 @@ def add_question(parser: Parser, of: str = "") -> None:
     add("--devices-per-node", "N", whole, "ranks per machine (default: the machine's)")
     add("--network", "WORDS", str,
         "network of a node: '8 x infiniband-ndr', 3200Gbit/s (default: the machine's)")  # fmt: skip
+    add("--host-memory", "SIZE", byte_size,
+        "memory of a node's host, which plans may offload to: 512GiB, 2TiB (default: the "
+        "machine's, if it is known)")  # fmt: skip
     add("--seq-len", "N", whole, f"tokens per sample (default: {of}the model's, at most 2048)")
     add("--global-batch", "N", whole, f"samples per step (default: {of}4 per device)")
     add("--precision", "NAME", str,

@@ -45,7 +45,7 @@ from outpace.planner.step_time.estimate import StepTimes, estimate, offloading
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import Estimate, KeptOption, OffloadingPart, Plans, RankedPlan, Role
 from outpace.records.plan import Plan
-from outpace.records.units import show_count
+from outpace.records.units import show_count, show_seconds
 
 _FINALISTS = 2  # times the number of shown plans
 
@@ -85,11 +85,13 @@ def plans(job: PlanningProblem) -> Plans:
         notes=(
             *job.outline.notes,
             *job.cluster.notes,
+            *_host_memory_note(job, used),
             _interval(job).note,
             *_uncertainties(planned),
             *_extrapolated_note(planned[0]),
             *_routing(job),
             *_adapter_notes(job, planned),
+            *_batch_note(planned[0]),
             *_list_hints(used, found),
         ),
     )
@@ -158,6 +160,17 @@ def _extrapolated_note(planned: RankedPlan) -> list[str]:
     return [f"Extrapolated: {'; '.join(planned.extrapolated)}{wider}."]
 
 
+def _host_memory_note(job: PlanningProblem, used: PlanningProblem) -> list[str]:
+    """Return what is assumed of a host whose memory is not known, where plans may offload to it."""
+    if len(job.by_assumption()) == 1:
+        return []
+    unknown = f"How much memory a host of {job.cluster.name} has is not known"
+    state = "Give a node's with --host-memory, as in --host-memory 512GiB"
+    if not used.wanted.offloads:
+        return [f"{unknown}, so no plan offloads. {state}: plans that offload may be faster."]
+    return [f"{unknown}, and nothing fits without offloading: it is taken to be enough. {state}."]
+
+
 def _routing(job: PlanningProblem) -> list[str]:
     """Return a note on the assumed load of experts."""
     if not job.outline.experts:
@@ -189,6 +202,24 @@ def _adapter_notes(job: PlanningProblem, planned: Sequence[RankedPlan]) -> list[
     return [
         "Every step fetches the weights from the host, since training all of them does not fit. "
         "Adapters take far less: plan them with --lora-rank 16 (and --base nf4)."
+    ]
+
+
+_MUCH_OF_STEP = 0.25  # of its time
+
+
+def _batch_note(planned: RankedPlan) -> list[str]:
+    """Return what a step of offloading takes whatever its batch, where that is much of the step."""
+    one = planned.estimate
+    fixed_s = sum(
+        part.exposed_s for part in one.offloading if part.what in ("optimizer", "host step", "disk")
+    )
+    if fixed_s < _MUCH_OF_STEP * one.step_time_s:
+        return []
+    return [
+        f"Of plan 1's step {show_seconds(fixed_s)} are the optimizer's, off the device, however "
+        "many samples a step has: a larger --global-batch (more accumulation) spreads it over "
+        "more tokens."
     ]
 
 
@@ -257,9 +288,10 @@ def _slow_alternatives(found: SearchResult) -> tuple[bool, bool]:
 
 
 def list_places(found: SearchResult) -> list[tuple[int, tuple[Role, ...]]]:
-    """Return the plans to list by role: recommended, fastest and leanest, then other kinds."""
+    """Return the plans to list, those with a role first, then those of other kinds."""
     roles: list[tuple[int, Role]] = [
-        (found.simplest, "recommended"), (found.fastest, "fastest"), (found.leanest, "leanest"),
+        (found.simplest, "recommended"), (found.fastest, "fastest"),
+        (found.leanest, "with headroom" if found.roomier else "leanest"),
     ]  # fmt: skip
     fastest = to_plan(found.columns, found.fastest)
     listed: dict[str, tuple[int, tuple[Role, ...]]] = {}
@@ -274,6 +306,16 @@ def list_places(found: SearchResult) -> list[tuple[int, tuple[Role, ...]]]:
 
 
 def _fastest(job: PlanningProblem) -> tuple[PlanningProblem, SearchResult]:
+    """Search; return the problem whose plans fit (`by_assumption`), and what was found."""
+    *first, last = job.by_assumption()
+    for one in first:
+        used, found = _fastest_on_nodes(one)
+        if len(found.ranked):
+            return used, found
+    return _fastest_on_nodes(last)
+
+
+def _fastest_on_nodes(job: PlanningProblem) -> tuple[PlanningProblem, SearchResult]:
     """Search on all nodes or, if nodes may stay idle, on the number of nodes that is fastest."""
     best = job, _search(job)
     for nodes in _smaller_clusters(job) if job.idle else ():
@@ -332,9 +374,13 @@ def fastest_plan(
     job: PlanningProblem, accepts: Callable[[Plan], bool]
 ) -> tuple[RankedPlan | None, int]:
     """Return the fastest plan that fits and `accepts` allows, and the number considered."""
-    plan, considered = fastest_accepted(
-        job.question, job.wanted, job.checked_bytes, job.limit, accepts
-    )
+    plan, considered = None, 0
+    for one in job.by_assumption():
+        plan, considered = fastest_accepted(
+            one.question, one.wanted, one.checked_bytes, one.limit, accepts
+        )
+        if plan is not None:
+            break
     if plan is None:
         return None, considered
     named = ", ".join([title(plan), *varied_options(plan, job.wanted.vary)])

@@ -89,6 +89,15 @@ class PlanningProblem:
             needs[away[short]] = np.nextafter(self.limit, np.inf)
         return needs
 
+    def by_assumption(self) -> "tuple[PlanningProblem, ...]":
+        """Return the problem as it is to be searched: in turn, until a plan fits.
+
+        Where a host's memory is not known, plans that offload nothing come before all others.
+        """
+        if not self.wanted.may_offload_to_host or self.cluster.host_bytes is not None:
+            return (self,)
+        return replace(self, wanted=replace(self.wanted, offloads=False)), self
+
     def offloads(self, columns: PlanBatch) -> Floats:
         """Return, for each plan, the bytes of host memory per node that its ranks offload to."""
         return self.offloaded_bytes(columns)[0]

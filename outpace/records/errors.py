@@ -102,6 +102,12 @@ def join_or(names: Iterable[object]) -> str:
     return f"{', '.join(first)} or {last}" if first else last
 
 
+def join_and(names: Iterable[object]) -> str:
+    """Return a list for a sentence: "a", "a and b", "a, b and c"."""
+    *first, last = map(str, names)
+    return f"{', '.join(first)} and {last}" if first else last
+
+
 def quote_names(names: Iterable[object], most: int = 24) -> str:
     """Return names from data for a sentence, each in quotes: "'a', 'b' and 40 more".
 

@@ -1,22 +1,16 @@
 """Estimate of a plan: time and memory, what they consist of, and how certain they are."""
 
-from collections.abc import Sequence
 from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from outpace.records.base import Record, entry
+from outpace.records.errors import join_and
 from outpace.records.plan import Plan
 
 Depth = Literal["estimate", "trace", "measure"]
-Role = Literal["recommended", "fastest", "leanest"]
+Role = Literal["recommended", "fastest", "leanest", "with headroom"]
 RateSource = Literal["probed", "catalog", "guessed"]
-
-
-def join_roles(roles: Sequence[str]) -> str:
-    """Join names of roles: "recommended, fastest and leanest"."""
-    *first, last = roles
-    return f"{', '.join(first)} and {last}" if first else last
 
 
 class OffloadingPart(Record):
@@ -109,7 +103,8 @@ class RankedPlan(Record):
 
     `roles` say why it is listed: `recommended`, the simplest with the most free memory among those
     about as fast as the fastest; `fastest`; `leanest`, the one with the least memory among those
-    that are nearly as fast. A plan without a role is the fastest of another kind.
+    that are nearly as fast; `with headroom`, if those all fill a device's memory, the fastest that
+    does not. A plan without a role is the fastest of another kind.
     """
 
     title: str
@@ -130,7 +125,7 @@ class RankedPlan(Record):
     @property
     def listed_title(self) -> str:
         """Return the title, after the plan's roles."""
-        return f"{join_roles(self.roles).capitalize()}: {self.title}" if self.roles else self.title
+        return f"{join_and(self.roles).capitalize()}: {self.title}" if self.roles else self.title
 
 
 class RejectedFamily(Record):
@@ -172,7 +167,7 @@ class Plans(Record):
     defaults: dict[str, str] = entry("options that were not given, with the values used", {})
 
     def plan_for(self, role: Role) -> RankedPlan | None:
-        """Return the plan listed as recommended, fastest or leanest; None if it is not listed."""
+        """Return the plan that is listed with this role; None: no plan is."""
         return next((planned for planned in self.plans if role in planned.roles), None)
 
     @property

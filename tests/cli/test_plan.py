@@ -352,6 +352,11 @@ def test_what_is_offloaded_is_the_hosts_memory(capsys, monkeypatch):
     assert "GiB of host memory per node; how much it has is not known" in text
     known = shown(capsys, monkeypatch, *words, "--machine=dgx-h100")
     assert "GiB of host memory per node; it has 2.00 TiB" in known
+    stated = shown(capsys, monkeypatch, *words, "--host-memory=512GiB")
+    assert "GiB of host memory per node; it has 512.00 GiB" in stated
+    sentence = refused(capsys, *words, "--host-memory=1GiB")
+    assert "of a node's 1.00 GiB of host memory" in sentence
+    assert "'much' is not a number of bytes" in refused(capsys, *words, "--host-memory=much")
     words[-1] = "--keep=offload_parameters=cpu,strategy=zero3"
     one = said(capsys, *words)["plans"][0]["estimate"]  # gradients lie with their weights
     assert one["host_offloaded_bytes"] == pytest.approx(16 * 8.03e9, rel=0.01)

@@ -15,8 +15,8 @@ from outpace.planner.memory.framework_traits import (
 from outpace.planner.plan import estimate_plan, fastest_plan
 from outpace.planner.problem import PlanningProblem
 from outpace.planner.search.alternatives import EQUAL
-from outpace.records.errors import BadInputError
-from outpace.records.estimate import Estimate, Plans, RankedPlan, join_roles
+from outpace.records.errors import BadInputError, join_and
+from outpace.records.estimate import Estimate, Plans, RankedPlan
 from outpace.records.model import ModelSpec
 from outpace.records.outline import Outline
 from outpace.records.plan import Plan
@@ -88,7 +88,7 @@ def pick_plan(
             return False
 
     found, considered = fastest_plan(there, expresses)
-    label = f"Plan 1, the {join_roles(first.roles)}"
+    label = f"Plan 1, the {join_and(first.roles)}"
     if found is None:
         why = f"{label}, since {name} can express none of the plans that fit: {first.title}."
         return _pick(name, there, first, model, 1, why)
@@ -179,7 +179,7 @@ def _find_obstacle(
 
 def _reason_for_first(name: str, job: PlanningProblem, first: RankedPlan, found: RankedPlan) -> str:
     """Say that the recommended plan is written, and compare it with the fastest."""
-    label = f"Plan 1, the {join_roles(first.roles)}: {first.title}"
+    label = f"Plan 1, the {join_and(first.roles)}: {first.title}"
     slower = estimate_plan(job, first.plan).estimate.step_time_s / found.estimate.step_time_s - 1
     if found.plan == first.plan or slower < _ALIKE:
         return f"{label}."
@@ -193,7 +193,7 @@ def _slower_than_fastest(found: RankedPlan, answer: Plans) -> str:
     fastest = answer.plan_for("fastest") or answer.plans[0]
     slower = max(0.0, found.estimate.step_time_s / fastest.estimate.step_time_s - 1)
     number = answer.plans.index(fastest) + 1
-    return f"{show_share(slower)} slower than plan {number}, the {join_roles(fastest.roles)}"
+    return f"{show_share(slower)} slower than plan {number}, the {join_and(fastest.roles)}"
 
 
 def _estimate_written(

@@ -44,7 +44,7 @@ from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 from outpace.records.precisions import PURE, WHERE_OFFLOADED, Precision
 from outpace.records.training_log import CorrectedMachine, is_corrected
-from outpace.records.units import read_bytes
+from outpace.records.units import read_bytes, write_bytes
 
 PLANNED_SEQ_LEN = 2048
 CALIBRATED_HINT = (
@@ -71,7 +71,8 @@ class PlanQuestion:
     settings of adapters that are given by their own options. `autocast`: the planned trainer uses
     16 bits only through autocast. `trainer`: the training software; None: outpace. `measures`: if
     this machine has no accelerator and was not probed, first measure matrix products, which takes
-    about two seconds.
+    about two seconds. `host_memory`: bytes of a node's host; None if they are those known of
+    the machine.
     """
 
     model: str
@@ -79,6 +80,7 @@ class PlanQuestion:
     nodes: int = 1
     devices_per_node: int | None = None
     network: str | None = None
+    host_memory: int | None = None
     seq_len: int | None = None
     global_batch: int | None = None
     precision: Precision | None = None
@@ -99,7 +101,7 @@ class PlanQuestion:
 def job(asked: PlanQuestion) -> PlanningProblem:
     """Build the planner's request. Raises BadInputError for unknown or impossible values."""
     _, outline, _ = find_outline(asked.model)
-    cluster = _cluster(asked)
+    cluster = _set_host_memory(_cluster(asked), asked.host_memory)
     world = cluster.devices
     seq_len = asked.seq_len or min(outline.max_positions, PLANNED_SEQ_LEN)
     if outline.learned_positions and seq_len > outline.max_positions:
@@ -216,6 +218,18 @@ def _cluster(asked: PlanQuestion) -> Cluster:
         )
     network = None if asked.network is None else read_network(asked.network)
     return of_catalog(node, asked.nodes, network, asked.devices_per_node)
+
+
+def _set_host_memory(cluster: Cluster, nbytes: int | None) -> Cluster:
+    """Return the cluster with that much memory in each host. Raises BadInputError on CPUs."""
+    if nbytes is None:
+        return cluster
+    if cluster.device.kind == "cpu":
+        raise BadInputError(
+            f"--host-memory {write_bytes(nbytes)}: {cluster.name} trains on its CPUs, so the "
+            "host's memory is that of the devices and nothing is offloaded to it. Leave it out."
+        )
+    return replace(cluster, host_bytes=nbytes)
 
 
 def check_network(asked: PlanQuestion, file: CorrectedMachine, path: Path) -> None:

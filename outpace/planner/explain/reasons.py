@@ -19,8 +19,8 @@ from outpace.planner.search.space import (
     refused_size,
     to_plan,
 )
-from outpace.records.errors import join_or
-from outpace.records.estimate import RejectedFamily, Role, join_roles
+from outpace.records.errors import join_and, join_or
+from outpace.records.estimate import RejectedFamily, Role
 from outpace.records.plan import Plan
 from outpace.records.units import show_bytes, show_seconds, show_share
 
@@ -45,19 +45,22 @@ def explain_plan(
     room, theirs = (show_bytes(round(float(found.needs[one]))) for one in (place, found.fastest))
     if "recommended" in roles:
         begin = f"as fast as the fastest ({against})" if mine / least - 1 < _ALIKE else slower
-        risk = _risk_of_fastest(job, found)
+        risk = _risk_of_fastest(job, found, place)
         if risk is not None and mine > EQUAL * least:
-            return f"{join_roles(roles)}: {slower}, which {risk}"
+            return f"{join_and(roles)}: {slower}, which {risk}"
         left = _MORE_ROOM * float(found.needs[place]) < float(found.needs[found.fastest])
         gain = (
             f"with more memory left ({room} used, {theirs} by the fastest)" if left else "simpler"
         )
-        return f"{join_roles(roles)}: {begin}, less than estimates are off, and {gain}"
+        return f"{join_and(roles)}: {begin}, less than estimates are off, and {gain}"
+    if "with headroom" in roles:
+        free = show_share(1 - ROOMY)
+        return (
+            f"with headroom: {room} of memory, the fastest that leaves {free} of a device's free; "
+            f"{slower}"
+        )
     if "leanest" in roles:
         most = show_share(LEAN - 1)
-        if found.roomier:
-            free = show_share(1 - ROOMY)
-            return f"leanest: {room} of memory, the fastest that leaves {free} of it free; {slower}"
         offloads = _offload_places(to_plan(found.columns, found.fastest))
         those = "plans" if offloads else "plans without offloading"
         return f"leanest: {room} of memory, the least of {those} up to {most} slower; {slower}"
@@ -66,12 +69,14 @@ def explain_plan(
     return f"{slower}: {_largest_gap(found, place, found.fastest)}"
 
 
-def _risk_of_fastest(job: PlanningProblem, found: SearchResult) -> str | None:
-    """Return what the fastest plan risks: offloads or full memory; None if neither applies."""
-    plan = to_plan(found.columns, found.fastest)
-    away = _offload_places(plan)
+def _risk_of_fastest(job: PlanningProblem, found: SearchResult, place: int) -> str | None:
+    """Return what the fastest plan risks that another does not: offloads or full memory."""
+    theirs, mine = (
+        _offload_places(to_plan(found.columns, one)) for one in (found.fastest, place)
+    )  # fmt: skip
+    away = [name for name in theirs if name not in mine]
     if away:
-        return f"offloads {' and '.join(away)}"
+        return f"{'also ' if mine else ''}offloads {join_and(away)}"
     free = job.limit - float(found.needs[found.fastest])
     if free < (1 - ROOMY) * job.limit:
         return f"leaves only {show_bytes(round(free))} of a device's memory free"
@@ -95,7 +100,7 @@ def _explain_fastest(
 
     If no other plan is listed, compare it with the next of another kind.
     """
-    begin = f"{join_roles(roles)}: "
+    begin = f"{join_and(roles)}: "
     times = found.times.step_s
     others = sorted({*map(int, listed)} - {place}, key=lambda one: float(times[one]))
     others = others or [int(other) for other in found.ranked if other != place]

@@ -2,9 +2,9 @@
 
 The estimates of two plans on one machine share most of their error, but each may have its own error
 of 2 %. Below that, the plan that an expert would run comes first: no unnecessary axis or schedule,
-and memory left. A plan that offloads, or fills a device's memory, must be more than 10 % faster.
-Offloading loads a host that all devices of a node share, and no published step was measured with
-it. The median error of estimated memory is 2 to 5 %, but it is larger in some cases.
+and memory left. A plan that offloads, offloads more, or fills a device's memory, must be more than
+10 % faster. Offloading loads a host that all devices of a node share, and no published step was
+measured with it. The median error of estimated memory is 2 to 5 %, but it is larger in some cases.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -85,9 +85,9 @@ def leanest(choice: PlanChoice, most_s: float) -> PlanBatch | None:
     return None if best is None else best[2]
 
 
-def kept_on_device(chosen: Sequence[Options]) -> list[Options]:
-    """Return the options that offload nothing."""
-    return [one for one in chosen if not any(one[name] for name in _PLACES)]
+def with_offloads(chosen: Sequence[Options], most: int) -> list[Options]:
+    """Return the options that offload at most `most` of activations, parameters and optimizer."""
+    return [one for one in chosen if sum(one[name] > 0 for name in _PLACES) <= most]
 
 
 def quickest(choice: PlanChoice, bound: Floats, most_s: float) -> PlanBatch | None:

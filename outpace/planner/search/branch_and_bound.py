@@ -28,10 +28,10 @@ from outpace.planner.search.alternatives import (
     ROOMIER,
     ROOMY,
     PlanChoice,
-    kept_on_device,
     leanest,
     quickest,
     simplest,
+    with_offloads,
 )
 from outpace.planner.search.space import (
     Options,
@@ -147,7 +147,8 @@ def find_alternatives(
 
     The simplest is about as fast as the fastest plan that offloads nothing and leaves memory free,
     if that one takes at most `LEAN` times as long as the fastest of all; the simplest does not
-    exceed that, either. Unless the fastest offloads, the leanest offloads nothing. If all plans
+    exceed that, either. If there is no such plan, plans that offload one thing are considered, then
+    those that offload two. Unless the fastest offloads, the leanest offloads nothing. If all plans
     that are about as fast fill a device's memory, the leanest is the fastest of those that do not,
     if it takes at most `ROOMIER` times as long. `floors` are lower bounds of the bytes that plans
     need (`planner.memory.peak.least_bytes`).
@@ -161,11 +162,13 @@ def find_alternatives(
     least_s, options = float(found.times.step_s[found.fastest]), list(memory_options(wanted))
     roomy, offloads = ROOMY * memory_bytes, _offloads(found.columns.take([found.fastest]))
     every = PlanChoice(found.layouts, options, seconds, needs, floors, memory_bytes)
-    on_device = replace(every, chosen=kept_on_device(options))
-    allowed = every if offloads else on_device
+    by_offloads = [replace(every, chosen=with_offloads(options, n)) for n in range(offloads + 1)]
+    allowed = every if offloads else by_offloads[0]
     simple_choice, equal_s, lean_s = allowed, least_s, LEAN * least_s
-    for choice in (replace(on_device, memory_bytes=roomy), on_device):
-        if not offloads and found.needs[found.fastest] <= choice.memory_bytes:
+    for choice in (replace(one, memory_bytes=size) for one in by_offloads
+                   for size in (roomy, memory_bytes)):  # fmt: skip
+        all_offloads = len(choice.chosen) == len(by_offloads[-1].chosen)
+        if all_offloads and found.needs[found.fastest] <= choice.memory_bytes:
             simple_choice = choice
             break
         plan = quickest(choice, found.bound, lean_s)
@@ -198,10 +201,10 @@ def find_alternatives(
     )
 
 
-def _offloads(columns: PlanBatch) -> bool:
-    """Return whether any of the plans offloads."""
+def _offloads(columns: PlanBatch) -> int:
+    """Return how many things any of the plans offloads."""
     places = (columns.offload_activations, columns.offload_parameters, columns.offload_optimizer)
-    return any(bool(place.any()) for place in places)
+    return sum(bool(place.any()) for place in places)
 
 
 def fastest(

@@ -31,6 +31,7 @@ _MODES: tuple[tuple[str, int], ...] = (
     ("none", 1), ("selective", 1), ("attention", 1), ("full", 2), ("full", 1),
 )  # fmt: skip
 # Of activations, parameters and the optimizer's state.
+OFFLOADED = ("offload_activations", "offload_parameters", "offload_optimizer")
 _OFFLOADS: tuple[tuple[Offload, Offload, Offload], ...] = (
     ("none", "none", "none"), ("none", "none", "cpu"), ("none", "cpu", "cpu"),
     ("cpu", "none", "none"), ("cpu", "cpu", "cpu"), ("none", "none", "disk"),
@@ -65,7 +66,8 @@ class SearchRequest:
     `precision`: used if none is required or varied. Plans that offload weights or optimizer state
     use `offloaded_precision`, if it is given. `vary` has additional values of settings (in VARIED)
     to search, with the fastest optimizer first. `trained`: only plans that outpace can train.
-    `naive`: include dp, ps, ring and mp. `without`: strategies to exclude.
+    `naive`: include dp, ps, ring and mp. `without`: strategies to exclude. `offloads`: plans may
+    offload if `keep` does not say.
     """
 
     outline: Outline
@@ -84,11 +86,18 @@ class SearchRequest:
     without: Collection[Strategy] = ()
     on_host: bool = False  # devices are CPUs: offloading to them means nothing
     alike: bool = True  # layers are, so that every pipeline can be cut
+    offloads: bool = True
 
     @property
     def adapters(self) -> AdapterSettings | None:
         """Return the adapters that all plans train; None if they train all weights."""
         return AdapterSettings.from_values(self.keep)
+
+    @property
+    def may_offload_to_host(self) -> bool:
+        """Return whether plans with and without offloading to the host's memory are considered."""
+        asked = any(self.keep.get(name, "none") != "none" for name in OFFLOADED)
+        return self.offloads and not asked and self.adapters is None and not self.on_host
 
 
 _MOST_EP = 64
@@ -194,11 +203,11 @@ def memory_options(wanted: SearchRequest) -> Iterator[Options]:
     every = keep.get("checkpoint_every", 1)
     if every > 2 and keep.get("checkpointing") != "none":
         modes = [(mode, every) for mode in MODES[1:] if keep.get("checkpointing", mode) == mode]
-    names = ("offload_activations", "offload_parameters", "offload_optimizer")
+    offloads = wanted.offloads and wanted.adapters is None
     places = [
         three
-        for three in (_OFFLOADS if wanted.adapters is None else _OFFLOADS[:1])
-        if all(keep.get(name, place) == place for name, place in zip(names, three, strict=True))
+        for three in (_OFFLOADS if offloads else _OFFLOADS[:1])
+        if all(keep.get(name, place) == place for name, place in zip(OFFLOADED, three, strict=True))
         and not (wanted.on_host and "cpu" in three)
     ]
     losses = [keep["loss"] == "chunked"] if "loss" in keep else [False, True]

@@ -237,7 +237,10 @@ def _offload_notes(one: Estimate) -> list[str]:
     lines = []
     if one.host_offloaded_bytes:
         has = one.host_memory_bytes
-        known = "how much it has is not known" if has is None else f"it has {show_bytes(has)}"
+        known = (
+            "how much it has is not known: --host-memory states it"
+            if has is None else f"it has {show_bytes(has)}"
+        )  # fmt: skip
         needs = f"needs {show_bytes(one.host_offloaded_bytes)} of host memory per node"
         lines.append(f"what is offloaded {needs}; {known}")
     if one.disk_offloaded_bytes:

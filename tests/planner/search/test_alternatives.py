@@ -15,9 +15,9 @@ from outpace.planner.search.alternatives import (
     ROOMIER,
     ROOMY,
     PlanChoice,
-    kept_on_device,
     leanest,
     quickest,
+    with_offloads,
 )
 from outpace.planner.search.branch_and_bound import find_alternatives, search
 from outpace.planner.search.space import (
@@ -120,7 +120,7 @@ def test_bytes_are_reckoned_of_few_plans_and_none_needs_less_than_its_floor():
     """Of thousands of plans, in few calls: what can be the leanest, by a bound, comes first."""
     question, wanted, _ = asked("llama-3.1-8b", "hgx-h100", 2, 64)
     needs, floors = reckoners(question, wanted)
-    plain, chosen = layouts(wanted), kept_on_device(list(memory_options(wanted)))
+    plain, chosen = layouts(wanted), with_offloads(list(memory_options(wanted)), 0)
     counts = {"seconds": [], "needs": []}
 
     def seconds(c):
