@@ -132,12 +132,13 @@ def evaluate(
     batches: int | None = None,
     batch_size: int | None = None,
     text_field: str | None = None,
+    seq_len: int | None = None,
     device: str = "auto",
 ) -> "Evaluation":
     """Measure the loss of a run's model on `data`, or on what the run held out.
 
-    Reads `batches` batches of `batch_size` samples; by default all data, in the run's batches.
-    Raises BadInputError.
+    Reads `batches` batches of `batch_size` samples of `seq_len` tokens; by default all data, in the
+    run's batches and length. Raises BadInputError.
 
     >>> outpace.evaluate("first").loss > 0
     True
@@ -151,6 +152,7 @@ def evaluate(
         batch_size=batch_size,
         device=device,
         text_field=text_field,
+        seq_len=seq_len,
     )
 
 

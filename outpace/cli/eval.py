@@ -6,7 +6,7 @@ from typing import get_args
 from outpace.cli.generate import add_device, add_model, require_run
 from outpace.cli.output import tell_hint
 from outpace.cli.parser import Parser, number_type
-from outpace.records.settings import Task
+from outpace.records.settings import DEFAULT_SEQ_LEN, Task
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
@@ -23,6 +23,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         device=arguments.device,
         text_field=arguments.text_field,
         task=arguments.task,
+        seq_len=arguments.seq_len,
         on_hint=tell_hint,
     )
     if arguments.json:
@@ -52,6 +53,9 @@ def _parser() -> Parser:
         "stop after this many batches (default: all the data)")  # fmt: skip
     add("--batch-size", "N", number_type(int, 1),
         "samples per batch (default: the run's global batch)")  # fmt: skip
+    add("--seq-len", "N", number_type(int, 1),
+        f"tokens per sample (default: the run's; else {DEFAULT_SEQ_LEN}, or the model's positions "
+        "if fewer)")  # fmt: skip
     add("--text-field", "FIELD", str,
         "key of the text in .jsonl, .parquet and datasets (default: the run's)")  # fmt: skip
     add_device(parser)

@@ -11,7 +11,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from outpace.data.sources import LINE_BYTES, Form, binary_kind, form_of, numbered_lines, readable
+from outpace.data.sources import (
+    LINE_BYTES,
+    Form,
+    advice_on_binary,
+    binary_kind,
+    form_of,
+    numbered_lines,
+    readable,
+)
 from outpace.records.errors import BadInputError, quote_names
 
 _READ_BYTES = 1 << 20
@@ -107,7 +115,7 @@ def require_text(file: Path, block: bytes) -> None:
     """
     if (kind := binary_kind(block)) is not None:
         raise BadInputError(
-            f"{file} is {kind}, not text. Unpack or convert it, or leave it out.{_of_tokens(file)}"
+            f"{file} is {kind}, not text. {advice_on_binary(kind)}{_of_tokens(file)}"
         )
     if block.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return  # decoding will report it with its position

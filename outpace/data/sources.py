@@ -35,6 +35,7 @@ _FORMS: Mapping[str, Form] = {
 _ABOUT = re.compile(r"(readme|licen[cs]e|notice|citation|changelog|dataset_infos?|stats)\b", re.I)
 _SNIFFED_BYTES = 1 << 16
 _LONGEST_POINTER = 1024  # bytes of a Git LFS pointer
+_IMAGE, _MEDIA = "an image", "sound or video"
 # First bytes of other kinds of files.
 _SIGNATURES = {
     b"\x1f\x8b": "compressed with gzip", b"\x28\xb5\x2f\xfd": "compressed with Zstandard",
@@ -45,7 +46,11 @@ _SIGNATURES = {
     b"MMIDIDX": "a Megatron index", b"Obj\x01": "an Avro file",
     b"\x04\x22\x4d\x18": "compressed with LZ4", b"7z\xbc\xaf\x27\x1c": "a 7z archive",
     b"\xd0\xcf\x11\xe0": "an old Office document",
+    b"\x89PNG": _IMAGE, b"\xff\xd8\xff": _IMAGE, b"GIF8": _IMAGE, b"II*\x00": _IMAGE,
+    b"MM\x00*": _IMAGE,
+    b"ID3": _MEDIA, b"OggS": _MEDIA, b"fLaC": _MEDIA, b"\x1aE\xdf\xa3": _MEDIA,
 }  # fmt: skip
+_RIFF = {b"WEBP": _IMAGE, b"WAVE": _MEDIA, b"AVI ": _MEDIA}
 # Beginnings of texts in markup languages; for YAML, a list of records. Each pattern matches a text
 # in one way only: repetitions that share characters take exponential time.
 _MARKUP = {
@@ -273,12 +278,24 @@ def _is_object(line: bytes) -> bool:
         return len(line) > _SNIFFED_BYTES // 2
 
 
+def advice_on_binary(kind: str) -> str:
+    """Return what to do about a file of this `binary_kind`."""
+    if kind not in (_IMAGE, _MEDIA):
+        return "Unpack or convert it, or leave it out."
+    return (
+        "Leave it out; or to train on such files, give --model FILE.py:build instead of --data, "
+        "where build returns your module, its loss and a dataset that reads them."
+    )
+
+
 def binary_kind(head: bytes) -> str | None:
     """Name the kind of a binary file by its first bytes; None for text, tokens or unknown."""
     # An Arrow stream starts with a mark and the length of its schema.
     length = int.from_bytes(head[4:8], "little")
     if head.startswith(b"\xff\xff\xff\xff") and length % 8 == 0 and 0 < length < 1 << 20:
         return "an Arrow stream, as datasets writes it (name the folder of save_to_disk)"
+    if head.startswith(b"RIFF") and head[8:12] in _RIFF:
+        return _RIFF[head[8:12]]
     return next((kind for sign, kind in _SIGNATURES.items() if head.startswith(sign)), None)
 
 

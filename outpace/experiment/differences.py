@@ -115,8 +115,8 @@ def _slow_steps(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> list[
         lost_s = sum(times_s) - middle_s * len(times_s)
         if lost_s > _LOST * sum(times_s):
             told.append(
-                f"{name}: {len(times_s)} steps took {show_seconds(sum(times_s))} in all; at its "
-                f"median of {show_seconds(middle_s)} they would take "
+                f"{name}: its {len(times_s)} steps add up to {show_seconds(sum(times_s))} of "
+                f"training time; at its median step of {show_seconds(middle_s)} they would to "
                 f"{show_seconds(middle_s * len(times_s))}: {show_seconds(lost_s)} went to slower "
                 "steps."
             )

@@ -62,7 +62,10 @@ def outcomes_of(runs: Sequence[Path], experiment: Experiment) -> list[Outcome]:
     if least == 0:
         short = runs[times.index(min(times, key=len))]
         begun = RunRecord.load(short / RUN_FILE).start_step
-        since = f" since it was resumed after step {begun:,}" if begun else ""
+        since = (
+            f" since it was resumed after step {begun:,} with another plan, machine or version"
+            if begun else ""
+        )  # fmt: skip
         raise BadInputError(
             f"{short} has no more than {WARMUP_STEPS} steps{since}, all of them warm-up: nothing "
             "can be compared. Train it for more."

@@ -196,12 +196,14 @@ def evaluate(
     device: str,
     text_field: str | None = None,
     task: Task | None = None,
+    seq_len: int | None = None,
     on_hint: Callable[[str], None] = lambda _: None,
 ) -> Evaluation:
     """Measure loss, perplexity and tokens/s of a run, a Hugging Face folder or an adapter.
 
-    `data` defaults to the run's held-out data, `batches` to all of it, and `task` to the run's
-    task, or to chat if the data are conversations. `on_hint` is called with notes on how model and
+    `data` defaults to the run's held-out data, `batches` to all of it, `task` to the run's
+    task, or to chat if the data are conversations, and `seq_len` to the run's, or to that of
+    outpace train if there is no run. `on_hint` is called with notes on how model and
     data were read. Raises BadInputError.
     """
     opened = open_model(str(run))
@@ -212,8 +214,9 @@ def evaluate(
     if task is None:
         task = settings.task if record or data is None else _task_of(data, text_field)
     settings = settings.model_copy(
-        update={"text_field": text_field or settings.text_field, "task": task}
-    )
+        update={"text_field": text_field or settings.text_field, "task": task,
+                "seq_len": seq_len or settings.seq_len}
+    )  # fmt: skip
     if task != "pretrain" and record is None and data is None:
         raise BadInputError(f"--task {task}: {run} is not a run with held-out data. Give --data.")
     target = resolve_device(TrainSettings.parse({"device": device}, "--device"), Ranks())
@@ -221,7 +224,7 @@ def evaluate(
     mixed = make_mixed(precision, target, True, unknown_code=opened.build is not None)
     objective: LanguageModelObjective | CustomObjective | ClassificationObjective
     dataset: Any
-    seq_len, left_over_tokens = None, 0
+    asked, seq_len, left_over_tokens = seq_len, None, 0
     if settings.task != "pretrain":
         objective, dataset, seq_len = _task(run, opened, settings, data, batch_size, mixed, on_hint)
         data = None
@@ -236,8 +239,9 @@ def evaluate(
         model = load_model(opened, opened.spec)
         objective, dataset = LanguageModelObjective(model, "auto", mixed.dtype), None
     if dataset is None or data is not None:
-        dataset = _samples(opened, record, data, settings, on_hint)
+        dataset = _samples(opened, record, data, settings, asked, on_hint)
         seq_len, left_over_tokens = dataset.seq_len, dataset.left_over_tokens
+    _tell_length(run, None if record or asked else seq_len, on_hint)
     size = min(batch_size or settings.global_batch, len(dataset))
     lower_weights(objective.to(target), mixed)
     steps = _batches(dataset, size, batches, settings.seed, target)
@@ -257,6 +261,15 @@ def evaluate(
         group=None,
     )
     return found.model_copy(update={"seq_len": seq_len, "left_over_tokens": left_over_tokens})
+
+
+def _tell_length(run: Path, default: int | None, on_hint: Callable[[str], None]) -> None:
+    """Tell the `default` length of samples, where no run and no user says it; None: one does."""
+    if default is not None:
+        on_hint(
+            f"{run} is no run of outpace, so samples have at most {default} tokens. To compare it "
+            "with a run, give that run's length with --seq-len"
+        )
 
 
 def _task_of(data: tuple[str, ...], text_field: str | None) -> Task:
@@ -367,9 +380,10 @@ def _samples(
     record: RunRecord | None,
     data: tuple[str, ...] | None,
     settings: TrainSettings,
+    seq_len: int | None,
     on_hint: Callable[[str], None],
 ) -> TokenDataset:
-    """Return the given data, or the run's held-out data, in samples as long as the run's."""
+    """Return the given data, or the run's held-out data, in samples of `seq_len` or the run's."""
     tokenizer = load_tokenizer(str(opened.tokenizer)) if opened.tokenizer else None
     positions = opened.spec.max_positions if opened.spec else DEFAULT_SEQ_LEN
     corpus = _held_out_data(data, settings, tokenizer)
@@ -380,7 +394,7 @@ def _samples(
         _tell_difference(opened.tokenizer, tokenizer, settings.cache_dir, on_hint)
     return TokenDataset(
         corpus,
-        (record.seq_len if record else None) or min(DEFAULT_SEQ_LEN, positions),
+        seq_len or (record.seq_len if record else None) or min(DEFAULT_SEQ_LEN, positions),
         objective=opened.spec.objective if opened.spec else "causal",
         seed=settings.seed,
         document_attention=settings.document_attention,

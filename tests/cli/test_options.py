@@ -192,6 +192,11 @@ def test_print_config_for_a_person_shows_values_and_origins(
     (lr,) = [line.split() for line in lines if line.split()[:1] == ["lr"]]
     assert data == ["data", "[bold]corpus[/bold]", "command", "line"]
     assert lr == ["lr", "0.0003", "command", "line"]
+    # What nobody gave is what training makes of it, as the help says.
+    (dropout,) = [line.split() for line in lines if line.split()[:1] == ["dropout"]]
+    assert dropout == ["dropout", "(the", "model's)", "default"]
+    (limit,) = [line for line in lines if line.split()[:1] == ["memory-limit"]]
+    assert "(on a CPU: the control group's limit)" in limit
     assert all(len(line) <= 80 for line in lines)
 
 

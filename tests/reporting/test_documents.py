@@ -8,6 +8,7 @@ import shutil
 from dataclasses import replace
 from itertools import pairwise
 
+import numpy as np
 import pytest
 from rich.console import Console
 
@@ -19,6 +20,7 @@ from outpace.records.measurement import Measurement, StepTimeCheck
 from outpace.records.plan import Plan
 from outpace.records.topology import Endpoint, Topology
 from outpace.records.tuning import Tuning
+from outpace.records.units import show_seconds
 from outpace.records.utilisation import HostLoad, Load
 from outpace.reporting.data import chrome_trace as trace
 from outpace.reporting.data.prediction import predict
@@ -117,11 +119,36 @@ def test_cores_that_other_programs_had_are_in_the_verdict(run):
 def test_times_of_a_resumed_run_are_named_by_its_last_part(run, of_run):
     assert "time to step 1" in dict(of_run.facts)
     found = read_run(run)
-    resumed = run_document(
-        replace(found, measurement=found.measurement.model_copy(update={"start_step": 4}))
-    )
+    measured = found.measurement.model_copy(update={"start_step": 4})
+    changed = found.record.model_copy(update={"resumes": ({"step": 4, "changed": ["plan"]},)})
+    resumed = run_document(replace(found, measurement=measured, record=changed))
     assert {"time to step 5", "training since step 4"} <= {name for name, _ in resumed.facts}
     assert " a step since it was resumed after step 4: " in resumed.verdict[1]
+
+
+def test_speed_of_a_run_resumed_as_it_was_is_that_of_all_of_its_steps(run):
+    """result.json has the steps after the last resume only, metrics.jsonl all of them."""
+    found = read_run(run)
+    record = found.record.model_copy(update={"resumes": ({"step": 4, "changed": []},)})
+    measured = found.measurement.model_copy(
+        update={"start_step": 4, "step_time_s": 1e3, "tokens_per_s": 1.0}
+    )
+    of_all = run_document(replace(found, measurement=measured, record=record))
+    facts = dict(of_all.facts)
+    timed = replace(found, record=record).timed_steps
+    middle_s = float(np.median(timed.steady("step_time_s")))
+    assert facts["median step"] == show_seconds(middle_s)
+    assert facts["median throughput"] != "1.00 tokens/s" and "since it was" not in of_all.verdict[1]
+
+
+def test_a_report_has_one_median_step_and_one_set_of_its_parts(run, of_run):
+    parts_of = section(of_run, "Time of a step")
+    (every,) = (one for one in parts_of if getattr(one, "title", "") == "Time of every step")
+    assert f"median {dict(of_run.facts)['median step']};" in every.alt
+    (each,) = (one for one in parts_of if getattr(one, "title", "").startswith("Each part"))
+    own = read_run(run).measurement.parts
+    for part in ("forward", "backward", "optimizer"):
+        assert f"{part}: {show_seconds(getattr(own, f'{part}_s'))}, 90 %" in each.alt
 
 
 def test_held_out_data_have_a_column_of_metrics_where_there_are_some(run, of_run):

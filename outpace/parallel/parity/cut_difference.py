@@ -15,7 +15,13 @@ from torch import Tensor, nn
 
 from outpace.parallel.batches import concatenate, cut, samples_in, take_first
 from outpace.parallel.layout import Batch, StepHooks
-from outpace.parallel.parity.comparison import difference, largest, relative
+from outpace.parallel.parity.comparison import (
+    choose_tolerance,
+    difference,
+    halves_tolerance,
+    largest,
+    relative,
+)
 from outpace.parallel.parity.kept_state import Totals
 from outpace.parallel.parity.module_state import preserve_state
 from outpace.parallel.parity.moved_parameters import keep_values
@@ -108,6 +114,46 @@ def compare_cut(
     if not read:
         return CutDifference(apart)
     return CutDifference(apart, _compare_buffers(plain, first, hooks, tolerance), read)
+
+
+def compare_accumulated(
+    plain: nn.Module, plan: Plan, passes: Sequence[Batch], hooks: StepHooks
+) -> str | None:
+    """Return a message if a single process's micro-batches have another loss than their batch.
+
+    None if there is one micro-batch, or if nothing can be said.
+    """
+    narrowest = min((one.element_size() for one in plain.parameters()), default=4)
+    tolerance = halves_tolerance(plan, choose_tolerance(plan, narrowest))
+    first = FirstPiece(passes[0], mean=None, halves=None, drops=True, buffers={})
+    apart = compare_cut(plain, plan, first, passes, hooks, False, tolerance).loss
+    if apart <= tolerance:
+        return None
+    return explain_cut(
+        apart, "a micro-batch is cut in two, so the whole batch at once, or other micro-batches, "
+        "would train otherwise", "larger micro-batches where samples see each other (BatchNorm)",
+    )  # fmt: skip
+
+
+_HALF, _NEARLY = 0.5, 1e-3  # difference of a sum when it is cut in two
+
+
+def explain_cut(apart: float, how: str, cure: str) -> str:
+    """Return a message about a loss that changes by the share `apart` when a batch is cut.
+
+    `cure` is what helps where samples see each other.
+    """
+    changes = f"the loss of the first batch changes by {100 * apart:.2g} % when {how}"
+    if abs(apart - _HALF) < _NEARLY:
+        return (
+            f"{changes}: it seems to be a sum over samples, and outpace takes a scalar for their "
+            "mean. To train the same, return the mean (reduction='mean'), or (sum, count)"
+        )
+    return (
+        f"{changes}: the loss is no mean over samples, or samples see each other. To train the "
+        "same, return (sum, count) from the loss where it is a mean over something other than "
+        f"samples, such as targets that are not padding, or use {cure}"
+    )
 
 
 def find_read_buffers(

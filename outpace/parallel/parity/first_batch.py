@@ -34,6 +34,7 @@ from outpace.parallel.parity.comparison import (
     parts_tolerance,
     square,
 )
+from outpace.parallel.parity.cut_difference import explain_cut
 from outpace.parallel.parity.kept_state import (
     explain_kept_state,
     explain_reshaped,
@@ -508,20 +509,14 @@ class FirstBatch:
     def _about_cut(self, apart: float, how: str) -> str:
         where = " in what build returns" if self._by_command else ""
         cure = (
-            "return (sum, count) from the loss where it is a mean over something other than "
-            "samples, such as targets that are not padding, or use "
-        )
-        cure += (
             "larger micro-batches, since statistics are those of all ranks already"
             if self._plain.synchronised
             else f"sync_batchnorm=True{where} where the module has BatchNorm"
         )
-        return (
-            f"the loss of the first batch changes by {100 * apart:.2g} % when {how}, as ranks and "
-            "micro-batches cut it, so one process over the whole batch would train otherwise: the "
-            "loss is no mean over samples, or samples see each other. To train the same, "
-            f"{cure}"
-        )
+        return explain_cut(
+            apart, f"{how}, as ranks and micro-batches cut it, so one process over the whole "
+            "batch would train otherwise", cure,
+        )  # fmt: skip
 
 
 def _explain_gradient_cut(mixed: MixedDifference) -> str:

@@ -1,4 +1,4 @@
-"""Check before step 1 on a single process, which reports state that no checkpoint contains."""
+"""Check before step 1 on a single process: of state that no checkpoint has, and of its loss."""
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -7,15 +7,17 @@ import torch
 from torch import Tensor
 
 from outpace.parallel.layout import Batch, Layout, StepHooks
+from outpace.parallel.parity.cut_difference import compare_accumulated
 from outpace.parallel.parity.kept_state import explain_kept_state, explain_reshaped, find_kept_state
 from outpace.records.plan import Plan
 
 
 class StateCheck:
-    """One-time search for state that a user's module or loss keeps outside of checkpoints.
+    """One-time search for what makes a user's module or loss train otherwise than it seems.
 
-    This is the counterpart of FirstBatch for a single process. `say` is called with a sentence.
-    `by_command`: the reader uses flags, not a loop.
+    This is state outside of checkpoints, and a loss that changes when a batch is accumulated in
+    micro-batches. It is the counterpart of FirstBatch for a single process. `say` is called with a
+    sentence. `by_command`: the reader uses flags, not a loop.
     """
 
     def __init__(self, plan: Plan, say: Callable[[str], None], by_command: bool) -> None:
@@ -35,6 +37,13 @@ class StateCheck:
                 other=passes[1] if len(passes) > 1 else None,
                 writes=writes,
             )
+            cut = None
+            if not writes:
+                cut = compare_accumulated(
+                    layout.objective, self._plan, passes, StepHooks(hooks.cast)
+                )
+        if cut is not None:
+            self._say(cut)
         if found.is_any:
             self._say(explain_kept_state([found], 1, self._by_command, self.resumed))
         if found.reshaped:

@@ -117,8 +117,8 @@ def _speed(run: RunFolder) -> list[str]:
     speed = f"{show_seconds(step_time_s)} a step"
     if tokens is not None:
         speed = f"{show_count(tokens)} tokens/s, {speed}"
-    if run.measurement is not None and run.measurement.start_step:
-        speed = f"{speed} since it was resumed after step {run.measurement.start_step:,}"
+    if run.record.start_step:
+        speed = f"{speed} since it was resumed after step {run.record.start_step:,}"
     return [f"{speed}: {share} of it computing{lost if most_s > 0.01 * parts.total_s else ''}."]
 
 
@@ -200,22 +200,29 @@ def first_step_words(measured: Measurement | None) -> str | None:
     return show_seconds(measured.first_step_s) + (compiling if measured.compile_s else "")
 
 
+def _full_measurement(run: RunFolder) -> Measurement | None:
+    """Return the measurement if it has all timed steps: those of a last resume may be fewer."""
+    measured = run.measurement
+    return measured if measured and measured.start_step == run.record.start_step else None
+
+
 def step_time(run: RunFolder) -> float | None:
-    """Return the median step time in seconds; for an unfinished run, so far."""
-    if run.measurement is not None:
-        return run.measurement.step_time_s
-    return _median(run, "step_time_s")
+    """Return the median of the timed steps in seconds; for an unfinished run, so far."""
+    measured = _full_measurement(run)
+    return _median(run, "step_time_s") if measured is None else measured.step_time_s
 
 
 def tokens_per_s(run: RunFolder) -> float | None:
-    """Return the tokens per second of all ranks together."""
-    return run.measurement.tokens_per_s if run.measurement else _median(run, "tokens_per_s")
+    """Return the tokens per second of all ranks together, in the timed steps."""
+    measured = _full_measurement(run)
+    return _median(run, "tokens_per_s") if measured is None else measured.tokens_per_s
 
 
 def median_parts(run: RunFolder) -> TimeParts | None:
-    """Return the parts of a step of median length on rank 0; None if no step was recorded."""
-    if run.measurement is not None:
-        return run.measurement.parts if run.measurement.parts.total_s else None
+    """Return the parts of a timed step of median length on rank 0; None if none was recorded."""
+    measured = _full_measurement(run)
+    if measured is not None:
+        return measured.parts if measured.parts.total_s else None
     return run.timed_steps.median_parts() if len(run.timed_steps) else None
 
 
@@ -265,6 +272,7 @@ def _time(run: RunFolder) -> DocumentSection:
         return DocumentSection(title, (Paragraph(f"No step was recorded{since}."),))
     ranks = run.measurement.parts_by_rank if run.measurement is not None else ()
     own = median_parts(run)
+    middle_s = step_time(run) or float(np.nanmedian(run.timed_steps["step_time_s"]))
     parts: list[Part] = []
     if ranks:
         parts.append(step_breakdown.by_rank(ranks))
@@ -274,7 +282,11 @@ def _time(run: RunFolder) -> DocumentSection:
             parts.append(Paragraph("This run recorded only the times of rank 0."))
     return DocumentSection(
         title,
-        (*parts, step_breakdown.step_intervals(run.timed_steps), curves.step_times(run.steps)),
+        (
+            *parts,
+            step_breakdown.step_intervals(run.timed_steps, own),
+            curves.step_times(run.steps, middle_s),
+        ),
     )
 
 

@@ -102,18 +102,21 @@ def _verdict(tuning: Tuning) -> Iterable[str]:
     took = f"{show_seconds(tuning.step_time_s)} a step{one_trial_words(tuning)}"
     yield f"Fastest: {best.title}, {took}."
     if default is not None and default is not best and tuning.gain is not None:
-        took_s = [one.step_time_s for one in tuning.trials if one.plan == default.plan]
+        took_s = [one.compared_s for one in tuning.trials if one.plan == default.plan]
         how = "in turn" if any(one.raced for one in tuning.trials) else "undisturbed"
         yield (
-            f"The default, {default.title}, takes {show_seconds(took_s[-1])}; compared {how}, the "
-            f"fastest takes {show_share(tuning.gain)} less time."
+            f"Compared {how}, the fastest takes {show_share(tuning.gain)} less time than the "
+            f"default, {default.title}, which takes {show_seconds(took_s[-1])}."
         )
     elif default is best:
         yield "It is the default."
     if tuning.step_time_s is not None:
-        share = deviation(best.first_predicted_s, tuning.step_time_s).text
-        first = show_seconds(best.first_predicted_s)
-        yield f"Before any trial it was predicted to take {first} (measured: {share})."
+        first, last = (show_seconds(one) for one in (best.first_predicted_s, best.predicted_s))
+        share = deviation(best.predicted_s, tuning.step_time_s).text
+        yield (
+            f"It was predicted to take {first} before any trial, and {last} when it was chosen: "
+            f"measured, {share} of the latter."
+        )
 
 
 def _facts(tuning: Tuning) -> Iterable[tuple[str, str]]:
@@ -174,7 +177,7 @@ def _scatter(tuning: Tuning) -> Chart:
          unit.cell(one.step_time_s), deviation(one.predicted_s, one.step_time_s))
         for one in done
     )  # fmt: skip
-    columns = ("trial", "before any", "when chosen", "measured", "measured is")
+    columns = ("trial", "before any", "when chosen", "measured", "measured to when chosen")
     alt = "Error of each trial's prediction:" + join_items(
         [f"{one.title} {deviation(one.predicted_s, one.step_time_s).text}" for one in done]
     )

@@ -42,10 +42,18 @@ def by_rank(parts: Sequence[TimeParts]) -> Chart:
     return parts_figure(title, {f"rank {rank}": parts[rank] for rank in sorted(slow)})
 
 
-def step_intervals(steps: StepLog) -> Chart:
-    """Return the median of each part, and the interval that contains 90 % of the steps."""
+def step_intervals(steps: StepLog, parts: TimeParts | None) -> Chart:
+    """Draw rank 0's `parts` of a median step, and the interval that contains 90 % of the steps.
+
+    Without `parts`, those of the log are drawn.
+    """
+    parts = parts or steps.median_parts()
     found = {
-        part: np.nanpercentile(steps.steady(f"{part}_s"), (50, 5, 95)).tolist() for part in PARTS
+        part: (
+            getattr(parts, f"{part}_s"),
+            *np.nanpercentile(steps.steady(f"{part}_s"), (5, 95)).tolist(),
+        )
+        for part in PARTS
     }
     unit = seconds([high for _, _, high in found.values()])
     alt = " ".join(
@@ -54,7 +62,7 @@ def step_intervals(steps: StepLog) -> Chart:
         for part, (middle, low, high) in found.items()
     )
     return bars(
-        "Each part, with the interval in which 90 % of steps lie", alt, list(found),
+        "Each part of rank 0's median step, and the interval of 90 % of steps", alt, list(found),
         [middle for middle, _, _ in found.values()], unit, "time",
         [(low, high) for _, low, high in found.values()],
         [palette.PARTS[part] for part in found],

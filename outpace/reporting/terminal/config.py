@@ -1,5 +1,6 @@
 """The settings of a run with their origins, as `--print-config` shows them."""
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,9 +10,14 @@ from rich.text import Text
 
 from outpace.records.settings import TrainSettings
 
+_DEFAULT = re.compile(r"\(default(?::\s*|\s+)(.*)\)", re.DOTALL)
+
 
 def config_table(settings: TrainSettings, origins: Mapping[str, str]) -> Table:
-    """Return a row per setting: its name, its value, and the value's origin."""
+    """Return a row per setting: its name, its value, and the value's origin.
+
+    Of a setting that nobody gave and that training decides, the value says in parentheses how.
+    """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("setting", no_wrap=True)
     table.add_column("value", overflow="fold")
@@ -21,15 +27,26 @@ def config_table(settings: TrainSettings, origins: Mapping[str, str]) -> Table:
         style = "bold" if given else "dim"
         table.add_row(
             Text(name.replace("_", "-"), style=style),
-            Text(_show(value), style=style),
+            Text(_undecided(name) if value is None else _show(value), style=style),
             Text(origins.get(name, "default"), style="green" if given else "dim"),
         )
+    table.caption, table.caption_justify = _CAPTION, "left"
     return table
 
 
+_CAPTION = (
+    "In parentheses: what outpace train uses where nobody gave a value. It decides once it knows "
+    "model, data and machine."
+)
+
+
+def _undecided(name: str) -> str:
+    """Return what a setting without a value becomes, as its help says: "(the model's)"."""
+    found = _DEFAULT.search(TrainSettings.model_fields[name].description or "")
+    return f"({found[1]})" if found else "(not set)"
+
+
 def _show(value: Any) -> str:
-    if value is None:
-        return "(chosen for you)"
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, tuple):

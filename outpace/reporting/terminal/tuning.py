@@ -27,7 +27,10 @@ def verdict_line(tuning: Tuning) -> str:
         return f"{found}. The default could not be measured."
     if best.number == tuning.default:
         return f"{found}. That is the default of outpace train: no other trial was faster."
-    return f"{found}, {show_share(tuning.gain)} less than the default of outpace train."
+    return (
+        f"{found}. By the column compared it takes {show_share(tuning.gain)} less time than the "
+        "default of outpace train."
+    )
 
 
 def one_trial_words(tuning: Tuning) -> str:

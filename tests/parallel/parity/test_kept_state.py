@@ -584,6 +584,32 @@ class ReadingAttribute(Base):
         return y + 0 * self.stem.weight.data.sum()
 
 
+@pytest.mark.parametrize(
+    ("reduce", "micro_batch", "told"),
+    [
+        (lambda errors: errors.sum(), 4, "it seems to be a sum over samples"),
+        (lambda errors: errors.sum(), 1, "it seems to be a sum over samples"),
+        (lambda errors: errors.mean() ** 2, 4, "the loss is no mean over samples"),
+        (lambda errors: errors.mean(), 4, None),
+        (lambda errors: (errors.sum(), errors.numel()), 4, None),
+        (lambda errors: errors.sum(), 8, None),  # one micro-batch: nothing is cut
+    ],
+)
+def test_a_loss_that_accumulation_changes_is_told_on_one_process(reduce, micro_batch, told):
+    """Eight samples a step; a scalar is taken for the mean of its micro-batch."""
+    torch.manual_seed(0)
+    plan = outpace.Plan(strategy="single", micro_batch=micro_batch, precision="fp32")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model = outpace.parallelize(
+            nn.Linear(5, 1), plan, loss=lambda module, batch: reduce(module(batch[0]).square())
+        )
+        model.forward_backward((torch.randn(8, 5),))
+    sentences = [str(one.message) for one in seen if "is cut in two" in str(one.message)]
+    assert len(sentences) == (told is not None)
+    assert told is None or told in sentences[0]
+
+
 def test_globals_are_those_that_code_reads_as_globals():
     names = kept_attributes(objective_of(ReadingAttribute))
     assert not any(name.startswith("data ") for name in names)
