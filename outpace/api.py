@@ -186,8 +186,9 @@ def plan(
     machine. `host_memory`: bytes of a node's host ("2TiB"), which plans may offload to. `keep` are
     settings that every plan must have, `vary` are further settings to search over. With a
     `lora_rank` the weights are frozen, in the format `base`, and adapters of `lora_targets` are
-    trained. `price` is per device and hour, and needs `tokens`. Times are in seconds, memory in
-    bytes.
+    trained. `price` is per device and hour, and needs `tokens`. Each of the answer's `plans` has a
+    `title`, the `plan` itself, `why` it is listed, and its `estimate` (`step_time_s`,
+    `tokens_per_s`, `peak_memory_bytes`, …). Times are in seconds, memory in bytes.
 
     >>> found = outpace.plan("gpt2", "rtx-4090", seq_len=1024)
     >>> found.plans[0].estimate.fits

@@ -27,7 +27,7 @@ def config_table(settings: TrainSettings, origins: Mapping[str, str]) -> Table:
         style = "bold" if given else "dim"
         table.add_row(
             Text(name.replace("_", "-"), style=style),
-            Text(_undecided(name) if value is None else _show(value), style=style),
+            Text(_default_text(name) if value is None else _show(value), style=style),
             Text(origins.get(name, "default"), style="green" if given else "dim"),
         )
     table.caption, table.caption_justify = _CAPTION, "left"
@@ -40,7 +40,7 @@ _CAPTION = (
 )
 
 
-def _undecided(name: str) -> str:
+def _default_text(name: str) -> str:
     """Return what a setting without a value becomes, as its help says: "(the model's)"."""
     found = _DEFAULT.search(TrainSettings.model_fields[name].description or "")
     return f"({found[1]})" if found else "(not set)"
