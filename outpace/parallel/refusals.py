@@ -90,8 +90,8 @@ class _Refusal:
         """
         if self._mine and self._in_step and not self._is_heard():
             error = BadInputError(
-                "this rank refused a step and took the next, while others are still in it, so that ranks "
-                "are no longer in the same step. Let the error end the loop. It was: "
+                "this rank refused a step and took the next, while others are still in it, so that "
+                "ranks are no longer in the same step. Let the error end the loop. It was: "
                 f"{self._mine.partition(chr(10))[2]}"
             )
             error.on_all_ranks = True  # the others receive the first one
