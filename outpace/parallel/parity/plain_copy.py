@@ -105,6 +105,8 @@ def _swap_parameters(
         yield {id(p): parameter for p, parameter in made.items() if p not in done}
     finally:
         for p in swapped:
+            # Hooks are of the values that a tensor has, and would count as there for other values.
+            p._post_accumulate_grad_hooks = p._backward_hooks = None
             _swap(p, made[p])  # else it stays whole for as long as the copy
 
 
