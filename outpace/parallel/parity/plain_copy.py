@@ -106,7 +106,8 @@ def _swap_parameters(
     finally:
         for p in swapped:
             # Hooks are of the values that a tensor has, and would count as there for other values.
-            p._post_accumulate_grad_hooks = p._backward_hooks = None
+            p._post_accumulate_grad_hooks = None  # type: ignore[assignment]
+            p._backward_hooks = None
             _swap(p, made[p])  # else it stays whole for as long as the copy
 
 
