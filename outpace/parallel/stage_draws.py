@@ -1,9 +1,11 @@
 """Random numbers of a pipeline's stages, by stage and micro-batch, in any order of execution.
 
 When a stage of a custom model starts on a micro-batch, generators are seeded with the step's key of
-its rank, the number of the stage and that of the micro-batch. Given these keys, the plain module
-draws the same numbers, so that results with dropout can be compared, and the check of the first
-batch can be the first step.
+its rank, the number of the stage and that of the micro-batch. All stages run the code outside of
+blocks. If one of them reads what that code draws before the stage begins, all stages have one key,
+and seed after each block, so that all of them draw the same there. Given these keys, the plain
+module draws the same numbers, so that results with dropout can be compared, and the check of the
+first batch can be the first step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from outpace.data.seeding import seed_all_generators
@@ -19,11 +22,14 @@ from outpace.parallel.plain import random_state, same_random_state, set_random_s
 
 
 class StageDraws:
-    """Seeds of this rank's stages. `drawn`: whether any of their forwards drew random numbers."""
+    """Seeds of this rank's stages. `drawn`: whether any of their forwards drew random numbers.
 
-    def __init__(self, device: torch.device) -> None:
-        self.drawn = False
-        self._device = device
+    `shared`: whether all stages in `group` have one key, and seed after each block.
+    """
+
+    def __init__(self, device: torch.device, group: Any = None) -> None:
+        self.drawn = self.shared = False
+        self._device, self._group = device, group
         self._key: int | None = None
         self._first = 0
         self._seen: tuple[Any, ...] | None = None
@@ -32,15 +38,20 @@ class StageDraws:
         """Start watching the generators, until `note`."""
         self._seen = random_state(self._device)
 
-    def note(self) -> None:
-        """Record whether numbers were drawn since `watch`, if it was called, and stop watching."""
-        if self._seen is not None:
-            self.drawn |= not same_random_state(self._seen, random_state(self._device))
-            self._seen = None
+    def note(self) -> bool:
+        """Return whether numbers were drawn since `watch`, if it was called; record it, and stop
+        watching.
+        """
+        if self._seen is None:
+            return False
+        drew = not same_random_state(self._seen, random_state(self._device))
+        self.drawn |= drew
+        self._seen = None
+        return drew
 
     def peek(self) -> int | None:
-        """Return the next step's key; None if nothing is drawn."""
-        if not self.drawn:
+        """Return this rank's next key; None if nothing is drawn."""
+        if not (self.drawn or self.shared):
             return None
         held = torch.get_rng_state()
         key = _draw_key()
@@ -49,11 +60,14 @@ class StageDraws:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Draw the key of a step. At the end, generators are in the state after this draw."""
-        if not self.drawn:
+        """Draw the key of a step. At the end, generators are in the state after this draw.
+
+        A shared key is that of the first stage's rank. Collective then.
+        """
+        if not (self.drawn or self.shared):
             yield
             return
-        self._key = _draw_key()
+        self._key = self._share(_draw_key()) if self.shared else _draw_key()
         after = random_state(self._device)
         try:
             yield
@@ -65,20 +79,27 @@ class StageDraws:
         """Count micro-batches from `first`, the number of the next pass's first one."""
         self._first = first
 
-    def seed(self, stage: int, micro_batch: int) -> None:
-        """Seed a stage's random numbers for a micro-batch of a pass.
+    def seed(self, place: int, micro_batch: int) -> None:
+        """Seed random numbers for a micro-batch of a pass, at the begin of stage `place`.
 
+        With a shared key, `place` is the number of blocks that came before.
         It does nothing between steps.
         """
         if self._key is not None:
-            seed_all_generators(self._device, self._key, stage, self._first + micro_batch)
+            seed_all_generators(self._device, self._key, place, self._first + micro_batch)
+
+    def _share(self, key: int) -> int:
+        """Return the key of the first rank. Collective."""
+        shared = torch.tensor(key, device=self._device)
+        dist.broadcast(shared, group=self._group, group_src=0)
+        return int(shared)
 
 
 class PlainDraws:
     """Seeds of all stages, for a plain module that runs through all of them.
 
-    `keys` are those of each stage's rank; None if a stage draws nothing, or draws without a seed.
-    `ends` maps blocks after which a stage begins to its number. `drew`: whether numbers were drawn.
+    `keys` are those of each place; None if nothing is drawn there, or without a seed. `ends` maps
+    blocks after which a place begins to its number. `drew`: whether numbers were drawn.
     """
 
     def __init__(
@@ -91,12 +112,12 @@ class PlainDraws:
 
     @contextmanager
     def follow(self, model: nn.Module) -> Iterator[None]:
-        """Reseed after each block that ends a stage, as the forward proceeds."""
+        """Reseed after each block that comes before a place, as the forward proceeds."""
         with ExitStack() as stack:
-            for name, stage in self._ends.items():
+            for name, place in self._ends.items():
                 block = model.get_submodule(name)
                 stack.callback(_put_back_forward, block, vars(block).get("forward"))
-                block.forward = partial(self._run, block.forward, stage)
+                block.forward = partial(self._run, block.forward, place)
             yield
 
     def begin(self, number: int) -> None:
@@ -109,16 +130,16 @@ class PlainDraws:
         if self._seen is not None:
             self.drew |= not same_random_state(self._seen, random_state(self._device))
 
-    def _run(self, forward: Callable[..., Any], stage: int, /, *args: Any, **kwargs: Any) -> Any:
+    def _run(self, forward: Callable[..., Any], place: int, /, *args: Any, **kwargs: Any) -> Any:
         made = forward(*args, **kwargs)
-        self._seed(stage)
+        self._seed(place)
         return made
 
-    def _seed(self, stage: int) -> None:
+    def _seed(self, place: int) -> None:
         self.note()
-        key = self._keys[stage]
+        key = self._keys[place]
         if key is not None:
-            seed_all_generators(self._device, key, stage, self._number)
+            seed_all_generators(self._device, key, place, self._number)
         self._seen = random_state(self._device)
 
 

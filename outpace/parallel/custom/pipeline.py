@@ -131,7 +131,7 @@ class CustomPipeline(SpreadLayout):
         kept += rest.values() if any(stage in ends for stage in mine) else []
         drop_all_but([*kept, *model.buffers()], held)
         _drop_buffers(named_blocks(held, names), {n for s in mine for n in parts[s]})
-        self._draws = StageDraws(request.device)
+        self._draws = StageDraws(request.device, group)
         # The last one takes the objective itself, after the others have copied it.
         self._stages = {
             stage: CustomStage(
@@ -253,6 +253,9 @@ class CustomPipeline(SpreadLayout):
         """Return seeds for a plain module to draw the numbers of the stages in the next step."""
         told: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(told, self._draws.peek(), group=self._group)
+        if self._draws.shared:
+            after = {name: number + 1 for number, name in enumerate(self._names)}
+            return PlainDraws([told[0]] * (len(after) + 1), after, self._at)
         keys = [told[rank] for rank in self._ranks_of]
         begins = {self._names[part.start - 1]: n for n, part in enumerate(self._parts) if n}
         return PlainDraws(keys, begins, self._at)
@@ -262,6 +265,7 @@ class CustomPipeline(SpreadLayout):
         shapes = [leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
         if self._shapes != shapes:
             self._look.take(batch, hooks)
+            self._draws.shared = self._look.shares_draws
             self._shapes = shapes
             self._running = [self._stage(number) for number in self._stages]
             kind, count = CLASSES[self._plan.strategy], self._plan.pp_microbatches

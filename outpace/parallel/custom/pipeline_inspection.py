@@ -43,6 +43,7 @@ class StageFindings:
     read: tuple[Key, ...] = ()  # of earlier stages
     moved: tuple[Key, ...] = ()  # buffers outside of blocks
     nan: tuple[Key, ...] = ()  # those of them that became NaN
+    shares_draws: bool = False
     refusal: str | None = None
 
 
@@ -64,7 +65,7 @@ class PipelineInspection:
         self._stages, self._ranks_of, self._names, self._parts = stages, ranks_of, names, parts
         self._held, self._group, self._at = held, group, device
         self._rank = dist.get_rank(group)
-        self.taken = self._alone = False
+        self.taken = self._alone = self.shares_draws = False
         self._moving: tuple[Key, ...] = ()
         held_parts = dict(held.named_modules())
         self._holders = [
@@ -93,6 +94,7 @@ class PipelineInspection:
             except Exception as raised:
                 error = raised
         seen = self._gather_findings(found, error)
+        self.shares_draws |= any(one.shares_draws for one in seen.values())
         self._gather_findings({}, self._route_values(seen, taken, outputs))
         if not self.taken:
             self._compare(batch, hooks, outputs)
@@ -182,7 +184,8 @@ class PipelineInspection:
             stage.records = False
         passed = () if taken is None else tuple(taken.values)
         left = tuple(key for key in stage.leaves if key not in passed)
-        return output, StageFindings(left, tuple(sorted(read)), tuple(moved))
+        draws = stage.reads_early_draws
+        return output, StageFindings(left, tuple(sorted(read)), tuple(moved), shares_draws=draws)
 
     def _require_known(
         self, number: int, taken: Message | None, output: "Message | Tensor"

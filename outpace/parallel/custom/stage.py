@@ -124,6 +124,10 @@ class CustomStage(nn.Module):
         self.given: Message | None = None
         self.recomputes = False  # whether the user's forward makes checkpoints around blocks
         self.records = False  # whether to note the forms of what blocks return
+        # Whether it reads what code outside of blocks draws before this stage begins, as an
+        # inspection has found.
+        self.reads_early_draws = False
+        self._draws_early = self._is_early = self._moves_draws = False
         self._borrow: Callable[[int], Any] | None = None
         self._before: Snapshot | None = None
         self._looks = False
@@ -163,8 +167,8 @@ class CustomStage(nn.Module):
         """Return the message of this micro-batch to the next stage; on the last one, the totals."""
         self._micro_batch = micro_batch = int(number)
         message = None
-        if self.first:
-            self._seed_draws(micro_batch)
+        if self._draws is not None and (self.first or self._draws.shared):
+            self._draws.seed(0, micro_batch)
         if not self.first:
             assert self.taken is not None
             message = self._past[micro_batch] = self.taken.replace_tensors(received)
@@ -254,10 +258,25 @@ class CustomStage(nn.Module):
         try:
             with reads.record_reads(() if received is None else received.values, others):
                 found = self.run(batch, received)
+            moved = [key for key in changes(rest_before, rest) if key[1] in rest[key[0]]._buffers]
+            self._before = None
+            if self._draws_early:
+                self.reads_early_draws |= self._is_moved_by_draws(batch, received, found)
         finally:
             self._before, self._looks = None, False
-        moved = [key for key in changes(rest_before, rest) if key[1] in rest[key[0]]._buffers]
         return found, reads.found, moved
+
+    def _is_moved_by_draws(
+        self, batch: Batch, received: Message | None, found: "Message | Tensor"
+    ) -> bool:
+        """Return whether other numbers, drawn before this stage begins, change what it returns."""
+        self._moves_draws = True
+        try:
+            again = self.run(batch, received)
+        finally:
+            self._moves_draws = False
+        pairs = zip(_tensors_of(found), _tensors_of(again), strict=True)
+        return not all(torch.allclose(one, other, 0, 0, equal_nan=True) for one, other in pairs)
 
     def inspect_whole(self, batch: Batch, borrow: Callable[[int], Any]) -> Tensor:
         """Return the totals of a single process.
@@ -289,23 +308,33 @@ class CustomStage(nn.Module):
         return {name: part for name, part in model.named_modules() if part not in inside}
 
     def _seed(self, number: int) -> None:
-        """Seed the generators in an inspection, and record what was drawn since the last call."""
+        """Seed the generators in an inspection, and record what was drawn since the last call.
+
+        Block n begins with number 2 n and ends with 2 n + 1; the last one is the forward's begin.
+        """
         if not self._looks:
             return
-        self._note_draws()
-        torch.manual_seed(number)
-        random.seed(number)
-        np.random.seed(number)
+        self._draws_early |= self._note_draws() and self._is_early
+        begins, ends = number == 2 * len(self._names), number % 2 == 1
+        early = begins or (ends and number // 2 + 1 < self.mine.start)
+        self._is_early = early and not self.first
+        seed = number + (2 * len(self._names) + 1 if self._is_early and self._moves_draws else 0)
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)
         if self._draws is not None:
             self._draws.watch()
 
-    def _note_draws(self) -> None:
-        if self._looks and self._draws is not None:
-            self._draws.note()
+    def _note_draws(self) -> bool:
+        return self._looks and self._draws is not None and self._draws.note()
 
-    def _seed_draws(self, micro_batch: int | None) -> None:
-        """Seed the random numbers of this stage for a micro-batch, in training."""
-        if self._draws is not None and micro_batch is not None:
+    def _seed_after(self, number: int, micro_batch: int | None) -> None:
+        """Seed what comes after block `number` of a micro-batch, in training."""
+        if self._draws is None or micro_batch is None:
+            return
+        if self._draws.shared:
+            self._draws.seed(number + 1, micro_batch)
+        elif number + 1 == self.mine.start:
             self._draws.seed(self._number, micro_batch)
 
     def _message(self, leaving: StageExit, received: Message | None) -> Message:
@@ -345,6 +374,7 @@ class CustomStage(nn.Module):
             output = forward(*args, **kwargs)
         else:
             output = self._substitute_output(number, self._received, args, kwargs)
+        self._seed_after(number, self._micro_batch)
         self._seed(2 * number + 1)
         if self._borrow is not None:
             return output
@@ -370,16 +400,17 @@ class CustomStage(nn.Module):
         self.recomputes = True
         assert self._recomputing is not None
         if number in self.mine:
-            return forward(*args, **kwargs)
-        return self._substitute_output(number, self._past.get(self._recomputing), args, kwargs)
+            output = forward(*args, **kwargs)
+        else:
+            received = self._past.get(self._recomputing)
+            output = self._substitute_output(number, received, args, kwargs)
+        self._seed_after(number, self._recomputing)
+        return output
 
     def _substitute_output(
         self, number: int, message: Message | None, args: Any, kwargs: Mapping[str, Any]
     ) -> Any:
         """Return and store the values of another stage's block: received ones, or NaN."""
-        if number + 1 == self.mine.start:
-            now = self._recomputing
-            self._seed_draws(self._micro_batch if now is None else now)
         if message is None:
             return _nan_like(args, kwargs)
         for key, (form, tensors) in message.values.items():
@@ -449,6 +480,10 @@ def _sendable(tensor: Tensor) -> Tensor:
         return tensor
     handed: Tensor = _DetachableCopy.apply(tensor)  # type: ignore[no-untyped-call]
     return handed
+
+
+def _tensors_of(found: Message | Tensor) -> list[Tensor]:
+    return [found] if isinstance(found, Tensor) else found.flat()
 
 
 def _form_of(leaf: Any) -> Any:

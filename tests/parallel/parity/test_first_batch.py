@@ -1332,6 +1332,59 @@ def test_numbers_that_a_forward_draws_are_no_effect_of_the_cut(tmp_path, strateg
         assert said["warnings"] == [] and "refused" not in said
 
 
+class OneMask(Quiet):
+    """One mask, drawn before the blocks, of what each of them returns."""
+
+    def forward(self, x):
+        x = self.stem(x)
+        mask = nn.functional.dropout(torch.ones_like(x), 0.3, self.training)
+        for block in self.blocks:
+            x = block(x) * mask
+        return self.head(x)
+
+
+class LateNoise(Quiet):
+    """What is drawn after the first block is read after all of them."""
+
+    def forward(self, x):
+        x = self.stem(x)
+        for number, block in enumerate(self.blocks):
+            x = block(nn.functional.dropout(x, 0.2, self.training))
+            if not number:
+                noise = torch.randn_like(x)
+        return self.head(x + noise)
+
+
+class Encoded(Quiet):
+    """Blocks take what an encoder outside of them drops, within checkpoints."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.drop = nn.Linear(5, 6), nn.Dropout(0.3)
+
+    def forward(self, x):
+        encoded, x = self.drop(self.encoder(x)), self.stem(x)
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x + encoded, use_reentrant=False)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy"),
+    [
+        (OneMask, "1f1b"),
+        (LateNoise, "1f1b"),
+        (Encoded, "1f1b"),  # an encoder outside of blocks is at the first and the last stage
+        pytest.param(OneMask, "interleaved", marks=pytest.mark.slow),
+        pytest.param(LateNoise, "interleaved", marks=pytest.mark.slow),
+    ],
+)
+def test_what_code_outside_of_blocks_draws_is_the_same_on_all_stages(tmp_path, make, strategy):
+    """The layout's pass equals one process, which draws it once, and is the first step's."""
+    for said in looked_at(tmp_path, strategy, make):
+        assert said["warnings"] == [] and "refused" not in said and said["passes"] == 1
+
+
 class NoisyAverages(NoisyStack):
     def __init__(self):
         super().__init__()
