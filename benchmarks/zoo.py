@@ -10,11 +10,11 @@ The results are written after each module, so that the same command again goes o
 `pip install -c constraints.txt -e ".[zoo]"`; where a library is missing, the rows that need it stay
 as recorded.
 
-A cell is "equal"; "cut", where one process that cuts the batch alike computes the same, and the
-look before the first step says so; "state: …", with what the look says, where the module has state
-that is in no buffer, so that a resumed run differs, or each rank has its own; "draws", where the
-module draws random numbers; "refused: …", with outpace's sentence (that of the look, where verify
-finds a difference); or "wrong: …", what went wrong.
+A cell is "equal" (under five strategies the look takes it, too); "cut", where one process that cuts
+the batch alike computes the same, and the look before the first step says so; "state: …", with what
+the look says, where the module has state that is in no buffer, so that a resumed run differs, or
+each rank has its own; "draws", where the module draws random numbers; "refused: …", with outpace's
+sentence (that of the look, where verify finds a difference); or "wrong: …", what went wrong.
 """
 
 import argparse
@@ -49,6 +49,8 @@ FILES = (
     "aliases", "identities", "backwards", "later", "shares", "memories", "crossed",
 )  # fmt: skip
 SAMPLES, LIMIT_S = 8, 90.0
+# Strategies whose equal cells are looked at, too: with dropout, which verify disables.
+LOOKED_AT = ("ddp", "zero3", "1f1b", "interleaved", "tp")
 # The strategies of a whole row, on two processes of any machine.
 ALL = set(STRATEGIES) - {"single", "horovod"} - set(filter(refused_strategy, STRATEGIES))
 Entry = Callable[[int], tuple[Any, Any, Any]]
@@ -110,6 +112,9 @@ def said_before(entry: Entry, verdict: ParityVerdict) -> str:
     """
     cell = outcome(verdict)
     kind = cell.partition(":")[0]
+    if kind == "equal" and verdict.strategy in LOOKED_AT:
+        refusal, _ = first_look(entry, verdict.strategy)
+        return cell if refusal is None else f"wrong: equal, and the look refuses it: {refusal}"
     sizes = [one.relative for one in verdict.differences if one.relative is not None]
     if kind in ("equal", "refused") or (
         kind == "cut" and max(sizes, default=math.inf) < SINGLE.relative
