@@ -184,6 +184,15 @@ class Tokenizer:
             None if "chat_template" in config else self.template_file,
         )  # fmt: skip
 
+    def with_length(self, positions: int) -> "Tokenizer":
+        """Return it with a model's positions as maximum length, unless it has one.
+
+        transformers cuts longer texts only at that, and a model fails beyond its positions.
+        """
+        if "model_max_length" in self._config:
+            return self
+        return self.replace(self.inner, {"model_max_length": positions})
+
     def encode(self, text: str) -> list[int]:
         """Return the ids of a text, without added ones.
 

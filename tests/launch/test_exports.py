@@ -122,6 +122,20 @@ def test_a_tokenizer_without_a_template_gets_the_one_trained_with(home):
     )
 
 
+def test_a_learnt_tokenizer_cuts_at_the_models_positions(home):
+    """Without a length of its own, transformers' `truncation=True` cuts nothing."""
+    folder, _ = home
+    (folder / "spec.json").write_text(
+        '{"family": "gpt2", "layers": 1, "hidden": 16, "heads": 2, "vocab": 300, '
+        '"max_positions": 32}'
+    )
+    model = trained(home, "learnt-run", model=str(folder / "spec.json"),
+                    data=(str(folder / "text.txt"),))  # fmt: skip
+    loaded = transformers.AutoTokenizer.from_pretrained(model)
+    assert loaded.model_max_length == 32
+    assert len(loaded("from it " * 99, truncation=True)["input_ids"]) == 32
+
+
 def test_another_tokenizer_takes_nothing_of_the_source(home):
     folder, _ = home
     other = train_tokenizer(["quite another text"] * 9, 280)

@@ -93,7 +93,8 @@ def _export(job: Job, model: nn.Module) -> None:
     tokenizer, directory = job.inputs.tokenizer, job.run_dir.model
     if isinstance(model, Classifier):
         assert tokenizer is not None and job.inputs.labels is not None
-        write_classifier(directory, model, model.state_dict(), job.inputs.labels, tokenizer.save)
+        written = _with_positions(job, tokenizer)
+        write_classifier(directory, model, model.state_dict(), job.inputs.labels, written.save)
         return
     if isinstance(model, Transformer):
         save, origin = _kept_files(job)
@@ -129,7 +130,12 @@ def _kept_files(job: Job) -> tuple[Callable[[Path], None] | None, Path | None]:
         if theirs.fingerprint == tokenizer.fingerprint:
             new = tokenizer.chat_template if theirs.chat_template is None else None
             return tokenizer_writer(source, new), origin
-    return tokenizer.save, None
+    return _with_positions(job, tokenizer).save, None
+
+
+def _with_positions(job: Job, tokenizer: Tokenizer) -> Tokenizer:
+    spec = job.inputs.spec
+    return tokenizer if spec is None else tokenizer.with_length(spec.max_positions)
 
 
 def _stop_ids(job: Job) -> tuple[int, ...]:

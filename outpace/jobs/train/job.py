@@ -8,8 +8,10 @@ from functools import partial
 from pathlib import Path
 
 import torch
+import xxhash
 
 from outpace.catalog.accelerators import find_accelerator
+from outpace.data.tokenizer import Tokenizer
 from outpace.interop.models import names_code
 from outpace.interop.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, fingerprint_config
 from outpace.interop.user_file import code_fingerprint
@@ -319,7 +321,8 @@ def _require_same(
             "code of its model": code_fingerprint(settings.model) if has_code else None
         },
         f"{data}: {settings.tokenizer or 'the tokenizer'}.": {
-            "tokenizer": tokenizer.fingerprint if tokenizer else None
+            "tokenizer": tokenizer.fingerprint if tokenizer else None,
+            "chat template": _fingerprint_template(settings, tokenizer),
         },
         # A user's data sets have no fingerprint, and the order of samples spans all of them;
         # `check_samples` compares some of their contents.
@@ -341,6 +344,13 @@ def _require_same(
     )
     if groups.ranks.world_size > 1 and not settings.resume:  # which reads a checkpoint
         groups.require_same(_stored_weights(groups.ranks, settings, inputs))
+
+
+def _fingerprint_template(settings: TrainSettings, tokenizer: Tokenizer | None) -> str | None:
+    """Return a hash of the template that conversations are learnt with, or None."""
+    if settings.task != "chat" or tokenizer is None:
+        return None
+    return xxhash.xxh3_64_hexdigest((tokenizer.chat_template or "").encode())
 
 
 def _stored_weights(

@@ -82,6 +82,27 @@ def test_ranks_with_other_code_or_weights_are_refused(command, corpus, token_cac
         assert str(second).removesuffix(":build") in done.stdout + done.stderr
 
 
+def test_ranks_with_other_chat_templates_are_refused(command, token_cache, tmp_path):
+    """The tokens differ by it, and so do the data; but it is the template that has to be copied."""
+    script = tmp_path / "unlike.py"
+    script.write_text(UNLIKE)
+    turns = [{"role": "user", "content": "a b"}, {"role": "assistant", "content": "b a"}]
+    (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 8)
+    template = (
+        "{% for m in messages %}{{ m.role }}SIGN{{ m.content }}{{ eos_token }}{% endfor %}"
+        "{% if add_generation_prompt %}assistantSIGN{% endif %}"
+    )
+    learnt = train_tokenizer(["a b c"] * 9, 300)
+    for name, sign in (("one", ": "), ("two", "> ")):
+        words = {"chat_template": template.replace("SIGN", sign)}
+        learnt.replace(learnt.inner, words).save(tmp_path / name)
+    given = ("--task=chat", f"--data={tmp_path / 'chats.jsonl'}", f"--cache-dir={token_cache}",
+             f"--out={tmp_path / 'run'}", f"--tokenizer={tmp_path / 'one'}")  # fmt: skip
+    other = ("--tokenizer", tmp_path / "two")
+    done = command(FORKED, 2, script, *other, *FLAGS, *given, timeout=120)
+    assert OTHER.format("chat template") in done.stdout + done.stderr
+
+
 def test_settings_of_one_rank_may_differ(command, corpus, token_cache, tmp_path):
     """Hosts have places and cores of their own, and one rank alone may be profiled."""
     script = tmp_path / "unlike.py"
