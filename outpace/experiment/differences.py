@@ -95,13 +95,15 @@ def _show_value(value: object) -> str:
 
 
 def _part(results: Sequence[ArmResult]) -> list[str]:
-    """Say which part of a step differs the most between the first run and the others."""
+    """Name the part of a step in which the slowest run loses most against the fastest."""
     known = [one.parts for one in results if one.parts is not None]
     if len(known) < 2 or len(known) < len(results):
         return []
     seconds = {part: [getattr(one, f"{part}_s") for one in known] for part in PARTS}
-    part, most = max(seconds.items(), key=lambda pair: max(pair[1]) - min(pair[1]))
-    if max(most) <= min(most):
+    totals = [one.total_s for one in known]
+    slow, fast = totals.index(max(totals)), totals.index(min(totals))
+    part, most = max(seconds.items(), key=lambda pair: pair[1][slow] - pair[1][fast])
+    if most[slow] <= most[fast]:
         return []
     return [f"It shows most in {part}: {' → '.join(map(show_seconds, most))} a step."]
 

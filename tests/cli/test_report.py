@@ -101,6 +101,26 @@ def test_two_finished_runs_are_compared_by_what_they_differ_in_first(
     assert any("took 100.0 % longer than" in line for line in lines)
 
 
+def test_the_part_that_is_named_is_one_that_takes_longer_in_the_slower_run(
+    run, capsys, tmp_path, monkeypatch
+):
+    """The slower run may communicate less; that is not where it loses time."""
+    monkeypatch.setenv("COLUMNS", "400")
+    first, other = copied(run, tmp_path / "first"), copied(run, tmp_path / "other")
+    slow_down(other, 2)
+    for folder, more in ((first, {"communication_s": 2}), (other, {"forward_s": 1.4,
+                                                                  "backward_s": 1.5})):  # fmt: skip
+        result = json.loads((folder / "result.json").read_text())
+        result.pop("xxh3_128")
+        for part, seconds in more.items():
+            result["parts"][part] += seconds
+        (folder / "result.json").write_text(json.dumps(result))
+    for two in ((first, other), (other, first)):
+        assert main(["compare", *map(str, two)]) == 0
+        out = capsys.readouterr().out
+        assert "It shows most in backward: " in out and "It shows most in comm" not in out
+
+
 def test_of_a_resumed_run_the_steps_since_are_timed(run, capsys, tmp_path, monkeypatch):
     """Those before may be of another layout than it has now: here they took ten times as long."""
     monkeypatch.setenv("COLUMNS", "400")
