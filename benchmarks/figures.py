@@ -39,7 +39,7 @@ _MARKED = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTA
 
 
 def overhead(result: dict[str, Any]) -> str:
-    """outpace's loop against a bare one."""
+    """Write outpace's loop against a bare one."""
     rows = [
         [
             case,
@@ -83,7 +83,7 @@ def host_time(result: dict[str, Any]) -> str:
     head = ["case", "transformers", "outpace", "ratio", "95 % interval", "operators",
             f"≤ {result['targets']['ratio']}"]  # fmt: skip
     own, most = result["bookkeeping"], result["targets"]["bookkeeping_ms"]
-    said = f"\nBookkeeping of a step: {own['median_s'] * 1000:.3f} ms (asked: ≤ {most}).\n"
+    said = f"\nBookkeeping of a step: {own['median_s'] * 1000:.3f} ms (target: ≤ {most}).\n"
     return table(head, rows) + said + stand(result)
 
 
@@ -208,14 +208,14 @@ def report(result: dict[str, Any]) -> str:
         [what, *(f"{f(result[name]):.2f} s" for f in (statistics.median, min, max))]
         for what, name in (
             ("made by `outpace report`", "made_s"),
-            ("opened by Chromium, until what is in view is drawn", "seen_s"),
+            ("opened by Chromium, until the visible part is drawn", "seen_s"),
             ("both", "s"),
             ("opened, until all figures are drawn", "drawn_s"),
         )
     ]
     return (
         table([f"a run of {result['steps']:,} steps", "median", "fastest", "slowest"], rows)
-        + f"\n{result['metrics_bytes'] / 1e6:.0f} MB of metrics become a page of "
+        + f"\n{result['metrics_bytes'] / 1e6:.0f} MB of metrics make a page of "
         + f"{result['page_bytes'] / 1e6:.1f} MB; {result['spikes_drawn']} of {result['spikes']} "
         + f"spikes are drawn. Target: made and in view below {result['target_s']:.0f} s, "
         + f"the slowest, too; {'reached' if result['reached']['time'] else 'not reached'}.\n"
@@ -224,9 +224,9 @@ def report(result: dict[str, Any]) -> str:
 
 
 def intermediate(result: dict[str, Any]) -> str:
-    """What forwards keep for backwards, the fullest and the emptiest rank."""
+    """Write what forwards keep for backwards, on the fullest and the emptiest rank."""
     head = ["ranks", "schedule", "checkpointing", "m", "under way, by rank", "kept, by rank",
-            "values a token and layer, in widths", "peak above weights, by rank"]  # fmt: skip
+            "values per token and layer, in widths", "peak above weights, by rank"]  # fmt: skip
     rows = [
         [
             processes,
@@ -277,7 +277,7 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def fill(text: str) -> str:
-    """The page with every marked part made anew."""
+    """Return the page with every marked part rewritten."""
 
     def made(match: re.Match[str]) -> str:
         name = match[2].partition("--")[0]

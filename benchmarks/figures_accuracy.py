@@ -1,4 +1,4 @@
-"""docs/results/accuracy.md's tables and scatter plots, of what planner_accuracy.py recorded."""
+"""Tables and scatter plots of docs/results/accuracy.md, from planner_accuracy.py's results."""
 
 import math
 import statistics
@@ -11,37 +11,36 @@ from pages import stand, table
 
 DOCS = Path(__file__).parent.parent / "docs" / "results"
 FAR = 0.3
-# What the terms show of rows that are missed by more than FAR: a source, and which of its rows.
+# Causes of errors above FAR, as the terms show them: a source, and which of its rows.
 _COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#8c8c8c")
 _CAUSES: tuple[tuple[str, Callable[[dict[str, Any]], bool], str], ...] = (
     ("vtrain-single, 8 ranks of tp",
      lambda row: row["source"] == "vtrain-single" and "TP 8" in row["plan"],
-     "every layer there waits for the host, and these took 3.7 to 5.0 ms where layers with more "
-     "work took 2.7 to 3.4 ms: how long a host takes to launch a layer differs from profile to "
-     "profile (see below)"),
-    ("fp8 without what the row runs",
+     "every layer waits for the host there; these took 3.7 to 5.0 ms, while layers with more work "
+     "took 2.7 to 3.4 ms: the time to launch a layer differs between profiles (see below)"),
+    ("fp8 with unstated settings",
      lambda row: row["source"] == "megatron-examples-llama",
      "sharding and recomputation are not stated; Transformer Engine keeps fp8 weights, outpace "
      "casts at every use"),
     ("short sequences and small models on FSDP",
      lambda row: row["source"] == "llm-foundry" and _share(row, "host_s") > 0.05,
-     "bound by the host: how long an operator takes there is one figure for all hosts"),
+     "bound by the host: the planner assumes the same time per operator for all hosts"),
     ("long sequences",
      lambda row: row["source"] == "llm-foundry" and _share(row, "attention_s") > 0.2,
      "bound by attention: the Triton kernel's share of FlashAttention-2's rate is published as a "
      "range, 1.3 to 2.5"),
     ("sharded over nodes, network not stated",
      lambda row: row["source"] == "llm-foundry",
-     "eight HDR cards a node are assumed; over a slower network its gathers would not hide behind "
-     "so small a micro-batch. Not shown"),
+     "eight HDR cards per node are assumed; a slower network would not hide gathers behind so "
+     "small a micro-batch. Not verified"),
 )  # fmt: skip
 _OTHERWISE = "not explained"
 # Of peak memory, by source.
 _MEMORY_CAUSES = {
     "megatron-lm-golden":
-        "older runs of a test on other machines hold what written scores take where the newer ones "
-        "do not, and no column tells them apart; and two tests are of what no column says: a fused "
-        "loss, distillation.",
+        "older runs of a test on other machines use as much memory as materialised scores, newer "
+        "ones do not, and no column distinguishes them; two other tests use features without a "
+        "column: a fused loss and distillation.",
     "litgpt-resource-tables":
         "not explained.",
 }  # fmt: skip
@@ -52,7 +51,7 @@ def _share(row: dict[str, Any], part: str) -> float:
 
 
 def cause(row: dict[str, Any]) -> tuple[str, str]:
-    """Why a row is missed: a name and a sentence."""
+    """Return the cause of a row's error: a name and a sentence."""
     for name, holds, why in _CAUSES:
         if holds(row):
             return name, why
@@ -102,12 +101,12 @@ def _residuals(result: dict[str, Any]) -> str:
     spread = result["residuals"]
     rows = [[source, f"{share:.0%}"] for source, share in spread["left_out"].items()]
     return (
-        f"Of {spread['rows']:,} measured times, the 90 % interval is {spread['low']:.2f} to "
-        f"{spread['high']:.2f} times what is predicted. Set by all other sources it covers, of "
-        "each:\n\n"
+        f"The 90 % interval of {spread['rows']:,} measured times is {spread['low']:.2f} to "
+        f"{spread['high']:.2f} times the prediction. If it is set from all other sources, it "
+        "covers the following share of each:\n\n"
         + table(["left out", "covered"], rows)
-        + f"\n{spread['coverage']:.1%} in the mean of the sources, "
-        f"{spread['coverage_of_rows']:.1%} of all rows.\n\n"
+        + f"\nThe mean over sources is {spread['coverage']:.1%}; of all rows, "
+        f"{spread['coverage_of_rows']:.1%} are covered.\n\n"
     )  # fmt: skip
 
 
@@ -120,7 +119,7 @@ def _titans(result: dict[str, Any]) -> str:
 
 
 def far(result: dict[str, Any]) -> str:
-    """Rows that are missed by more than FAR, by cause."""
+    """Write the rows with errors above FAR, by cause."""
     kinds: defaultdict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for row in result["rows"]:
         if abs(error(row)) > FAR:
@@ -149,7 +148,7 @@ def far(result: dict[str, Any]) -> str:
 
 
 def pieces(result: dict[str, Any]) -> str:
-    """That vtrain-single is put together, and which parts its picks hang on."""
+    """Write that vtrain-single is composed of pieces, and which of them decide its picks."""
     found = result["pieces"]
     line, parts = found["linear"], found["pieces"]
     example = line["example"]
@@ -169,16 +168,16 @@ def pieces(result: dict[str, Any]) -> str:
     one, two = ("hidden {}, tp {}, micro-batch {}".format(*worst) for worst in found["worst"])
     took = _listed([f"{seconds * 1e3:.3f}" for seconds in times])
     return (
-        f"With {shape}, {_listed(counts)} micro-batches take {took} ms. Of {line['checked']} "
-        f"further counts none is more than {line['worst_s'] * 1e6:.0f} µs off the line through the "
-        f"first two. {len(parts)} times of a layer and micro-batch make up the rows; the last "
-        "column is the mean regret of a planner that knows all else exactly and has this one from "
-        "ours:\n\n"
+        f"With {shape}, {_listed(counts)} micro-batches take {took} ms. None of "
+        f"{line['checked']} further counts is more than {line['worst_s'] * 1e6:.0f} µs off the "
+        f"line through the first two. The rows are composed of {len(parts)} times of a layer and "
+        "micro-batch; the last column is the mean regret of a planner that takes this time from "
+        "outpace's planner and knows everything else exactly:\n\n"
         + table(head, rows)
-        + f"\nRegret with all layers from the planner, all else exact: {told('all_else_known')}. "
-        f"With exact layers and all else from the planner: {told('layers_known')}. With all exact "
-        f"but one, {one}: {told('all_but_worst_known')}; but that and {two}: "
-        f"{told('all_but_two_known')}. All from the planner, but these two exact: "
+        + f"\nRegret with predicted layers and everything else exact: {told('all_else_known')}. "
+        f"With exact layers and everything else predicted: {told('layers_known')}. With everything "
+        f"exact except {one}: {told('all_but_worst_known')}; except that and {two}: "
+        f"{told('all_but_two_known')}. With only these two exact: "
         f"{told('predicted_but_two_known')}.\n"
     )
 
@@ -189,13 +188,13 @@ def _listed(items: Any) -> str:
 
 
 def left_out(result: dict[str, Any]) -> str:
-    """Rows that are not predicted, and why."""
+    """Write the rows without a prediction, with reasons."""
     rows = [[one["source"], str(one["rows"]), one["why"]] for one in result["left_out"]]
     return table(["source", "rows", "why"], rows)
 
 
 def measured(result: dict[str, Any]) -> str:
-    """A probed machine's steps: targets, regrets, errors by kind of plan, what was missed most."""
+    """Write a probed machine's steps: targets, regrets and errors by kind of plan."""
     head = ["on", "figure", "rows", "planner", "asked", "one constant", "reached"]
     text = table(head, [_row(one) for one in result["scores"]])
     groups = [
@@ -214,15 +213,15 @@ def measured(result: dict[str, Any]) -> str:
     text += "\n" + table(["strategy", "steps", "median", "mean error", "worst"], by)
     spread = result["residuals"]
     known = [
-        f"{one['standard_error']:.1%} on {world} ({one['steps']} steps of each)"
+        f"{one['standard_error']:.1%} on {world} ({one['steps']} steps each)"
         for world, one in result.get("noise", {}).items()
     ]
     if known:
-        text += f"\nMedians of measured steps are known to ± {_listed(known)}.\n"
+        text += f"\nStandard errors of the median steps, by processes: {_listed(known)}.\n"
     return (
-        text + f"\nThe 90 % interval is {spread['low']:.2f} to {spread['high']:.2f} times what is "
-        f"predicted; set by all other groups it covers {spread['coverage']:.1%} of each in the "
-        f"mean.\n\n{stand(result)}"
+        text + f"\nThe 90 % interval is {spread['low']:.2f} to {spread['high']:.2f} times the "
+        f"prediction; if it is set from all other groups, it covers {spread['coverage']:.1%} of "
+        f"each on average.\n\n{stand(result)}"
     )
 
 

@@ -9,8 +9,8 @@ from pages import stand, table
 
 def false_claims(result: dict[str, Any]) -> str:
     """Claims where nothing differs, and where something does."""
-    head = ["the second does", "comparisons", "a difference was claimed of", "the right way",
-            "rounds to the claim, median", "interval holds the true difference"]  # fmt: skip
+    head = ["the second arm does", "comparisons", "differences claimed", "in the right direction",
+            "median rounds to the claim", "interval contains the true difference"]  # fmt: skip
     rows = [
         [
             f"{100 * one['more']:.0f} % more" if one["more"] else "the same",
@@ -24,9 +24,9 @@ def false_claims(result: dict[str, Any]) -> str:
     ]
     verdict = "Reached" if result["reached"] else "Not reached"
     about = (
-        f"\nAsked: at most {result['most_false']:g} false claims in "
-        f"{result['kinds'][0]['comparisons']} comparisons of what is the same, each looked at "
-        f"after every one of up to {result['rounds']} rounds. {verdict}, in "
+        f"\nTarget: at most {result['most_false']:g} false claims in "
+        f"{result['kinds'][0]['comparisons']} comparisons of equal arms, evaluated after "
+        f"each of up to {result['rounds']} rounds. {verdict}, in "
         f"{result['took_s'] / 60:.0f} min.\n"
     )
     return table(head, rows) + about + stand(result)
@@ -34,7 +34,7 @@ def false_claims(result: dict[str, Any]) -> str:
 
 def tune(result: dict[str, Any]) -> str:
     """Few trials against whole grids."""
-    head = ["problem", "grid", "regret", "of any configuration", "trials", "share of its time",
+    head = ["problem", "grid", "regret", "mean regret of all", "trials", "share of its time",
             "faster than the default", "on"]  # fmt: skip
     rows = [
         [
@@ -55,9 +55,9 @@ def tune(result: dict[str, Any]) -> str:
     }
     reached = worst["regret"] <= 0.02 and worst["trials"] <= 8 and worst["share"] <= 0.15
     about = (
-        "\nAsked of every problem: regret of 2 % at most, 8 trials and 15 % of the grid's time. "
+        "\nTarget for every problem: at most 2 % regret, 8 trials and 15 % of the grid's time. "
         f"{'Reached' if reached else 'Not reached'}: {worst['regret']:.1%}, {worst['trials']} and "
-        f"{worst['share']:.1%} at worst.{f' {missing} more not recorded yet.' if missing else ''}\n"
+        f"{worst['share']:.1%} at worst.{f' {missing} are not recorded yet.' if missing else ''}\n"
     )
     return table(head, rows) + about + stand(result)
 

@@ -1,4 +1,4 @@
-"""What was recorded of trainings and files that something was done to, as Markdown."""
+"""Results of runs and files with injected faults, as Markdown."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,28 +9,28 @@ _ASKED = {"kills": 200, "saves": 50}
 
 
 def faults(result: dict[str, Any]) -> str:
-    """Kills and damage by kind, and the faults that are tests."""
+    """Write kills and damage by kind, and the faults that the test suite injects."""
     parts = result["parts"]
     rows = [_killed(name, parts[name]) for name in ("kills", "saves") if name in parts]
     said = ""
     if rows:
-        head = ["ranks killed", "asked for", "runs", "as undisturbed, bit for bit", "steps lost",
+        head = ["ranks killed", "target", "runs", "bitwise equal to undisturbed", "steps lost",
                 "repeated", "while"]  # fmt: skip
         said += table(head, rows) + "\n"
     if "damage" in parts:
         one = parts["damage"]
         said += (
-            f"Of {one['damages']} newest checkpoints with a flipped bit or a file cut short "
-            f"{one['said']} were named and passed over, and {one['same']} of these runs came to "
-            "what an undisturbed one does, bit for bit.\n"
+            f"Of {one['damages']} newest checkpoints with a flipped bit or a truncated file, "
+            f"{one['said']} were reported and skipped, and {one['same']} of these runs ended "
+            "bitwise equal to an undisturbed one.\n"
         )
     if "tests" in parts:
         one = parts["tests"]
-        head = ["fault", "came out as it must", "took"]
+        head = ["fault", "result", "took"]
         rows = [[row["fault"].removeprefix("test_").replace("_", " "),
-                 row["came"] + (", run anew" if row.get("again") else ""),
+                 row["came"] + (", run again" if row.get("again") else ""),
                  f"{row['seconds']:.0f} s"] for row in one["rows"]]  # fmt: skip
-        said += f"\n{one['passed']} of {one['tests']}:\n\n{table(head, rows)}"
+        said += f"\n{one['passed']} of {one['tests']} tests passed:\n\n{table(head, rows)}"
     missing = [name for name in ("kills", "saves", "damage", "tests") if name not in parts]
     if missing:
         said += f"\nNot recorded yet: {', '.join(missing)}.\n"
@@ -45,7 +45,7 @@ def _killed(name: str, part: dict[str, Any]) -> list[str]:
 
 
 def fuzz(result: dict[str, Any]) -> str:
-    """Broken files by reader, and how much of it they reached."""
+    """Write broken files by reader, and how many of its branches they reached."""
     rows = []
     for name, one in result["readers"].items():
         guided = result["guided"].get(name)
@@ -54,11 +54,11 @@ def fuzz(result: dict[str, Any]) -> str:
             f"{one['covered'] / one['branches']:.0%}",
             "" if guided is None else f"{guided['cases']:,}", one["failure"] or "nothing",
         ])  # fmt: skip
-    head = ["reader", "broken files", "branches reached", "share", "by atheris, too", "found"]
+    head = ["reader", "broken files", "branches reached", "share", "from atheris", "found"]
     least = result["least_share_of_branches"]
     return (
-        f"{result['cases']:,} files in all (asked for: 10,000, and 1,000 for each reader); "
-        f"at least {least:.0%} of each reader's branches (asked for: 90 %).\n\n"
+        f"{result['cases']:,} files in all (target: 10,000, and 1,000 for each reader); "
+        f"at least {least:.0%} of each reader's branches (target: 90 %).\n\n"
         f"{table(head, rows)}{stand(result)}"
     )
 

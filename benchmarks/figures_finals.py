@@ -1,4 +1,4 @@
-"""What the finals of the race came to, as Markdown."""
+"""Results of the finals of the race, as Markdown."""
 
 from collections.abc import Callable, Iterator
 from statistics import median
@@ -21,12 +21,12 @@ ALONE, RIVAL = f"{OURS} on one process", "Trainer"
 
 
 def finals(result: dict[str, Any]) -> str:
-    """What is asked of speed, beside what was reached in turn."""
+    """Write speed targets next to what was reached in alternating runs."""
     heats = result["heats"].values()
     rows = [
         row for rows in (_speed, _shares, _starts, _two) for heat in heats for row in rows(heat)
     ]
-    head = ["goal", "of", "reached (least – most of the turns)"]
+    head = ["goal", "of", "reached (range over turns)"]
     return table(head, rows) + as_recorded(result)
 
 
@@ -37,20 +37,20 @@ def ratios(heat: dict[str, Any], name: str) -> list[float]:
 
 
 def shares(heat: dict[str, Any]) -> list[float]:
-    """Of the machine's best matrix product, of each turn in which that was steady."""
+    """Return the share of the best matrix product for each turn in which that was steady."""
     pairs = zip(heat["turns_s"][OURS], heat["best_products_flops_per_s"], strict=False)
     return [heat["model_flops"] / median(own) / best for own, best in pairs if best is not None]
 
 
 def tokens_range(result: dict[str, Any]) -> str:
-    """How many times the tokens/s of the best peer outpace has, and which goals it misses."""
+    """Return outpace's tokens/s relative to the best peer's, and the missed goals."""
     heats = [(heat, _best_peer(heat)) for heat in result["heats"].values()]
     found = {heat_title(heat): median(ratios(heat, best)) for heat, best in heats if best}
     return say_range(found, heats[0][0]["precision"])
 
 
 def _best_peer(heat: dict[str, Any]) -> str | None:
-    """The peer whose steps, with the plain loop's losses, are shortest beside outpace's."""
+    """Return the peer with the plain loop's losses and the fastest steps relative to outpace's."""
     same = heat["same_losses"]
     peers = [name for name in same if same[name] and name not in (OURS, ALONE)]
     return min(peers, key=lambda name: median(ratios(heat, name)), default=None)
@@ -88,7 +88,7 @@ def _two(heat: dict[str, Any]) -> Iterator[list[str]]:
 
 
 def _told(values: list[float], digits: int, of: str = "") -> str:
-    """The median, and between which they are."""
+    """Return the median and the range."""
     least, middle, most = (
         f"{one:.{digits}f}" for one in (min(values), median(values), max(values))
     )

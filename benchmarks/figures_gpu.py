@@ -1,4 +1,4 @@
-"""What was measured on a GPU, as Markdown: prediction beside measurement, missed targets first."""
+"""GPU measurements as Markdown: predictions next to measurements, missed targets first."""
 
 import csv
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ _GIB = 2**30
 
 
 def gpu(result: dict[str, Any]) -> str:
-    """Targets, throughput beside the hand loop and beside what was predicted, and the rest."""
+    """Write targets, throughput next to the handwritten loop and the prediction, and the rest."""
     sections = result["sections"]
     parts = [
         _targets(result["targets"]), _steps(sections), _kernels(sections), _levers(sections),
@@ -33,7 +33,7 @@ def gpu(result: dict[str, Any]) -> str:
 def _targets(judged: list[dict[str, Any]]) -> str:
     words = {False: "**missed**", None: "not measured", True: "reached"}
     rows = [[words[one["met"]], one["target"], one["bound"], shown(one)] for one in judged]
-    return table(["", "target", "asked", "measured"], rows)
+    return table(["", "target", "bound", "measured"], rows)
 
 
 def _steps(sections: dict[str, Any]) -> str:
@@ -48,14 +48,15 @@ def _steps(sections: dict[str, Any]) -> str:
     ]  # fmt: skip
     if not rows:
         return ""
-    head = ["model, batch", "", "step", "tokens/s", "over the hand loop", "MFU, of best product",
-            "predicted step, by the catalog", "by the probe", "memory", "traced"]  # fmt: skip
+    head = ["model, batch", "", "step", "tokens/s", "speed / handwritten loop",
+            "MFU, share of best product", "predicted step, by the catalog", "by the probe",
+            "memory", "traced"]  # fmt: skip
     return table(head, rows)
 
 
 def _tokens(row: dict[str, Any]) -> str:
     if not measured(row):
-        return "failed" if "failure" in row else "left out"
+        return "failed" if "failure" in row else "skipped"
     return f"{row['tokens_per_s']:,.0f}" if "tokens_per_s" in row else "–"
 
 
@@ -95,7 +96,7 @@ def _traced(row: dict[str, Any] | None) -> str:
 
 
 def _kernels(sections: dict[str, Any]) -> str:
-    """The loss, attention and other optimizers: milliseconds, and what they are beside."""
+    """Write times of the loss, attention and other optimizers, and their ratios."""
     over = {"over_causal": "causal", "over_fused": "adamw-fused"}
     rows = [
         [section, name, _ms(row["step_time_s"]), _gib(row.get("peak_bytes")),
@@ -108,20 +109,20 @@ def _kernels(sections: dict[str, Any]) -> str:
 
 
 def _levers(sections: dict[str, Any]) -> str:
-    """Losses furthest off the plain run's, and the slowest, in a table of all."""
+    """Write losses and times of all options."""
     rows = [
         [name, _ms(row["step_time_s"]), "–" if row["off"] is None else f"{row['off']:.1e}",
          _gib(row["peak_bytes"])]
         for name, row in _rows(sections, "levers").items()
         if measured(row) and "step_time_s" in row
     ]  # fmt: skip
-    head = ["option, on a model of 4 layers and width 256", "step", "loss off the plain run's",
+    head = ["option, on a model of 4 layers and width 256", "step", "loss difference from plain",
             "memory"]  # fmt: skip
     return table(head, rows) if rows else ""
 
 
 def _ceilings(sections: dict[str, Any]) -> str:
-    """What the device reaches by itself, what a step waits for, and the first step."""
+    """Write waits and busy time of a step, the first step, and first uses."""
     lines = []
     for name, row in _rows(sections, "first step").items():
         if measured(row) and row["first_step_s"] is not None:
@@ -129,9 +130,9 @@ def _ceilings(sections: dict[str, Any]) -> str:
     waits = _rows(sections, "waits")
     if waits.get("waits", {}).get("of_a_step") is not None:
         places = ", ".join(f"{place} ({count})" for place, count in waits["waits"]["places"])
-        lines.append(f"waits of a step: {waits['waits']['of_a_step']:g} {places}".rstrip())
+        lines.append(f"waits per step: {waits['waits']['of_a_step']:g} {places}".rstrip())
     if waits.get("profile", {}).get("busy_share") is not None:
-        lines.append(f"the device is busy for {waits['profile']['busy_share']:.1%} of a step")
+        lines.append(f"the device is busy {waits['profile']['busy_share']:.1%} of a step")
     for name, row in _rows(sections, "first use").items():
         if measured(row):
             lines.append(f"`outpace {name}` took {row['took_s']:.1f} s")
@@ -179,7 +180,7 @@ def _gib(size: float | None) -> str:
 
 
 def first_h200(path: Path) -> str:
-    """What the code of that day did, and what a trial of corrections did."""
+    """Write what that day's code measured, and what a trial of corrections did."""
     head = ["model, batch", "", "compiled", "precision, optimizer", "step", "tokens/s",
             "memory of tensors"]  # fmt: skip
     with path.open(newline="", encoding="utf-8") as file:

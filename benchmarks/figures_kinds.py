@@ -1,4 +1,4 @@
-"""docs/results/accuracy.md's tables by kind, of what score_board.py found in all published rows."""
+"""Tables by kind in docs/results/accuracy.md, from score_board.py's results for published rows."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import score_board
 from pages import stand, table
 
-_LEAST = 3  # rows of a kind that has a line of its own
+_LEAST = 3  # rows of a kind that is shown separately
 
 
 def kinds(result: dict[str, Any]) -> str:
@@ -21,7 +21,7 @@ def kinds(result: dict[str, Any]) -> str:
     few = sum(one["rows"] for one in fewer)
     return (
         table(head, rows)
-        + f"\n{len(fewer)} further kinds have fewer than {_LEAST} rows, {few} together.\n"
+        + f"\n{len(fewer)} further kinds have fewer than {_LEAST} rows, {few} in total.\n"
         + stand(result)
     )
 
@@ -41,18 +41,18 @@ def sources(result: dict[str, Any]) -> str:
 
 
 def intervals(result: dict[str, Any]) -> str:
-    """What `outpace plan` prints for a kind of chip and model, and how it was set."""
-    head = ["kind", "rows", "sources", "measured / predicted", "of a source left out"]
+    """Write the intervals that `outpace plan` prints by kind of chip and model, with their data."""
+    head = ["kind", "rows", "sources", "measured / predicted", "coverage of sources left out"]
     rows = [
         [name, str(one["rows"]), str(len(one["sources"])), f"{one['low']:.2f} to {one['high']:.2f}",
-         f"{one['coverage']:.0%} ({min(one['left_out'].values()):.0%} at least)"]
+         f"{one['coverage']:.0%} (at least {min(one['left_out'].values()):.0%})"]
         for name, one in result["intervals"].items()
     ]  # fmt: skip
     return table(head, rows)
 
 
 def memory(result: dict[str, Any]) -> str:
-    """Peak memory by kind, and what is said to fit."""
+    """Write peak memory by kind, and which layouts are predicted to fit."""
     names = ("chip", "stack", "mlp", "trained")
     head = ["generation", "software", "MLPs", "trained", "rows", "mean", "median", "bias", "p95",
             "one constant"]  # fmt: skip
@@ -60,9 +60,9 @@ def memory(result: dict[str, Any]) -> str:
     told = result["labels"]
     return (
         table(head, rows)
-        + f"\nOf {told['ran']:,} layouts that ran, {len(told['ran_but_said_not_to_fit'])} are said "
-        f"not to fit; of {told['ran_out']} that ran out of memory, "
-        f"{len(told['ran_out_but_said_to_fit'])} are said to fit. "
+        + f"\nOf {told['ran']:,} layouts that ran, {len(told['ran_but_said_not_to_fit'])} are "
+        f"predicted not to fit; of {told['ran_out']} that ran out of memory, "
+        f"{len(told['ran_out_but_said_to_fit'])} are predicted to fit. "
         + "Not judged, with the number of rows: "
         + "; ".join(f"{why} ({count:,})" for why, count in told["unjudged"].items())
         + ".\n"
@@ -70,7 +70,7 @@ def memory(result: dict[str, Any]) -> str:
 
 
 def regret(result: dict[str, Any]) -> str:
-    """What the planner's pick among published layouts of one problem costs."""
+    """Write the regret of the planner's pick among the published layouts of a problem."""
     head = ["source", "groups", "mean regret", "p95", "best picked", "of any"]
     rows = [
         [one["source"], str(one["groups"]), f"{one['mean']:.1%}", f"{one['p95']:.1%}",
@@ -81,7 +81,7 @@ def regret(result: dict[str, Any]) -> str:
 
 
 def left_out(result: dict[str, Any]) -> str:
-    """Rows whose step is not predicted, and why."""
+    """Write the rows without a predicted step, with reasons."""
     rows = [[one["source"], str(one["rows"]), one["why"]] for one in result["left_out"]]
     return table(["source", "rows", "why"], rows)
 

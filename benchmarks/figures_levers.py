@@ -35,7 +35,7 @@ def memory_accuracy(result: dict[str, Any]) -> str:
 
 
 def memory_shown(result: dict[str, Any]) -> str:
-    """What the command prints of the example in docs/guides/memory.md."""
+    """Write what the command prints for the example in docs/guides/memory.md."""
     case, large = result["cases"]["readme"], result["cases"]["70b"]
     shown = "\n".join(case["shown"]).strip("\n")
     seconds = (f"{statistics.median(one['seconds']):.0f} s" for one in (case, large))
@@ -64,7 +64,7 @@ def memory_loss(result: dict[str, Any]) -> str:
 
 
 def mixed_precision_traced(result: dict[str, Any]) -> str:
-    """The published table beside the derived ones."""
+    """Write the published table next to the derived ones."""
     then, now = result["rules"]["torch-1.8"], result["rules"]["today"]
     rows = []
     for size, row in then.items():
@@ -134,7 +134,7 @@ def mixed_precision_speed(result: dict[str, Any]) -> str:
         for name, one in result["strategies"].items()
     ]
     units = "; ".join(f"{kind}: {unit or 'none'}" for kind, unit in result["units"].items())
-    head = ["strategy", "step, fp32", "bf16", "times as fast", "95 % interval", "peak, fp32",
+    head = ["strategy", "step, fp32", "bf16", "speedup", "95 % interval", "peak, fp32",
             "bf16"]  # fmt: skip
     return table(head, rows) + f"\nUnits of this hardware for {units}.\n" + stand(result)
 
@@ -156,7 +156,7 @@ def checkpointing_price(result: dict[str, Any]) -> str:
     ]
     bought = "".join(
         f"Under the peak of batch {result['shape']['batch']} without recomputation, {mode} fits "
-        f"batch {one['batch']}, at {one['time_per_sample_over_plain']:.2f} of the time a sample.\n"
+        f"batch {one['batch']}, at {one['time_per_sample_over_plain']:.2f} × the time per sample.\n"
         for mode, one in result["larger_batch"].items()
     )
     head = ["strategy", "checkpointing", "step", "of none", "95 % interval", "throughput lost",
@@ -237,13 +237,13 @@ def low_precision(result: dict[str, Any]) -> str:
     return "\n".join((
         table(["format", "exponent + mantissa bits", "largest", "smallest normal", "smallest",
                "spacing at 1", "at 2048", "torch.finfo agrees"], formats),
-        table(["format", "2048 + 0.5", "a sum of ones stops at", "10,000 × 0.001, one by one",
-               "by torch.sum"], lost),
-        f"Loss scale of an fp16 training, from 2^{math.log2(scale['scale'][0]):.0f}, to grow after "
+        table(["format", "2048 + 0.5", "a sum of ones stops growing at",
+               "10,000 × 0.001, one by one", "by torch.sum"], lost),
+        f"Loss scale of an fp16 run, from 2^{math.log2(scale['scale'][0]):.0f}, growing after "
         f"{scale['growth_interval']} good steps; {sum(scale['skipped'])} of {len(scale['scale'])} "
-        "steps were left out:\n",
+        "steps were skipped:\n",
         table(["before step", "scale", "why"], changes),
-        table(["sum of two tensors", "bytes an element", "moved", "time"], moved),
+        table(["sum of two tensors", "bytes per element", "moved", "time"], moved),
     )) + stand(result)  # fmt: skip
 
 
@@ -267,7 +267,7 @@ def convergence(result: dict[str, Any]) -> str:
     return (
         table(["case", "loss", "from AdamW in fp32", "by seed"], rows)
         + f"\nMeans of {result['seeds']} seeds after {result['steps']} steps, in nats; {shape}. "
-        + f"AdamW's own losses are {result['spread_of_seeds']:.4f} apart.\n"
+        + f"AdamW's losses differ by {result['spread_of_seeds']:.4f} between seeds.\n"
         + stand(result)
     )
 
@@ -293,7 +293,7 @@ def optimizers(result: dict[str, Any]) -> str:
 
 
 def offload(result: dict[str, Any]) -> str:
-    """What is offloaded: time beside the plain plan's, and what it leaves in memory."""
+    """Write the time of offloading compared with the plain plan, and the memory that remains."""
     rows = []
     for name, case in result["cases"].items():
         seen, plain = case["memory"], case["plain_memory"]
@@ -303,7 +303,7 @@ def offload(result: dict[str, Any]) -> str:
             change = seen[field] - plain[field]
             row.append(f"{change / 2**20:+,.0f} MiB ({change / size:+.1f} P)")
         rows.append(row)
-    head = ["moved", "time, plain = 1", "anonymous memory between steps", "after the forward"]
+    head = ["offloaded", "time, plain = 1", "anonymous memory between steps", "after the forward"]
     shape = ", ".join(f"{name} {size:,}" for name, size in result["shape"].items())
     parameters = next(iter(result["cases"].values()))["memory"]["parameter_bytes"]
     about = (
@@ -314,7 +314,7 @@ def offload(result: dict[str, Any]) -> str:
 
 
 def lora(result: dict[str, Any]) -> str:
-    """All weights, adapters, and adapters beside 4 bits: time and memory of a step."""
+    """Write time and memory of a step with all weights, adapters, and adapters on 4-bit weights."""
     full = result["cases"]["full"]["median_step_s"]
     rows = []
     for name, case in result["cases"].items():
@@ -329,7 +329,7 @@ def lora(result: dict[str, Any]) -> str:
             ]
         )
     kinds = [kind.replace("_", " ") for kind in result["cases"]["full"]["held_bytes"]]
-    head = ["trained", "a step", "full = 1", *kinds, "peak of tensors"]
+    head = ["trained", "step", "full = 1", *kinds, "peak of tensors"]
     shape = ", ".join(f"{name} {size:,}" for name, size in result["shape"].items())
     return table(head, rows) + f"\n{result['model']}, {shape}, fp32.\n" + stand(result)
 
@@ -353,11 +353,11 @@ def planner_memory(result: dict[str, Any]) -> str:
     ]  # fmt: skip
     speed = result["speed"]["plans_per_s"]
     about = (
-        f"\n{result['cases']} plans of {result['models']} models, seed {result['seed']}: off by "
-        f"{result['mean_absolute_error']:.2%} in the mean (target {result['target_mean']:.0%}), by "
-        f"{result['worst_error']:.2%} at most (target {result['target_worst']:.0%}); "
-        f"{result['beyond_target']} beyond that. {round(speed, -3):,.0f} plans a second of one "
-        f"processor. Refused by the package: {len(result['refused'])}.\n"
+        f"\n{result['cases']} plans of {result['models']} models, seed {result['seed']}: mean "
+        f"error {result['mean_absolute_error']:.2%} (target {result['target_mean']:.0%}), largest "
+        f"{result['worst_error']:.2%} (target {result['target_worst']:.0%}); "
+        f"{result['beyond_target']} beyond that. {round(speed, -3):,.0f} plans per second on one "
+        f"core. Refused by the package: {len(result['refused'])}.\n"
     )
     return (
         table(["strategy", "plans", "mean", "furthest"], lines)

@@ -1,4 +1,4 @@
-"""What was recorded of speed, as Markdown: the race against peers, a GPU, how costs grow."""
+"""Speed results as Markdown: the race against peers, a GPU, how costs grow."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,7 +17,7 @@ _WITH = {"": "", "zero3": ", ZeRO-3", "offload": ", ZeRO-3 offloaded"}
 
 
 def heat_title(heat: dict[str, Any]) -> str:
-    """A case, its processes, and what it is trained with."""
+    """Return the case, its processes and its settings."""
     count = heat["processes"]
     processes = "1 process" if count == 1 else f"{count} processes"
     what = f"({heat['case']}) {heat['title']}, {processes}{_WITH[heat['kind']]}"
@@ -25,7 +25,7 @@ def heat_title(heat: dict[str, Any]) -> str:
 
 
 def ran(heat: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Entrants that came to their end with the plain loop's losses."""
+    """Return the entrants that finished with the plain loop's losses."""
     return {
         name: one
         for name, one in heat["entrants"].items()
@@ -34,7 +34,7 @@ def ran(heat: dict[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def best_peer(heat: dict[str, Any], measure: str, largest: bool = True) -> tuple[str, float] | None:
-    """The peer that has most of a measure, or least."""
+    """Return the peer with the largest value of a measure, or the smallest."""
     peers = {name: one[measure] for name, one in ran(heat).items() if name != OURS}
     if not peers:
         return None
@@ -49,7 +49,7 @@ def beside(heat: dict[str, Any], measure: str, largest: bool = True) -> float | 
 
 
 def share_of_best_product(heat: dict[str, Any]) -> float | None:
-    """Of the machine's best matrix product; None where that was not steady."""
+    """Return the share of the machine's best matrix product; None if that was not steady."""
     own, best = ran(heat).get(OURS), heat["best_product_flops_per_s"]
     if own is None or best is None:
         return None
@@ -64,7 +64,14 @@ def peers(result: dict[str, Any]) -> str:
 
 
 def _heats(heats: dict[str, Any]) -> Iterator[str]:
-    head = ["", "tokens/s", "of outpace's", "memory", "first step after", "loss reached after"]
+    head = [
+        "",
+        "tokens/s",
+        "relative to outpace",
+        "memory",
+        "first step after",
+        "loss reached after",
+    ]
     for heat in heats.values():
         own = ran(heat).get(OURS)
         rows = [
@@ -100,21 +107,21 @@ def _row(name: str, one: dict[str, Any], own: dict[str, Any] | None) -> list[str
 
 
 def targets(result: dict[str, Any]) -> str:
-    """What is asked, beside what was reached."""
+    """Write targets next to what was reached."""
     heats = result["heats"]
     rows = [*_speed(heats), *_shares(heats), *_memory(heats), *_starts(heats), *_two(heats)]
     return table(["goal", "of", "reached"], rows) + as_recorded(result)
 
 
 def tokens_range(result: dict[str, Any]) -> str:
-    """How many times the tokens/s of the best peer outpace has, and which goals it misses."""
+    """Return outpace's tokens/s relative to the best peer's, and the missed goals."""
     heats = [(heat, beside(heat, "tokens_per_s")) for heat in result["heats"].values()]
     found = {heat_title(heat): ratio for heat, ratio in heats if ratio is not None}
     return say_range(found, heats[0][0]["precision"])
 
 
 def say_range(found: dict[str, float], precision: str) -> str:
-    """Say in one sentence the least and most of ratios, and which of them are too small."""
+    """Return a sentence with the smallest and largest ratio, and those that are too small."""
     short = [f"{name}: {ratio:.2f} ×" for name, ratio in found.items() if ratio < FASTER]
     misses = f"Below {FASTER} ×: {'; '.join(short)}" if short else f"None is below {FASTER} ×"
     return (
@@ -124,13 +131,13 @@ def say_range(found: dict[str, float], precision: str) -> str:
 
 
 def as_recorded(result: dict[str, Any]) -> str:
-    """By which command, whatever options each heat was recorded with; of the last of them."""
+    """Return the command without the options of single heats, from the last heat."""
     last = max(result["heats"].values(), key=lambda heat: heat["date"])
     return stand({**last, "command": last["command"][:2]})
 
 
 def _versions(heats: dict[str, Any]) -> str:
-    """Of what everybody was trained with, in the newest heat that had them."""
+    """Return the versions of all entrants in the newest heat that has them."""
     found: dict[str, str] = {}
     for heat in sorted(heats.values(), key=lambda heat: heat["date"]):
         for packages in heat.get("environments", {}).values():
@@ -204,9 +211,9 @@ def lasting(result: dict[str, Any]) -> str:
     if "long" in parts:
         long = parts["long"]
         grown, ratio = long["memory_growth_bytes"] / 2**20, long["time_ratio"]
-        of = f"{long['steps']:,} small steps, last quarter beside the second"
-        rows.append(["memory stays", of, f"{grown:+.1f} MiB"])
-        rows.append(["a step's time stays", of, f"{ratio:.3f} ×{mark(ratio <= FLAT)}"])
+        of = f"{long['steps']:,} small steps, last quarter against the second"
+        rows.append(["memory stays constant", of, f"{grown:+.1f} MiB"])
+        rows.append(["step time stays constant", of, f"{ratio:.3f} ×{mark(ratio <= FLAT)}"])
     for name, case in parts.get("auto", {}).items():
         ratio = case["ratio"]
         rows.append(["the pick takes ≤ 1.02 × the best by hand", f"({name}) {case['title']}",

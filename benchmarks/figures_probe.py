@@ -1,4 +1,4 @@
-"""What was recorded of probes, as Markdown."""
+"""Results of probes as Markdown."""
 
 from collections import defaultdict
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from pages import stand, table
 
 
 def repeat(result: dict[str, Any]) -> str:
-    """How many figures of a first probe held in the second, by kind."""
+    """Write how many figures of a first probe the second confirmed, by kind."""
     kinds: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
     for pair in result["pairs"]:
         kinds[pair["figure"].split()[0]].append(pair)
@@ -18,11 +18,12 @@ def repeat(result: dict[str, Any]) -> str:
     targets = result["targets"]
     took = " and ".join(f"{took_s:.0f} s" for took_s in result["took_s"])
     about = (
-        f"\nAsked: {targets['held']:.0%} held, half-width of {targets['median_half_width']:.0%} at "
-        f"most, each probe within {result['within_s']:.0f} s (they took {took}). "
-        f"{'Reached' if result['reached'] else 'Not reached'}.{_disturbed(result)}\n"
+        f"\nTarget: {targets['held']:.0%} confirmed, a median half-width of at most "
+        f"{targets['median_half_width']:.0%}, each probe within {result['within_s']:.0f} s "
+        f"(they took {took}). {'Reached' if result['reached'] else 'Not reached'}."
+        f"{_disturbed(result)}\n"
     )
-    head = ["kind", "figures", "not stable enough", "held by the second", "median half-width"]
+    head = ["kind", "figures", "not stable enough", "confirmed by the second", "median half-width"]
     shown = "\n".join(result["shown"])
     return table(head, rows) + about + stand(result) + f"\n```text\n{shown}\n```\n"
 
@@ -42,7 +43,10 @@ def _row(kind: str, pairs: list[dict[str, Any]]) -> list[str]:
 def _disturbed(result: dict[str, Any]) -> str:
     others = max(one["other_cores"] or 0.0 for one in result["steadiness"])
     stolen = max(one["stolen"] or 0.0 for one in result["steadiness"])
-    return f" Others used up to {others:.2f} cores, the hypervisor {stolen:.1%} of the time."
+    return (
+        f" Other programs used up to {others:.2f} cores, and the hypervisor took {stolen:.1%} of "
+        "the time."
+    )
 
 
 WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {

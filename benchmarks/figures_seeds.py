@@ -13,11 +13,11 @@ from pages import stand, table
 PICTURE = Path(__file__).parent.parent / "docs" / "results" / "seeds-loss.svg"
 _COLORS = {"ddp fp32": "#4c72b0", "ring fp32": "#dd8452", "ddp bf16": "#55a868",
            "ring bf16": "#c44e52"}  # fmt: skip
-_LAST = 10  # steps that a curve's end is the mean of
+_LAST = 10  # steps whose mean is the end of a curve
 
 
 def said(result: dict[str, Any]) -> str:
-    """Each claim, and the hardware that it is of."""
+    """Write each claim and its hardware."""
     return "".join(
         f"> *{claim['document']}*: {claim['says']} Hardware: {claim['hardware'].rstrip('.')}.\n\n"
         for claim in result["claims"]
@@ -104,12 +104,12 @@ def loss_curves(result: dict[str, Any]) -> str:
         for name, one in result["predicted"].items()
     ]  # fmt: skip
     return "\n".join((
-        table(["curve", "first loss", "half way", f"mean of the last {_LAST}"], curves),
-        table(["curves", "at most apart, of the loss"], apart),
+        table(["curve", "first loss", "halfway", f"mean of the last {_LAST}"], curves),
+        table(["curves", "largest relative difference of the loss"], apart),
         f"Mixed precision, document: {told['ddp']} times as fast for DDP, {told['ring']} for "
         "Horovod. The planner, for either:\n",
         table(["", "step, fp32", "fp16", "times as fast", "memory, fp32 = 1"], predicted),
-        "Measured, all ways in turn:\n",
+        "Measured, in turn:\n",
         table(["batch", "way", "median step", "its DDP = 1 (95 %)", "its fp32 = 1 (95 %)",
                "peak of tensors"], times),
         f"![Loss by step, for each batch]({PICTURE.name})\n",
@@ -138,10 +138,10 @@ def mixed_memory(result: dict[str, Any]) -> str:
             )])  # fmt: skip
     return "\n".join((
         table(head, rows),
-        "MiB, of the allocator's reserve where traced, of nvidia-smi in the document. Measured "
+        "MiB: traced is the allocator's reserved memory, the document used nvidia-smi. Measured "
         "here, MiB of live tensors:\n",
         table(["batch", "fp32", "bf16", "saved", "traced, fp32", "bf16"], peaks),
-        "What lies in memory at the fullest moment, MiB by kind:\n",
+        "Memory at the peak, MiB by kind:\n",
         table(["batch", "precision", "account"], kinds),
     ))  # fmt: skip
 
@@ -190,7 +190,7 @@ def ring(result: dict[str, Any]) -> str:
         for count, one in predicted["nodes"].items()
     ]
     link = measured["no_network"] or f"links of {measured['mbit_per_s']} Mbit/s"
-    head = ["n", "", "busiest sends", "of Ψ", "all send", "by the link", "measured (quartiles)"]
+    head = ["n", "", "busiest sends", "of Ψ", "all send", "link time", "measured (quartiles)"]
     return (
         table(head, rows)
         + f"\nΨ is a buffer of {buffer / 2**20:g} MiB; {link}. The planner, GPT-2's gradients "
@@ -218,17 +218,17 @@ def checkpointing(result: dict[str, Any]) -> str:
             f"{one['peak_bytes'] / 2**30:.2f} GiB", "–" if gained is None else f"{gained:+.0%}",
         ])  # fmt: skip
     head = ["", "recomputed", "throughput lost, same batch", "largest batch", "memory",
-            "throughput with it"]  # fmt: skip
+            "throughput with that batch"]  # fmt: skip
     return (
-        f"Document: {low:.0%} to {high:.0%} of throughput are lost.\n\n"
+        f"Document: {low:.0%} to {high:.0%} of throughput is lost.\n\n"
         + table(head, rows)
-        + "\nMemory: of the largest batch where predicted, of the same batch where measured, whose "
-        + "largest batch is that under the plain one's peak.\n"
+        + "\nPredicted memory is that of the largest batch, measured memory that of the same "
+        + "batch; the measured largest batch is the one that fits under the plain step's peak.\n"
     )
 
 
 def loader(result: dict[str, Any]) -> str:
-    """Tokens/s of loaders; what machines eat, and copies."""
+    """Write the tokens/s of loaders, what machines consume, and copies."""
     measured = result["measured"]
     rows = [
         [one["loader"], str(one["workers"]), str(one.get("prefetch", "–")),
@@ -245,8 +245,8 @@ def loader(result: dict[str, Any]) -> str:
     return "\n".join((
         table(["loader", "workers", "prefetch", "tokens/s, measured"], rows),
         f"{notes}\nThe planner, GPT-2 with DDP:\n",
-        table(["machine", "step", "tokens/s that it eats"], eaten),
-        table(["machine", "copied from page-locked memory", "link reaches", "takes"], copies),
+        table(["machine", "step", "tokens/s consumed"], eaten),
+        table(["machine", "copied from page-locked memory", "link", "time"], copies),
     ))  # fmt: skip
 
 
@@ -295,14 +295,14 @@ def tiles(result: dict[str, Any]) -> str:
         "No steps stand out from the noise."
         if steps is None
         else f"Time rises by {steps['rise']:.1%} in steps of {steps['tile']}, which explains "
-        f"{steps['explained']:.0%} of what a straight line leaves."
+        f"{steps['explained']:.0%} of the variance that a straight line leaves."
     )
     return "\n".join((
         "The planner, A100, bf16, m × n × k:\n",
-        table(["of", "product", "takes", "rate"], rows),
+        table(["of", "product", "time", "rate"], rows),
         f"Measured, {measured['rows']} × n × {measured['depth']}, fp32. {found}\n",
-        table(["n", "median", "for its work, the first = 1 (95 %)"], columns),
-        table(["", "size", "median", "for its work, the first = 1 (95 %)"], others),
+        table(["n", "median", "time per work, the first = 1 (95 %)"], columns),
+        table(["", "size", "median", "time per work, the first = 1 (95 %)"], others),
     ))  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""Which versions of torch and Python outpace was tried with, as a table."""
+"""A table of the versions of torch and Python that outpace was tested with."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -76,7 +76,7 @@ def _tests(part: dict[str, Any] | None) -> str:
 
 
 def _notes(one: dict[str, Any]) -> list[str]:
-    """What did not pass, and which strategies this torch does not have."""
+    """Return what did not pass, and the strategies that this torch lacks."""
     found = []
     verify = one["verify"] or {}
     left_out = [name for name in verify.get("skipped", {}) if name != "horovod"]

@@ -1,4 +1,4 @@
-"""What was recorded of custom modules, as Markdown: their outcomes, and what they cost."""
+"""Results of custom modules as Markdown: their outcomes and costs."""
 
 import re
 from collections import Counter
@@ -9,12 +9,12 @@ from pages import stand, table
 
 _MARKS = {"equal": "=", "cut": "c", "draws": "d"}
 _OUTCOMES = {  # misses first
-    "wrong": "wrong (✗)", "state": "with state in no buffer, which is told (s)",
-    "cut": "otherwise by the cut of the batch alone (c)", "draws": "that draw (d)",
-    "refused": "refused", "equal": "equal (=)",
+    "wrong": "wrong (✗)", "state": "with state outside buffers, which is reported (s)",
+    "cut": "that differ only because the batch is split (c)",
+    "draws": "that draw random numbers (d)", "refused": "refused", "equal": "equal (=)",
 }  # fmt: skip
-# What of a sentence is of the module, the strategy or the batch: quoted, in parentheses, figures,
-# and names with dots or capitals.
+# Parts of a sentence that depend on the module, the strategy or the batch: quoted or parenthesised
+# text, figures, and names with dots or capitals.
 _DETAILS = (
     (r"\([^()]*\)", "(…)"), (r"'[^']*'", "…"), (r"\{[^{}]*\}", "…"),
     (r"\b(ddp|ring|zero\d|hsdp|mp|gpipe|1f1b|interleaved|loopedbfs|zbv?|dualpipev|tp)\b", "…"),
@@ -24,7 +24,7 @@ _DETAILS = (
 
 
 def zoo(result: dict[str, Any]) -> str:
-    """A row a module, a column a strategy; below it the kinds of refusals, by frequency."""
+    """Write a row per module and a column per strategy, then the kinds of refusals by frequency."""
     modules = dict(sorted(result["modules"].items(), key=_by_misses))
     strategies = list(dict.fromkeys(s for one in modules.values() for s in one["cells"]))
     strategies = [name for name in strategies if name != "all"]
@@ -44,14 +44,15 @@ def zoo(result: dict[str, Any]) -> str:
         f"{numbers[kind]}. ({len(cells)} cells) {cells[0]}\n" for kind, cells in kinds.items()
     )
     return (
-        f"{len(modules)} modules, two processes, {result['samples']} samples: {counted}. Numbers "
-        "are sentences, below: of each kind the first, with the names and figures of its module."
+        f"{len(modules)} modules, two processes, {result['samples']} samples: {counted}. "
+        "Numbers refer to the sentences below: the first of each kind, with its module's names and "
+        "figures."
         f"\n\n{table(['module', *strategies], rows)}\n{said}{_commits(modules)}{stand(result)}"
     )
 
 
 def count_sentences(cells: Iterable[str]) -> dict[str, list[str]]:
-    """The sentences of cells by kind, that is but for names and figures: most frequent first."""
+    """Return sentences by kind (equal except for names and figures), most frequent first."""
     kinds: dict[str, list[str]] = {}
     for cell in cells:
         sentence = cell.partition(": ")[2]
@@ -83,16 +84,16 @@ def _cell(cell: str, numbers: dict[str, int]) -> str:
 
 
 def _commits(modules: dict[str, Any]) -> str:
-    """Say how many cells are of which commit, where they are of several."""
+    """Return how many cells were recorded at each commit if there are several."""
     counts = Counter(commit[:10] for one in modules.values() for commit in one["commits"].values())
     if len(counts) == 1:
         return ""
-    named = ", ".join(f"{count} of {commit}" for commit, count in counts.most_common())
-    return f"\nCells were made at several commits: {named}.\n"
+    named = ", ".join(f"{count} at {commit}" for commit, count in counts.most_common())
+    return f"\nCells were recorded at several commits: {named}.\n"
 
 
 def own_modules(result: dict[str, Any]) -> str:
-    """A row a strategy: the look before step 1, and a step beside the commit of before."""
+    """Write a row per strategy: the check before step 1, and a step compared with an old commit."""
     stack, before = result["stack"], result["before"]
     rows = []
     for strategy, case in result["cases"].items():
@@ -104,12 +105,12 @@ def own_modules(result: dict[str, Any]) -> str:
             f"{look['peak_over_off']:.3f}",
             *(f"{price[name]:.3f}" if price else "n/a" for name in beside),
         ])  # fmt: skip
-    columns = ["strategy", "look, in steps", "in steps of processor time", "peak over that without",
-               f"step over that of {before[:7]}", "in processor time"]  # fmt: skip
+    columns = ["strategy", "check, in steps", "in steps of CPU time", "peak / peak without it",
+               f"step / step at {before[:7]}", "in CPU time"]  # fmt: skip
     return (
         f"{stack['layers']} encoder blocks of width {stack['width']}, {stack['global_batch']} "
-        f"samples of {stack['seq_len']}, {result['processes']} processes of one thread; medians of "
-        f"jobs and turns that alternate.\n\n{table(columns, rows)}{stand(result)}"
+        f"samples of {stack['seq_len']}, {result['processes']} processes with one thread each; "
+        f"medians of alternating jobs and steps.\n\n{table(columns, rows)}{stand(result)}"
     )
 
 

@@ -112,21 +112,21 @@ def _memory(row: Row, unjudged: Counter[str]) -> dict[str, Any] | None:
             return None
         question = published.question(row)
         if question.adapters is not None:
-            unjudged["adapters, of whose memory there is no formula"] += 1
+            unjudged["adapters, for which there is no memory formula"] += 1
             return None
         found = published.plans(row)
         # What is left open was chosen by somebody so that it fits; recipes have ways of their own
         # to save memory (activations on the host, moments of 16 bits) that tables leave out.
         if row.framework.recipes and not row["recompute"]:
-            unjudged["of recipes whose recomputation is not stated"] += 1
+            unjudged["recipes that do not state recomputation"] += 1
             return None
         if len(found) > 1:
-            unjudged["of layouts that are not stated whole"] += 1
+            unjudged["layouts that are only partly stated"] += 1
             return None
         held = published.columns(row, found, question.outline.layers, times=False)
         kind = kind_of(row)
     except UnstatedError:
-        unjudged["that cannot be asked"] += 1
+        unjudged["rows that the planner cannot express"] += 1
         return None
     traits, fused = published.traits(row), not published.keeps_scores(row)
     needs = memory.reserved_bytes(question.outline, question.seq_len, held,

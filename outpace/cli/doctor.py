@@ -9,8 +9,8 @@ from outpace.cli.parser import LONGEST_S, Parser, number_type
 
 _ABOUT = "Find what costs speed on this host and what to do about it, most costly first."
 _EPILOG = (
-    "Run it in place of the training command, with the same launcher and in the same "
-    "container, so that it sees what the training would see."
+    "Run it in place of the training command, with the same launcher and in the same container, "
+    "so that it sees what training would see."
 )
 
 

@@ -49,19 +49,19 @@ COMMANDS = {
     "train": "train a transformer, or resume a run",
     "generate": "continue a text with a trained model",
     "eval": "measure loss and perplexity of a trained model on held-out text",
-    "probe": "measure what this machine can really do",
-    "calibrate": "correct a machine's rates with the log of a training on it",
-    "topology": "show how devices are connected, and which should hold tensor parallelism",
+    "probe": "measure what this machine achieves",
+    "calibrate": "correct a machine's rates with the log of a training run on it",
+    "topology": "show how devices are connected, and which to use for tensor parallelism",
     "doctor": "find what costs speed on this host, and what to do about it",
     "memory": "show where memory goes in a training step, and whether it fits",
-    "network": "estimate the network bandwidth that a training needs",
+    "network": "estimate the network bandwidth that a training run needs",
     "watch": "show how busy devices and cores are while something trains",
     "models": "list the models that are known by name, with their sizes",
     "runs": "list past runs, or show one in full",
     "merge": "merge a LoRA adapter into its base model's weights",
     "launch": "write a job for SLURM or Kubernetes",
     "compare": "measure which of several ways to train is faster, beyond the noise",
-    "tune": "find the fastest plan for a training on this machine by short trials",
+    "tune": "find the fastest plan for training on this machine by short trials",
     "report": "write a page about a run, comparison, tuning, plan, probe or certificate",
     "verify": "prove that strategies compute what a single process does",
     "version": "show the versions of outpace and its dependencies",
@@ -302,7 +302,7 @@ def _remedy(
             if full:
                 return f"set {of} (now {excerpt(environ[of])}) to a folder on another disk"
             return (
-                f"{of} = {excerpt(environ[of])} is the place: set it to a folder that can be "
+                f"{of} = {excerpt(environ[of])} is that place: set it to a folder that can be "
                 "read and written, or unset it"
             )
     wanted = "on another disk" if full else "that can be read and written"

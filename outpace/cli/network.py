@@ -13,8 +13,8 @@ from outpace.records.plan import Checkpointing
 from outpace.records.precisions import Precision
 
 _ABOUT = (
-    "Estimate how much network bandwidth a training needs, and what a slower or faster "
-    "network would cost."
+    "Estimate how much network bandwidth a training run needs, and what a slower or faster one "
+    "costs."
 )
 _EPILOG = (
     "Without --plan the strategies are compared: DDP, ZeRO-1, ZeRO-2, ZeRO-3, TP, PP and TP × "

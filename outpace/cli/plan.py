@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 _ABOUT = (
     "Predict the fastest ways to train a model on given machines: which fit, why, and how "
-    "sure that is."
+    "certain that is."
 )
 _EPILOG = (
     "Considers every layout: data, sharded, tensor, context, expert and pipeline parallelism, "
@@ -234,7 +234,7 @@ def _export(
     if seq_len > positions:
         raise BadInputError(
             f"--emit {arguments.emit}: --seq-len {seq_len} is longer than the {positions} "
-            f"positions of {arguments.model}, so no trainer takes the model as it is. Use at "
+            f"positions of {arguments.model}, so no trainer accepts the model as it is. Use at "
             f"most {positions}, or give the model more (max_position_embeddings in its "
             "config.json, with rotary scaling)."
         )
@@ -328,10 +328,10 @@ def _parser() -> Parser:
     add = parser.option
     whole = number_type(int, 1)
     add("--keep", "A=B,C=D", str,
-        "settings to insist on (precision=bf16,…); the answer says what each costs",
+        "settings that every plan must have (precision=bf16,…); the answer says what each costs",
         action=JoinedList)  # fmt: skip
     add("--vary", "A,B", str,
-        "settings to search as well (precision, optimizer, compile, …), or all", action=JoinedList
+        "further settings to search (precision, optimizer, compile, …), or all", action=JoinedList
     )  # fmt: skip
     add("--lora-rank", "N", whole, "freeze the weights and train adapters of this rank (LoRA)")
     add("--lora-alpha", "X", number_type(float, 0.0),

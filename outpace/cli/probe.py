@@ -27,9 +27,7 @@ _AS_IN_TRAINING = ("device", "nproc", "backend", "data", "text_field", "tokenize
                    "micro_batch", "offload_dir")  # fmt: skip
 _DEFAULT_MODEL = "gpt2"
 
-_ABOUT = (
-    "Measure what this machine can really do: matrix products, memory, links, disks, data loading."
-)
+_ABOUT = "Measure what this machine achieves: matrix products, memory, links, disks, data loading."
 _EPILOG = (
     f"SECTION is one of {', '.join(SECTIONS)}, or all (the default). Run it by itself for this "
     "host's devices, or under torchrun on all hosts that you will use. First stop everything "

@@ -10,8 +10,7 @@ from outpace.records.inventory import GpuState, HostTopology
 from outpace.records.topology import CpuTopology, Placement, Topology
 
 _ABOUT = (
-    "Show how this host's devices are connected, which GPUs should hold tensor parallelism, "
-    "and why."
+    "Show how this host's devices are connected, which GPUs to use for tensor parallelism, and why."
 )
 _EPILOG = (
     "Reads nvidia-smi topo -m, from this host or from a file, the GPUs' links, clocks and "

@@ -34,14 +34,13 @@ if TYPE_CHECKING:
     from outpace.jobs.planning.proposer import Proposer
 
 _ABOUT = (
-    "Find the fastest plan for a training on this machine: the planner proposes, short "
-    "trials decide."
+    "Find the fastest plan for training on this machine: the planner proposes, short trials decide."
 )
 _EPILOG = (
-    "Takes all options of outpace train: those you give are fixed, the rest is tuned. Each "
-    "trial trains in its own processes, with a time limit and --memory-limit; a trial that "
-    "fails is a result. The first proposals are better if machine.json of outpace probe is "
-    "here. Then: outpace train --plan DIR/plan.json."
+    "Takes all options of outpace train: those you give are fixed, the rest is tuned. Each trial "
+    "trains in separate processes, with a time limit and --memory-limit; a trial that fails is a "
+    "result. The first proposals are better if machine.json of outpace probe is here. Then: "
+    "outpace train --plan DIR/plan.json."
 )
 TRIALS_FILE, PLAN_FILE = "trials.jsonl", "plan.json"
 HOST_FILE = "host.json"  # the machine of the trials
@@ -153,7 +152,7 @@ def _require_host(folder: Path, machine: Machine) -> None:
     for name in machine.differences(then):
         raise BadInputError(
             f"{folder} holds trials of another machine: {name} was {getattr(then, name)}, and "
-            f"is {getattr(machine, name)} here. Resume it there, or use another --out."
+            f"here it is {getattr(machine, name)}. Resume it there, or use another --out."
         )
 
 
@@ -182,7 +181,7 @@ def _trials(
             titles = ", ".join(one.proposal.title for one in several)
             plans = [one.proposal.plan for one in several]
             if fit_together(plans, seen, host_bytes, proposer.machine):
-                _say(f"measured in turn, to tell them apart: {titles}")
+                _say(f"measured in turn, to distinguish them: {titles}")
                 return trials.run_in_turn(number, several)
             _say(f"measured again, one after the other (they do not fit together): {titles}")
             return [

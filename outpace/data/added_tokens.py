@@ -121,5 +121,5 @@ def _require_ids(inner: tokenizers.Tokenizer, wanted: Mapping[str, int], where: 
                 f"{where} gives the token {excerpt(name)} the id {number}, but the tokenizer "
                 f"{'does not have it' if found is None else f'gives it {found}'}: ids of added "
                 "tokens follow those before them, without a gap. Correct the ids, or fetch the "
-                "folder again from where the tokenizer came from."
+                "folder again from the tokenizer's source."
             )

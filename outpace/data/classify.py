@@ -115,23 +115,23 @@ def examples_hints(parts: Sequence[Sequence[Example]]) -> list[str]:
     if same:
         more = f" and {len(same) - 3} more" if len(same) > 3 else ""
         hints.append(
-            f"labels {'; '.join(same[:3])}{more} differ in capitals, blanks, invisible characters "
-            "or forms of letters or numbers only, and are classes of their own: write them alike "
-            "if they are one"
+            f"labels {'; '.join(same[:3])}{more} differ only in capitals, spaces, invisible "
+            "characters or forms of letters or numbers, and are separate classes: write them "
+            "alike if they are the same class"
         )
     numbers = sorted(label for label in seen if _is_number(label))
     names = sorted(label for label in seen if not _is_number(label))
     if numbers and names and not same:
         hints.append(
             f"some labels are numbers (such as {numbers[0]!r}) and others names (such as "
-            f"{names[0]!r}), and each is a class of its own: where files name the same classes "
-            "in two ways, write them alike"
+            f"{names[0]!r}), and each is a separate class: if files name the same classes in two "
+            "ways, write them alike"
         )
     fractional = [one for one in numbers if Decimal(one) != Decimal(one).to_integral_value()]
     if fractional:
         hints.append(
             f"labels such as {fractional[0]!r} are numbers with a fraction, and are learnt as "
-            f"{len(seen):,} classes without an order: outpace learns no numbers on a scale "
+            f"{len(seen):,} classes without an order: outpace does not learn numbers on a scale "
             "(regression)"
         )
     count = sum(map(len, parts))
@@ -261,8 +261,9 @@ def label_names(examples: Sequence[Example], classes: Sequence[str]) -> tuple[st
         )
     if len(seen) > max(2, len(examples) // 2):
         raise BadInputError(
-            f"{len(examples)} samples have {len(seen)} labels, such as {excerpt(min(seen))}: these "
-            "look like numbers on a scale or texts. Name the column of classes with --label-field."
+            f"{len(examples)} samples have {len(seen)} labels, such as {excerpt(min(seen))}: "
+            "these look like numbers on a scale, or like texts. Name the column of classes with "
+            "--label-field."
         )
     return tuple(sorted(seen, key=_by_number))
 

@@ -109,9 +109,10 @@ def describe_form(columns: Collection[str]) -> str | None:
         )
     if "input_ids" in columns:
         return (
-            "such a row is tokenised already, and outpace tokenises by itself. Give the texts; "
-            "or, to pretrain on these ids, write them one after another into a .bin file of uint16 "
-            "or uint32, an end of text behind each document, and name that as --data."
+            "such a row is already tokenised, and outpace does its own tokenisation. Give the "
+            "texts; or, to pretrain on these ids, write them one after another into a .bin file "
+            "of uint16 or uint32, with an end of text after each document, and name that as "
+            "--data."
         )
     return None
 
@@ -244,7 +245,7 @@ def _require_list(value: Any, name: str, row: Row) -> list[Any]:
     if isinstance(value, list) and value:
         return value
     text = isinstance(value, str) and value.lstrip()[:1] in ("[", "{")
-    remedy = ": it is JSON within a text. Decode it, so that the row holds the list" if text else ""
+    remedy = ": it is JSON inside a text. Decode it, so that the row holds the list" if text else ""
     raise BadInputError(f"{row.where}: {name!r} is {_show(value)}, not a list of messages{remedy}")
 
 

@@ -54,20 +54,20 @@ def misread_hints(
     hints = []
     if nuls:
         hints.append(
-            f"the text of {reference} has {nuls:,} NUL characters, which are learnt as they stand. "
-            "They mostly come of a file that was cut off or converted wrongly: look at it, or "
+            f"the text of {reference} has {nuls:,} NUL characters, which are learnt as they are. "
+            "They usually come from a file that was truncated or converted wrongly: check it, or "
             "remove them"
         )
     if specials:
         hints.append(
             f"the text of {reference} has the names of special tokens in it, which are read as "
-            f"those tokens: {_most(specials)}. Write them otherwise where they are meant as text"
+            f"those tokens: {_most(specials)}. Write them differently if they are meant as text"
         )
     hints += unknown_hints(f"of {reference}", unknown, tokens)
     if lost:
         hints.append(
-            f"the tokenizer has no token for {sum(lost.values()):,} characters of {reference}, and "
-            f"none for what it does not know, so they are lost: {_most(lost)}. Use a tokenizer "
+            f"the tokenizer has no token for {sum(lost.values()):,} characters of {reference}, "
+            f"and none for unknown characters, so they are lost: {_most(lost)}. Use a tokenizer "
             "that knows them, or one of bytes"
         )
     return hints
@@ -78,8 +78,8 @@ def unknown_hints(of: str, unknown: int, tokens: int) -> list[str]:
     if unknown <= _UNKNOWN_SHARE * tokens:
         return []
     return [
-        f"{unknown / tokens:.1%} of the tokens {of} stand for what the tokenizer does not know. Is "
-        "it one of this language, and of this spelling?"
+        f"{unknown / tokens:.1%} of the tokens {of} stand for text that the tokenizer does not "
+        "know. Is the tokenizer for this language, and for this spelling?"
     ]
 
 

@@ -147,8 +147,8 @@ def _describe_nuls(where: str, block: bytes, offset: int = 0) -> str:
     """Describe a text that has NUL characters, and what to do about it."""
     return (
         f"{where} has {block.count(0):,} NUL characters, the first at offset "
-        f"{offset + block.find(0):,}: a copy or a download of it was probably cut off, or it is no "
-        "text. Fetch it again, or leave it out."
+        f"{offset + block.find(0):,}: a copy or a download of it was probably cut off, or it is "
+        "not text. Fetch it again, or leave it out."
     )
 
 
@@ -174,8 +174,8 @@ def _describe_repetition(names: Iterable[str], what: str) -> str:
     """Complete `what` with the name that occurs more than once."""
     name, times = Counter(names).most_common(1)[0]
     return (
-        f"{what} {name!r} {'twice' if times == 2 else f'{times} times'}, and which of them is "
-        "meant is not known. Keep one."
+        f"{what} {name!r} {'twice' if times == 2 else f'{times} times'}, and it is unknown which "
+        "one is meant. Keep one."
     )
 
 
@@ -214,8 +214,8 @@ def rows_in_columns(row: Row) -> str:
     if not plain or len(lengths) > 1 or min(lengths) < 2:
         return ""
     return (
-        f". Its values are columns of {lengths.pop():,} rows: write an object a line, as pandas "
-        "does with to_json(FILE, orient='records', lines=True)."
+        f". Its values are columns of {lengths.pop():,} rows: write one object per line, as "
+        "pandas does with to_json(FILE, orient='records', lines=True)."
     )
 
 
@@ -503,8 +503,8 @@ def _require_line_ends(file: Path, line: bytes) -> None:
     """Refuse a file that reads as one line because its lines end in carriage returns only."""
     if b"\r" in line.rstrip(b"\r\n") and not line.endswith(b"\n"):
         raise BadInputError(
-            f"{file} has carriage returns alone at the ends of its lines, as old systems wrote "
-            f"them. Convert it, as with tr '\\r' '\\n' < {shlex.quote(str(file))}."
+            f"{file} ends its lines with carriage returns only, as old systems did. Convert it, "
+            f"as with tr '\\r' '\\n' < {shlex.quote(str(file))}."
         )
 
 

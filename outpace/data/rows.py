@@ -88,9 +88,9 @@ def unread_file_hints(references: Sequence[str]) -> list[str]:
             more = f" and {len(others) - 1:,} more" if len(others) > 1 else ""
             names = " and ".join(path.name for path in read)
             hints.append(
-                f"of {reference} {names} {'is' if len(read) == 1 else 'are'} read; {others[0]}"
-                f"{more} {'is' if len(others) == 1 else 'are'} left out. Name files with --data to "
-                "read them"
+                f"of {reference}, {names} {'is' if len(read) == 1 else 'are'} read; "
+                f"{others[0]}{more} {'is' if len(others) == 1 else 'are'} left out. Name files "
+                "with --data to read them"
             )
     return hints
 
@@ -193,9 +193,9 @@ def overlap_hints(train: Sequence[Row], validation: Sequence[Row]) -> list[str]:
     if not found:
         return []
     return [
-        f"{len(found):,} of {len(validation):,} rows held out for validation are among those to "
-        f"train on, word for word (first {found[0]}): the validation loss is better than it would "
-        "be on new ones. Leave repeated rows out, or name others with --eval-data"
+        f"{len(found):,} of {len(validation):,} rows held out for validation are also among the "
+        f"training rows, word for word (first {found[0]}): the validation loss is lower than it "
+        "would be on new rows. Leave repeated rows out, or name others with --eval-data"
     ]
 
 
@@ -205,8 +205,8 @@ def nul_hints(rows: Iterable[Row]) -> list[str]:
     if not found:
         return []
     return [
-        f"{len(found):,} rows have NUL characters, which mostly come of a file that was cut off or "
-        f"converted wrongly, and are learnt as they stand (first {found[0]})"
+        f"{len(found):,} rows have NUL characters, which usually come from a file that was "
+        f"truncated or converted wrongly, and are learnt as they are (first {found[0]})"
     ]
 
 

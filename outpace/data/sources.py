@@ -120,15 +120,16 @@ class Source:
         hints = []
         if self.left_out:
             hints.append(
-                f"of {self.reference} {len(self.files):,} files are read; "
-                f"{_first_names([file.name for file in self.left_out])} left out, being of another "
-                "form or split. Name files with --data or --eval-data to read them"
+                f"of {self.reference}, {len(self.files):,} files are read; "
+                f"{_first_names([file.name for file in self.left_out])} left out, because they "
+                "have another form or belong to another split. Name files with --data or "
+                "--eval-data to read them"
             )
         if self.outputs:
             names = [str(folder.relative_to(self.reference)) for folder in self.outputs]
             hints.append(
-                f"of {self.reference} {_first_names(names)} left out, being runs or folders of "
-                "a cache that outpace wrote. Name them with --data to read them"
+                f"of {self.reference}, {_first_names(names)} left out, because they are runs or "
+                "caches that outpace wrote. Name them with --data to read them"
             )
         return tuple(hints)
 
@@ -315,7 +316,7 @@ def unread_split_hints(source: Source) -> list[str]:
     if not others:
         return []
     return [
-        f"of {source.reference} the split {split!r} is read, a part of which is held out for "
+        f"of {source.reference}, the split {split!r} is read, and a part of it is held out for "
         f"validation; {', '.join(map(repr, others))} {'is' if len(others) == 1 else 'are'} not. "
         f"To validate on one, name it: --eval-data hf:{name}::{others[-1]}"
     ]
@@ -335,7 +336,7 @@ def markup_hints(source: Source) -> list[str]:
         which = f"{len(found):,} of {len(looked_at):,} files of {source.reference} ({found[0][0]}"
         which += f"{', …' if len(found) > 1 else ''}) {'are' if len(found) > 1 else 'is'} {kinds}"
     return [
-        f"{which}, whose marks are learnt with the text. If that is not intended, extract the "
+        f"{which}, whose markup is learnt with the text. If that is not intended, extract the "
         "texts, or write them as rows of a .jsonl"
     ]
 
@@ -565,7 +566,7 @@ def open_dataset(reference: str) -> Any:
         if not isinstance(found, datasets.DatasetDict):
             if split != "train":  # only the training rows were requested
                 raise BadInputError(
-                    f"the dataset {reference} has no splits, so {split!r} is none; write hf:{name}"
+                    f"the dataset {reference} has no splits, thus no {split!r}; write hf:{name}"
                 )
             return found
         if split not in found:
@@ -605,8 +606,8 @@ def numbered_lines(file: Path) -> Iterator[tuple[int, bytes]]:
                 return
             if len(line) > LINE_BYTES:
                 raise BadInputError(
-                    f"{file}, line {number} is longer than {LINE_BYTES >> 20} MiB, and a line is "
-                    "held in memory whole. Split it, or put a long text into its own file."
+                    f"{file}, line {number} is longer than {LINE_BYTES >> 20} MiB, and each line "
+                    "must fit in memory. Split it, or put a long text into its own file."
                 )
             if line.strip():
                 yield number, line

@@ -281,7 +281,7 @@ def _llmc_stream(path: Path, header: Array, size: int) -> Stream:
         )
     if size != _HEADER_BYTES + count * np.dtype(dtype).itemsize:
         raise BadInputError(
-            f"{path} has {size} bytes, but its header of llm.c says {count} tokens of "
+            f"{path} has {size} bytes, but its llm.c header says {count} tokens of "
             f"{np.dtype(dtype).itemsize} bytes after {_HEADER_BYTES} bytes. Was it cut short?"
         )
     if not count:
@@ -333,8 +333,9 @@ def megatron_stream(path: Path) -> Stream:
         if not len(borders) or borders[0] != 0 or borders[-1] != sequences:
             ends = f"{borders[0]} to {borders[-1]}" if len(borders) else "none"
             raise ValueError(
-                f"it has {sequences} sequences, and documents of other ones ({ends}), as where "
-                "files were merged without their documents. Make it again from the texts"
+                f"it has {sequences} sequences, but its documents belong to others ({ends}), as "
+                "happens if files are merged without their documents. Create it again from the "
+                "texts"
             )
         document_starts = starts[borders[:-1]]
     except (OSError, ValueError, IndexError, OverflowError) as error:

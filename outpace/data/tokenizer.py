@@ -374,9 +374,9 @@ def _refusing_panics() -> Iterator[None]:
         if not is_panic(error):
             raise
         raise BadInputError(
-            f"the tokenizer fails on a text of the data: {shorten(str(error), 300)}. A pattern "
-            "of its pre-tokenizer or normalizer does not terminate on it: look for one very "
-            "long word, or use another tokenizer."
+            f"the tokenizer fails on a text of the data: {shorten(str(error), 300)}. A pattern of "
+            "its pre-tokenizer or normalizer does not terminate on it: look for a very long "
+            "word, or use another tokenizer."
         ) from None
 
 

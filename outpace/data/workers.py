@@ -181,12 +181,12 @@ def _suggest_main_guard() -> str:
 
 
 _SENTENCES = {
-    "memory": "shared memory is used up, through which they hand over batches.",
-    "files": "too few files may be open (ulimit -n), of which each batch needs some.",
-    "socket": "they hand over batches by sockets in the folder of temporary files, whose name is "
-    "too long for that. Set TMPDIR=/tmp, or another short one.",
+    "memory": "shared memory, through which they hand over batches, is used up.",
+    "files": "the limit on open files (ulimit -n) is too low: each batch needs some.",
+    "socket": "they hand over batches through sockets in the folder of temporary files, whose "
+    "name is too long for that. Set TMPDIR=/tmp, or another short one.",
     "processes": "no more processes can be started, or there is too little memory for them.",
-    "killed": "one of them was killed, as happens where memory runs out.",
+    "killed": "one of them was killed, as happens when memory runs out.",
 }
 
 
@@ -198,6 +198,6 @@ def _describe_shared_memory() -> str:
         return "A smaller --micro-batch needs less."
     free, size = (n * found.f_frsize / 2**20 for n in (found.f_bavail, found.f_blocks))
     return (
-        f"/dev/shm has {size:,.1f} MiB, {free:,.1f} of them free; a container can be given more "
-        "(docker run --shm-size), and a smaller --micro-batch needs less."
+        f"/dev/shm has {size:,.1f} MiB, of which {free:,.1f} are free; a container can be given "
+        "more (docker run --shm-size), and a smaller --micro-batch needs less."
     )

@@ -46,8 +46,8 @@ def settings_of(experiment: Experiment, arm: Arm) -> TrainSettings:
 
 def _only_warm_up(steps: int) -> str:
     return (
-        f"{steps} steps are warm-up only, of which nothing is measured. Use --steps "
-        f"{WARMUP_STEPS + 1} or more; 30 tell more."
+        f"{steps} steps are only warm-up, which is not measured. Use --steps {WARMUP_STEPS + 1} "
+        "or more; 30 give a clearer result."
     )
 
 

@@ -32,10 +32,10 @@ def differences(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> tuple
     records = [RunRecord.load(run / RUN_FILE) for run in runs.values()]
     found = _values(records)
     told = ", ".join(f"{name} {_change(values)}" for name, values in found.items())
-    first = f"They differ in: {told}." if told else "Nothing that was recorded of them differs."
+    first = f"They differ in: {told}." if told else "Nothing that was recorded about them differs."
     resumed = [
         f"{name} was resumed after step {record.start_step:,} with another plan, machine or "
-        "version: its times are of the steps since."
+        "version: its times are those of the steps since then."
         for name, record in zip(runs, records, strict=True)
         if record.start_step
     ]
@@ -105,7 +105,7 @@ def _part(results: Sequence[ArmResult]) -> list[str]:
     part, most = max(seconds.items(), key=lambda pair: pair[1][slow] - pair[1][fast])
     if most[slow] <= most[fast]:
         return []
-    return [f"It shows most in {part}: {' → '.join(map(show_seconds, most))} a step."]
+    return [f"The difference is largest in {part}: {' → '.join(map(show_seconds, most))} a step."]
 
 
 def _slow_steps(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> list[str]:

@@ -139,7 +139,7 @@ def other_clocks(folder: Path, outcomes: Sequence[Outcome]) -> list[str]:
     if not medians or max(medians.values()) < min(medians.values()) * (1 + _CLOCKS_APART):
         return []
     shown = "; ".join(f"{arm}: {hz / 1e9:.2f} GHz" for arm, hz in medians.items())
-    return [f"clocks of devices differ between arms, in the mean over their trainings ({shown})"]
+    return [f"mean clock rates of devices differ between arms ({shown})"]
 
 
 def in_words(facts: Mapping[str, Sequence[str]]) -> dict[str, str]:
@@ -157,7 +157,7 @@ def describe_differences(experiment: Experiment, facts: Facts) -> list[str]:
         if changed:
             told.append(f"{name} changed between runs of {' and '.join(changed)} ({shown})")
         elif len(set(map(tuple, values.values()))) > 1 and not _is_asked(experiment.arms, asked):
-            told.append(f"{name} differs between arms, which nobody asked for ({shown})")
+            told.append(f"{name} differs between arms, although it was not requested ({shown})")
     return told
 
 
@@ -191,7 +191,7 @@ def _dropout_source(record: RunRecord) -> tuple[Any, ...] | None:
 
 def compare_with_stored(stored: Comparison, now: Comparison) -> list[str]:
     """Report whether the stored result is reproduced, and which facts have changed since."""
-    lines = [f"beside what was stored ({stored.started}, {stored.machine.cpu}):"]
+    lines = [f"compared with the stored result ({stored.started}, {stored.machine.cpu}):"]
     for name, new in now.verdicts().items():
         old = stored.verdicts().get(name)
         if old is None or None in (old.low, old.high, new.low, new.high):

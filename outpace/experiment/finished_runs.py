@@ -15,8 +15,8 @@ from outpace.training.run_dir import RUN_FILE
 
 _MOST_BLOCKS = 30
 NOT_IN_TURN = (
-    "These runs were not made in turn: what else the machine did, and what differs from one start "
-    "to the next, is part of every difference."
+    "These runs did not take turns: other load on the machine, and differences from one start to "
+    "the next, are part of every difference."
 )
 
 

@@ -299,14 +299,14 @@ class _Bench:
             half = any(dtype.itemsize == 2 for dtype in dtypes)
             allowed = HALF if half else SINGLE
             if self._trial.double:
-                notes.append("computed in fp32 in parts, as its forward says")
+                notes.append("computed in fp32 in parts, as its forward specifies")
             elif len(dtypes) > 1:
                 names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
                 notes.append(f"in its own dtypes ({', '.join(names)})")
         if has_dropout(self._trial.custom.module):
             notes.append("without dropout")
         if not self._trial.custom.module.training:
-            notes.append("in evaluation mode, as it was given; call module.train() for the other")
+            notes.append("in evaluation mode, as given; call module.train() for training mode")
         self._floor = allowed.floor
         return allowed, notes
 
@@ -470,8 +470,8 @@ def _verdict(
         moved = first_names(sorted({name for _, name, _ in wrong}))
         numbers = [off for key, off in whole.items() if key not in wrong and off is not None]
         cause = (
-            f"Buffers that move with each forward ({moved}) are those of a process that cuts the "
-            "batch alike"
+            f"Buffers that change with each forward ({moved}) are compared with those of a "
+            "process that cuts the batch in the same way"
         )
         return _make(plan, allowed, worst=max(numbers, default=0.0), cause=cause)
     named = faults or wrong
@@ -498,14 +498,14 @@ def _verdict(
     )  # fmt: skip
 
 
-CUT_ALIKE = "one process that cuts it alike computes the same"
+CUT_ALIKE = "one process that cuts it in the same way computes the same"
 CUT = (
-    "One process that cuts the batch alike computes the same, so the loss is no mean over samples, "
-    "or parts use what others of the batch are (BatchNorm, running averages, negatives of the same "
-    "batch, a mean over targets of which some are padding). Return (sum, count) from the loss, or "
-    "use sync_batchnorm=True. Where neither helps, any data-parallel training differs from one "
-    "process's here: accept that, and train with --check off (check='off' of parallelize), or use "
-    "a strategy that does not cut the batch (single, mp)"
+    "One process that cuts the batch in the same way computes the same, so the loss is not a "
+    "mean over samples, or samples depend on others in the batch (BatchNorm, running averages, "
+    "in-batch negatives, a mean over targets of which some are padding). Return (sum, count) "
+    "from the loss, or use sync_batchnorm=True. If neither helps, any data-parallel training "
+    "differs from a single process here: accept that, and train with --check off (check='off' of "
+    "parallelize), or use a strategy that does not cut the batch (single, mp)"
 )
 
 
@@ -518,9 +518,9 @@ def _explain_cut(facts: ReferenceFacts) -> str:
     else:
         return CUT
     return (
-        f"The forward {what} with each micro-batch, so that a batch which is cut is another one "
-        f"than the whole: {CUT_ALIKE}. Have one micro-batch a step, on one process, to train as "
-        "with the whole batch"
+        f"The forward {what} with each micro-batch, so a batch that is cut differs from the whole "
+        f"one: {CUT_ALIKE}. Use one micro-batch per step, on one process, to train as with the "
+        "whole batch"
     )
 
 
@@ -569,7 +569,7 @@ def _known_cause(
         return explain_state_after_resume(state) if state.found else None
     if facts.written:
         why = (
-            "micro-batches and ranks do it in another order, or by other samples, than one process"
+            "micro-batches and ranks do so in another order, or for other samples, than one process"
         )
         said = explain_writes(facts.written, plan.strategy, why).removesuffix(".")
         return said[0].upper() + said[1:]
@@ -586,8 +586,9 @@ def _likely_cause(
     kind = listed[0][0]
     if kind.endswith(" after resuming"):
         said = (
-            "Without a break it is right: the checkpoint does not hold all that the module needs, "
-            "such as buffers of another rank, or state that is in no buffer"
+            "Without an interruption it is right: the checkpoint does not contain everything "
+            "that the module needs, such as buffers of another rank, or state that is in no "
+            "buffer"
         )
         if not attributes:
             return said
@@ -596,27 +597,27 @@ def _likely_cause(
     explained = next((f"{key[1]} {notes[key]}" for key in listed if key in notes), None)
     if kind == "loss" and plan.pp > 1:
         return (
-            "The loss takes something from other stages that is not handed on, such as a term that "
-            "blocks leave on themselves, or parameters"
+            "The loss uses something from other stages that is not sent, such as a term that "
+            "blocks store on themselves, or parameters"
         )
     if kind == "gradient":
         apart = [key for key in listed if key[0] == "gradient" and key in unmatched]
         lost = [key[1] for key in apart if unmatched[key] == MISSING]
         if lost:
-            return f"No rank has a gradient of {first_names(lost)}, and one process has"
+            return f"No rank has a gradient of {first_names(lost)}, but one process has one"
         if apart:
             return f"The gradient of {apart[0][1]} {unmatched[apart[0]]}"
         if explained is not None:
             return f"The gradient of {explained}"
-        return "Gradients of ranks are not added up as one process would have them"
+        return "Gradients of ranks do not add up to those of one process"
     if kind == "loss":
-        return "Ranks do not compute what one process does, of the same samples and weights"
+        return "Ranks do not compute what one process does with the same samples and weights"
     if kind == "buffer":
         return (
-            "Gradients are right and buffers are not: they move by each rank's samples, or moved "
-            "more than once"
+            "Gradients are right but buffers are not: they change with each rank's samples, or "
+            "have changed more than once"
         )
-    return f"Gradients are right; {kind} is not: what is stepped, or clipped, is not all there is"
+    return f"Gradients are right; {kind} is not: not all parameters are updated or clipped"
 
 
 def _make(

@@ -331,7 +331,9 @@ def differences(expected: Trace, found: Trace, allowed: Tolerance) -> Iterator[D
             for name, tensor in tensors.items():
                 known = wanted[kind].get(name)
                 if known is None:
-                    yield Difference(number, kind, f"{name}, which one process has not,", math.inf)
+                    yield Difference(
+                        number, kind, (f"{name}, which one process does not have,"), math.inf
+                    )
                     continue
                 rounded = kind == "used parameter" and tensor.dtype != known.dtype
                 apart = _distance(tensor, known, allowed.gathered if rounded else 0.0)

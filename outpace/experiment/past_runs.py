@@ -107,9 +107,7 @@ def _places(folders: Iterable[Path]) -> Iterator[tuple[Path, OSError | None]]:
 def read_past_run(folder: Path, trouble: OSError | None = None) -> PastRunFolder:
     """Read a run from its files; problems are reported in its row, and nothing is raised."""
     if trouble is not None:
-        return PastRunFolder(
-            folder, _damaged_run(folder, f"cannot be looked into: {trouble.strerror}")
-        )
+        return PastRunFolder(folder, _damaged_run(folder, f"cannot be read: {trouble.strerror}"))
     changed: list[str] = []
     try:
         record = RunRecord.load(folder / RUN_FILE, changed.append)

@@ -207,9 +207,8 @@ def losses_in_words(found: Mapping[str, Curve]) -> str | None:
     if may:
         worst = max(may, key=lambda name: may[name])
         told.append(
-            f"Other numbers are trained by {', '.join(may)} than by {first} "
-            f"({', '.join(sorted(why))}), so losses may differ: by {may[worst]:.2%} at most at one "
-            f"sample ({worst})."
+            f"{', '.join(may)} and {first} compute different numbers ({', '.join(sorted(why))}), "
+            f"so losses may differ: by {may[worst]:.2%} at most at one sample ({worst})."
         )
     return " ".join(told) or None
 

@@ -19,7 +19,7 @@ _FEWEST_RACE = 2
 _OF_TRIALS = 0.4  # share of the time for that, at most
 _SURE = 1.645  # standard deviations to either end of a 90 % interval
 _NORMAL = NormalDist()
-DEFAULT_WHY = "what outpace train does by itself"
+DEFAULT_WHY = "what outpace train does by default"
 
 
 @dataclass(frozen=True)
@@ -77,19 +77,17 @@ def tune(
     while True:
         left = limits.trials - len(trials)
         if left <= 0:
-            return TuningEnd(tuple(trials), f"all {limits.trials} trials are made")
+            return TuningEnd(tuple(trials), f"all {limits.trials} trials are done")
         if trials and clock() - began_s >= limits.budget_s:
             return TuningEnd(tuple(trials), f"the budget of {limits.budget_s:.0f} s is spent")
         finalists = _finalists(planner, trials, min(left, int(_OF_TRIALS * limits.trials)))
         chosen = _next(planner, trials, limits.within) if left > len(finalists) else None
         if chosen is None and not finalists:
             return TuningEnd(
-                tuple(trials), f"no plan that is left can win by more than {limits.within:.0%}"
+                tuple(trials), f"no remaining plan can be faster by more than {limits.within:.0%}"
             )
         if trials and trials[-1].raced and left <= _FEWEST_RACE:
-            return TuningEnd(
-                tuple(trials), "too few trials are left to try a plan and tell it apart"
-            )
+            return TuningEnd(tuple(trials), "too few trials are left to try a plan and compare it")
         number = len(trials) + 1
         for trial in [run(number, chosen)] if chosen is not None else run_final(number, finalists):
             trials.append(trial)
@@ -122,7 +120,7 @@ def _finalists(planner: StepPredictor, trials: Sequence[PlanTrial], most: int) -
     whys = {key: "close to the fastest: once more, in turn" for key in nearest
             if times[key] <= times[nearest[0]] * (1 + _CLOSE)}  # fmt: skip
     if default in times:
-        whys.setdefault(default, "the gain rests on it: once more, in turn")
+        whys.setdefault(default, "the gain depends on it: once more, in turn")
     plans = {_key(trial.plan): trial.plan for trial in trials}
     found = [
         _choose(planner, why, planner.proposal(plans[key], trials)) for key, why in whys.items()

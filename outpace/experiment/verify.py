@@ -142,7 +142,7 @@ def verify(
     for plan in plans:
         if plan.compress_gradients != "none":
             raise BadInputError(
-                f"compress_gradients {plan.compress_gradients} leaves a part of the gradients out: "
+                f"compress_gradients {plan.compress_gradients} leaves out part of the gradients: "
                 "its steps differ from those of a single process. Verify the plan with "
                 "compress_gradients none."
             )

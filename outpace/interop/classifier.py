@@ -71,9 +71,9 @@ def require_layer(directory: Path) -> None:
     layer = f"{used.modules['classifier']}.weight"
     if not any(name.endswith(layer) for name in stored_names(directory)):
         raise BadInputError(
-            f"{directory} says that it is a classifier, and its weights have no {layer}: the layer "
-            "over classes would be drawn at random. Restore the complete model, or train it with "
-            "outpace train --task classify."
+            f"{directory} says that it is a classifier, but its weights have no {layer}: the "
+            "layer over classes would be drawn at random. Restore the complete model, or train "
+            "it with outpace train --task classify."
         )
 
 

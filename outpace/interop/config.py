@@ -127,8 +127,9 @@ def no_model_type(values: Mapping[str, Any], where: str) -> BadInputError:
     architectures = values.get("architectures")
     hint = f" (architectures: {shorten(str(architectures))})" if architectures else ""
     return BadInputError(
-        f"{where} has no model_type, so the architecture is unknown{hint}. Fetch config.json again "
-        "from where the model came from; a model of your own goes through --model file.py:build."
+        f"{where} has no model_type, so the architecture is unknown{hint}. Fetch config.json "
+        "again from where the model came from; for a model of your own, use --model "
+        "file.py:build."
     )
 
 

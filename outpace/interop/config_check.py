@@ -401,7 +401,7 @@ def _defaults(values: Mapping[str, Any], read: ReadValues, where: str) -> list[s
         return []
     return [
         f"{where} leaves out dimensions, for which transformers' defaults are taken: "
-        f"{', '.join(taken)}. If the model is another, write its own there."
+        f"{', '.join(taken)}. If the model has others, write them there."
     ]
 
 
@@ -445,7 +445,7 @@ def _dropouts(config: Any, where: str) -> list[str]:
     first, *others = found.items()
     differing = " and ".join(f"{name} {value:g}" for name, value in others if value != first[1])
     return [
-        f"{where}: {first[0]} {first[1]:g} is taken for all of the model's dropouts, and the "
+        f"{where}: {first[0]} {first[1]:g} is used for all of the model's dropouts, and the "
         f"exported model has it too; {differing} {'is' if ' and ' not in differing else 'are'} "
         "passed over. --dropout sets another."
     ]
@@ -460,7 +460,7 @@ def _custom_code_notes(values: Mapping[str, Any], where: str) -> list[str]:
     if not classes:
         return []
     return [
-        f"{where}: auto_map names code of the model's own ({shorten(classes[0], 60)}), which "
+        f"{where}: auto_map names custom code of the model ({shorten(classes[0], 60)}), which "
         f"outpace does not run: the layers are those of transformers' {values['model_type']}."
     ]
 
@@ -473,7 +473,7 @@ def _plan_limits(values: Mapping[str, Any], where: str) -> list[str]:
         kind = shorten(str(quantized.get("quant_method", "quantized")), 40)
         notes.append(
             f"{where}: the weights are stored in {kind} (quantization_config). The plan is for "
-            "training in the precision that it names, from weights that are converted first."
+            "training in its own precision, from weights that are converted first."
         )
     for part, _, place in _parts(values, where):
         for name in _FUTURE_TOKENS:
@@ -481,6 +481,6 @@ def _plan_limits(values: Mapping[str, Any], where: str) -> list[str]:
             if isinstance(layers, int) and layers > 0:
                 notes.append(
                     f"{place}: the layers for predicting further tokens ({name} {layers}) are not "
-                    "planned for; their parameters, time and memory come on top."
+                    "included in plans; add their parameters, time and memory."
                 )
     return notes

@@ -36,8 +36,8 @@ def hf_config(
             config.dtype = dtype
             return config
     raise BadInputError(
-        f"no architecture of transformers has all features of this {spec.family} model; "
-        "it can be written in outpace's own form only"
+        f"no architecture of transformers has all features of this {spec.family} model; it can "
+        "only be written in outpace's own format"
     )
 
 

@@ -157,9 +157,9 @@ def _unknown_architecture(model_type: str, where: str) -> BadInputError:
         else ". Install transformers, which knows more"
     )
     return BadInputError(
-        f"{where}: outpace does not know how the layers of the architecture {excerpt(model_type)} "
-        f"are made. Known: {', '.join(READERS)}{more}. Any other model can be traced, through a "
-        "Python function that builds it: --model file.py:build."
+        f"{where}: outpace does not know the layers of the architecture {excerpt(model_type)}. "
+        f"Known: {', '.join(READERS)}{more}. Any other model can be traced, through a Python "
+        "function that builds it: --model file.py:build."
     )
 
 

@@ -268,8 +268,9 @@ def base_of(folder: Path) -> Path:
     base = _directory(named)
     if base is None:
         raise BadInputError(
-            f"{folder} is an adapter of {shorten(named) or 'a model that it does not name'}, which "
-            "is no directory here. Fetch that model, and merge with outpace merge --model DIR."
+            f"{folder} is an adapter of {shorten(named) or 'a model that it does not name'}, "
+            "which is not a directory here. Fetch that model, and merge with outpace merge "
+            "--model DIR."
         )
     return base
 
@@ -397,7 +398,7 @@ def adapter_notes(folder: Path) -> tuple[str, ...]:
     if bare:
         notes.append(
             f"the adapter in {folder} names its matrices without {_PREFIX} (such as "
-            f"{shorten(bare[0], 120)}): they are added here, and peft would leave them out"
+            f"{shorten(bare[0], 120)}): they are added here, but peft would leave them out"
         )
     if zero:
         notes.append(

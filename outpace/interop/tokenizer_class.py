@@ -51,10 +51,11 @@ def source_difference(path: Path, tokenizer: Tokenizer, cache_dir: Path) -> str 
         return None
     return (
         f"transformers {version('transformers')} reads the tokenizer in {folder} by its class "
-        f"{found['class']}, otherwise than its tokenizer.json, which outpace follows and exports: "
-        f"{_quote_ids(found)}. If the model learnt the ids of tokenizer.json, as with transformers "
-        "4, load it with PreTrainedTokenizerFast.from_pretrained(DIR). If it learnt the class's, "
-        "first replace the files: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+        f"{found['class']}, differently from its tokenizer.json, which outpace follows and "
+        f"exports: {_quote_ids(found)}. If the model learnt the ids of tokenizer.json, as with "
+        "transformers 4, load it with PreTrainedTokenizerFast.from_pretrained(DIR). If it learnt "
+        "those of the class, first replace the files: "
+        "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
     )
 
 
@@ -68,9 +69,10 @@ def export_difference(tokenizer: Tokenizer, model_type: str, cache_dir: Path) ->
     if found is None:
         return None
     return (
-        f"AutoTokenizer of transformers {version('transformers')} will read the exported tokenizer "
-        f"by the class {found['class']}, as of every {model_type} model, otherwise than this run: "
-        f"{_quote_ids(found)}. Load it with PreTrainedTokenizerFast.from_pretrained(DIR) instead"
+        f"AutoTokenizer of transformers {version('transformers')} will read the exported "
+        f"tokenizer by the class {found['class']}, as for every {model_type} model, differently "
+        f"from this run: {_quote_ids(found)}. Load it with "
+        "PreTrainedTokenizerFast.from_pretrained(DIR) instead"
     )
 
 
@@ -163,7 +165,9 @@ def _differ(folder: Path, tokenizer: Tokenizer, probes: tuple[str, ...]) -> dict
                 str(folder), local_files_only=True, trust_remote_code=False
             )
         except Exception as error:  # from any library below
-            raise BadInputError(f"{folder}: transformers reads no tokenizer: {error}") from None
+            raise BadInputError(
+                f"{folder}: transformers cannot read the tokenizer: {error}"
+            ) from None
         failed = None
         for text in probes:
             try:

@@ -311,14 +311,14 @@ def _megatron_options(lines: Iterable[str], found: Mapping[str, int]) -> dict[st
     if found.get("ep", 1) > 1 and not options.get("zero"):
         options["zero"] = 1
         notes.append(
-            "Megatron had whole optimizer states beside shared-out experts; planned are sharded "
-            "ones (ZeRO-1), which need less memory."
+            "Megatron had whole optimizer states with experts divided over ranks; the plan has "
+            "sharded ones (ZeRO-1), which need less memory."
         )
     if found.get("expert_tp", found.get("tp", 1)) != found.get("tp", 1):
         notes.append(
             f"Megatron cut experts by tensor parallelism {found['expert_tp']} times, other layers "
-            f"{found.get('tp', 1)} times; the plan cuts both alike, or experts not where ep takes "
-            "in the ranks of tp."
+            f"{found.get('tp', 1)} times; the plan cuts both in the same way, or does not cut "
+            "experts if ep includes the ranks of tp."
         )
     granularity = said.get("recompute_granularity")
     if granularity == "full":
@@ -326,12 +326,14 @@ def _megatron_options(lines: Iterable[str], found: Mapping[str, int]) -> dict[st
         if said.get("recompute_method") == "block":
             notes.append(
                 f"the first {said.get('recompute_num_layers')} blocks of each stage were "
-                "recomputed; planned are all. Say --layout checkpoint_every=K for each K-th."
+                "recomputed; the plan recomputes all. Use --layout checkpoint_every=K for every "
+                "K-th."
             )
     elif granularity == "selective":
         notes.append(
-            "Megatron recomputed some modules (recompute_granularity selective), which no mode of "
-            "outpace equals; planned is none. Say --layout checkpointing=selective or attention."
+            "Megatron recomputed some modules (recompute_granularity selective), which no mode "
+            "of outpace equals; the plan recomputes none. Use --layout checkpointing=selective "
+            "or attention."
         )
     return {**options, "notes": tuple(notes)}
 
@@ -407,8 +409,8 @@ def _read_abbreviated(pattern: str, lines: Iterable[str]) -> list[float]:
 
 
 _RESUMED = (
-    "Trainer divides the time since it was started by all steps: of a run that was resumed the "
-    "step is longer than this."
+    "Trainer divides the time since its start by all steps: in a resumed run, a step takes "
+    "longer than this."
 )
 
 
@@ -448,7 +450,7 @@ def _subtract_evaluations(
         raise BadInputError(
             f"{where}: {count} took {total:,.6g} s, but train_runtime, which includes them, is "
             f"{runtime_s:,.6g} s. Was the run resumed? Then train_runtime covers only its last "
-            "part: give the log of a run that was not."
+            "part: give the log of a run that was not resumed."
         )
     note = (
         f"{count} took {total:,.6g} s of the {runtime_s:,.6g} s that Trainer timed "

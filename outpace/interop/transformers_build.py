@@ -116,7 +116,7 @@ def build_on_meta(config: Any, where: str, dtype: str = "bfloat16") -> BuiltMode
             module = make(getattr(torch, dtype))
     except Exception as error:  # anything that a family's code raises
         raise BadInputError(
-            f"{where}: transformers cannot make a {config.model_type} of this: "
+            f"{where}: transformers cannot build a {config.model_type} from this: "
             f"{shorten(' '.join(f'{type(error).__name__}: {error}'.split()), 400)}"
         ) from None
     notes = [
@@ -127,13 +127,13 @@ def build_on_meta(config: Any, where: str, dtype: str = "bfloat16") -> BuiltMode
     if text is not config:
         notes.append(
             f"{where}: only the text part ({text.model_type}) of {config.model_type} is planned; "
-            "what it makes of images or sound comes on top."
+            "add what it needs for images or sound."
         )
     features = _features(module, text) if decodes else None
     if features is not None:
         name, shape = features
         notes.append(
-            f"{where}: its encoder reads {name} of {' × '.join(map(str, shape))} a sample."
+            f"{where}: its encoder reads {name} of {' × '.join(map(str, shape))} per sample."
         )
     return BuiltModel(module, config.model_type, _positions(text), decodes, tuple(notes), features)
 
@@ -291,7 +291,7 @@ def _names_of_defaults(
         place = f"{where}: text_config" if given is not values else where
         yield (
             f"{place} leaves out dimensions, for which transformers' defaults are taken: "
-            f"{', '.join(taken)}. If the model is another, write its own there."
+            f"{', '.join(taken)}. If the model has others, write them there."
         )
 
 

@@ -68,9 +68,9 @@ def require_named(reference: str, where: Path) -> None:
     if file.suffix != ".py" or not file.is_file() or str(file.resolve()) in _known_files():
         return
     raise BadInputError(
-        f"{where} names code to be run, {file.resolve()}, which you have not named on this machine "
-        f"yet. If it is yours, or you have read it, name it: with --model {reference}, or once, as "
-        f"in outpace plan --model {reference}"
+        f"{where} names code to be run, {file.resolve()}, which you have not named on this "
+        f"machine yet. If it is yours, or you have read it, name it: with --model {reference}, or "
+        f"once with another command, such as outpace plan --model {reference}"
     )
 
 

@@ -253,8 +253,9 @@ def require_numbers(tensor: Tensor, name: str) -> None:
         return
     count = int((~torch.isfinite(tensor)).sum())
     raise BadInputError(
-        f"{name} holds {count} values that are NaN or infinite, of {tensor.numel()}: these weights "
-        "are damaged, or of a training that diverged. Use another copy, or an earlier checkpoint."
+        f"{name} holds {count} values that are NaN or infinite, of {tensor.numel()}: these "
+        "weights are damaged, or from a run that diverged. Use another copy, or an earlier "
+        "checkpoint."
     )
 
 

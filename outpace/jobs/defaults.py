@@ -190,7 +190,7 @@ def takes_cuda_graphs(
     if device.type != "cuda":
         obstacle = f"the device is {device.type}"
     elif custom_model:
-        obstacle = "a custom model may do something else each time"
+        obstacle = "a custom model may do something different each time"
     if settings.cuda_graphs is None:
         tight = settings.memory_limit is not None or settings.memory_budget is not None
         return obstacle is None and plan.compile and not tight

@@ -96,7 +96,7 @@ class Writer:
         for role in unwritten_roles(messages, prompt, self._talk.prompt):
             self._on_hint(
                 f"the tokenizer's chat template leaves out messages of {role!r}: the answer is "
-                "written without them. Say it in the user's message"
+                "generated without them. Put their content into the user's message"
             )
         _, ids = self._write(prompt, self._stop_ids | {self._talk.stop_id})
         return self._tokenizer.decode(ids, cut=self._is_cut(ids))
@@ -129,14 +129,14 @@ class Writer:
         half = generation.read_length(positions + 1, positions)
         if given > positions:
             self._on_hint(
-                f"the prompt has {given:,} tokens, and the model {positions:,} positions: only its "
-                f"last {half:,} tokens were read, without its beginning, such as a system message. "
-                "Give a shorter one"
+                f"the prompt has {given:,} tokens, and the model has {positions:,} positions: only "
+                f"its last {half:,} tokens were read, so its beginning, such as a system message, "
+                "was lost. Give a shorter one"
             )
         elif written > positions:
             self._on_hint(
-                f"the text has {written:,} tokens, and the model {positions:,} positions: what "
-                f"follows them was written from the last {half:,} tokens, without the beginning"
+                f"the text has {written:,} tokens, and the model has {positions:,} positions: "
+                f"what follows was generated from the last {half:,} tokens, without the beginning"
             )
 
 
@@ -337,8 +337,8 @@ def _require_classifier(opened: OpenedModel, labels: Sequence[str]) -> None:
     other = unsupported_task(opened.weights)
     if other is not None:
         raise BadInputError(
-            f"the classifier in {opened.weights} predicts {other}, and eval measures one class for "
-            "each text. Train one with outpace train --task classify"
+            f"the classifier in {opened.weights} predicts {other}, but eval measures one class "
+            "for each text. Train one with outpace train --task classify"
         )
     if known != tuple(labels):
         raise BadInputError(

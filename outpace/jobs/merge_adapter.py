@@ -85,8 +85,8 @@ def _base_notes(opened: OpenedModel) -> tuple[str, ...]:
         if Path(named).expanduser().resolve() == opened.weights.resolve():
             return ()
     return (
-        f"the adapter names {shorten(named)} as its base, and was merged into "
-        f"{opened.weights}: its files do not tell whether it was trained with these weights",
+        f"the adapter names {shorten(named)} as its base, but was merged into {opened.weights}: "
+        "its files do not show whether it was trained with these weights",
     )
 
 

@@ -39,9 +39,9 @@ def _require_alone(environ: Mapping[str, str]) -> None:
     for name in RANK_ALONE:
         if environ.get(name, "0") != "0":
             raise BadInputError(
-                f"environment: {name} = {environ[name]!r}: this is one of several processes, "
-                "and each would train by itself. Let your launcher start `torchrun` once per "
-                "host, or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and "
+                f"environment: {name} = {environ[name]!r}: this is one of several processes, and "
+                "each would train separately. Let your launcher start `torchrun` once per host, "
+                "or set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and "
                 "MASTER_PORT for each process."
             )
 

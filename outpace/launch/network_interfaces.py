@@ -47,10 +47,10 @@ def require_address(address: str) -> None:
     there = psutil.net_if_addrs()
     if not any(one.address == address for found in there.values() for one in found):
         raise BadInputError(
-            f"this host has no network interface with the address {address}, at which its "
-            f"ranks meet (it has {', '.join(sorted(there)) or 'none'}). In a separate network "
-            "namespace, such as that of `unshare --net` and many sandboxes, the loopback is "
-            "down at first: run `ip link set lo up` there as root, or start outside of it."
+            f"this host has no network interface with the address {address}, which its ranks need "
+            f"for their rendezvous (it has {', '.join(sorted(there)) or 'none'}). In a separate "
+            "network namespace, such as that of `unshare --net` and many sandboxes, the loopback "
+            "is down at first: run `ip link set lo up` there as root, or start outside of it."
         )
 
 

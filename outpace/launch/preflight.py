@@ -109,7 +109,7 @@ def _find_obstacles(
     for name in _SAME:
         its, other = answer.versions.get(name), first[1].versions.get(name)
         if its != other:
-            yield f"it has {name} {its}, but {first[0].name} has {other}. Install the same"
+            yield f"it has {name} {its}, but {first[0].name} has {other}. Install the same version"
     off = max(between[0] - answer.time_s, answer.time_s - between[1])
     if off > _CLOCK_S:
         yield f"its clock is {off:.0f} s off. Set it by NTP"
@@ -142,7 +142,7 @@ def _query_host(host: Host, question: HostQuery) -> tuple[HostFacts | str, tuple
     if done.returncode == 0 and found is not None:
         with suppress(BadInputError):
             return HostFacts.parse(found, host.name), (began_s, time.time())
-        return "it has another version of outpace. Install the same", (began_s, began_s)
+        return "it has a different version of outpace. Install the same one", (began_s, began_s)
     said = next(iter(reversed(done.stderr.strip().splitlines())), "it sent no answer")
     why = "cannot be reached" if done.returncode == 255 else "cannot run outpace there"
     return f"{why}: {said}", (began_s, began_s)

@@ -98,7 +98,7 @@ class StaticRendezvousHandler(RendezvousHandler):
         while (come := store.add("hosts", 0)) < self._hosts:
             if time.monotonic() > late_s:
                 raise RendezvousTimeoutError(
-                    f"only {come} of {self._hosts} hosts came within {_JOIN_S} s"
+                    f"only {come} of {self._hosts} hosts joined within {_JOIN_S} s"
                 )
             time.sleep(_LOOK_AGAIN_S)
 

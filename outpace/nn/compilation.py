@@ -46,8 +46,8 @@ class Compilation:
     def say_failure(self) -> None:
         """Report that forwards are eager from here on, and why."""
         self._on_failure(
-            f"torch.compile fails on this model ({self.failure}), so it is trained without. "
-            "Leave the attempt out with --no-compile."
+            f"torch.compile fails on this model ({self.failure}), so it is trained without it. "
+            "Avoid the attempt with --no-compile."
         )
 
 

@@ -95,8 +95,8 @@ def from_bytes(data: bytes, name: str, device: torch.device | None = None) -> An
 
 def _refusal(name: str, why: str) -> BadInputError:
     return BadInputError(
-        f"get_extra_state of {name.removesuffix('.' + _KEY)} returns what is no plain value, "
-        f"{why}. Return tensors, numbers, texts, and lists and dicts of them."
+        f"get_extra_state of {name.removesuffix('.' + _KEY)} returns something other than plain "
+        f"values, {why}. Return tensors, numbers, texts, and lists and dicts of them."
     )
 
 

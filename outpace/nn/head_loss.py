@@ -210,8 +210,8 @@ class CompiledPass:
                 return self._eager(*args)
             self._failed = True
             warnings.warn(
-                f"torch.compile fails on the loss ({error_summary(error)}), so "
-                "it is taken without. Leave the attempt out with --no-compile.",
+                f"torch.compile fails on the loss ({error_summary(error)}), so it is computed "
+                "without it. Avoid the attempt with --no-compile.",
                 stacklevel=2,
             )
             return self._eager(*args)

@@ -133,8 +133,8 @@ class _CompiledFlexAttention:
                 self._fails = True
                 inner = getattr(error, "inner_exception", None) or error
                 warnings.warn(
-                    f"torch.compile fails on FlexAttention ({error_summary(inner)}), so masks of "
-                    "all queries and keys are used.",
+                    f"torch.compile fails on FlexAttention ({error_summary(inner)}), so masks "
+                    "over all queries and keys are used.",
                     stacklevel=2,
                 )
                 return None

@@ -63,7 +63,7 @@ class BufferKeeper:
         if late:
             _, name = next(iter(late))
             raise BadInputError(
-                f"the forward of {self._kind} changes its buffer {name!r} now, but did not in its "
+                f"the forward of {self._kind} now changes its buffer {name!r}, but did not in its "
                 "first call, so checkpointing would change it twice. Use checkpointing none."
             )
         if self._moving is None:

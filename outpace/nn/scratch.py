@@ -122,9 +122,9 @@ class Scratch:
 
     def _refusal(self, error: OSError, nbytes: int) -> BadInputError:
         return BadInputError(
-            f"offload to disk: {self._directory} cannot hold {show_bytes(nbytes)} more beside the "
-            f"{show_bytes(self.taken_bytes)} that it has from this process ({error.strerror}). "
-            "Name another directory with --offload-dir, or offload less."
+            f"offload to disk: {self._directory} cannot hold {show_bytes(nbytes)} more in "
+            f"addition to the {show_bytes(self.taken_bytes)} that it has from this process "
+            f"({error.strerror}). Name another directory with --offload-dir, or offload less."
         )
 
     def place(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Region]:

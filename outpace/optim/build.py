@@ -97,7 +97,7 @@ def _split_by_kind(group: dict[str, Any], name: OptimizerName) -> Groups:
     for (_, is_complex), part in kinds.items():
         if is_complex and name not in _STEPS_COMPLEX:
             raise BadInputError(
-                f"the model has complex parameters, which optimizer {name} does not step. Use "
+                f"the model has complex parameters, which optimizer {name} does not support. Use "
                 f"--optimizer {join_or(_STEPS_COMPLEX)}."
             )
         if is_complex and name != "sgd":

@@ -82,8 +82,8 @@ class FusedMasterAdamW:
                 raise
             self._runs = False
             warnings.warn(
-                f"Triton cannot make the optimizer's kernel ({error_summary(error)}), so torch's "
-                "own kernels take its place.",
+                f"Triton cannot build the optimizer's kernel ({error_summary(error)}), so torch's "
+                "own kernels are used.",
                 stacklevel=2,
             )
             return False

@@ -28,7 +28,7 @@ def apply(request: LayoutRequest) -> Layout:
     if plan.training_obstacle is not None:
         raise BadInputError(
             f"outpace does not train this plan: {plan.training_obstacle}. Write it for another "
-            "trainer with outpace plan --emit, or take the next that outpace plan proposes."
+            "trainer with outpace plan --emit, or use the next one that outpace plan proposes."
         )
     require(plan, request.device)
     lacking = _split_backward_refusal(strategy, request.device)

@@ -217,10 +217,10 @@ def explain_lengths(batch: Batch) -> str:
     if not others:
         return ""
     return (
-        f"a batch is cut along the first dimension of those of its tensors that have {samples} "
-        f"entries, as the first one has; those of {', '.join(map(str, others))} are whole in each "
-        "part. Use tensors with an entry for each sample: pad samples of several sizes, such as "
-        "graphs, and give masks beside them; or keep to one process."
+        f"a batch is cut along the first dimension of those tensors that have {samples} entries, "
+        f"as the first one does; those with {', '.join(map(str, others))} are whole in each part. "
+        "Use tensors with an entry for each sample: pad samples of different sizes, such as "
+        "graphs, and add masks; or use one process."
     )
 
 

@@ -30,8 +30,7 @@ def require_run_once(module: nn.Module, recomputes: bool) -> None:
     if recomputes and batch_norms(module):
         raise BadInputError(
             "checkpointing runs a BatchNorm twice, so its moving averages would be updated twice "
-            "a step. "
-            "Use checkpointing none, or nn.GroupNorm or nn.LayerNorm."
+            "per step. Use checkpointing none, or nn.GroupNorm or nn.LayerNorm."
         )
 
 

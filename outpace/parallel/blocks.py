@@ -41,9 +41,9 @@ def refuse_scripted(model: nn.Module, strategy: str) -> None:
     for name, part in model.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise BadInputError(
-                f"{name or type(model).__name__} is compiled by torch.jit, and strategy {strategy} "
-                "has to change its forward. Give the module that it was made of, or use ddp or "
-                "zero1."
+                f"{name or type(model).__name__} is compiled by torch.jit, but strategy "
+                f"{strategy} must change its forward. Give the module that it was made from, or "
+                "use ddp or zero1."
             )
 
 

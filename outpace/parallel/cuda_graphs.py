@@ -330,8 +330,8 @@ class GraphedLayout(Layout):
         self._shapes.clear()
         self._recorder.release()
         self._on_failure(
-            f"CUDA graphs are not used ({_first_line(why)}), so each kernel is launched by itself. "
-            "Leave the attempt out with --no-cuda-graphs."
+            f"CUDA graphs are not used ({_first_line(why)}), so each kernel is launched "
+            "separately. Avoid the attempt with --no-cuda-graphs."
         )
 
 

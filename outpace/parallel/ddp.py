@@ -50,8 +50,8 @@ def low_rank_state(plan: Plan, device: torch.device) -> PowerSGDState:
     """Create PowerSGD's state. Raises BadInputError if PowerSGD is not supported."""
     if device.type == "cpu" and torch.cuda.is_available():
         raise BadInputError(
-            "--compress-gradients powersgd: torch's PowerSGD waits for the CUDA device wherever "
-            "there is one, and fails on the CPU of such a machine. Use --device cuda."
+            "--compress-gradients powersgd: torch's PowerSGD waits for the CUDA device if there "
+            "is one, so it fails on the CPU of such a machine. Use --device cuda."
         )
     start = plan.powersgd_start or POWERSGD_LEAST_START
     return PowerSGDState(None, plan.powersgd_rank, start_powerSGD_iter=start)

@@ -75,10 +75,10 @@ class GradientUse:
             return
         self._has_warned = True
         warnings.warn(
-            f"from step {self.steps} on rank {dist.get_rank()} does not use all trained parameters "
-            f"that other ranks use ({len(lacking)} of {len(self._parameters)} in that step: "
-            f"{first_names(lacking)}), as with experts without tokens, branches and dropped "
-            "layers: zeros stand in for its gradients, as in one process over all samples",
+            f"from step {self.steps} on rank {dist.get_rank()} does not use all trained "
+            f"parameters that other ranks use ({len(lacking)} of {len(self._parameters)} in that "
+            f"step: {first_names(lacking)}), as with experts without tokens, branches and dropped "
+            "layers: zeros are used for its gradients, as in one process with all samples",
             UserWarning,
             stacklevel=2,
         )

@@ -163,7 +163,7 @@ def _pipeline(
         elif objective.model.head_bias is not None:
             raise BadInputError(
                 f"pp_schedule {plan.pp_schedule} keeps two stages on a rank, and with shards or "
-                "replicas the head's bias of an encoder would be in neither. Use 1f1b or gpipe."
+                "replicas the bias of an encoder's head would be in neither. Use 1f1b or gpipe."
             )
     inner.averages = _replicas(plan)
     return inner

@@ -61,7 +61,7 @@ def require(plan: Plan, device: torch.device) -> None:
     if plan.strategy not in GATHERS and gathers(plan, device):
         raise BadInputError(
             f"offload_parameters {plan.offload_parameters}: strategy {plan.strategy} computes on "
-            f"{device.type} with parameters where they lie. Use strategy {join_or(GATHERS)}."
+            f"{device.type} with parameters in place. Use strategy {join_or(GATHERS)}."
         )
 
 

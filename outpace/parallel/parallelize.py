@@ -37,10 +37,10 @@ from outpace.records.ranks import Ranks
 Loss = Callable[[nn.Module, Any], Any]
 
 _REFUSED = {
-    "dp": "rank 0 alone reads, and scatters what outpace's own loader gives it. Use ddp",
+    "dp": "only rank 0 reads data, and scatters what outpace's own loader gives it. Use ddp",
     "ps": "servers have no step of their own in your loop. Use ddp, or outpace train",
-    "cp": "only outpace's own attention goes round a ring of ranks. Use zero3, or tp",
-    "3d": "only models of outpace are split over several axes. Use hsdp, a pipeline, or tp",
+    "cp": "only outpace's own attention works around a ring of ranks. Use zero3, or tp",
+    "3d": "only outpace's own models are split over several axes. Use hsdp, a pipeline, or tp",
 }
 
 
@@ -288,9 +288,9 @@ def _check(module: nn.Module, plan: Plan, loss: Loss | None) -> None:
         )
     if plan.precision in WEIGHTS or plan.precision == "fp8":
         raise BadInputError(
-            f"parallelize lays out the module as it is, so precision {plan.precision} has to be in "
-            "it already: convert it before (module.bfloat16(), torchao's float8), with precision "
-            "fp32, or use outpace train."
+            f"parallelize lays out the module as it is, so precision {plan.precision} must "
+            "already be in it: convert it first (module.bfloat16(), torchao's float8), with "
+            "precision fp32, or use outpace train."
         )
     if plan.optimizer_in_backward:
         raise BadInputError(
@@ -299,7 +299,8 @@ def _check(module: nn.Module, plan: Plan, loss: Loss | None) -> None:
         )
     if plan.loss != "auto":
         raise BadInputError(
-            f"loss {plan.loss} is of outpace's own transformers; yours is what `loss` computes."
+            f"loss {plan.loss} applies to outpace's own transformers; yours is what `loss` "
+            "computes."
         )
     if plan.offload_parameters == "cpu" and plan.world_size == 1:
         raise BadInputError(
@@ -333,8 +334,8 @@ def _ranks(plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> Ranks:
     if mesh is None:
         if not (dist.is_initialized() or launched_world_size() > 1):
             raise BadInputError(
-                f"the plan is for {plan.world_size} processes ({plan.mesh}), but this is one. "
-                f"Start it with: torchrun --nproc-per-node {plan.world_size} …"
+                f"the plan is for {plan.world_size} processes ({plan.mesh}), but there is only "
+                f"this one. Start them with: torchrun --nproc-per-node {plan.world_size} …"
             )
         if not dist.is_initialized():
             dist.init_process_group()
@@ -345,7 +346,7 @@ def _ranks(plan: Plan, mesh: DeviceMesh | None, device: torch.device) -> Ranks:
     if world_size != plan.world_size:
         raise BadInputError(
             f"the plan is for {plan.world_size} processes ({plan.mesh}), but there are "
-            f"{world_size}. Use another plan, or as many processes."
+            f"{world_size}. Use another plan, or start that number of processes."
         )
     return Ranks(rank=rank, world_size=world_size)
 

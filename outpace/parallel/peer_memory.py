@@ -217,7 +217,7 @@ class PeerMemoryGroup:
         if apart is not None:
             one, other = sorted((apart, self._rank))
             raise BadInputError(
-                f"rank {one} communicates another part of the model than rank {other}: one of "
+                f"rank {one} communicates a different part of the model from rank {other}: one of "
                 "them does not use a block's output in its loss, or calls blocks that the other "
                 "does not. Use strategy ddp or zero1, or treat the model as one block with "
                 "blocks=[]."

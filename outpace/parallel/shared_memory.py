@@ -62,9 +62,9 @@ def refuse_shared_memory(module: nn.Module, strategy: Strategy, loss: Loss | Non
     if found is not None:
         name, kind, owner = found
         raise BadInputError(
-            f"{name}, {kind}, is in the memory of {owner}, which is trained: in one process each "
-            f"moves with the other, and under strategy {strategy} each would have memory of its "
-            "own. Make one parameter of them (self.b.weight = self.a.weight), or give it a copy "
+            f"{name}, {kind}, shares memory with {owner}, which is trained: in one process both "
+            f"change together, but under strategy {strategy} each would have separate memory. "
+            "Make them one parameter (self.b.weight = self.a.weight), or give it a copy "
             "(tensor.detach().clone()), or use strategy ddp."
         )
 
@@ -76,10 +76,10 @@ def _refuse_held_parameters(module: nn.Module, strategy: Strategy, loss: Loss | 
     for path, where, leaf in _list_held(module, loss):
         if id(leaf) in names and (path == "state" or in_use.may_read(path.rpartition(".")[2])):
             raise BadInputError(
-                f"{path}, {where}, holds the parameter {names[id(leaf)]}, and under "
-                f"strategy {strategy} ranks train others in its place. Make it a method that goes "
-                "through self.named_parameters() when it is called (in a loss, through those of "
-                "the module that it is given), or use strategy ddp or zero1."
+                f"{path}, {where}, holds the parameter {names[id(leaf)]}, but under "
+                f"strategy {strategy} ranks train others in its place. Make it a method that "
+                "iterates over self.named_parameters() when called (in a loss, over those of the "
+                "module that it is given), or use strategy ddp or zero1."
             )
 
 

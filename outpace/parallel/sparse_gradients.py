@@ -22,12 +22,12 @@ def refuse_sparse_gradients(module: nn.Module, strategy: Strategy | None = None)
         and part.weight.requires_grad
     ]
     if names:
-        why = "clipping and the optimizers take dense ones only"
+        why = "clipping and the optimizers accept only dense ones"
         also = ""
         if strategy is not None:
-            why = f"strategy {strategy} adds up dense ones only"
+            why = f"strategy {strategy} adds up only dense ones"
             also = ", or strategy ddp or zero1"
         raise BadInputError(
             f"{first_names(names)} {'has' if len(names) == 1 else 'have'} sparse gradients "
-            f"(sparse=True of the embedding), and {why}. Use sparse=False{also}."
+            f"(sparse=True of the embedding), but {why}. Use sparse=False{also}."
         )

@@ -162,8 +162,8 @@ def make_equal(module: nn.Module) -> None:
     sparse = [name.removeprefix("model.") for name, t in named if t.layout != torch.strided]
     if sparse:
         raise BadInputError(
-            f"{first_names(sparse)} {'is' if len(sparse) == 1 else 'are'} sparse, and ranks send "
-            "each other dense tensors. Use dense buffers for the indices and the values, of which "
+            f"{first_names(sparse)} {'is' if len(sparse) == 1 else 'are'} sparse, but ranks send "
+            "only dense tensors. Use dense buffers for the indices and the values, from which "
             "the forward makes the sparse tensor."
         )
     for _, tensor in named:

@@ -124,8 +124,8 @@ class UnitOrder:
         while here < self._group.size():
             if time.monotonic() > until_s:
                 raise BadInputError(
-                    f"block {number} (a {kind}) is called more often, or in another order, than in "
-                    "the first batches, and not on all ranks, which would wait for each other. "
+                    f"block {number} (a {kind}) is called more often or in another order than in "
+                    "the first batches, but not on all ranks, which would wait for each other. "
                     "Treat the model as one block with blocks=[] (parallelize), or use ddp or "
                     "zero1."
                 )
@@ -234,9 +234,9 @@ def _refuse_inner_backward(held: Any, forwards: Callable[[], bool]) -> None:
     def prepare_outside(*given: Any) -> None:
         if forwards():
             raise BadInputError(
-                "the module or its loss computes gradients within the forward (torch.autograd.grad "
-                "through its blocks, as for forces or gradient penalties), which ranks that hold "
-                "shards of the blocks cannot. Use strategy ddp or zero1."
+                "the module or its loss computes gradients within the forward "
+                "(torch.autograd.grad through its blocks, as for forces or gradient penalties), "
+                "which ranks with shards of the blocks cannot do. Use strategy ddp or zero1."
             )
         prepare(*given)
 

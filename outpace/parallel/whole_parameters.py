@@ -71,8 +71,8 @@ def explain_mixed(error: RuntimeError) -> BadInputError | None:
         return None
     return BadInputError(
         "the module or its loss uses parameters of a block outside of the block's forward, where "
-        "this rank holds a shard of them. Go through module.parameters() in a loss function of "
-        "its own, take the model as one with blocks=[] (parallelize), or use strategy ddp or zero1."
+        "this rank holds a shard of them. Use module.parameters() in a separate loss function, "
+        "treat the model as one block with blocks=[] (parallelize), or use strategy ddp or zero1."
     )
 
 

@@ -144,7 +144,9 @@ def _uncertainties(planned: Sequence[RankedPlan]) -> list[str]:
     """Return notes on assumptions of plans that the interval does not cover."""
     told = []
     if any(one.plan.precision == "fp8" for one in planned):
-        told.append("fp8: what finding its scales takes is not counted; MFU is of fp8's own peak.")
+        told.append(
+            "fp8: the time to find its scales is not counted; MFU is relative to fp8's own peak."
+        )
     if any(one.plan.compile for one in planned):
         told.append(
             "compile: its gain is counted in bytes and launches (docs/concepts/planner.md)."
@@ -176,10 +178,10 @@ def _routing(job: PlanningProblem) -> list[str]:
     if not job.outline.experts:
         return []
     return [
-        "Experts: tokens are taken to be spread evenly, and none to be dropped. Where some experts "
-        "have most (a power law of 1.2), grouped products were measured to take "
+        "Experts: tokens are assumed to be spread evenly, and none to be dropped. If some "
+        "experts get most of them (a power law of 1.2), grouped products were measured to take "
         f"{efficiency.UNEVEN_ALONE} times as long on one rank, {efficiency.UNEVEN_APART} times on "
-        f"the slowest of several that share experts out ({efficiency.UNEVEN_SOURCE})."
+        f"the slowest of several ranks with different experts ({efficiency.UNEVEN_SOURCE})."
     ]
 
 
@@ -190,9 +192,9 @@ def _adapter_notes(job: PlanningProblem, planned: Sequence[RankedPlan]) -> list[
         trained, count = adapters.trained_parameters(job.outline), parameters(job.outline)
         strategies = ", ".join(ADAPTER_STRATEGIES)
         return [
-            f"{adapters.title}: {show_count(trained)} parameters are trained beside "
-            f"{show_count(count)} frozen ones. Plans are of strategy {strategies}, without "
-            "offloading; outpace trains adapters with others too, whose memory outpace memory "
+            f"{adapters.title}: {show_count(trained)} parameters are trained, with "
+            f"{show_count(count)} frozen ones. Plans use strategy {strategies}, without "
+            "offloading; outpace also trains adapters with others, whose memory outpace memory "
             "traces."
         ]
     values = {"precision": job.wanted.precision, **job.wanted.keep}
@@ -636,7 +638,7 @@ def _beyond_positions(job: PlanningProblem) -> str:
         return ""
     return (
         f" Its sequences of {job.wanted.seq_len} tokens are longer than the {most} positions of "
-        "the model, too: as it is, it takes none longer."
+        "the model, which accepts none longer as it is."
     )
 
 

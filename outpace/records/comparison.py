@@ -188,8 +188,8 @@ class Verdict(Record):
             took = f"{show_share(abs(slowdown))} {'longer' if slowdown > 0 else 'less time'} than"
         return (
             f"{arm} took {took} {against} in these two runs ({parts}). Two identical runs may "
-            "differ as much: to claim a difference, give outpace compare the arms instead of runs, "
-            "and it trains them in turn"
+            "differ as much: to claim a difference, give outpace compare the arms instead of "
+            "runs, so that it trains them in turn"
         )
 
 

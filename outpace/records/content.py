@@ -10,7 +10,7 @@ def misplaced_content(head: bytes) -> str | None:
         return "it is empty. Fetch it again"
     if head.lstrip()[:1] == b"<":
         return (
-            "it holds a web page (HTML), probably saved from the page around the file, or "
+            "it holds a web page (HTML), probably saved from the page that links to the file, or "
             "from a download that needs a login. Fetch the file itself"
         )
     if head.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\x00" in head[:4]:

@@ -213,15 +213,15 @@ class Plan(Record):
         if self.offload_parameters == "cpu" and self.strategy not in GATHERS:
             raise ValueError(
                 f"offload_parameters cpu: strategy {self.strategy} computes with parameters in "
-                f"place and gathers none before use. Use strategy {join_or(GATHERS)}, or "
+                f"place and does not gather them before use. Use strategy {join_or(GATHERS)}, or "
                 "offload_optimizer, which works here too"
             )
         elsewhere = self.offload_optimizer != "none" or self.offload_parameters != "none"
         if elsewhere and (self.optimizer_in_backward or self.precision in MASTERS):
             what = "optimizer_in_backward" if self.optimizer_in_backward else self.precision
             raise ValueError(
-                f"{what} cannot be combined with offloading: the optimizer steps unit by unit, "
-                "on weights that it keeps itself. Use one of the two"
+                f"{what} cannot be combined with offloading: the optimizer steps unit by unit, on "
+                "weights that the optimizer keeps. Use one of the two"
             )
         if elsewhere and self.optimizer not in PLAIN_ADAMW:
             raise ValueError(
@@ -253,8 +253,8 @@ class Plan(Record):
             )
         if kind == "powersgd" and self.precision in COMPUTES_IN_FP16:
             raise ValueError(
-                "compress_gradients powersgd keeps what it left out for the next step, so an "
-                "fp16 overflow would never leave it. Use precision bf16 or fp32"
+                "compress_gradients powersgd carries its error over to the next step, so it "
+                "would never get rid of an fp16 overflow. Use precision bf16 or fp32"
             )
 
     def _check_checkpointing(self) -> None:
@@ -544,7 +544,7 @@ def fill_axes(
         times = f" = {math.prod(sizes.values())}" if len(split) > 1 else ""
         raise BadInputError(
             f"{' × '.join(split) or 'all axes are 1'}{times}, but there are {world_size} "
-            "processes. Use as many processes, or other axes."
+            "processes. Use that many processes, or other axes."
         )
     return sizes
 

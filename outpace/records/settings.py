@@ -406,14 +406,14 @@ class TrainSettings(Record):
                 raise ValueError(f"{axis} is 0. Use 1 or more, or -1 for the remaining ranks")
         if self.memory_budget is not None and self.micro_batch == "auto":
             raise ValueError(
-                "memory_budget and micro_batch auto each use the memory that the other "
-                "leaves. Give the micro-batch as a number"
+                "memory_budget and micro_batch auto would each use the memory that the other "
+                "leaves free. Give the micro-batch as a number"
             )
         if self.optimizer_in_backward and self.micro_batch == "auto":
             raise ValueError(
-                "micro_batch auto tries smaller micro-batches, of which a step accumulates "
-                "more, but optimizer_in_backward works with one per step. Give the "
-                "micro-batch as a number"
+                "micro_batch auto tries smaller micro-batches, more of which a step accumulates, "
+                "but optimizer_in_backward works with one per step. Give the micro-batch as a "
+                "number"
             )
         recomputing = {"checkpointing": "none", "checkpoint_every": 1, "checkpoint_layers": ()}
         for name, default in recomputing.items():

@@ -185,8 +185,8 @@ def _failure(module: nn.Module, error: Exception, compiled: bool) -> str:
     said = (str(error).strip().splitlines() or [""])[0][:200]
     where = _place(traceback.extract_tb(error.__traceback__))
     eager = (
-        "What a compiled forward leaves on modules (self.aux = …) is one thing that is not traced: "
-        "leave --compile out for an upper bound. "
+        "Attributes that a compiled forward sets on modules (self.aux = …) are among the things "
+        "that are not traced: leave --compile out for an upper bound. "
     )
     return (
         f"{type(module).__name__} cannot be traced without values: {where}: "

@@ -59,8 +59,8 @@ class ModuleTracing:
         self.forward: Forward = record(module, inputs)
         if not any(isinstance(one, ProductCall) and one.weight for one in self.forward.done):
             raise BadInputError(
-                f"the forward of {type(module).__name__} multiplies by no weight, so there is "
-                "nothing to plan for"
+                f"the forward of {type(module).__name__} has no product with a weight, so there "
+                "is nothing to plan for"
             )
         self.hidden: int | None = None
         self.table_width: int | None = None

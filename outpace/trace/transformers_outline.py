@@ -64,8 +64,8 @@ def _unused_parameters(found: Outline) -> Iterator[str]:
     if rest > _MANY * parameters(found):
         yield (
             f"{rest:,} of {parameters(found):,} parameters are in no matrix product of the traced "
-            "forward: tables that are looked up, or parts that text alone does not run. They count "
-            "as weights, gradients and states of the optimizer."
+            "forward: lookup tables, or parts that text alone does not use. They count as "
+            "weights, gradients and states of the optimizer."
         )
 
 
@@ -153,8 +153,8 @@ def _check_parameters(tracing: "_Tracing", name: str) -> Outline:
     found = tracing.outline(name)
     if parameters(found) != sum(tracing.sizes.values()) or found.outside_parameters < 0:
         raise BadInputError(
-            f"the layers of {name} could not be told apart: {parameters(found):,} parameters were "
-            f"found of {sum(tracing.sizes.values()):,}"
+            f"the layers of {name} could not be distinguished: {parameters(found):,} parameters "
+            f"were found of {sum(tracing.sizes.values()):,}"
         )
     return found
 

@@ -100,8 +100,8 @@ def _require_files(folder: Path, metadata: "Metadata") -> None:
             return
         time.sleep(_LOOK_AGAIN_S)  # network file systems may show them with a delay
     raise OSError(
-        f"{missing[0]} and {len(missing) - 1} more files of other hosts are missing. --out has "
-        "to be a directory that all hosts share"
+        f"{missing[0]} and {len(missing) - 1} more files of other hosts are missing. --out must "
+        "be a directory that all hosts share"
     )
 
 
@@ -130,7 +130,7 @@ def _file_damage(folder: Path) -> str | None:
     for name, entry in entries.items():
         path = folder / name
         if path.parent != folder or path.is_symlink():
-            return f"{name} is not a file of its own in there"
+            return f"{name} is not a regular file in it"
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != entry["bytes"]:
@@ -274,8 +274,8 @@ class Checkpointer:
                 if self._lent is None or self._lent is not self._pinned:
                     raise
                 self._on_trouble(
-                    "a checkpoint's copy could not be pinned in host memory, so that training "
-                    f"waits while it is made: {first_reason(error)}"
+                    "a checkpoint's copy could not be pinned in host memory, so training waits "
+                    f"while the copy is made: {first_reason(error)}"
                 )
             self._lent, self._pins = None, False
             return states.begin_write(state, folder, self._group)
@@ -376,7 +376,9 @@ class Checkpointer:
             return None
         if free > self._needed_bytes:
             return None
-        return f"the disk has {show_bytes(free)} left, it needs {show_bytes(self._needed_bytes)}"
+        return (
+            f"the disk has {show_bytes(free)} left, but it needs {show_bytes(self._needed_bytes)}"
+        )
 
     def close(self) -> None:
         """End the current save, either completely or not at all."""

@@ -13,7 +13,7 @@ def first_reason(error: BaseException) -> str:
         rank, (inner, _) = min(failures.items())
         return f"{first_reason(inner)} (rank {rank})"
     if isinstance(error, pickle.UnpicklingError):
-        return "what is stored there is no tensor that can be read"  # torch advises to run it
+        return "it does not contain a readable tensor"  # torch advises to run it
     return " ".join(str(error).split())[:300]
 
 

@@ -59,13 +59,13 @@ def shape_hints(plan: Plan, spec: ModelSpec | None, seq_len: int) -> list[str]:
         sizes |= {"vocabulary": spec.vocab, "hidden": spec.hidden, "ffn": spec.ffn}
         sizes["head_dim"] = spec.head_dim
     return [
-        f"{name} {size} is no multiple of 8, which is slower in {plan.precision}: "
+        f"{name} {size} is not a multiple of 8, which is slower in {plan.precision}: "
         f"{-(-size // 8) * 8} would be better"
         for name, size in sizes.items()
         if size % 8
     ] + (
         [
-            f"micro-batch {plan.micro_batch} is no multiple of 8, which some kernels want in "
+            f"micro-batch {plan.micro_batch} is not a multiple of 8, which some kernels need in "
             f"{plan.precision}: {-(-plan.micro_batch // 8) * 8} may be better"
         ]
         if plan.micro_batch % 8

@@ -89,8 +89,8 @@ class RunDir:
                 if path.is_symlink() and not _target(path).is_relative_to(root):
                     raise BadInputError(
                         f"{path} is a link out of the run, to {_target(path)}: resuming would "
-                        "write or remove files there. Replace the link by its target. To keep a "
-                        "run on another disk, link to the whole run."
+                        "write or remove files there. Replace the link with its target. To keep "
+                        "a run on another disk, link to the whole run."
                     )
             if Path(folder) == self.path and WANDB_FOLDER in below:
                 below.remove(WANDB_FOLDER)
@@ -181,14 +181,14 @@ class RunDir:
         if step == 0 and history.steps.lines:
             for log in (history.steps, history.evaluations):
                 if os.path.lexists(log.path):
-                    say(f"{log.path} of before is kept as {put_aside(log.path, 'earlier')}")
+                    say(f"the previous {log.path} is kept as {put_aside(log.path, 'earlier')}")
         else:
             if done < step:
                 steps = f"step {step}" if done == step - 1 else f"steps {done + 1} to {step}"
-                say(f"{history.steps.path} lacks {steps}, which were done before")
+                say(f"{history.steps.path} lacks {steps}, which had been done")
             elif done > step:
                 steps = "1 step is" if done == step + 1 else f"{done - step} steps are"
-                say(f"after step {step}, {steps} done again")
+                say(f"after step {step}, {steps} repeated")
             history.steps.cut(lambda one: one.step <= step, say)
             history.evaluations.cut(lambda one: one.step <= step and one.step != again, say)
         damages = ((RESULT_FILE, history.result_damage), (FAILURE_FILE, history.failure_damage))
@@ -238,7 +238,7 @@ class History:
 def model_damage(folder: Path) -> str | None:
     """Describe how an exported model is damaged; None if it is as written."""
     if not any((folder / name).is_file() for name in MODEL_FILES):
-        return f"{folder} holds no whole model"
+        return f"{folder} holds no complete model"
     return folder_damage(folder)
 
 

@@ -49,7 +49,7 @@ class RunLog(Generic[Entry]):
         if self.damage is not None:
             say(
                 f"{self.path}: {self.damage}. It is kept as {put_aside(self.path)}, and "
-                f"{len(kept)} lines are taken over."
+                f"{len(kept)} lines are kept."
             )
             write_atomic(self.path, b"".join(kept))
         elif kept != [line.content for line in self.lines[: len(kept)]]:

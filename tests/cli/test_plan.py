@@ -77,7 +77,7 @@ def test_a_person_sees_what_is_fastest_and_why(capsys, monkeypatch):
                  "MFU", "where the time goes", "where a device's memory goes", "matrix products",
                  "faster than the next", "slower than the fastest", "Not taken:", "1.00 T tokens:",
                  "days, at a cost of", "max-tp 4: nothing", "micro_batch=1:",
-                 "the true time lies between", "with 90 %"):  # fmt: skip
+                 "the true time is between", "with 90 %"):  # fmt: skip
         assert part in text, part
 
 
@@ -332,7 +332,7 @@ def test_plans_that_the_estimate_does_not_tell_apart_are_said_to_be(capsys, monk
     assert alike > 1
     between = "to" if alike > 2 else "and"
     line = (
-        f"Plans 1 {between} {alike} lie within the 90 % interval of the first: measure before "
+        f"Plans 1 {between} {alike} are within the 90 % interval of the first: measure before "
         "choosing"
     )
     assert line in shown(capsys, monkeypatch, *LLAMA)
@@ -349,7 +349,7 @@ def test_what_is_offloaded_is_the_hosts_memory(capsys, monkeypatch):
     # gradients of two units that are on their way.
     assert one["host_offloaded_bytes"] == pytest.approx(12 * 8.03e9, rel=0.05)
     text = shown(capsys, monkeypatch, *words)
-    assert "GiB of host memory per node; how much it has is not known" in text
+    assert "GiB of host memory per node; how much it has is unknown" in text
     known = shown(capsys, monkeypatch, *words, "--machine=dgx-h100")
     assert "GiB of host memory per node; it has 2.00 TiB" in known
     stated = shown(capsys, monkeypatch, *words, "--host-memory=512GiB")
@@ -597,7 +597,7 @@ def test_what_lacks_memory_is_told_of_more_cards_in_the_node(capsys):
     ("words", "sentence"),
     [
         (["--machine=hgx-h10"], "machine 'hgx-h10' is not in the catalog. Did you mean 'hgx-h100'"),
-        (["--machine=laptop"], "has no accelerator of the catalog"),
+        (["--machine=laptop"], "has no accelerator from the catalog"),
         (["--machine=nowhere.json"], "nowhere.json"),
         (["--model=llama-3-8c"], "no preset, directory or file named 'llama-3-8c'. Did you mean"),
         (["--nodes=0"], "--nodes: 0 is not at least 1"),
@@ -639,7 +639,7 @@ def test_what_lacks_memory_is_told_of_more_cards_in_the_node(capsys):
         (["--compare-nodes=1,x"], "write numbers of nodes"),
         (["--emit=keras"], "is not one of"),
         (["--model=mixtral-8x7b", "--machine=hgx-h100", "--emit=megatron"],
-         "--emit megatron: of mixtral-8x7b the dimensions are known"),
+         "--emit megatron: only the dimensions of mixtral-8x7b are known"),
         (["--model=llama-3-8b", "--seq-len=8200", "--trained"], "longer than the 8192 positions"),
         (["--model=llama-3-8b", "--machine=hgx-h100", "--seq-len=8200", "--emit=outpace"],
          "longer than the 8192 positions of llama-3-8b"),

@@ -97,7 +97,7 @@ def test_two_finished_runs_are_compared_by_what_they_differ_in_first(
     assert lines[0].startswith("They differ in: checkpointing none → full")
     assert f"threads {threads} → {threads + 3}" in lines[0]
     assert "NCCL_ALGO= none → Ring" in lines[0]
-    assert lines[1].startswith("It shows most in backward: ")
+    assert lines[1].startswith("The difference is largest in backward: ")
     assert any("took 100.0 % longer than" in line for line in lines)
 
 
@@ -180,7 +180,8 @@ def test_of_a_run_that_resumed_unchanged_the_steps_before_are_timed(
     assert main(["compare", str(first), str(resumed), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert {one["value"] for one in told["outcomes"]} == {0.5}
-    assert not any("its times are of the steps since" in one for one in told["differences"])
+    since = "its times are those of the steps since then"
+    assert not any(since in one for one in told["differences"])
     assert main(["runs", str(resumed), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["step_time_s"] == 0.5
     logged = read_log(resumed)
@@ -204,7 +205,7 @@ def test_cores_that_others_used_and_factors_are_told(run, capsys, tmp_path, monk
 def test_runs_that_are_alike_are_said_to_be(run, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     assert main(["compare", str(run), str(copied(run, tmp_path))]) == 0
-    assert "Nothing that was recorded of them differs." in capsys.readouterr().out
+    assert "Nothing that was recorded about them differs." in capsys.readouterr().out
 
 
 def test_a_report_of_two_runs_begins_with_what_they_differ_in(run, capsys, tmp_path, monkeypatch):

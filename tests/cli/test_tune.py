@@ -30,7 +30,7 @@ def test_the_fastest_of_real_trials_is_kept_with_all_that_was_tried(tuned, capsy
     folder, words = tuned
     tuning = Tuning.load(folder / "tuning.json")
     assert [trial.number for trial in tuning.trials] == [1, 2]
-    assert tuning.trials[0].why == "what outpace train does by itself"
+    assert tuning.trials[0].why == "what outpace train does by default"
     measured = [Measurement.load(folder / t.run / "result.json").step_time_s for t in tuning.trials]
     assert measured == [trial.step_time_s for trial in tuning.trials]
     assert tuning.step_time_s == min(measured)
@@ -79,7 +79,7 @@ def test_what_is_close_runs_in_turn_at_the_end(tuned, capsys, tmp_path, monkeypa
     words = [*tuned[1], "--nproc=2", "--within=0", "--trials=5", f"--out={tmp_path / 't'}"]
     assert main(["tune", *words]) == 0
     told = capsys.readouterr()
-    assert "outpace: measured in turn, to tell them apart: " in told.err
+    assert "outpace: measured in turn, to distinguish them: " in told.err
     tuning = Tuning.load(tmp_path / "t" / "tuning.json")
     assert [trial.raced for trial in tuning.trials] == [False] * 3 + [True] * 2
     fastest = min(tuning.trials[3:], key=lambda trial: trial.compared_s)

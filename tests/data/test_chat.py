@@ -102,7 +102,7 @@ def test_usual_forms_mean_the_same(values):
             "it is one message, and a row holds a whole conversation",
         ),
         ({"from": "human", "value": "a"}, "Write the messages of each into one row"),
-        ({"messages": '[{"role": "user"}]'}, "it is JSON within a text. Decode it"),
+        ({"messages": '[{"role": "user"}]'}, "it is JSON inside a text. Decode it"),
         ({"prompt": "a", "chosen": "b", "rejected": "c"}, "DPO.*To learn the preferred answers"),
         ({"chosen": [{"role": "user", "content": "a"}], "rejected": []}, r"line 1 has .*\(DPO and"),
         ({"prompt": "a", "completion": "b", "label": False}, "marks its answer as unwanted"),

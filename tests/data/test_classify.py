@@ -302,9 +302,9 @@ def test_a_saved_dataset_without_splits_is_not_validated_with_itself(tmp_path):
         ("a.csv", "text\tlabel\nhello\t1\n", r"separated by tabs.*name it \.tsv"),
         ("a.tsv", "text,label\nhello,1\n", r"separated by commas.*name it \.csv"),
         ("a.tsv", "text;label\nhello;1\n", r"separated by semicolons.*write it with tabs"),
-        ("a.csv", "text,label\rhello,1\rho,0\r", r"carriage returns alone.*tr '.r' '.n'"),
-        ("a.tsv", "text\tlabel\rhello\t1\rho\t0", r"carriage returns alone"),
-        ("a.jsonl", '{"text":"a","label":1}\r{"text":"b","label":0}\r', r"carriage returns alone"),
+        ("a.csv", "text,label\rhello,1\rho,0\r", r"carriage returns only.*tr '.r' '.n'"),
+        ("a.tsv", "text\tlabel\rhello\t1\rho\t0", r"carriage returns only"),
+        ("a.jsonl", '{"text":"a","label":1}\r{"text":"b","label":0}\r', r"carriage returns only"),
         ("a.csv", "text,label\na,b,c\nd,e,f\n", r"line 2 has 3 columns, but the header has 2"),
     ],
 )

@@ -224,8 +224,8 @@ class Unsent:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("shm", r"--workers 2: shared memory is used up.*/dev/shm.*--workers 0"),
-        ("files", r"--workers 2: too few files may be open \(ulimit -n\).*--workers 0"),
+        ("shm", r"--workers 2: shared memory, through .* is used up.*/dev/shm.*--workers 0"),
+        ("files", r"--workers 2: the limit on open files \(ulimit -n\) is too low.*--workers 0"),
         ("socket", r"--workers 2: .*TMPDIR=/tmp.*--workers 0"),
         ("other", r"--workers 2: a batch could not be handed over \(see above\).*--workers 0"),
         ("killed", r"--workers 2: one of them was killed.*Use fewer workers, or --workers 0"),
@@ -249,7 +249,7 @@ def test_files_that_cannot_be_opened_for_workers_are_told(dataset, monkeypatch):
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr("outpace.data.loader.DataLoader", start)
-    with pytest.raises(BadInputError, match=r"--workers 4: too few files may be open"):
+    with pytest.raises(BadInputError, match=r"--workers 4: the limit on open files"):
         steps_of(dataset, workers=4)
 
 

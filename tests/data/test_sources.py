@@ -305,8 +305,8 @@ def test_megatron(tmp_path, prepare, code, dtype, named):
         (lambda b: b[:34] + b"\x09" + b[35:], "do not follow each other"),
         (lambda b: b[:-8] + b"\xff" * 8, "documents do not follow"),
         # Files merged with the documents of the first alone: all others would be one document.
-        (lambda b: b[:26] + b"\x02" + b[27:-8], "2 sequences, and documents of other ones"),
-        (lambda b: b[:26] + b"\x00" + b[27:-24], "documents of other ones .none"),
+        (lambda b: b[:26] + b"\x02" + b[27:-8], "2 sequences, but its documents belong to others"),
+        (lambda b: b[:26] + b"\x00" + b[27:-24], "documents belong to others .none"),
         (lambda b: b[:18] + b"\xff" * 7 + b[25:], "not a readable Megatron index"),
     ],
 )
@@ -595,7 +595,7 @@ def test_rows_within_an_object_are_named_with_a_command_that_takes_them_out(
 @pytest.mark.parametrize("values", [{"text": [A, B], "n": [1, 2]}, {"text": {"0": A, "1": B}}])
 def test_a_file_of_columns_is_named(tmp_path, prepare, values):
     (tmp_path / "x.json").write_text(json.dumps(values))
-    with pytest.raises(BadInputError, match="values are columns of 2 rows: write an object a line"):
+    with pytest.raises(BadInputError, match="values are columns of 2 rows: write one object per"):
         prepare(tmp_path / "x.json")
 
 
@@ -714,7 +714,7 @@ def test_folders_and_names_of_texts_say_splits(tmp_path, prepare, ids_of):
 def test_marks_of_a_markup_language_are_said_to_be_learnt(tmp_path, prepare, name, begin, kind):
     (tmp_path / name).write_text(begin + " words and more words. " * 200)
     hints = prepare(str(tmp_path / name)).hints
-    said = f"{tmp_path / name} is {kind}, whose marks are learnt with the text."
+    said = f"{tmp_path / name} is {kind}, whose markup is learnt with the text."
     assert any(hint.startswith(said) for hint in hints) is (kind is not None), hints
     (tmp_path / "plain.txt").write_text("plain words. " * 400)
     hints = prepare(str(tmp_path)).hints
@@ -749,7 +749,7 @@ def test_outputs_within_the_data_are_no_data_and_their_neighbours_are(folder, pr
     (folder / "run" / "run.json").write_text('{"settings": {}, "origins": {}, "plan": {}}')
     corpus = prepare(folder)
     (hint,) = corpus.hints
-    assert "cache/specs, cache/tokens, run are left out, being runs or folders of a cache" in hint
+    assert "cache/specs, cache/tokens, run are left out, because they are runs or caches" in hint
     assert tokens(corpus) == [ids_of(A, B, B, C, "{}", "{}", A)]
     (folder / "cache" / "essay.txt").unlink()
     with pytest.raises(BadInputError, match="holds only runs or a cache"):

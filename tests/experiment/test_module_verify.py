@@ -155,7 +155,7 @@ def test_planted_faults_are_caught_and_named(strategy, fault, loss, kinds, words
     assert not verdict.passed and not verdict.refused
     assert verdict.differences[0].kind in kinds
     if strategy == "1f1b" and words == NOT_ALIKE:
-        words = "The loss takes something from other stages"
+        words = "The loss uses something from other stages"
     assert words in verdict.reason
 
 
@@ -210,7 +210,7 @@ class CountingBuffer(Stack):
 
 def test_buffers_that_move_with_each_micro_batch_are_told_from_faults():
     verdict = verdict_of(CountingBuffer(), "zero1")
-    assert verdict.passed and "move with each forward (seen)" in verdict.cause
+    assert verdict.passed and "change with each forward (seen)" in verdict.cause
 
 
 def test_averages_of_batch_normalisations_in_pipelines_are_of_the_whole_step():
@@ -234,7 +234,7 @@ class Counting(Stack):
 def test_what_a_checkpoint_does_not_hold_is_found_by_the_resume():
     verdict = verdict_of(Counting(), "ddp", given=lambda step: batch(step, samples=2))
     assert not verdict.passed and "after resuming" in verdict.differences[0].kind
-    assert "the checkpoint does not hold" in verdict.cause
+    assert "the checkpoint does not contain" in verdict.cause
     assert "keeps calls in an attribute from step to step" in verdict.cause
 
 
@@ -290,7 +290,7 @@ def test_max_norm_with_a_tied_head_is_of_the_cut_in_1f1b_and_refused_in_gpipe():
     found = outpace.verify(Tied(), loss=next_token, batch=tokens, plans=plans).verdicts
     by_cut, refused = found
     assert "writes to embedding.weight with each micro-batch" in by_cut.cause
-    assert refused.refused and "under way, need it as it was" in refused.reason
+    assert refused.refused and "in flight need the old value" in refused.reason
     assert "embedding.weight" in refused.reason and "RuntimeError" not in refused.reason
 
 
@@ -333,7 +333,7 @@ def test_a_module_is_compared_in_the_modes_of_its_parts_and_stays_in_them():
     assert verdict.passed and verdict.cause is None
     assert [part.training for part in module] == [True, False, True, True]
     certificate = outpace.verify(module.eval(), loss=squares, batch=given, plans="ddp")
-    assert certificate.passed and "in evaluation mode, as it was given" in certificate.notes[-1]
+    assert certificate.passed and "in evaluation mode, as given" in certificate.notes[-1]
     assert not any(part.training for part in module.modules())
 
 
@@ -369,8 +369,8 @@ class Spare(Stack):
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        (lose_it_altogether, "gradient head.bias (step 1) is missing, and is there in one process"),
-        (add_one, "gradient spare (step 1) is there, and is not in one process"),
+        (lose_it_altogether, "gradient head.bias (step 1) is missing, but exists in one process"),
+        (add_one, "gradient spare (step 1) exists, but does not in one process"),
     ],
 )
 def test_a_gradient_that_only_one_of_the_two_has_is_said_to_be_where(fault, words):

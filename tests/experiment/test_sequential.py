@@ -114,7 +114,7 @@ def test_of_runs_that_are_over_nothing_is_claimed():
     assert found.words("b", "a").startswith(
         "b took 10.0 % less time than a in these two runs (-10.0 % to -10.0 % over parts of the "
         "runs). Two identical runs may differ as much: to claim a difference, give outpace compare "
-        "the arms instead of runs, and it trains them in turn"
+        "the arms instead of runs, so that it trains them in turn"
     )
 
 

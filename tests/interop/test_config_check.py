@@ -188,7 +188,7 @@ def test_dropouts_that_differ(tmp_path: Path) -> None:
             "n_positions": 64}  # fmt: skip
     drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
     (note,) = read_spec_with_notes(write(tmp_path, {**gpt2, **drops})).notes
-    assert "resid_pdrop 0 is taken for all" in note
+    assert "resid_pdrop 0 is used for all" in note
     assert "embd_pdrop 0.5 and attn_pdrop 0.5 are passed over" in note
     assert "--dropout" in note
     bert = {"model_type": "bert", "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -254,7 +254,7 @@ def test_rotary_settings_of_both_spellings(more: dict[str, Any], tmp_path: Path)
 def test_code_of_the_folders_own_is_not_run(tmp_path: Path) -> None:
     code = {"AutoConfig": "config.Mine", "AutoModelForCausalLM": "modeling_mine.Mine"}
     (note,) = read_spec_with_notes(write(tmp_path, {**LLAMA, "auto_map": code})).notes
-    assert "code of the model's own (modeling_mine.Mine), which outpace does not run" in note
+    assert "custom code of the model (modeling_mine.Mine), which outpace does not run" in note
 
 
 def test_what_a_plan_leaves_out(tmp_path: Path) -> None:
@@ -262,7 +262,7 @@ def test_what_a_plan_leaves_out(tmp_path: Path) -> None:
               "quantization_config": {"quant_method": "fp8"}}  # fmt: skip
     notes = " ".join(read_outline_and_spec(write(tmp_path, values))[0].notes)
     assert "stored in fp8 (quantization_config)" in notes
-    assert "num_nextn_predict_layers 1) are not planned for" in notes
+    assert "num_nextn_predict_layers 1) are not included in plans" in notes
 
 
 def test_the_file_says_whether_the_head_is_tied(tmp_path: Path) -> None:

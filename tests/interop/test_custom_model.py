@@ -204,7 +204,7 @@ def test_a_file_imports_its_neighbours_and_defines_picklable_things(tmp_path: Pa
     [
         (lambda module, batch: module(batch[0]), r"the loss is a tensor of shape \(5, 2\)"),
         (lambda module, batch: 3.0, "the loss is a float"),
-        (None, r"the module's output is a tensor of shape \(5, 2\).*Return a loss function"),
+        (None, r"the module's output is a tensor of shape \(5, 2\).*a loss function"),
     ],
 )
 def test_what_is_no_loss(loss: Any, said: str) -> None:

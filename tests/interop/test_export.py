@@ -197,7 +197,7 @@ def test_torchtitan_has_published_names(request_: ExportRequest) -> None:
         assert set(values) <= set(TORCHTITAN["toml"][table])
     model = config["model"]
     assert model["flavor"] in [*TORCHTITAN["flavors"][model["name"]], "outpace"]
-    words = shlex.split(as_said(text).partition("no TOML. There: ")[2])
+    words = shlex.split(as_said(text).partition("do not read TOML. Use there: ")[2])
     flags = [word[2:].split(".") for word in words if word.startswith("--") and "." in word[2:]]
     flags = [flag for flag in flags if flag[0] in TORCHTITAN["flags"]]
     assert len(flags) > 8
@@ -224,7 +224,7 @@ def test_torchtitan_knows_its_own_models() -> None:
         ({"rope_scaling": {"factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                            "original_max_positions": 8192}}, "scaling_factor=32.0", False),
         ({"rope_theta": 1e4}, "rope_theta=10000.0", False),
-        ({"tied": True}, "tied: torchtitan's Llama has a head of its own, 525,336,576", True),
+        ({"tied": True}, "tied: torchtitan's Llama has a separate head, 525,336,576", True),
         ({"head_dim": 96}, "head_dim 96: torchtitan's Llama takes dim / n_heads, 128", True),
         ({"qkv_bias": True}, "qkv_bias: torchtitan's products have no biases", True),
         ({"sliding_window": 64}, "sliding_window 64: torchtitan's attention has none", True),
@@ -430,7 +430,8 @@ def test_models_of_which_the_outline_is_known(name: str) -> None:
     """Formats without dimensions hold their plans; outpace's has no command to train."""
     ask = {"global_batch": 8, "seq_len": 64, "reference": "mixtral-8x7b"}
     if name in ("torchtitan", "megatron", "nanotron"):
-        with pytest.raises(BadInputError, match="Use one that holds none: deepspeed"):
+        said = "Use a format that does not describe the model: deepspeed"
+        with pytest.raises(BadInputError, match=said):
             export_plan(name, Plan(), OUTLINES["mixtral-8x7b"], **ask)  # type: ignore[arg-type]
         return
     written = export_plan(name, Plan(strategy="zero3", dp_shard=8, checkpointing="full"),

@@ -253,7 +253,7 @@ def test_what_is_refused(adapted, tmp_path):
     assert "use_qalora is True" in said(use_qalora=True)
     assert "kasa_config is {'beta': 1}" in said(kasa_config={"beta": 1})
     assert "init_lora_weights is 'pissa_niter_16'" in said(init_lora_weights="pissa_niter_16")
-    assert "is no directory here" in said(base_model_name_or_path="meta-llama/Llama-2-7b")
+    assert "is not a directory here" in said(base_model_name_or_path="meta-llama/Llama-2-7b")
     (adapter / "adapter_config.json").write_text(written)
     other = Transformer(spec_from_hf(base), seed=3)
     write_model(base, other.spec, other.state_dict(), None)

@@ -109,7 +109,7 @@ def test_a_finished_trainer_state(tmp_path: Path) -> None:
     for given in (path, tmp_path):
         found = read_log(given)
         assert (found.step_time_s, found.global_batch, found.micro_batch) == (0.3, 8, 4)
-        assert "of a run that was resumed the step is longer" in found.notes[0]
+        assert "in a resumed run, a step takes longer" in found.notes[0]
     assert read_log(tmp_path).log == f"{tmp_path.name}/checkpoint-40"
     # Continued after its end: the last time is of the last 40 of 80 steps.
     longer = {"train_runtime": 16.0, "train_samples_per_second": 40.0, "step": 80}

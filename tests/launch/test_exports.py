@@ -159,7 +159,7 @@ def test_another_base_is_said_and_a_longer_tokenizer_refused(home, tmp_path):
     source = folder / "source"
     found = merge_adapter(adapter, tmp_path / "a", model=source, base=None, dtype="fp32")
     (note,) = found.notes
-    assert "names org/another as its base, and was merged into" in note
+    assert "names org/another as its base, but was merged into" in note
     same = {**config, "base_model_name_or_path": str(source)}
     (adapter / "adapter_config.json").write_text(json.dumps(same))
     found = merge_adapter(adapter, tmp_path / "b", model=None, base=None, dtype="fp32")

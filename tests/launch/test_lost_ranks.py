@@ -232,7 +232,7 @@ def test_a_rank_does_not_wait_for_another_program(tmp_path, words, answer, said)
         pytest.param(1, {"MASTER_ADDR": "no-such-host.invalid"}, 2,
                      "outpace: rank 1: environment: MASTER_ADDR = 'no-such-host.invalid' has no "
                      "address on this host after 2 s", id="a name that leads nowhere"),
-        pytest.param(0, {}, 1, "(rank 1 did not come)", id="a rank that never comes",
+        pytest.param(0, {}, 1, "(rank 1 did not join)", id="a rank that never comes",
                      marks=pytest.mark.slow),
         pytest.param(1, {}, 1, "rank 1 does not find the others", id="rank 0 never comes",
                      marks=pytest.mark.slow),
@@ -581,7 +581,7 @@ def test_ranks_whose_data_differ_in_length_are_refused(tmp_path):
     )  # fmt: skip
     (code, said), (other, _) = end_in_time(processes)
     assert (code, other) == (2, 2), said
-    assert "has another number of training samples than rank 0 (on " in said
+    assert "has a different number of training samples from rank 0 (on " in said
     assert "): 16 instead of 32. Give all hosts the same files" in said
     assert not (tmp_path / "run").exists()
 

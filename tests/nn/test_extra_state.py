@@ -39,7 +39,7 @@ def test_what_cannot_be_pickled_is_refused_in_words(state):
     module = nn.Sequential(Part(state))
     for refuse in (require_plain, lambda module: pack(module.state_dict())):
         with pytest.raises(
-            BadInputError, match="get_extra_state of 0 returns what is no plain"
+            BadInputError, match="get_extra_state of 0 returns something other than plain"
         ) as e:
             refuse(module)
         assert "no file can hold it" in str(e.value) and "Return tensors, numbers" in str(e.value)

@@ -108,4 +108,4 @@ def test_ranks_that_scatter_different_units_are_refused(on_ranks):
     """Where they read each other's memory; by gloo and NCCL the look at the first batch does it."""
     case = "output_left_out_by_a_rank:zero3"
     refused = on_ranks(2, RANKS, case)[case]["refused"]
-    assert re.search("communicates another part of the model than rank .* blocks=", refused)
+    assert re.search("communicates a different part of the model from rank .* blocks=", refused)

@@ -53,7 +53,7 @@ def test_what_moves_with_a_trained_parameter_is_refused(make, name, kind):
     found = find_shared_memory(make())
     assert found is not None and found[:2] == (name, kind)
     for strategy in ("zero1", "zero3", "1f1b", "tp"):
-        with pytest.raises(BadInputError, match=rf"{name}, {kind}, is in the memory of .*clone"):
+        with pytest.raises(BadInputError, match=rf"{name}, {kind}, shares memory with .*clone"):
             refuse_shared_memory(make(), strategy)
     refuse_shared_memory(make(), "ddp")
 

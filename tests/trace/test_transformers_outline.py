@@ -299,7 +299,9 @@ def test_keys_of_a_text_config_and_of_one_level(tmp_path: Path) -> None:
     _, *notes = outline_from_folder(tmp_path).notes
     assert any("n_odd_experts 7, which transformers' qwen3_5_moe_text" in note for note in notes)
     assert not any(" num_experts 8" in note or "layer_types" in note for note in notes)
-    assert any("further tokens (mtp_num_hidden_layers 1) are not planned" in note for note in notes)
+    assert any(
+        "further tokens (mtp_num_hidden_layers 1) are not included" in note for note in notes
+    )
 
     rope = {"type": "mrope", "mrope_section": [1, 1, 2]}
     folder(tmp_path, model_type="qwen2_5_vl", rope_scaling=rope, sliding_window=32,

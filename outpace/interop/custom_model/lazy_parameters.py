@@ -26,7 +26,7 @@ def give_shapes(custom: CustomModel, name: str) -> None:
     """
     if not has_lazy_parameters(custom.module):
         return
-    why = "there is no dataset beside it to take a batch from"
+    why = "there is no dataset with it to take a batch from"
     if custom.dataset is not None:
         why = _run(custom) or "a batch of its dataset does not reach all of them"
     if has_lazy_parameters(custom.module):

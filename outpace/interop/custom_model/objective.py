@@ -84,10 +84,10 @@ class CustomObjective(nn.Module):
         names = [name for name in ("targets", "labels") if name in batch]
         if names and not any(name in self._signature.parameters for name in names):
             raise BadInputError(
-                f"{type(self.model).__name__} returns a scalar next to its logits, but its forward "
-                "does not get the targets, so the scalar is not the loss. Let forward take "
-                "targets and return (logits, loss), or return a loss function "
-                "loss(module, batch) beside the module that adds the scalar."
+                f"{type(self.model).__name__} returns a scalar next to its logits, but its "
+                "forward does not get the targets, so the scalar is not the loss. Let forward "
+                "take targets and return (logits, loss), or return, next to the module, a loss "
+                "function loss(module, batch) that adds the scalar."
             )
 
     def _router_loss(self, output: Any) -> Tensor | None:
@@ -104,8 +104,8 @@ class CustomObjective(nn.Module):
         if coefficient is None:
             raise BadInputError(
                 f"{type(self.model).__name__} returns an aux_loss without a loss, and has no "
-                "router_aux_loss_coef to scale it. Return a loss function "
-                "loss(module, batch) beside the module that adds it."
+                "router_aux_loss_coef to scale it. Return, next to the module, a loss function "
+                "loss(module, batch) that adds it."
             )
         return coefficient * _scalar(extra, "aux_loss")
 
@@ -127,7 +127,7 @@ class CustomObjective(nn.Module):
             raise BadInputError(
                 f"the model returned {logits.shape[-1]} values per token, fewer than its "
                 f"vocabulary of {self._vocab}, so these are not logits. Return logits (batch, "
-                "sequence, vocabulary), or a loss function beside the module."
+                "sequence, vocabulary), or a loss function next to the module."
             )
 
     def _call(self, batch: Any) -> Any:
@@ -158,8 +158,8 @@ class CustomObjective(nn.Module):
         except Exception as error:
             raise BadInputError(
                 f"forward{self._signature} cannot take a batch of the data set, a "
-                f"{type(batch).__name__} of {parts}: {error}. Return a loss function "
-                "loss(module, batch) beside the module."
+                f"{type(batch).__name__} of {parts}: {error}. Return a loss function loss(module, "
+                "batch) next to the module."
             ) from error
 
     def _takes(self, *arguments: Any, **keywords: Any) -> bool:
@@ -238,8 +238,9 @@ def _scalar(value: Any, what: str) -> Tensor:
     seen = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else None
     raise BadInputError(
         f"{what} is {seen or 'a ' + type(value).__name__}; it has to be a scalar tensor"
-        + ("" if what == "the loss" else ", logits (batch, sequence, vocabulary) for a batch with "
-           "targets, or have .loss or .logits. Return a loss function beside the module.")
+        + ("" if what == "the loss" else ", logits (batch, sequence, vocabulary) for a batch "
+                                         "with targets, or have .loss or .logits. Return a loss "
+                                         "function next to the module.")
     )  # fmt: skip
 
 

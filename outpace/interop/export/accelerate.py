@@ -103,7 +103,7 @@ def _precision(plan: Plan, kind: Kind, notes: list[str]) -> str:
         notes.append(
             Note(
                 f"precision {name}: weights are in {name} there, with fp32 copies in the "
-                "optimizer, where outpace's are in fp32."
+                "optimizer, whereas outpace's are in fp32."
             )
         )
     if name == "bf16-master" and kind in ("MULTI_GPU", "NO"):
@@ -125,7 +125,9 @@ def _fsdp(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     if done.count and not request.recomputes_all:
         notes.append(unsupported.checkpointing(request, _TOOL, "all blocks in full", "full"))
     if plan.offload_parameters == "disk":
-        notes.append("offload_parameters disk: beside tp or cp, Accelerate has no place for it.")
+        notes.append(
+            "offload_parameters disk: Accelerate does not support it together with tp or cp."
+        )
     if plan.offload_optimizer != "none" and plan.offload_parameters != "cpu":
         notes.append("offload_optimizer: FSDP offloads state together with parameters only.")
     return {
@@ -145,8 +147,8 @@ def axes(request: ExportRequest, tool: str, notes: list[str]) -> dict[str, int]:
     replicate, shard = plan.dp_replicate, plan.dp_shard
     if replicate > 1 and shard == 1 and plan.tp * plan.cp > 1:
         notes.append(
-            f"dp_replicate {replicate} beside tp or cp: {tool} has whole replicas only alone. "
-            "Written are shards over these ranks, the nearest."
+            f"dp_replicate {replicate} beside tp or cp: {tool} supports whole replicas only "
+            "alone. Shards over these ranks are written instead."
         )
         replicate, shard = 1, replicate
     notes += unsupported.no_sequence_parallel(plan, tool)
@@ -195,7 +197,7 @@ def _megatron(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     if request.stage and plan.dp_replicate > 1:
         notes.append(f"dp_shard {plan.dp_shard}: {tool} shards over all data-parallel ranks.")
     if plan.schedule != "1f1b" or plan.stages_per_rank > 1:
-        notes.append(unsupported.schedule(request, tool, "1F1B with one stage a rank"))
+        notes.append(unsupported.schedule(request, tool, "1F1B with one stage per rank"))
     # Megatron requires equal remaining stages.
     each = -(-request.layers // plan.pp)
     last = request.layers - each * (plan.pp - 1)
@@ -226,7 +228,9 @@ def _megatron(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     if plan.offload_optimizer != "none" or plan.offload_parameters != "none":
         values["megatron_lm_optimizer_cpu_offload"] = True
         values["megatron_lm_use_precision_aware_optimizer"] = True
-        notes.append("offloading: with Megatron-LM optimizer state goes to host memory, no more.")
+        notes.append(
+            "offloading: with Megatron-LM, only optimizer state can be offloaded, to host memory."
+        )
     notes += unsupported.all_under_way(request, tool)
     return values
 
@@ -236,9 +240,9 @@ def _in_the_script(request: ExportRequest, kind: Kind) -> list[str]:
     plan = request.plan
     samples = f"{plan.micro_batch} sample{'s' if plan.micro_batch > 1 else ''}"
     batch = f"The script's data loader gives {samples} at once"
-    makes = f"{batch}; it makes AdamW and clips gradients at {unsupported.clip(plan):g}."
+    makes = f"{batch}; it creates AdamW and clips gradients at {unsupported.clip(plan):g}."
     if plan.optimizer != "adamw-fused":
-        makes = f"{batch}, and it makes the optimizer: the plan's is {plan.optimizer}."
+        makes = f"{batch}, and it creates the optimizer: the plan's is {plan.optimizer}."
     sentences: list[str] = [ScriptEdit(makes)]
     done = request.recomputed_blocks
     if kind in ("NO", "MULTI_GPU", "DEEPSPEED") and done.count:
@@ -249,7 +253,7 @@ def _in_the_script(request: ExportRequest, kind: Kind) -> list[str]:
         sentences.append(
             ScriptEdit(
                 "checkpointing: call the model's gradient_checkpointing_enable() in the script; "
-                "the configuration has nothing for it."
+                "the configuration has no setting for it."
             )
         )
     if plan.compress_gradients != "none" and kind == "MULTI_GPU":

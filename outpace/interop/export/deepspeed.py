@@ -42,15 +42,16 @@ def write(request: ExportRequest) -> ExportedPlan:
     if plan.compile:
         notes.append(
             Note(
-                "compile: the JSON has nothing for it. --torch_compile True says it to the Trainer."
+                "compile: the JSON has no setting for it. --torch_compile True enables it in the "
+                "Trainer."
             )
         )
     notes += unsupported.closing_notes(
         request,
         _TOOL,
         _expressed_fields(plan),
-        'transformers\' Trainer puts its own arguments in the place of each "auto"; a script that '
-        "calls deepspeed.initialize() itself has to. train.py is a script of yours.",
+        'transformers\' Trainer replaces each "auto" with its own arguments; a script that calls '
+        "deepspeed.initialize() itself must do so. train.py is a script of yours.",
     )
     return ExportedPlan(
         text=as_json(config), file_name=_FILE, command=_launch(request), notes=tuple(notes)
@@ -103,7 +104,8 @@ def stage_for(request: ExportRequest, notes: list[str]) -> int:
         least = 3
     if plan.pp > 1 and max(stage, least) > 1:
         notes.append(
-            f"ZeRO-{max(stage, least)} beside a pipeline: DeepSpeed refuses it. Written is stage 1."
+            f"ZeRO-{max(stage, least)} beside a pipeline: DeepSpeed refuses it. Stage 1 is "
+            "written instead."
         )
         return 1
     if least > stage:
@@ -140,7 +142,7 @@ def zero_optimization(request: ExportRequest, notes: list[str]) -> dict[str, Any
         else:
             notes.append("offload_parameters: DeepSpeed offloads those of ZeRO-3 only.")
     if "disk" in (state, plan.offload_parameters):
-        notes.append(Note(f"offloading to disk: put a directory of yours in place of {NVME}."))
+        notes.append(Note(f"offloading to disk: replace with your own directory: {NVME}."))
     return values
 
 
@@ -249,10 +251,11 @@ def _pipeline(request: ExportRequest) -> list[str]:
         return []
     sentences: list[str] = [
         ScriptEdit(
-            f"pp {plan.pp}: the script has to cut the model, deepspeed.pipe.PipelineModule(layers, "
-            f"num_stages={plan.pp}); the JSON has nothing for it."
+            f"pp {plan.pp}: the script has to cut the model, "
+            f"deepspeed.pipe.PipelineModule(layers, num_stages={plan.pp}); the JSON has no "
+            "setting for it."
         )
     ]
     if plan.schedule != "1f1b" or plan.stages_per_rank > 1:
-        sentences.append(unsupported.schedule(request, _TOOL, "1F1B with one stage a rank"))
+        sentences.append(unsupported.schedule(request, _TOOL, "1F1B with one stage per rank"))
     return sentences + unsupported.all_under_way(request, _TOOL)

@@ -99,7 +99,7 @@ def _unfold(request: ExportRequest, notes: list[str]) -> _WrittenAxes:
     which = f"strategy {plan.strategy}" if plan.strategy != "3d" else f"pp {plan.pp}"
     left = f"; {plan.pp - ranks} of each {plan.pp} ranks are left out" if ranks < plan.pp else ""
     notes.append(
-        f"{which}: the Trainer has no pipeline. Written is FSDP over its ranks, the nearest, with "
+        f"{which}: the Trainer has no pipeline. FSDP over its ranks is written instead, with "
         f"micro-batch {micro} and accumulation {accumulation} for the same global batch{left}."
     )
     return _WrittenAxes(sizes, micro, accumulation)

@@ -57,8 +57,8 @@ def write(request: ExportRequest) -> ExportedPlan:
         request,
         _TOOL,
         _expressed_fields(request),
-        "The script stops until the environment has the variables that it begins with. What else "
-        "is not here has Megatron-LM's default; --mock-data and NullTokenizer try it without data.",
+        "The script stops unless the environment has the variables at its beginning. Everything "
+        "else has Megatron-LM's default; --mock-data and NullTokenizer try it without data.",
     )
     return ExportedPlan(
         text="#!/bin/sh\n" + heading(_TOOL, request.title, notes) + _script(request, arguments),
@@ -96,12 +96,12 @@ def _virtual(request: ExportRequest, notes: list[str]) -> int:
     known = plan.schedule in ("1f1b", "interleaved", "mp")
     if several > 1 and request.passes % plan.pp > 0:
         notes.append(
-            f"schedule {plan.schedule}: interleaving takes a multiple of {plan.pp} micro-batches "
-            f"there, and there are {request.passes}. Written is 1F1B."
+            f"schedule {plan.schedule}: interleaving needs a multiple of {plan.pp} micro-batches "
+            f"there, but there are {request.passes}. 1F1B is written instead."
         )
         return 1
     if not known:
-        of = f"interleaved 1F1B with {several} stages a rank" if several > 1 else "1F1B"
+        of = f"interleaved 1F1B with {several} stages per rank" if several > 1 else "1F1B"
         notes.append(unsupported.schedule(request, _TOOL, of))
     elif SCHEDULES[plan.schedule].splits_backward:
         notes.append(unsupported.schedule(request, _TOOL, "interleaved 1F1B"))
@@ -127,7 +127,7 @@ def _axes(request: ExportRequest, notes: list[str]) -> list[Argument]:
         found.append(("--cp-comm-type", "p2p"))
         if request.seq_len % (2 * plan.cp):
             notes.append(
-                f"cp {plan.cp}: {_TOOL} wants a multiple of {2 * plan.cp} for --seq-length, not "
+                f"cp {plan.cp}: {_TOOL} needs a multiple of {2 * plan.cp} for --seq-length, not "
                 f"{request.seq_len}."
             )
     return found
@@ -342,8 +342,8 @@ def _positions(spec: ModelSpec, notes: list[str]) -> list[Argument]:
         if spec.rope_scaling != RopeScaling.model_validate({**_LLAMA_SCALING, "factor": factor}):
             notes.append(
                 Note(
-                    "rope_scaling: of it Megatron-LM takes the factor only; the others are Llama "
-                    "3.1's."
+                    "rope_scaling: Megatron-LM uses only its factor; the other values are those "
+                    "of Llama 3.1."
                 )
             )
     return found
@@ -359,7 +359,7 @@ def _other_parts(spec: ModelSpec) -> list[str]:
         f"a gated MLP with {spec.activation}": spec.gated and spec.activation != "silu",
         f"activation {spec.activation} without a gate": not spec.gated
         and spec.activation == "silu",
-        "biases in some of the linear layers only": len(biases) > 1
+        "biases in only some of the linear layers": len(biases) > 1
         or (any(biases) and not spec.qkv_bias),
         "window_layers": spec.window_layers is not None,
     }

@@ -50,9 +50,8 @@ def write(request: ExportRequest) -> ExportedPlan:
         request,
         _TOOL,
         _expressed_fields(plan),
-        f"Put them in place of each {unsupported.SET_ME}, which nanotron takes for no number and "
-        "no data set: dataset is a mapping there (dataset_folder for a Nanoset), or null for "
-        "made-up data.",
+        f"Put them in place of each {unsupported.SET_ME}, which is not valid for nanotron: "
+        "dataset is a mapping there (dataset_folder for a Nanoset), or null for made-up data.",
     )
     return ExportedPlan(
         text=heading(_TOOL, request.title, notes) + as_yaml(values),
@@ -88,7 +87,7 @@ def _engine(request: ExportRequest, notes: list[str]) -> str:
     all_forward = plan.schedule in ("mp", "gpipe", "loopedbfs")
     engine = "afab" if all_forward else "1f1b"
     if plan.pp > 1 and (plan.stages_per_rank > 1 or unsupported.splits_backward(plan)):
-        notes.append(unsupported.schedule(request, _TOOL, f"{engine} with one stage a rank"))
+        notes.append(unsupported.schedule(request, _TOOL, f"{engine} with one stage per rank"))
     return engine
 
 
@@ -119,7 +118,7 @@ def _optimizer(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     }
     if plan.optimizer == "sgd":
         factory = {"name": "sgd"}
-        notes.append("optimizer sgd: nanotron's has no momentum that could be given.")
+        notes.append("optimizer sgd: nanotron's has no setting for momentum.")
     elif plan.optimizer != "adamw-fused" and plan.optimizer != "adamw-for-loop":
         notes.append(unsupported.optimizer(plan, _TOOL, "AdamW"))
     return {
@@ -176,8 +175,8 @@ def _config(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     qwen = spec.qkv_bias or spec.sliding_window is not None or request.plan.cp > 1
     if spec.kv_heads < request.plan.tp:
         notes.append(
-            f"tp {request.plan.tp}: nanotron wants as many key and value heads, and there are "
-            f"{spec.kv_heads}."
+            f"tp {request.plan.tp}: nanotron needs at least as many key and value heads, but "
+            f"there are {spec.kv_heads}."
         )
     values: dict[str, Any] = {
         "is_qwen2_config" if qwen else "is_llama_config": True,
@@ -218,8 +217,8 @@ def _other_parts(spec: ModelSpec) -> list[str]:
 
 def _starcoder(spec: ModelSpec, notes: list[str]) -> dict[str, Any]:
     notes.append(
-        f"family {spec.family}: nanotron has no such architecture. Written is its StarCoder2 "
-        "(LayerNorm, GELU, rotary positions, causal attention), the nearest."
+        f"family {spec.family}: nanotron has no such architecture. The nearest one is written "
+        "instead: its StarCoder2 (LayerNorm, GELU, rotary positions, causal attention)."
     )
     return {
         "is_starcoder2_config": True,

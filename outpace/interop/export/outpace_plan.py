@@ -22,21 +22,23 @@ def write(request: ExportRequest) -> ExportedPlan:
     model = request.reference or _preset_of(request.model)
     if model is None:
         model = _SPEC
-        notes.append(Note(f"The model is no preset: save its ModelSpec as {_SPEC}."))
+        notes.append(Note(f"The model is not a preset: save its ModelSpec as {_SPEC}."))
     if plan.lora_rank is not None and model in (_SPEC, *PRESETS):
         model = _FOLDER
-        notes.append(Note(f"Adapters need trained weights: put your model's folder for {_FOLDER}."))
+        notes.append(
+            Note(f"Adapters need trained weights: replace {_FOLDER} with your model's folder.")
+        )
     untrained = isinstance(request.model, Outline) and request.model.untrained
     if untrained:
-        notes.append(Note(f"{untrained}: it plans this model and does not train it."))
+        notes.append(Note(f"{untrained}: it plans this model but does not train it."))
     why_not = plan.training_obstacle
     if why_not is not None:
         notes.append(f"{why_not}. The command leaves it out.")
     if plan.precision == "fp64":
-        notes.append("precision fp64 is for proofs: `outpace verify` has it, train does not.")
+        notes.append("precision fp64 is for proofs: `outpace verify` supports it, train does not.")
     notes.append(
         Note(
-            "Data, learning rate and length of the run are no part of a plan: give --data, --lr "
+            "Data, learning rate and length of the run are not part of a plan: give --data, --lr "
             "and --steps, or outpace's defaults hold."
         )
     )

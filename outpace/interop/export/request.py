@@ -132,8 +132,8 @@ class ExportRequest:
         """The model as outpace builds it. Raises BadInputError if only its outline is known."""
         if isinstance(self.model, Outline):
             raise BadInputError(
-                f"of {self.model.name} the dimensions are known to plan with, but not all that "
-                "this format has to say of a model. Use one that holds none: "
+                f"only the dimensions of {self.model.name} are known, which suffice for planning, "
+                "but not for this format. Use a format that does not describe the model: "
                 f"{', '.join(OUTLINE_FORMATS)}, outpace."
             )
         return self.model

@@ -98,11 +98,12 @@ def write(request: ExportRequest) -> ExportedPlan:
         _TOOL,
         expressed,
         f"Put them in place of each {unsupported.SET_ME}, at which torchtitan stops: "
-        "hf_assets_path is the folder of the tokenizer, dataset a name that torchtitan knows (c4), "
-        "with dataset_path for files of yours. What else is not here has torchtitan's default.",
+        "hf_assets_path is the folder of the tokenizer, dataset a name that torchtitan knows "
+        "(c4), with dataset_path for your own files. Everything else has torchtitan's default.",
     )
     newer = comments(
-        ["torchtitan 0.3 and later read no TOML. There:", _flags(request, tables)], bullet="# "
+        [("torchtitan 0.3 and later do not read TOML. Use there:"), _flags(request, tables)],
+        bullet="# ",
     )
     return ExportedPlan(
         text=heading(f"{_TOOL} (0.2)", request.title, notes) + as_toml(tables) + "\n" + newer,
@@ -134,8 +135,8 @@ def _model(spec: ModelSpec) -> tuple[dict[str, Any], list[str]]:
     ]
     if spec.family not in ("llama", "qwen3"):
         sentences.append(
-            f"family {spec.family}: torchtitan has no such architecture. Written is its Llama, "
-            "the nearest."
+            f"family {spec.family}: torchtitan has no such architecture. Its Llama, the nearest "
+            "one, is written instead."
         )
     return {"name": name, "flavor": _OWN_FLAVOR}, [*sentences, *differs]
 
@@ -193,7 +194,7 @@ def _differences(spec: ModelSpec, qwen: bool) -> list[str]:
     found = []
     if spec.tied and not qwen:
         found.append(
-            f"tied: torchtitan's Llama has a head of its own, {spec.vocab * spec.hidden:,} "
+            f"tied: torchtitan's Llama has a separate head, {spec.vocab * spec.hidden:,} "
             "parameters more."
         )
     if not qwen and spec.head_dim * spec.heads != spec.hidden:
@@ -216,7 +217,7 @@ def _differences(spec: ModelSpec, qwen: bool) -> list[str]:
     other = [f"{name} {getattr(spec, name)}" for name, value in usual.items()
              if getattr(spec, name) != value]  # fmt: skip
     if other:
-        found.append(f"{', '.join(other)}: torchtitan's model has none of it.")
+        found.append(f"{', '.join(other)}: torchtitan's model does not have it.")
     return found
 
 
@@ -247,7 +248,7 @@ def _training(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     if plan.offload_parameters == "cpu":
         values["enable_cpu_offload"] = True
         if request.stage == 0:
-            notes.append("offload_parameters cpu: torchtitan 0.2 offloads what it shards only.")
+            notes.append("offload_parameters cpu: torchtitan 0.2 offloads only what it shards.")
     return values
 
 
@@ -256,8 +257,8 @@ def _parallelism(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     replicate, shard = plan.dp_replicate, plan.dp_shard
     if replicate > 1 and shard == plan.cp == 1 and plan.tp * plan.pp > 1:
         notes.append(
-            f"dp_replicate {replicate} beside tp or pp: torchtitan has whole replicas only alone. "
-            "Written are shards over these ranks, the nearest."
+            f"dp_replicate {replicate} beside tp or pp: torchtitan supports whole replicas only "
+            "alone. Shards over these ranks are written instead."
         )
         replicate, shard = 1, replicate
     if plan.strategy == "cp":

@@ -24,7 +24,7 @@ _CLIP: float = _SETTINGS["clip"].default
 _AS_REPLICAS: Mapping[Strategy, str] = {
     "dp": "one process that owns the parameters and sends them to workers",
     "ps": "parameter servers",
-    "ring": "a ring all-reduce of its own",
+    "ring": "outpace's own ring all-reduce",
     "horovod": "Horovod's all-reduce",
 }
 
@@ -40,14 +40,14 @@ def replicas(request: ExportRequest, tool: str) -> list[str]:
     what = _AS_REPLICAS.get(plan.strategy)
     if what is None:
         return []
-    written = f"replicas with an all-reduce on {request.workers} ranks, the nearest"
-    left = f"; the {plan.servers} ranks of servers are left out" if plan.servers else ""
-    left += ", which step the optimizer" if plan.server_updates else ""
+    written = f"replicas with an all-reduce on {request.workers} ranks"
+    left = f"; the {plan.servers} server ranks are left out" if plan.servers else ""
+    left += ", which run the optimizer" if plan.server_updates else ""
     behind = f", of {plan.worker_devices} devices each" if plan.worker_devices > 1 else ""
     return [
         Replacement(
-            f"strategy {plan.strategy}: {what}{behind} cannot be expressed in {tool}. Written are "
-            f"{written}{left}.",
+            f"strategy {plan.strategy}: {what}{behind} cannot be expressed in {tool}. The nearest "
+            f"is written instead: {written}{left}.",
             strategy="ddp", dp_replicate=request.workers, servers=0, server_updates=False,
             worker_devices=1,
         )
@@ -59,8 +59,8 @@ def one_at_a_time(request: ExportRequest, tool: str, instead: str) -> list[str]:
     if request.plan.strategy != "mp":
         return []
     return [
-        f"strategy mp: a model cut into stages that take turns cannot be expressed in {tool}. "
-        f"Written is {instead}, the nearest."
+        f"strategy mp: a model cut into stages that take turns cannot be expressed in {tool}. The "
+        f"nearest is written instead: {instead}."
     ]
 
 
@@ -72,8 +72,8 @@ def all_under_way(request: ExportRequest, tool: str) -> list[str]:
     return [
         Note(
             f"accumulation {request.accumulation}: {tool} passes all {request.passes} "
-            f"micro-batches of a step through one pipeline, the plan {plan.pp_microbatches} at "
-            "once. Its bubble is smaller there."
+            "micro-batches of a step through one pipeline, whereas the plan has "
+            f"{plan.pp_microbatches} at once. Its bubble is smaller there."
         )
     ]
 
@@ -82,7 +82,7 @@ def schedule(request: ExportRequest, tool: str, written: str) -> str:
     """Explain that the configuration's schedule differs from the plan's."""
     plan = request.plan
     several = plan.stages_per_rank
-    of = f" of {several} stages a rank" if several > 1 else ""
+    of = f" of {several} stages per rank" if several > 1 else ""
     return _format_replacement(f"schedule {plan.schedule}{of}", tool, written)
 
 
@@ -93,7 +93,7 @@ def sharding(request: ExportRequest, tool: str, written: str, stage: int) -> str
     fields = {"zero": stage} if plan.strategy == "3d" else {"strategy": f"zero{stage}"}
     return Replacement(
         f"strategy {plan.strategy} shards {what} over {plan.dp_shard * plan.cp} ranks: {tool} "
-        f"cannot do so with the rest of this plan. Written is {written}, the nearest.",
+        f"cannot do so with the rest of this plan. The nearest is written instead: {written}.",
         **fields,
     )
 
@@ -154,7 +154,7 @@ def optimizer(plan: Plan, tool: str, written: str) -> str:
 
 
 def _format_replacement(what: str, tool: str, written: str) -> str:
-    return f"{what}: {tool} does not have it. Written is {written}, the nearest."
+    return f"{what}: {tool} does not have it. The nearest is written instead: {written}."
 
 
 def experts(request: ExportRequest) -> list[str]:
@@ -174,14 +174,14 @@ def not_in_a_plan(request: ExportRequest, written: str, ranks: int | None = None
     nodes, each = hosts(request.workers if ranks is None else ranks)
     sentences: list[str] = [
         Note(
-            "Data, tokenizer, learning rate and length of the run are no part of a plan: they are "
-            f"yours to set. {written}"
+            "Data, tokenizer, learning rate and length of the run are not part of a plan: set "
+            f"them yourself. {written}"
         )
     ]
     if nodes > 1:
         sentences.append(
             Note(
-                f"A plan has ranks and no hosts: the command is for {nodes} hosts of {each} "
+                f"A plan has ranks but no hosts: the command is for {nodes} hosts of {each} "
                 "devices."
             )
         )
@@ -207,7 +207,7 @@ def _lora(plan: Plan) -> str | None:
     base = ", on a base in nf4 (bitsandbytes)" if plan.base == "nf4" else ""
     return (
         f"lora_rank {plan.lora_rank} (alpha {plan.lora_alpha or plan.lora_rank:g}, targets "
-        f"{targets}, dropout {plan.lora_dropout:g}{base}): adapters are the script's to add"
+        f"{targets}, dropout {plan.lora_dropout:g}{base}): the script has to add adapters"
     )
 
 
@@ -215,7 +215,7 @@ def _bucket(plan: Plan) -> str | None:
     buckets = plan.strategy in ("ddp", "zero1", "ring")
     if not buckets or plan.bucket_mib == Plan.model_fields["bucket_mib"].default:
         return None
-    return f"bucket_mib {plan.bucket_mib}: the size of buckets is the tool's own"
+    return f"bucket_mib {plan.bucket_mib}: the tool chooses the size of buckets"
 
 
 def _flag(name: str, meaning: str) -> Callable[[Plan], str | None]:
@@ -260,7 +260,7 @@ def remaining_options(plan: Plan, tool: str, expressed: Collection[str]) -> list
     found = {name: say(plan) for name, say in _SENTENCES.items() if name not in expressed}
     return [
         Replacement(
-            f"{sentence}. {tool} has nothing for it.", **{name: Plan.model_fields[name].default}
+            f"{sentence}. {tool} has no setting for it.", **{name: Plan.model_fields[name].default}
         )
         for name, sentence in found.items()
         if sentence

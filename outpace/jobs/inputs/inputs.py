@@ -233,9 +233,9 @@ def _other_tokenizer_hints(
     if not others:
         return []
     return [
-        f"--tokenizer {settings.tokenizer} assigns other tokens than {opened.name}'s tokenizer "
-        f"to {others:,} of {len(known):,} ids, which stand for other tokens in the stored "
-        "weights. Leave --tokenizer out to train with the model's tokenizer"
+        f"--tokenizer {settings.tokenizer} differs from {opened.name}'s tokenizer in {others:,} "
+        f"of {len(known):,} ids, which stand for other tokens in the stored weights. "
+        " Leave --tokenizer out to train with the model's tokenizer"
     ]
 
 
@@ -285,8 +285,8 @@ def _repeated_file_hints(settings: TrainSettings) -> list[str]:
         if found:
             more = f" and {len(found) - 1} more files are" if len(found) > 1 else " is"
             hints.append(
-                f"{found[0]}{more} in {option} more than once, and counted as often. Leave one "
-                "out, unless it is to weigh more (--data-weights)"
+                f"{found[0]}{more} in {option} more than once, and counts each time. Leave one "
+                "out, unless it is meant to weigh more (--data-weights)"
             )
     return hints
 
@@ -437,9 +437,9 @@ def foreign_id_hints(corpus: Corpus, tokenizer: Tokenizer | None) -> list[str]:
     if corpus.vocab_needed <= tokenizer.vocab_size:
         return []
     return [
-        f"the data has token ids up to {corpus.vocab_needed - 1}, but the model's tokenizer "
-        f"has {tokenizer.vocab_size} tokens. They were probably made with another tokenizer, "
-        "whose ids stand for other texts. Give texts, or ids of this tokenizer"
+        f"the data has token ids up to {corpus.vocab_needed - 1}, but the model's tokenizer has "
+        f"{tokenizer.vocab_size} tokens. They were probably made with another tokenizer, whose "
+        "ids have other meanings. Give texts, or ids of this tokenizer"
     ]
 
 

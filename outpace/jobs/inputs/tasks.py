@@ -233,7 +233,7 @@ def read_source(settings: TrainSettings) -> TaskRows:
     hints = [hint for table in (*tables, *others) for hint in table.hints]
     hints += unread_file_hints(settings.data)
     if left_out:
-        hints.append(f"{left_out:,} lines have other columns than their header and were skipped")
+        hints.append(f"{left_out:,} lines do not have the columns of their header and were skipped")
     if eval_names is not None and tuple(train_names) == tuple(eval_names):
         return TaskRows(rows, rows, tables[0], (*hints, *nul_hints(rows)), parts=1)
     hints += nul_hints((*rows, *_rows(others)))
@@ -295,11 +295,11 @@ def _chat_hints(
     counted = {
         "cut": f"are longer than {seq_len} tokens and were cut there",
         "empty": "have no answer to learn and were skipped",
-        "partial": "are changed by the chat template as they grow, so only their last answer is "
-        "learnt",
+        "partial": "are rendered differently by the chat template as they grow, so only their "
+        "last answer is learnt",
     }
     named = {
-        "altered": "have answers that the chat template changes: what it leaves out is not learnt",
+        "altered": "have answers that the chat template changes: the omitted parts are not learnt",
         "toolless": "have tools that the chat template leaves out: answers are learnt without them",
         "unwritten": "have messages that the chat template leaves out: answers are learnt without "
         "them",
@@ -394,7 +394,7 @@ def _classify(request: TaskRequest) -> TaskData:
         )
     if other is not None:
         hints.append(
-            f"the stored classifier predicts {other}, and --task classify learns one class for "
+            f"the stored classifier predicts {other}, but --task classify learns one class for "
             "each text, so its classification layer is replaced by a new one"
         )
     if known is not None and kept is None:

@@ -330,7 +330,7 @@ def _cluster(
         own = anonymous_bytes()
         if own >= allowed:
             raise BadInputError(
-                f"a process itself uses {show_bytes(own)} of the {show_bytes(allowed)} that it "
+                f"a process already uses {show_bytes(own)} of the {show_bytes(allowed)} that it "
                 "may use. Raise --memory-limit, or start fewer."
             )
         allowed -= own

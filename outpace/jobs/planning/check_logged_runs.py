@@ -59,7 +59,8 @@ def check_contradictions(logged: LoggedRun, answers: Answers) -> None:
 
 def _refuse(logged: LoggedRun, told: str, given: str) -> None:
     raise BadInputError(
-        f"{logged.log} says {told}, but {given}. Leave that out, or give the log that matches it."
+        f"{logged.log} says {told}, but {given}. Leave the flag out, or give the log that matches "
+        "it."
     )
 
 

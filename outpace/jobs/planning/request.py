@@ -315,7 +315,7 @@ def _add_adapters(keep: Mapping[str, Any], asked: PlanQuestion) -> dict[str, Any
     for name, text in asked.adapters.items():
         typed = f"--{name.replace('_', '-')} {text}"
         if name in keep:
-            raise BadInputError(f"{typed} and --keep {asked.keep}: say it once.")
+            raise BadInputError(f"{typed} and --keep {asked.keep}: give it once.")
         found[name] = _parse_value(name, "+".join(re.split(r"[\s,+]+", text.strip())), typed)
     return found
 

@@ -618,7 +618,7 @@ def find_culprits(found: Sequence[RankSnapshot]) -> list[RankSnapshot]:
 def _format_culprits(guilty: Sequence[RankSnapshot]) -> str:
     if not guilty:
         return (
-            "all ranks are alive, but not all reached it in time: one hangs, or a connection "
+            "all ranks are running, but not all reached it in time: one hangs, or a connection "
             "between two is broken"
         )
     one = guilty[0]

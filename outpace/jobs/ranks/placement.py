@@ -21,7 +21,7 @@ def placement_hints(groups: Groups) -> list[str]:
     if stray is None:
         return []
     return [
-        f"ranks are not numbered host by host: rank {stray} is on another host than rank "
+        f"ranks are not numbered host by host: rank {stray} is on a different host from rank "
         f"{stray - 1}, though more ranks of that host follow. Results stay the same, but groups "
         "of neighbouring ranks, as of --tp, cross hosts and wait for their network. Start with "
         "srun --distribution=block, mpirun --map-by slot, or torchrun"

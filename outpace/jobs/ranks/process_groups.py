@@ -109,7 +109,7 @@ class Groups:
                 value, found = first.get(what, none).value, other.get(what, none)
                 if repr(found.value) != repr(value):
                     error = BadInputError(
-                        f"rank {rank} (on {host}) has another {what} than rank 0 (on "
+                        f"rank {rank} (on {host}) has a different {what} from rank 0 (on "
                         f"{first_host}): {found.value} instead of {value}. {found.remedy}"
                     )
                     error.on_all_ranks = True
@@ -273,7 +273,7 @@ def _not_met(error: Exception, ranks: Ranks, timeout: timedelta) -> Exception:
     why = next(iter(str(error).strip().splitlines()), type(error).__name__)
     missing = _MISSING_RANK.search(why)
     if missing is not None:
-        why = f"rank {missing[1]} did not come"
+        why = f"rank {missing[1]} did not join"
     elif "Ping failed" in why:  # torch's message lists bytes as numbers
         why = "what listens there is another program"
     return OutpaceError(

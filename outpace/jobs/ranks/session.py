@@ -139,7 +139,7 @@ def agree_on_session(
     try:
         store.wait([invitation], timedelta(seconds=timeout_s))
     except dist.DistStoreError:
-        raise RuntimeError("rank 0 did not come") from None
+        raise RuntimeError("rank 0 did not join") from None
     name = store.get(invitation).decode()
     if name.startswith(_REFUSAL):
         raise BadInputError(name.removeprefix(_REFUSAL))
@@ -205,4 +205,4 @@ def _parse(shown: str) -> _Arrival | None:
 
 def _describe_missing(store: Store, name: str, world_size: int) -> str:
     missing = (rank for rank in range(1, world_size) if not store.check([f"joined/{name}/{rank}"]))
-    return f"rank {next(missing, world_size - 1)} did not come"
+    return f"rank {next(missing, world_size - 1)} did not join"

@@ -534,7 +534,7 @@ def _check_number(hint_once: Callable[[str], None], found: Evaluation | None) ->
     """Say that a validation loss is NaN or infinite; `hint_once` repeats no sentence."""
     if found is not None and not math.isfinite(found.loss):
         hint_once(
-            f"the validation loss is {found.loss}: look for NaN or too large values in the "
+            f"the validation loss is {found.loss}: look for NaN or overly large values in the "
             "validation data, and for samples without a target"
         )
 

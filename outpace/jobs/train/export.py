@@ -65,7 +65,7 @@ def finish(
                 notify(
                     job.callbacks,
                     "on_hint",
-                    f"wrote {job.run_dir.model} again; no step was left to do",
+                    f"wrote {job.run_dir.model} again; no steps were left to do",
                 )
                 loop.stop.disarm()
                 return before

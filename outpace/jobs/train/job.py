@@ -313,11 +313,11 @@ def _require_same(
             "answer to whether it compiles": plan.compile,
             "number of steps": total_steps,
         },
-        f"Give all hosts the same model as {settings.model}.": {
+        f"Give all hosts the same model, as {settings.model}.": {
             "model": None if spec is None else spec.model_dump_json()
         },
         f"Copy {settings.model.rpartition(':')[0]} from rank 0's host. If it is the same file, "
-        "install one version of Python: 3.11 reads code otherwise than later ones.": {
+        "install one version of Python: 3.11 reads code differently from later versions.": {
             "code of its model": code_fingerprint(settings.model) if has_code else None
         },
         f"{data}: {settings.tokenizer or 'the tokenizer'}.": {
@@ -370,7 +370,7 @@ def _stored_weights(
             folder += f" and {opened.adapter}"
             scaled = fingerprint_config(opened.adapter)
         content = fingerprint_files(files, _SAMPLE_BYTES)
-    remedy = f"Give all hosts the files of rank 0's: replace {folder} by a copy of its."
+    remedy = f"Give all hosts the files of rank 0's host: replace {folder} with a copy of them."
     return {
         f"{ADAPTER_CONFIG} (without the base's name)": Fact(scaled, remedy),
         "content of its weights": Fact(content, remedy),

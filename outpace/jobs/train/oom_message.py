@@ -116,7 +116,7 @@ def _caution(proposal: Proposal) -> str:
     if proposal.exact:
         return ""
     if proposal.settings.get("optimizer", ADAMW[0]) not in ADAMW:
-        return " (another optimizer, with its own learning rate: leave --lr out)"
+        return " (a different optimizer with its own learning rate: leave --lr out)"
     return " (rounds differently, so the numbers change)"
 
 

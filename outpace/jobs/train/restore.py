@@ -85,7 +85,7 @@ def _require_unsaved(job: Job, earlier: RunRecord, history: History) -> None:
 def _sign_of_checkpoints(earlier: RunRecord, history: History) -> str | None:
     """Return the evidence that the run had a checkpoint, or finished without one."""
     if history.is_finished:
-        return "the run was finished once"
+        return "the run has been finished before"
     resumed = max((int(one.get("step", 0)) for one in earlier.resumes), default=0)
     if resumed > 0:
         return f"the run was resumed from one of step {resumed}"

@@ -104,9 +104,9 @@ def _require_same_inputs(earlier: RunRecord, now: RunRecord, run_dir: RunDir) ->
     ]
     if changed:
         raise BadInputError(
-            f"the run in {run_dir.path} cannot be resumed: {changed[0]} changed since it "
-            "started. Restore the original, or start another run from its weights with "
-            f"--model {run_dir.path}."
+            f"the run in {run_dir.path} cannot be resumed: {changed[0]} has changed since it "
+            "started. Restore the original, or start another run from its weights with --model "
+            f"{run_dir.path}."
         )
 
 
@@ -116,7 +116,7 @@ def _model_change(was: ModelSpec | None, now: ModelSpec | None) -> str:
         return "the model"
     earlier, later = was.model_dump(), now.model_dump()
     changes = [
-        f"{name} was {value}, is {later[name]}"
+        f"{name} was {value}, is now {later[name]}"
         for name, value in earlier.items()
         if later[name] != value
     ]
@@ -132,9 +132,9 @@ def changed_settings(earlier: RunRecord, job: Job, start_step: int) -> str | Non
         if getattr(before, name) != getattr(now, name)
     ]
     if earlier.total_steps != job.total_steps:
-        changes.insert(0, f"the run had {earlier.total_steps} steps, has {job.total_steps}")
+        changes.insert(0, f"the run had {earlier.total_steps} steps, now has {job.total_steps}")
     if earlier.plan.precision != job.plan.precision:
-        changes.append(f"precision was {earlier.plan.precision}, is {job.plan.precision}")
+        changes.append(f"precision was {earlier.plan.precision}, is now {job.plan.precision}")
     for name, version in (("outpace", __version__), ("torch", VERSION)):
         if earlier.versions.get(name, version) != version:
             changes.append(f"{name} was {earlier.versions[name]}, is {version}")
@@ -244,16 +244,16 @@ def _unused_gpus(job: Job) -> list[str]:
             f"of {', '.join(_HIDING)} leaves, so set one alone)"
         )
     elif of_amd:
-        why = "rocm-smi says what the driver sees of them"
+        why = "rocm-smi shows what the driver sees of them"
     elif torch.version.cuda is None:
         why = f"this torch ({VERSION}) is built without CUDA"
     elif visible is not None and not read_visible(visible.split(","), count):
         why = f"CUDA_VISIBLE_DEVICES={visible} hides them"
     else:
-        why = "outpace doctor says what it sees of them"
+        why = "outpace doctor shows what it sees of them"
     return [
-        f"this host has {maker} GPU, torch sees none, and the run is on the CPU: {why}. "
-        "Use --device cpu if that is intended"
+        f"this host has {maker} GPU, but torch sees none, and the run is on the CPU: {why}. Use "
+        "--device cpu if that is intended"
     ]
 
 
@@ -297,7 +297,7 @@ def _unlikely_settings(settings: TrainSettings, plan: Plan) -> list[str]:
         hints.append(f"{alone}. Start several with --nproc N or torchrun")
     if settings.lr is not None and settings.lr > _LARGE_RATE and settings.optimizer != "sgd":
         hints.append(
-            f"--lr {settings.lr:g} is large: each step moves weights by about as much, and "
+            f"--lr {settings.lr:g} is large: each step changes weights by about that much, and "
             f"rates above {_LARGE_RATE:g} hardly ever work; 1e-5 to 1e-3 are usual"
         )
     return hints
@@ -318,9 +318,9 @@ def _low_rate(job: Job, record: RunRecord, start_step: int) -> list[str]:
         return []
     where, before = found
     return [
-        f"the weights are of {where}, which was trained at a learning rate of {before:g}. This run "
-        f"takes {now:g}, the default from stored weights, for {job.total_steps:,} steps: its loss "
-        f"may hardly move. Set --lr, up to {before:g}, to learn faster"
+        f"the weights are from {where}, which was trained at a learning rate of {before:g}. This "
+        f"run uses {now:g}, the default for stored weights, for {job.total_steps:,} steps: its "
+        f"loss may hardly move. Set --lr, up to {before:g}, to learn faster"
     ]
 
 
@@ -357,7 +357,7 @@ def run_info(
         if width is not None and job.plan.lora_rank > width:
             hints.append(
                 f"--lora-rank {job.plan.lora_rank} is above the model's width of {width}: its "
-                "adapters can express no more than those of that rank. 8 to 64 are usual"
+                f"adapters can express no more than those of rank {width}. 8 to 64 are usual"
             )
     level = job.settings.precision
     if level is not None and level in MEANS:
@@ -370,16 +370,15 @@ def run_info(
         hints.append(f"--warmup {warmup} is longer than the run's {job.total_steps} steps")
     if job.plan.compress_gradients == "powersgd" and start_step:
         hints.append(
-            "checkpoints do not contain what PowerSGD has left out of the gradients so far: "
-            f"it starts again after at least {POWERSGD_LEAST_START} steps that all-reduce "
-            "whole gradients"
+            "checkpoints do not contain the gradient error that PowerSGD carries over: it starts "
+            f"again after at least {POWERSGD_LEAST_START} steps that all-reduce whole gradients"
         )
     if job.device.type == "cpu" and "cpu" in (
         job.plan.offload_parameters, job.plan.offload_optimizer
     ):  # fmt: skip
         hints.append(
-            "on a CPU everything is in host memory, so offloading there only shows that it "
-            "works, and costs memory. --offload disk frees some"
+            "on a CPU everything is in host memory, so offloading to it has no benefit, and "
+            "costs memory. --offload disk frees some"
         )
     if job.ranks.local_world_size % job.plan.tp:
         hints.append(
@@ -422,8 +421,8 @@ def _repetitions(job: Job) -> list[str]:
     if isinstance(data, TokenDataset) and job.settings.data_weights is not None:
         passes = data.passes(job.total_steps * batch)
         hints += [
-            f"{source} is repeated {count:,.0f} times by its weight; beyond {_USEFUL_PASSES} "
-            "times, more data helps more"
+            f"{source} is repeated {count:,.0f} times because of its weight; beyond "
+            f"{_USEFUL_PASSES} times, more data helps more"
             for source, count in zip(job.settings.data, passes, strict=True)
             if count > _USEFUL_PASSES
         ]

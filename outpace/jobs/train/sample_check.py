@@ -37,11 +37,11 @@ def _check_dataset(
     difference = find_difference(found)
     if difference is not None and difference.most:
         error = BadInputError(
-            f"sample {difference.index} of the {name} differs between rank {difference.rank} "
-            f"and rank 0, as do most of those compared, though both have {len(dataset)} "
-            "samples. Give every rank the same, whole data set, not a part for its rank: "
-            "outpace divides the samples of each step among the ranks itself. If they have to "
-            "differ, --check model accepts them (and still compares the first batch)."
+            f"sample {difference.index} of the {name} differs between rank {difference.rank} and "
+            f"rank 0, as do most of those compared, though both have {len(dataset)} samples. Give "
+            "every rank the same complete data set, not a part of it: outpace divides the "
+            "samples of each step among the ranks itself. If they must differ, --check model "
+            "accepts them (and still compares the first batch)."
         )
         error.on_all_ranks = True
         raise error

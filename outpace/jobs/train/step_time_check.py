@@ -24,6 +24,6 @@ class StepTimeMonitor(Callback):
             notify(
                 self._heard,
                 "on_hint",
-                f"{found.words}: the machine does something else now, or another plan is "
-                "faster here. Tune again with outpace tune",
+                f"{found.words}: the machine may be busy with something else, or another plan may "
+                "be faster. Tune again with outpace tune",
             )

@@ -183,9 +183,9 @@ def get(modules: Mapping[str, nn.Module], key: Key) -> tuple[Form, list[Tensor]]
     found = split(_value(modules, key))
     if found is None:
         raise BadInputError(
-            f"block part {key[0]!r} leaves a {type(_value(modules, key)).__name__} in {key[1]!r}, "
-            "which is read outside of the block, and stages of a pipeline send each other tensors "
-            "and numbers, also in lists and dicts. Store only these, or use zero3."
+            f"block part {key[0]!r} stores a {type(_value(modules, key)).__name__} in {key[1]!r}, "
+            "which is read outside of the block, but pipeline stages send only tensors and "
+            "numbers, also in lists and dicts. Store only these, or use zero3."
         )
     return found
 

@@ -522,16 +522,17 @@ def _check(model: nn.Module, stages: Sequence[Sequence[str]], blocks: Sequence[n
     for name, block in zip(ends, named_blocks(model, ends), strict=True):
         if block._backward_hooks or block._backward_pre_hooks:
             raise BadInputError(
-                f"block {name!r} has a backward hook, and ends a stage of the pipeline, which is "
-                "left before the hook is set. Let the block's forward register it on its output "
+                f"block {name!r} has a backward hook and ends a pipeline stage, which is left "
+                "before the hook is set. Let the block's forward register it on its output "
                 "(tensor.register_hook), or use zero3."
             )
     inside = {part for block in blocks for part in block.modules()}
     for name, part in batch_norms(model).items():
         if part not in inside:
             raise BadInputError(
-                f"{name} is a BatchNorm outside of the pipeline's blocks, and would see other "
-                "batches on each stage. Add it, or the module that contains it, to the blocks."
+                f"{name} is a BatchNorm outside of the pipeline's blocks, which would see "
+                "different batches on each stage. Add it, or the module that contains it, to the "
+                "blocks."
             )
 
 
@@ -540,14 +541,14 @@ def _require_split_backward(model: nn.Module, strategy: Strategy) -> None:
 
     Raises BadInputError.
     """
-    why = "it computes gradients of weights apart"
+    why = "it computes gradients of weights separately"
     refuse_hooks(model.named_parameters(), strategy, why, after_alone=True)
     for name, part in model.named_modules():
         if isinstance(part, OptimizedModule):
             raise BadInputError(
                 f"{name or 'the model'} is compiled by torch.compile, and strategy {strategy} "
-                "computes gradients of weights apart, which a compiled module does not. Give the "
-                "module itself, or use 1f1b."
+                "computes gradients of weights separately, which a compiled module does not "
+                "support. Give the module itself, or use 1f1b."
             )
 
 

@@ -195,11 +195,11 @@ class PipelineInspection:
         if any(map(is_nan, made)) and not (taken and any(map(is_nan, taken.tensors))):
             blocks = ", ".join(self._names[n] for n in self._parts[number])
             raise BadInputError(
-                f"stage {number} (blocks {blocks}) turns its input into NaN. If one process does "
-                "not, its forward needs more than the last block's output: an earlier block's, "
-                "or parameters that are in no block; or the loss goes through all parameters. Put "
-                "what it needs into blocks, cut the blocks elsewhere (lists of names, one for each "
-                "stage), or use zero3."
+                f"stage {number} (blocks {blocks}) turns its input into NaN. If a single process "
+                "does not, the forward needs more than the previous block's output: that of an "
+                "earlier block, or parameters in no block; or the loss uses all parameters. Move "
+                "what it needs into blocks, cut the blocks elsewhere (lists of names, one for "
+                "each stage), or use zero3."
             )
 
     def _gather_findings(
@@ -209,9 +209,10 @@ class PipelineInspection:
         said = None if error is None else f"{error}"
         if error is not None and not isinstance(error, BadInputError):
             said = (
-                f"rank {self._rank} failed in the forward: {type(error).__name__}: {error}. If one "
-                "process does not fail, the forward needs on each stage what blocks of other "
-                "stages return or hold. Name other parts as `blocks`, or use zero3."
+                f"rank {self._rank} failed in the forward: {type(error).__name__}: {error}. If a "
+                "single process does not fail, the forward needs values on each stage that "
+                "blocks of other stages return or hold. Name other parts as `blocks`, or use "
+                "zero3."
             )
         told: list[Any] = [None] * dist.get_world_size(self._group)
         dist.all_gather_object(told, (found, said), group=self._group)
@@ -367,8 +368,8 @@ class PipelineInspection:
             if number != last or key in seen[last].nan:
                 raise BadInputError(
                     f"buffer {'.'.join(filter(None, key))} is outside of the pipeline's blocks, "
-                    f"and moves between them, on stage {number}, by what no stage has whole. Name "
-                    "what has it among the blocks, or use zero3."
+                    f"and changes between them, on stage {number}, by values that no stage has "
+                    "completely. Include its module in the blocks, or use zero3."
                 )
         if self.buffers or not moved:
             return
@@ -417,8 +418,8 @@ def refuse_dtypes(message: Message, name: str) -> BadInputError | None:
     for tensor in message.flat():
         if tensor.dtype not in _DTYPES:
             return BadInputError(
-                f"block {name!r} returns or leaves {tensor.dtype}, which is needed outside of it; "
-                f"stages of a pipeline send each other {', '.join(map(str, _DTYPES))}. Use such "
+                f"block {name!r} returns or stores {tensor.dtype}, which is needed outside of it; "
+                f"pipeline stages send only {', '.join(map(str, _DTYPES))}. Use one of these "
                 "(torch.view_as_real of complex ones), or zero3."
             )
     return None
@@ -435,22 +436,22 @@ def _difference(one: Tensor, other: Tensor) -> float:
 
 
 _ADVICE = (
-    "the forward or the loss takes something from blocks that does not travel between stages (what "
-    "hooks collect inside of blocks, lists that blocks append to, router logits, all parameters). "
-    "Let blocks return it, or leave it on themselves (self.aux = …), or use zero3."
+    "the forward or the loss uses something from blocks that is not sent between stages (values "
+    "that hooks collect inside of blocks, lists that blocks append to, router logits, all "
+    "parameters). Let blocks return it, or store it on themselves (self.aux = …), or use zero3."
 )
 
 
 def _say(staged: Tensor, whole: Tensor) -> str:
     a, b = _means(staged, whole)
     return (
-        f"as a pipeline the loss of the first micro-batch is {a:.6g}, but one process computes "
-        f"{b:.6g} of the same weights: {_ADVICE}"
+        f"as a pipeline, the loss of the first micro-batch is {a:.6g}, but a single process with "
+        f"the same weights computes {b:.6g}: {_ADVICE}"
     )
 
 
 def _say_inside(name: str) -> str:
-    return f"as a pipeline the loss would lose a part of {name}'s gradient: {_ADVICE}"
+    return f"as a pipeline, the loss would lose a part of {name}'s gradient: {_ADVICE}"
 
 
 def _find_lent_parameter(totals: Tensor) -> str | None:

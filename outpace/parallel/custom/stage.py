@@ -189,16 +189,16 @@ class CustomStage(nn.Module):
             known, old = seen.values[key]
             if form != known or [t.shape for t in tensors] != [t.shape for t in old]:
                 raise BadInputError(
-                    f"what block part {key[0]!r} leaves in {key[1]!r} changes its form between "
-                    "micro-batches, and stages of a pipeline send each other tensors of shapes "
-                    "that they know. Store tensors of one shape, or use zero3."
+                    f"the value that block part {key[0]!r} stores in {key[1]!r} changes its form "
+                    "between micro-batches, but pipeline stages send tensors of known shapes. "
+                    "Store tensors of one shape, or use zero3."
                 )
         name = self._names[self.mine.stop - 1]
         if message.form != seen.form:
             raise BadInputError(
-                f"block {name!r} returns another structure than for "
-                "the first micro-batch, but pipeline stages always send the same. Return only "
-                "tensors, the same number each time, or use zero3."
+                f"block {name!r} returns a different structure from that for the first "
+                "micro-batch, but pipeline stages always send the same. Return only tensors, the "
+                "same number each time, or use zero3."
             )
         now, known_forms = (
             [(tuple(t.shape), t.dtype) for t in one.tensors] for one in (message, seen)

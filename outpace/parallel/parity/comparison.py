@@ -22,7 +22,7 @@ from outpace.records.plan import Plan
 _WEIGHTS = 8_191
 _ROWS = 2_048  # rows of weights taken at once: 64 MiB in fp32
 
-MISSING = "is missing, and is there in one process"
+MISSING = "is missing, but exists in one process"
 
 
 @dataclass(frozen=True)
@@ -200,13 +200,13 @@ class LayoutComparison:
         if abs(count - mine_count) > self._allowed.loss * max(abs(count), 1e-30):
             return (
                 f"it counts {mine_count:g} targets instead of {count:g}",
-                "Samples are lost, or counted twice.",
+                "Samples are lost or counted twice.",
             )
         if not abs(mine - loss) <= self._allowed.loss * max(size, 1e-30):
             return (
                 f"the loss is {mine / count:.6g} instead of {loss / count:.6g}",
-                "The loss takes something that this strategy does not hand on, such as a term that "
-                "parts of the module leave on themselves, or parameters of other ranks.",
+                "The loss uses something that this strategy does not pass on, such as a term "
+                "that parts of the module store on themselves, or parameters of other ranks.",
             )
         return self._gradient_wrong()
 
@@ -222,25 +222,25 @@ class LayoutComparison:
         if lost:
             return (
                 f"{first_names(lost)} {'has' if len(lost) == 1 else 'have'} no gradient",
-                "Ranks that do not use a parameter leave it out, or what it is used for is not "
-                "handed on.",
+                "Ranks that do not use a parameter leave it out, or the result of its use is not "
+                "passed on.",
             )
         nothing = self._zeros_alone()
         if nothing:
             return (
-                f"{first_names(nothing)} {'gets' if len(nothing) == 1 else 'get'} a gradient "
-                "of zeros, and none in one process",
-                "Stages hand on zeros where the gradient stops (detach), so that weight decay "
-                "would move these parameters. Freeze them (requires_grad_(False)).",
+                f"{first_names(nothing)} {'gets' if len(nothing) == 1 else 'get'} a gradient of "
+                "zeros, but none in one process",
+                "Stages pass on zeros where the gradient stops (detach), so weight decay would "
+                "change these parameters. Freeze them (requires_grad_(False)).",
             )
         if off:
             shown = off[0]
             number = self._names.index(shown)
             ratio = self._products[number] / plain[number] if plain[number] else math.inf
             return (
-                f"the gradient of {first_names(off)} is another (that of {shown} is {ratio:.4g} × "
+                f"the gradient of {first_names(off)} differs (that of {shown} is {ratio:.4g} × "
                 "the plain module's)",
-                "Ranks add up what does not belong together, or leave out a part.",
+                "Ranks add up gradients that do not belong together, or leave some out.",
             )
         return None
 
@@ -294,10 +294,10 @@ def relative(tensor: Tensor, known: Tensor | None, scale: float) -> float | None
 def mismatch(tensor: Tensor, known: Tensor | None) -> str:
     """Return why a tensor cannot be compared with the one of a single process."""
     if known is None:
-        return "is there, and is not in one process"
+        return "exists, but does not in one process"
     if known.numel() and not tensor.numel():
         return MISSING
-    return f"has shape {tuple(tensor.shape)}, and {tuple(known.shape)} in one process"
+    return f"has shape {tuple(tensor.shape)}, but {tuple(known.shape)} in one process"
 
 
 def explain(name: str, tensor: Tensor, wanted: Mapping[str, Tensor]) -> str | None:

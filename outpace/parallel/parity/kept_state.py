@@ -481,10 +481,10 @@ def _are_alike(left: dict[str, torch.Tensor], left_after: dict[str, torch.Tensor
 def explain_reshaped(names: Sequence[str]) -> str:
     """Return a message about saved buffers whose shape forwards change."""
     return (
-        f"the forward changes the shape of {first_names(names)}, which state_dict() holds: a "
-        "checkpoint with it does not fit the module as it is built, and ranks end up with "
-        "different shapes. Give it its full size in __init__, with a number of the rows in use in "
-        "a buffer beside it, or use persistent=False where each forward makes it once more."
+        f"the forward changes the shape of {first_names(names)}, which state_dict() contains: a "
+        "checkpoint with it does not fit a newly built module, and ranks end up with different "
+        "shapes. Give it its full size in __init__, with the number of rows in use in another "
+        "buffer, or use persistent=False if each forward creates it again."
     )
 
 
@@ -511,7 +511,7 @@ def explain_kept_state(
     states = [one for one in found if one.found]
     if states:
         names = _names_of(states)
-        own = " Each rank has its own of its samples." if data_parallel > 1 else ""
+        own = " Each rank has its own, for its samples." if data_parallel > 1 else ""
         either = _EITHER if all(one.unseen for one in states) else ""
         said.append(
             f"the forward or the loss keeps {name_attributes(names)} from step to step{either}, "
@@ -524,8 +524,8 @@ def explain_kept_state(
     failure = next((one.failure for one in found if one.failure), None)
     if failure is not None and not said:
         said.append(
-            "whether the forward or the loss keeps state from step to step could not be found out: "
-            f"of a few samples, a forward after another one fails ({failure})."
+            "it could not be determined whether the forward or the loss keeps state from step to "
+            f"step: for a few samples, a forward after another one fails ({failure})."
         )
     return " ".join(said)
 
@@ -533,26 +533,27 @@ def explain_kept_state(
 def _explain_loss(by_command: bool, resumed: bool) -> str:
     if not by_command:
         return (
-            "state_dict() of the module does not hold it, and who loads that computes other losses."
+            "state_dict() of the module does not contain it, so whoever loads that computes "
+            "different losses."
         )
     this = "this resumed run" if resumed else "a resumed run"
     return (
-        f"no checkpoint and no exported model has it, so {this} begins with it as it was built. "
-        "Its losses, and those of outpace eval, are other ones than without a break."
+        f"no checkpoint or exported model contains it, so {this} starts with its initial value. "
+        "Its losses, and those of outpace eval, differ from those without an interruption."
     )
 
 
 _EITHER = (
-    ", or draws numbers from a generator that outpace does not know: the same samples have another "
-    "loss each time"
+    ", or draws numbers from a generator that outpace does not know: the same samples have a "
+    "different loss each time"
 )
 
 
 def _explain_generators(names: Sequence[str]) -> str:
     return (
         f"the forward or the loss draws from {first_names([_strip_model(n) for n in names])}, a "
-        "generator of its own, whose position no checkpoint has: a resumed run draws its numbers "
-        "from the start again, and is not equal to the bit. Draw from torch's own "
+        "generator of its own, whose position is in no checkpoint: a resumed run draws its "
+        "numbers from the start again, and is not bitwise equal. Draw from torch's own "
         "generator, which is seeded for each step."
     )
 
@@ -566,17 +567,18 @@ def explain_evaluated_state(found: KeptState) -> str | None:
         return None
     return (
         f"in training the forward or the loss keeps {name_attributes(found.names)} from step to "
-        "step, and the loss depends on it. It is in no file of the model, so that this is the loss "
-        f"without what training left in it. {CURE}"
+        "step, and the loss depends on it. It is in no file of the model, so this is the loss "
+        f"without the state that training has built up. {CURE}"
     )
 
 
 def explain_state_after_resume(found: KeptState) -> str:
     """Return a warning for state that makes a resumed run differ, also in a single process."""
     return (
-        "Without a break it is right; resumed it is not, as one process is not: the forward or the "
-        f"loss keeps {name_attributes(found.names)} from step to step, the loss depends on it, and "
-        f"the checkpoint does not hold it. {CURE.removesuffix('.')}"
+        "Without an interruption the result is right; after a resume it is not, nor is that of "
+        f"one process: the forward or the loss keeps {name_attributes(found.names)} from step to "
+        "step, the loss depends on it, and the checkpoint does not hold it. "
+        f"{CURE.removesuffix('.')}"
     )
 
 
@@ -586,16 +588,16 @@ def explain_state_apart(found: Sequence[KeptState], strategy: str, ways_out: str
     apart = max(one.apart for one in states)
     return (
         f"the forward or the loss keeps {name_attributes(_names_of(states))} from step to step, "
-        f"and the loss depends on it: under strategy {strategy} each rank would keep its own, of "
-        f"its own samples, which changes the loss of the next batch by {100 * apart:.2g} %, and no "
-        f"checkpoint has it. {CURE} {ways_out}"
+        f"and the loss depends on it: under strategy {strategy} each rank would keep its own, for "
+        f"its own samples, which changes the loss of the next batch by {100 * apart:.2g} %, and "
+        f"no checkpoint contains it. {CURE} {ways_out}"
     )
 
 
 CURE = (
     "Keep it in a registered buffer of the module (self.register_buffer(name, tensor)), which is "
-    "saved, and is rank 0's at the start of each step. On one process, what is no tensor can be "
-    "returned by get_extra_state and taken by set_extra_state."
+    "saved, and set to rank 0's at the start of each step. On one process, values other than "
+    "tensors can be returned by get_extra_state and accepted by set_extra_state."
 )
 
 
@@ -606,8 +608,7 @@ def explain_state_of_wrong(found: Sequence[KeptState]) -> str | None:
         return None
     return (
         f"The loss depends on {name_attributes(_names_of(states))}, which the forward or the loss "
-        f"keeps from step to step, and which ranks do not have as one process has it. "
-        f"{CURE}"
+        f"keeps from step to step, and which differs on ranks from that in one process. {CURE}"
     )
 
 

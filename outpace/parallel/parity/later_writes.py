@@ -129,14 +129,14 @@ class LaterWrites:
         if any(name in named and is_spread(named[name]) for name in names):
             why = "what it writes is lost, since ranks hold shards"
         elif self._plan.pp > 1:
-            why = "other micro-batches, which are under way, may need them as they were"
+            why = "other micro-batches in flight may need the old values"
         else:
-            why = "ranks may change them otherwise, each by its own samples"
+            why = "ranks may change them differently, each by its own samples"
         return BadInputError(
-            f"the module's forward changes the values of {first_names(names)} in step {self._step} "
-            "of this process, and did not in its first, which was compared with the plain module; "
-            f"under strategy {self._plan.strategy} {why}. Change parameters between steps instead, "
-            f"all ranks alike. {self._ways_out}"
+            f"the module's forward changes the values of {first_names(names)} in step "
+            f"{self._step} of this process, but did not in its first, which was compared with the "
+            f"plain module; under strategy {self._plan.strategy} {why}. Change parameters between "
+            f"steps instead, in the same way on all ranks. {self._ways_out}"
         )
 
 

@@ -19,7 +19,7 @@ from outpace.parallel.parity.user_collectives import is_collective
 from outpace.parallel.tensors import has_memory
 from outpace.records.errors import first_names
 
-NEEDED_BEFORE = "other micro-batches, which are under way, need it as it was"
+NEEDED_BEFORE = "other micro-batches in flight need the old value"
 
 
 class MovedParameters(TorchDispatchMode):
@@ -159,16 +159,16 @@ def explain_lost_value(buffers: Sequence[str], strategy: str) -> str:
     """
     changed = first_names(buffers) if buffers else "a tensor of the module"
     return (
-        f"the module's forward changes {changed} in place, and under strategy {strategy} the "
-        "backward of other micro-batches, which are under way, needs it as it was. Use a copy "
-        "where the loss depends on it (self.average.clone()), or assign a new tensor instead of "
-        "writing to it."
+        f"the module's forward changes {changed} in place, but under strategy {strategy} the "
+        "backward of other micro-batches in flight needs the old value. Use a copy where the "
+        "loss depends on it (self.average.clone()), or assign a new tensor instead of writing to "
+        "it."
     )
 
 
 def explain_writes(names: Sequence[str], strategy: str, why: str) -> str:
     """Return a message for a forward that writes to parameters, which a strategy forbids."""
     return (
-        f"the module's forward changes the values of {first_names(names)}, and under strategy "
-        f"{strategy} {why}. Change parameters between steps instead, all ranks alike."
+        f"the module's forward changes the values of {first_names(names)}, but under strategy "
+        f"{strategy} {why}. Change parameters between steps instead, in the same way on all ranks."
     )

@@ -36,10 +36,10 @@ class NoCollectives(TorchDispatchMode):
         if is_collective(func) and _is_over_all((args, kwargs)):
             name = func.__name__.partition(".")[0].strip("_")
             raise CollectiveError(
-                f"{COLLECTIVE} ({name}) over all ranks, and under strategy {self._strategy} "
-                "not all of them compute it, or they have the same samples, so that it would hang "
-                "or count samples twice. Use ddp, zero1, zero2 or zero3, or give the collective a "
-                "process group of ranks that have other samples."
+                f"{COLLECTIVE} ({name}) over all ranks, but under strategy {self._strategy} not "
+                "all of them run it, or they have the same samples, so it would hang or count "
+                "samples twice. Use ddp, zero1, zero2 or zero3, or give the collective a process "
+                "group of ranks with different samples."
             )
         return func(*args, **(kwargs or {}))
 

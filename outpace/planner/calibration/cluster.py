@@ -103,8 +103,9 @@ def of_catalog(
     chip = ACCELERATORS.get(node.accelerator or "")
     if chip is None:
         raise BadInputError(
-            f"machine {node.name} has no accelerator of the catalog, so its rates are not known. "
-            "Measure it: outpace probe --out machine.json, and give --machine machine.json."
+            f"machine {node.name} has no accelerator from the catalog, so its rates are not "
+            "known. Measure it: outpace probe --out machine.json, and give --machine "
+            "machine.json."
         )
     across = network or of_node(node)
     notes: tuple[str, ...] = () if node.assumed is None else (node.assumed,)
@@ -127,8 +128,8 @@ def of_catalog(
 def assumed_network_note(node: Node, network: Network) -> str:
     """Return the note on a network that is assumed for a machine."""
     return (
-        f"{node.name} is sold without network cards: {network.name} is assumed. Say another with "
-        "--network, as in --network 8xinfiniband-ndr."
+        f"{node.name} is sold without network cards: {network.name} is assumed. Name another with "
+        "--network, such as --network 8xinfiniband-ndr."
     )
 
 
@@ -228,15 +229,16 @@ def of_probe(machine: Machine, ranks: int) -> Cluster:
     if seen and chip is not None:
         residuals = _residuals(rates, seen)
         said = [
-            f"its products, memory and launches are those measured; {len(seen)} steps of the probe "
-            f"are off by {show_share(_median_off(residuals))} in the median, and widen the range"
+            f"its rates of products, memory and launches are measured; {len(seen)} steps of the "
+            f"probe are off by {show_share(_median_off(residuals))} in the median, and widen the "
+            "range"
         ]
     elif seen:
         found = calibrate({world: _with_all_rates(rates)}, seen)
         rates = found.rates[world]
         said = [
-            f"its rates are those by which {len(seen)} steps of the probe are predicted best, "
-            f"off by {show_share(found.off)} in the median"
+            f"its rates are those that predict {len(seen)} steps of the probe best, off by "
+            f"{show_share(found.off)} in the median"
         ]
     return Cluster(
         name=machine.cpu if not machine.devices else machine.devices[0].name,
@@ -313,12 +315,12 @@ def _reference_steps(known: "_ProbeFigures", ranks: int, kind: Kind) -> Iterator
 
 
 _GUESSED = (
-    "this CPU's rates are guessed by its vector width. For a plan to rely on, measure first: "
+    "this CPU's rates are guessed from its vector width. For a reliable plan, measure first: "
     "outpace probe --out machine.json."
 )
 _BRIEFLY = (
-    "rates of products and of memory were measured in a few seconds, all else is guessed. For a "
-    "plan to rely on, measure first: outpace probe --out machine.json."
+    "rates of products and of memory were measured in a few seconds; everything else is guessed. "
+    "For a reliable plan, measure first: outpace probe --out machine.json."
 )
 
 
@@ -451,9 +453,9 @@ class _ProbeFigures:
         if not self._unstable:
             return []
         return [
-            f"figures of the probe that were not stable enough to conclude: {len(self._unstable)}; "
-            "the median of their samples is taken. For a better plan probe again on a quiet "
-            "machine."
+            "figures of the probe that were not stable enough to conclude: "
+            f"{len(self._unstable)}; the median of their samples is used. For a better plan, "
+            "probe again on a quiet machine."
         ]
 
 

@@ -77,7 +77,7 @@ def interval(
         row, where = kinds[kind_name(None, experts)], "on any chip"
         if architecture is not None:
             more = f"; {_reason(table, architecture, experts)}, so it is wide"
-    basis = f"{row['rows']} published steps of {model} {where}, of {len(row['sources'])} sources"
+    basis = f"{row['rows']} published steps of {model} {where}, from {len(row['sources'])} sources"
     low, high = float(row["low"]), float(row["high"])
     if residuals:
         own = statistics.median(abs(math.log(ratio)) for ratio in residuals)

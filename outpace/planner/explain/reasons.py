@@ -221,12 +221,12 @@ def impossible(wanted: SearchRequest) -> str:
         return f"{begin.removesuffix('.')}: {wrong}."
     near = nearest_batches(wanted)
     if near:
-        remedy = f"Use a global batch of {join_or(f'{n:,}' for n in near)}, or insist on less."
+        remedy = f"Use a global batch of {join_or(f'{n:,}' for n in near)}, or require less."
     else:
-        remedy = "Insist on less, or use other numbers of devices."
+        remedy = "Require less, or use another number of devices."
     return (
-        f"{begin} The axes have to multiply to the devices, and what is left of the devices has to "
-        f"divide the batch. {remedy}"
+        f"{begin} The product of the axes must equal the number of devices, and the data-parallel "
+        f"degree must divide the batch. {remedy}"
     )
 
 

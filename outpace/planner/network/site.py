@@ -95,8 +95,8 @@ class Site:
             return len(self.probe.devices) or 1
         if self._results.ranks_per_host is None:
             raise BadInputError(
-                f"{self._asked.probe} is of {self._results.world_size} ranks on "
-                f"{self._results.hosts} hosts, but not equally many on each. Give "
+                f"{self._asked.probe} is from {self._results.world_size} ranks on "
+                f"{self._results.hosts} hosts, with different numbers on each. Give "
                 "--devices-per-node."
             )
         return self._results.ranks_per_host
@@ -148,10 +148,9 @@ class Site:
         if found is None:
             assert self.node is not None
             raise BadInputError(
-                f"the rates of {self.node.name} are unknown: it has no accelerator of the "
-                "catalog. "
-                "Measure it with outpace probe matmul memory --out machine.json, and give that "
-                "as --probe."
+                f"the rates of {self.node.name} are unknown: it has no accelerator from the "
+                "catalog. Measure it with outpace probe matmul memory --out machine.json, and "
+                "give that as --probe."
             )
         if self._asked.share is not None and self.probe is None:
             found = replace(found, device=self._share_of_peak(found.device, precision))

@@ -373,15 +373,18 @@ def _refused_tp(wanted: SearchRequest, size: int, name: str) -> str | None:
         for weight in weights(stack, wanted.outline.hidden):
             width = weight.outputs if weight.cut == "outputs" else weight.inputs
             if weight.cut != "none" and not weight.experts and width % size:
-                return f"tp {size} does not divide {width}, which {weight.name} of {name} is wide"
+                return f"tp {size} does not divide {width}, the width of {weight.name} of {name}"
     return None
 
 
 def _refused_cp(wanted: SearchRequest, size: int, name: str) -> str | None:
     if all(stack.attention is None for stack in wanted.outline.stacks):
-        return f"{name} has no attention to share out by cp"
+        return f"{name} has no attention to split by cp"
     if wanted.seq_len % (2 * size):
-        return f"cp {size} cuts sequences into {2 * size}, which does not divide {wanted.seq_len}"
+        return (
+            f"cp {size} cuts sequences into {2 * size} parts, which does not divide "
+            f"{wanted.seq_len}"
+        )
     if size > max(1, wanted.seq_len // _SHORTEST_PART):
         return f"cp {size} leaves less than {_SHORTEST_PART} tokens of {wanted.seq_len} to a device"
     return None
@@ -389,7 +392,7 @@ def _refused_cp(wanted: SearchRequest, size: int, name: str) -> str | None:
 
 def _refused_pp(wanted: SearchRequest, size: int, name: str) -> str | None:
     if not wanted.alike:
-        return f"pp {size}: the layers of {name} are not alike, so that they cannot be cut evenly"
+        return f"pp {size}: the layers of {name} differ, so they cannot be divided evenly"
     if size > wanted.outline.layers:
         return f"pp {size} is more than the {wanted.outline.layers} layers of {name}"
     return None

@@ -48,14 +48,14 @@ def network_advice(fits: Sequence[LinkFit], nodes: Nodes) -> list[Advice]:
     bits_per_s = 8 * rate
     text = (
         f"{link_sentence(fit)} between nodes, {at_once} at once from each node: "
-        f"{show_count(bits_per_s, 'bit/s')} per node. {_compare_rate(bits_per_s)} outpace "
-        "network shows what a given training needs."
+        f"{show_count(bits_per_s, 'bit/s')} per node. {_compare_rate(bits_per_s)} outpace network "
+        "shows what a given run needs."
     )
     return [Advice(about="network", text=text, of=(fit.bandwidth.key,))]
 
 
 def _compare_rate(bits_per_s: float) -> str:
-    wanted = "Large trainings need 400 Gbit/s or more between nodes"
+    wanted = "Large runs need 400 Gbit/s or more between nodes"
     if bits_per_s >= _WANTED_BITS_PER_S:
         return f"{wanted}: this is enough."
     share = f"{wanted}, {_WANTED_BITS_PER_S / bits_per_s:.2g} times as much"
@@ -74,8 +74,8 @@ def world_notes(nodes: Nodes) -> list[str]:
         ]
     if len(nodes) < _RECOMMENDED_NODES:
         return [
-            f"{len(nodes)} nodes: a network is shared by more than that. Probe on at least "
-            f"{_RECOMMENDED_NODES}, or on all that you will use"
+            f"with {len(nodes)} nodes, the probe does not load the network as larger runs do. "
+            f"Probe on at least {_RECOMMENDED_NODES}, or on all that you will use"
         ]
     return []
 
@@ -91,9 +91,9 @@ def wander_notes(figures: Sequence[Figure]) -> list[str]:
     if across is None or node is None or across <= max(_WANDERS, _TIMES_NODE * node):
         return []
     return [
-        "the network between nodes is not steady: from round to round, collectives across "
-        f"nodes differ by {across:.0%} in the median, those within nodes by {node:.0%}. Others "
-        "may use it, too: probe again when they do not, and expect the same in training"
+        "the network between nodes is not steady: from round to round, collectives across nodes "
+        f"differ by {across:.0%} in the median, those within nodes by {node:.0%}. Others may be "
+        "using it: probe again when they are not, and expect the same in training"
     ]
 
 

@@ -207,9 +207,9 @@ def _steps(
     if steps is None:
         return
     yield (
-        f"time rises by {steps.rise:.1%} in steps of {steps.tile} (that explains "
-        f"{steps.explained:.0%} of what a straight line leaves): sizes that are multiples "
-        f"of {steps.tile} waste nothing"
+        f"time rises by {steps.rise:.1%} in steps of {steps.tile} (this explains "
+        f"{steps.explained:.0%} of what a straight line leaves): multiples of {steps.tile} "
+        "waste nothing"
     )
     dtype: Dtype = sweep[0].key.of["dtype"]  # type: ignore[assignment]
     bits = vector_bits(features, dtype) if device.type == "cpu" else None
@@ -236,7 +236,7 @@ def _shares(sweep: Sequence[Figure], alone: Sequence[Figure], dim: str) -> Itera
     if found := find_threads([*one], [*one.values()], [together[size] for size in one], threads):
         wide, share = found
         yield (
-            f"{threads} threads divide it in blocks of {wide} (that explains {share:.0%} of how "
+            f"{threads} threads divide it in blocks of {wide} (this explains {share:.0%} of how "
             f"their gain over one varies): multiples of {wide * threads} leave none idle"
         )
 

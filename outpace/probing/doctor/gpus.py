@@ -58,7 +58,7 @@ def pcie(inventory: Inventory) -> Iterator[Finding]:
             f"{_gpu_names(held)}: {now} of {can}",
             "use a slot of that generation; set the slot's link speed to Auto in the BIOS",
             times(2 ** (can - now), 2 ** (can - now), "transfers over PCIe",
-                  "PCI-SIG: each generation has twice the rate of the one before"),
+                  "PCI-SIG: each generation has twice the rate of the previous one"),
         )  # fmt: skip
     # An idle card lowers its generation to save power: only a busy one says something.
     slow = [
@@ -95,7 +95,7 @@ def power(inventory: Inventory) -> Iterator[Finding]:
     if low:
         one = low[0]
         yield make_finding(
-            "power cap", "moderate", "the power limit is below the card's own",
+            "power cap", "moderate", "the power limit is below the card's default",
             f"{_gpu_names(low)}: {one.power_limit_w:.0f} W of {one.power_limit_default_w:.0f} W",
             f"nvidia-smi -pl {one.power_limit_default_w:.0f} as root, if cooling and supply allow; "
             "outpace probe matmul at both limits shows the cost",
@@ -255,7 +255,7 @@ def visible(inventory: Inventory) -> Iterator[Finding]:
         yield make_finding(
             "visible GPUs",
             "high",
-            "all GPUs are hidden, so trainings run on the CPU",
+            "all GPUs are hidden, so training runs on the CPU",
             said,
             f"unset CUDA_VISIBLE_DEVICES, or {remedy}",
         )
@@ -264,7 +264,7 @@ def visible(inventory: Inventory) -> Iterator[Finding]:
         yield make_finding(
             "visible GPUs",
             "high",
-            "of several slices (MIG) CUDA uses the first alone",
+            "of several slices (MIG), CUDA uses only the first",
             said,
             "start one training for each slice, or train on whole GPUs (nvidia-smi -mig 0 as root)",
         )

@@ -138,7 +138,7 @@ def numa(inventory: Inventory) -> Iterator[Finding]:
         name,
         "moderate" if ranks > 1 or not inventory.gpus else "low",
         "processes are not bound to a NUMA node",
-        f"the {len(usable)} usable CPUs are on {len(nodes)} nodes; memory of the farthest has "
+        f"the {len(usable)} usable CPUs are on {len(nodes)} nodes; the farthest memory has "
         f"distance {far} (near is 10)",
         how,
     )

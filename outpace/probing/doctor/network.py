@@ -208,7 +208,7 @@ def gpu_choice(inventory: Inventory) -> Iterator[Finding]:
         better = ",".join(name.removeprefix("GPU") for name in best.groups[0])
         yield make_finding(
             "choice of GPUs", "high" if nvlinks(best.worst_link) else "moderate",
-            "the chosen GPUs are connected worse than others",
+            "the chosen GPUs have worse connections than others",
             f"CUDA_VISIBLE_DEVICES={','.join(numbers)}: {worst}",
             f"CUDA_VISIBLE_DEVICES={better}: {best.worst_link}",
         )  # fmt: skip

@@ -28,7 +28,7 @@ _KNOWN = (
     (r"xpu-smi|\bXL\d|^\s*GPU \d+/\d+",
      "it is a matrix of Intel GPUs (xpu-smi), which outpace does not read."),
     (r"\bMX\d|mx-smi|MetaXLink|mthreads|MTLink|hl-smi|cnmon",
-     "it is of another maker's accelerators, which outpace does not read."),
+     "it is for another maker's accelerators, which outpace does not read."),
     (r"\b(CNS|NS|GNS|TNS|DR)\s+=|\btopo\s+-p2p\b",
      "it is output of `nvidia-smi topo -p2p`, which shows whether GPUs reach each other but "
      f"not how. {_SAVE}"),

@@ -78,7 +78,7 @@ def run_tool(command: list[str], timeout_s: float) -> str:
             raise ToolError(
                 f"{' '.join(command)} has not answered in {timeout_s:g} s and was stopped. A "
                 "driver in this state hangs other programs too: see the kernel's log (dmesg) for "
-                "lines with NVRM or Xid; a reboot helps as a rule."
+                "lines with NVRM or Xid; a reboot usually helps."
             ) from None
     if process.returncode != 0:
         said = text.strip() or "nothing"
@@ -218,7 +218,7 @@ def _row(
         )
     if not whole:
         unread = rest[0][0] if rest else "its end"
-        notes.append(f"row {name}: {unread!r} is no link; what is missing is of the other rows")
+        notes.append(f"row {name}: {unread!r} is not a link; missing ones are of the other rows")
         rest = rest[1:]
         cells += [None] * (len(header.names) - len(cells))
     return cells, _last_fields(rest, header, whole)

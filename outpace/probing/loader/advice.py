@@ -61,7 +61,7 @@ def _workers(rates: Sequence[Figure]) -> Iterator[Advice]:
         limit = show_count(_SHOWN * alone.value, alone.unit)
         text += f" Without workers loading is at most 1 % of a step up to {limit} of training"
         one = next((f for f in rates if f.key.of["workers"] and f.value), None)
-        text += "." if one is None else f"; beyond, {_flag(one)} hides it up to {one}."
+        text += "." if one is None else f"; beyond that, {_flag(one)} hides it up to {one}."
     by = None if alone is None or alone is best else gain(alone, best)
     yield Advice(about="loader", text=text, of=_keys(best, alone), **_gain_fields(by))
 

@@ -233,8 +233,8 @@ class _Bench:
             return wrong
         if setting.loader == "outpace":
             self._found.append(
-                "loader: the data set returns other samples with workers than without: it "
-                "uses other random numbers than torch's, NumPy's and Python's"
+                "loader: the data set returns different samples with workers: it uses random "
+                "numbers other than torch's, NumPy's and Python's"
             )
         return None
 

@@ -268,8 +268,8 @@ def hidden_advice(hidden: Sequence[Figure]) -> Iterator[Advice]:
         if figure.value is not None and figure.low is not None and figure.high is not None:
             yield Advice(
                 about="overlap", of=(figure.key,),
-                text=f"a product beside a {figure.key.of['of']}: {figure.value:.0%} of the shorter "
-                f"hides behind the longer ({figure.low:.0%} to {figure.high:.0%})",
+                text=f"a product during a {figure.key.of['of']}: {figure.value:.0%} of the "
+                     f"shorter hides behind the longer ({figure.low:.0%} to {figure.high:.0%})",
             )  # fmt: skip
 
 

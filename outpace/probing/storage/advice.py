@@ -69,8 +69,8 @@ def _needs_streams(role: str, known: Sequence[Figure]) -> Iterator[Advice]:
         yield Advice(
             about="storage",
             text=f"One stream does not fill the disk of {role}: {most.key.of['queue']} at once "
-            f"{verb} {most}, one alone {one} ({by.value:+.0%}). Ranks that {verb} "
-            "their own share of a checkpoint at the same time gain that.",
+                 f"{verb} {most}, one alone {one} ({by.value:+.0%}). Ranks that {verb} their "
+                 "shares of a checkpoint at the same time get this rate.",
             gain=by.value, low=by.low, high=by.high, of=(one.key, most.key),
         )  # fmt: skip
 

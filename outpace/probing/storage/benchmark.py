@@ -144,13 +144,13 @@ def _notes(file: PageFile, directory: Path, role: str) -> Iterator[str]:
     if kind is not None:
         yield (
             f"storage: {role}: the directory is in memory ({kind}), so there is no disk to "
-            "measure, and its figures are those of copying memory (direct=no)"
+            "measure, and its figures are those of memory copies (direct=no)"
         )
     elif not file.direct:
         yield (
-            f"storage: {role}: the file system refuses direct I/O. Written data is waited for with "
-            "fdatasync and the kernel asked to drop it before it is read (direct=no); reads may "
-            "still come from its cache"
+            f"storage: {role}: the file system refuses direct I/O. Written data is synced with "
+            "fdatasync, and the kernel is asked to drop it before it is read (direct=no); reads "
+            "may still come from its cache"
         )
     yield (
         f"storage: {role}: measured in a file of {show_bytes(file.pages * PAGE_BYTES)}; a cache of "

@@ -157,7 +157,9 @@ class PageFile:
         part = own.incoming[: pages * PAGE_BYTES]
         require_whole(os.preadv(self.descriptor, [part], page * PAGE_BYTES), len(part))
         if not np.array_equal(own.got[:pages, 0], self._stamps(page, pages)):
-            raise WrongResultError(f"pages {page} to {page + pages - 1} were read as others")
+            raise WrongResultError(
+                f"pages {page} to {page + pages - 1} were read in place of others"
+            )
 
     def find_error(self, lane: int, page: int, pages: int, write: int | None = None) -> str | None:
         """Read and check everything; describe what is wrong, or differs from `write`."""
@@ -167,7 +169,7 @@ class PageFile:
         if not np.array_equal(got[:, 2:], self._contents[first : first + pages, 2:]):
             return f"pages {page} to {page + pages - 1} are not as they were written"
         if write is not None and not bool((got[:, 1] == write).all()):
-            return f"pages {page} to {page + pages - 1} are of an earlier write"
+            return f"pages {page} to {page + pages - 1} are from an earlier write"
         return None
 
     def _stamps(self, page: int, pages: int) -> "np.ndarray[Any, np.dtype[np.uint64]]":

@@ -129,7 +129,7 @@ def disturbance(hosts: Sequence[Sequence[CoreSeconds]]) -> str | None:
             continue
         share = _other_cores(host) / host[0].cores + _stolen_share(host[0])
         if share > _DISTURBED:
-            return f"other programs used {share:.0%} of the processor's time during the measurement"
+            return f"other programs used {share:.0%} of the processor time during the measurement"
     return None
 
 

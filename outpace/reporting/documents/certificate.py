@@ -16,7 +16,7 @@ from outpace.reporting.terminal.certificate import batch_in_words
 def certificate_document(certificate: Certificate) -> Document:
     """Create a document that shows only a certificate."""
     return Document(
-        "certificate", "Proof against a single process", (_verdict(certificate),), (),
+        "certificate", "Comparison with a single process", (_verdict(certificate),), (),
         (section(certificate), DocumentSection("Environment", (
             machine_table(certificate.machine),
             versions({name: str(value) for name, value in certificate.versions.items()}),
@@ -58,7 +58,7 @@ def section(certificate: Certificate) -> DocumentSection:
     skipped = [
         Paragraph(f"{name} was left out: {why}") for name, why in certificate.skipped.items()
     ]
-    table = DataTable("Plans against a single process", columns, rows)
+    table = DataTable("Plans compared with a single process", columns, rows)
     return DocumentSection("Proof", (table, Paragraph(about), *skipped))
 
 

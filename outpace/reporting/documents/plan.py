@@ -55,8 +55,8 @@ def _verdict(answer: Plans) -> list[str]:
         f"{first.listed_title}, {show_seconds(one.step_time_s)} per step, "
         f"{show_count(one.rate[0])} {one.rate[1]}.{fits}",
         *_fastest_sentence(answer),
-        f"The true time lies between {show_seconds(one.low_s)} and {show_seconds(one.high_s)} "
-        f"with {one.level:.0%} probability; nothing was measured here.",
+        f"The true time is between {show_seconds(one.low_s)} and {show_seconds(one.high_s)} with "
+        f"{one.level:.0%} probability; nothing was measured here.",
         *ties(answer.plans),
     ]
 

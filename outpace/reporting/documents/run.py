@@ -153,8 +153,8 @@ def _right(run: RunFolder, said: Prediction | str) -> list[str]:
     return [
         f"The planner predicts {show_seconds(one.step_time_s)} per step, "
         f"{show_seconds(one.low_s)} to {show_seconds(one.high_s)} with {one.level:.0%} "
-        f"probability; the measurement lies {'within' if inside else 'outside'}."
-        f"{'' if inside else _caution(run)}"
+        "probability; the measurement is "
+        f"{'within' if inside else 'outside'} that range.{'' if inside else _caution(run)}"
     ]
 
 

@@ -51,7 +51,7 @@ def topology(machine: Machine, probe: Machine | None = None) -> DocumentSection:
         if not machine.devices:
             why += f": the processor ({machine.host_cores} cores) is the only device"
         elif len(machine.devices) > 1:
-            why += ": give the machine.json of outpace probe as well"
+            why += ": also give the machine.json of outpace probe"
         return DocumentSection("Topology", (Paragraph(f"{why}."),))
     placement = advise_placement(machine.topology)
     said = advice(placement, machine.topology)

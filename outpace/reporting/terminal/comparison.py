@@ -82,7 +82,7 @@ def headline(comparison: Comparison) -> str | None:
     faster = [name for name, verdict in known.items() if verdict.claimed_faster]
     slower = [name for name, verdict in known.items() if verdict.claimed_slower]
     if len(slower) == len(known):
-        return f"Fastest: {first.arm}, claimed against each other arm."
+        return f"Fastest: {first.arm}, claimed against every other arm."
     ratios = {first.arm: 1.0} | {name: 1 + (one.slowdown or 0.0) for name, one in known.items()}
     best = min(ratios, key=lambda name: ratios[name])
     if best in faster:

@@ -123,8 +123,8 @@ def _needs_table(answered: NetworkReport) -> Table:
         )
     table.caption = (
         "needs: bandwidth of a device's link within its node, and of a node's network, at which "
-        f"each costs at most {100 * answered.tolerance:g} % of a step. slowest enough: the slowest "
-        "one below that provides it."
+        f"each costs at most {100 * answered.tolerance:g} % of a step. slowest enough: the "
+        "slowest one listed below that provides it."
     )
     if any(need.fits is False for need in answered.needs):
         table.caption += " † does not fit on a device."

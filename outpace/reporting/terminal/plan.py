@@ -35,7 +35,7 @@ def plans_text(answer: Plans) -> Group:
     parts += [Text(""), *_detail(answer.plans[0])]
     parts += cases_text(answer.plans[0].cases)
     if answer.insistences:
-        parts.append(Text("\nWhat is insisted on costs, against the optimum without it:"))
+        parts.append(Text("\nCost of required settings, compared with the best plan without them:"))
         parts += [Text(f"  {one.setting}: {_slower(one.slowdown)}") for one in answer.insistences]
     if answer.rejected:
         parts.append(Text("\nNot taken:"))
@@ -80,7 +80,7 @@ def ties(plans: Sequence[RankedPlan]) -> list[str]:
     if len(alike) < 2:
         return []
     return [
-        f"Plans {_range(alike)} lie within the {first.level * 100:.0f} % interval of the first: "
+        f"Plans {_range(alike)} are within the {first.level * 100:.0f} % interval of the first: "
         "measure before choosing among them."
     ]
 
@@ -115,12 +115,11 @@ _RATES = {
 def _interval_note(answer: Plans) -> str:
     first = answer.plans[0].estimate
     return (
-        f"Estimated in {answer.took_s:.1f} s from "
-        f"{_RATES[answer.source]}: the true time lies "
-        f"between {first.low_s / first.step_time_s:.2f} and {first.high_s / first.step_time_s:.2f} "
-        f"of the estimate with {first.level * 100:.0f} % (docs/results/accuracy.md). "
-        "outpace plan --explain N walks through one; outpace estimate --depth trace checks its "
-        "memory."
+        f"Estimated in {answer.took_s:.1f} s from {_RATES[answer.source]}: the true time is "
+        f"between {first.low_s / first.step_time_s:.2f} and "
+        f"{first.high_s / first.step_time_s:.2f} of the estimate with {first.level * 100:.0f} % "
+        "probability (docs/results/accuracy.md). outpace plan --explain N walks through one; "
+        "outpace estimate --depth trace checks its memory."
     )
 
 
@@ -238,7 +237,7 @@ def _offload_notes(one: Estimate) -> list[str]:
     if one.host_offloaded_bytes:
         has = one.host_memory_bytes
         known = (
-            "how much it has is not known: --host-memory states it"
+            "how much it has is unknown: --host-memory states it"
             if has is None else f"it has {show_bytes(has)}"
         )  # fmt: skip
         needs = f"needs {show_bytes(one.host_offloaded_bytes)} of host memory per node"
@@ -268,8 +267,8 @@ def _bars(title: str, values: dict[str, float], show: object) -> Table:
 def _rates(one: Estimate) -> str:
     ranks = "1 rank" if one.ranks == 1 else f"{one.ranks} ranks"
     used = "" if one.mfu is None else (
-        f"; MFU {show_share(one.mfu)}, HFU {show_share(one.hfu)} (causal "
-        "attention not halved, of windows what they reach)"
+        f"; MFU {show_share(one.mfu)}, HFU {show_share(one.hfu)} (causal attention not halved; of "
+        "windows, only the keys that they reach)"
     )  # fmt: skip
     rate, unit = one.rate
     return f"{show_count(rate)} {unit} on {ranks}{used}"

@@ -179,7 +179,7 @@ def _facts(record: RunRecord) -> dict[str, str]:
         "model": f"{record.settings.model}, {show_count(record.parameters)} parameters",
         "batch": record.identity,
         "machine": f"{devices}; {host}" if devices else host,
-        "computed on": f"{record.device}, {record.threads} threads a process",
+        "computed on": f"{record.device}, {record.threads} threads per process",
         "versions": ", ".join(f"{name} {version}" for name, version in record.versions.items()),
         "commit": f"{record.commit}{dirty}" if record.commit else "n/a",
     }

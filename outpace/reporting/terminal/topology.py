@@ -103,9 +103,9 @@ def advice(placement: Placement, topology: Topology) -> list[str]:
     own = [one.gpu for one in placement.nics if one.link is None and not one.nics]
     if own:
         lines.append(
-            f"{', '.join(own)}: each is a NUMA node of its own (GPU NUMA ID), as with Grace, so "
-            "that every network card counts as on another. Which cards are near is not in this "
-            "matrix."
+            f"{', '.join(own)}: each is a separate NUMA node (GPU NUMA ID), as with Grace, so "
+            "every network card counts as being on another one. Which cards are near is not in "
+            "this matrix."
         )
     far = [one.gpu for one in placement.nics if one.link in ("SYS", "SOC")]
     if far:
@@ -141,7 +141,7 @@ def gpu_line(gpu: GpuState) -> str:
     ]  # fmt: skip
     default = gpu.power_limit_default_w
     if default is not None and gpu.power_limit_w is not None and gpu.power_limit_w < default:
-        parts.append(f"power limit below the card's own {default:.0f} W")
+        parts.append(f"power limit below the card's default of {default:.0f} W")
     if gpu.throttled_by is not None:
         parts.append(
             f"slowed by {', '.join(gpu.throttled_by)}" if gpu.throttled_by else "not slowed"

@@ -78,7 +78,7 @@ def closing_text(seen: Utilisation, width: int) -> RenderableType:
         return Text("nothing was seen")
     share = seen.sampler_cpu_s / seen.duration_s
     took = Text(
-        f"over {show_seconds(seen.duration_s)}, a sample each {show_seconds(seen.period_s)}; "
+        f"over {show_seconds(seen.duration_s)}, a sample every {show_seconds(seen.period_s)}; "
         f"watching took {100 * share:.2f} % of one core",
         style="dim",
     )

@@ -281,9 +281,7 @@ def test_what_may_be_meant_otherwise_is_said(home, tmp_path):
     told = said("a")
     assert "labels are read from 'label', not from 'labels'; --label-field names others" in told
     assert "texts are read from 'sentence', not from 'text'; --text-fields names others" in told
-    assert (
-        "labels 'Pos' and 'pos' differ in capitals, blanks, invisible characters or forms" in told
-    )
+    assert "labels 'Pos' and 'pos' differ only in capitals, spaces, invisible characters" in told
     assert "1 of 24 samples have a label and no text" in told
     told = said("b", label_field="labels", text_fields=["text"])
     assert "read from" not in told and "differ in" not in told and "no text" not in told
@@ -400,8 +398,10 @@ def test_rows_that_are_learnt_and_held_out_are_said(home, tmp_path):
         with prepare_run(settings, RunContext()) as ready:
             return " ".join(ready.job.inputs.hints)
 
-    assert "2 of 3 rows held out for validation are among those to train on" in hints(train, held)
-    assert "are among those to train on" in hints(alike)
+    assert "2 of 3 rows held out for validation are also among the training rows" in hints(
+        train, held
+    )
+    assert "are also among the training rows" in hints(alike)
     assert "among those" not in hints(train)
     told = hints(train, train)
     assert "the validation rows are also training rows" in told and "among" not in told

@@ -104,7 +104,7 @@ def test_a_small_memory_gets_a_plan_that_needs_less():
 
 
 def test_less_than_the_process_itself_needs_is_told():
-    with pytest.raises(BadInputError, match="a process itself uses"):
+    with pytest.raises(BadInputError, match="a process already uses"):
         picked(nproc=1, memory_limit=2**20)
 
 

@@ -48,9 +48,9 @@ def figure(what, value, kind="matmul", unit="FLOP/s", **of):
             "another process",
         ),
         ("memory", GPU, TAKEN, [], None),  # the processor is not what is measured
-        ("loader", GPU, TAKEN, HOT, "of the processor's time"),
+        ("loader", GPU, TAKEN, HOT, "of the processor time"),
         ("storage", GPU, QUIET, HOT, None),
-        ("matmul", CPU, TAKEN, [], "of the processor's time"),
+        ("matmul", CPU, TAKEN, [], "of the processor time"),
     ],
 )
 def test_a_section_is_withdrawn_for_what_disturbed_what_it_measured(name, device, hosts, seen, why):

@@ -53,4 +53,4 @@ def test_a_cyclic_placement_is_said_before_step_1(tmp_path):
         ))  # fmt: skip
     said = [rank.communicate(timeout=200)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [0] * 4, said
-    assert "rank 1 is on another host than rank 0, though" in " ".join(said[0].split())
+    assert "rank 1 is on a different host from rank 0, though" in " ".join(said[0].split())

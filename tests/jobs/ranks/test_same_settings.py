@@ -15,7 +15,7 @@ from outpace.nn.transformer import Transformer
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 
-OTHER = f"rank 1 (on {socket.gethostname()}) has another {{}} than rank 0 (on "
+OTHER = f"rank 1 (on {socket.gethostname()}) has a different {{}} from rank 0 (on "
 FORKED = Path(__file__).parents[2] / "parallel" / "forked.py"
 FLAGS = ("--model=outpace-tiny", "--seq-len=32", "--global-batch=4", "--steps=2", "--lr=1e-3",
          "--sample-tokens=0", "--precision=fp32", "--device=cpu", "--threads=1")  # fmt: skip

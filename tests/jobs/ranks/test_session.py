@@ -63,7 +63,7 @@ def test_who_waits_asks_the_store_rarely(store, rank, most):
     """Of rank 0 it does not depend on how many ranks are missing, until it gives up."""
     world_size, counted = 64, Counted(store)
     ranks = Ranks(rank=rank, world_size=world_size, local_rank=rank, local_world_size=world_size)
-    with pytest.raises(RuntimeError, match=f"rank {1 - rank} did not come"):
+    with pytest.raises(RuntimeError, match=f"rank {1 - rank} did not join"):
         agree_on_session(counted, ranks, 1.0)
     assert counted.asked <= most
 
@@ -93,7 +93,7 @@ def test_a_rank_that_comes_twice_is_refused_and_not_taken_for_two(store):
     found = []
     for thread in [start(found, store, 1, 3), start(found, store, 1, 3)]:
         thread.join(0.2)
-    with pytest.raises(RuntimeError, match="rank 2 did not come"):
+    with pytest.raises(RuntimeError, match="rank 2 did not join"):
         agree_on_session(store, Ranks(world_size=3, local_world_size=3), 1.0)
     (refused,) = [one for one in found if isinstance(one, str)]
     assert "rank 1 (process" in refused and "another process had come as this rank" in refused
@@ -149,10 +149,10 @@ def test_the_next_session_of_the_same_processes_is_no_other_job(store):
 def test_a_rank_that_was_there_before_does_not_count_as_there(store):
     join(store, 2)
     ranks = Ranks(world_size=2, local_world_size=2)
-    with pytest.raises(RuntimeError, match="rank 1 did not come"):
+    with pytest.raises(RuntimeError, match="rank 1 did not join"):
         agree_on_session(store, ranks, 0.3)
     late = Ranks(rank=1, world_size=2, local_rank=1, local_world_size=2)
-    with pytest.raises(RuntimeError, match="rank 0 did not come"):
+    with pytest.raises(RuntimeError, match="rank 0 did not join"):
         agree_on_session(store, late, 0.3)
     first, second = join(store, 2, (1, 0))
     assert first == second

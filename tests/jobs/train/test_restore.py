@@ -79,7 +79,7 @@ def damage_checkpoints(run: Path) -> None:
     [
         (remove_markers, "every checkpoint in"),
         (damage_checkpoints, "every checkpoint in"),
-        (remove_checkpoints, "the run was finished once"),
+        (remove_checkpoints, "the run has been finished before"),
         (leave_metrics_alone, "4 steps were done, and one was saved every 1"),
         (leave_failure_alone, "there was one of step 2"),
     ],

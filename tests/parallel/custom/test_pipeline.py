@@ -86,9 +86,9 @@ TRAPS = (
     "buffers_moved_without_a_version:mp", "parameters_in_a_ring:zb",
 )  # fmt: skip
 REFUSED = {
-    "norm_of_all_parameters:gpipe": "the loss goes through all parameters",
-    "lists_as_arguments:1f1b": "one process computes .* does not travel between stages",
-    "hooks_inside_of_blocks:zb": "one process computes .* does not travel between stages",
+    "norm_of_all_parameters:gpipe": "the loss uses all parameters",
+    "lists_as_arguments:1f1b": "single process .* is not sent between stages",
+    "hooks_inside_of_blocks:zb": "single process .* is not sent between stages",
     "faint_hooks_inside_of_blocks:gpipe": "would lose a part of layers",
     "lists_of_lists:gpipe": "turns its input into NaN",
 }

@@ -792,7 +792,7 @@ class Stopped(Stack):
 
 def test_zeros_of_a_stage_where_the_gradient_stops_are_refused(tmp_path):
     for said in looked_at(tmp_path, "1f1b", Stopped):
-        assert "get a gradient of zeros, and none in one process" in said["refused"]
+        assert "get a gradient of zeros, but none in one process" in said["refused"]
         assert "requires_grad_(False)" in said["refused"]
 
 

@@ -497,7 +497,7 @@ def test_a_generator_of_its_own_is_told_apart():
     found = find_kept_state(objective_of(DrawingAlone), global_batch(), StepHooks(), alone=True)
     assert (found.found, found.generators) == (False, ("model.generator",))
     said = explain_kept_state([found], 1, by_command=True)
-    assert "draws from generator" in said and "is not equal to the bit" in said
+    assert "draws from generator" in said and "is not bitwise equal" in said
 
 
 @pytest.mark.parametrize("make", [Rebound, InPlace, InList, Unsaved, InGlobal, Extra])
@@ -554,7 +554,7 @@ class Never(Base):
 def test_a_look_that_fails_where_training_need_not_is_said():
     found = find_kept_state(objective_of(Once), global_batch(), StepHooks(), alone=True)
     said = explain_kept_state([found], 1, by_command=True)
-    assert "could not be found out" in said and "(ValueError: call backward first)" in said
+    assert "could not be determined" in said and "(ValueError: call backward first)" in said
     assert not find_kept_state(objective_of(Never), global_batch(), StepHooks(), alone=True).is_any
 
 
@@ -694,7 +694,7 @@ def test_runs_resumes_and_evaluations_tell_it(tmp_path, capfd, function, told):
     shutil.rmtree(run / "checkpoints" / "step-4")
     assert main(["train", "--resume", f"--out={run}"]) == 0
     said = capfd.readouterr().err
-    assert (words in said and "this resumed run begins with it as it was built" in said) == told
+    assert (words in said and "this resumed run starts with its initial value" in said) == told
     assert (losses_of(run) != whole) == told
     assert main(["eval", f"--run={run}", "--json"]) == 0
     assert ("in training the forward or the loss keeps mean" in capfd.readouterr().err) == told
@@ -708,7 +708,7 @@ def test_extra_state_that_could_not_be_read_is_refused_before_step_1(tmp_path, c
     file.write_text(FILE.format(folder=str(Path(__file__).parent)))
     run = tmp_path / "run"
     assert main(["train", f"--model={file}:{name}", "--steps=1", f"--out={run}"]) == 2
-    said = f"get_extra_state of {name.title()} returns what is no plain value"
+    said = f"get_extra_state of {name.title()} returns something other than plain value"
     assert said in capfd.readouterr().err
     assert not run.exists()
 

@@ -215,7 +215,7 @@ def test_steps_that_were_probed_put_the_rates_right():
     found = of_probe(machine((*parts, *steps(1, slower=4.0))), 1)
     assert found.calibrated and found.device.rate("fp32") < 0.5 * 100e9
     (note,) = found.notes
-    assert "steps of the probe are predicted best" in note
+    assert "rates are those that predict" in note
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,7 @@ def test_gpus_that_are_numa_nodes_of_their_own() -> None:
         for one in names
     ]
     lines = said(Topology.parse({"devices": own, "links": links, "source": "x"}, "x"))
-    assert any("GPU0, GPU1: each is a NUMA node of its own" in line for line in lines)
+    assert any("GPU0, GPU1: each is a separate NUMA node" in line for line in lines)
     assert not any("every network card is on another" in line for line in lines)
     plain = [one.model_copy(update={"gpu_numa_id": None}) for one in own]
     lines = said(Topology.parse({"devices": plain, "links": links, "source": "x"}, "x"))

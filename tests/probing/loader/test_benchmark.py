@@ -132,7 +132,7 @@ def test_other_samples_with_workers_are_found_out():
         run_turns(probe_loader(data(located=True), True, 0.1))
     assert psutil.Process().children() == before
     section = run_turns(probe_loader(data(located=False), True, 0.1))
-    assert any("other samples with workers than without" in note for note in section.notes)
+    assert any("different samples with workers" in note for note in section.notes)
 
 
 def test_tokens_are_loaded_as_they_are(tmp_path):

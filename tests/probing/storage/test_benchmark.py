@@ -82,7 +82,9 @@ def test_pages_that_are_wrong_are_found_out(tmp_path, pages):
     finally:
         os.close(plain)
     for bad in (9, 20):
-        with pytest.raises(WrongResultError, match=f"pages {bad} to {bad} were read as others"):
+        with pytest.raises(
+            WrongResultError, match=f"pages {bad} to {bad} were read in place of others"
+        ):
             pages.read(0, bad, 1)
     pages.read(0, 30, 1)
     assert "not as they were written" in pages.find_error(0, 30, 1)

@@ -66,7 +66,7 @@ def test_names_and_figures_are_whole_at_any_width(width):
 @pytest.mark.parametrize(
     ("steps_s", "rounds", "line"),
     [
-        ({"a": 1.0, "b": 1.2, "c": 1.1}, 12, "Fastest: a, claimed against each other arm."),
+        ({"a": 1.0, "b": 1.2, "c": 1.1}, 12, "Fastest: a, claimed against every other arm."),
         ({"a": 1.0, "b": 1.2, "c": 1.1}, 3,
          "No arm is claimed to be the fastest. By the median ratio it is a. Only differences to a "
          "are tested."),

@@ -65,7 +65,7 @@ def test_the_closing_table_has_the_course_and_what_the_watching_took():
     )
     text = shown(closing_text(seen, 100), 100)
     assert "▁▅█" in text and "50.0 %" in text
-    assert "over 3.00 s, a sample each 1.00 s; watching took 0.10 % of one core" in text
+    assert "over 3.00 s, a sample every 1.00 s; watching took 0.10 % of one core" in text
 
 
 def test_where_nobody_watches_live_there_are_plain_lines_now_and_then():
