@@ -398,7 +398,7 @@ def speed() -> list[dict[str, Any]]:
     asked = SearchRequest(model, 8192, 4096, 1024, 8, "bf16")
     cluster = of_catalog(NODES["dgx-h100"], 128)
     columns = expand(layouts(asked), list(memory_options(asked)))
-    columns = columns.take(slice(0, 200_000))
+    columns = columns.select(slice(0, 200_000))
     question = StepTimeQuestion(model, 8192, cluster.device, cluster.fabric)
     best = min(_timed(lambda: estimate(question, columns).step_s) for _ in range(3))
     rate = len(columns) / best

@@ -251,7 +251,7 @@ def speed(plans: list[Plan], repeats: int = 5, times: int = 100) -> dict[str, An
     )  # fmt: skip
     held = [plan for plan in plans if plan.stages <= spec.layers]
     columns = _columns(held, spec.layers)
-    many = columns.take(np.tile(np.arange(len(held)), times))
+    many = columns.select(np.tile(np.arange(len(held)), times))
     described = outline(spec, "34B")
     seconds = []
     for _ in range(repeats):

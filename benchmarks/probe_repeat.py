@@ -49,7 +49,7 @@ def pairs(first: ProbeRecord, second: ProbeRecord) -> list[dict[str, Any]]:
 def _pair(one: Figure, other: Figure) -> dict[str, Any]:
     return {
         "figure": str(one.key), "unit": one.unit, "first": one.value, "low": one.low,
-        "high": one.high, "second": other.value, "held": one.holds(other),
+        "high": one.high, "second": other.value, "held": one.contains(other),
         "half_width": one.half_width, "unstable": one.unstable or other.unstable,
         # Of each round the median: all samples would make the record ten times as long.
         "rounds": [

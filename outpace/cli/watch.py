@@ -128,7 +128,7 @@ class _UtilisationWatch:
             raise
 
     def _sample(self, shown: bool = True) -> None:
-        load = self._samples.take()
+        load = self._samples.read_new()
         if shown and load is not None:
             self._view.show(load, self._doing(), self._said())
 

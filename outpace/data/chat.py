@@ -78,8 +78,8 @@ def _with_fixed_date(template: str) -> str:
     if "strftime_now(" in fixed:
         raise BadInputError(
             "the tokenizer's chat template computes the format of the time that it writes "
-            "(strftime_now), so a resumed run would learn another text. Write the format into the "
-            "template as a string, or set chat_template in the tokenizer's folder."
+            "(strftime_now), so a resumed run would learn a different text. Write the format into "
+            "the template as a string, or set chat_template in the tokenizer's folder."
         )
     return fixed
 

@@ -345,7 +345,7 @@ class _Text:
 
     def _more(self) -> None:
         """Double the text that is available, so that repeated scans take linear time in total."""
-        self._lines, self._column = self._place(self._at)
+        self._lines, self._column = self._position(self._at)
         self._text, self._at = self._text[self._at :], 0
         block = self._stream.read(max(_READ_BYTES, 2 * len(self._text)))
         if not self._read:
@@ -376,9 +376,9 @@ class _Text:
 
     def line(self) -> int:
         """Return the line's number, from 1."""
-        return self._place(self._at)[0]
+        return self._position(self._at)[0]
 
-    def _place(self, at: int) -> tuple[int, int]:
+    def _position(self, at: int) -> tuple[int, int]:
         """Return the line and column, each from 1, of the character at this index of the text."""
         begin = self._text.rfind("\n", 0, at)
         column = self._column + at if begin < 0 else at - begin
@@ -396,7 +396,7 @@ class _Text:
                 if self._ended or far or isinstance(error, RecursionError):
                     at = error.pos if isinstance(error, json.JSONDecodeError) else self._at
                     # Search behind the last character that is not blank.
-                    line, column = self._place(min(at, len(self._text.rstrip(_SPACES))))
+                    line, column = self._position(min(at, len(self._text.rstrip(_SPACES))))
                     raise BadInputError(
                         f"{where}, line {line}, is not JSON: {_format_json_error(error, column)}"
                     ) from None

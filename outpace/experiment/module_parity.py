@@ -276,7 +276,7 @@ class PlannedRun:
             control=self._control,
             expected_targets=trial.samples,
             targets_known=False,
-            on_gradients=self._look,
+            on_gradients=self._keep_gradients,
         )
         self._checkpointer = Checkpointer(
             folder / "checkpoints",
@@ -291,7 +291,7 @@ class PlannedRun:
         """Run all steps from the beginning, with a checkpoint in between."""
         begin = kept_attributes(self.layout.objective)
         for step in range(1, STEPS + 1):
-            self._take(step, "")
+            self._train_step(step, "")
             if step == SAVED_STEP:
                 now = kept_attributes(self.layout.objective)
                 self.found.attributes = {n for n, v in now.items() if begin.get(n, v) != v}
@@ -310,7 +310,7 @@ class PlannedRun:
         self._checkpointer.load(folder, *self.layout.checkpoint_state(self._optimizer))
         self.layout.resume_from(SAVED_STEP)
         for step in range(SAVED_STEP + 1, STEPS + 1):
-            self._take(step, " after resuming")
+            self._train_step(step, " after resuming")
         self._compare_state(" after resuming")
         self._checkpointer.close()
 
@@ -320,7 +320,7 @@ class PlannedRun:
             skipped_steps=0, scaler=None, first_loss=None, world_size=self._plan.world_size,
         )  # fmt: skip
 
-    def _take(self, step: int, when: str) -> None:
+    def _train_step(self, step: int, when: str) -> None:
         self._at(f"step {step}{when}")
         share = self._share(self._trial.batch(step))
         self._gradients.clear()
@@ -333,7 +333,7 @@ class PlannedRun:
         for kind, tensors in held.items():
             for name, reference_of in self._references.items():
                 wanted = reference_of.steps[step - 1][kind]
-                self._note(name, kind + when, step, wanted, tensors)
+                self._record_differences(name, kind + when, step, wanted, tensors)
 
     def _run_step(self, step: int, share: list[Any]) -> RawStep:
         """Run a step. Raises BadInputError if micro-batches need values that a forward wrote."""
@@ -358,7 +358,7 @@ class PlannedRun:
         passes = self._trial.samples // plan.data_parallel // plan.samples_per_pass
         return cut(share, passes) if passes > 1 else [share]
 
-    def _look(self) -> None:
+    def _keep_gradients(self) -> None:
         """Keep complete gradients; check that every rank has its part of the sharded ones."""
         named = dict(self.layout.named_parameters())
         mine = {name: parameter.grad is not None for name, parameter in named.items()}
@@ -385,9 +385,9 @@ class PlannedRun:
                 expected = {n: t for n, t in reference_of.state.items() if (n in known) == wanted}
                 found = {n: t for n, t in state.items() if (n in known) == wanted}
                 found |= {n: torch.empty(0) for n in expected if n not in found}
-                self._note(which, kind + when, STEPS, expected, found)
+                self._record_differences(which, kind + when, STEPS, expected, found)
 
-    def _note(
+    def _record_differences(
         self,
         which: str,
         kind: str,

@@ -130,8 +130,8 @@ def verify_custom(
             for used in _USED:
                 import_module(used)
         bench = _Bench(trial, Path(temporary), time_limit_s)
-        allowed, notes = bench.settle()
-        verdicts = [bench.judge(plan, allowed) for plan in asked]
+        allowed, notes = bench.run_reference()
+        verdicts = [bench.compare(plan, allowed) for plan in asked]
     head, dirty = commit()
     return Certificate(
         verdicts=tuple(verdicts),
@@ -267,7 +267,7 @@ class _Bench:
         self._courses: dict[_Cut, Path] = {}
         self._floor = DOUBLE.floor
 
-    def settle(self) -> tuple[ComparisonLimits, list[str]]:
+    def run_reference(self) -> tuple[ComparisonLimits, list[str]]:
         """Run the whole batch in one process, in float64 if possible; return the tolerances.
 
         Raises BadInputError if one process cannot run it.
@@ -336,7 +336,7 @@ class _Bench:
     def _next(self) -> Path:
         return self._folder / f"job-{next(self._numbers)}"
 
-    def judge(self, plan: Plan, allowed: ComparisonLimits) -> ParityVerdict:
+    def compare(self, plan: Plan, allowed: ComparisonLimits) -> ParityVerdict:
         """Run a plan, and return its comparison."""
         precision = "fp64" if self._trial.double else "fp32"
         plan = plan.model_copy(update={"precision": precision})

@@ -283,23 +283,23 @@ class Use:
         """Copy each module's direct parameters when its forward begins."""
         for name, module in model.named_modules():
             if name and next(module.parameters(recurse=False), None) is not None:
-                module.register_forward_pre_hook(partial(self._look, name))
+                module.register_forward_pre_hook(partial(self._copy_parameters, name))
         last = model.head_transform or model.final_norm
         if last is not None:
-            last.register_forward_pre_hook(lambda *_: self._look_at_head(model))
+            last.register_forward_pre_hook(lambda *_: self._copy_head(model))
 
-    def _look(self, name: str, module: nn.Module, _arguments: object) -> None:
+    def _copy_parameters(self, name: str, module: nn.Module, _arguments: object) -> None:
         for own, parameter in module.named_parameters(name, recurse=False):
-            self._keep(own, parameter)
+            self._copy(own, parameter)
 
-    def _look_at_head(self, model: Transformer) -> None:
+    def _copy_head(self, model: Transformer) -> None:
         """Copy the head's weights, which the loss reads without calling a module."""
         tied = model.head is None
-        self._keep("embed.tokens.weight" if tied else "head.weight", model.head_weight)
+        self._copy("embed.tokens.weight" if tied else "head.weight", model.head_weight)
         if model.head_bias is not None:
-            self._keep("head_bias", model.head_bias)
+            self._copy("head_bias", model.head_bias)
 
-    def _keep(self, name: str, parameter: nn.Parameter) -> None:
+    def _copy(self, name: str, parameter: nn.Parameter) -> None:
         if name not in self.found:
             with self._wire.pause():
                 self.found[name] = whole(parameter.detach()).clone()

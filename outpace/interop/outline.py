@@ -47,7 +47,7 @@ class _Values:
         found = getattr(self.config, name, None)
         return default if found is None else found
 
-    def whole(self, name: str, default: int | None = None) -> int:
+    def positive_int(self, name: str, default: int | None = None) -> int:
         """Return a whole number of at least 1."""
         found = self.get(name, default)
         if isinstance(found, bool) or not isinstance(found, int) or found < 1:
@@ -69,7 +69,7 @@ class _Values:
         """Return a head's width: as given, else the hidden width divided by the heads."""
         given = self.get("head_dim")
         if given is not None:
-            return self.whole("head_dim")
+            return self.positive_int("head_dim")
         if hidden % heads:
             raise BadInputError(
                 f"{self.where}: the hidden width {hidden} is not a multiple of the {heads} heads; "
@@ -206,11 +206,11 @@ def _windows(values: _Values, layers: int) -> list[int | None]:
 
 
 def _attention(values: _Values, hidden: int, **more: Any) -> AttentionShape:
-    heads = values.whole("num_attention_heads")
+    heads = values.positive_int("num_attention_heads")
     dim = values.head_dim(hidden, heads)
     return AttentionShape(
         heads=heads,
-        kv_heads=values.whole("num_key_value_heads", heads),
+        kv_heads=values.positive_int("num_key_value_heads", heads),
         head_dim=dim,
         value_dim=dim,
         **more,
@@ -219,12 +219,12 @@ def _attention(values: _Values, hidden: int, **more: Any) -> AttentionShape:
 
 def _rows(values: _Values, positions: int | None = None) -> dict[str, Any]:
     """Return the sizes outside of the layers: the embedding, and a head over the vocabulary."""
-    vocab = values.whole("vocab_size")
+    vocab = values.positive_int("vocab_size")
     return {
         "vocab": vocab,
         "outputs": vocab,
         "tied": bool(values.get("tie_word_embeddings", False)),
-        "max_positions": positions or values.whole("max_position_embeddings"),
+        "max_positions": positions or values.positive_int("max_position_embeddings"),
     }
 
 
@@ -236,7 +236,7 @@ def _llama_like(
     **attention: Any,
 ) -> dict[str, Any]:
     """Return layers with RMS norms, rotary positions and gated MLPs, each made by `mlp`."""
-    hidden, layers = values.whole("hidden_size"), values.whole("num_hidden_layers")
+    hidden, layers = values.positive_int("hidden_size"), values.positive_int("num_hidden_layers")
     bias = bool(values.get("attention_bias", False))
     made = _attention(values, hidden, **{"qkv_bias": bias, "out_bias": bias, **attention})
     dense = _dense(values)
@@ -268,7 +268,7 @@ def _kind(window: int | None, mlp: Mlp) -> str:
 
 def _dense(values: _Values) -> Mlp:
     bias = bool(values.get("mlp_bias", False))
-    return Mlp(width=values.whole("intermediate_size"), gated=True, bias=bias)
+    return Mlp(width=values.positive_int("intermediate_size"), gated=True, bias=bias)
 
 
 def _mixtral(values: _Values) -> dict[str, Any]:
@@ -278,23 +278,23 @@ def _mixtral(values: _Values) -> dict[str, Any]:
 
 def _experts(values: _Values, number: str, width: str, **more: Any) -> Mlp:
     return Mlp(
-        width=values.whole(width),
+        width=values.positive_int(width),
         gated=True,
-        experts=values.whole(number),
-        active=values.whole("num_experts_per_tok"),
+        experts=values.positive_int(number),
+        active=values.positive_int("num_experts_per_tok"),
         **more,
     )
 
 
 def _sparse(values: _Values, experts: Mlp) -> Callable[[int], Mlp]:
     """Return a function that makes the MLP of a Qwen layer, dense or with experts."""
-    only, step = values.get("mlp_only_layers", []), values.whole("decoder_sparse_step", 1)
+    only, step = values.get("mlp_only_layers", []), values.positive_int("decoder_sparse_step", 1)
     dense = _dense(values)
     return lambda layer: dense if layer in only or (layer + 1) % step else experts
 
 
 def _qwen2_moe(values: _Values) -> dict[str, Any]:
-    shared = values.whole("shared_expert_intermediate_size")
+    shared = values.positive_int("shared_expert_intermediate_size")
     experts = _experts(
         values, "num_experts", "moe_intermediate_size", shared=shared, shared_gate=True
     )
@@ -310,22 +310,27 @@ def _qwen3_moe(values: _Values) -> dict[str, Any]:
 
 def _deepseek(values: _Values) -> dict[str, Any]:
     """Read a DeepSeek model, without its multi-token prediction layers."""
-    hidden, layers = values.whole("hidden_size"), values.whole("num_hidden_layers")
-    heads, bias = values.whole("num_attention_heads"), bool(values.get("attention_bias", False))
-    rope = values.whole("qk_rope_head_dim")
+    hidden, layers = values.positive_int("hidden_size"), values.positive_int("num_hidden_layers")
+    heads, bias = (
+        values.positive_int("num_attention_heads"),
+        bool(values.get("attention_bias", False)),
+    )
+    rope = values.positive_int("qk_rope_head_dim")
     attention = AttentionShape(
         heads=heads,
         kv_heads=heads,
-        head_dim=values.whole("qk_nope_head_dim") + rope,
-        value_dim=values.whole("v_head_dim"),
+        head_dim=values.positive_int("qk_nope_head_dim") + rope,
+        value_dim=values.positive_int("v_head_dim"),
         qkv_bias=bias,
         out_bias=bias,
-        query_rank=None if values.get("q_lora_rank") is None else values.whole("q_lora_rank"),
-        kv_rank=values.whole("kv_lora_rank"),
+        query_rank=None
+        if values.get("q_lora_rank") is None
+        else values.positive_int("q_lora_rank"),
+        kv_rank=values.positive_int("kv_lora_rank"),
         rope_dim=rope,
     )
-    each = values.whole("moe_intermediate_size")
-    shared = each * values.whole("n_shared_experts")
+    each = values.positive_int("moe_intermediate_size")
+    shared = each * values.positive_int("n_shared_experts")
     dense = _dense(values)
     # Experts have no biases, but the MLP that all tokens pass has.
     beside = 2 * shared + hidden if dense.bias else 0
@@ -373,10 +378,10 @@ def _gpt_like(
 
     `outside`: the number of parameters outside of layers, without the final norm.
     """
-    hidden = values.whole("hidden_size")
+    hidden = values.positive_int("hidden_size")
     made = _attention(values, hidden, **{"qkv_bias": bias, "out_bias": bias, **attention})
     layers = Stack(
-        layers=values.whole("num_hidden_layers"),
+        layers=values.positive_int("num_hidden_layers"),
         attention=made,
         mlp=Mlp(width=width, bias=bias),
         dropout=values.drops(*dropouts),
@@ -393,8 +398,8 @@ def _gpt_like(
 def _gpt2(values: _Values) -> dict[str, Any]:
     if values.get("add_cross_attention", False):
         values.refuse("add_cross_attention", True, "a decoder without an encoder has none")
-    width = values.whole("n_inner", 4 * values.whole("n_embd"))
-    positions = values.whole("n_positions")
+    width = values.positive_int("n_inner", 4 * values.positive_int("n_embd"))
+    positions = values.positive_int("n_positions")
     read = _gpt_like(values, width, positions=positions, dropouts=("resid_pdrop", "attn_pdrop"))
     return {**read, "learned_positions": positions}
 
@@ -403,11 +408,11 @@ def _bert(values: _Values) -> dict[str, Any]:
     for name in ("is_decoder", "add_cross_attention"):
         if values.get(name, False):
             values.refuse(name, True, "outpace knows BERT as an encoder")
-    hidden, vocab = values.whole("hidden_size"), values.whole("vocab_size")
-    positions = values.whole("max_position_embeddings")
-    outside = values.whole("type_vocab_size") * hidden + 2 * hidden + hidden + vocab
+    hidden, vocab = values.positive_int("hidden_size"), values.positive_int("vocab_size")
+    positions = values.positive_int("max_position_embeddings")
+    outside = values.positive_int("type_vocab_size") * hidden + 2 * hidden + hidden + vocab
     read = _gpt_like(
-        values, values.whole("intermediate_size"), outside=outside, causal=False,
+        values, values.positive_int("intermediate_size"), outside=outside, causal=False,
         dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob"),
     )  # fmt: skip
     transform = ProductShape(name="head transform", inputs=hidden, outputs=hidden)
@@ -418,7 +423,8 @@ def _gpt_neox(values: _Values) -> dict[str, Any]:
     projected = bool(values.get("attention_bias", True))
     parallel = bool(values.get("use_parallel_residual", True))
     return _gpt_like(
-        values, values.whole("intermediate_size"), dropouts=("hidden_dropout", "attention_dropout"),
+        values, values.positive_int("intermediate_size"),
+        dropouts=("hidden_dropout", "attention_dropout"),
         stack={"parallel": parallel}, qkv_bias=projected, out_bias=projected,
     )  # fmt: skip
 
@@ -426,10 +432,10 @@ def _gpt_neox(values: _Values) -> dict[str, Any]:
 def _phi(values: _Values) -> dict[str, Any]:
     """Read a Phi model: one norm per layer, and a head with a bias."""
     normed = bool(values.get("qk_layernorm", False))
-    hidden = values.whole("hidden_size")
-    dim = values.head_dim(hidden, values.whole("num_attention_heads"))
+    hidden = values.positive_int("hidden_size")
+    dim = values.head_dim(hidden, values.positive_int("num_attention_heads"))
     return _gpt_like(
-        values, values.whole("intermediate_size"), outside=values.whole("vocab_size"),
+        values, values.positive_int("intermediate_size"), outside=values.positive_int("vocab_size"),
         dropouts=("resid_pdrop", "attention_dropout"), qk_norm=normed,
         stack={"parallel": True, "norms": 1, "other_parameters": 2 * dim if normed else 0},
     )  # fmt: skip
@@ -437,36 +443,36 @@ def _phi(values: _Values) -> dict[str, Any]:
 
 def _bloom(values: _Values) -> dict[str, Any]:
     """Read BLOOM: a norm after the embedding, and position biases (ALiBi) without parameters."""
-    hidden = values.whole("hidden_size")
+    hidden = values.positive_int("hidden_size")
     return _gpt_like(
-        values, 4 * hidden, outside=2 * hidden, positions=values.whole("seq_length", 2048),
+        values, 4 * hidden, outside=2 * hidden, positions=values.positive_int("seq_length", 2048),
         dropouts=("hidden_dropout", "attention_dropout"),
     )  # fmt: skip
 
 
 def _mpt(values: _Values) -> dict[str, Any]:
     """Read an MPT model: no biases, and ALiBi position biases, which have no parameters."""
-    width = values.whole("expansion_ratio", 4) * values.whole("hidden_size")
+    width = values.positive_int("expansion_ratio", 4) * values.positive_int("hidden_size")
     return _gpt_like(
-        values, width, bias=False, norm_bias=False, positions=values.whole("max_seq_len"),
+        values, width, bias=False, norm_bias=False, positions=values.positive_int("max_seq_len"),
         dropouts=("resid_pdrop",),
     )  # fmt: skip
 
 
 def _opt(values: _Values) -> dict[str, Any]:
     """Read OPT, which never uses two rows of positions; the 350M has a narrower embedding."""
-    hidden, narrow = values.whole("hidden_size"), values.whole("word_embed_proj_dim")
+    hidden, narrow = values.positive_int("hidden_size"), values.positive_int("word_embed_proj_dim")
     final = values.get("do_layer_norm_before", True)
     final = final and not values.get("_remove_final_layer_norm", False)
     affine = bool(values.get("layer_norm_elementwise_affine", True))
     read = _gpt_like(
-        values, values.whole("ffn_dim"), bias=bool(values.get("enable_bias", True)),
+        values, values.positive_int("ffn_dim"), bias=bool(values.get("enable_bias", True)),
         norm_bias=affine, dropouts=("dropout", "attention_dropout"),
         stack={"norms": 2 if affine else 0},
     )  # fmt: skip
     if not (final and affine):
         read["outside_parameters"] = 0
-    read["learned_positions"] = values.whole("max_position_embeddings") + 2
+    read["learned_positions"] = values.positive_int("max_position_embeddings") + 2
     if narrow != hidden:
         read["embedding_width"] = narrow
         read["embed_products"] = (ProductShape(name="project in", inputs=narrow, outputs=hidden),)
@@ -476,22 +482,22 @@ def _opt(values: _Values) -> dict[str, Any]:
 
 def _vit(values: _Values) -> dict[str, Any]:
     """Read a ViT: patches and a class token, the only position that the classifier reads."""
-    hidden = values.whole("hidden_size")
+    hidden = values.positive_int("hidden_size")
     image, patch = (_pair(values, name) for name in ("image_size", "patch_size"))
     patches = (image[0] // patch[0]) * (image[1] // patch[1])
     if patches < 1:
         values.refuse("patch_size", patch, f"the image has {image}")
-    classes = len(values.get("id2label", {})) or values.whole("num_labels", 2)
+    classes = len(values.get("id2label", {})) or values.positive_int("num_labels", 2)
     bias = bool(values.get("qkv_bias", True))
     stack = Stack(
-        layers=values.whole("num_hidden_layers"),
+        layers=values.positive_int("num_hidden_layers"),
         attention=_attention(values, hidden, causal=False, qkv_bias=bias, out_bias=True),
-        mlp=Mlp(width=values.whole("intermediate_size"), bias=True),
+        mlp=Mlp(width=values.positive_int("intermediate_size"), bias=True),
         norm_bias=True,
         seq_len=patches + 1,
         dropout=values.drops("hidden_dropout_prob", "attention_probs_dropout_prob"),
     )
-    inputs = values.whole("num_channels", 3) * patch[0] * patch[1]
+    inputs = values.positive_int("num_channels", 3) * patch[0] * patch[1]
     cut = ProductShape(name="patches", inputs=inputs, outputs=hidden, positions=patches)
     return {
         "hidden": hidden,
@@ -517,33 +523,35 @@ def _pair(values: _Values, name: str) -> tuple[int, int]:
 
 def _t5(values: _Values) -> dict[str, Any]:
     """Read a T5: an encoder, and a decoder that also attends to the encoder's output."""
-    hidden, heads = values.whole("d_model"), values.whole("num_heads")
-    dim = values.whole("d_kv")
+    hidden, heads = values.positive_int("d_model"), values.positive_int("num_heads")
+    dim = values.positive_int("d_kv")
     attention = AttentionShape(
         heads=heads, kv_heads=heads, head_dim=dim, value_dim=dim, causal=False
     )
     common = {
-        "mlp": Mlp(width=values.whole("d_ff"), gated=bool(values.get("is_gated_act", False))),
+        "mlp": Mlp(
+            width=values.positive_int("d_ff"), gated=bool(values.get("is_gated_act", False))
+        ),
         "dropout": values.drops("dropout_rate"),
     }
     encoder = Stack(
-        name="encoder", layers=values.whole("num_layers"), attention=attention, **common
+        name="encoder", layers=values.positive_int("num_layers"), attention=attention, **common
     )
     decoder = Stack(
         name="decoder",
-        layers=values.whole("num_decoder_layers"),
+        layers=values.positive_int("num_decoder_layers"),
         attention=attention.model_copy(update={"causal": True}),
         cross_attention=attention,
         norms=3,
         **common,
     )
     # For both: a final norm, and position biases per head, which the first layer has.
-    biases = values.whole("relative_attention_num_buckets") * heads
+    biases = values.positive_int("relative_attention_num_buckets") * heads
     return {
         "hidden": hidden,
         "stacks": (encoder, decoder),
         "outside_parameters": 2 * (hidden + biases),
-        **_rows(values, values.whole("n_positions", 512)),
+        **_rows(values, values.positive_int("n_positions", 512)),
     }
 
 

@@ -319,16 +319,16 @@ class _Part:
         rank, _, rest = line.removeprefix(RANK_PREFIX).partition("] ")
         if not line.startswith(RANK_PREFIX) or not rank.isdecimal():
             self.errors.append(line.rstrip())
-            self._keep(f"host-{self.work.node}", line)
+            self._append_to_file(f"host-{self.work.node}", line)
             return
         if rank == "0":  # as if it ran here: tables, and the document of --json
             shown.write(rest)
         else:
             sys.stderr.write(f"{self.host.name}, rank {rank}: {rest}")
         shown.flush()
-        self._keep(f"rank-{rank}", rest)  # last, since the disk may be full
+        self._append_to_file(f"rank-{rank}", rest)  # last, since the disk may be full
 
-    def _keep(self, name: str, line: str) -> None:
+    def _append_to_file(self, name: str, line: str) -> None:
         with (self.kept / f"{name}.txt").open("a", encoding="utf-8") as file:
             file.write(line)
 

@@ -41,12 +41,12 @@ class Recipe:
         self._left = 0
         self._value: Tensor | None = None
 
-    def hold(self) -> Callable[[], Tensor]:
+    def add_reader(self) -> Callable[[], Tensor]:
         """Return a function that computes the tensor, and count one more reader."""
         self._left += 1
-        return self._take
+        return self._read_once
 
-    def _take(self) -> Tensor:
+    def _read_once(self) -> Tensor:
         """Return the tensor, and drop it after its last reader."""
         value = self._compute() if self._value is None else self._value
         self._left -= 1
@@ -67,7 +67,7 @@ def _linear(layers: Sequence[nn.Linear], rows: Tensor, again: Recipe | None = No
     trains = any(layer.weight.requires_grad for layer in layers)
     remake_operands(
         made,
-        again.hold() if again is not None and trains else None,
+        again.add_reader() if again is not None and trains else None,
         make_weight if copied and rows.requires_grad else None,
     )
     return made

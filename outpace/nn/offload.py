@@ -41,7 +41,7 @@ class Parcel(Protocol):
 class Storage(Protocol):
     """Storage that keeps tensors."""
 
-    def keep(self, tensor: Tensor) -> Parcel:
+    def store(self, tensor: Tensor) -> Parcel:
         """Start copying a tensor."""
 
     def pace(self) -> None:
@@ -52,7 +52,7 @@ class _MappedTensor:
     """A tensor in a mapped file; backward reads it from there."""
 
     def __init__(self, tensor: Tensor, scratch: Scratch) -> None:
-        self._tensor, self._region = scratch.lend(tensor)
+        self._tensor, self._region = scratch.copy_temporarily(tensor)
         self._region.release()
 
     def prefetch(self) -> None:
@@ -68,7 +68,7 @@ class DiskStore:
     def __init__(self, scratch: Scratch) -> None:
         self._scratch = scratch
 
-    def keep(self, tensor: Tensor) -> Parcel:
+    def store(self, tensor: Tensor) -> Parcel:
         """Copy a tensor into a file."""
         return _MappedTensor(tensor, self._scratch)
 
@@ -115,7 +115,7 @@ class HostStore:
         self._device = device
         self._marks: deque[Sequence[torch.cuda.Event]] = deque()
 
-    def keep(self, tensor: Tensor) -> Parcel:
+    def store(self, tensor: Tensor) -> Parcel:
         """Start copying a tensor to the host."""
         return _PinnedTensor(tensor, self)
 
@@ -155,7 +155,7 @@ class _SavedTensors:
         found = None if known is None else known()
         if found is None:
             spec = tensor._spec if is_spread(tensor) else None
-            found = _SavedTensor(self._keeper.place.keep(held.detach()), spec, self)
+            found = _SavedTensor(self._keeper.place.store(held.detach()), spec, self)
             self._saved[key] = weakref.ref(found)
         return found
 

@@ -49,7 +49,7 @@ class BufferKeeper:
             moved = {place for place, seen in versions.items() if _has_changed(place, *seen)}
             if self._moving is None:  # compare values, not only versions
                 moved |= {place for place, old in copies.items() if _differs(place, old)}
-            before = {place: copies[place] for place in self._note(moved)}
+            before = {place: copies[place] for place in self._changed_buffers(moved)}
             return output
 
         return run
@@ -57,7 +57,7 @@ class BufferKeeper:
     def _to_copy(self) -> list[_Place]:
         return self._places if self._moving is None else list(self._moving)
 
-    def _note(self, moved: set[_Place]) -> set[_Place]:
+    def _changed_buffers(self, moved: set[_Place]) -> set[_Place]:
         """Return all buffers that have changed so far."""
         late = set() if self._moving is None else moved - self._moving
         if late:

@@ -70,7 +70,7 @@ class Scratch:
         self._idle: defaultdict[int, list[Region]] = defaultdict(list)
         self._placed: dict[int, Region] = {}
 
-    def take(self, nbytes: int) -> Region:
+    def allocate(self, nbytes: int) -> Region:
         """Return a region of at least `nbytes`. Raises BadInputError if the disk is too full."""
         pages = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         if self._idle[pages]:
@@ -127,13 +127,13 @@ class Scratch:
             f"({error.strerror}). Name another directory with --offload-dir, or offload less."
         )
 
-    def place(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Region]:
+    def copy_permanently(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Region]:
         """Copy plain tensors into one region, side by side and permanently."""
         begins, total = [], 0
         for tensor in tensors:
             begins.append(total)
             total += -(-tensor.nbytes // _ALIGNED_BYTES) * _ALIGNED_BYTES
-        region = self.take(max(total, 1))
+        region = self.allocate(max(total, 1))
         memory = (ctypes.c_char * region.nbytes).from_buffer(region.mapping, region.start)
         placed = [_copy(t, memory, at) for t, at in zip(tensors, begins, strict=True)]
         self._placed |= {tensor.data_ptr(): region for tensor in placed}
@@ -143,9 +143,9 @@ class Scratch:
         """Return the region of a tensor that was placed here; None for any other."""
         return self._placed.get(tensor.data_ptr())
 
-    def lend(self, tensor: Tensor) -> tuple[Tensor, Region]:
+    def copy_temporarily(self, tensor: Tensor) -> tuple[Tensor, Region]:
         """Copy a plain tensor into a region that is freed after its last use."""
-        region = self.take(max(tensor.nbytes, 1))
+        region = self.allocate(max(tensor.nbytes, 1))
         memory = (ctypes.c_char * region.nbytes).from_buffer(region.mapping, region.start)
         weakref.finalize(memory, self.give_back, region).atexit = False
         return _copy(tensor, memory, 0), region

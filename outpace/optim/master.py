@@ -98,7 +98,7 @@ class MasterWeights(KeepsDtypes):
         addresses = None if self._fused is None else gradient_addresses(group, stepped)
         if self._fused is None or addresses is None:
             return False
-        states = [self._settle(parameter, group) for parameter in stepped]
+        states = [self._prepare_state(parameter, group) for parameter in stepped]
         return self._fused.step(group, stepped, states, factor, addresses)
 
     @contextmanager
@@ -119,7 +119,7 @@ class MasterWeights(KeepsDtypes):
         if self._fused is not None:
             self._fused.forget()
 
-    def _settle(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
+    def _prepare_state(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
         """Return a parameter's state with its copy, for the inner optimizer."""
         state: dict[str, Any] = self.state[parameter]
         if not state:
@@ -133,7 +133,7 @@ class MasterWeights(KeepsDtypes):
     def _prepare(self, parameter: nn.Parameter, group: dict[str, Any]) -> nn.Parameter:
         """Return a parameter's copy, with the parameter's state."""
         master = self._masters[parameter]
-        self._inner.state[master] = self._settle(parameter, group)
+        self._inner.state[master] = self._prepare_state(parameter, group)
         return master
 
 

@@ -198,7 +198,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         ]
         copies = [t for p, t in zip(parameters, twins, strict=True) if t is not p]
         old = [local(tensor) for tensor in (*copies, *(tensor for *_, tensor in states))]
-        placed, region = disk.place(old)
+        placed, region = disk.copy_permanently(old)
         for twin, memory in zip(copies, placed, strict=False):
             local(twin).data = memory
         for (state, key, tensor), memory in zip(states, placed[len(copies) :], strict=True):

@@ -33,7 +33,7 @@ class FusedGradients:
         ]
 
     @torch.no_grad()
-    def take(self, index: int) -> None:
+    def move_gradient(self, index: int) -> None:
         """Move a parameter's gradient into the buffer."""
         gradient = self.parameters[index].grad
         self.present[index] = gradient is not None
@@ -46,7 +46,7 @@ class FusedGradients:
     def take_all(self) -> None:
         """Move all gradients into the buffer."""
         for index in range(len(self.parameters)):
-            self.take(index)
+            self.move_gradient(index)
 
     def assign_gradients(self) -> None:
         """Make the parameters' gradients views of the buffer."""

@@ -92,7 +92,7 @@ def to_disk(layout: Layout, scratch: Scratch) -> None:
     for _, parameter in layout.named_parameters():
         sharded = held.get(parameter)
         old = local(parameter) if sharded is None else sharded._sharded_param_data
-        (memory,), region = scratch.place([old])
+        (memory,), region = scratch.copy_permanently([old])
         if sharded is not None:  # with the padding that makes all shards equally long
             sharded._sharded_param_data = memory
             memory = memory[: local(parameter).numel()].view(local(parameter).shape)

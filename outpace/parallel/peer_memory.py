@@ -155,7 +155,7 @@ class PeerMemoryGroup:
         """Return whether this rank can read the memory of all others."""
         try:
             for other in self._others:
-                self._look(other)
+                self._read_steps(other)
                 if self._seen.token != other.token:
                     return False
         except OSError:
@@ -257,7 +257,7 @@ class PeerMemoryGroup:
         self._notice.moves += 1
         end_s = time.monotonic() + self._limit_s
         for other in self._others:
-            while (moves := self._look(other)) < self._notice.moves:
+            while (moves := self._read_steps(other)) < self._notice.moves:
                 if moves == _GAVE_UP:
                     raise dist.DistNetworkError(f"rank {other.rank} gave up a collective")
                 if time.monotonic() > end_s:
@@ -267,12 +267,12 @@ class PeerMemoryGroup:
                     )
                 time.sleep(_NAP_S)
             # Once more: the kernel may have copied the address before the count.
-            self._look(other)
+            self._read_steps(other)
             self._buffers[other.rank] = self._seen.buffer
             kinds[other.rank] = int(self._seen.kind)
         return kinds
 
-    def _look(self, other: _Peer) -> int:
+    def _read_steps(self, other: _Peer) -> int:
         """Return the number of steps that another rank has made."""
         size = ctypes.sizeof(_Notice)
         self._read(other.pid, other.notice, ctypes.addressof(self._seen), size)

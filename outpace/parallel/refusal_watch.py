@@ -32,7 +32,7 @@ class RefusalWatch:
         self._find = find
         self._call = 0
         self._since_s: float | None = None  # of the call in progress
-        self._thread = threading.Thread(target=self._look, name="outpace-refusals", daemon=True)
+        self._thread = threading.Thread(target=self._poll, name="outpace-refusals", daemon=True)
         self._thread.start()
 
     def enter(self) -> None:
@@ -44,7 +44,7 @@ class RefusalWatch:
         """End the call."""
         self._since_s = None
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         seen: tuple[int, str, float] | None = None  # the call, what was refused, and when
         while True:
             time.sleep(_LOOK_EVERY_S)

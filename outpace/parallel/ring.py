@@ -129,13 +129,13 @@ class RingReplicas(Layout):
     def _hook(self, number: int, index: int) -> Callable[[Tensor], None]:
         def on_gradient(_: Tensor) -> None:
             if self._reduces:
-                self._take(number, index)
+                self._move_gradient(number, index)
                 self._send_full()
 
         return on_gradient
 
-    def _take(self, number: int, index: int) -> None:
-        self._buckets[number].take(index)
+    def _move_gradient(self, number: int, index: int) -> None:
+        self._buckets[number].move_gradient(index)
         self._missing[number].remove(index)
 
     def _send_full(self) -> None:
@@ -159,7 +159,7 @@ class RingReplicas(Layout):
         # What the last backward had no gradient for may have one of an earlier micro-batch.
         for number, missing in enumerate(self._missing):
             for index in sorted(missing):
-                self._take(number, index)
+                self._move_gradient(number, index)
         self._send_full()
         self._reducer.finish()
         for bucket in self._buckets:

@@ -86,7 +86,7 @@ def plans(job: PlanningProblem) -> Plans:
             *job.outline.notes,
             *job.cluster.notes,
             *_host_memory_note(job, used),
-            _interval(job).note,
+            _interval(job).explanation,
             *_uncertainties(planned),
             *_extrapolated_note(planned[0]),
             *_routing(job),
@@ -264,7 +264,7 @@ def _add_alternatives(job: PlanningProblem, found: SearchResult) -> SearchResult
     if not any(slow) or found.layouts is None:
         return found
     whole = np.flatnonzero(found.layouts.pp == 1)
-    fewer = replace(found, layouts=found.layouts.take(whole), bound=found.bound[whole])
+    fewer = replace(found, layouts=found.layouts.select(whole), bound=found.bound[whole])
     again = _find_simulated_alternatives(job, fewer)
     return replace(
         again,
@@ -437,7 +437,7 @@ def _estimate(
     seconds = float(times.step_s[place])
     samples = wanted.global_batch
     tokens = samples * wanted.seq_len
-    row = columns.take([place])
+    row = columns.select([place])
     ranks = int(row.ranks[0] + row.servers[0])
     adapters = row.common_adapters
     trained = None if adapters is None else adapters.trained_parameters(job.outline)

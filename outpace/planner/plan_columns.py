@@ -75,7 +75,7 @@ class PlanBatch:
     def __len__(self) -> int:
         return len(self.strategy)
 
-    def take(self, chosen: Any) -> Self:
+    def select(self, chosen: Any) -> Self:
         """Return the plans of a mask, a slice or a list of positions."""
         return type(self)(
             **{field.name: getattr(self, field.name)[chosen] for field in fields(self)}

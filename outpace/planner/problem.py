@@ -48,7 +48,7 @@ class PlanningProblem:
 
     @property
     def question(self) -> StepTimeQuestion:
-        """Return the problem in the form for the step-time model."""
+        """Return the problem as the input of the step-time model."""
         return StepTimeQuestion(
             self.outline,
             self.wanted.seq_len,
@@ -85,7 +85,7 @@ class PlanningProblem:
             return needs
         away = np.flatnonzero((needs <= self.limit) & _on_host(columns))
         if len(away):
-            short = self.offloads(columns.take(away)) > host_bytes
+            short = self.offloads(columns.select(away)) > host_bytes
             needs[away[short]] = np.nextafter(self.limit, np.inf)
         return needs
 

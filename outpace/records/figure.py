@@ -105,7 +105,7 @@ class Figure(Record):
             return show_share(self.value)
         return show_count(self.value, self.unit)
 
-    def holds(self, other: "Figure") -> bool | None:
+    def contains(self, other: "Figure") -> bool | None:
         """Return whether a repeat's value lies in the interval; None if either is missing."""
         if self.low is None or self.high is None or other.value is None or self.value is None:
             return None

@@ -127,7 +127,7 @@ class AllocationTracer(TorchDispatchMode):
                 self._give_back(storage._cdata)
                 self._piece(storage).kind = "offloaded"
 
-    def keep(self, sizes: Iterable[int], kind: Kind) -> None:
+    def allocate_permanently(self, sizes: Iterable[int], kind: Kind) -> None:
         """Count memory that is allocated permanently, without an operator."""
         for nbytes in sizes:
             piece = MemoryPiece(self._round_up(nbytes), "", kind)

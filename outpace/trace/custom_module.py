@@ -80,7 +80,7 @@ class ModuleWorkload:
         own, plan = self.build(), self.plan
         objective = (_ValueFree if self.value_free else CustomObjective)(own)
         lower_weights(objective, mixed)
-        watch.keep(rules.workspaces(), "workspaces")
+        watch.allocate_permanently(rules.workspaces(), "workspaces")
         synchronise_statistics(own, plan)
         apply_plan_options(own, plan, scratch)
         if plan.compile:

@@ -41,7 +41,7 @@ class OffloadScratch(Scratch):
         super().__init__()
         self._watch = watch
 
-    def place(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Region]:
+    def copy_permanently(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Region]:
         """Return the tensors themselves, whose memory counts as offloaded from now on."""
         self._watch.move_away(tensors)
         return list(tensors), _EmptyRegion()
@@ -50,7 +50,7 @@ class OffloadScratch(Scratch):
         """Return None, since nothing must be read ahead."""
         return None
 
-    def lend(self, tensor: Tensor) -> tuple[Tensor, Region]:
+    def copy_temporarily(self, tensor: Tensor) -> tuple[Tensor, Region]:
         """Return a copy that counts as offloaded."""
         copied = torch.empty_like(tensor)
         self._watch.move_away([copied])

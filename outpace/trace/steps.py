@@ -72,7 +72,7 @@ class Workload:
         """Return the model on this rank, with its weights."""
         plan, objective = self.plan, _objective(self, mixed)
         rules.prepare(objective)
-        watch.keep(rules.workspaces(), "workspaces")
+        watch.allocate_permanently(rules.workspaces(), "workspaces")
         apply_options(objective.model, plan, scratch=scratch)
         if plan.compile:
             from outpace.trace.compiled_region import trace_compiled

@@ -79,7 +79,7 @@ def _kind(operator: str) -> str | None:
 
 
 def _group(args: Any) -> dist.ProcessGroup:
-    """Return a collective's group: an argument, or for functional ones named by the last."""
+    """Return a collective's group: an argument; functional collectives pass its name last."""
     boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
     if boxed is None:
         return _resolve_process_group(args[-1])

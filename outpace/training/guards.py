@@ -69,7 +69,7 @@ class _Arrivals:
                     os.close(end)
                 self._pipe = None
 
-    def take(self) -> bool:
+    def pop(self) -> bool:
         """Return whether a signal to end has arrived since the last call."""
         with self._lock, suppress(BlockingIOError):
             return self._pipe is not None and bool({*os.read(self._pipe[0], 4096)} & {*ENDING})
@@ -153,7 +153,7 @@ class StopSignal:
         Any thread may call this, also while the main thread waits in a library, which handles no
         signal until it returns.
         """
-        return self._ended or (self._raising and self._arrivals.take())
+        return self._ended or (self._raising and self._arrivals.pop())
 
     def interrupt(self) -> bool:
         """End the main thread before its first step is done, or after the last, as a signal would.

@@ -68,7 +68,7 @@ class CacheFreer:
             return torch.cuda.memory_reserved(self._device)
         return int(psutil.Process().memory_info().rss)
 
-    def take(self) -> int:
+    def pop_freed_bytes(self) -> int:
         """Return the bytes released since the last call."""
         freed, self._freed_bytes = self._freed_bytes, 0
         return freed

@@ -57,7 +57,7 @@ class DirectWriter:
             self._block[self._used : self._used + len(some)] = some
             self._used, left = self._used + len(some), left[len(some) :]
             if self._used == _BLOCK_BYTES:
-                self._put(self._used)
+                self._write_block(self._used)
         return count
 
     def flush(self) -> None:
@@ -68,9 +68,9 @@ class DirectWriter:
         if self._file is None:
             return
         try:
-            self._put(self._used // mmap.PAGESIZE * mmap.PAGESIZE)
+            self._write_block(self._used // mmap.PAGESIZE * mmap.PAGESIZE)
             through_cache(self._file)
-            self._put(self._used)
+            self._write_block(self._used)
             os.fsync(self._file)
         finally:
             self._end()
@@ -80,7 +80,7 @@ class DirectWriter:
             os.close(self._file)
             self._file = None
 
-    def _put(self, count: int) -> None:
+    def _write_block(self, count: int) -> None:
         """Write the first bytes of the block, and move the rest to its start."""
         assert self._file is not None
         done = 0

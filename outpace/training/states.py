@@ -92,7 +92,7 @@ class InPlaceStager(AsyncStager):
     def close(self) -> None:
         """Do nothing, since there is nothing to close."""
 
-    def keep(self, wanted: Iterable[Any]) -> None:
+    def drop_except(self, wanted: Iterable[Any]) -> None:
         """Drop all staged tensors except those that will be read."""
         places = {id(one) for one in wanted}
         with self._turn:
@@ -207,7 +207,7 @@ class PinnedCopies(AsyncStager):
     def close(self) -> None:
         """Do nothing, because the memory is kept."""
 
-    def keep(self, wanted: Iterable[Any]) -> None:
+    def drop_except(self, wanted: Iterable[Any]) -> None:
         """Do nothing, because everything is copied already or about to be."""
 
     def read(self, found: Any) -> Any:
@@ -230,7 +230,7 @@ class _Planner(DefaultSavePlanner):
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         plan = super().finish_plan(new_plan)
-        self._lent.keep(self.lookup_object(item.index) for item in plan.items)
+        self._lent.drop_except(self.lookup_object(item.index) for item in plan.items)
         return plan
 
     def resolve_data(self, write_item: WriteItem) -> Any:

@@ -195,10 +195,10 @@ class Stepper:
         self._wait_for_status(gathered)
         copied = DeviceFigures(self.queue, {"totals": totals, "grad_norm": grad_norm, **fp16})
         timer.mark("communication")
-        marks = timer.take()
+        marks = timer.pop_marks()
         if self._world_size > 1:  # a single rank reports to nobody, and would keep all marks
             self._own_time.add(marks)
-        freed = None if self._freer is None else self._freer.take()
+        freed = None if self._freer is None else self._freer.pop_freed_bytes()
         return RawStep(step, lr, totals, grad_norm, marks, copied, gathered, freed)
 
     @property
@@ -238,7 +238,7 @@ class Stepper:
         known_peak = -1.0 if peak is None else float(peak)
         if self._world_size == 1:
             return RankReports([[float(stop), known_peak, -1.0]]), None
-        said = torch.tensor([[stop, known_peak, self._own_time.take()]], dtype=torch.float64)
+        said = torch.tensor([[stop, known_peak, self._own_time.pop_seconds()]], dtype=torch.float64)
         heard = torch.empty(self._world_size, said.shape[1], dtype=torch.float64)
         group = None if self._device.type == "cuda" else self._control
         summed = dist.all_reduce(totals, group=group, async_op=True)

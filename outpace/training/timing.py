@@ -35,7 +35,7 @@ class StepTimer:
         """Attribute the time since the last mark to `part`."""
         self._marks.append((part, self._queue.mark()))
 
-    def take(self) -> Marks:
+    def pop_marks(self) -> Marks:
         """Return the marks of the step; `durations` reads them when the device is done."""
         self._end = self._marks[-1][1]
         return self._marks
@@ -71,7 +71,7 @@ class BusyTime:
         if not self._on_host:
             self._running.append(marks)
 
-    def take(self) -> float:
+    def pop_seconds(self) -> float:
         """Return the seconds since the last call; on a GPU, those of the latest finished step.
 
         It is -1 if unknown. This does not wait.

@@ -19,7 +19,7 @@ def run(**figures):
 @given(NUMBERS, NUMBERS)
 def test_an_order_and_its_opposite_part_what_is_known(loss, bound):
     def holds(sign):
-        return condition_of(f"final_loss {sign} {bound!r}").holds(run(final_loss=loss))
+        return condition_of(f"final_loss {sign} {bound!r}").is_met(run(final_loss=loss))
 
     assert holds("<") != holds(">=") and holds(">") != holds("<=")
     assert holds("=") == (holds("<=") and holds(">="))
@@ -29,17 +29,17 @@ def test_an_order_and_its_opposite_part_what_is_known(loss, bound):
 @given(st.none() | NUMBERS, st.none() | NUMBERS)
 def test_equal_and_not_equal_part_all_runs(loss, wanted):
     word = "none" if wanted is None else repr(wanted)
-    equal, other = (condition_of(f"final_loss{sign}{word}").holds(run(final_loss=loss))
+    equal, other = (condition_of(f"final_loss{sign}{word}").is_met(run(final_loss=loss))
                     for sign in ("=", "!="))  # fmt: skip
     assert equal == (loss == wanted) and other != equal
 
 
 def test_what_is_not_known_is_neither_more_nor_less():
-    assert not any(condition_of(f"mfu{sign}0.4").holds(run()) for sign in ("<", "<=", ">", ">="))
+    assert not any(condition_of(f"mfu{sign}0.4").is_met(run()) for sign in ("<", "<=", ">", ">="))
 
 
 def test_numbers_and_sizes_are_written_as_everywhere():
-    assert condition_of("tokens_per_s>=10k").holds(run(tokens_per_s=10_000.0))
-    assert condition_of("steps=1e3").holds(run(steps=1000))
-    assert condition_of("peak_memory_bytes<=1.5GiB").holds(run(peak_memory_bytes=3 * 2**29))
-    assert not condition_of("peak_memory_bytes<1GiB").holds(run(peak_memory_bytes=2**30))
+    assert condition_of("tokens_per_s>=10k").is_met(run(tokens_per_s=10_000.0))
+    assert condition_of("steps=1e3").is_met(run(steps=1000))
+    assert condition_of("peak_memory_bytes<=1.5GiB").is_met(run(peak_memory_bytes=3 * 2**29))
+    assert not condition_of("peak_memory_bytes<1GiB").is_met(run(peak_memory_bytes=2**30))

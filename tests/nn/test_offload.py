@@ -47,8 +47,8 @@ class RecordingStore(DiskStore):
         self.events: list[tuple[str, int]] = []
         self.kept: list[object] = []
 
-    def keep(self, tensor):
-        parcel, number, place = super().keep(tensor), len(self.kept), self
+    def store(self, tensor):
+        parcel, number, place = super().store(tensor), len(self.kept), self
         self.kept.append(tensor.shape)
 
         class Told:

@@ -23,14 +23,14 @@ glibc = pytest.mark.skipif(
 def test_what_is_freed_in_the_midst_of_the_heap_goes_back():
     freer = CacheFreer(CPU)
     freer.free()
-    freer.take()
+    freer.pop_freed_bytes()
     held = [torch.ones(PIECE_BYTES // 4) for _ in range(PIECES)]
     kept = held[-1]  # at the heap's end: what lies before it stays with the process
     del held
     freer.free()
-    freed = freer.take()
+    freed = freer.pop_freed_bytes()
     assert 0.8 * PIECES * PIECE_BYTES < freed < 1.5 * PIECES * PIECE_BYTES
-    assert freer.take() == 0 and bool(kept.all())
+    assert freer.pop_freed_bytes() == 0 and bool(kept.all())
 
 
 def test_a_device_without_such_a_cache_is_refused():
@@ -42,11 +42,11 @@ def test_a_device_without_such_a_cache_is_refused():
 def test_reserved_memory_is_given_back_on_cuda():
     freer = CacheFreer(torch.device("cuda"))
     freer.free()
-    freer.take()
+    freer.pop_freed_bytes()
     tensor = torch.empty(1 << 28, dtype=torch.uint8, device="cuda")
     del tensor
     freer.free()
-    assert freer.take() >= 1 << 28
+    assert freer.pop_freed_bytes() >= 1 << 28
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no /proc")

@@ -142,9 +142,9 @@ class CustomObjective(nn.Module):
 
     def _call_with_user_batch(self, batch: Any) -> Any:
         """Call the module with the user's batch, unpacked if forward takes several arguments."""
-        if isinstance(batch, Mapping) and self._takes(**batch):
+        if isinstance(batch, Mapping) and self._accepts(**batch):
             return self.model(**batch)
-        if isinstance(batch, list | tuple) and self._takes(*batch):
+        if isinstance(batch, list | tuple) and self._accepts(*batch):
             return self.model(*batch)
         if isinstance(batch, Tensor):
             return self.model(batch)
@@ -162,7 +162,7 @@ class CustomObjective(nn.Module):
                 "batch) next to the module."
             ) from error
 
-    def _takes(self, *arguments: Any, **keywords: Any) -> bool:
+    def _accepts(self, *arguments: Any, **keywords: Any) -> bool:
         try:
             self._signature.bind(*arguments, **keywords)
         except TypeError:

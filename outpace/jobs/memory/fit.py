@@ -120,7 +120,7 @@ class MemoryFit:
             )
         return self._predict
 
-    def asks(self, plan: Plan) -> list[TraceRequest]:
+    def trace_requests(self, plan: Plan) -> list[TraceRequest]:
         """Return the ranks whose memory to trace; none if it cannot be traced."""
         if self._account is None or self._spec is None or self._seq_len is None:
             return []

@@ -219,8 +219,8 @@ def _require_traceable(settings: TrainSettings) -> None:
         )
     if settings.memory_limit is not None:
         raise BadInputError(
-            "--memory-limit: outpace memory compares with a --machine of the catalog. Use a "
-            "limit with outpace train, which says what would fit. Leave it out."
+            "--memory-limit: outpace memory compares with the memory of --machine. Leave the "
+            "option out, or use it with outpace train, which says what would fit."
         )
     if settings.task == "classify":
         raise BadInputError(

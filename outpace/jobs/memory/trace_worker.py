@@ -55,7 +55,7 @@ class Tracer:
         """Trace what one rank needs. Raises BadInputError for an impossible plan."""
         return AccountSummary.model_validate(self._request(ask))
 
-    def whole(self, ask: TraceRequest) -> MemoryAccount:
+    def trace_timeline(self, ask: TraceRequest) -> MemoryAccount:
         """Return the account of one rank with its full memory timeline. Raises BadInputError."""
         return MemoryAccount.model_validate(self._request(ask.model_copy(update={"whole": True})))
 

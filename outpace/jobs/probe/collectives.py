@@ -165,7 +165,7 @@ def _by_size(run: _Run, collectives: Sequence[str], share: float) -> Turns[Probe
         for name in collectives:
             run.doing.what = f"{name} over the axis {place.axis.name}"
             cases += cases_by_size(name, place, sizes, limits, run.clock)
-    run.place.buffers.settle()
+    run.place.buffers.release_dependents()
     sample_s = budget_s / 2 / (run.samples * max(1, len(cases)))
     effort = Effort(budget_s * _TIMED, run.rounds, min(0.04, max(0.001, sample_s)), wakes=False)
     said = [_note_case(run.doing, one) for one in cases]

@@ -97,7 +97,7 @@ class Guard:
         self._readings = readings
         self._store = store if self._ranks.world_size > 1 else None
         if readings or self._store is not None:
-            self._watch = Watch(self._look)
+            self._watch = Watch(self._check)
 
     def close(self) -> None:
         """Stop monitoring, at the end of the job."""
@@ -162,7 +162,7 @@ class Guard:
 
     # The following runs in the monitoring thread, or in both.
 
-    def _look(self) -> bool:
+    def _check(self) -> bool:
         """Check once; return True if the end of this process is being handled."""
         if self._shortage is None:
             over = first_too_high(self._readings)

@@ -119,7 +119,7 @@ def _trace(job: Job, fitting: MemoryFit, tracer: Tracer) -> MemoryAccount | None
         )  # fmt: skip
         return None
     try:
-        found = [tracer.whole(ask) for ask in fitting.asks(job.plan)]
+        found = [tracer.trace_timeline(ask) for ask in fitting.trace_requests(job.plan)]
     except BadInputError as error:
         notify(job.callbacks, "on_hint", f"--memory: cannot be traced: {error}")
         return None

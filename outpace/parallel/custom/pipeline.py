@@ -151,7 +151,7 @@ class CustomPipeline(SpreadLayout):
         self._shared = self._make_shared(rest)
         self.averages = plan.data_parallel
         self._shapes: object = None
-        self._look = PipelineInspection(
+        self._inspection = PipelineInspection(
             self._stages, self._ranks_of, names, parts, held, group, self._at, plan.strategy
         )
 
@@ -197,14 +197,14 @@ class CustomPipeline(SpreadLayout):
             stage: CustomStage(objective, self._names, part, stage in ends)
             for stage, part in enumerate(self._parts)
         }
-        self._look.learn_alone(whole, cut(batch, self._plan.pp_microbatches)[0], hooks)
+        self._inspection.learn_alone(whole, cut(batch, self._plan.pp_microbatches)[0], hooks)
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
         """Compute the step's gradients; each batch is cut into the pipeline's micro-batches."""
         # A loss scaler makes its scale at the first call; only the last stage has a loss to scale.
         hooks.scale(torch.zeros((), device=self._at))
         totals = torch.zeros(2, dtype=torch.float64, device=self._at)
-        if not self._look.taken:
+        if not self._inspection.taken:
             self.learn_forms(batches[0], hooks)  # also whether numbers are drawn
         with self._draws.step():
             self._run_passes(batches, hooks, totals)
@@ -213,7 +213,7 @@ class CustomPipeline(SpreadLayout):
         for stage in self._stages.values():
             for block in stage.blocks():
                 commit(block)
-        self._look.settle_buffers()
+        self._inspection.settle_buffers()
         return totals
 
     def _run_passes(self, batches: Sequence[Batch], hooks: StepHooks, totals: Tensor) -> None:
@@ -264,8 +264,8 @@ class CustomPipeline(SpreadLayout):
         """Return the schedule for micro-batches like this one, rebuilt when their shapes change."""
         shapes = [leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
         if self._shapes != shapes:
-            self._look.take(batch, hooks)
-            self._draws.shared = self._look.shares_draws
+            self._inspection.inspect(batch, hooks)
+            self._draws.shared = self._inspection.shares_draws
             self._shapes = shapes
             self._running = [self._stage(number) for number in self._stages]
             kind, count = CLASSES[self._plan.strategy], self._plan.pp_microbatches
@@ -282,7 +282,7 @@ class CustomPipeline(SpreadLayout):
         """Build a stage with the forms of its inputs and outputs, as found by an inspection."""
         stage = self._stages[number]
         inputs = [torch.empty(1, dtype=torch.int64)] if stage.taken is None else stage.taken.flat()
-        totals = [torch.empty(2, dtype=self._look.loss_dtype)]
+        totals = [torch.empty(2, dtype=self._inspection.loss_dtype)]
         outputs = totals if stage.given is None else stage.given.flat()
         return CustomPipelineStage(
             stage,
@@ -297,8 +297,8 @@ class CustomPipeline(SpreadLayout):
     def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
         """Run forward passes only, one micro-batch after the other through this rank's stages."""
         parts = cut(batch, self._plan.pp_microbatches)
-        if not self._look.taken:
-            self._look.take(parts[0], hooks)
+        if not self._inspection.taken:
+            self._inspection.inspect(parts[0], hooks)
         totals = self._zero_totals()
         for part in parts:
             totals += self._pass_on(part, hooks)
@@ -411,7 +411,7 @@ class CustomPipeline(SpreadLayout):
 
     def _owner(self, name: str) -> int:
         """Return the rank that has a parameter or buffer; the first one if two have it."""
-        if name in self._look.buffers:
+        if name in self._inspection.buffers:
             return self._ranks_of[-1]
         rank = self._rank_of_block(name)
         return self._ranks_of[0] if rank is None else rank

@@ -77,7 +77,7 @@ class PipelineInspection:
         self.buffers: tuple[str, ...] = ()  # outside of blocks, and moving: the last stage's count
         self.loss_dtype = torch.float32
 
-    def take(self, batch: Batch, hooks: StepHooks) -> None:
+    def inspect(self, batch: Batch, hooks: StepHooks) -> None:
         """Determine what each stage receives and sends.
 
         Raises BadInputError on all ranks if one of them fails.
@@ -101,7 +101,7 @@ class PipelineInspection:
             self.taken = True
 
     def learn_alone(self, whole: Mapping[int, CustomStage], batch: Batch, hooks: StepHooks) -> None:
-        """Configure each stage as `take` would, with all stages on this rank. Not collective.
+        """Configure each stage as `inspect` would, with all stages on this rank. Not collective.
 
         `whole` holds the stages of a model without values, by number; nothing is compared.
         """
@@ -152,7 +152,9 @@ class PipelineInspection:
                 outputs[number] = None
             else:
                 try:
-                    outputs[number], found[number] = self._look(stage, number, batch, hooks, output)
+                    outputs[number], found[number] = self._inspect_stage(
+                        stage, number, batch, hooks, output
+                    )
                 except Exception as raised:
                     outputs[number], error = None, error or raised
             output = outputs[number]
@@ -162,7 +164,7 @@ class PipelineInspection:
         if error is not None:
             raise error
 
-    def _look(
+    def _inspect_stage(
         self, stage: CustomStage, number: int, batch: Batch, hooks: StepHooks, taken: Message | None
     ) -> tuple["Message | Tensor", StageFindings]:
         output, found = self._look_at(stage, batch, hooks, taken)
@@ -236,13 +238,13 @@ class PipelineInspection:
         else:
             staged = outputs[last]
             assert isinstance(staged, Tensor)
-            whole = self._whole(batch, hooks)
+            whole = self._single_process_totals(batch, hooks)
             inside = None if whole is None else _find_lent_parameter(whole)
             differs = whole is not None and _difference(staged, whole) > self._tolerance(hooks)
             if self._broadcast_from_last(
                 differs
             ):  # what draws other numbers each time cannot be compared
-                again = self._whole(batch, hooks)
+                again = self._single_process_totals(batch, hooks)
                 if whole is not None and again is not None:
                     apart, repeated = _difference(staged, whole), _difference(whole, again)
                     refusal = _say(staged, whole) if apart > 2 * repeated else None
@@ -264,7 +266,7 @@ class PipelineInspection:
         sizes = [p.itemsize for p in self._held.parameters() if p.is_floating_point()]
         return micro_loss_tolerance(min(sizes, default=4), low)
 
-    def _whole(self, batch: Batch, hooks: StepHooks) -> Tensor | None:
+    def _single_process_totals(self, batch: Batch, hooks: StepHooks) -> Tensor | None:
         """Return the totals of a single process with all ranks' parameters; None if it fails."""
         stage = self._stages[len(self._parts) - 1]
         lent = iter(range(len(self._names)))

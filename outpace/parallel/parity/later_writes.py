@@ -83,7 +83,7 @@ class LaterWrites:
                 raise self._refusal(sorted(self._written)) from error
             raise
         if self._find_writes():
-            self._judge()
+            self._refuse_unequal()
         return totals
 
     def _list_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -110,7 +110,7 @@ class LaterWrites:
         self._written = written if self._looks and self._use is not None else written - self._known
         return bool(self._written)
 
-    def _judge(self) -> None:
+    def _refuse_unequal(self) -> None:
         """Refuse the writes, unless all ranks have written the same. Collective if any."""
         names = sorted(self._written)
         if self._use is None or not self._use.all_wrote:

@@ -106,7 +106,7 @@ class MixedSamples:
             if fails:
                 found = MixedDifference()
                 continue
-            found = self._judge(sums, allowed)
+            found = self._compare(sums, allowed)
             if not found.loss and not found.gradient:
                 break
         return found
@@ -150,7 +150,7 @@ class MixedSamples:
         finally:
             self._divert(None)
 
-    def _judge(self, sums: Tensor, allowed: ComparisonLimits) -> MixedDifference:
+    def _compare(self, sums: Tensor, allowed: ComparisonLimits) -> MixedDifference:
         loss, count, loss_apart, count_apart = sums[_LOSSES].tolist()
         if not count or not count_apart:
             return MixedDifference()

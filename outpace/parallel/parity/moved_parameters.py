@@ -50,10 +50,12 @@ class MovedParameters(TorchDispatchMode):
         self.communicates |= is_collective(func)
         schema = getattr(func, "_schema", None)
         if schema is not None and schema.is_mutable:
-            self._keep(schema, args, kwargs, func is torch.ops.aten.embedding_renorm_.default)
+            self._record_writes(
+                schema, args, kwargs, func is torch.ops.aten.embedding_renorm_.default
+            )
         return func(*args, **kwargs)
 
-    def _keep(
+    def _record_writes(
         self, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any], by_samples: bool
     ) -> None:
         for one in find_written(schema, args, kwargs):

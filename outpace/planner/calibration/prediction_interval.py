@@ -35,7 +35,7 @@ class Interval(NamedTuple):
     level: float = LEVEL
 
     @property
-    def note(self) -> str:
+    def explanation(self) -> str:
         """Return a sentence for the user."""
         share = f"{self.level:.0%}".replace("%", " %")
         if self.level == LEVEL:

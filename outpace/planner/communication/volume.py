@@ -183,10 +183,10 @@ def _replicas(work: StepOnRank, tally: Tally) -> None:
 
 
 def _shared_states(work: StepOnRank, tally: Tally) -> None:
-    """Add zero1: as ddp, and each rank broadcasts the parameters that it has stepped.
+    """Add zero1: like ddp, but each rank also broadcasts the parameters that it has stepped.
 
-    Rajbhandari et al., SC 2020, §7.1, with an all-reduce for their reduce-scatter. Whole parameters
-    are assigned to the rank that has the least: matrices before vectors, largest first.
+    Rajbhandari et al., SC 2020, §7.1, with an all-reduce instead of their reduce-scatter. Whole
+    parameters are assigned to the rank that has the least: matrices before vectors, largest first.
     """
     _replicas(work, tally)
     ranks = work.plan.world_size

@@ -200,7 +200,7 @@ def _format_kept(wanted: SearchRequest) -> str:
 
 def lacks(job: PlanningProblem, columns: PlanBatch, place: int) -> str:
     """Describe what a plan that does not fit needs, next to what the device or its host has."""
-    row = columns.take([place])
+    row = columns.select([place])
     need, host = float(job.required_bytes(row)[0]), job.cluster.host_bytes
     if need > job.limit or host is None:
         has = show_bytes(job.cluster.device.memory_bytes)

@@ -54,23 +54,23 @@ def add_frozen_head_loss(
     cast = np.where(s.operand < item, part, 0.0)
     read = np.where(s.operand < s.stream, states * s.operand, 0.0)
     within = np.maximum(read + cast, 2 * FP32 * block * vocab)
-    timeline.take("activations", select(low, logits * s.operand + output))
+    timeline.allocate("activations", select(low, logits * s.operand + output))
     timeline.moment("temporary", select(low, within))
     raised = np.where(s.stream < FP32, FP32 * states, 0.0)
     timeline.moment("temporary", select(low, output + raised + cast + states * s.operand))
-    timeline.drop("activations", select(low, logits * s.operand + output))
+    timeline.free("activations", select(low, logits * s.operand + output))
     # All logits and their logarithms of softmax, in fp32 or what is wider.
     whole = ~bf16 & ~chunked
     wide = np.maximum(s.operand, FP32)
     cast_logits = np.where(s.operand < wide, s.operand, 0.0)
-    timeline.take("weight copies", select(whole, copy))
+    timeline.allocate("weight copies", select(whole, copy))
     timeline.moment("temporary", select(whole, output + logits * (cast_logits + 2 * wide)))
-    timeline.take("activations", select(whole, logits * wide))
+    timeline.allocate("activations", select(whole, logits * wide))
     timeline.moment("temporary", select(whole, logits * 2 * wide))
-    timeline.drop("activations", select(whole, logits * wide))
+    timeline.free("activations", select(whole, logits * wide))
     timeline.moment("temporary", select(whole, logits * (wide + cast_logits)))
     timeline.moment("temporary", select(whole, logits * s.operand + states * s.operand))
-    timeline.drop("weight copies", select(whole, copy))
+    timeline.free("weight copies", select(whole, copy))
     # In chunks, of which the forward makes the gradient of the hidden states.
     chunk = np.where(bf16 & ~c.chunked_loss, whole_bf16_rows(vocab), float(CHUNK_ROWS))
     chunk = np.minimum(chunk, rows)
@@ -84,9 +84,9 @@ def add_frozen_head_loss(
     in_bf16 = s.operand * chunk * vocab + np.maximum(softmax, made) + copy
     raised_head = np.where(item < FP32, vocab * hidden * FP32, 0.0)
     inside = np.where(bf16, in_bf16, FP32 * (chunk + block) * vocab + raised_head)
-    timeline.take("activations", select(chunked, grads + head))
+    timeline.allocate("activations", select(chunked, grads + head))
     timeline.moment("temporary", select(chunked, inside + output))
-    timeline.drop("activations", select(chunked, grads + head))
+    timeline.free("activations", select(chunked, grads + head))
 
 
 def _on_accelerator(
@@ -107,20 +107,20 @@ def _on_accelerator(
         return np.where(plans, nbytes, 0.0)
 
     kept = rows * row_bytes + read + rows * KEPT_OF_TOKEN
-    timeline.take("weight copies", select(whole, copy))
-    timeline.take("activations", select(whole, kept))
+    timeline.allocate("weight copies", select(whole, copy))
+    timeline.allocate("activations", select(whole, kept))
     timeline.moment("temporary", select(whole, output))
     made = states * (s.operand + np.where(s.operand < s.stream, s.stream, 0.0))
     timeline.moment("temporary", select(whole, made))
-    timeline.drop("weight copies", select(whole, copy))
-    timeline.drop("activations", select(whole, kept))
+    timeline.free("weight copies", select(whole, copy))
+    timeline.free("activations", select(whole, kept))
     # In parts, or all at once without a compiler.
     chunk = accelerator_rows(rows, wide, s.operand, c.chunked_loss)
     inside = chunk * row_bytes + np.where(s.operand < s.stream, chunk * hidden * s.operand, 0.0)
     softmax = block_bytes(chunk, wide, c.compile) * np.where(s.operand < FP32, 2, 1)
     product = np.where(s.operand < s.stream, chunk * hidden * s.operand, 0.0)
-    timeline.take("activations", select(~whole, output))
+    timeline.allocate("activations", select(~whole, output))
     timeline.moment(
         "temporary", select(~whole, inside + copy + output + np.maximum(softmax, product))
     )
-    timeline.drop("activations", select(~whole, output))
+    timeline.free("activations", select(~whole, output))

@@ -371,7 +371,7 @@ def add_permanent(timeline: MemoryTimeline, step: AdapterMemory) -> None:
     timeline.pass_over("workspaces", WORKSPACES[step.device])
     samples = (c.micro_batch * c.passes).astype(float)
     timeline.pass_over("inputs", 16.0 * step.seq_len * samples)
-    timeline.look()
+    timeline.record_peak()
 
 
 def _state_bytes(step: AdapterMemory) -> Floats:
@@ -397,11 +397,11 @@ def adapter_timeline(step: AdapterMemory) -> MemoryTimeline:
     normed = stream + step.block.norm
     timeline.pass_over("activations", normed)
     add_frozen_head_loss(timeline, step.outline, step.columns, s, step.device, step.root_item)
-    timeline.take("temporary", 2 * stream)
-    timeline.drop("activations", normed)
-    timeline.drop("temporary", stream)
+    timeline.allocate("temporary", 2 * stream)
+    timeline.free("activations", normed)
+    timeline.free("temporary", stream)
     unit = _unit(step)
-    timeline.drop("communication", unit)
+    timeline.free("communication", unit)
     _add_blocks(timeline, step, unit)
     _add_optimizer(timeline, step)
     return timeline
@@ -415,12 +415,12 @@ def _unit(step: AdapterMemory) -> Floats:
 def _add_root(timeline: MemoryTimeline, step: AdapterMemory) -> None:
     """Add gathered parameters outside of blocks, and the fp32 table (`nn.fp32_modules`)."""
     root = np.where(step.gathers, step.root_item * step.root_elements, 0.0)
-    timeline.take("unsharded", root)
-    timeline.take("communication", root)
+    timeline.allocate("unsharded", root)
+    timeline.allocate("communication", root)
     autocast = ~step.columns.precision_in(*WEIGHTS) & (step.sizes.reduced > step.root_item)
     raised = step.gathers & autocast & (step.device == "cpu")
     timeline.moment("temporary", np.where(raised, FP32 * step.ends.embedding, 0.0))
-    timeline.drop("communication", root)
+    timeline.free("communication", root)
 
 
 def _add_forward(timeline: MemoryTimeline, step: AdapterMemory) -> None:
@@ -446,7 +446,7 @@ def _add_forward(timeline: MemoryTimeline, step: AdapterMemory) -> None:
     timeline.moment("communication", 2 * unit)
     timeline.pass_over("communication", unit)
     timeline.moment("temporary", passing)
-    timeline.drop("unsharded", unit)
+    timeline.free("unsharded", unit)
 
 
 def _add_blocks(timeline: MemoryTimeline, step: AdapterMemory, unit: Floats) -> None:
@@ -460,17 +460,17 @@ def _add_blocks(timeline: MemoryTimeline, step: AdapterMemory, unit: Floats) -> 
     for place in shown:
         if place == 1 and layers > len(shown):
             _pass_over_others(timeline, step, layers - len(shown), given, copied)
-        timeline.take("communication", unit)
-        timeline.take("unsharded", unit)
-        timeline.drop("communication", unit)
+        timeline.allocate("communication", unit)
+        timeline.allocate("unsharded", unit)
+        timeline.free("communication", unit)
         coming = unit if place else np.zeros_like(unit)
-        timeline.take("communication", coming)
+        timeline.allocate("communication", coming)
         _add_block(timeline, step, _recomputes(every, place), first=place == 0)
-        timeline.drop("communication", coming)
-        timeline.drop("unsharded", unit)
+        timeline.free("communication", coming)
+        timeline.free("unsharded", unit)
         reduced = _reduce(timeline, step, reduced)
-    timeline.drop("communication", reduced)
-    timeline.drop("temporary", step.sizes.part * step.sizes.stream)
+    timeline.free("communication", reduced)
+    timeline.free("temporary", step.sizes.part * step.sizes.stream)
 
 
 def _recomputes(every: Ints, place: int) -> Bools:
@@ -510,8 +510,8 @@ def _pass_over_others(
     kept = plain * step.saved_bytes + (layers - plain) * _checkpoint_bytes(step) - less
     spared = step.block_copies(first=False) - step.block_copies(first=True)
     copies = plain * step.block_copies(first=False) - np.where(every == 0, spared, 0.0)
-    timeline.drop("activations", kept - given)
-    timeline.drop("weight copies", copies - copied)
+    timeline.free("activations", kept - given)
+    timeline.free("weight copies", copies - copied)
     grads = count * step.sizes.weight * step.trained_elements / step.shards
     timeline.pass_over("gradients", np.where(_has_gradients(step), 0.0, grads))
 
@@ -526,23 +526,23 @@ def _reduce(timeline: MemoryTimeline, step: AdapterMemory, reduced: Floats) -> F
     sent = np.where(step.gathers, step.sizes.reduced * step.trained_elements, 0.0)
     if step.packs:
         sent = np.where(step.gathers, step.sizes.weight * step.trained_elements, 0.0)
-    timeline.drop("communication", reduced)
-    timeline.take("communication", sent)
+    timeline.free("communication", reduced)
+    timeline.allocate("communication", sent)
     made = np.where(step.gathers, step.gathered_item * step.trained_elements, 0.0)
-    timeline.drop("communication", made)
+    timeline.free("communication", made)
     kept = np.where(step.gathers, step.sizes.weight * step.trained_elements / step.shards, 0.0)
-    timeline.take("gradients", np.where(_has_gradients(step), 0.0, kept))
+    timeline.allocate("gradients", np.where(_has_gradients(step), 0.0, kept))
     return sent
 
 
 def _add_gradient(timeline: MemoryTimeline, step: AdapterMemory, elements: int) -> None:
     """Add the gradient of an adapter's factor: stored, accumulated, or reduced."""
     whole = step.gathered_item * elements
-    timeline.take("communication", np.where(step.gathers, whole, 0.0))
+    timeline.allocate("communication", np.where(step.gathers, whole, 0.0))
     own = np.where(step.gathers, 0.0, whole)
     there = _has_gradients(step)
     timeline.moment("temporary", np.where(there, own, 0.0))
-    timeline.take("gradients", np.where(there, 0.0, own))
+    timeline.allocate("gradients", np.where(there, 0.0, own))
 
 
 def _add_block(timeline: MemoryTimeline, step: AdapterMemory, again: Bools, *, first: bool) -> None:
@@ -554,10 +554,10 @@ def _add_block(timeline: MemoryTimeline, step: AdapterMemory, again: Bools, *, f
     less = step.first_saves_less if first else 0.0
     stream, read = s.part * s.stream, s.whole * s.operand
     cast = np.where(s.casts, read, 0.0)
-    timeline.take("temporary", cast)
+    timeline.allocate("temporary", cast)
     remade = np.where(again, step.saved_bytes - less - _checkpoint_bytes(step), 0.0)
     timeline.pass_over("activations", remade)
-    timeline.take("weight copies", np.where(again, step.block_copies(first=first), 0.0))
+    timeline.allocate("weight copies", np.where(again, step.block_copies(first=first), 0.0))
     timeline.moment("temporary", np.where(again, step.forward_bytes, 0.0))
     # The last product's output was saved, and is not recomputed.
     cached = np.where(again & (share_of(step.columns, "selective") > 0), b.output, 0.0)
@@ -571,11 +571,11 @@ def _add_block(timeline: MemoryTimeline, step: AdapterMemory, again: Bools, *, f
         _add_mlp(timeline, step, cast)
     if not starts:
         _add_norm(timeline, step, stream, read)
-        timeline.take("temporary", cast)
+        timeline.allocate("temporary", cast)
         _add_attention(timeline, step, cast, first=first)
         if not first:
             _add_norm(timeline, step, stream, read)
-    timeline.drop("activations", b.dropped + cached)
+    timeline.free("activations", b.dropped + cached)
 
 
 def _add_mlp(timeline: MemoryTimeline, step: AdapterMemory, cast: Floats) -> None:
@@ -584,18 +584,18 @@ def _add_mlp(timeline: MemoryTimeline, step: AdapterMemory, cast: Floats) -> Non
     down, up = step.matrix("down"), step.matrix("up")
     _add_linear(timeline, step, down, made=cast, read=step.shared_bytes("down"))
     if b.gated:
-        timeline.take("temporary", 2 * inner)
-        timeline.drop("activations", 2 * inner)
-        timeline.drop("temporary", inner)
+        timeline.allocate("temporary", 2 * inner)
+        timeline.free("activations", 2 * inner)
+        timeline.free("temporary", inner)
         _add_linear(timeline, step, up, made=inner)
-        timeline.take("temporary", inner)
-        timeline.drop("activations", inner)
-        timeline.drop("temporary", inner)
+        timeline.allocate("temporary", inner)
+        timeline.free("activations", inner)
+        timeline.free("temporary", inner)
         up, joins = step.matrix("gate"), True
     else:
-        timeline.take("temporary", inner)
-        timeline.drop("activations", inner)
-        timeline.drop("temporary", inner)
+        timeline.allocate("temporary", inner)
+        timeline.free("activations", inner)
+        timeline.free("temporary", inner)
         joins = False
     read = step.shared_bytes("gate", "up")
     _add_linear(timeline, step, up, made=inner, read=read, joins=joins)
@@ -610,14 +610,14 @@ def _add_attention(
     begins = first and not step.has(*_QKV)  # the mix has no gradient
     _add_linear(timeline, step, out, made=cast, has_gradient=not begins)
     if begins:
-        timeline.drop("activations", b.mixed)
+        timeline.free("activations", b.mixed)
         return
     mixed = step.input_bytes(out)
     heads = b.queries + 2 * b.keys
-    timeline.take("temporary", heads)
+    timeline.allocate("temporary", heads)
     _add_workspace(timeline, step)
-    timeline.drop("activations", step.attention)
-    timeline.drop("temporary", mixed)
+    timeline.free("activations", step.attention)
+    timeline.free("temporary", mixed)
     if step.outline.learned_positions == 0:
         wide = FP32 / s.operand
         turned = wide * (2 * b.queries + b.keys) + b.queries - b.queries - b.keys
@@ -653,41 +653,41 @@ def _add_linear(
     rank = step.settings.rank
     if matrix.adapted:
         _add_gradient(timeline, step, rank * matrix.outputs)
-        timeline.drop("activations", step.low)
-        timeline.take("temporary", step.low)
+        timeline.free("activations", step.low)
+        timeline.allocate("temporary", step.low)
     unpacked: Floats | float = 0.0
     if step.packs and has_gradient:
         unpacked = matrix.elements * step.sizes.operand
         scales = nf4_scale_bytes(matrix.elements)
         timeline.moment("temporary", unpacked + 2 * scales)
-    timeline.take("temporary", unpacked + into)
-    timeline.drop("temporary", unpacked + made)
-    timeline.drop("weight copies", step.copy_bytes(matrix, has_gradient))
+    timeline.allocate("temporary", unpacked + into)
+    timeline.free("temporary", unpacked + made)
+    timeline.free("weight copies", step.copy_bytes(matrix, has_gradient))
     if joins:
         timeline.moment("temporary", into)
-        timeline.drop("temporary", into)
+        timeline.free("temporary", into)
     if matrix.adapted:
         _add_gradient(timeline, step, rank * matrix.inputs)
-        timeline.take("temporary", into)
-        timeline.drop("activations", read)
-        timeline.drop("temporary", step.low)
+        timeline.allocate("temporary", into)
+        timeline.free("activations", read)
+        timeline.free("temporary", step.low)
         if step.settings.dropout:
             timeline.moment("temporary", into)
-            timeline.drop("activations", step.dropout_bytes(matrix))
+            timeline.free("activations", step.dropout_bytes(matrix))
         timeline.moment("temporary", into)
-        timeline.drop("temporary", into)
+        timeline.free("temporary", into)
     else:
-        timeline.drop("activations", read)
+        timeline.free("activations", read)
 
 
 def _add_norm(timeline: MemoryTimeline, step: AdapterMemory, stream: Floats, read: Floats) -> None:
     """Add the gradient of a norm's input, computed from its output's and added to the stream's."""
     timeline.pass_over("temporary", stream - read)
-    timeline.take("temporary", stream)
-    timeline.drop("activations", step.block.residual + step.block.norm)
-    timeline.drop("temporary", stream)
+    timeline.allocate("temporary", stream)
+    timeline.free("activations", step.block.residual + step.block.norm)
+    timeline.free("temporary", stream)
     timeline.moment("temporary", stream)
-    timeline.drop("temporary", stream)
+    timeline.free("temporary", stream)
 
 
 def _add_workspace(timeline: MemoryTimeline, step: AdapterMemory) -> None:
@@ -727,6 +727,6 @@ def _add_optimizer(timeline: MemoryTimeline, step: AdapterMemory) -> None:
     piece = np.minimum(np.maximum(MASTER_PIECE_BYTES, FP32 * largest), FP32 * elements)
     timeline.moment("temporary", np.where(masters, piece, 0.0))
     widened = c.precision_in("fp16-master") & ~step.gathers
-    timeline.take("gradients", np.where(widened, FP32 * elements, 0.0))
+    timeline.allocate("gradients", np.where(widened, FP32 * elements, 0.0))
     item = np.maximum(s.weight, FP32)
     add_step_tensors(timeline, c, largest * item, elements * item)

@@ -27,12 +27,12 @@ def add_backward(timeline: MemoryTimeline, rank: RankSetup) -> None:
     """Add the backward of the last and the first blocks, with the ones between treated alike."""
     setup, blocks = rank.setup, rank.blocks
     first, last = rank.recomputation.first, rank.recomputation.last
-    timeline.drop("communication", np.where(setup.sharding.regathers, setup.unit, 0.0))
+    timeline.free("communication", np.where(setup.sharding.regathers, setup.unit, 0.0))
     # A split backward keeps the inputs of weight gradients until their turn. DualPipeV splits only
     # where it fills bubbles, when fewer are under way.
     splits = setup.columns.schedule_in("zb", "zbv")
     kept = np.where(splits, blocks * setup.block.outputs, 0.0)
-    timeline.take("temporary", kept)
+    timeline.allocate("temporary", kept)
     # Where weights are gathered the second and the last but one are looked at, too.
     sharded = setup.sharding.gathers
     ends = [
@@ -49,17 +49,17 @@ def add_backward(timeline: MemoryTimeline, rank: RankSetup) -> None:
     _pass_over_others(timeline, rank, ends, beginnings)
     for position in beginnings:
         reduced = _add_block(timeline, rank, position, reduced)
-    timeline.drop("temporary", kept)
+    timeline.free("temporary", kept)
     _add_embedding(timeline, rank)
-    timeline.drop("communication", reduced)
-    timeline.drop("temporary", setup.sizes.part * setup.sizes.stream)
+    timeline.free("communication", reduced)
+    timeline.free("temporary", setup.sizes.part * setup.sizes.stream)
     _reduce_root(timeline, rank)
 
 
 def _pass_over_others(
     timeline: MemoryTimeline, rank: RankSetup, ends: list[_Position], beginnings: list[_Position]
 ) -> None:
-    """Add what the blocks in between leave and release."""
+    """Add the changes of memory by the blocks in between."""
     setup, s, sharding = rank.setup, rank.setup.sizes, rank.setup.sharding
     delays, modes = rank.delays, rank.recomputation
     at_end, at_beginning = _count(ends), _count(beginnings)
@@ -74,7 +74,7 @@ def _pass_over_others(
     between = rank.chunk_bytes - modes.last.saved * at_end - modes.first.saved * at_beginning
     between = np.where(left > 0, np.maximum(between, 0), 0.0)
     away = np.minimum(between, left * modes.offloaded)
-    timeline.drop("activations", between - away)
+    timeline.free("activations", between - away)
     timeline.offload(-away, setup.activations_on_disk)
     add_copies(timeline, rank, -left)
     offload_gradients(timeline, setup, np.where(delays, 0.0, grads))
@@ -102,25 +102,25 @@ def _add_block(
     coming = np.where(position.prefetches, gathered, 0.0)
     here = timeline.select(position.present)
     # Gathered: this block's copied out, the next one's on its way.
-    here.take("communication", gathered)
-    here.take("unsharded", gathered)
-    here.drop("communication", gathered)
-    here.take("communication", coming)
+    here.allocate("communication", gathered)
+    here.allocate("unsharded", gathered)
+    here.free("communication", gathered)
+    here.allocate("communication", coming)
     add_block_backward(here, rank, position.mode)
-    here.drop("communication", coming)
+    here.free("communication", coming)
     # Reduced and scattered, at once or after a pipeline's last micro-batch.
     made, sent_now = np.where(delays, 0.0, unit), np.where(delays, 0.0, sent)
-    here.drop("unsharded", made)
-    here.drop("communication", reduced)
-    here.take("communication", sent_now)
-    here.drop("communication", made)  # the block's own gradients
+    here.free("unsharded", made)
+    here.free("communication", reduced)
+    here.allocate("communication", sent_now)
+    here.free("communication", made)  # the block's own gradients
     kept = np.where(sharding.gathers, s.weight * setup.elements, 0.0)
     kept = kept * sharding.expert_factor / sharding.shards
     # Until it is on the host, what was reduced is beside what it is made of.
     here.moment("temporary", np.where(setup.gradients_on_host, kept, 0.0))
     _delay_reduction(here, rank, sent)
     kept = np.where(rank.allocates_gradients & ~delays, kept, 0.0)
-    here.take("gradients", np.where(setup.gradients_on_host, 0.0, kept))
+    here.allocate("gradients", np.where(setup.gradients_on_host, 0.0, kept))
     offload_gradients(here, setup, kept)
     return np.where(position.present, sent_now, reduced)
 
@@ -134,10 +134,10 @@ def _delay_reduction(timeline: MemoryTimeline, rank: RankSetup, sent: Floats) ->
     setup, item = rank.setup, rank.setup.sharding.item
     casts = setup.sizes.reduced != item
     first, later = rank.delays & ~rank.has_gradients, rank.delays & rank.has_gradients
-    timeline.take("communication", np.where(first, sent - setup.unit, 0.0))
+    timeline.allocate("communication", np.where(first, sent - setup.unit, 0.0))
     largest = item * setup.block.largest
     timeline.moment("communication", np.where(first & casts, largest, 0.0))
-    timeline.drop("communication", np.where(later & casts, setup.unit, 0.0))
+    timeline.free("communication", np.where(later & casts, setup.unit, 0.0))
 
 
 def _add_embedding(timeline: MemoryTimeline, rank: RankSetup) -> None:
@@ -154,7 +154,7 @@ def _add_embedding(timeline: MemoryTimeline, rank: RankSetup) -> None:
     casts = np.where(setup.gradients.casts_sums, rows + added, 0.0)
     sums = np.maximum(added * np.where(alone, 1, 2), casts)
     timeline.moment("temporary", np.maximum(np.where(both, sums, 0.0), raised + cast))
-    timeline.drop("temporary", tied_head_bytes(rank))
+    timeline.free("temporary", tied_head_bytes(rank))
     single = place.first & ~both
     add_gradient(timeline.select(single), rank.gradient, e.embedding, product=False)
 
@@ -169,18 +169,18 @@ def _reduce_root(timeline: MemoryTimeline, rank: RankSetup) -> None:
     elements = np.where(sharding.gathers, rank.outside, 0.0)
     timeline.moment("communication", np.where(delays, s.reduced * setup.elements, 0.0))
     blocks = np.where(delays, setup.elements * place.chunk_layers, 0.0)
-    timeline.drop("unsharded", item * (elements + blocks))
+    timeline.free("unsharded", item * (elements + blocks))
     timeline.moment("communication", s.reduced * elements)
     joined = delays & rank.has_gradients & (s.reduced == item)
     tail = np.where(sharding.gathers & place.last, setup.ends.tail, 0.0)
-    timeline.drop("communication", np.where(joined, 0.0, item * (elements - tail)))
+    timeline.free("communication", np.where(joined, 0.0, item * (elements - tail)))
     leaving = np.where(setup.gradients_on_host, elements, 0.0)
-    timeline.take("communication", s.reduced * leaving)
+    timeline.allocate("communication", s.reduced * leaving)
     timeline.moment("temporary", s.weight * leaving / sharding.shards)
-    timeline.drop("communication", s.reduced * leaving)
+    timeline.free("communication", s.reduced * leaving)
     made = s.weight * elements / sharding.shards
     made = np.where(rank.allocates_gradients, made, 0.0)
-    timeline.take("gradients", np.where(setup.gradients_on_host, 0.0, made))
+    timeline.allocate("gradients", np.where(setup.gradients_on_host, 0.0, made))
     # A pipeline's gradients that waited for its last micro-batch are reduced by now, too.
     ends_now = delays & (setup.columns.passes == 1) & ~setup.columns.in_backward
     waited = s.weight * sharding.stored * place.layers / sharding.shards

@@ -51,13 +51,13 @@ def add_block_backward(timeline: MemoryTimeline, rank: RankSetup, mode: BlockMod
         gathered=np.where(setup.regathers_inputs, read, 0.0),
     )
     timeline.pass_over("activations", b.saved_bytes - mode.saved)
-    timeline.take("weight copies", np.where(mode.recomputes, setup.copies, 0.0))
+    timeline.allocate("weight copies", np.where(mode.recomputes, setup.copies, 0.0))
     cached = np.where(mode.selective, b.output, 0.0)
     timeline.pass_over("activations", cached)
     _add_mlp(timeline, block)
     _add_attention(timeline, block)
     remains = b.saved_bytes - b.attention - b.inners * b.inner - 2 * b.input
-    timeline.drop("activations", (remains - 2 * (b.residual + b.norm)) * block.live + cached)
+    timeline.free("activations", (remains - 2 * (b.residual + b.norm)) * block.live + cached)
     held = np.where(copies_away, setup.copies, 0.0)
     timeline.offload(-(held + away), setup.activations_on_disk)
 
@@ -68,30 +68,30 @@ def _add_mlp(timeline: MemoryTimeline, block: _Block) -> None:
     inner, saved = b.inner, b.inner * block.live
     # The gradient of its output in the products' dtype, then of the inner tensor.
     timeline.pass_over("temporary", block.cast)
-    timeline.take("temporary", inner)
+    timeline.allocate("temporary", inner)
     add_gradient(timeline, block.gradient, b.down, copies=block.copies)
-    timeline.drop("temporary", block.cast)
-    timeline.drop("activations", saved)
+    timeline.free("temporary", block.cast)
+    timeline.free("activations", saved)
     if b.gated:
-        timeline.take("temporary", 2 * inner)
-        timeline.drop("activations", 2 * saved)
-        timeline.drop("temporary", inner)
+        timeline.allocate("temporary", 2 * inner)
+        timeline.free("activations", 2 * saved)
+        timeline.free("temporary", inner)
         timeline.pass_over("temporary", block.read + block.gathered)
         add_gradient(timeline, block.gradient, b.up, copies=block.copies)
-        timeline.drop("temporary", inner)
-        timeline.take("temporary", inner)
-        timeline.drop("activations", saved)
-        timeline.drop("temporary", inner)
+        timeline.free("temporary", inner)
+        timeline.allocate("temporary", inner)
+        timeline.free("activations", saved)
+        timeline.free("temporary", inner)
         timeline.moment("temporary", block.read)
     else:
-        timeline.take("temporary", inner)
-        timeline.drop("activations", saved)
-        timeline.drop("temporary", inner)
-        timeline.take("temporary", block.read + block.gathered)
+        timeline.allocate("temporary", inner)
+        timeline.free("activations", saved)
+        timeline.free("temporary", inner)
+        timeline.allocate("temporary", block.read + block.gathered)
     add_gradient(timeline, block.gradient, b.up, copies=block.copies)
-    timeline.drop("temporary", inner)
-    timeline.drop("temporary", block.gathered)
-    timeline.drop("activations", b.input * block.live)
+    timeline.free("temporary", inner)
+    timeline.free("temporary", block.gathered)
+    timeline.free("activations", b.input * block.live)
     _add_norm(timeline, block)
 
 
@@ -101,11 +101,11 @@ def _add_attention(timeline: MemoryTimeline, block: _Block) -> None:
     timeline.pass_over("temporary", block.cast)
     timeline.pass_over("temporary", b.mixed)
     heads = b.queries + 2 * b.keys
-    timeline.take("temporary", heads)
+    timeline.allocate("temporary", heads)
     _add_ring(timeline, block.setup)
     _add_workspace(timeline, block.setup)
-    timeline.drop("temporary", b.mixed + block.cast)
-    timeline.drop("activations", b.attention * block.live)
+    timeline.free("temporary", b.mixed + block.cast)
+    timeline.free("activations", b.attention * block.live)
     if block.setup.outline.learned_positions == 0:
         wide = FP32 / s.operand
         turned = wide * (2 * b.queries + b.keys) + b.queries - b.queries - b.keys
@@ -114,8 +114,8 @@ def _add_attention(timeline: MemoryTimeline, block: _Block) -> None:
     timeline.pass_over("temporary", 2 * block.read + block.gathered)
     add_gradient(timeline, block.gradient, rest - b.vectors, copies=block.copies)
     add_gradient(timeline, block.gradient, b.vectors, product=False)
-    timeline.drop("temporary", block.read + block.gathered + heads)
-    timeline.drop("activations", b.input * block.live)
+    timeline.free("temporary", block.read + block.gathered + heads)
+    timeline.free("activations", b.input * block.live)
     _add_norm(timeline, block)
 
 
@@ -125,9 +125,9 @@ def _add_norm(timeline: MemoryTimeline, block: _Block) -> None:
     # Put together before it is scattered.
     timeline.moment("temporary", np.where(block.setup.splits_stream, block.read, 0.0))
     timeline.pass_over("temporary", block.stream - block.read)
-    timeline.take("temporary", block.stream * np.where(b.composed, 2, 1))
-    timeline.drop("activations", (b.residual + b.norm) * block.live)
-    timeline.drop("temporary", block.stream * np.where(b.composed, 3, 2))
+    timeline.allocate("temporary", block.stream * np.where(b.composed, 2, 1))
+    timeline.free("activations", (b.residual + b.norm) * block.live)
+    timeline.free("temporary", block.stream * np.where(b.composed, 3, 2))
 
 
 def _add_ring(timeline: MemoryTimeline, setup: MemorySetup) -> None:

@@ -35,7 +35,7 @@ def add_forward(timeline: MemoryTimeline, rank: RankSetup, delayed: Floats) -> N
     splits = setup.columns.schedule_in("zb") & rank.later & (place.waiting > 0)
     if splits.any():
         add_split_head(timeline.select(splits), rank)
-    timeline.take("temporary", delayed)
+    timeline.allocate("temporary", delayed)
 
 
 def add_copies(timeline: MemoryTimeline, rank: RankSetup, blocks: Floats) -> None:
@@ -55,8 +55,8 @@ def raised_table(rank: RankSetup) -> Floats:
 
 
 def _gather_root(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    timeline.take("unsharded", rank.root)
-    timeline.take("communication", rank.root)  # given back once the first block is gathered
+    timeline.allocate("unsharded", rank.root)
+    timeline.allocate("communication", rank.root)  # given back once the first block is gathered
     timeline.moment("temporary", raised_table(rank))
 
 
@@ -65,7 +65,7 @@ def _gather_blocks(timeline: MemoryTimeline, rank: RankSetup) -> None:
     unit, regathers = rank.setup.unit, rank.setup.sharding.regathers
     others = np.where(regathers, 0.0, unit * (rank.blocks - 1))
     before = np.where(rank.blocks > 1.5, unit, rank.root)
-    timeline.drop("communication", rank.root)
+    timeline.free("communication", rank.root)
     timeline.pass_over("unsharded", others + unit)
     timeline.moment("communication", before + unit)
     timeline.pass_over("communication", unit)

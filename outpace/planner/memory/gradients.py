@@ -68,13 +68,13 @@ def add_gradient(
     is freed.
     """
     made = elements * (item.product if product else item.other)
-    timeline.take("temporary", made)
-    timeline.drop("weight copies", copies * elements)
+    timeline.allocate("temporary", made)
+    timeline.free("weight copies", copies * elements)
     timeline.moment("gradients", elements * item.added)
-    timeline.take("gradients", elements * item.kept)
+    timeline.allocate("gradients", elements * item.kept)
     timeline.moment("communication", elements * item.joined)
-    timeline.take("communication", elements * item.whole)
-    timeline.drop("temporary", made)
+    timeline.allocate("communication", elements * item.whole)
+    timeline.free("temporary", made)
 
 
 def offload_gradients(timeline: MemoryTimeline, setup: MemorySetup, nbytes: Floats) -> None:

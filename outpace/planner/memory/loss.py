@@ -65,13 +65,13 @@ def add_loss(timeline: MemoryTimeline, rank: RankSetup) -> None:
     timeline.pass_over("activations", outputs)
     if place.last.any():
         _add_logits(with_head, setup, rows, np.maximum(losses - 1, 0), last)
-    timeline.select(~place.last).drop("communication", last)
-    timeline.drop("activations", outputs)
+    timeline.select(~place.last).free("communication", last)
+    timeline.free("activations", outputs)
     add_gradient(with_head, rank.gradient, _vocab(setup) * hidden)
     timeline.pass_over("temporary", tied_head_bytes(rank))
-    with_head.drop("activations", kept - (np.maximum(losses, 1) - 1) * before)
+    with_head.free("activations", kept - (np.maximum(losses, 1) - 1) * before)
     # From here on there is the gradient of the stream.
-    timeline.take("temporary", stream)
+    timeline.allocate("temporary", stream)
 
 
 def add_split_head(timeline: MemoryTimeline, rank: RankSetup) -> None:
@@ -169,13 +169,13 @@ def _add_logits_in_place(timeline: MemoryTimeline, head: _Head) -> None:
     timeline.pass_over("activations", head.more * kept)
     timeline.pass_over("weight copies", (1 + head.more) * copy)
     timeline.moment("temporary", kept + block + output)
-    timeline.take("activations", kept)
-    timeline.drop("communication", head.last)
+    timeline.allocate("activations", kept)
+    timeline.free("communication", head.last)
     within = states * (s.operand + np.where(s.casts, s.stream, 0.0))
     timeline.moment("temporary", np.maximum(block, within))
-    timeline.drop("weight copies", copy)
+    timeline.free("weight copies", copy)
     timeline.moment("temporary", states * s.stream + head.elements * head.setup.sharding.item)
-    timeline.drop("activations", kept)
+    timeline.free("activations", kept)
 
 
 def _add_chunks_in_place(timeline: MemoryTimeline, head: _Head) -> None:
@@ -197,9 +197,9 @@ def _add_chunks_in_place(timeline: MemoryTimeline, head: _Head) -> None:
     within = np.maximum(block, weights_grad + cast)
     timeline.moment("temporary", logits + copy + output + within)
     timeline.pass_over("activations", weights_grad)
-    timeline.drop("communication", head.last)
+    timeline.free("communication", head.last)
     timeline.moment("temporary", np.where(item < FP32, head.elements * item, 0.0))
-    timeline.drop("activations", states_grad + weights_grad)
+    timeline.free("activations", states_grad + weights_grad)
 
 
 def _splits_backward(setup: MemorySetup) -> Bools:
@@ -226,12 +226,12 @@ def _add_bf16_logits(timeline: MemoryTimeline, head: _Head) -> None:
     timeline.pass_over("activations", head.more * logits)
     within = np.maximum(read + cast, 2 * FP32 * softmax_rows(vocab, rows) * vocab)
     timeline.moment("temporary", logits + within + output)
-    timeline.take("activations", logits)
-    timeline.drop("communication", head.last)
+    timeline.allocate("activations", logits)
+    timeline.free("communication", head.last)
     wide = np.where(s.stream < FP32, FP32 + s.stream, FP32)
     made = head.elements * head.setup.sharding.item + states * wide
     timeline.moment("temporary", made + read + cast + np.maximum(part, states * s.operand))
-    timeline.drop("activations", logits)
+    timeline.free("activations", logits)
 
 
 def _add_whole_logits(timeline: MemoryTimeline, head: _Head) -> None:
@@ -253,16 +253,16 @@ def _add_whole_logits(timeline: MemoryTimeline, head: _Head) -> None:
     output = np.where(s.casts, states * s.stream, 0.0)  # what was cast
     again = 0 if in_place else wide
     timeline.moment("temporary", output + logits * (narrow + wide + again))
-    timeline.take("activations", logits * wide)
-    timeline.drop("communication", head.last)
+    timeline.allocate("activations", logits * wide)
+    timeline.free("communication", head.last)
     # Its gradient, and that of the products; split or in place it is made at once, and cast.
     made = np.where((c.tp > 1) | in_place, again + narrow, 2 * wide)
     timeline.moment("temporary", logits * made)
-    timeline.drop("activations", logits * wide)
+    timeline.free("activations", logits * wide)
     grads = logits * s.operand + head.elements * s.operand + read + gathered
     timeline.moment("temporary", grads)
-    timeline.drop("weight copies", copy)
-    timeline.drop("activations", read - gathered)
+    timeline.free("weight copies", copy)
+    timeline.free("activations", read - gathered)
 
 
 def _add_chunks(timeline: MemoryTimeline, head: _Head) -> None:
@@ -286,5 +286,5 @@ def _add_chunks(timeline: MemoryTimeline, head: _Head) -> None:
     in_place = s.operand * chunk * vocab + np.maximum(softmax, grad + part)
     inside = np.where(low, in_place, FP32 * (chunk + block) * vocab)
     timeline.moment("temporary", inside + output + cast + raised)
-    timeline.drop("communication", head.last)
-    timeline.drop("activations", states_grad + weights_grad)
+    timeline.free("communication", head.last)
+    timeline.free("activations", states_grad + weights_grad)

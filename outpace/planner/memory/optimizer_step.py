@@ -45,7 +45,7 @@ def add_optimizer_step(timeline: MemoryTimeline, rank: RankSetup) -> None:
     item = np.maximum(setup.sizes.weight, FP32)
     add_step_tensors(timeline, c, rank.largest * item, stepped * item)
     if on_cpu:
-        timeline.drop("temporary", copies)
+        timeline.free("temporary", copies)
 
 
 def _drop_sums(timeline: MemoryTimeline, rank: RankSetup) -> None:
@@ -55,7 +55,7 @@ def _drop_sums(timeline: MemoryTimeline, rank: RankSetup) -> None:
     if copied.any():
         timeline.select(copied).clear("gradients")
     gone = np.where(g.replicas | ~g.sums_in_fp32, g.apart, 0.0)
-    timeline.drop("gradients", gone * rank.elements)
+    timeline.free("gradients", gone * rank.elements)
 
 
 def _add_masters(timeline: MemoryTimeline, rank: RankSetup, elements: Floats) -> None:
@@ -67,7 +67,7 @@ def _add_masters(timeline: MemoryTimeline, rank: RankSetup, elements: Floats) ->
     master = setup.columns.precision_in("fp16-master") & (g.bucket_item < FP32)
     replaced = np.where(g.buckets | g.fuses, 0.0, setup.sizes.weight)
     made = sharding.shards / sharding.owners * (FP32 - replaced) * elements
-    timeline.take("gradients", np.where(master, made, 0.0))
+    timeline.allocate("gradients", np.where(master, made, 0.0))
 
 
 def _stepped_elements(rank: RankSetup, elements: Floats, unit: Floats) -> Floats:

@@ -123,7 +123,7 @@ def _timelines(
     """Yield plans with a step's timelines on the ranks that may need the most memory."""
     q, adapters = question, columns.common_adapters
     for rows in _parts(columns):
-        part = columns.take(rows)
+        part = columns.select(rows)
         if adapters is None:
             timelines = step_timelines(q, part, records_kinds, only_last)
         else:
@@ -139,7 +139,7 @@ def _start_timelines(
     """Yield plans with timelines of the same ranks up to the first forward."""
     q, adapters = question, columns.common_adapters
     for rows in _parts(columns):
-        part = columns.take(rows)
+        part = columns.select(rows)
         if adapters is None:
             timelines = start_timelines(q, part)
         else:

@@ -24,7 +24,7 @@ def add_permanent_tensors(timeline: MemoryTimeline, rank: RankSetup) -> None:
     _add_messages(timeline, rank)
     _add_sums(timeline, rank)
     _add_gradients(timeline, rank)
-    timeline.look()
+    timeline.record_peak()
 
 
 def _add_weights_and_states(timeline: MemoryTimeline, rank: RankSetup, states: Floats) -> None:

@@ -35,7 +35,7 @@ def step_timelines(
         yield everyone, _step_timeline(set_up_rank(setup, place, later), records_kinds)
         again = np.flatnonzero((place.later_chunks > 0) & ~later)
         if len(again):
-            some = set_up(question, columns.take(again))
+            some = set_up(question, columns.select(again))
             rank = set_up_rank(some, place.select(again), np.ones(len(again), dtype=bool))
             yield again, _step_timeline(rank, records_kinds)
 
@@ -60,7 +60,7 @@ def _step_timeline(rank: RankSetup, records_kinds: bool) -> MemoryTimeline:
     add_forward(timeline, rank, delayed)
     add_loss(timeline, rank)
     zbv = setup.columns.schedule_in("zbv")
-    timeline.drop("temporary", np.where(zbv, delayed, 0.0))
+    timeline.free("temporary", np.where(zbv, delayed, 0.0))
     add_backward(timeline, rank)
     add_optimizer_step(timeline, rank)
     return timeline

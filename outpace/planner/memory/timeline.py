@@ -13,10 +13,10 @@ Amount = Floats | float
 class MemoryTimeline:
     """Changes of memory in the order of a step, from which the contents of the peak can be read.
 
-    Every change is one number per plan, in bytes. The peak is checked after an allocation (`take`),
-    not after a release or a change over many steps (`pass_over`). `records_kinds`: whether
-    `by_kind` will be called. Offloaded bytes have separate maxima in host memory and on disk, which
-    need not coincide with the device's peak.
+    Every change is one number per plan, in bytes. The peak is checked after `allocate`, not after
+    `free` or a change over many steps (`pass_over`). `records_kinds`: whether `by_kind` will be
+    called. Offloaded bytes have separate maxima in host memory and on disk, which need not coincide
+    with the device's peak.
     """
 
     def __init__(self, plans: int, records_kinds: bool = True) -> None:
@@ -39,12 +39,12 @@ class MemoryTimeline:
         view._plans = plans if self._plans is None else self._plans & plans
         return view
 
-    def take(self, kind: Kind, nbytes: Amount) -> None:
+    def allocate(self, kind: Kind, nbytes: Amount) -> None:
         """Allocate memory, and check whether this is the peak."""
         self.pass_over(kind, nbytes)
-        self.look()
+        self.record_peak()
 
-    def drop(self, kind: Kind, nbytes: Amount) -> None:
+    def free(self, kind: Kind, nbytes: Amount) -> None:
         """Release memory."""
         self.pass_over(kind, -nbytes)
 
@@ -61,7 +61,7 @@ class MemoryTimeline:
         np.maximum(self.host_peak, self._host, out=self.host_peak)
         np.maximum(self.disk_peak, self._disk, out=self.disk_peak)
 
-    def look(self) -> None:
+    def record_peak(self) -> None:
         """Record this moment if it is the peak."""
         if self._records_kinds:
             self._at[self._live > self.peak] = len(self._changes)
@@ -74,13 +74,13 @@ class MemoryTimeline:
             np.maximum(self.peak, self._live + nbytes, out=self.peak)
             return
         self._change(kind, nbytes)
-        self.look()
+        self.record_peak()
         self._change(kind, -nbytes)
 
     def clear(self, *kinds: Kind) -> None:
         """Release everything of some kinds."""
         for kind in kinds:
-            self.drop(kind, sum(nbytes for one, nbytes in self._changes if one == kind))
+            self.free(kind, sum(nbytes for one, nbytes in self._changes if one == kind))
 
     def by_kind(self) -> dict[Kind, Floats]:
         """Return the bytes by kind at the peak."""

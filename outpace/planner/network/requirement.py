@@ -168,7 +168,7 @@ class NetworkSteps:
         plans = np.repeat(np.arange(shape[0]), shape[1])
         rates = [np.broadcast_to(rate, shape).reshape(-1) for rate in (inside, across)]
         question = replace(self.question, fabric=self.question.fabric.with_rates(*rates))
-        steps = estimate(question, self.columns.take(plans)).step_s.reshape(shape)
+        steps = estimate(question, self.columns.select(plans)).step_s.reshape(shape)
         busy_s = np.maximum(self._link_bytes / inside, self._node_bytes / across)
         found: Floats = np.maximum(steps + self._simulated_s, busy_s)
         return found
@@ -250,7 +250,7 @@ class PlanTraffic:
 
     def __init__(self, entry: NetworkEntry, steps: NetworkSteps, at: int) -> None:
         self.plan, self.crossings = entry.plan, steps.crossings[at]
-        stages = stages_of(steps.question, steps.columns.take([at])).times
+        stages = stages_of(steps.question, steps.columns.select([at])).times
         count = self.plan.accumulation(entry.global_batch) * self.plan.pp_microbatches
         self._last_s = max(stage.seconds("B") for stage in stages)
         self._forward_s = count * max(stage.seconds("F") for stage in stages)

@@ -175,7 +175,9 @@ class _Wirer:
         while ready:
             rank = ready.pop()
             todo = self._todo[rank]
-            while self._done[rank] < len(todo) and self._take(rank, todo[self._done[rank]], ready):
+            while self._done[rank] < len(todo) and self._run_if_ready(
+                rank, todo[self._done[rank]], ready
+            ):
                 self._done[rank] += 1
         if len(self._actions) < sum(map(len, self._todo)):
             raise BadInputError(self._describe_deadlock())
@@ -187,7 +189,7 @@ class _Wirer:
             beside=self._beside,
         )
 
-    def _take(self, rank: int, action: Action, ready: list[int]) -> bool:
+    def _run_if_ready(self, rank: int, action: Action, ready: list[int]) -> bool:
         """Run the action and release its waiters if its inputs are ready; return whether."""
         needs, dones = self._needs(action), self._completions(action)
         if action in self._beside:

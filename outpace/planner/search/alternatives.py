@@ -68,7 +68,7 @@ def simplest(choice: PlanChoice, most_s: float, trains_all: bool) -> PlanBatch |
         found: _Least | None = None
         for part, took, costs in parts:
             rows = np.flatnonzero(costs == cost)
-            found = _least_of(choice, part.take(rows), took[rows], _ENOUGH * limit, found)
+            found = _least_of(choice, part.select(rows), took[rows], _ENOUGH * limit, found)
         if found is None:
             continue
         total = cost + _TIGHT * (found[0] > ROOMY * limit)
@@ -101,16 +101,16 @@ def quickest(choice: PlanChoice, bound: Floats, most_s: float) -> PlanBatch | No
         places = order[begin : begin + _FEW_LAYOUTS]
         if bound[places[0]] > most_s:
             break
-        part = expand(choice.plain.take(places), choice.chosen)
-        part = part.take(choice.floors(part) <= choice.memory_bytes)
+        part = expand(choice.plain.select(places), choice.chosen)
+        part = part.select(choice.floors(part) <= choice.memory_bytes)
         took = choice.seconds(part)
         rest = np.flatnonzero(took <= most_s)
         rest = rest[np.argsort(took[rest], kind="stable")]
         for first in range(0, len(rest), _LAYOUTS):
             rows = rest[first : first + _LAYOUTS]
-            fits = rows[choice.needs(part.take(rows)) <= choice.memory_bytes]
+            fits = rows[choice.needs(part.select(rows)) <= choice.memory_bytes]
             if len(fits):
-                best, most_s = part.take(fits[:1]), float(took[fits[0]])
+                best, most_s = part.select(fits[:1]), float(took[fits[0]])
                 break
     return best
 
@@ -130,22 +130,22 @@ def _least_of(
         rows, order, size = order[:size], order[size:], 2 * size
         if least[rows[0]] > (choice.memory_bytes if best is None else best[0]):
             break
-        nbytes = np.maximum(choice.needs(part.take(rows)), enough)
+        nbytes = np.maximum(choice.needs(part.select(rows)), enough)
         place = int(np.lexsort((took[rows], nbytes))[0])
         own = float(nbytes[place]), float(took[rows[place]])
         if own[0] <= choice.memory_bytes and (best is None or own < best[:2]):
-            best = *own, part.take(rows[[place]])
+            best = *own, part.select(rows[[place]])
     return best
 
 
 def _quick_plans(choice: PlanChoice, most_s: float) -> Iterator[tuple[PlanBatch, Floats]]:
     """Yield plans that take at most `most_s`, with their seconds, for a few layouts at a time."""
     for begin in range(0, len(choice.plain) if choice.chosen else 0, _LAYOUTS):
-        part = expand(choice.plain.take(slice(begin, begin + _LAYOUTS)), choice.chosen)
+        part = expand(choice.plain.select(slice(begin, begin + _LAYOUTS)), choice.chosen)
         took = choice.seconds(part)
         within = np.flatnonzero(took <= most_s)
         if len(within):
-            yield part.take(within), took[within]
+            yield part.select(within), took[within]
 
 
 def _layout_costs(c: PlanBatch, trains_all: bool) -> Ints:

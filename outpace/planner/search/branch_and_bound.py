@@ -160,7 +160,7 @@ def find_alternatives(
         return estimate(question, columns).step_s
 
     least_s, options = float(found.times.step_s[found.fastest]), list(memory_options(wanted))
-    roomy, offloads = ROOMY * memory_bytes, _offloads(found.columns.take([found.fastest]))
+    roomy, offloads = ROOMY * memory_bytes, _offloads(found.columns.select([found.fastest]))
     every = PlanChoice(found.layouts, options, seconds, needs, floors, memory_bytes)
     by_offloads = [replace(every, chosen=with_offloads(options, n)) for n in range(offloads + 1)]
     allowed = every if offloads else by_offloads[0]
@@ -176,14 +176,14 @@ def find_alternatives(
             simple_choice, equal_s = choice, float(seconds(plan)[0])
             break
     simple_s = min(EQUAL * equal_s, lean_s)
-    near, lean = (found.layouts.take(found.bound <= limit) for limit in (simple_s, lean_s))
+    near, lean = (found.layouts.select(found.bound <= limit) for limit in (simple_s, lean_s))
     simple = simplest(replace(simple_choice, plain=near), simple_s, question.other_program)
     small, roomier = leanest(replace(allowed, plain=lean), lean_s), None
     if small is not None and needs(small)[0] > roomy:
         slow_s = ROOMIER * least_s
         roomier = quickest(replace(allowed, memory_bytes=roomy), found.bound, slow_s)
         small, lean_s = (small, lean_s) if roomier is None else (roomier, slow_s)
-    both = join_batches([one for one in (simple, small) if one is not None] or [near.take([])])
+    both = join_batches([one for one in (simple, small) if one is not None] or [near.select([])])
     more = estimate(question, both)
     times = {f.name: np.concatenate([getattr(found.times, f.name), getattr(more, f.name)])
              for f in fields(StepTimes)}  # fmt: skip
@@ -217,17 +217,17 @@ def fastest(
     plain, chosen = layouts(wanted), list(memory_options(wanted))
     bound = least_s(question, wanted, plain)
     order = np.argsort(bound, kind="stable")
-    fastest_plans, worst = plain.take(slice(0, 0)), np.inf
+    fastest_plans, worst = plain.select(slice(0, 0)), np.inf
     for begin in range(0, len(order) if chosen else 0, _BATCH):
         places = order[begin : begin + _BATCH]
         if bound[places[0]] > worst * _NEAR:
             break
-        part = expand(plain.take(places), chosen)
-        part = part.take(needs(part) <= memory_bytes)
+        part = expand(plain.select(places), chosen)
+        part = part.select(needs(part) <= memory_bytes)
         both = join_batches([fastest_plans, part])
         seconds = estimate(question, both).step_s
         ranking = np.argsort(_ranking_s(both, seconds), kind="stable")[:count]
-        fastest_plans = both.take(ranking)
+        fastest_plans = both.select(ranking)
         if len(fastest_plans) == count:
             worst = float(estimate(question, fastest_plans).step_s.max())
     return fastest_plans, len(plain) * len(chosen)
@@ -250,21 +250,21 @@ def fastest_accepted(
     considered = len(plain) * len(chosen)
     asked = _Acceptance(accepts, wanted.seq_len)
     # No option makes a layout one that can be accepted.
-    plain = plain.take(asked.accepted_mask(plain))
+    plain = plain.select(asked.accepted_mask(plain))
     bound = least_s(question, wanted, plain)
     order = np.argsort(bound, kind="stable")
-    chosen = _accepted_options(plain.take(order), chosen, asked)
+    chosen = _accepted_options(plain.select(order), chosen, asked)
     best, best_s = None, np.inf
     for begin in range(0, len(order) if chosen else 0, _BATCH):
         places = order[begin : begin + _BATCH]
         if bound[places[0]] > best_s * _NEAR:
             break
-        part = expand(plain.take(places), chosen)
+        part = expand(plain.select(places), chosen)
         ranked = _ranking_s(part, estimate(question, part).step_s)
         for piece in _pieces(ranked):
             piece = piece[ranked[piece] < best_s]
-            fits = piece[needs(part.take(piece)) <= memory_bytes] if len(piece) else piece
-            taken = asked.first(part.take(fits))
+            fits = piece[needs(part.select(piece)) <= memory_bytes] if len(piece) else piece
+            taken = asked.first(part.select(fits))
             if taken is not None:
                 place = int(fits[taken])
                 best, best_s = to_plan(part, place), float(ranked[place])
@@ -345,7 +345,7 @@ def _accepted_options(plain: PlanBatch, chosen: list[Options], asked: _Acceptanc
     if not chosen or not len(plain):
         return []
     _, first = np.unique(plain.strategy, return_index=True)
-    some = plain.take(np.sort(first))
+    some = plain.select(np.sort(first))
     alone = [(name,) for name in chosen[0] if not any(name in names for names in _TOGETHER)]
     for names in (*_TOGETHER, *alone):
         names = tuple(name for name in names if name in chosen[0])
@@ -388,30 +388,30 @@ def _family(
         order = order[bound[order] <= _time_limits(fastest, count, kind[order])]
         if not len(order):
             break
-        part = expand(plain.take(order[:size]), chosen)
+        part = expand(plain.select(order[:size]), chosen)
         order, size = order[size:], min(2 * size, _BATCH)
         if not fastest and began:
             floor = floors(part)
             able = floor <= memory_bytes
             lean = ~able & (part.modes[:, _FULL] == part.modes[:, _FULL].max(initial=0.0))
-            beyond.append((part.take(lean), floor[lean]))
-            part = part.take(able)
+            beyond.append((part.select(lean), floor[lean]))
+            part = part.select(able)
         began = True
         seconds, own_kinds = estimate(question, part).step_s, kinds(part)
         for piece in _pieces(seconds):
             piece = piece[seconds[piece] <= _time_limits(fastest, count, own_kinds[piece])]
             if not len(piece):
                 continue
-            some = part.take(piece)
+            some = part.select(piece)
             need = needs(some)
             if not fastest:
                 least = _smaller(some, need, least)
             fits = piece[need <= memory_bytes]
-            keep = fits[_first_of(own_kinds[fits], _ranking_s(part.take(fits), seconds[fits]))]
+            keep = fits[_first_of(own_kinds[fits], _ranking_s(part.select(fits), seconds[fits]))]
             for place in keep:
                 own, took = int(own_kinds[place]), float(seconds[place])
                 fastest[own] = min(fastest.get(own, np.inf), took)
-            yield part.take(keep)
+            yield part.select(keep)
     if not fastest and beyond:
         least = _smallest(
             join_batches([one for one, _ in beyond]), np.concatenate([f for _, f in beyond]),
@@ -428,7 +428,7 @@ def _smaller(plans: PlanBatch, need: Floats, least: _Least | None) -> _Least | N
     """Return `least`, or the plan if it needs less."""
     small = int(np.argmin(need))
     if least is None or need[small] < least[0]:
-        return float(need[small]), plans.take([small])
+        return float(need[small]), plans.select([small])
     return least
 
 
@@ -442,7 +442,7 @@ def _smallest(plans: PlanBatch, floor: Floats, needs: Needs, least: _Least | Non
         places, order, size = order[:size], order[size:], min(2 * size, _PIECE)
         if least is not None and floor[places[0]] >= least[0]:
             break
-        some = plans.take(places)
+        some = plans.select(places)
         least = _smaller(some, needs(some), least)
     return least
 
@@ -527,19 +527,19 @@ def fits(wanted: SearchRequest, needs: Needs, floors: Needs, memory_bytes: float
     if not chosen or not len(plain):
         return False
     chosen = [options for options in chosen if options["modes"] == chosen[-1]["modes"]]
-    plain = plain.take(plain.micro_batch == plain.micro_batch.min())
+    plain = plain.select(plain.micro_batch == plain.micro_batch.min())
     # Those that share out the most among the ranks first.
     order = np.argsort(-plain.zero * plain.dp_shard * plain.tp * plain.pp, kind="stable")
     for begin in range(0, len(order), _BATCH):
-        part = expand(plain.take(order[begin : begin + _BATCH]), chosen)
-        part = part.take(floors(part) <= memory_bytes)
+        part = expand(plain.select(order[begin : begin + _BATCH]), chosen)
+        part = part.select(floors(part) <= memory_bytes)
         if len(part) and (needs(part) <= memory_bytes).any():
             return True
     return False
 
 
 def _empty_result(plain: PlanBatch, question: StepTimeQuestion) -> SearchResult:
-    none = plain.take(slice(0, 0))
+    none = plain.select(slice(0, 0))
     empty = np.zeros(0)
     return SearchResult(
         none, estimate(question, none), empty, np.zeros(0, np.int64), {}, {}, len(plain)

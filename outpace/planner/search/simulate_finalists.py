@@ -26,7 +26,7 @@ def simulate_pipelines(
     """Replace the times of the pipelines at `places` in `times` by simulated ones."""
     found = {f.name: getattr(times, f.name).copy() for f in fields(StepTimes)}
     for place in places:
-        row = columns.take([int(place)])
+        row = columns.select([int(place)])
         if row.pp[0] == 1 or row.schedule_in("mp")[0] or _actions(row) > _MOST_ACTIONS:
             continue
         pipeline = stages_of(question, row)

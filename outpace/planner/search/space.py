@@ -143,7 +143,7 @@ def layouts(wanted: SearchRequest) -> PlanBatch:
     fine = _keep_mask(found, keep) & _options_match(found) & _adapters_match(found)
     if wanted.trained:
         fine &= ~(found.async_tp & (found.tp > 1)) & ~(found.even_stages & (found.pp > 1))
-    return found.take(fine)
+    return found.select(fine)
 
 
 def _vary(found: PlanBatch, vary: Mapping[str, Sequence[Any]]) -> PlanBatch:
@@ -156,11 +156,11 @@ def _vary(found: PlanBatch, vary: Mapping[str, Sequence[Any]]) -> PlanBatch:
             PRECISIONS.index(value) if name == "precision" else value == "even"
             if name == "stage_split" else value for value in vary[name]
         ]  # fmt: skip
-        repeated = found.take(np.repeat(np.arange(len(found)), len(codes)))
+        repeated = found.select(np.repeat(np.arange(len(found)), len(codes)))
         found = replace(repeated, **{column: np.tile(np.array(codes), len(found))})
         axis = {"stage_split": found.pp, "sequence_parallel": found.tp, "async_tp": found.tp}
         if name in axis:
-            found = found.take((axis[name] > 1) | (getattr(found, column) == codes[0]))
+            found = found.select((axis[name] > 1) | (getattr(found, column) == codes[0]))
     return found
 
 
@@ -177,7 +177,7 @@ def expand(columns: PlanBatch, chosen: Sequence[Options]) -> PlanBatch:
         array = np.array([options[name] for options in chosen])
         values[name] = np.tile(array, (len(columns), *[1] * (array.ndim - 1)))
     found = PlanBatch(**values)
-    return found.take(_possible(found))
+    return found.select(_possible(found))
 
 
 def _keep_mask(c: PlanBatch, keep: Mapping[str, Any]) -> Any:

@@ -115,7 +115,7 @@ def estimate(question: StepTimeQuestion, columns: PlanBatch) -> StepTimes:
 
 def stages_of(question: StepTimeQuestion, columns: PlanBatch) -> Stages:
     """Return the stages of the first plan, to be simulated."""
-    setup = set_up(question, columns.take([0]))
+    setup = set_up(question, columns.select([0]))
     return stages_of_plan(setup, step_passes(setup))
 
 

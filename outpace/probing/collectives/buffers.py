@@ -47,12 +47,12 @@ class Buffers:
         self.source = own.repeat(-(-count // _PERIOD))[:count]
         self.room = torch.zeros_like(self.source)
 
-    def hold(self) -> list[Any]:
-        """Return a list for objects that use the buffers, which `settle` empties."""
+    def add_dependents(self) -> list[Any]:
+        """Return a list for objects that use the buffers, which `release_dependents` empties."""
         self._held.append([])
         return self._held[-1]
 
-    def settle(self) -> None:
+    def release_dependents(self) -> None:
         """Release the objects held by cases that were created before the buffers grew."""
         for held in self._held:
             held.clear()
@@ -69,7 +69,7 @@ class Buffers:
         for piece in self.source[: size and size // ITEM_BYTES].split(_PERIOD):
             piece.copy_(own[: len(piece)])
 
-    def take(self, count: int) -> tuple[Tensor, Tensor]:
+    def get(self, count: int) -> tuple[Tensor, Tensor]:
         """Return `count` elements of the data, and of the receive buffer."""
         return self.source_of(count), self.room_of(count)
 

@@ -63,7 +63,7 @@ def case(collective: str, place: AxisPlace, size: int) -> Case:
     splits = collective in ("all-gather", "reduce-scatter", "all-to-all")
     count = place.count(size) if splits else max(1, size // ITEM_BYTES)
     make = _MAKERS[collective]
-    held: list[Made] = place.buffers.hold()
+    held: list[Made] = place.buffers.add_dependents()
 
     def make_call() -> Callable[[], Any]:
         if not place.members:
@@ -135,7 +135,7 @@ def parts_wrong(place: AxisPlace, found: Tensor, offset: int) -> str | None:
 
 
 def _all_gather(place: AxisPlace, count: int) -> Made:
-    source, room = place.buffers.take(count)
+    source, room = place.buffers.get(count)
     part = source[: count // len(place.members)]
 
     def call() -> Tensor:
@@ -146,7 +146,7 @@ def _all_gather(place: AxisPlace, count: int) -> Made:
 
 
 def _reduce_scatter(place: AxisPlace, count: int) -> Made:
-    source, room = place.buffers.take(count)
+    source, room = place.buffers.get(count)
     part = count // len(place.members)
     out = room[:part]
 
@@ -160,7 +160,7 @@ def _reduce_scatter(place: AxisPlace, count: int) -> Made:
 
 
 def _all_to_all(place: AxisPlace, count: int) -> Made:
-    source, room = place.buffers.take(count)
+    source, room = place.buffers.get(count)
     offset = count // len(place.members) * place.number
 
     def call() -> Tensor:
@@ -171,7 +171,7 @@ def _all_to_all(place: AxisPlace, count: int) -> Made:
 
 
 def _broadcast(place: AxisPlace, count: int) -> Made:
-    source, room = place.buffers.take(count)
+    source, room = place.buffers.get(count)
     root = place.members[0]
     room.copy_(source)
 
@@ -190,7 +190,7 @@ def _send_recv(place: AxisPlace, count: int) -> Made:
 
 def send_and_receive(place: AxisPlace, count: int, after: int, before: int) -> Made:
     """Send to one rank and receive from another at the same time."""
-    source, room = place.buffers.take(count)
+    source, room = place.buffers.get(count)
 
     def call() -> Tensor:
         # What is received first is announced before what is sent fills the connection.

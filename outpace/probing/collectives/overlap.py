@@ -50,7 +50,7 @@ def probe_overlap(
     begun = [_BEGUN[name](place, place.count(size)) for name in collectives for size in sizes]
     timed = _Product(product, right, product_s)
     cases = [case for one in begun for case in _cases(one, place, timed, clock)]
-    place.buffers.settle()
+    place.buffers.release_dependents()
     found = yield from measure(cases, clock, effort)
     check_again(cases, place.buffers)
     each = [found[at : at + 3] for at in range(0, len(found), 3)]
@@ -173,7 +173,7 @@ def _all_gather(place: AxisPlace, count: int) -> _PendingCollective:
     part = count // len(place.members)
 
     def begin() -> tuple[Tensor, Any]:
-        source, room = place.buffers.take(count)
+        source, room = place.buffers.get(count)
         work = torch_versions.all_gather_single(
             room, source[:part], group=place.group, async_op=True
         )
@@ -188,7 +188,7 @@ def _reduce_scatter(place: AxisPlace, count: int) -> _PendingCollective:
     part = count // len(place.members)
 
     def begin() -> tuple[Tensor, Any]:
-        source, room = place.buffers.take(count)
+        source, room = place.buffers.get(count)
         out = room[:part]
         work = torch_versions.reduce_scatter_single(out, source, group=place.group, async_op=True)
         return out, work

@@ -122,7 +122,7 @@ def pair_figures(
     Raises WrongResultError if received data differ from sent data before or after.
     """
     slots = [(slot, size) for slot in pair_slots(nodes) for size in sizes]
-    place.buffers.take(max(sizes) // ITEM_BYTES)  # once, since parts of them are sent
+    place.buffers.get(max(sizes) // ITEM_BYTES)  # once, since parts of them are sent
     slot_calls = [_slot_call(slot, size, place, between) for slot, size in slots]
     timed = yield from by_rank([call for call, _ in slot_calls], clock, rounds, _TIMED * budget_s)
     for (slot, size), (call, check) in zip(slots, slot_calls, strict=True):

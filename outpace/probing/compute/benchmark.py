@@ -188,7 +188,7 @@ def _tiles(sweep: Sequence[Figure], dim: str, said: Sequence[str]) -> Advice:
     worst, best = (pick(sweep, key=lambda f: f.value or 0.0) for pick in (min, max))
     by = gain(worst, best, len(sweep) * (len(sweep) - 1) // 2)
     sizes = [int(figure.key.of[dim]) for figure in sweep]
-    if by is not None and by.sure:
+    if by is not None and by.is_certain:
         ends = f"{dim} = {worst.key.of[dim]} to {dim} = {best.key.of[dim]}"
         said = [*said, f"from {ends} operations are {by} faster"]
     text = f"{dim} from {min(sizes)} to {max(sizes)} ({sweep[0].key.of['dtype']}): "

@@ -54,13 +54,13 @@ class Bench:
     pools: dict[Dtype, Tensor]
     rates: dict[Dtype, float] = field(default_factory=dict)
 
-    def takes(self, dtype: Dtype, shape: Shape) -> bool:
+    def supports(self, dtype: Dtype, shape: Shape) -> bool:
         """Return whether the operands fit into the pool, and the dtype supports this shape."""
         m, n, k = shape
         fine = dtype != "fp8" or n % _FP8_MULTIPLE == k % _FP8_MULTIPLE == 0
         return fine and m * k + k * n <= self.pools[dtype].numel()
 
-    def short(self, dtype: Dtype, shape: Shape) -> bool:
+    def is_fast_enough(self, dtype: Dtype, shape: Shape) -> bool:
         """Return whether a product takes no longer than allowed."""
         m, n, k = shape
         return 2.0 * m * n * k / self.rates[dtype] <= self.longest_s
@@ -174,7 +174,7 @@ def case(on: Bench, dtype: Dtype, shape: Shape, what: str, **more: str | int) ->
 def _rough_rate(on: Bench, dtype: Dtype) -> float:
     """Return a rough FLOP/s of a product that takes longer than its launch, by the host's clock."""
     for size in _CURVE[4:]:
-        if not on.takes(dtype, (size, size, size)):
+        if not on.supports(dtype, (size, size, size)):
             break
         rate = _rate(on, dtype, (size, size, size))
         if 2.0 * size**3 / rate >= _LEAST_TIMED_S:
@@ -201,13 +201,13 @@ def _host_s(call: Callable[[], Tensor], device: torch.device) -> float:
 def curve_cases(on: Bench, dtype: Dtype, quick: bool) -> list[Case]:
     """Return square products by size, up to the largest allowed time."""
     cubes = [(n, n, n) for n in _CURVE[1 :: 2 if quick else 1]]
-    sizes = [one[0] for one in cubes if on.short(dtype, one) and on.takes(dtype, one)]
+    sizes = [one[0] for one in cubes if on.is_fast_enough(dtype, one) and on.supports(dtype, one)]
     return [case(on, dtype, (n, n, n), "curve") for n in sizes]
 
 
 def largest(on: Bench, dtype: Dtype, at_most: int) -> int:
     """Return the largest power of two whose square product stays within the allowed time."""
-    fitting = [n for n in _CURVE if n <= at_most and on.short(dtype, (n, n, n))]
+    fitting = [n for n in _CURVE if n <= at_most and on.is_fast_enough(dtype, (n, n, n))]
     return max(fitting, default=_CURVE[0])
 
 
@@ -220,7 +220,7 @@ def tokens_for(on: Bench, dtype: Dtype, spec: ModelSpec, given: int | None = Non
         return given
     for power in range(14, 4, -1):
         shapes = model_shapes(spec, 1 << power).values()
-        if all(on.short(dtype, shape) for shape in shapes):
+        if all(on.is_fast_enough(dtype, shape) for shape in shapes):
             return 1 << power
     return 1 << 4
 
@@ -237,7 +237,7 @@ def fine_cases(on: Bench, dtype: Dtype, base: int) -> list[Case]:
     return [
         case(on, dtype, shape, "fine", dim="mnk"[dim])
         for dim, shape in dict.fromkeys(shapes)
-        if on.takes(dtype, shape)
+        if on.supports(dtype, shape)
     ]
 
 
@@ -247,7 +247,7 @@ def one_thread_cases(on: Bench, dtype: Dtype, base: int) -> list[Case]:
     return [
         replace(case(on, dtype, shape, "fine", dim="mnk"[dim], threads=1), within=_on_one_thread)
         for dim, shape in shapes
-        if on.takes(dtype, shape)
+        if on.supports(dtype, shape)
     ]
 
 
@@ -263,7 +263,7 @@ def unlucky_cases(on: Bench, dtype: Dtype, base: int, quick: bool) -> list[Case]
     return [round_one] + [
         case(on, dtype, shape, "unlucky", dim="mnk"[dim])
         for dim, shape in shapes
-        if on.takes(dtype, shape)
+        if on.supports(dtype, shape)
     ]
 
 
@@ -308,7 +308,7 @@ def model_cases(
     left_s, taken = within_s, set()
     for part, shape in sorted(shapes.items(), key=lambda one: _work(one[1])):
         left_s -= _work(shape) / on.rates[dtype]
-        if left_s >= 0 and on.takes(dtype, shape):
+        if left_s >= 0 and on.supports(dtype, shape):
             taken.add(part)
     cases = [case(on, dtype, s, "model", part=p) for p, s in shapes.items() if p in taken]
     return cases, [part for part in shapes if part not in taken]
@@ -329,7 +329,7 @@ def best_cases(on: Bench, dtype: Dtype, cases: Sequence[Case], count: int = 3) -
     shapes = sorted(tried, key=lambda shape: -_rate(on, dtype, shape))[:count]
     m, n, k = shapes[0]
     larger = [(2 * m, n, k), (m, 2 * n, k), (m, n, 2 * k), (2 * m, 2 * n, 2 * k)]
-    shapes += [one for one in larger if on.takes(dtype, one) and one not in shapes]
+    shapes += [one for one in larger if on.supports(dtype, one) and one not in shapes]
     return [case(on, dtype, shape, "candidate") for shape in shapes]
 
 

@@ -38,7 +38,7 @@ def vocabulary_cases(on: Bench, dtype: Dtype, spec: ModelSpec, tokens: int) -> l
             check=partial(_wrong_head, on, dtype, vocab, spec.hidden, tokens),
         )
         for vocab in sizes
-        if on.takes(dtype, (tokens, vocab, spec.hidden))
+        if on.supports(dtype, (tokens, vocab, spec.hidden))
     ]  # fmt: skip
 
 
@@ -215,7 +215,7 @@ def _is_near(count: int, spec_count: int) -> bool:
 
 
 def _advice(about: str, text: str, by: Gain, present: Figure, better: Figure) -> Advice:
-    if not by.sure or by.value < _WORTH:
+    if not by.is_certain or by.value < _WORTH:
         text += " — no certain gain: leave it unchanged"
     return Advice(about=about, text=text, gain=by.value, low=by.low, high=by.high,
                   of=(present.key, better.key))  # fmt: skip

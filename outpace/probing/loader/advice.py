@@ -43,7 +43,7 @@ def cheapest(figures: Sequence[Figure]) -> Figure | None:
 
     def as_fast(figure: Figure) -> bool:
         by = gain(figure, best)
-        return by is not None and not (by.sure and by.value > _ALIKE)
+        return by is not None and not (by.is_certain and by.value > _ALIKE)
 
     return min([best, *filter(as_fast, known)], key=cost)
 
@@ -79,7 +79,7 @@ def _prefetch(rates: Sequence[Figure]) -> Iterator[Advice]:
     if usual is None or usual.value is None or best.value is None:
         return
     count, by = best.key.of["prefetch"], gain(usual, best)
-    if int(count) <= 2 or by is None or not by.sure or by.value < _WORTH:
+    if int(count) <= 2 or by is None or not by.is_certain or by.value < _WORTH:
         yield Advice(
             about="loader",
             text="Prefetching more than 2 batches per worker is not faster: leave it at 2.",
@@ -107,7 +107,7 @@ def _pinning(rates: Sequence[Figure], recommended: Figure | None) -> Iterator[Ad
         by = gain(other, pinned)
         if by is None:
             continue
-        sure = by.sure or by.high < 0
+        sure = by.is_certain or by.high < 0
         advised = "--pin-memory" if by.value > 0 else "--no-pin-memory"
         yield Advice(
             about="loader",

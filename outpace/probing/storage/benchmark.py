@@ -182,7 +182,7 @@ class _Mover:
             lanes = [self.pool.submit(self._lane, t, begin + t) for t in range(self.queue)]
             self._last = [lane.result() for lane in lanes]
         if self.write:
-            self.file.settle()
+            self.file.wait_until_written()
         return self
 
     def _lane(self, lane: int, begin: int) -> tuple[int, int, int]:

@@ -175,7 +175,7 @@ class PageFile:
     def _stamps(self, page: int, pages: int) -> "np.ndarray[Any, np.dtype[np.uint64]]":
         return np.arange(self._salt + page, self._salt + page + pages, dtype=np.uint64)
 
-    def settle(self) -> None:
+    def wait_until_written(self) -> None:
         """Wait until written data is on the disk, if O_DIRECT is not used."""
         if not self.direct:
             os.fdatasync(self.descriptor)

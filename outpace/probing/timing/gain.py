@@ -16,7 +16,7 @@ class Gain:
     high: float
 
     @property
-    def sure(self) -> bool:
+    def is_certain(self) -> bool:
         """Return whether the whole interval is a gain."""
         return self.low > 0
 

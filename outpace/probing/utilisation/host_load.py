@@ -51,7 +51,7 @@ class Processes:
 
     @property
     def pids(self) -> frozenset[int]:
-        """Return the process IDs found by the last call of `look`."""
+        """Return the process IDs found by the last call of `read_usage`."""
         return frozenset(self._running)
 
     def read_usage(self) -> tuple[float, int] | None:
@@ -104,13 +104,13 @@ class HostReader:
         self._core_times = _core_times()
         self._run_cores = Rate()
         self._packages = [(Rate(wraps), read) for read, wraps in _packages(rapl)]
-        self._look(time.monotonic())
+        self._read_usage(time.monotonic())
         self._energy(time.monotonic())
 
     def read(self, now_s: float) -> HostLoad:
         """Return the load since the last call; `now_s` is a value of time.monotonic()."""
         before, self._core_times = self._core_times, _core_times()
-        run_cores, run_memory_bytes = self._look(now_s)
+        run_cores, run_memory_bytes = self._read_usage(now_s)
         memory = psutil.virtual_memory()
         return HostLoad(
             cores=tuple(
@@ -126,7 +126,7 @@ class HostReader:
             clock_hz=_clock_hz(),
         )
 
-    def _look(self, now_s: float) -> tuple[float | None, int | None]:
+    def _read_usage(self, now_s: float) -> tuple[float | None, int | None]:
         seen = self._processes.read_usage() if self._processes else None
         if seen is None:
             return None, None

@@ -29,7 +29,7 @@ class Samples:
         self._started = datetime.now(UTC).isoformat(timespec="seconds")
         self._last_s = time.monotonic()
 
-    def take(self) -> Load | None:
+    def read_new(self) -> Load | None:
         """Return the load since the previous call; None, and nothing kept, if that was just now."""
         now_s = time.monotonic()
         if now_s - self._last_s < _LEAST_S:
@@ -97,7 +97,7 @@ class LoadRecorder:
                 if done and self.series is None:
                     # However short it was, a load is kept of it.
                     time.sleep(max(0.0, _LEAST_S - (time.monotonic() - began_s)))
-                self._latest = self._samples.take() or self._latest
+                self._latest = self._samples.read_new() or self._latest
                 now_s = time.monotonic()
                 if now_s >= save_after_s and not done:
                     before_s = time.thread_time()

@@ -79,7 +79,7 @@ def document(
 
 
 def relative_error(traced: MemoryAccount, measured: MemoryAccount | None) -> float | None:
-    """Return the share by which the trace exceeds the allocated memory, or else the live memory."""
+    """Return by what share the trace exceeds allocated memory, or live memory without that."""
     if measured is None:
         return None
     return traced.peak_memory_bytes / _measured_bytes(measured) - 1

@@ -46,7 +46,7 @@ def test_rates_that_steps_put_right_and_rates_that_are_a_guess():
     assert interval(True, False, "ampere", False)[:2] == (probed["low"], probed["high"])
     low, high, basis, level = interval(False, True, "ampere", False)
     assert basis and low == pytest.approx(1 / high) and high > 3 and level == LEVEL
-    guess = interval(False, True, "ampere", False).note
+    guess = interval(False, True, "ampere", False).explanation
     assert guess == "The 90 % interval is based on no measurement, since the rates are guessed."
 
 
@@ -71,6 +71,6 @@ def test_a_level_that_other_sources_do_not_reach_is_told_as_it_is():
         found = interval(False, False, chip, model == "experts")
         enough = row["coverage"] >= LEAST_COVERAGE
         assert found.level == (LEVEL if enough else round(row["coverage"], 2)), name
-        assert ("The 90 % interval is based on " in found.note) == enough
-    told = Interval(0.9, 2.6, "102 published steps", 0.83).note
+        assert ("The 90 % interval is based on " in found.explanation) == enough
+    told = Interval(0.9, 2.6, "102 published steps", 0.83).explanation
     assert "90 %" not in told and "alone contained 83 % of a source's steps" in told

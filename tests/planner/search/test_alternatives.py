@@ -168,7 +168,7 @@ def test_the_mask_of_what_outpace_does_not_train_is_what_a_plan_says_of_itself(m
     _, wanted, _ = asked(model, "hgx-h100", nodes, 64, vary=vary)
     plain = layouts(wanted)
     rows = np.random.default_rng(0).permutation(len(plain))[:400]
-    some = plain.take(rows)
+    some = plain.select(rows)
     mask = untrained_mask(some)
     own = [to_plan(some, i).training_obstacle is not None for i in range(len(some))]
     assert mask.tolist() == own

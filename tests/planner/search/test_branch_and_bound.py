@@ -215,7 +215,7 @@ def test_the_bytes_of_a_plan_are_the_same_whatever_is_beside_it(model):
     plans = expand(layouts(wanted), list(memory_options(wanted)))
     together = needs(plans)
     for place in np.random.default_rng(0).permutation(len(plans))[:40]:
-        assert needs(plans.take([place]))[0] == pytest.approx(together[place], rel=1e-12)
+        assert needs(plans.select([place]))[0] == pytest.approx(together[place], rel=1e-12)
 
 
 @pytest.mark.slow
@@ -240,7 +240,7 @@ def test_more_memory_never_makes_a_plan_infeasible_or_the_best_slower(model, les
 def test_equally_fast_plans_are_ranked_by_how_plain_they_are():
     question, wanted = asked("gpt2", "l4", 1, 1)
     found = search(question, wanted, by_formula(question, wanted), zero_bound, 24 * GIB, 1)
-    first = found.columns.take(found.ranked)
+    first = found.columns.select(found.ranked)
     assert first.modes.tolist() == [[1, 0, 0, 0]] and not first.chunked_loss[0]
 
 
@@ -263,7 +263,7 @@ def test_of_what_is_accepted_the_fastest_is_found(name):
         "nothing": lambda plan: False,
     }[name]
     everything = expand(layouts(wanted), list(memory_options(wanted)))
-    everything = everything.take(needs(everything) <= GIB)
+    everything = everything.select(needs(everything) <= GIB)
     seconds = estimate(question, everything).step_s
     each = (place for place in np.argsort(seconds) if takes(to_plan(everything, int(place))))
     best = next(each, None)

@@ -45,7 +45,7 @@ def wanted(model="gpt2", **values):
 def plans(asked):
     columns = layouts(asked)
     chosen = list(memory_options(asked))
-    return expand(columns, chosen) if chosen else columns.take(slice(0, 0))
+    return expand(columns, chosen) if chosen else columns.select(slice(0, 0))
 
 
 def strategies(columns):
@@ -72,7 +72,7 @@ def test_every_row_is_a_plan_and_comes_back(
                    precision=precision, on_host=on_host, trained=trained, vary=vary)  # fmt: skip
     found = plans(asked)
     chosen = np.random.default_rng(seed).permutation(len(found))[:25]
-    rows = found.take(chosen)
+    rows = found.select(chosen)
     made = [to_plan(rows, place) for place in range(len(rows))]
     for plan in made:
         assert plan.world_size == world

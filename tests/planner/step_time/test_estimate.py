@@ -610,7 +610,7 @@ def spaces(draw):
     bare = layouts(wanted)
     seed = draw(st.integers(0, 2**32 - 1))
     chosen = np.random.default_rng(seed).permutation(len(bare))[:60]
-    return question, wanted, bare.take(chosen)
+    return question, wanted, bare.select(chosen)
 
 
 LAWS = settings(
@@ -640,7 +640,7 @@ def test_no_lever_makes_a_plan_faster(space):
     without = least_s(question, wanted, bare)
     for option in memory_options(wanted):
         for place in range(0, len(bare), 20):
-            one = bare.take(slice(place, place + 20))
+            one = bare.select(slice(place, place + 20))
             with_options = expand(one, [option])
             if len(with_options) == len(one):
                 seconds = estimate(question, with_options).step_s
@@ -666,10 +666,10 @@ def test_a_faster_link_never_makes_a_plan_slower(space, name, faster):
 def test_many_at_once_are_each_by_itself(space):
     question, wanted, bare = space
     plans = expand(bare, list(memory_options(wanted)))
-    plans = plans.take(slice(0, None, max(1, len(plans) // 12)))
+    plans = plans.select(slice(0, None, max(1, len(plans) // 12)))
     together = estimate(question, plans)
     for place in range(len(plans)):
-        alone = estimate(question, plans.take([place]))
+        alone = estimate(question, plans.select([place]))
         for field in fields(StepTimes):
             found = getattr(alone, field.name)[0]
             assert found == pytest.approx(getattr(together, field.name)[place], rel=1e-12)
@@ -677,7 +677,7 @@ def test_many_at_once_are_each_by_itself(space):
 
 def test_no_plans_take_no_time():
     question = StepTimeQuestion(of("gpt2"), 1024, FLAT, FREE)
-    none = of_plans([Plan()], 1, 12).take(slice(0, 0))
+    none = of_plans([Plan()], 1, 12).select(slice(0, 0))
     assert len(estimate(question, none).step_s) == 0
 
 

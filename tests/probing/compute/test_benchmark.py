@@ -69,7 +69,7 @@ def test_shapes_that_a_dtype_does_not_have_are_left_out():
     } - {*left}  # fmt: skip
     for case in matmul.unlucky_cases(on, "fp8", 512, quick=False):
         assert case.key.of["n"] % 16 == case.key.of["k"] % 16 == 0
-    assert not on.takes("fp8", (64, 64, 1 << 26))
+    assert not on.supports("fp8", (64, 64, 1 << 26))
 
 
 def test_the_backward_of_a_product_is_of_its_sizes():

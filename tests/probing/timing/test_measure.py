@@ -70,7 +70,7 @@ def probed(seed, **how):
 def test_a_repeat_lies_in_the_interval_as_often_as_is_stated(clock):
     probes = [probed(seed, **clock) for seed in range(80)]
     held = [
-        one.holds(other)
+        one.contains(other)
         for first, second in pairwise(probes)
         for one, other in zip(first, second, strict=True)
     ]
@@ -172,8 +172,8 @@ def test_a_gain_is_by_the_ratio_of_samples_so_that_slow_spells_fall_out():
     after = figure_of([s * rng.gauss(1, 0.005) for s in spells])
     found = gain(before, after)
     assert found.value == pytest.approx(0.1, abs=0.01)
-    assert found.sure
-    assert not gain(after, after).sure
+    assert found.is_certain
+    assert not gain(after, after).is_certain
     rate = figure_of([1e12 / value for (value,) in before.rounds], "FLOP/s")
     other = figure_of([1e12 / value for (value,) in after.rounds], "FLOP/s")
     assert gain(rate, other).value == pytest.approx(found.value)
