@@ -40,7 +40,7 @@ _REFUSED = {
     "dp": "only rank 0 reads data, and scatters what outpace's own loader gives it. Use ddp",
     "ps": "servers have no step of their own in your loop. Use ddp, or outpace train",
     "cp": "only outpace's own attention works around a ring of ranks. Use zero3, or tp",
-    "3d": "only outpace's own models are split over several axes. Use hsdp, a pipeline, or tp",
+    "3d": "only models of outpace are split over several axes. Use hsdp, a pipeline, or tp",
 }
 
 

@@ -616,7 +616,7 @@ def test_what_lacks_memory_is_told_of_more_cards_in_the_node(capsys):
         (["--keep=dp=2"], "Did you mean 'dp_replicate' or 'dp_shard'?"),
         (["--keep=checkpoint=full"], "Did you mean 'checkpointing'?"),
         (["--keep=checkpoint=2"], "Did you mean 'checkpoint_every'?"),
-        (["--keep=strategy=ddp", "--global-batch=13"], "Use a global batch of 12 or 14, or insist"),
+        (["--keep=strategy=ddp", "--global-batch=13"], "Use a global batch of 12 or 14, or"),
         (["--keep=loss=plain"], "Use one of these"),
         (["--keep=tp=3"], "no plan can be laid out: 2 devices and a global batch of 16, with tp=3: "
          "tp 3 does not divide the 2 devices; tp may be 1 or 2 here."),

@@ -129,7 +129,7 @@ def test_usual_forms_mean_the_same(values):
             },
             "a part of a message has the weight -1, and only whole messages",
         ),
-        ({"input_ids": [1, 2], "labels": [1, 2]}, "tokenised already.*into a .bin file"),
+        ({"input_ids": [1, 2], "labels": [1, 2]}, "already tokenised.*into a .bin file"),
         ({"data": [{"prompt": "a", "completion": "b"}]}, "Its 'data' is a list of 1 objects: if"),
         ({"conversations": [{"messages": [], "id": 1}]}, "no role. Its 'conversations' is a list"),
         ({"prompt": ["a", "b"], "completion": ["c", "d"]}, "'prompt' is list.* columns of 2 rows"),

@@ -122,7 +122,7 @@ def test_minus_one_and_one_are_two_classes_in_this_order(tmp_path):
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
-        ("input_ids\tlabel\n1 2\t1\n", "tokenised already"),
+        ("input_ids\tlabel\n1 2\t1\n", "already tokenised"),
         ("text\tmark\na\t1\n", "no column that is known as label"),
         ("words\tlabel\na\t1\n", "no column that is known as text"),
         ("text\tlabel\na\t-1\n", "has no label"),

@@ -78,7 +78,7 @@ def test_json_lines(tmp_path, prepare, ids_of):
     ("line", "said"),
     [
         ("{oh no", r"x\.jsonl, line 2 is not JSON"),
-        ('{"input_ids": [1]}', r"line 2 has no field 'text', but 'input_ids': .*tokenised already"),
+        ('{"input_ids": [1]}', r"line 2 has no field 'text', but 'input_ids': .*already tokenised"),
         ('{"chosen": "x", "rejected": "y"}', r"line 2 has no field 'text', .*: .*DPO"),
         ('{"body": "x"}', r"line 2 has no field 'text', but 'body'\. Records before it have it"),
         ('["text"]', r"line 2 holds a list; each line has to be an object"),

@@ -195,7 +195,7 @@ def test_dropouts_that_differ(tmp_path: Path) -> None:
             "hidden_size": 8, "intermediate_size": 8, "vocab_size": 61,
             "max_position_embeddings": 64, "classifier_dropout": 0.5}  # fmt: skip
     note = " ".join(read_spec_with_notes(write(tmp_path, bert)).notes)
-    assert "hidden_dropout_prob 0.1 is taken" in note and "classifier_dropout 0.5" in note
+    assert "hidden_dropout_prob 0.1 is used" in note and "classifier_dropout 0.5" in note
     same = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
     assert read_spec_with_notes(write(tmp_path, {**gpt2, **same})).notes == ()
 

@@ -262,7 +262,7 @@ def test_batches_of_own_data(make: type[nn.Module], kind: Any) -> None:
     ],
 )
 def test_a_batch_that_forward_cannot_take(batch: Any, said: str) -> None:
-    with pytest.raises(BadInputError, match=rf"{said}: .* Return, next to the module, a loss"):
+    with pytest.raises(BadInputError, match=rf"{said}: .* Return a loss function"):
         CustomObjective(CustomModel(nn.Linear(2, 3)))(batch)
 
 

@@ -16,7 +16,7 @@ KILLED = """
 import os, signal, sys, torch
 from pathlib import Path
 from outpace.nn.scratch import Scratch
-(placed,), _ = Scratch(Path(sys.argv[1])).place([torch.ones(1000)])
+(placed,), _ = Scratch(Path(sys.argv[1])).copy_permanently([torch.ones(1000)])
 os.kill(os.getpid(), signal.SIGKILL)
 """
 

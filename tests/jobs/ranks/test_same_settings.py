@@ -140,7 +140,7 @@ def test_ranks_with_another_scale_of_an_adapter_are_refused(command, corpus, tok
         done = command(
             FORKED, 2, script, *words, f"--out={tmp_path / f'{second}-run'}", timeout=120
         )
-        said = "has another adapter_config.json (without the base's name) than rank 0"
+        said = "has a different adapter_config.json (without the base's name) from rank 0"
         assert (said in done.stdout + done.stderr) == refused
         assert ('"lora_alpha": 8' in done.stdout + done.stderr) == refused
         assert (tmp_path / f"{second}-run" / "model").is_dir() != refused, done.stderr
