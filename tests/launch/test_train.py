@@ -205,7 +205,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_exports_nothing(run, tmp_path
     with pytest.raises(
         DivergedError, match=r"step \d+.*last good checkpoint is .*step-\d"
     ) as caught:
-        run(lr=1e30, clip=0, warmup=0, save_every=1, schedule="constant")
+        run(lr=1e4, clip=0, warmup=0, save_every=1, schedule="constant")
     assert caught.value.exit_code == 3
     assert not (tmp_path / "run" / "model").exists()
     left = Failure.load(tmp_path / "run" / "failure.json")
