@@ -118,7 +118,7 @@ def test_the_part_that_is_named_is_one_that_takes_longer_in_the_slower_run(
     for two in ((first, other), (other, first)):
         assert main(["compare", *map(str, two)]) == 0
         out = capsys.readouterr().out
-        assert "It shows most in backward: " in out and "It shows most in comm" not in out
+        assert "The difference is largest in backward: " in out and "largest in comm" not in out
 
 
 def test_of_a_resumed_run_the_steps_since_are_timed(run, capsys, tmp_path, monkeypatch):
