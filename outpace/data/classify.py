@@ -4,6 +4,7 @@ import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import tokenizers
@@ -62,10 +63,24 @@ def columns_of(table: Table, texts: tuple[str, ...] | None, label: str | None) -
             lacks = f"no column {missing[0]!r}" if missing else f"no column that is known as {what}"
             form = describe_form(table.columns)
             rows = nested_rows(table.rows[0]) if len(table.rows) == 1 else ""
-            remedy = f": {form}" if form else rows or f". Name it with {flag}."
+            folder = _partition_of(table, wanted)
+            remedy = f": {form}" if form else rows or folder or f". Name it with {flag}."
             raise BadInputError(f"{table.reference} has {lacks}, but {there}{remedy}")
     assert found is not None and named is not None
     return TextColumns(found, named)
+
+
+def _partition_of(table: Table, wanted: Sequence[str]) -> str:
+    """Return what to do if a column is in the names of folders, as Hive and Spark write it."""
+    folders = Path(table.rows[0].where.rpartition(", row ")[0]).parts[:-1]
+    for part in folders:
+        name = part.partition("=")[0]
+        if "=" in part and name in wanted:
+            return (
+                f". It is in the names of folders ({part}), which are not read: write {name!r} "
+                "into the files, as a column."
+            )
+    return ""
 
 
 def _require_in_first(table: Table, wanted: Sequence[str]) -> None:

@@ -98,6 +98,17 @@ def test_a_dataset_has_names_of_classes_and_a_validation_split(tmp_path):
     assert (labels, found[0].label) == (("worse", "better"), "better")
 
 
+def test_a_label_in_the_names_of_folders_is_refused_with_the_folder(tmp_path):
+    """As Spark writes partitions: the column is in no file."""
+    for name in ("pos", "neg"):
+        folder = tmp_path / f"label={name}"
+        folder.mkdir()
+        parquet.write_table(pyarrow.table({"text": ["a b", "b c"]}), folder / "part-0.parquet")
+    said = r"in the names of folders \(label=neg\).* write 'label' into the files"
+    with pytest.raises(BadInputError, match=said):
+        examples(read_table(str(tmp_path)))
+
+
 def test_a_blank_makes_no_other_class(tmp_path):
     (tmp_path / "a.csv").write_text("text,label\na,neg\nb, pos\nc,pos \nd,pos\n")
     assert examples(read_table(str(tmp_path / "a.csv")))[1] == ("neg", "pos")
