@@ -253,11 +253,11 @@ def test_half_a_surrogate_is_refused_with_its_place(tmp_path, column):
 @pytest.mark.parametrize(
     ("labels", "said"),
     [
-        (["0", "1", "0.0", "1.0"], "labels '0' and '0.0'; '1' and '1.0' differ in"),
-        ([True, False, "true", "false"], "labels '0' and 'false'; '1' and 'true' differ in"),
+        (["0", "1", "0.0", "1.0"], "labels '0' and '0.0'; '1' and '1.0' differ only in"),
+        ([True, False, "true", "false"], "labels '0' and 'false'; '1' and 'true' differ only in"),
         (["a", "b", 0, 1], "some labels are numbers (such as '0') and others names (such as 'a')"),
         (["a", "b", "c1", "2nd"], None),
-        (["pos", "po\u200bs", "neg"], r"labels 'pos' and 'po\u200bs' differ in"),
+        (["pos", "po\u200bs", "neg"], r"labels 'pos' and 'po\u200bs' differ only in"),
         (
             ["0.5", "1.0", "2"],
             "labels such as '0.5' are numbers with a fraction, and are",
@@ -297,7 +297,7 @@ def test_a_saved_dataset_without_splits_is_not_validated_with_itself(tmp_path):
     datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "flat")
     for reference in (f"hf:{tmp_path / 'flat'}", str(tmp_path / "flat")):
         assert splits_of([reference])[1] is None
-    with pytest.raises(BadInputError, match="has no splits, so 'validation' is none"):
+    with pytest.raises(BadInputError, match="has no splits, thus no 'validation'"):
         read_table(f"hf:{tmp_path / 'flat'}::validation")
 
 
