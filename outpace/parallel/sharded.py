@@ -30,7 +30,7 @@ from outpace.parallel.offload import group_of_one, offload_policy
 from outpace.parallel.parameter_attributes import ParameterAttributes
 from outpace.parallel.tensors import meta_copy, sum_gradients
 from outpace.parallel.unit_order import UnitOrder
-from outpace.parallel.whole_parameters import WholeParameters, explain_mixed
+from outpace.parallel.whole_parameters import WholeParameters, explain_shards
 from outpace.records.errors import BadInputError
 
 
@@ -75,8 +75,8 @@ class CustomSharded(ShardedLayout):
     def _forward_backward(self, batch: Batch, hooks: StepHooks) -> Tensor:
         try:
             return super()._forward_backward(batch, hooks)
-        except RuntimeError as error:
-            refused = explain_mixed(error)
+        except (RuntimeError, AssertionError) as error:
+            refused = explain_shards(error)
             if refused is None:
                 raise
             raise refused from None

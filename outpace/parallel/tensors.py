@@ -89,6 +89,11 @@ def sum_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
         spread(message * factor, alike)
 
 
+def all_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """Return a module's parameters, also those that a `parameters` of its own class leaves out."""
+    return [parameter for _, parameter in nn.Module.named_parameters(module)]
+
+
 def meta_copy(module: nn.Module, real: Mapping[int, Tensor] | None = None) -> nn.Module:
     """Copy a module to the meta device: its structure, without memory for its weights.
 
@@ -97,9 +102,9 @@ def meta_copy(module: nn.Module, real: Mapping[int, Tensor] | None = None) -> nn
     kept = (value for part in module.modules() for value in vars(part).values())
     # Tensors with a history are recreated in a forward (`weight` of torch's old weight_norm).
     made = [leaf for leaf in tree_leaves(list(kept)) if isinstance(leaf, Tensor) and leaf.grad_fn]
-    held = [*module.parameters(), *module.buffers(), *made]
+    held = [*all_parameters(module), *module.buffers(), *made]
     memo = {id(tensor): tensor.detach().to("meta") for tensor in held}
-    for tensor in module.parameters():
+    for tensor in all_parameters(module):
         memo[id(tensor)] = parameter_like(memo[id(tensor)], tensor)
     return deep_copy(module, {**memo, **(real or {})})
 
@@ -208,7 +213,7 @@ def raise_to(module: nn.Module, wider: Mapping[Tensor, Tensor]) -> None:
 
 def widen_trained(meta_copy: nn.Module) -> None:
     """Convert trainable parameters without memory to fp32."""
-    for parameter in meta_copy.parameters():
+    for parameter in all_parameters(meta_copy):
         if parameter.requires_grad and parameter.is_meta:
             parameter.data = parameter.data.float()
 

@@ -17,6 +17,7 @@ from outpace.nn.spread import is_spread
 from outpace.records.errors import BadInputError
 
 _MIXED = "got mixed torch.Tensor and DTensor"
+_COPIED = "FSDP does not support deepcopy"
 
 
 class WholeParameters:
@@ -65,15 +66,22 @@ class WholeParameters:
                 yield name, parameter
 
 
-def explain_mixed(error: RuntimeError) -> BadInputError | None:
-    """Return advice if a user's code has used a shard; None for other errors."""
-    if _MIXED not in str(error):
-        return None
-    return BadInputError(
-        "the module or its loss uses parameters of a block outside of the block's forward, where "
-        "this rank holds a shard of them. Use module.parameters() in a separate loss function, "
-        "treat the model as one block with blocks=[] (parallelize), or use strategy ddp or zero1."
-    )
+def explain_shards(error: Exception) -> BadInputError | None:
+    """Return advice if a user's code has used or copied a shard; None for other errors."""
+    if _MIXED in str(error):
+        return BadInputError(
+            "the module or its loss uses parameters of a block outside of the block's forward, "
+            "where this rank holds a shard of them. Use module.parameters() in a separate loss "
+            "function, treat the model as one block with blocks=[] (parallelize), or use strategy "
+            "ddp or zero1."
+        )
+    if _COPIED in str(error):
+        return BadInputError(
+            "the module or its loss copies the module (copy.deepcopy) in training, where this rank "
+            "holds a shard of its parameters. Compute with other values by "
+            "torch.func.functional_call, or use strategy ddp or zero1."
+        )
+    return None
 
 
 class _WholeParameter(torch.autograd.Function):

@@ -40,7 +40,7 @@ from outpace.parallel.layout import Batch, Layout, LayoutRequest, SpreadLayout, 
 from outpace.parallel.pipeline import CLASSES, Stage
 from outpace.parallel.placeholder_parameter import PlaceholderParameter
 from outpace.parallel.stage_draws import PlainDraws, StageDraws
-from outpace.parallel.tensors import drop_all_but, meta_copy, widen_trained
+from outpace.parallel.tensors import all_parameters, drop_all_but, meta_copy, widen_trained
 from outpace.planner.pipeline.stages import spread_by_cost
 from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES
@@ -127,7 +127,7 @@ class CustomPipeline(SpreadLayout):
         ends = (0, len(parts) - 1)
         mine = [stage for stage, rank in enumerate(self._ranks_of) if rank == self._rank]
         held: nn.Module = copy_structure(model)
-        kept = [p for stage in mine for n in parts[stage] for p in blocks[n].parameters()]
+        kept = [p for stage in mine for n in parts[stage] for p in all_parameters(blocks[n])]
         kept += rest.values() if any(stage in ends for stage in mine) else []
         drop_all_but([*kept, *model.buffers()], held)
         _drop_buffers(named_blocks(held, names), {n for s in mine for n in parts[s]})
@@ -181,7 +181,7 @@ class CustomPipeline(SpreadLayout):
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
         """Return the state to save. A stage without parameters may have none."""
-        if any(parameter.requires_grad for parameter in self.model.parameters()):
+        if any(parameter.requires_grad for parameter in all_parameters(self.model)):
             return self.model, optimizer
         return (self.model if self.model.state_dict() else None), None
 
@@ -487,7 +487,7 @@ def stages_of(model: nn.Module, given: Blocks | None, strategy: str, ranks: int)
             f"{one_each if len(names) >= ranks else 'zero3, or fewer ranks'}, or name smaller "
             "blocks."
         )
-    costs = [sum(p.numel() for p in block.parameters()) for block in named_blocks(model, names)]
+    costs = [sum(p.numel() for p in all_parameters(block)) for block in named_blocks(model, names)]
     begins = spread_by_cost(costs, count)
     return [names[part.start : part.stop] for part in begins]
 
@@ -510,7 +510,7 @@ def _check(model: nn.Module, stages: Sequence[Sequence[str]], blocks: Sequence[n
     numbered = iter(blocks)
     for number, names in enumerate(stages):
         for name in names:
-            for parameter in next(numbered).parameters():
+            for parameter in all_parameters(next(numbered)):
                 if where.setdefault(id(parameter), number) != number or id(parameter) in everything:
                     raise BadInputError(
                         f"block {name!r} shares a parameter with a block of stage "

@@ -42,7 +42,7 @@ from outpace.parallel.custom.block_values import (
 )
 from outpace.parallel.layout import Batch
 from outpace.parallel.stage_draws import StageDraws
-from outpace.parallel.tensors import deep_copy, parameter_like
+from outpace.parallel.tensors import all_parameters, deep_copy, parameter_like
 from outpace.records.errors import BadInputError
 
 
@@ -140,7 +140,7 @@ class CustomStage(nn.Module):
         self._past: dict[int, Message] = {}
         self._recomputing: int | None = None
         blocks = named_blocks(self.objective.model, names)  # type: ignore[arg-type]
-        self._kept = [p for number in mine for p in blocks[number].parameters()]
+        self._kept = [p for number in mine for p in all_parameters(blocks[number])]
         if holds_rest:
             self._kept += parameters_outside(self.objective.model, blocks).values()  # type: ignore[arg-type]
         _forget_all_but(self._kept, self.objective)
@@ -450,7 +450,7 @@ class CustomStage(nn.Module):
 
 def copy_structure(module: nn.Module) -> nn.Module:
     """Copy a module, sharing its parameters and buffers."""
-    memo: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
+    memo: dict[int, Any] = {id(t): t for t in (*all_parameters(module), *module.buffers())}
     for part in module.modules():
         for value in tree_leaves([v for v in vars(part).values() if not isinstance(v, nn.Module)]):
             if isinstance(value, Tensor) and not value.is_leaf:

@@ -28,7 +28,7 @@ from outpace.optim.build import Build
 from outpace.parallel.gradient_hooks import refuse_hooks
 from outpace.parallel.layout import Batch, Layout, LayoutRequest, ShardedLayout, StepHooks
 from outpace.parallel.tensor import SplitRows
-from outpace.parallel.tensors import meta_copy
+from outpace.parallel.tensors import all_parameters, meta_copy
 from outpace.records.errors import BadInputError, suggest
 
 # The style of each layout, and which of a weight's dimensions it splits.
@@ -55,7 +55,9 @@ class CustomTensorParallel(ShardedLayout):
     ) -> None:
         super().__init__(objective, whole, mesh.get_group())
         self._tells = mesh.get_local_rank() == 0  # every rank sees the loss of all samples
-        self._shares = [p for name in shares for p in self.model.get_submodule(name).parameters()]
+        self._shares = [
+            p for name in shares for p in all_parameters(self.model.get_submodule(name))
+        ]
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
         """Build the optimizer. Its kernels do not accept a mixture of plain and split tensors."""

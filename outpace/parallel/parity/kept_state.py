@@ -36,6 +36,7 @@ from outpace.parallel.parity.module_state import (
 )
 from outpace.parallel.parity.moved_parameters import MovedParameters
 from outpace.parallel.plain import random_state, set_random_state, without_dropout
+from outpace.parallel.tensors import all_parameters
 from outpace.records.errors import first_names
 
 _FEW = 2  # samples
@@ -454,7 +455,7 @@ class _Comparison:
 @contextmanager
 def _other_weights(model: nn.Module) -> Iterator[None]:
     """Change the first values of each parameter inside the context, unseen by any watch."""
-    some = [p.detach().view(-1)[:_MOST_CHANGED] for p in model.parameters() if p.is_contiguous()]
+    some = [p.detach().view(-1)[:_MOST_CHANGED] for p in all_parameters(model) if p.is_contiguous()]
     some = [one for one in some if one.is_floating_point()]
     with _disable_current_modes():
         before = [one.clone() for one in some]

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from outpace.nn.spread import gather_rows, is_spread, split_rows, whole
 from outpace.parallel.layout import Layout
-from outpace.parallel.tensors import concatenate, parameter_like, spread
+from outpace.parallel.tensors import all_parameters, concatenate, parameter_like, spread
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 
@@ -98,7 +98,7 @@ def _swap_parameters(
 
     Yields parameters for those that torch cannot swap, by `id`.
     """
-    made = {p: parameter_like(values[id(p)], p) for p in model.parameters()}
+    made = {p: parameter_like(values[id(p)], p) for p in all_parameters(model)}
     swapped = [p for p, parameter in made.items() if _swap(p, parameter)]
     done = set(swapped)
     try:

@@ -65,7 +65,7 @@ from outpace.parallel.parity.rank_dependence import compare_ranks, may_ask_for_r
 from outpace.parallel.parity.user_collectives import COLLECTIVE, CollectiveError, NoCollectives
 from outpace.parallel.plain import has_dropout, without_dropout
 from outpace.parallel.stage_draws import PlainDraws
-from outpace.parallel.tensors import meta_copy
+from outpace.parallel.tensors import all_parameters, meta_copy
 from outpace.records.errors import first_names
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
@@ -263,7 +263,7 @@ class PlainPass:
                 found.buffers, found.moved_back, found.keeps,
                 self._find_unscaled(plain, found, hooks, allowed),
             ))  # fmt: skip
-            made = len(list(model.parameters())) != len(found.names)
+            made = len(all_parameters(model)) != len(found.names)
         if changed or made or watch.communicates:
             reason = reason or "forwards change what may matter"
         return found if gather_first(reason) is None else None
@@ -607,7 +607,7 @@ class PlainSums:
 
     def __init__(self, names: Sequence[str], model: nn.Module, device: torch.device) -> None:
         self.names = list(names)
-        largest = max((p.numel() for p in model.parameters()), default=1)
+        largest = max((p.numel() for p in all_parameters(model)), default=1)
         self.projection = Projection(largest, device)
         self.sums = torch.zeros(3 + 2 * len(names), dtype=torch.float64, device=device)
         # This rank's first piece, and its mean loss if it can be had again.
