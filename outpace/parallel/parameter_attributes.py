@@ -8,13 +8,15 @@ from typing import Any
 
 from torch import nn
 
+from outpace.parallel.tensors import user_attributes
+
 
 class ParameterAttributes:
     """Attributes of a module's parameters, taken before it is sharded."""
 
     def __init__(self, module: nn.Module) -> None:
         self._found = {
-            part: {name: dict(vars(p)) for name, p in part._parameters.items() if p is not None}
+            part: {n: user_attributes(p) for n, p in part._parameters.items() if p is not None}
             for part in module.modules()
         }
 

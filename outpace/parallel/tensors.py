@@ -15,6 +15,7 @@ from outpace.nn.spread import is_spread, local, whole
 from outpace.records.errors import BadInputError, first_names
 
 __all__ = [
+    "all_parameters",
     "by_dtype",
     "concatenate",
     "copies",
@@ -32,6 +33,7 @@ __all__ = [
     "storage_id",
     "sum_gradients",
     "total_norm",
+    "user_attributes",
     "whole",
     "widen_trained",
 ]  # fmt: skip
@@ -119,8 +121,16 @@ def parameter_like(value: Tensor, parameter: nn.Parameter) -> nn.Parameter:
         made = nn.Parameter(value, parameter.requires_grad)
     else:  # whatever its __new__ takes
         made = Tensor._make_subclass(kind, value, parameter.requires_grad)
-    vars(made).update(vars(parameter))
+    vars(made).update(user_attributes(parameter))
     return made
+
+
+def user_attributes(parameter: nn.Parameter) -> dict[str, Any]:
+    """Return the attributes that users set on a parameter.
+
+    Those of a tensor class that keeps its own state in attributes (FakeTensor, say) are none.
+    """
+    return dict(vars(parameter)) if issubclass(type(parameter), nn.Parameter) else {}
 
 
 def _wraps(tensor: Tensor) -> bool:
