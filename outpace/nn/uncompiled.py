@@ -1,6 +1,6 @@
-"""Workarounds for parts of torch that load its compiler, which takes a second, without using it.
+"""Code that torch's compiler leaves out, without loading the compiler, which takes a second.
 
-They ask the compiler to skip some of their methods, which has no effect if nothing is compiled. Its
+Parts of torch ask it to skip some of their methods, which has no effect if nothing is compiled. Its
 answer is hard-coded here instead.
 """
 
@@ -19,6 +19,14 @@ def leave_alone(method: Callable[..., Any]) -> None:
     plain = unwrap(method)
     if plain is not method:
         plain.__dict__.setdefault("__dynamo_disable", plain)
+
+
+def leave_to_python(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a hook that a forward which is compiled already, or in part, calls in Python.
+
+    A compiler that traces a hook may run what it does to objects once for several calls.
+    """
+    return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from outpace.nn.uncompiled import leave_to_python
 from outpace.parallel.tensors import user_attributes
 
 
@@ -34,7 +35,7 @@ class ParameterAttributes:
             ]
             if held:
                 _set(held)
-                unit.register_forward_pre_hook(lambda *_, held=held: _set(held))
+                unit.register_forward_pre_hook(leave_to_python(lambda *_, held=held: _set(held)))
 
 
 def _set(held: Iterable[tuple[dict[str, Any], str, dict[str, Any]]]) -> None:

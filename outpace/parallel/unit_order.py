@@ -27,10 +27,12 @@ from torch.distributed.distributed_c10d import _get_default_store
 from torch.utils._pytree import tree_leaves
 
 from outpace.nn.torch_versions import all_gather_single, fsdp_param_groups
+from outpace.nn.uncompiled import leave_to_python
 from outpace.parallel.gradient_use import GradientUse
 from outpace.records.errors import BadInputError
 
 _WAIT_S, _LOOK_AGAIN_S = 60.0, 0.005
+_MOST_OF_A_CONSTANT = 64  # nodes of the graph of a loss that leads to no output
 
 
 class UnitOrder:
@@ -78,6 +80,7 @@ class UnitOrder:
             loss_sum, *others = self._forward(batch)
         finally:
             self._forwards = False
+        _require_history(loss_sum)
         if self._units:
             self._finish()
         if self._tokens and loss_sum.requires_grad:
@@ -90,7 +93,7 @@ class UnitOrder:
             if torch._C._current_graph_task_id() == -1:  # else it is recomputed in a backward
                 self._enter(number, args, kwargs)
 
-        return enter
+        return leave_to_python(enter)
 
     def _enter(self, number: int, args: Any, kwargs: Any) -> None:
         if self._sequence is not None and number not in self._sequence[self._next :]:
@@ -225,6 +228,30 @@ def wait_for_reduction(held: Any) -> None:
 def _unsharded_parameters(held: Any) -> list[nn.Parameter]:
     found = [one.unsharded_param for one in held.fsdp_params]
     return [parameter for parameter in found if parameter.requires_grad]
+
+
+def _require_history(loss_sum: Tensor) -> None:
+    """Refuse a loss whose backward reaches nothing. Raises BadInputError.
+
+    The backward of other ranks would wait for this one's. A Function in Python may reach anything.
+    """
+    waiting: list[Any] = [loss_sum.grad_fn]
+    seen = 0
+    while waiting and seen < _MOST_OF_A_CONSTANT:
+        node, seen = waiting.pop(), seen + 1
+        if isinstance(node, torch.autograd.function.BackwardCFunction):
+            return
+        if node is not None:
+            waiting += [following for following, _ in node.next_functions]
+            if isinstance(getattr(node, "variable", None), nn.Parameter):
+                return
+    if loss_sum.requires_grad and not waiting:
+        raise BadInputError(
+            "the loss of this rank's samples is a constant, which no output of the module leads to "
+            "(where nothing is to be learnt, say), so that this rank has no backward in which to "
+            "reduce gradients with the others. Return 0 times a sum of the module's output, or use "
+            "strategy ddp or zero1."
+        )
 
 
 def _refuse_inner_backward(held: Any, forwards: Callable[[], bool]) -> None:

@@ -37,10 +37,16 @@ SAMPLE = {
     "frozen_until_a_step": "zero3",
     "cross_correlation_of_the_batch": "ddp",
     "compiled_blocks": "zb",
+    "compiled_as_a_whole": "zero3",
+    "parameters_overridden": "gpipe",
+    "modules_swapped_by_the_forward": "1f1b",
+    "nothing_without_positives": "hsdp",
+    "copied_by_the_loss": "zero3",
+    "t5": "1f1b",
 }
 DEFAULT_SAMPLE = {
     "x_transformer", "bert_with_unused_pooler", "running_averages_in_the_forward",
-    "cross_correlation_of_the_batch",
+    "cross_correlation_of_the_batch", "compiled_as_a_whole",
 }  # fmt: skip
 ADVICE = (
     "use ", "give ", "name ", "let it ", "make it ", "pad ", "run a batch ", "add it",

@@ -43,7 +43,7 @@ from outpace.parallel.custom.block_values import (
 from outpace.parallel.layout import Batch
 from outpace.parallel.stage_draws import StageDraws
 from outpace.parallel.tensors import all_parameters, deep_copy, parameter_like
-from outpace.records.errors import BadInputError
+from outpace.records.errors import BadInputError, first_names
 
 
 @dataclass
@@ -251,7 +251,7 @@ class CustomStage(nn.Module):
         All values that blocks store are passed on. It also returns the earlier stages' values that
         are read, and the buffers outside of blocks that change.
         """
-        reads, rest = ReadLog(), self._rest()
+        reads, rest, places = ReadLog(), self._rest(), self._places()
         mine, others = self.modules_of(self.mine), self.modules_of(range(self.mine.start))
         rest_before = snapshot(rest)
         self._before, self._looks = snapshot(mine), True
@@ -259,12 +259,30 @@ class CustomStage(nn.Module):
             with reads.record_reads(() if received is None else received.values, others):
                 found = self.run(batch, received)
             moved = [key for key in changes(rest_before, rest) if key[1] in rest[key[0]]._buffers]
+            self._require_places(places)
             self._before = None
             if self._draws_early:
                 self.reads_early_draws |= self._is_moved_by_draws(batch, received, found)
         finally:
             self._before, self._looks = None, False
         return found, reads.found, moved
+
+    def _places(self) -> dict[str, int]:
+        """Return which module each name in the model is."""
+        model: nn.Module = self.objective.model  # type: ignore[assignment]
+        return {name: id(part) for name, part in model.named_modules(remove_duplicate=False)}
+
+    def _require_places(self, before: Mapping[str, int]) -> None:
+        """Refuse a forward that puts other modules in the place of some. Raises BadInputError."""
+        now = self._places()
+        moved = [name for name, part in before.items() if now.get(name) != part]
+        if moved:
+            raise BadInputError(
+                f"the forward puts another module at {first_names(moved)}, and each stage of a "
+                "pipeline has modules of its own, so that the model that is saved would have "
+                "another one there. Choose among modules without assigning them: "
+                "self.heads[number](x)."
+            )
 
     def _is_moved_by_draws(
         self, batch: Batch, received: Message | None, found: "Message | Tensor"
