@@ -258,6 +258,9 @@ class FirstBatch:
         reshaped = sorted({name for report in reports for name in report.state.reshaped})
         if reshaped:
             raise _on_all_ranks(f"{explain_reshaped(reshaped)} {WAYS_OUT[self._by_command]}")
+        hidden = sorted({name for report in reports for name in report.hidden})
+        if hidden:
+            raise _on_all_ranks(_explain_hidden(hidden))
         unseen = sorted({name for report in reports for name in report.unseen})
         if unseen:
             raise _on_all_ranks(self._explain_moves(unseen, _UNSEEN))
@@ -528,6 +531,16 @@ def _explain_gradient_cut(mixed: MixedDifference) -> str:
         "something is decided for all samples of a batch at once (a route or a detach by the first "
         "one, a mask over all, a gradient that is clipped or centred in the backward). "
         "To train the same, decide it for each sample by itself, and clip gradients in the step."
+    )
+
+
+def _explain_hidden(names: Sequence[str]) -> str:
+    """Return a message about a forward that trains a module which no one knows of."""
+    return (
+        f"the module's forward changes the values of {first_names(names)}, which belong to a "
+        "module in a plain attribute: no checkpoint contains them, and each micro-batch changes "
+        "them again. Register that module (self.teacher = …, or an nn.ModuleList), and change its "
+        "values between steps."
     )
 
 

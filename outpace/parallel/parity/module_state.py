@@ -8,7 +8,7 @@ objects of the user's classes), variables outside of the module that its functio
 import math
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import MethodType, ModuleType
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from outpace.nn.fingerprint import fingerprint
 from outpace.parallel.parity.outer_state import find_places
@@ -98,6 +99,30 @@ def kept_attributes(module: nn.Module) -> dict[str, Any]:
         for name, value in inside.items():
             found[f"{name} ({place.kind})"] = value
     return found
+
+
+def hidden_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return parameters of modules in plain attributes (a teacher in a list), by name."""
+    known = {id(parameter) for _, parameter in nn.Module.named_parameters(module)}
+    found = {}
+    for name, part in module.named_modules():
+        for attribute, value in vars(part).items():
+            if attribute in _INTERNAL or not isinstance(value, list | tuple | dict | nn.Module):
+                continue
+            for one in tree_leaves(value, is_leaf=lambda leaf: isinstance(leaf, nn.Module)):
+                for path, parameter in one.named_parameters() if _is_module(one) else ():
+                    if id(parameter) not in known:
+                        found[".".join(filter(None, (name, attribute, path)))] = parameter
+    return found
+
+
+def parameter_versions(named: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
+    """Return where each tensor's values are, and how often it has been written to, by name."""
+    return {name: (one.data_ptr(), one._version) for name, one in named.items()}
+
+
+def _is_module(value: Any) -> bool:
+    return isinstance(value, nn.Module) and not isinstance(value, torch.jit.ScriptModule)
 
 
 def buffer_versions(module: nn.Module) -> dict[str, tuple[int, int]]:

@@ -24,7 +24,13 @@ from outpace.parallel.batches import (
 )
 from outpace.parallel.layout import Batch, StepHooks
 from outpace.parallel.parity.comparison import difference
-from outpace.parallel.parity.module_state import buffer_versions, kept_attributes, preserve_state
+from outpace.parallel.parity.module_state import (
+    buffer_versions,
+    hidden_parameters,
+    kept_attributes,
+    parameter_versions,
+    preserve_state,
+)
 from outpace.parallel.parity.moved_parameters import MovedParameters
 from outpace.parallel.parity.plain_copy import model_of
 from outpace.parallel.plain import random_state, same_random_state, without_dropout
@@ -125,7 +131,8 @@ def explain_dependence(
 
 def find_unsaved_state(plain: nn.Module) -> tuple[Any, ...]:
     """Return what forwards may change besides parameters and saved buffers, comparable."""
-    return kept_attributes(plain), [one.requires_grad for one in plain.parameters()]
+    trained = [one.requires_grad for one in plain.parameters()]
+    return kept_attributes(plain), trained, parameter_versions(hidden_parameters(plain))
 
 
 def _state_of(plain: nn.Module) -> tuple[Any, ...]:

@@ -47,7 +47,12 @@ from outpace.parallel.parity.cut_difference import (
 from outpace.parallel.parity.kept_state import KeptState, find_kept_state
 from outpace.parallel.parity.loss_scale import find_unscaled_gradients, has_user_backward
 from outpace.parallel.parity.mixed_samples import MixedDifference, MixedSamples, Taker
-from outpace.parallel.parity.module_state import buffer_versions, preserve_state
+from outpace.parallel.parity.module_state import (
+    buffer_versions,
+    hidden_parameters,
+    parameter_versions,
+    preserve_state,
+)
 from outpace.parallel.parity.moved_parameters import MovedParameters, keep_values
 from outpace.parallel.parity.other_samples import (
     explain_dependence,
@@ -94,7 +99,8 @@ class PlainReport:
     `written` ones, and `buffer_prints` of the saved buffers that the first piece changed; None
     without samples. `moved_back`: buffers that a backward changes and on which the loss depends.
     `unscaled`: parameters whose gradients do not grow with the loss. `by_rank`: by how much the
-    loss changes with the rank.
+    loss changes with the rank. `hidden`: parameters that the forward writes to, of modules in plain
+    attributes.
     """
 
     cut: CutDifference
@@ -109,6 +115,7 @@ class PlainReport:
     moved_back: Sequence[str]
     unscaled: Sequence[str]
     by_rank: float
+    hidden: Sequence[str]
 
 
 class PlainPass:
@@ -182,7 +189,10 @@ class PlainPass:
             in_order = state is not None and self._needs_order(state)
             watch = MovedParameters(model.named_parameters())
             pieces = self._pieces(passes, in_order)
+            held = hidden_parameters(model)
+            versions = parameter_versions(held)
             reason = self._run_pieces(plain, found, pieces, hooks, draws, watch)
+            hidden = [n for n, v in parameter_versions(held).items() if versions[n] != v]
             self.synchronised |= watch.communicates  # by collectives of the user's own
             unseen = watch.written_unseen()
             found.moved = watch.put_back()
@@ -222,7 +232,7 @@ class PlainPass:
             [name for name in found.written if name in named and is_spread(named[name])],
             sorted(watch.written_by_samples), unseen,
             prints if samples else None, buffer_prints if samples else None, moved_back, unscaled,
-            by_rank,
+            by_rank, hidden,
         )  # fmt: skip
         said: list[Any] = [None] * self._ranks.world_size
         dist.all_gather_object(said, report)

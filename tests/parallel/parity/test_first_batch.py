@@ -1385,6 +1385,37 @@ def test_what_code_outside_of_blocks_draws_is_the_same_on_all_stages(tmp_path, m
         assert said["warnings"] == [] and "refused" not in said and said["passes"] == 1
 
 
+class HiddenTeacher(Quiet):
+    """A teacher that is hidden in a list, and follows its student if it `follows`."""
+
+    follows = True
+
+    def __init__(self):
+        super().__init__()
+        self.hidden = [Quiet().requires_grad_(False)]
+
+    def forward(self, x):
+        (teacher,) = self.hidden
+        if self.follows:
+            pairs = zip(teacher.named_parameters(), self.named_parameters(), strict=True)
+            for (_, one), (_, other) in pairs:
+                one.data = 0.9 * one.data + 0.1 * other.data
+        return super().forward(x) - teacher(x)
+
+
+class FixedHiddenTeacher(HiddenTeacher):
+    follows = False
+
+
+@pytest.mark.parametrize("samples", [8, 16])
+def test_a_forward_that_changes_a_hidden_module_is_refused(tmp_path, samples):
+    """Its first values are the student's, so that nothing else shows it in the first step."""
+    for said in looked_at(tmp_path, "ddp", HiddenTeacher, samples=samples):
+        assert "hidden.head.bias" in said["refused"] and "Register" in said["refused"]
+    for said in looked_at(tmp_path, "ddp", FixedHiddenTeacher, samples=samples):
+        assert said["warnings"] == [] and "refused" not in said
+
+
 class NoisyAverages(NoisyStack):
     def __init__(self):
         super().__init__()
