@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from outpace.parallel.names_in_use import NamesInUse
 from outpace.parallel.parity.module_state import is_user_object
+from outpace.parallel.parity.names_in_use import NamesInUse
 from outpace.parallel.parity.outer_state import find_places
 from outpace.parallel.tensors import has_memory, storage_id
 from outpace.records.errors import BadInputError
@@ -84,12 +84,18 @@ def _refuse_held_parameters(module: nn.Module, strategy: Strategy, loss: Loss | 
 
 
 def _list_held(module: nn.Module, loss: Loss | None) -> Iterator[tuple[str, str, object]]:
-    """Yield name and kind of attributes and of variables outside, and what is in them."""
+    """Yield name and kind of attributes and of variables outside, and what is in them.
+
+    A module around the given one has its parameters where the strategy puts others in their place.
+    """
     seen: dict[int, object] = {id(part): part for part in module.modules()}
     for path, value in _list_attributes(module):
         yield from ((path, "a plain attribute", leaf) for leaf in _walk(value, seen))
     for place in find_places(module, loss):
         yield from ((place.name, place.kind, leaf) for leaf in _walk(place.get(), seen))
+    if isinstance(loss, partial):
+        bound = loss.args, loss.keywords
+        yield from (("state", "an argument bound to the loss", leaf) for leaf in _walk(bound, seen))
     holder = loss.__self__ if isinstance(loss, MethodType) else loss
     for name, value in list(getattr(holder, "__dict__", {}).items()):
         where = "an attribute of the loss"
@@ -146,9 +152,7 @@ def _walk(value: object, seen: dict[int, object]) -> Iterator[object]:
             waiting.append(one.__self__)
         elif isinstance(one, FunctionType):
             waiting += [cell.cell_contents for cell in one.__closure__ or () if _is_filled(cell)]
-        elif isinstance(one, nn.Module):
-            waiting += [*one.parameters(), *vars(one).values()]
-        elif isinstance(one, torch.optim.Optimizer) or is_user_object(one):
+        elif isinstance(one, nn.Module | torch.optim.Optimizer) or is_user_object(one):
             waiting += vars(one).values()
 
 

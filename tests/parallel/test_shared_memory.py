@@ -176,6 +176,31 @@ def test_parameters_in_a_losss_variables_are_refused():
     refuse_shared_memory(made, "ddp", loss)
 
 
+def test_parameters_bound_to_a_loss_are_refused():
+    made = Pair()
+    bound = partial(lambda module, batch, weight: weight.sum(), weight=made.a.weight)
+    with pytest.raises(BadInputError, match=r"an argument bound to the loss, holds .* a\.weight"):
+        refuse_shared_memory(made, "zero3", bound)
+
+
+class Outer(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.own = inner, torch.nn.Linear(2, 2)
+
+
+def test_a_module_around_the_trained_one_holds_what_ranks_train():
+    outer = Outer(Pair())
+
+    def loss(module, batch):
+        return outer.own(module(batch)).sum()
+
+    refuse_shared_memory(outer.inner, "zero3", loss)
+    outer.register_parameter("again", outer.inner.a.weight)
+    with pytest.raises(BadInputError, match=r"outer, a variable that loss encloses, holds"):
+        refuse_shared_memory(outer.inner, "zero3", loss)
+
+
 @pytest.mark.parametrize("make", [transposed, one_row, with_buffer])
 def test_one_memory_stays_one_in_float64(make):
     made = make()

@@ -36,7 +36,6 @@ from outpace.parallel.batchnorm import SynchronisedBatchNorm
 from outpace.parallel.blocks import Blocks, flat, named_blocks
 from outpace.parallel.gradient_hooks import accumulation_hooks, add_hooks, gradient_hooks
 from outpace.parallel.layout import Batch, Layout, StepHooks
-from outpace.parallel.names_in_use import NamesInUse
 from outpace.parallel.parity.comparison import ComparisonLimits, Projection
 from outpace.parallel.parity.cut_difference import (
     CutDifference,
@@ -54,6 +53,7 @@ from outpace.parallel.parity.module_state import (
     preserve_state,
 )
 from outpace.parallel.parity.moved_parameters import MovedParameters, keep_values
+from outpace.parallel.parity.names_in_use import NamesInUse
 from outpace.parallel.parity.other_samples import (
     explain_dependence,
     find_unsaved_state,
@@ -413,8 +413,11 @@ class PlainPass:
         )  # fmt: skip
 
     def _compare_ranks(self, plain: nn.Module, found: "PlainSums", hooks: StepHooks) -> float:
-        """Return by how much the loss changes with the rank, where the user's code asks for it."""
-        if found.first is None or not self._asks_for_rank:
+        """Return by how much the loss changes with the rank, where the user's code asks for it.
+
+        A rank that acts as another cannot take its place in collectives of the user's own.
+        """
+        if found.first is None or not self._asks_for_rank or self.synchronised:
             return 0.0
         return compare_ranks(plain, found.first[0], hooks, found.drops, self._plan.strategy)
 
@@ -462,11 +465,11 @@ class PlainPass:
     ) -> Batch | None:
         """Return samples outside of a rank's first piece: from its next one, or from another rank.
 
-        Other ranks send theirs if the piece is a single sample. Collective.
+        Two other ranks send theirs if the piece is a single sample. Collective.
         """
-        single = piece is not None and samples_in(piece) == 1
-        sent = pack(piece) if single else None
         mine = self._plan.data_rank(self._ranks.rank)
+        sends = piece is not None and samples_in(piece) == 1 and mine in (0, 1)
+        sent = pack(piece) if sends else None
         said: list[Any] = [None] * self._ranks.world_size
         dist.all_gather_object(said, (mine, sent))
         if self._plan.pp_microbatches > 1 and passes:

@@ -8,7 +8,7 @@ rank does the same, so that a comparison with it shows nothing.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import torch
@@ -18,10 +18,10 @@ from torch.distributed import distributed_c10d
 
 from outpace.parallel.batches import take_first
 from outpace.parallel.layout import Batch, StepHooks
-from outpace.parallel.names_in_use import NamesInUse
 from outpace.parallel.parity.comparison import difference
 from outpace.parallel.parity.module_state import preserve_state
 from outpace.parallel.parity.moved_parameters import keep_values
+from outpace.parallel.parity.names_in_use import NamesInUse
 from outpace.parallel.parity.plain_copy import model_of
 from outpace.parallel.parity.user_collectives import NoCollectives
 from outpace.parallel.plain import random_state, set_random_state, without_dropout
@@ -72,18 +72,16 @@ def compare_ranks(
 
 @contextmanager
 def _act_as(rank: int, world_size: int) -> Iterator[None]:
-    """Let user code find this rank and number of ranks inside the context."""
-    answers: dict[str, Any] = {
-        "get_rank": lambda *_, **__: rank,
-        "get_world_size": lambda *_, **__: world_size,
-        "get_node_local_rank": lambda *_, **__: rank,
-    }
+    """Let user code find this rank and number of ranks inside the context.
+
+    torch's functions, under whatever names they were imported, ask the default group.
+    """
+    acted = SimpleNamespace(rank=lambda: rank, size=lambda: world_size)
     variables = {"RANK": rank, "LOCAL_RANK": rank}
     variables |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
     found = {name: str(value) for name, value in variables.items() if name in os.environ}
     with (
-        patch.multiple(dist, **answers),
-        patch.multiple(distributed_c10d, **answers),
+        patch.object(distributed_c10d, "_get_default_group", lambda: acted),
         patch.dict(os.environ, found),
     ):
         yield

@@ -802,7 +802,7 @@ class Hooked(Stack):
 def test_hooks_on_parameters_are_compared(tmp_path):
     """ddp runs the first kind on each rank, and what the second leaves it adds up otherwise."""
     for said in looked_at(tmp_path, "ddp", Hooked):
-        assert "the gradient of head.bias is another" in said["refused"]
+        assert "the gradient of head.bias differs" in said["refused"]
 
 
 class Annealed(Block):
@@ -1131,6 +1131,25 @@ def test_collectives_of_the_users_own_are_told_or_refused(tmp_path, strategy):
     else:
         assert first["refused"] == second["refused"]
         assert "calls a collective of torch.distributed (allgather)" in first["refused"]
+
+
+class GroupOfOne(Quiet):
+    """Gathers from a group of its own rank alone, in which no other rank can take its place."""
+
+    groups = None
+
+    def forward(self, x):
+        y = super().forward(x)
+        if self.groups is None:
+            type(self).groups = [dist.new_group([rank]) for rank in range(2)]
+        gathered = [torch.zeros_like(y)]
+        dist.all_gather(gathered, y.detach(), group=self.groups[dist.get_rank()])
+        return y + gathered[0]
+
+
+def test_a_rank_with_a_group_of_its_own_is_not_taken_for_another(tmp_path):
+    for said in looked_at(tmp_path, "ddp", GroupOfOne):
+        assert "refused" not in said
 
 
 class Wide(nn.Module):

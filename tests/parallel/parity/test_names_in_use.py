@@ -1,12 +1,13 @@
 """Names that a step can read are those in code that a forward, a hook or a loss can reach."""
 
 import functools
+import importlib
 import operator
 
 import pytest
 from torch import nn
 
-from outpace.parallel.names_in_use import NamesInUse
+from outpace.parallel.parity.names_in_use import NamesInUse
 
 LISTED = []
 
@@ -78,3 +79,26 @@ def test_hooks_and_bound_functions_count():
     module.scaled = functools.partial(lambda scale, x: x * scale.read_by_a_partial, module)
     in_use = NamesInUse(module, operator.attrgetter("a"))
     assert in_use.may_read("read_by_a_hook") and in_use.may_read("read_by_a_partial")
+
+
+class Criterion(nn.Module):
+    def forward(self, made):
+        return made.sum() * self.read_by_a_criterion
+
+
+def test_functions_in_other_files_of_the_user_count(tmp_path, monkeypatch):
+    (tmp_path / "users_losses.py").write_text(
+        "def scale(made):\n    return made * made.read_by_another_file\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    other = importlib.import_module("users_losses")
+    scope = {"__name__": "__main__", "users_losses": other, "scale": other.scale}
+    for code in ("users_losses.scale(module)", "scale(module)"):
+        exec(f"def loss(module, batch):\n    return {code}", scope)
+        assert NamesInUse(Part(), scope["loss"]).mentions("read_by_another_file")
+
+
+def test_criteria_count():
+    criterion = Criterion()
+    for given in (criterion, lambda module, batch: criterion(module(batch))):
+        assert NamesInUse(nn.Linear(2, 2), given).may_read("read_by_a_criterion")

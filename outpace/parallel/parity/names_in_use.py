@@ -7,10 +7,12 @@ runs (`getattr`, `vars`), any name may be read.
 
 from collections.abc import Callable, Collection, Iterator
 from functools import cached_property, partial
-from types import CodeType, FunctionType, MethodType
+from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import nn
+
+from outpace.parallel.parity.outer_state import is_user_file
 
 _DYNAMIC = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "eval", "exec", "locals"})
 # Overridden methods of nn.Module that no step of training calls.
@@ -31,7 +33,8 @@ class NamesInUse:
     """
 
     def __init__(self, module: nn.Module, loss: Callable[..., Any] | None = None) -> None:
-        self._module, self._loss = module, loss
+        self._loss = loss
+        self._parts = [*module.modules(), *(loss.modules() if isinstance(loss, nn.Module) else ())]
 
     def may_read(self, name: str) -> bool:
         """Return whether any of the functions may read a variable or an attribute of this name."""
@@ -55,26 +58,25 @@ class NamesInUse:
             inside = set(_names_in(function.__code__))
             names |= inside
             waiting += [one for one in methods if one.__name__ in inside]
-            waiting += _functions_among(
-                [*_list_globals(function, inside), *_list_enclosed(function)]
-            )
+            waiting += _find_globals(function, inside)
+            waiting += _functions_among(_list_enclosed(function))
         return names
 
     def _list_first(self) -> list[FunctionType]:
         """Return the loss, the hooks, and the functions in attributes of parts."""
         first: list[Any] = [self._loss]
-        for part in self._module.modules():
+        for part in self._parts:
             first += list(vars(part).values())
             first += [hook for kind in _HOOKS for hook in getattr(part, kind, {}).values()]
         return _functions_among(first)
 
     def _list_methods(self) -> list[FunctionType]:
         """Return the functions of the parts' classes, except of torch's own."""
-        kinds = {kind for part in self._module.modules() for kind in type(part).__mro__}
+        kinds = {kind for part in self._parts for kind in type(part).__mro__}
         return [
             function
             for kind in kinds
-            if kind is not object and kind.__module__.partition(".")[0] != "torch"
+            if kind is not object and _package_of(kind) != "torch"
             for value in list(vars(kind).values())
             for function in _functions_in(value)
         ]
@@ -106,7 +108,11 @@ def _functions_among(values: Collection[Any]) -> list[FunctionType]:
     """Return functions, and those of objects that are called like functions."""
     found = [function for value in values for function in _functions_in(value)]
     for value in values:
-        if isinstance(value, nn.Module | type) or not callable(value):
+        if isinstance(value, nn.Module):  # a criterion, say
+            kinds = {type(part) for part in value.modules() if _package_of(type(part)) != "torch"}
+            found += [function for kind in kinds for function in _functions_in(kind.forward)]
+            continue
+        if isinstance(value, type) or not callable(value):
             continue
         call = getattr(type(value), "__call__", None)  # noqa: B004
         found += _functions_in(call)
@@ -115,15 +121,24 @@ def _functions_among(values: Collection[Any]) -> list[FunctionType]:
     return found
 
 
-def _list_globals(function: FunctionType, names: Collection[str]) -> list[Any]:
-    package = (function.__module__ or "").partition(".")[0]
-    found = []
-    for name in names:
-        value = function.__globals__.get(name)
-        # A library's function does not know the attributes of the user's classes.
-        if (getattr(value, "__module__", None) or "").partition(".")[0] == package:
-            found.append(value)
-    return found
+def _find_globals(function: FunctionType, names: Collection[str]) -> list[FunctionType]:
+    """Return the functions of these names in a function's package, and in the user's files.
+
+    Other libraries' functions do not know the attributes of the user's classes.
+    """
+    values = [function.__globals__.get(name) for name in names]
+    for value in list(values):
+        if isinstance(value, ModuleType) and is_user_file(getattr(value, "__file__", None)):
+            values += [vars(value).get(name) for name in names]
+    return [
+        one
+        for one in _functions_among(values)
+        if _package_of(one) == _package_of(function) or is_user_file(one.__code__.co_filename)
+    ]
+
+
+def _package_of(value: Any) -> str:
+    return (value.__module__ or "").partition(".")[0]
 
 
 def _list_enclosed(function: FunctionType) -> list[Any]:
