@@ -64,7 +64,13 @@ def find_unscaled_gradients(
 
     def run_backward(loss: Tensor, scale: float) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
-        divert(lambda name, gradient: found.update({name: projection.project(gradient) / scale}))
+
+        def take(name: str, gradient: Tensor) -> None:
+            product = projection.project(gradient) / scale
+            # Checkpoints with reentry give parts of it, one after the other.
+            found[name] = found[name] + product if name in found else product
+
+        divert(take)
         try:
             loss.backward(torch.full_like(loss, scale), retain_graph=True)
         finally:

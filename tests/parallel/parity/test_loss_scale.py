@@ -89,6 +89,19 @@ def find(change):
     return found
 
 
+class Twice(nn.Module):
+    """One layer in two checkpoints with reentry; one's gradient, which comes first, is clipped."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x):
+        first = checkpoint(self.layer, x, use_reentrant=True)
+        apart = x.detach().requires_grad_()
+        return first + clipped(checkpoint(self.layer, apart, use_reentrant=True))
+
+
 @pytest.mark.parametrize("change", [nn.Identity(), doubled, recomputed, noisy])
 def test_derivatives_of_the_loss_grow_with_it(change):
     assert find(change) == []
@@ -97,6 +110,10 @@ def test_derivatives_of_the_loss_grow_with_it(change):
 @pytest.mark.parametrize("change", [with_loss, clipped])
 def test_what_a_backward_adds_or_clips_does_not(change):
     assert find(change) == ["first.weight", "first.bias"]
+
+
+def test_all_parts_of_a_gradient_count():
+    assert find(Twice()) == ["change.layer.weight", "change.layer.bias"]
 
 
 def test_functions_of_the_user_are_seen_in_the_graph():
