@@ -6,8 +6,7 @@ since each host's elastic agent counts only the restarts that its own ranks caus
 
 Two jobs at one address are told apart by what their launchers set (`job_identity`). If nothing
 differs, more processes come than there are ranks: each one too many is refused, and rank 0 learns
-of it. One that an elastic agent has restarted is not too many, since the agent ended the one before
-it: it joins in its place, or waits for the next rank 0.
+of it.
 """
 
 import os
@@ -37,7 +36,7 @@ _APART = (
 
 
 class _Arrival(Record):
-    """A process that joins: its token, rank and job, where it runs, and if it was restarted."""
+    """A process that joins: its token, rank and job, and where it runs."""
 
     token: str
     rank: int
@@ -45,7 +44,6 @@ class _Arrival(Record):
     host: str
     pid: int
     job: dict[str, str]
-    restarted: bool
 
     @property
     def process(self) -> str:
@@ -74,8 +72,7 @@ class Session:
     def find_surplus(self, store: Store) -> str | None:
         """Refuse processes that came after all ranks had; return a sentence on the first of them.
 
-        For rank 0. Neither a process of a member that joins its next session nor one that replaces
-        a member counts.
+        For rank 0. A process of a member that joins its next session is none.
         """
         claimed = f"surplus/{self.name}"
         found = _read(store, claimed) if store.check([claimed]) else None
@@ -89,9 +86,7 @@ class Session:
             key = store.get(f"token/{number}").decode()
             late = _parse(key)
             different = None if late is None else self.arrival.find_difference(late)
-            if late is None:
-                continue
-            if different is None and (late.restarted or self._is_member(store, late)):
+            if late is None or (different is None and self._is_member(store, late)):
                 continue
             why = f"it has {different}" if different else "all ranks of the job there had come"
             store.set(f"session/{key}", f"{_REFUSAL}{_format_refusal(late, self.arrival, why)}")
@@ -122,11 +117,7 @@ def format_mixed(surplus: str) -> str:
 
 
 def agree_on_session(
-    store: Store,
-    ranks: Ranks,
-    timeout_s: float,
-    job: Mapping[str, str] | None = None,
-    restarted: bool = False,
+    store: Store, ranks: Ranks, timeout_s: float, job: Mapping[str, str] | None = None
 ) -> Session:
     """Return a session that only these ranks share. Collective.
 
@@ -134,12 +125,11 @@ def agree_on_session(
     0 can have done. Rank 0 waits until all ranks have received it, since a token that it finds may
     be an old one. Rank 0 queries the store a few times per rank, and each rank a few times in
     total, however long they wait. Raises RuntimeError if a rank does not arrive within `timeout_s`,
-    BadInputError if this process belongs to another `job` than rank 0, or its rank is taken and it
-    was not `restarted`.
+    BadInputError if this process belongs to another `job` than rank 0, or its rank is taken.
     """
     arrival = _Arrival(
         token=uuid.uuid4().hex, rank=ranks.rank, world_size=ranks.world_size,
-        host=socket.gethostname(), pid=os.getpid(), job=dict(job or {}), restarted=restarted,
+        host=socket.gethostname(), pid=os.getpid(), job=dict(job or {}),
     )  # fmt: skip
     if ranks.rank == 0:
         return _publish_session(store, arrival, timeout_s)
@@ -153,11 +143,9 @@ def agree_on_session(
     name = store.get(invitation).decode()
     if name.startswith(_REFUSAL):
         raise BadInputError(name.removeprefix(_REFUSAL))
-    first = store.add(f"joined/{name}/{ranks.rank}", 1) == 1
-    if first or restarted:
+    if store.add(f"joined/{name}/{ranks.rank}", 1) == 1:
         store.set(f"member/{name}/{ranks.rank}", shown)
-        if first:
-            store.add(f"joined/{name}", 1)
+        store.add(f"joined/{name}", 1)
         return Session(name, arrival)
     store.set(f"surplus/{name}", shown)
     why = "another process had come as this rank"
@@ -199,8 +187,7 @@ def _format_refusal(one: _Arrival, leader: _Arrival | None, why: str) -> str:
     return (
         f"rank {one.rank} ({one.process}) found another job at this MASTER_ADDR and "
         f"MASTER_PORT{rank_0}: {why}. {_APART}. If it is meant to be the same job, stop all its "
-        "processes and start them again, each rank once and all by one launcher, or by torchrun "
-        "with one --rdzv-id."
+        "processes and start them again, each rank once and all by one launcher."
     )
 
 

@@ -78,12 +78,13 @@ class MixedSamples:
         the batch), two are compared.
         """
         samples = 0 if piece is None else samples_in(piece)
-        packed = pack(take_first(piece, _FEW)) if samples > 1 and not leave_out else None
+        sends = samples > 1 and order < _MOST_RANKS and not leave_out
+        packed = pack(take_first(piece, _FEW)) if sends else None
         sent = None if packed is None else (order, samples, packed)
         said: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(said, (leave_out, sent))
         senders = [rank for rank, (_, one) in enumerate(said) if one is not None]
-        senders = sorted(senders, key=lambda rank: said[rank][1][0])[:_MOST_RANKS]
+        senders = sorted(senders, key=lambda rank: said[rank][1][0])
         if len(senders) < 2 or any(left_out for left_out, _ in said):
             return MixedDifference()
         found, fails = MixedDifference(), False

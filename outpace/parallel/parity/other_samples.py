@@ -45,23 +45,44 @@ def swap_samples(passes: Sequence[Batch], device: torch.device) -> list[Batch] |
     the first is in two halves. None if ranks have fewer than four samples in a pass, or an odd
     number, or if samples of several ranks cannot be one batch.
     """
-    sent: list[bytes | None] = [None]
+    sent: list[bytes] = []
     with suppress(Exception):  # of a batch without samples
         if all(_is_enough(samples_in(batch)) for batch in passes[:2]):
-            sent = [pack(take_first(batch, 1)) for batch in passes[:2]]
-    ranks = dist.get_world_size()
-    said: list[Any] = [None] * ranks
-    dist.all_gather_object(said, sent)
-    if any(one is None for packed in said for one in packed):
+            packed = [pack(take_first(batch, 1)) for batch in passes[:2]]
+            sent = [one for one in packed if one is not None]
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    sizes: list[Any] = [None] * ranks
+    dist.all_gather_object(sizes, [len(one) for one in sent])
+    if any(len(some) != len(passes[:2]) for some in sizes):
         return None
-    others = [unpack(one, device) for one in reversed(said[(dist.get_rank() + 1) % ranks])]
-    mixed = [
-        concatenate(other, leave_out_first(batch, 1))
-        for other, batch in zip(others, passes, strict=False)
-    ]
-    if any(one is None for one in mixed):
-        return None
-    return [*cut(mixed[0], 2), *mixed[1:], *passes[2:]]
+    received = _send_around(sent, sizes[(rank + 1) % ranks], device)
+    with suppress(Exception):  # of a class that is another on this rank
+        others = [unpack(one, device) for one in reversed(received)]
+        mixed = [
+            concatenate(other, leave_out_first(batch, 1))
+            for other, batch in zip(others, passes, strict=False)
+        ]
+        if all(one is not None for one in mixed):
+            return [*cut(mixed[0], 2), *mixed[1:], *passes[2:]]
+    return None
+
+
+def _send_around(sent: Sequence[bytes], sizes: Sequence[int], device: torch.device) -> list[bytes]:
+    """Return what the next rank sends, of these sizes, and send to the previous one. Collective.
+
+    No rank holds the samples of all.
+    """
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    received = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+    for mine, theirs in zip(sent, received, strict=True):
+        message = torch.frombuffer(bytearray(mine), dtype=torch.uint8).to(device)
+        works = dist.batch_isend_irecv([
+            dist.P2POp(dist.isend, message, (rank - 1) % ranks),
+            dist.P2POp(dist.irecv, theirs, (rank + 1) % ranks),
+        ])  # fmt: skip
+        for work in works:
+            work.wait()
+    return [one.cpu().numpy().tobytes() for one in received]
 
 
 def turn_samples(passes: Sequence[Batch], micro_batches: int) -> list[Batch] | None:
