@@ -142,8 +142,8 @@ class Stream:
 
     @property
     def id_bytes(self) -> int:
-        """Number of bytes of the widest ids."""
-        return max((shard.ids.itemsize for shard in self.shards), default=0)
+        """Number of bytes of the narrowest ids."""
+        return min(shard.ids.itemsize for shard in self.shards)
 
     def read(self, begin: int, count: int, mapped: bool = True) -> Array:
         """Return `count` tokens from position `begin`, as int64; use `mapped` if few are needed."""

@@ -267,8 +267,8 @@ def _tell_length(run: Path, default: int | None, on_hint: Callable[[str], None])
     """Tell the `default` length of samples, where no run and no user says it; None: one does."""
     if default is not None:
         on_hint(
-            f"{run} is no run of outpace, so samples have at most {default} tokens. To compare it "
-            "with a run, give that run's length with --seq-len"
+            f"{run} is not a run of outpace, so samples have at most {default} tokens. To compare "
+            "it with a run, give that run's length with --seq-len"
         )
 
 

@@ -27,3 +27,8 @@ def job_identity(environ: Mapping[str, str]) -> dict[str, str]:
         if environ.get("SLURM_STEP_NUM_TASKS"):
             names.append("SLURM_STEP_ID")
     return {name: environ[name] for name in names if environ.get(name)}
+
+
+def is_restarted(environ: Mapping[str, str]) -> bool:
+    """Return whether an elastic agent has started this process in place of one that it ended."""
+    return environ.get("TORCHELASTIC_RESTART_COUNT", "0") not in ("", "0")

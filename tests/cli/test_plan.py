@@ -179,9 +179,9 @@ def test_adapters_over_eight_gpus_are_replicas_or_shards(capsys):
         (["--precision=fp8"], "lora_rank 16 with precision fp8"),
         (["--keep=precision=fp8"], "lora_rank 16 with precision fp8"),
         (["--emit=torchtitan"], "no configuration of torchtitan has adapters"),
-        (["--keep=lora_rank=8"], "--lora-rank 16 and --keep lora_rank=8: say it once"),
-        (["--keep=lora-rank=8"], "--lora-rank 16 and --keep lora-rank=8: say it once"),
-        (["--keep=base = nf4"], "--base nf4 and --keep base = nf4: say it once"),
+        (["--keep=lora_rank=8"], "--lora-rank 16 and --keep lora_rank=8: give it once"),
+        (["--keep=lora-rank=8"], "--lora-rank 16 and --keep lora-rank=8: give it once"),
+        (["--keep=base = nf4"], "--base nf4 and --keep base = nf4: give it once"),
     ],
 )
 def test_what_does_not_go_with_adapters_is_a_sentence(options, words, capsys):

@@ -85,7 +85,7 @@ def test_eval_takes_other_data(
     ids = load_tokenizer(str(run / "model")).encode(text)  # and the end of text, a target, too
     assert all_of_it["seq_len"] == 32 and 0 < all_of_it["left_over_tokens"] < 32
     assert all_of_it["tokens"] + all_of_it["left_over_tokens"] == len(ids)
-    assert "is no run of outpace" not in capsys.readouterr().err
+    assert "is not a run of outpace" not in capsys.readouterr().err
 
     # The folder of the run's model says no length: it is told, and --seq-len gives the run's.
     of_model = [f"--model={run / 'model'}", *flags[1:]]
@@ -96,7 +96,7 @@ def test_eval_takes_other_data(
     said = capsys.readouterr()
     alike = json.loads(said.out)
     assert alike["loss"] == pytest.approx(all_of_it["loss"], rel=1e-4)
-    assert alike["seq_len"] == 32 and "is no run" not in said.err
+    assert alike["seq_len"] == 32 and "is not a run" not in said.err
 
 
 @pytest.mark.parametrize(

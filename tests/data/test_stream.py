@@ -78,3 +78,7 @@ def test_ids_of_two_bytes_of_a_larger_vocabulary_are_told(path):
     np.arange(COUNT, dtype="<u4").tofile(path)
     wide = Corpus((token_stream([path]),), None, "key")
     assert not foreign_id_hints(wide, SimpleNamespace(vocab_size=70_001))
+    narrow = path.with_name("narrow.bin")
+    np.arange(COUNT, dtype="<u2").tofile(narrow)
+    both = Corpus((token_stream([path, narrow]),), None, "key")
+    assert foreign_id_hints(both, SimpleNamespace(vocab_size=70_001)) == [said]

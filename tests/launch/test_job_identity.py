@@ -2,7 +2,7 @@
 
 import pytest
 
-from outpace.launch.job_identity import job_identity
+from outpace.launch.job_identity import is_restarted, job_identity
 
 SLURM = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "2"}
 
@@ -24,3 +24,9 @@ SLURM = {"SLURM_JOB_ID": "12", "SLURM_STEP_ID": "3", "SLURM_STEP_NUM_TASKS": "2"
 )  # fmt: skip
 def test_identity_of_a_job(environ, identity):
     assert job_identity(environ) == identity
+
+
+def test_torchrun_counts_restarts():
+    assert is_restarted({"TORCHELASTIC_RESTART_COUNT": "1"})
+    assert not is_restarted({"TORCHELASTIC_RESTART_COUNT": "0"})
+    assert not is_restarted({})

@@ -79,7 +79,7 @@ def test_stored_weights_are_where_training_goes_on_from(start, tmp_path, referen
     anew = start("anew", model=str(tmp_path / reference), init="random", steps=1)
     # The rate of a run is known, and a twentieth of it moves little in a step.
     known = (
-        f"{tmp_path / 'run'}, which was trained at a learning rate of 0.001. This run takes 5e-05"
+        f"{tmp_path / 'run'}, which was trained at a learning rate of 0.001. This run uses 5e-05"
     )
     assert known in heard.said
     # So does Trainer, in the folder of a model that has no run beside it.

@@ -115,7 +115,7 @@ def test_cores_that_other_programs_had_are_in_the_verdict(run):
         assert any(line.startswith(sentence) for line in verdict) is told
         slow = measured.model_copy(update={"step_time_s": 1e3})
         *_, last = run_document(replace(found, measurement=slow)).verdict
-        assert ("lies outside. Predictions assume free cores, which other" in last) is told
+        assert ("outside that range. Predictions assume free cores, which other" in last) is told
 
 
 def test_times_of_a_resumed_run_are_named_by_its_last_part(run, of_run):

@@ -235,7 +235,7 @@ def _other_tokenizer_hints(
     return [
         f"--tokenizer {settings.tokenizer} differs from {opened.name}'s tokenizer in {others:,} "
         f"of {len(known):,} ids, which stand for other tokens in the stored weights. "
-        " Leave --tokenizer out to train with the model's tokenizer"
+        "Leave --tokenizer out to train with the model's tokenizer"
     ]
 
 

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import _abort_process_group, _world
 from torch.distributed.rendezvous import rendezvous
 
 from outpace.jobs.ranks.session import Session, agree_on_session
-from outpace.launch.job_identity import job_identity
+from outpace.launch.job_identity import is_restarted, job_identity
 from outpace.launch.launcher_env import init_method
 from outpace.launch.network_interfaces import LOOPBACK, listen, require_interfaces, use_interface
 from outpace.launch.rendezvous import store_on
@@ -318,8 +318,9 @@ def process_groups(
         backend = "gloo"
     else:
         shared = _open_store(ranks, timeout, apart)
-        job = job_identity(os.environ)
-        session = _in_time(partial(agree_on_session, shared, ranks, timeout_s, job), ranks, timeout)
+        job, restarted = job_identity(os.environ), is_restarted(os.environ)
+        agree = partial(agree_on_session, shared, ranks, timeout_s, job, restarted)
+        session = _in_time(agree, ranks, timeout)
         store = PrefixStore(f"outpace-{session.name}", shared)
     with ExitStack() as stack:
         own = frozenset[str]() if apart else stack.enter_context(use_interface(LOOPBACK))

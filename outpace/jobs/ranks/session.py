@@ -6,7 +6,8 @@ since each host's elastic agent counts only the restarts that its own ranks caus
 
 Two jobs at one address are told apart by what their launchers set (`job_identity`). If nothing
 differs, more processes come than there are ranks: each one too many is refused, and rank 0 learns
-of it.
+of it. One that an elastic agent has restarted is not too many, since the agent ended the one before
+it: it joins in its place, or waits for the next rank 0.
 """
 
 import os
@@ -36,7 +37,7 @@ _APART = (
 
 
 class _Arrival(Record):
-    """A process that joins: its token, rank and job, and where it runs."""
+    """A process that joins: its token, rank and job, where it runs, and if it was restarted."""
 
     token: str
     rank: int
@@ -44,6 +45,7 @@ class _Arrival(Record):
     host: str
     pid: int
     job: dict[str, str]
+    restarted: bool
 
     @property
     def process(self) -> str:
@@ -72,7 +74,8 @@ class Session:
     def find_surplus(self, store: Store) -> str | None:
         """Refuse processes that came after all ranks had; return a sentence on the first of them.
 
-        For rank 0. A process of a member that joins its next session is none.
+        For rank 0. Neither a process of a member that joins its next session nor one that replaces
+        a member counts.
         """
         claimed = f"surplus/{self.name}"
         found = _read(store, claimed) if store.check([claimed]) else None
@@ -86,7 +89,9 @@ class Session:
             key = store.get(f"token/{number}").decode()
             late = _parse(key)
             different = None if late is None else self.arrival.find_difference(late)
-            if late is None or (different is None and self._is_member(store, late)):
+            if late is None:
+                continue
+            if different is None and (late.restarted or self._is_member(store, late)):
                 continue
             why = f"it has {different}" if different else "all ranks of the job there had come"
             store.set(f"session/{key}", f"{_REFUSAL}{_format_refusal(late, self.arrival, why)}")
@@ -117,7 +122,11 @@ def format_mixed(surplus: str) -> str:
 
 
 def agree_on_session(
-    store: Store, ranks: Ranks, timeout_s: float, job: Mapping[str, str] | None = None
+    store: Store,
+    ranks: Ranks,
+    timeout_s: float,
+    job: Mapping[str, str] | None = None,
+    restarted: bool = False,
 ) -> Session:
     """Return a session that only these ranks share. Collective.
 
@@ -125,11 +134,12 @@ def agree_on_session(
     0 can have done. Rank 0 waits until all ranks have received it, since a token that it finds may
     be an old one. Rank 0 queries the store a few times per rank, and each rank a few times in
     total, however long they wait. Raises RuntimeError if a rank does not arrive within `timeout_s`,
-    BadInputError if this process belongs to another `job` than rank 0, or its rank is taken.
+    BadInputError if this process belongs to another `job` than rank 0, or its rank is taken and it
+    was not `restarted`.
     """
     arrival = _Arrival(
         token=uuid.uuid4().hex, rank=ranks.rank, world_size=ranks.world_size,
-        host=socket.gethostname(), pid=os.getpid(), job=dict(job or {}),
+        host=socket.gethostname(), pid=os.getpid(), job=dict(job or {}), restarted=restarted,
     )  # fmt: skip
     if ranks.rank == 0:
         return _publish_session(store, arrival, timeout_s)
@@ -143,9 +153,11 @@ def agree_on_session(
     name = store.get(invitation).decode()
     if name.startswith(_REFUSAL):
         raise BadInputError(name.removeprefix(_REFUSAL))
-    if store.add(f"joined/{name}/{ranks.rank}", 1) == 1:
+    first = store.add(f"joined/{name}/{ranks.rank}", 1) == 1
+    if first or restarted:
         store.set(f"member/{name}/{ranks.rank}", shown)
-        store.add(f"joined/{name}", 1)
+        if first:
+            store.add(f"joined/{name}", 1)
         return Session(name, arrival)
     store.set(f"surplus/{name}", shown)
     why = "another process had come as this rank"
@@ -187,7 +199,8 @@ def _format_refusal(one: _Arrival, leader: _Arrival | None, why: str) -> str:
     return (
         f"rank {one.rank} ({one.process}) found another job at this MASTER_ADDR and "
         f"MASTER_PORT{rank_0}: {why}. {_APART}. If it is meant to be the same job, stop all its "
-        "processes and start them again, each rank once and all by one launcher."
+        "processes and start them again, each rank once and all by one launcher, or by torchrun "
+        "with one --rdzv-id."
     )
 
 

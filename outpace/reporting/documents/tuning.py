@@ -102,7 +102,8 @@ def _verdict(tuning: Tuning) -> Iterable[str]:
     took = f"{show_seconds(tuning.step_time_s)} a step{one_trial_words(tuning)}"
     yield f"Fastest: {best.title}, {took}."
     if default is not None and default is not best and tuning.gain is not None:
-        took_s = [one.compared_s for one in tuning.trials if one.plan == default.plan]
+        trials = [one.compared_s for one in tuning.trials if one.plan == default.plan]
+        took_s = [one for one in trials if one is not None]
         how = "in turn" if any(one.raced for one in tuning.trials) else "undisturbed"
         yield (
             f"Compared {how}, the fastest takes {show_share(tuning.gain)} less time than the "

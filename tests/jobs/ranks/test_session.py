@@ -73,11 +73,11 @@ def test_a_process_that_ended_before_it_showed_its_token_holds_up_nobody(store):
     assert len(set(join(store, 3, (1, 0, 2)))) == 1
 
 
-def enter(found, store, rank, world_size, **job):
+def enter(found, store, rank, world_size, restarted=False, **job):
     """Note the session of a rank of a job, or why there is none."""
     ranks = Ranks(rank=rank, world_size=world_size, local_world_size=world_size, local_rank=rank)
     try:
-        found.append(agree_on_session(store.clone(), ranks, 5.0, job))
+        found.append(agree_on_session(store.clone(), ranks, 5.0, job, restarted))
     except BadInputError as error:
         found.append(str(error))
 
@@ -144,6 +144,35 @@ def test_the_next_session_of_the_same_processes_is_no_other_job(store):
     start(leader, store, 0, 2).join()
     sooner.join()
     assert found[1].name == leader[1].name != leader[0].name
+
+
+def test_a_rank_that_its_agent_restarts_waits_for_the_next_rank_0(store, monkeypatch):
+    """With a static rendezvous, it comes while the rank 0 of before has not ended yet."""
+    monkeypatch.setattr(os, "getpid", threading.get_ident)  # as if each were a process
+    found, leader = [], []
+    for thread in [start(found, store, 1, 2), start(leader, store, 0, 2)]:
+        thread.join()
+    again = start(found, store, 1, 2, restarted=True)
+    until_s = time.monotonic() + 0.5
+    while time.monotonic() < until_s:
+        leader[0].require_no_surplus(store)
+        time.sleep(0.05)
+    assert again.is_alive()
+    start(leader, store, 0, 2, restarted=True).join()
+    again.join()
+    assert found[1].name == leader[1].name != leader[0].name
+
+
+def test_a_rank_that_its_agent_restarts_joins_in_the_place_of_the_one_before(store):
+    """While rank 0 still waits for others."""
+    found, leader = [], []
+    first = start(leader, store, 0, 3)
+    start(found, store, 1, 3).join()
+    start(found, store, 1, 3, restarted=True).join()
+    start(found, store, 2, 3).join()
+    first.join()
+    assert [one.name for one in found] == 3 * [leader[0].name]
+    leader[0].require_no_surplus(store)
 
 
 def test_a_rank_that_was_there_before_does_not_count_as_there(store):

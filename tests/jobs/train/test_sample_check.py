@@ -64,7 +64,7 @@ def test_data_cut_by_rank_are_refused_and_taken_where_the_check_is_off(tmp_path,
     assert train(tmp_path, "cut", "--nproc=2") == 2
     said = " ".join(capfd.readouterr().err.split())
     assert "sample 0 of the dataset differs between rank 1 and rank 0" in said
-    assert "whole data set" in said and "--check model" in said
+    assert "complete data set" in said and "--check model" in said
     assert not (tmp_path / "cut").exists()
     assert train(tmp_path, "cut", "--nproc=2", "--check=model") == 0
 
