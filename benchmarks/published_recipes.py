@@ -17,6 +17,7 @@ TABLE = Path(__file__).parent / "data" / "bridge-recipes.csv"
 # The release of a table: "§25.11 NeMo Container".
 _RELEASE = re.compile(r"§(\d+\.\d+(?:\.\d+)?)")
 _LATEST = (26, 8)
+_LLAMA_8B_LAYERS = 32
 
 
 def virtual_stages(source_key: str, model: Outline) -> int | None:
@@ -63,11 +64,14 @@ def recipe_stack(
 ) -> SoftwareStack:
     """Return Megatron-Core's traits as the recipes of a table's release set them.
 
-    From 25.11 (97ad8cc6) on those of dense models on Blackwell are CUDA graphs.
+    Of dense models' recipes in FP8, those that pre-train Llama 3 8B on Blackwell are one CUDA graph
+    from 25.11 (97ad8cc6) on. Those of 70B and 405B have no graphs, or replay MLPs alone where they
+    fine-tune, which is left out.
     """
     found = _find_recipe(model, source, gpu, precision)
     if not found:
-        graphs = gpu.endswith(("B200", "B300")) and _release(source) >= (25, 11)
+        small = not model.experts and model.layers == _LLAMA_8B_LAYERS
+        graphs = small and gpu.endswith(("B200", "B300")) and _release(source) >= (25, 11)
         return stack.model_copy(update={"graphs": "step" if graphs else "none"})
     return stack.model_copy(
         update={
@@ -84,7 +88,8 @@ def _find_recipe(model: Outline, source: str, gpu: str, precision: str) -> Mappi
     That is its recipe of the newest release that is not newer than the row's, or the first.
     """
     release = _release(source)
-    named = "bf16" if "BF16" in precision else "fp8-mx" if "MX" in precision else "fp8-cs"
+    stated = precision.upper()
+    named = "bf16" if "BF16" in stated else "fp8-mx" if "MX" in stated else "fp8-cs"
     own = [
         line for line in _recipes()
         if (line["model"], line["gpu"], line["precision"]) == (model.name, gpu, named)

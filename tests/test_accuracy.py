@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from outpace.catalog.outlines import OUTLINES
+from outpace.catalog.stacks import STACKS
 from outpace.planner.model.outline import parameters
 from outpace.planner.model.outline_flops import forward_flops
 
@@ -222,6 +223,12 @@ def test_rows_of_recipes_are_asked_as_their_recipes_set_them(accuracy):
     assert traits("541") == ("alltoall", False, "none")  # Qwen3-235B, B200
     assert traits("415") == ("alltoall", True, "none")  # H100
     assert traits("583") == ("alltoall", False, "step")  # 25.09, tokens dropped
+    graphs = [published.software(rows[one]).graphs for one in ("561", "587", "383", "390", "375")]
+    # Llama 8B on B200, 25.11 and 25.09; 70B and 405B on GB300; fine-tuning of 70B
+    assert graphs == ["step", "none", "none", "none", "none"]
+    model, plain = OUTLINES["qwen3-30b-a3b"], STACKS["megatron-lm"]
+    found = [published.recipe_stack(plain, model, "", "H100", one) for one in ("bf16", "FP8")]
+    assert [one.overlaps_dispatch for one in found] == [True, False]
     modes = [set(published.plans(rows[one])[0].modes(61)) for one in ("444", "349")]
     assert modes == [{"selective"}, {"none"}]  # mla_up_proj, and nothing
 
