@@ -151,6 +151,13 @@ def test_a_host_of_unknown_memory_is_offloaded_to_only_if_nothing_else_fits():
     kept = on_host_of(asked("llama-3-70b", "dgx-h100", **wanted | {
         "keep": "tp=1,pp=1,cp=1,offload_activations=cpu"}), None)  # fmt: skip
     assert plans(kept).plans[0].plan.offload_activations == "cpu"
+    # No plan may offload, so the host's memory does not matter.
+    nothing = ",".join(
+        f"offload_{name}=none" for name in ("activations", "parameters", "optimizer")
+    )
+    kept = on_host_of(asked("llama-3-70b", "dgx-h100", **wanted | {
+        "keep": f"tp=1,pp=1,cp=1,{nothing}"}), None)  # fmt: skip
+    assert not [note for note in plans(kept).notes if "--host-memory" in note]
     single = plans(asked("llama-3.1-8b", "rtx-4090", seq_len=2048, global_batch=4))
     assert single.plans[0].estimate.host_offloaded_bytes > 0
     (told,) = [note for note in single.notes if "--host-memory" in note]

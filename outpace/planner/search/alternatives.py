@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from outpace.planner.plan_columns import OFFLOADS, Floats, Ints, PlanBatch
-from outpace.planner.search.space import Options, expand, untrained_mask
+from outpace.planner.search.space import OFFLOADED, Options, expand, untrained_mask
 
 EQUAL = 1.02  # times the fastest's step: no reason to prefer the fastest
 LEAN = 1.10  # times the fastest's step, at most, of the leanest and the simplest
@@ -27,8 +27,6 @@ _OFFLOAD, _OFFLOAD_TO_DISK = 5, 6
 _LAYOUTS = 2048  # whose options are looked at together: of fewer, calls cost more than plans
 _FEW_LAYOUTS = 512
 _PIECE = 256  # plans whose bytes are estimated first; then twice as many, again and again
-
-_PLACES = tuple(f"offload_{name}" for name in ("activations", "parameters", "optimizer"))
 
 Estimates = Callable[[PlanBatch], Floats]
 _Least = tuple[float, float, PlanBatch]  # bytes, seconds, and the plan that needs them
@@ -87,7 +85,7 @@ def leanest(choice: PlanChoice, most_s: float) -> PlanBatch | None:
 
 def with_offloads(chosen: Sequence[Options], most: int) -> list[Options]:
     """Return the options that offload at most `most` of activations, parameters and optimizer."""
-    return [one for one in chosen if sum(one[name] > 0 for name in _PLACES) <= most]
+    return [one for one in chosen if sum(one[name] > 0 for name in OFFLOADED) <= most]
 
 
 def quickest(choice: PlanChoice, bound: Floats, most_s: float) -> PlanBatch | None:
@@ -170,7 +168,7 @@ def _options_costs(c: PlanBatch, plainest: Options) -> Ints:
     """Count the effort of options: most for offloading, little for recomputation and chunks."""
     disk = OFFLOADS.index("disk")
     found = np.zeros(len(c), np.int64)
-    for name in _PLACES:
+    for name in OFFLOADED:
         place = getattr(c, name)
         found += np.select([place == disk, place > 0], [_OFFLOAD_TO_DISK, _OFFLOAD], 0)
     found += (c.modes[:, 0] < 1) + (c.optimizer != plainest["optimizer"]).astype(np.int64)

@@ -34,6 +34,7 @@ from outpace.planner.search.alternatives import (
     with_offloads,
 )
 from outpace.planner.search.space import (
+    OFFLOADED,
     Options,
     SearchRequest,
     expand,
@@ -203,8 +204,7 @@ def find_alternatives(
 
 def _offloads(columns: PlanBatch) -> int:
     """Return how many things any of the plans offloads."""
-    places = (columns.offload_activations, columns.offload_parameters, columns.offload_optimizer)
-    return sum(bool(place.any()) for place in places)
+    return sum(bool((getattr(columns, name) > 0).any()) for name in OFFLOADED)
 
 
 def fastest(

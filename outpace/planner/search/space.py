@@ -96,8 +96,8 @@ class SearchRequest:
     @property
     def may_offload_to_host(self) -> bool:
         """Return whether plans with and without offloading to the host's memory are considered."""
-        asked = any(self.keep.get(name, "none") != "none" for name in OFFLOADED)
-        return self.offloads and not asked and self.adapters is None and not self.on_host
+        places = _offload_places(self)
+        return _OFFLOADS[0] in places and any("cpu" in one for one in places)
 
 
 _MOST_EP = 64
@@ -203,16 +203,25 @@ def memory_options(wanted: SearchRequest) -> Iterator[Options]:
     every = keep.get("checkpoint_every", 1)
     if every > 2 and keep.get("checkpointing") != "none":
         modes = [(mode, every) for mode in MODES[1:] if keep.get("checkpointing", mode) == mode]
+    losses = [keep["loss"] == "chunked"] if "loss" in keep else [False, True]
+    for (name, now), three, mode, chunked in product(
+        _optimizers(wanted), _offload_places(wanted), modes, losses
+    ):
+        yield _option(wanted, mode, three, chunked, name, now)
+
+
+def _offload_places(wanted: SearchRequest) -> list[tuple[Offload, Offload, Offload]]:
+    """Return where activations, parameters and optimizer state may be; first, all on the device."""
     offloads = wanted.offloads and wanted.adapters is None
-    places = [
+    return [
         three
         for three in (_OFFLOADS if offloads else _OFFLOADS[:1])
-        if all(keep.get(name, place) == place for name, place in zip(OFFLOADED, three, strict=True))
+        if all(
+            wanted.keep.get(name, place) == place
+            for name, place in zip(OFFLOADED, three, strict=True)
+        )
         and not (wanted.on_host and "cpu" in three)
     ]
-    losses = [keep["loss"] == "chunked"] if "loss" in keep else [False, True]
-    for (name, now), three, mode, chunked in product(_optimizers(wanted), places, modes, losses):
-        yield _option(wanted, mode, three, chunked, name, now)
 
 
 def _optimizers(wanted: SearchRequest) -> list[tuple[OptimizerName, bool]]:
@@ -539,8 +548,7 @@ def to_plan(c: PlanBatch, place: int) -> Plan:
         "optimizer_in_backward": bool(c.in_backward[place]),
         "bucket_mib": int(c.bucket_bytes[place]) // 2**20,
         "stage_split": "even" if c.even_stages[place] else "cost",
-        **{name: OFFLOADS[getattr(c, name)[place]]
-           for name in ("offload_activations", "offload_parameters", "offload_optimizer")},
+        **{name: OFFLOADS[getattr(c, name)[place]] for name in OFFLOADED},
     }  # fmt: skip
     if c.adapters[place] is not None:
         values |= c.adapters[place].values
