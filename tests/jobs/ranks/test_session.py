@@ -77,7 +77,7 @@ def enter(found, store, rank, world_size, restarted=False, **job):
     """Note the session of a rank of a job, or why there is none."""
     ranks = Ranks(rank=rank, world_size=world_size, local_world_size=world_size, local_rank=rank)
     try:
-        found.append(agree_on_session(store.clone(), ranks, 5.0, job, restarted))
+        found.append(agree_on_session(store.clone(), ranks, 60.0, job, restarted))
     except BadInputError as error:
         found.append(str(error))
 
