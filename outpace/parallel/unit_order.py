@@ -14,6 +14,7 @@ ranks later call a unit more often than that in the same pass, they announce cal
 on; if only one rank does, it refuses, since the others cannot know.
 """
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -52,6 +53,7 @@ class UnitOrder:
         self._root_state = root._get_fsdp_state()  # type: ignore[operator]
         self.used: set[Any] = set()  # parameters with a gradient on this rank in a step
         self._forwards = False  # whether the objective's forward is under way
+        self._thread = threading.get_ident()  # the one that it runs in
         for state in (self._root_state, *self._states):
             for held in fsdp_param_groups(state):
                 _refuse_inner_backward(held, lambda: self._forwards)
@@ -75,6 +77,7 @@ class UnitOrder:
     def _run(self, batch: Any) -> tuple[Tensor, ...]:
         """Run the objective's forward, then the units that only other ranks have called."""
         self._begin()
+        self._thread = threading.get_ident()
         self._forwards = True
         try:
             loss_sum, *others = self._forward(batch)
@@ -96,6 +99,12 @@ class UnitOrder:
         return leave_to_python(enter)
 
     def _enter(self, number: int, args: Any, kwargs: Any) -> None:
+        if threading.get_ident() != self._thread:
+            raise BadInputError(
+                "the forward calls a block in another thread, in whatever order threads run, and "
+                "ranks have to gather the shards of blocks in one order. Call blocks one after the "
+                "other, or use strategy ddp or zero1."
+            )
         if self._sequence is not None and number not in self._sequence[self._next :]:
             self._pass_over_to(len(self._sequence))
             self._leave_order(number)
