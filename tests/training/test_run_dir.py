@@ -62,7 +62,7 @@ def change_line(path: Path, number: int, line: bytes) -> None:
 
 
 def test_steps_after_the_checkpoint_are_done_again_and_that_is_said(run: RunDir) -> None:
-    assert resumed(run, 6) == ["after step 6, 2 steps are done again"]
+    assert resumed(run, 6) == ["after step 6, 2 steps are repeated"]
     assert steps_in(run.path / METRICS_FILE) == [1, 2, 3, 4, 5, 6]
     assert steps_in(run.path / EVALS_FILE) == [0, 4]
     assert resumed(run, 6) == []
