@@ -112,7 +112,7 @@ def test_a_lost_marker_costs_that_checkpoint_alone(
     assert resume(run) == 0
     error = capsys.readouterr().err
     assert "step-4 is damaged (it has no file complete.json) and is skipped" in error
-    assert "after step 3, 1 step is done again" in error
+    assert "after step 3, 1 step is repeated" in error
     assert (run / "checkpoints-damaged" / "step-4.damaged-1" / "__0_0.distcp").read_bytes() == data
     lines = (run / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4, 5]
