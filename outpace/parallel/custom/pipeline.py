@@ -204,8 +204,7 @@ class CustomPipeline(SpreadLayout):
         # A loss scaler makes its scale at the first call; only the last stage has a loss to scale.
         hooks.scale(torch.zeros((), device=self._at))
         totals = torch.zeros(2, dtype=torch.float64, device=self._at)
-        if not self._inspection.taken:
-            self.learn_forms(batches[0], hooks)  # also whether numbers are drawn
+        self.learn_forms(batches[0], hooks)  # also whether numbers are drawn, and where
         with self._draws.step():
             self._run_passes(batches, hooks, totals)
         self._require_sent(totals)
