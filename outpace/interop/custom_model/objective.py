@@ -47,7 +47,8 @@ class CustomObjective(nn.Module):
         loss_sum, count = self._score(batch)
         if torch.is_grad_enabled() and not loss_sum.requires_grad:
             raise BadInputError(
-                "the loss has no gradient: it was detached, or made without the module's output"
+                "the loss has no gradient: it was detached, or made without the module's output. "
+                "Use the output in it (0 times a sum of it, where nothing is to be learnt)."
             )
         return loss_sum, count
 
