@@ -106,6 +106,11 @@ class Tuning(Record):
         return first if first < trial.number else None
 
     @property
+    def compares(self) -> bool:
+        """Return whether several plans were measured."""
+        return len({one.plan.model_dump_json() for one in self.trials if one.step_time_s}) > 1
+
+    @property
     def fastest(self) -> PlanTrial | None:
         """Return the trial whose plan is the result; None if all failed."""
         return None if self.best is None else self.trial(self.best)

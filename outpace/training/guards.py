@@ -33,8 +33,8 @@ class _EndSignal(BaseException):
 
 
 _WAITED_FOR = (
-    "asked to end: the current step is finished first, then a checkpoint is saved. A second "
-    "signal, or Ctrl-C, ends the run at once without saving"
+    "asked to end: the current step is finished first, then a checkpoint is saved. Another "
+    "signal, or Ctrl-C pressed again, ends the run at once without saving"
 )
 
 

@@ -266,7 +266,7 @@ def test_who_waits_for_a_step_is_told_what_is_waited_for(monkeypatch):
         stop.stepping = True
         signal.raise_signal(signal.SIGTERM)
         assert told.wait(30)
-        assert "A second signal, or Ctrl-C, ends the run at once" in heard[0]
+        assert "Another signal, or Ctrl-C pressed again, ends the run at once" in heard[0]
     monkeypatch.setattr("outpace.training.guards._SAID_AFTER_S", 1e6)
     with StopSignal(heard.append) as stop:
         stop.stepping = True

@@ -36,6 +36,7 @@ from outpace.reporting.sections import step_breakdown
 from outpace.reporting.sections.environment import command, machine_table, topology
 from outpace.reporting.terminal.tuning import (
     COMPARED,
+    NOTHING_COMPARED,
     RATES,
     one_trial_words,
     rate_cell,
@@ -110,7 +111,7 @@ def _verdict(tuning: Tuning) -> Iterable[str]:
             f"default, {default.title}, which takes {show_seconds(took_s[-1])}."
         )
     elif default is best:
-        yield "It is the default."
+        yield "It is the default." if tuning.compares else NOTHING_COMPARED
     if tuning.step_time_s is not None:
         first, last = (show_seconds(one) for one in (best.first_predicted_s, best.predicted_s))
         share = deviation(best.predicted_s, tuning.step_time_s).text

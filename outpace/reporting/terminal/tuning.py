@@ -13,6 +13,9 @@ COMPARED = (
     "compared: the first quartile of its step times; plans measured in turn are compared turn "
     "by turn."
 )
+NOTHING_COMPARED = (
+    "Nothing was compared, for no other plan was measured: give it more time (--budget)."
+)
 _ALIKE, _LESS = 1.02, 1.03  # times as long, at most; times as much memory, at least
 RATES = {"tokens_per_s": "tokens/s", "samples_per_s": "samples/s"}
 
@@ -25,6 +28,8 @@ def verdict_line(tuning: Tuning) -> str:
     found = f"{best.title}: {show_seconds(tuning.step_time_s)} a step{one_trial_words(tuning)}"
     if tuning.gain is None:
         return f"{found}. The default could not be measured."
+    if not tuning.compares:
+        return f"{found}. {NOTHING_COMPARED}"
     if best.number == tuning.default:
         return f"{found}. That is the default of outpace train: no other trial was faster."
     return (
