@@ -6,12 +6,13 @@ answer is hard-coded here instead.
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from inspect import unwrap
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import nn
 
 
 def leave_alone(method: Callable[..., Any]) -> None:
@@ -27,6 +28,24 @@ def leave_to_python(hook: Callable[..., Any]) -> Callable[..., Any]:
     A compiler that traces a hook may run what it does to objects once for several calls.
     """
     return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
+
+
+def has_compiled_parts(model: nn.Module) -> bool:
+    """Return whether a part of a model, or its forward, went through `torch.compile`."""
+    return "torch._dynamo" in sys.modules and any(
+        type(part).__name__ == "OptimizedModule"
+        or getattr(part, "_compiled_call_impl", None) is not None
+        or hasattr(vars(part).get("forward"), "_torchdynamo_orig_callable")
+        for part in model.modules()
+    )
+
+
+def run_eagerly(compiled: bool) -> AbstractContextManager[object]:
+    """Return a context in which compiled code runs in Python, if any is.
+
+    Code that the compiler meets while a mode observes operators is never compiled afterwards.
+    """
+    return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.utils._pytree import tree_leaves
 
 from outpace.nn.extra_state import is_extra_state
+from outpace.nn.uncompiled import has_compiled_parts, run_eagerly
 from outpace.optim.build import Build
 from outpace.parallel.batches import cut
 from outpace.parallel.batchnorm import batch_norms, by_micro_batch, commit
@@ -263,7 +264,8 @@ class CustomPipeline(SpreadLayout):
         """Return the schedule for micro-batches like this one, rebuilt when their shapes change."""
         shapes = [leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
         if self._shapes != shapes:
-            self._inspection.inspect(batch, hooks)
+            with run_eagerly(has_compiled_parts(self.objective)):
+                self._inspection.inspect(batch, hooks)
             self._draws.shared = self._inspection.shares_draws
             self._shapes = shapes
             self._running = [self._stage(number) for number in self._stages]
@@ -297,7 +299,8 @@ class CustomPipeline(SpreadLayout):
         """Run forward passes only, one micro-batch after the other through this rank's stages."""
         parts = cut(batch, self._plan.pp_microbatches)
         if not self._inspection.taken:
-            self._inspection.inspect(parts[0], hooks)
+            with run_eagerly(has_compiled_parts(self.objective)):
+                self._inspection.inspect(parts[0], hooks)
         totals = self._zero_totals()
         for part in parts:
             totals += self._pass_on(part, hooks)

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 from torch.utils._pytree import tree_leaves, tree_map
 
 from outpace.parallel.batches import copy_batch, has_changed
@@ -148,6 +149,7 @@ class CustomStage(nn.Module):
             {f"{name}.{part}": module for part, module in block.named_modules()}
             for name, block in zip(names, blocks, strict=True)
         ]
+        _uncompile_around(blocks, self.objective)
         for number, block in enumerate(blocks):
             block.forward = partial(self._visit, number, block.forward)
 
@@ -464,6 +466,20 @@ class CustomStage(nn.Module):
             self._recomputing = None
             if done:
                 self._past.pop(micro_batch, None)
+
+
+def _uncompile_around(blocks: Sequence[nn.Module], module: nn.Module) -> None:
+    """Let modules that contain blocks run in Python: a compiler would trace what a stage does.
+
+    A block that `torch.compile` has wrapped stays compiled, but not one that `compile()` has.
+    """
+    inside = set(blocks)
+    for part in module.modules():
+        if not inside & set(part.modules()):
+            continue
+        part._compiled_call_impl = None
+        if isinstance(part, OptimizedModule) and part not in inside:
+            part.forward = part._orig_mod.__call__
 
 
 def copy_structure(module: nn.Module) -> nn.Module:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from outpace.nn.fingerprint import fingerprint
 from outpace.nn.spread import is_spread, local
+from outpace.nn.uncompiled import has_compiled_parts, run_eagerly
 from outpace.parallel.batches import BatchCopies
 from outpace.parallel.blocks import Blocks
 from outpace.parallel.layout import Batch, Layout, StepHooks
@@ -107,6 +108,7 @@ class FirstBatch:
         self._plan, self._ranks, self._by_command = plan, ranks, by_command
         self._say: Say = say if ranks.rank == 0 else lambda sentence: None
         self._plain = PlainPass(objective, plan, ranks, blocks)
+        self._compiled = plan.compile
 
     def check(
         self,
@@ -125,6 +127,19 @@ class FirstBatch:
         and generators as the pass left them. Otherwise, it returns None and restores everything.
         `ready` is called before the layout's pass.
         """
+        self._compiled = self._plan.compile or has_compiled_parts(layout.objective)
+        with run_eagerly(self._compiled):
+            return self._check(layout, passes, hooks, run, reuse, ready)
+
+    def _check(
+        self,
+        layout: Layout,
+        passes: Sequence[Batch],
+        hooks: StepHooks,
+        run: Run | None,
+        reuse: bool,
+        ready: Callable[[], None],
+    ) -> Tensor | None:
         run = layout.gradients if run is None else run
         told: list[Any] = [None] * self._ranks.world_size
         reason = self._plain.left_out or self._too_large(layout)
@@ -460,17 +475,15 @@ class FirstBatch:
         Also returns whether the step has to be computed again, because this run was not the
         training step. Collective.
         """
-        averages, compiled = layout.averages, self._plan.compile
+        averages = layout.averages
         if self._plan.precision in SCALED:
             hooks = StepHooks(hooks.cast, scale=lambda loss_sum: loss_sum * averages)
         with ExitStack() as stack:
             nothing = None
             if not self._plain.draws_alike:
                 nothing = stack.enter_context(without_dropout(layout.objective))
-            if compiled:
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
             totals = run(BatchCopies(passes), hooks)
-        return totals, compiled or (nothing is not None and nothing.would_drop)
+        return totals, self._compiled or (nothing is not None and nothing.would_drop)
 
     def _sums(
         self, layout: Layout, plain: PlainSums, holders: Sequence[ModuleDtypes], factor: float

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from outpace.nn.fingerprint import fingerprint
 from outpace.nn.spread import is_spread, local
 from outpace.nn.torch_versions import fsdp_param_groups
+from outpace.nn.uncompiled import has_compiled_parts
 from outpace.parallel.ddp import Replicas
 from outpace.parallel.layout import Batch, Layout, StepHooks
 from outpace.parallel.parity.moved_parameters import find_written
@@ -48,6 +49,7 @@ class LaterWrites:
         self._layout, self._plan, self._ways_out = layout, plan, ways_out
         self._known = set(known)
         self._gradients = layout.gradients
+        self._compiled = plan.compile or has_compiled_parts(layout.objective)
         # Whose ranks hold whole parameters, and tell each other of writes.
         self._use = layout.use if isinstance(layout, Replicas) else None
         self._step = steps
@@ -73,7 +75,7 @@ class LaterWrites:
         if self._looks:
             self._held = list(self._list_tensors())
         self._before = [tensor._version for _, tensor in self._held]
-        looks = self._looks and not self._plan.compile
+        looks = self._looks and not self._compiled
         self._seen = _Writes(self._held) if looks else None
         try:
             with self._seen or nullcontext():

@@ -1,11 +1,10 @@
 """Check before step 1 on a single process: of state that no checkpoint has, and of its loss."""
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 
-import torch
 from torch import Tensor
 
+from outpace.nn.uncompiled import has_compiled_parts, run_eagerly
 from outpace.parallel.layout import Batch, Layout, StepHooks
 from outpace.parallel.parity.cut_difference import compare_accumulated
 from outpace.parallel.parity.kept_state import explain_kept_state, explain_reshaped, find_kept_state
@@ -27,8 +26,7 @@ class StateCheck:
     def check(self, layout: Layout, passes: Sequence[Batch], hooks: StepHooks) -> Tensor | None:
         """Run a few samples of the first pass several times; return no totals (None)."""
         writes = self._plan.offload_parameters != "none"
-        compiled = self._plan.compile
-        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+        with run_eagerly(self._plan.compile or has_compiled_parts(layout.objective)):
             found = find_kept_state(
                 layout.objective,
                 passes[0],

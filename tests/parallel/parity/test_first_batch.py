@@ -1427,6 +1427,37 @@ def test_a_forward_that_changes_a_hidden_module_is_refused(tmp_path, samples):
         assert said["warnings"] == [] and "refused" not in said
 
 
+@pytest.mark.parametrize("strategy", ["single", "ddp", "zero3", "1f1b"])
+def test_what_users_compile_is_compiled_after_the_look(tmp_path, strategy):
+    """The compiler gives up code that it meets while a mode observes operators."""
+
+    def act(rank):
+        ran = []
+
+        def backend(graph, inputs):
+            def run(*given):
+                ran.append(None)
+                return graph(*given)
+
+            return run
+
+        module = Quiet()
+        for number, block in enumerate(module.blocks):
+            module.blocks[number] = torch.compile(block, backend=backend)
+        plan = Plan(micro_batch=8) if strategy == "single" else plan_for_module(strategy, 2, 8)
+        model = outpace.parallelize(module, plan, loss=squares)
+        counts = []
+        for _ in range(4):
+            model.forward_backward(model.share(global_batch()))
+            counts.append(len(ran))
+        (tmp_path / f"{rank.ranks.rank}").write_text(json.dumps(counts))
+
+    ends = run_forked(1 if strategy == "single" else 2, act, 240.0, tmp_path / "job")
+    assert all(end.fine for end in ends), [end.said for end in ends]
+    first, *_, last = json.loads((tmp_path / "0").read_text())
+    assert 0 < first < last
+
+
 class NoisyAverages(NoisyStack):
     def __init__(self):
         super().__init__()
