@@ -201,7 +201,8 @@ class _Comparison:
             return KeptState(True, tuple(sorted(changed)), generators)
         if fresh == after:
             later = self._find_later_by_few(changed, batch, fresh) if changed else None
-            made = {n for n, v in self._made_first.items() if v == kept.get(n)} - changed
+            made = {n for n, v in self._made_first.items() if v == kept.get(n)}
+            made -= {*changed, *generators}
             if later is None and made and self._keeps_weights(batch):
                 later = tuple(sorted(made))
             return KeptState(later is not None, later or (), generators)
