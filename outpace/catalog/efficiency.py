@@ -406,7 +406,7 @@ _DISPATCH_B200 = DispatchRate(
 _DISPATCH_RACK = DispatchRate(
     fixed_s=38.3e-6, token_s=38.2e-9, link_share=0.71,
     source=_DISPATCH.format("GB200 and GB300", "6.0 %") + "; share of the link: HybridEP on 8 to "
-    "36 × GB200 with 32 multiprocessors (deepseek-ai/DeepEP 94a9f8f, docs/README_Hybrid-EP.md)",
+    "36 × GB200 with 32 multiprocessors (deepseek-ai/DeepEP 94a9f8f, README_Hybrid-EP.md)",
 )  # fmt: skip
 # Measured slowdown of grouped products whose load over experts follows a power law of 1.2: on one
 # rank, and on the slowest of ranks that share the experts. Plans assume an even load.

@@ -116,7 +116,8 @@ def test_topology_says_how_the_gpus_are(no_tools, monkeypatch, capsys):
     said = " ".join(capsys.readouterr().out.split())
     assert (
         "GPU0 NVIDIA TITAN RTX: PCIe 1 of 3 ×8 of 16, 2 of 2 NVLinks up, 1350 of 2100 MHz, 80 of a "
-        "limit of 250 W, power limit below the card's own 280 W, slowed by power cap." in said
+        "limit of 250 W, power limit below the card's default of 280 W, slowed by power cap."
+        in said
     )
     assert "GPU1 (name unknown): no state from the driver." in said
     assert main(["topology", "--json"]) == 0

@@ -225,8 +225,11 @@ def test_a_run_is_resumed_with_its_data_and_model_elsewhere(
 @pytest.mark.parametrize(
     ("edit", "part"),
     [
-        (("heads = 4\nkv_heads = 2", "heads = 2\nkv_heads = 1"), "heads was 4, is 2; kv_heads was"),
-        (("vocab", "rope_theta = 500000.0\nvocab"), "rope_theta was 10000.0, is 500000.0"),
+        (
+            ("heads = 4\nkv_heads = 2", "heads = 2\nkv_heads = 1"),
+            "heads was 4, is now 2; kv_heads was",
+        ),
+        (("vocab", "rope_theta = 500000.0\nvocab"), "rope_theta was 10000.0, is now 500000.0"),
     ],
 )
 def test_another_model_under_a_run_is_refused(
@@ -267,7 +270,7 @@ def test_another_code_of_your_model_is_refused(
     assert said_by(capsys, resume, "--steps=2")[0] == 0
     (home / "mine.py").write_text(OWN.format(layer="Tanh"))
     code, said = said_by(capsys, resume, "--steps=3")
-    assert code == 2 and "the code of your model changed" in said
+    assert code == 2 and "the code of your model has changed" in said
 
 
 def test_runs_and_a_cache_within_the_data_are_no_data(

@@ -182,7 +182,7 @@ def test_what_fails_on_ranks_alone_is_no_refusal_though_tensors_are_not_cut_alik
 def test_what_fails_in_one_process_on_a_part_of_the_batch_is_refused():
     own = CustomModel(Stack(), lambda module, given: module(given[0][given[2]]).square().mean())
     [verdict] = verify_custom(own, numbered, plans=["ddp"]).verdicts
-    assert verdict.refused and "those of 16 are whole in each part" in verdict.reason
+    assert verdict.refused and "those with 16 are whole in each part" in verdict.reason
 
 
 def test_a_buffer_that_nothing_reads_is_compared_too():
@@ -234,7 +234,7 @@ class Counting(Stack):
 def test_what_a_checkpoint_does_not_hold_is_found_by_the_resume():
     verdict = verdict_of(Counting(), "ddp", given=lambda step: batch(step, samples=2))
     assert not verdict.passed and "after resuming" in verdict.differences[0].kind
-    assert "the checkpoint does not contain" in verdict.cause
+    assert "the checkpoint does not hold" in verdict.cause
     assert "keeps calls in an attribute from step to step" in verdict.cause
 
 

@@ -36,7 +36,8 @@ def test_another_version_stands_against_it(answer, name, tmp_path):
     (problem,) = found.problems
     assert not found.ready
     assert problem == (
-        f"localhost: it has {name} {facts.versions[name]}, but other has 0.1. Install the same"
+        f"localhost: it has {name} {facts.versions[name]}, but other has 0.1. "
+        "Install the same version"
     )
 
 

@@ -191,7 +191,7 @@ def test_a_run_does_not_go_on_with_other_data(run, corpus, tmp_path):
     given = {"data": (str(data),), "tokenizer": str(run("first", steps=1) / "model")}
     run(steps=1, **given)
     (data / "more.txt").write_text("x = 1\n" * 500)
-    said = r"the training data changed since it started.*--model"
+    said = r"the training data has changed since it started.*--model"
     with pytest.raises(BadInputError, match=said):
         run(steps=2, resume=True, **given)
 

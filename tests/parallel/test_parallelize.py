@@ -130,7 +130,7 @@ def test_what_does_not_work_is_refused(changes, why):
 def test_sparse_gradients_are_refused_where_none_are_added_up(strategy, cure):
     module = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 1))
     axis = {"zero2": "dp_shard", "ddp": "dp_replicate"}[strategy]
-    why = f"0.weight has sparse gradients.*sparse=False, {cure}" if cure else "Start it with"
+    why = f"0.weight has sparse gradients.*sparse=False, {cure}" if cure else "Start them with"
     with pytest.raises(BadInputError, match=why):
         outpace.parallelize(module, outpace.Plan(strategy=strategy, **{axis: 2}))
 

@@ -195,7 +195,9 @@ def test_a_model_that_hears_has_its_encoder() -> None:
     assert (encoder.seq_len, decoder.seq_len, found.max_positions) == (20, None, SEQ_LEN)
     assert decoder.cross_attention is not None and decoder.cross_attention.projected
     assert decoder.mlp is not None and decoder.mlp.width == 40
-    assert any("its encoder reads input_features of 8 × 40 a sample" in one for one in built.notes)
+    assert any(
+        "its encoder reads input_features of 8 × 40 per sample" in one for one in built.notes
+    )
     model = transformers.AutoModelForSpeechSeq2Seq.from_config(
         config, attn_implementation="eager", dtype=torch.float32
     )

@@ -98,7 +98,7 @@ def _require_same_inputs(earlier: RunRecord, now: RunRecord, run_dir: RunDir) ->
             ("the tokenizer", earlier.tokenizer, now.tokenizer),
             ("the training data", earlier.train_data, now.train_data),
             ("the validation data", earlier.eval_data, now.eval_data),
-            ("the adapters' base weights", earlier.base_weights, now.base_weights),
+            ("the adapters' base model", earlier.base_weights, now.base_weights),
         )
         if was != is_now
     ]

@@ -282,8 +282,8 @@ class CustomStage(nn.Module):
             raise BadInputError(
                 f"the forward puts another module at {first_names(moved)}, and each stage of a "
                 "pipeline has modules of its own, so that the model that is saved would have "
-                "another one there. Choose among modules without assigning them: "
-                "self.heads[number](x)."
+                "another one there. Choose among modules without assigning them: call "
+                "self.heads[number] itself."
             )
 
     def _is_moved_by_draws(

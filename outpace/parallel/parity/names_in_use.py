@@ -83,7 +83,7 @@ class NamesInUse:
 
 
 def _is_called_by_torch(name: str) -> bool:
-    return name == "forward" or (hasattr(nn.Module, name) and name not in _NOT_CALLED)
+    return name == "forward" or (name in vars(nn.Module) and name not in _NOT_CALLED)
 
 
 def _functions_in(value: Any) -> Iterator[FunctionType]:
