@@ -2,7 +2,7 @@
 
 import copy
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -21,7 +21,9 @@ __all__ = [
     "copies",
     "deep_copy",
     "drop_all_but",
+    "graph_nodes",
     "has_memory",
+    "is_in_python",
     "local",
     "make_equal",
     "meta_copy",
@@ -89,6 +91,22 @@ def sum_gradients(parameters: Iterable[nn.Parameter], factor: float) -> None:
         message = concatenate(alike)
         dist.all_reduce(message)
         spread(message * factor, alike)
+
+
+def graph_nodes(loss: Tensor) -> Iterator[Any]:
+    """Yield the nodes of the graph of a loss, each once."""
+    waiting, seen = [loss.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            yield node
+            waiting.extend(following for following, _ in node.next_functions)
+
+
+def is_in_python(node: Any) -> bool:
+    """Return whether a node of a graph is a Function that is written in Python."""
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def all_parameters(module: nn.Module) -> list[nn.Parameter]:

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from outpace.nn.torch_versions import all_gather_single, fsdp_param_groups
 from outpace.nn.uncompiled import leave_to_python
 from outpace.parallel.gradient_use import GradientUse
+from outpace.parallel.tensors import graph_nodes, is_in_python
 from outpace.records.errors import BadInputError
 
 _WAIT_S, _LOOK_AGAIN_S = 60.0, 0.005
@@ -244,17 +245,12 @@ def _require_history(loss_sum: Tensor) -> None:
 
     The backward of other ranks would wait for this one's. A Function in Python may reach anything.
     """
-    waiting: list[Any] = [loss_sum.grad_fn]
-    seen = 0
-    while waiting and seen < _MOST_OF_A_CONSTANT:
-        node, seen = waiting.pop(), seen + 1
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            return
-        if node is not None:
-            waiting += [following for following, _ in node.next_functions]
-            if isinstance(getattr(node, "variable", None), nn.Parameter):
-                return
-    if loss_sum.requires_grad and not waiting:
+    nodes = list(islice(graph_nodes(loss_sum), _MOST_OF_A_CONSTANT + 1))
+    reaches = any(
+        is_in_python(node) or isinstance(getattr(node, "variable", None), nn.Parameter)
+        for node in nodes
+    )
+    if loss_sum.requires_grad and not reaches and len(nodes) <= _MOST_OF_A_CONSTANT:
         raise BadInputError(
             "the loss of this rank's samples is a constant, which no output of the module leads to "
             "(where nothing is to be learnt, say), so that this rank has no backward in which to "

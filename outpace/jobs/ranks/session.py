@@ -78,7 +78,7 @@ class Session:
         a member counts.
         """
         claimed = f"surplus/{self.name}"
-        found = _read(store, claimed) if store.check([claimed]) else None
+        found = _read_arrival(store, claimed) if store.check([claimed]) else None
         count = store.add("tokens", 0)
         self.pending |= {*range(self.answered + 1, count + 1)}
         self.answered = count
@@ -88,9 +88,9 @@ class Session:
             self.pending.discard(number)
             key = store.get(f"token/{number}").decode()
             late = _parse(key)
-            different = None if late is None else self.arrival.find_difference(late)
             if late is None:
                 continue
+            different = self.arrival.find_difference(late)
             if different is None and (late.restarted or self._is_member(store, late)):
                 continue
             why = f"it has {different}" if different else "all ranks of the job there had come"
@@ -112,7 +112,7 @@ class Session:
 
     def _is_member(self, store: Store, one: _Arrival) -> bool:
         key = f"member/{self.name}/{one.rank}"
-        member = _read(store, key) if store.check([key]) else None
+        member = _read_arrival(store, key) if store.check([key]) else None
         return member is not None and (member.host, member.pid) == (one.host, one.pid)
 
 
@@ -161,7 +161,7 @@ def agree_on_session(
         return Session(name, arrival)
     store.set(f"surplus/{name}", shown)
     why = "another process had come as this rank"
-    raise BadInputError(_format_refusal(arrival, _read(store, f"leader/{name}"), why))
+    raise BadInputError(_format_refusal(arrival, _read_arrival(store, f"leader/{name}"), why))
 
 
 def _publish_session(store: Store, leader: _Arrival, timeout_s: float) -> Session:
@@ -204,7 +204,7 @@ def _format_refusal(one: _Arrival, leader: _Arrival | None, why: str) -> str:
     )
 
 
-def _read(store: Store, key: str) -> _Arrival | None:
+def _read_arrival(store: Store, key: str) -> _Arrival | None:
     return _parse(store.get(key).decode())
 
 

@@ -264,15 +264,19 @@ class CustomPipeline(SpreadLayout):
         """Return the schedule for micro-batches like this one, rebuilt when their shapes change."""
         shapes = [leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
         if self._shapes != shapes:
-            with run_eagerly(has_compiled_parts(self.objective)):
-                self._inspection.inspect(batch, hooks)
-            self._draws.shared = self._inspection.shares_draws
+            self._inspect(batch, hooks)
             self._shapes = shapes
             self._running = [self._stage(number) for number in self._stages]
             kind, count = CLASSES[self._plan.strategy], self._plan.pp_microbatches
             held = self._running[0] if issubclass(kind, PipelineScheduleSingle) else self._running
             self._schedule: Any = kind(held, count, loss_fn=self._scaled_loss, scale_grads=False)
         return self._schedule
+
+    def _inspect(self, batch: Batch, hooks: StepHooks) -> None:
+        """Determine what stages send, and whether they share draws. Collective."""
+        with run_eagerly(has_compiled_parts(self.objective)):
+            self._inspection.inspect(batch, hooks)
+        self._draws.shared = self._inspection.shares_draws
 
     def _scaled_loss(self, made: Tensor, number: Tensor) -> Tensor:
         """Return the start of the backward on the last stage, and add to the totals."""
@@ -299,8 +303,7 @@ class CustomPipeline(SpreadLayout):
         """Run forward passes only, one micro-batch after the other through this rank's stages."""
         parts = cut(batch, self._plan.pp_microbatches)
         if not self._inspection.taken:
-            with run_eagerly(has_compiled_parts(self.objective)):
-                self._inspection.inspect(parts[0], hooks)
+            self._inspect(parts[0], hooks)
         totals = self._zero_totals()
         for part in parts:
             totals += self._pass_on(part, hooks)

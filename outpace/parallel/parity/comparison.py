@@ -6,7 +6,7 @@ has the reasons for the tolerances.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,6 +21,8 @@ from outpace.records.plan import Plan
 # Random weights of a projection, which repeat: a prime, so that equal rows have others.
 _WEIGHTS = 8_191
 _ROWS = 2_048  # rows of weights taken at once: 64 MiB in fp32
+
+Taker = Callable[[str, Tensor], None]  # takes the gradient of a parameter of this name
 
 MISSING = "is missing, but exists in one process"
 

@@ -7,22 +7,21 @@ whatever the loss is scaled by), and hooks that clip gradients, do.
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from outpace.parallel.batches import take_first
 from outpace.parallel.layout import Batch, StepHooks
-from outpace.parallel.parity.comparison import SINGLE, ComparisonLimits, Projection
+from outpace.parallel.parity.comparison import SINGLE, ComparisonLimits, Projection, Taker
 from outpace.parallel.parity.module_state import preserve_state
 from outpace.parallel.parity.moved_parameters import keep_values
 from outpace.parallel.parity.plain_copy import model_of
 from outpace.parallel.parity.user_collectives import NoCollectives
 from outpace.parallel.plain import without_dropout
+from outpace.parallel.tensors import graph_nodes, is_in_python
 from outpace.records.errors import first_names
 
-Taker = Callable[[str, Tensor], None]  # takes the gradient of a parameter of this name
 _FEW = 2  # samples
 _SCALE = 0.125  # a power of two, so that what grows with the loss is equal in all digits
 _LEAST = 1e-3  # of a gradient, unless the smallest numbers of 16 bits may be lost
@@ -30,17 +29,7 @@ _LEAST = 1e-3  # of a gradient, unless the smallest numbers of 16 bits may be lo
 
 def has_user_backward(loss: Tensor) -> bool:
     """Return whether a Function that is written in Python is in the graph of a loss."""
-    waiting: list[Any] = [loss.grad_fn]
-    seen = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            return True
-        seen.add(node)
-        waiting.extend(following for following, _ in node.next_functions)
-    return False
+    return any(map(is_in_python, graph_nodes(loss)))
 
 
 def find_unscaled_gradients(

@@ -18,14 +18,19 @@ from torch import Tensor, nn
 
 from outpace.parallel.batches import concatenate, pack, samples_in, take_first, unpack
 from outpace.parallel.layout import Batch, StepHooks
-from outpace.parallel.parity.comparison import ComparisonLimits, Projection, difference, square
+from outpace.parallel.parity.comparison import (
+    ComparisonLimits,
+    Projection,
+    Taker,
+    difference,
+    square,
+)
 from outpace.parallel.parity.module_state import preserve_state
 from outpace.parallel.parity.moved_parameters import MovedParameters
 from outpace.parallel.parity.plain_copy import model_of
 from outpace.parallel.parity.user_collectives import NoCollectives
 from outpace.parallel.plain import random_state, same_random_state, without_dropout
 
-Taker = Callable[[str, Tensor], None]  # takes the gradient of a parameter of this name
 _FEW = 2  # samples of a rank, at most
 _MOST_RANKS = 8
 _FAILED, _LOSSES = 0, slice(1, 5)  # places in sums of ranks; then products, then squares

@@ -3,8 +3,8 @@
 A copy of the user's module, taken before it is laid out, runs on the same samples, cut as the plan
 cuts them; every rank takes a part of the pieces. What it draws at random is what the layout will
 draw, where each rank has samples of its own, and of a pipeline's stages (stage_draws.py); else
-nothing is dropped. Generators, buffers, and
-weights that the forward changes are as they were afterwards.
+nothing is dropped. Generators, buffers, and weights that the forward changes are as they were
+afterwards.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -36,7 +36,7 @@ from outpace.parallel.batchnorm import SynchronisedBatchNorm
 from outpace.parallel.blocks import Blocks, flat, named_blocks
 from outpace.parallel.gradient_hooks import accumulation_hooks, add_hooks, gradient_hooks
 from outpace.parallel.layout import Batch, Layout, StepHooks
-from outpace.parallel.parity.comparison import ComparisonLimits, Projection
+from outpace.parallel.parity.comparison import ComparisonLimits, Projection, Taker
 from outpace.parallel.parity.cut_difference import (
     CutDifference,
     FirstPiece,
@@ -45,7 +45,7 @@ from outpace.parallel.parity.cut_difference import (
 )
 from outpace.parallel.parity.kept_state import KeptState, find_kept_state
 from outpace.parallel.parity.loss_scale import find_unscaled_gradients, has_user_backward
-from outpace.parallel.parity.mixed_samples import MixedDifference, MixedSamples, Taker
+from outpace.parallel.parity.mixed_samples import MixedDifference, MixedSamples
 from outpace.parallel.parity.module_state import (
     buffer_versions,
     hidden_parameters,

@@ -63,8 +63,10 @@ def compare_ranks(
     apart = 0.0
     with suppress(Exception):  # normalisation of a few samples, a list as long as the ranks
         world_size = dist.get_world_size()
-        here = loss_as(dist.get_rank(), world_size)
-        for rank, size in ((0, 1), *((one, world_size) for one in {0, 1, world_size - 1})):
+        own = dist.get_rank()
+        here = loss_as(own, world_size)
+        others = {0, 1, world_size - 1} - {own}
+        for rank, size in ((0, 1), *((one, world_size) for one in others)):
             apart = max(apart, difference(loss_as(rank, size), here))
     set_random_state(begin, device)
     return apart

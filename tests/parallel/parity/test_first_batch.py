@@ -1366,7 +1366,7 @@ class LateNoise(Quiet):
         return self.head(x + noise)
 
 
-class Encoded(Quiet):
+class EncoderOutside(Quiet):
     """Blocks take what an encoder outside of them drops, within checkpoints."""
 
     def __init__(self):
@@ -1385,7 +1385,7 @@ class Encoded(Quiet):
     [
         (OneMask, "1f1b"),
         (LateNoise, "1f1b"),
-        (Encoded, "1f1b"),  # an encoder outside of blocks is at the first and the last stage
+        (EncoderOutside, "1f1b"),  # an encoder outside of blocks is at the first and the last stage
         pytest.param(OneMask, "interleaved", marks=pytest.mark.slow),
         pytest.param(LateNoise, "interleaved", marks=pytest.mark.slow),
     ],

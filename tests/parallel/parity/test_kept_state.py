@@ -713,7 +713,7 @@ def test_extra_state_that_could_not_be_read_is_refused_before_step_1(tmp_path, c
     assert not run.exists()
 
 
-class Anchored(Base):
+class AnchorKeeper(Base):
     """Pulls to the weights of its first forward."""
 
     anchor = None
@@ -724,7 +724,7 @@ class Anchored(Base):
         return y + (self.stem.weight - self.anchor).square().sum()
 
 
-class Tabled(Base):
+class TableKeeper(Base):
     """Makes a table in its first forward, which is the same of all weights."""
 
     table = None
@@ -735,7 +735,7 @@ class Tabled(Base):
         return y + self.table
 
 
-@pytest.mark.parametrize(("make", "names"), [(Anchored, ("model.anchor",)), (Tabled, ())])
+@pytest.mark.parametrize(("make", "names"), [(AnchorKeeper, ("model.anchor",)), (TableKeeper, ())])
 def test_weights_of_the_first_forward_are_state(make, names):
     def loss(module, batch):
         return module(batch).square().mean()

@@ -11,7 +11,7 @@ from outpace.parallel.parity.comparison import SINGLE, Projection
 from outpace.parallel.parity.loss_scale import find_unscaled_gradients, has_user_backward
 
 
-class Doubled(torch.autograd.Function):
+class DoublingFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
         return 2 * x
@@ -43,7 +43,7 @@ class Net(nn.Module):
 
 
 def doubled(x):
-    return Doubled.apply(x)
+    return DoublingFunction.apply(x)
 
 
 def recomputed(x):

@@ -9,7 +9,7 @@ from outpace.parallel.parity.plain_copy import _swap_parameters
 from outpace.parallel.tensors import meta_copy
 
 
-class Masked(nn.Module):
+class MaskedWeights(nn.Module):
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(2, 2)
@@ -23,7 +23,7 @@ class Masked(nn.Module):
 
 
 def test_keys_bound_arguments_and_attributes_are_those_of_the_values():
-    module = Masked()
+    module = MaskedWeights()
     copied = meta_copy(module)
     x = torch.tensor([[1.0, 2.0]])
     for filled in range(2):

@@ -32,7 +32,7 @@ def _half_masks(module: nn.Module) -> dict[str, Tensor]:
     return {name: mask.to(torch.float32) for name, mask in masks.items()}
 
 
-class _Pruned(BlockStack):
+class _PrunedStack(BlockStack):
     """A stack whose matrices are masked once, when it is made."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class _Pruned(BlockStack):
 def masks_by_parameter(seed: int) -> Entry:
     """RigL's: masks are kept in a dict by parameter, and applied again by each forward."""
 
-    class Model(_Pruned):
+    class Model(_PrunedStack):
         def __init__(self) -> None:
             super().__init__()
             self.masks = {self.get_parameter(name): mask for name, mask in self.found.items()}
@@ -64,7 +64,7 @@ def masks_by_parameter(seed: int) -> Entry:
 def masks_by_name(seed: int) -> Entry:
     """The same with a dict by name, where names that it lacks are passed by."""
 
-    class Model(_Pruned):
+    class Model(_PrunedStack):
         def forward(self, x: Tensor) -> Tensor:
             with torch.no_grad():
                 for name, parameter in self.named_parameters():
@@ -260,7 +260,7 @@ def parameters_overridden(seed: int) -> Entry:
     return build_seeded(seed, Model), squared_error, vector_batch
 
 
-class _Scaled(nn.Parameter):
+class _ScaledParameter(nn.Parameter):
     """A parameter with a factor of its own, which every operation multiplies by."""
 
     factor = 2.0
@@ -282,7 +282,7 @@ def parameters_of_a_subclass(seed: int) -> Entry:
     class Block(ResidualBlock):
         def __init__(self) -> None:
             super().__init__()
-            self.up.weight = _Scaled(self.up.weight.data)
+            self.up.weight = _ScaledParameter(self.up.weight.data)
 
     return build_seeded(seed, lambda: BlockStack(Block)), squared_error, vector_batch
 
