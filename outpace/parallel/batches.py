@@ -12,6 +12,7 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import (
     SUPPORTED_NODES,
     register_pytree_node,
@@ -25,23 +26,73 @@ from outpace.parallel.layout import Batch
 from outpace.records.errors import BadInputError
 
 
-def samples_in(batch: Batch) -> int:
-    """Return the length of the first tensor in a batch. Raises BadInputError if there is none."""
-    plain = _plain(batch)
-    _refuse_ragged(plain)
-    for leaf in tree_leaves(plain):
-        if isinstance(leaf, Tensor) and leaf.dim():
-            return leaf.size(0)
-    raise BadInputError(
-        f"a batch of type {type(batch).__name__} has no tensor with samples in it. Use tensors, or "
-        "tuples, lists, dicts or dataclasses of them, whose first dimension is the samples."
+class SampleList(list[Any]):
+    """A list with an entry for each sample, marked when it is first cut.
+
+    Parts of it have as few entries as other lists, and so have the tensors that it may hold.
+    """
+
+
+class SampleTuple(tuple[Any, ...]):
+    """A tuple with an entry for each sample, marked likewise."""
+
+
+for _kind in (SampleList, SampleTuple):
+    register_pytree_node(
+        _kind, lambda one: (list(one), type(one)), lambda values, kind: kind(values)
     )
 
 
-def _refuse_ragged(plain: Any) -> None:
-    """Raise BadInputError for a list of samples of different shapes, which cannot be cut."""
+def samples_in(batch: Batch) -> int:
+    """Return the length of the first tensor in a batch. Raises BadInputError if there is none."""
+    return len(_first_tensor(batch, _plain(batch)))
+
+
+def _first_tensor(batch: Batch, plain: Batch) -> Tensor:
+    """Return the tensor that tells the number of samples. Raises BadInputError without one."""
+    leaves = tree_leaves(plain, is_leaf=lambda one: isinstance(one, PackedSequence))
+    if any(isinstance(leaf, PackedSequence) for leaf in leaves):
+        raise BadInputError(
+            "a batch has a PackedSequence, whose first dimension is all samples' steps, so it "
+            "cannot be cut by samples. Pass the padded tensor and the lengths, and let the forward "
+            "pack them (torch.nn.utils.rnn.pack_padded_sequence)."
+        )
+    first = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
+    if first is None:
+        raise BadInputError(
+            f"a batch of type {type(batch).__name__} has no tensor with samples in it. Use "
+            "tensors, or tuples, lists, dicts or dataclasses of them, whose first dimension is the "
+            "samples."
+        )
+    _refuse_list_of_samples(plain)
+    _refuse_ragged(plain, first)
+    return first
+
+
+def _refuse_list_of_samples(plain: Batch) -> None:
+    """Raise BadInputError for a batch that is a list of single samples, by its tensors' lengths."""
+    if type(plain) is not list or len(plain) < 3:
+        return
+    if not all(isinstance(one, tuple | list | dict) for one in plain):
+        return
+    lengths = [[len(t) for t in _tensors_in(one) if t.ndim] for one in plain]
+    if all(len(set(some)) > 1 for some in lengths):
+        raise BadInputError(
+            f"a batch is a list of {len(plain)} {type(plain[0]).__name__}s, and it seems that each "
+            "of them is a sample. Batches are cut along the first dimension of tensors: collate "
+            "the samples into tensors (torch.stack), and pad them if they differ in length."
+        )
+
+
+def _refuse_ragged(plain: Any, first: Tensor) -> None:
+    """Raise BadInputError for a list of samples of different lengths, which cannot be cut.
+
+    Beside the `first` tensor of the batch, a list with as many entries can.
+    """
     for part in tree_leaves(plain, is_leaf=lambda one: type(one) is list):
         if type(part) is list:
+            if _is_list_of_samples(first, part):
+                continue
             tensors = [one for one in part if isinstance(one, Tensor) and one.dim()]
             alike = len({(one.shape[1:], one.dtype) for one in tensors}) == 1
             lengths = [len(one) for one in tensors]
@@ -54,16 +105,19 @@ def _refuse_ragged(plain: Any) -> None:
                 )
             for one in part:
                 if isinstance(one, list | dict | tuple):
-                    _refuse_ragged(one)
+                    _refuse_ragged(one, first)
 
 
 def cut(batch: Batch, parts: int) -> list[Batch]:
     """Split a batch into equal parts: split what holds samples, and repeat the rest in each part.
 
     A tensor or an array holds samples if its first dimension equals the number of samples in the
-    batch, and so does a list of as many texts, records or tensors. Lists of numbers do not.
+    batch, and so does a list or tuple of as many texts, records, lists or tensors. Lists of numbers
+    do not. Raises BadInputError for an object with samples that cannot be cut.
     """
     size = samples_in(batch) // parts
+    if parts > 1:
+        _refuse_objects(batch)
     return [_slice(batch, number * size, size) for number in range(parts)]
 
 
@@ -148,40 +202,73 @@ def has_changed(batch: Batch, before: Batch) -> bool:
 
 
 def _slice(batch: Batch, begin: int, size: int) -> Batch:
-    samples = samples_in(batch)
+    plain = _plain(batch)
+    first = _first_tensor(batch, plain)
+    of_samples = partial(_is_list_of_samples, first)
 
     def part_of(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.is_nested:
             parts = leaf.unbind()[begin : begin + size]
             return torch.nested.as_nested_tensor(parts, layout=leaf.layout)
-        return leaf[begin : begin + size] if _has_samples(leaf, samples) else leaf
+        if of_samples(leaf):
+            kind = SampleTuple if isinstance(leaf, tuple) else SampleList
+            return kind(leaf[begin : begin + size])
+        return leaf[begin : begin + size] if _has_rows(leaf, len(first)) else leaf
 
-    return tree_map(part_of, _plain(batch), is_leaf=partial(_is_list_of_samples, samples))
-
-
-def _has_samples(value: Any, samples: int) -> bool:
-    """Return whether a leaf of a batch has an entry for each sample."""
-    if isinstance(value, Tensor | np.ndarray):
-        return value.ndim > 0 and value.shape[0] == samples
-    return _is_list_of_samples(samples, value)
+    return tree_map(part_of, plain, is_leaf=of_samples)
 
 
-def _is_list_of_samples(samples: int, value: Any) -> TypeGuard[list[Any]]:
-    """Return whether a value is a list of `samples` texts, dicts, or tensors of any length.
+def _has_rows(value: Any, samples: int) -> bool:
+    """Return whether a leaf of a batch is a tensor or an array with a row for each sample."""
+    return isinstance(value, Tensor | np.ndarray) and value.ndim > 0 and len(value) == samples
 
-    Some may be None. Lists of numbers (sizes, strides) do not count: their length may be a
-    coincidence.
+
+def _is_list_of_samples(first: Tensor, value: Any) -> TypeGuard[Sequence[Any]]:
+    """Return whether a list or a tuple has an entry for each sample, as the `first` tensor does.
+
+    Some may be None. Numbers (sizes, strides) do not count, since their number may be a
+    coincidence, nor do tensors that all have a row for each sample, as of several views.
     """
-    if type(value) is not list or len(value) != samples:
+    samples = len(first)
+    if type(value) in (SampleList, SampleTuple):
+        return len(value) == samples
+    if type(value) not in (list, tuple) or len(value) != samples:
         return False
     entries = [one for one in value if one is not None]
-    return bool(entries) and all(_is_sample(samples, one) for one in entries)
+    if not entries or any(isinstance(one, int | float | complex | np.number) for one in entries):
+        return False
+    if len({type(one) for one in entries}) > 1:
+        return False
+    tensors = [one for entry in entries for one in _tensors_in(entry)]
+    if any(one is first for one in tensors):
+        return False
+    if isinstance(entries[0], Tensor | np.ndarray):
+        kinds = {(one.shape[1:], one.dtype) for one in tensors}
+        if len(kinds) > 1 or (samples == 2 and isinstance(value, tuple)):
+            return False  # several tensors of a model's state, say
+    return not tensors or not all(_has_rows(one, samples) for one in tensors)
 
 
-def _is_sample(samples: int, value: Any) -> bool:
-    if isinstance(value, Tensor | np.ndarray):
-        return not _has_samples(value, samples)
-    return isinstance(value, str | bytes | Mapping)
+def _tensors_in(value: Any) -> list[Any]:
+    """Return the tensors and arrays in an entry of a batch."""
+    return [one for one in tree_leaves(value) if isinstance(one, Tensor | np.ndarray)]
+
+
+def _refuse_objects(batch: Batch) -> None:
+    """Raise BadInputError for objects with a row for each sample in a tensor that is not seen."""
+    plain = _plain(batch)
+    first = _first_tensor(batch, plain)
+    for leaf in tree_leaves(plain, is_leaf=partial(_is_list_of_samples, first)):
+        if isinstance(leaf, Tensor | np.ndarray | Sequence) or not hasattr(leaf, "__dict__"):
+            continue
+        rows = [name for name, value in vars(leaf).items() if _has_rows(value, len(first))]
+        if rows:
+            raise BadInputError(
+                f"a batch has a {type(leaf).__name__} with a row for each of {len(first)} samples "
+                f"in {rows[0]!r}, and batches are cut in tensors, tuples, lists, dicts and "
+                f"dataclasses only. Make {type(leaf).__name__} a dataclass, or pass its tensors in "
+                "a dict."
+            )
 
 
 def take_apart(passes: Sequence[Batch], place: int, places: int) -> list[Batch] | None:
@@ -211,8 +298,11 @@ def explain_lengths(batch: Batch) -> str:
 
     The text is empty if there are no such tensors.
     """
-    samples = samples_in(batch)
-    leaves = [one for one in tree_leaves(_plain(batch)) if isinstance(one, Tensor) and one.dim()]
+    plain = _plain(batch)
+    first = _first_tensor(batch, plain)
+    samples = len(first)
+    leaves = tree_leaves(plain, is_leaf=partial(_is_list_of_samples, first))
+    leaves = [one for one in leaves if isinstance(one, Tensor) and one.dim()]
     others = sorted({leaf.size(0) for leaf in leaves} - {samples})
     if not others:
         return ""
@@ -229,9 +319,11 @@ def concatenate(one: Batch, other: Batch) -> Batch | None:
 
     None if they cannot be joined, because they differ in structure or in lengths.
     """
-    samples, more = samples_in(one), samples_in(other)
-    leaves, structure = tree_flatten(_plain(one), partial(_is_list_of_samples, samples))
-    others, structure_too = tree_flatten(_plain(other), partial(_is_list_of_samples, more))
+    plain, plain_too = _plain(one), _plain(other)
+    first, first_too = _first_tensor(one, plain), _first_tensor(other, plain_too)
+    samples, more = len(first), len(first_too)
+    leaves, structure = tree_flatten(plain, partial(_is_list_of_samples, first))
+    others, structure_too = tree_flatten(plain_too, partial(_is_list_of_samples, first_too))
     if structure != structure_too:
         return None
     joined = []
@@ -239,15 +331,15 @@ def concatenate(one: Batch, other: Batch) -> Batch | None:
         if isinstance(leaf, Tensor) and leaf.is_nested:
             parts = (*leaf.unbind(), *leaf_too.unbind())
             leaf = torch.nested.as_nested_tensor(parts, layout=leaf.layout)
-        elif type(leaf) is list or type(leaf_too) is list:
-            if type(leaf) is not type(leaf_too):
+        elif _is_list_of_samples(first, leaf) or _is_list_of_samples(first_too, leaf_too):
+            if not isinstance(leaf_too, list if isinstance(leaf, list) else tuple):
                 return None
-            leaf = leaf + leaf_too
-        elif isinstance(leaf, np.ndarray) and _has_samples(leaf, samples):
+            leaf = (SampleList if isinstance(leaf, list) else SampleTuple)([*leaf, *leaf_too])
+        elif isinstance(leaf, np.ndarray) and _has_rows(leaf, samples):
             if leaf_too.shape != (more, *leaf.shape[1:]) or leaf_too.dtype != leaf.dtype:
                 return None
             leaf = np.concatenate((leaf, leaf_too))
-        elif isinstance(leaf, Tensor) and _has_samples(leaf, samples):
+        elif isinstance(leaf, Tensor) and _has_rows(leaf, samples):
             if leaf_too.shape != (more, *leaf.shape[1:]) or leaf_too.dtype != leaf.dtype:
                 return None
             leaf = torch.cat((leaf, leaf_too))

@@ -108,6 +108,57 @@ def test_lists_and_arrays_with_an_entry_for_each_sample_are_cut_and_joined():
     assert [one["id"] for one in joined["records"]] == [0, 1, 2, 3]
 
 
+def test_tuples_and_lists_of_lists_hold_samples_as_lists_of_texts_do():
+    """As `zip(*samples)` collates them; a list of numbers may have as many by chance."""
+    batch = {
+        "x": torch.arange(4), "names": ("a", "b", None, "d"), "tags": [[1, 2], [3], [], [4, 4]],
+        "boxes": tuple(torch.full((n, 4), float(n)) for n in (1, 4, 2, 2)), "size": (4, 3, 2, 1),
+        "labels": [torch.tensor(n) for n in range(4)], "objects": [object() for _ in range(4)],
+        "views": [(torch.zeros(4, 2), torch.zeros(4))] * 4, "kinds": ["cat", 1, "dog", 2.0],
+    }  # fmt: skip
+    first, second = cut(batch, 2)
+    assert second["names"] == (None, "d") and second["tags"] == [[], [4, 4]]
+    assert [one.shape for one in first["boxes"]] == [(1, 4), (4, 4)]
+    assert [int(one) for one in second["labels"]] == [2, 3] and len(first["objects"]) == 2
+    assert second["size"] == (4, 3, 2, 1) and len(second["kinds"]) == 4
+    assert [one.shape for one, _ in second["views"]] == [(2, 2)] * 4
+    joined = concatenate(first, second)
+    assert joined["names"] == batch["names"] and joined["tags"] == batch["tags"]
+    assert isinstance(joined["names"], tuple) and isinstance(joined["tags"], list)
+    # What a list holds is known from the first cut on: these boxes have a row for each sample.
+    assert [len(one) for one in second["boxes"]] == [2, 2]
+    _, last = cut(unpack(pack(copy_batch(second)), torch.device("cpu")), 2)
+    assert [one.shape for one in last["boxes"]] == [(2, 4)] and last["names"] == ("d",)
+
+
+def test_a_list_of_samples_of_different_lengths_is_cut_beside_a_tensor():
+    batch = {"x": torch.zeros(3, 2), "boxes": [torch.zeros(n, 4) for n in (2, 3, 5)]}
+    assert [len(one["boxes"][0]) for one in cut(batch, 3)] == [2, 3, 5]
+    assert explain_lengths(batch) == ""
+
+
+class Instances:
+    def __init__(self, boxes):
+        self.boxes = boxes
+
+
+@pytest.mark.parametrize(
+    ("batch", "words"),
+    [
+        ([(torch.zeros(4, 6), torch.zeros(6))] * 3, "list of 3 tuples, and it seems that each"),
+        ([{"image": torch.zeros(3, 8), "boxes": torch.zeros(n, 4)} for n in (1, 2, 4)], "3 dicts"),
+        (
+            (torch.zeros(4), torch.nn.utils.rnn.pack_sequence([torch.zeros(2)] * 4)),
+            "a PackedSequence, whose first dimension",
+        ),
+        ({"x": torch.zeros(4), "y": Instances(torch.zeros(4, 2))}, "a Instances with a row"),
+    ],
+)
+def test_batches_with_samples_that_cannot_be_cut_are_refused(batch, words):
+    with pytest.raises(BadInputError, match=words):
+        cut(batch, 2)
+
+
 class Encoding(UserDict):
     """Entries that are attributes, too, as of transformers' BatchEncoding."""
 
