@@ -26,15 +26,20 @@ _CONSTANTS = (int, float, str, bool, type(None))
 
 @dataclass(frozen=True)
 class Form:
-    """The structure of a value: the positions of its tensors, and the parts that never change."""
+    """The structure of a value: the positions of its tensors, and the parts that never change.
+
+    Complex tensors are sent as real ones, since not every backend sends complex numbers.
+    """
 
     spec: TreeSpec
     constants: tuple[Any, ...]  # in the place of a tensor None
     tensors: tuple[bool, ...]
+    complexes: tuple[bool, ...]  # for each tensor
 
     def join(self, tensors: Sequence[Tensor]) -> Any:
         """Rebuild the value from these tensors."""
-        given = iter(tensors)
+        pairs = zip(tensors, self.complexes, strict=True)
+        given = iter([torch.view_as_complex(t) if is_complex else t for t, is_complex in pairs])
         leaves = [
             next(given) if is_tensor else constant
             for is_tensor, constant in zip(self.tensors, self.constants, strict=True)
@@ -49,7 +54,9 @@ def split(value: Any) -> tuple[Form, list[Tensor]] | None:
         return None
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     constants = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    return Form(spec, constants, tuple(isinstance(leaf, Tensor) for leaf in leaves)), tensors
+    complexes = tuple(tensor.is_complex() for tensor in tensors)
+    form = Form(spec, constants, tuple(isinstance(leaf, Tensor) for leaf in leaves), complexes)
+    return form, [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
 
 
 def collect_values(modules: Mapping[str, nn.Module]) -> dict[Key, Any]:
@@ -76,10 +83,14 @@ def _state(value: Any) -> tuple[Any, ...]:
     """Return a form that differs after an in-place change, such as an append to a list."""
     if isinstance(value, Tensor | list | tuple | dict):
         return tuple(
-            (leaf, leaf._version, fingerprint(leaf)) if isinstance(leaf, Tensor) else (leaf,)
+            (leaf, _version(leaf), fingerprint(leaf)) if isinstance(leaf, Tensor) else (leaf,)
             for leaf in tree_leaves(value)
         )
     return ()
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def changes(before: Snapshot, modules: Mapping[str, nn.Module]) -> list[Key]:

@@ -209,6 +209,9 @@ class PipelineInspection:
     ) -> dict[int, StageFindings]:
         """Gather the findings of all stages. Raises on every rank if one has an error."""
         said = None if error is None else f"{error}"
+        if _SHARED_MEMORY in str(error):  # as only stubs of parameters do that a stage lacks
+            error = BadInputError(_EXPLAIN_WRITES)
+            said = _EXPLAIN_WRITES
         if error is not None and not isinstance(error, BadInputError):
             said = (
                 f"rank {self._rank} failed in the forward: {type(error).__name__}: {error}. If a "
@@ -412,7 +415,7 @@ class PipelineInspection:
 
 def is_nan(tensor: Tensor) -> bool:
     """Return whether any value of a tensor is NaN."""
-    return tensor.is_floating_point() and bool(tensor.isnan().any())
+    return (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.isnan().any())
 
 
 def refuse_dtypes(message: Message, name: str) -> BadInputError | None:
@@ -421,8 +424,8 @@ def refuse_dtypes(message: Message, name: str) -> BadInputError | None:
         if tensor.dtype not in _DTYPES:
             return BadInputError(
                 f"block {name!r} returns or stores {tensor.dtype}, which is needed outside of it; "
-                f"pipeline stages send only {', '.join(map(str, _DTYPES))}. Use one of these "
-                "(torch.view_as_real of complex ones), or zero3."
+                f"pipeline stages send only {', '.join(map(str, _DTYPES))} and complex numbers of "
+                "these. Use one of them, or zero3."
             )
     return None
 
@@ -437,6 +440,13 @@ def _difference(one: Tensor, other: Tensor) -> float:
     return difference(*_means(one, other))
 
 
+_SHARED_MEMORY = "more than one element of the written-to tensor refers to a single memory"
+_EXPLAIN_WRITES = (
+    "the forward or the loss writes to parameters of blocks from outside of them (masks over all "
+    "weights, a teacher that follows), and each stage of a pipeline has those of its own blocks "
+    "alone. Write to a block's parameters in the forward of that block, or between steps, or use "
+    "ddp."
+)
 _ADVICE = (
     "the forward or the loss uses something from blocks that is not sent between stages (values "
     "that hooks collect inside of blocks, lists that blocks append to, router logits, all "

@@ -22,7 +22,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dynamo import OptimizedModule
+from torch.autograd.forward_ad import unpack_dual
 from torch.utils._pytree import tree_leaves, tree_map
 
 from outpace.parallel.batches import copy_batch, has_changed
@@ -359,7 +361,7 @@ class CustomStage(nn.Module):
 
     def _message(self, leaving: StageExit, received: Message | None) -> Message:
         found = split(leaving.output)
-        if found is None or not any(t.is_floating_point() or t.is_complex() for t in found[1]):
+        if found is None or not any(t.is_floating_point() for t in found[1]):
             raise BadInputError(
                 f"block {leaving.name!r} returns a {type(leaving.output).__name__}, but pipeline "
                 "stages send only tensors, also in tuples and dicts. Let it return its hidden "
@@ -401,8 +403,25 @@ class CustomStage(nn.Module):
         if number in self.mine and self.records:
             self._returned.append(tree_map(_form_of, output))
         if number + 1 == self.mine.stop and not self.last:
+            self._refuse_transforms(number, output)
             raise StageExit(output, self._names[number])
         return output
+
+    def _refuse_transforms(self, number: int, output: Any) -> None:
+        """Refuse an output that torch.func wraps: the wrappers end with the forward that is left.
+
+        So do tangents of derivatives in forward mode. Raises BadInputError.
+        """
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and (
+                is_functorch_wrapped_tensor(leaf) or unpack_dual(leaf).tangent is not None
+            ):
+                raise BadInputError(
+                    f"block {self._names[number]!r} runs within a transform of torch.func (jvp, "
+                    "grad, vmap) or a derivative in forward mode, which spans all blocks, but each "
+                    "stage of a pipeline runs some of them. Apply it inside of a block, or use "
+                    "zero3."
+                )
 
     def _cut_off(self, number: int, output: Any) -> Any:
         """Detach a block's output, and the values it stores for this stage, from the graph."""
@@ -530,18 +549,19 @@ def _form_of(leaf: Any) -> Any:
 def _nan_of(device: torch.device, leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
-    nothing: Any = math.nan if leaf.is_floating_point() else 0
+    nothing: Any = math.nan if _is_inexact(leaf.dtype) else 0
     return torch.full(leaf.shape, nothing, dtype=leaf.dtype, device=device)
 
 
 def _nan_like(args: Any, kwargs: Mapping[str, Any]) -> Tensor:
     """Return NaN in the form of a block's first input."""
     given = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), torch.empty(()))
-    return given.new_full(given.shape, math.nan, dtype=_float_dtype(given.dtype))
+    dtype = given.dtype if _is_inexact(given.dtype) else torch.get_default_dtype()
+    return given.new_full(given.shape, math.nan, dtype=dtype)
 
 
-def _float_dtype(dtype: torch.dtype) -> torch.dtype:
-    return dtype if dtype.is_floating_point else torch.get_default_dtype()
+def _is_inexact(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
 
 
 def _forget_all_but(kept: Sequence[Tensor], module: nn.Module) -> None:
@@ -553,8 +573,7 @@ def _forget_all_but(kept: Sequence[Tensor], module: nn.Module) -> None:
     for part in module.modules():
         for name, tensor in list(part._parameters.items()):
             if tensor is not None and id(tensor) not in ids:
-                inexact = tensor.is_floating_point() or tensor.is_complex()
-                nothing: Any = math.nan if inexact else 0
+                nothing: Any = math.nan if _is_inexact(tensor.dtype) else 0
                 stub = tensor.detach().new_full((), nothing).expand(tensor.shape)
                 setattr(part, name, parameter_like(stub, tensor))
 

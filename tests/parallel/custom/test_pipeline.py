@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from outpace.interop.custom_model import CustomModel, CustomObjective
+from outpace.interop.custom_model import CustomModel, CustomObjective, build_custom_model
+from outpace.parallel.custom.block_values import split
 from outpace.parallel.custom.stage import CustomStage
 from outpace.records.errors import BadInputError
 
@@ -116,3 +117,25 @@ def test_what_does_not_travel_is_refused_by_every_rank(on_ranks, runnable):
     for case, told in on_ranks(2, RANKS, *runnable(REFUSED)).items():
         for one in told:
             assert re.search(REFUSED[case], one.get("refused", "")), (case, one)
+
+
+def test_complex_values_travel_as_real_ones():
+    value = {"wave": torch.randn(3, 2, dtype=torch.complex128).mT, "x": torch.ones(2), "n": 3}
+    form, tensors = split(value)
+    assert not any(tensor.is_complex() for tensor in tensors)
+    joined = form.join([tensor.contiguous() for tensor in tensors])
+    assert torch.equal(joined["wave"], value["wave"]) and joined["n"] == 3
+    assert torch.equal(joined["x"], value["x"])
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # torch.func's own
+def test_derivatives_in_forward_mode_over_all_blocks_are_refused():
+    def slope(module, batch):
+        made, velocity = torch.func.jvp(module, (batch,), (torch.ones_like(batch),))
+        return (made - velocity).square().mean()
+
+    objective = CustomObjective(build_custom_model(lambda: CustomModel(Chain("plain"), slope)))
+    names = [f"layers.{n}" for n in range(3)]
+    stage = CustomStage(objective, names, range(2), True)
+    with pytest.raises(BadInputError, match=r"block .layers.1. runs within a transform"):
+        stage.run(torch.ones(2, 3), None)
