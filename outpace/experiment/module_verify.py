@@ -47,6 +47,7 @@ from outpace.parallel.parity.kept_state import (
     explain_state_of_wrong,
     name_attributes,
 )
+from outpace.parallel.parity.loss_scale import explain_backwards
 from outpace.parallel.parity.moved_parameters import explain_writes
 from outpace.parallel.parity.plain_pass import explain_new_parameters
 from outpace.parallel.plain import has_dropout
@@ -316,6 +317,8 @@ class _Bench:
             raise BadInputError(explain_new_parameters(facts.made))
         if facts.state.reshaped:
             raise BadInputError(explain_reshaped(facts.state.reshaped))
+        if facts.state.backwards:
+            raise BadInputError(explain_backwards(facts.state.backwards))
 
     def _reference(self, way: _Cut) -> RankEnd:
         folder = self._next()

@@ -18,6 +18,7 @@ from outpace.records.errors import BadInputError
 
 _MIXED = "got mixed torch.Tensor and DTensor"
 _COPIED = "FSDP does not support deepcopy"
+_FREED = "out of bounds for storage of size 0"
 
 
 class WholeParameters:
@@ -45,7 +46,7 @@ class WholeParameters:
             finally:
                 self._asks_whole = False
 
-        objective.loss = of_whole
+        vars(objective)["loss"] = of_whole  # before a loss that is a module, which stays a part
         vars(self._module)["named_parameters"] = self._named_parameters
         self._module.register_forward_pre_hook(self._enter)
         self._module.register_forward_hook(self._leave)
@@ -80,6 +81,14 @@ def explain_shards(error: Exception) -> BadInputError | None:
             "the module or its loss copies the module (copy.deepcopy) in training, where this rank "
             "holds a shard of its parameters. Compute with other values by "
             "torch.func.functional_call, or use strategy ddp or zero1."
+        )
+    if _FREED in str(error):
+        return BadInputError(
+            "the backward needs parameters of a block whose output it did not see come: a block "
+            "returns its tensors in an object (a distribution, or a class that is no dataclass) or "
+            "its output is changed in place. Let blocks return tensors, also in tuples, dicts or "
+            "dataclasses, treat the model as one block with blocks=[], or use strategy ddp or "
+            "zero1."
         )
     return None
 

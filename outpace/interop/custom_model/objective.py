@@ -236,6 +236,11 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 def _scalar(value: Any, what: str) -> Tensor:
     if isinstance(value, Tensor) and value.numel() == 1:
         return to_fp32(value).reshape(())
+    if value is None and what == "the loss":
+        raise BadInputError(
+            "the loss is None; it has to be a scalar tensor. Where nothing is to be learnt from a "
+            "batch, which may be a part of a rank's, return 0 times the sum of the module's output."
+        )
     seen = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else None
     raise BadInputError(
         f"{what} is {seen or 'a ' + type(value).__name__}; it has to be a scalar tensor"

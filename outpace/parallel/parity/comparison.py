@@ -167,6 +167,15 @@ def square(gradient: Tensor) -> Tensor:
     return norm.abs().double().square()
 
 
+@dataclass(frozen=True)
+class FoundDifference:
+    """A difference of a layout, its likely cause, and by which share losses differ."""
+
+    what: str
+    cause: str
+    loss_apart: float = 0.0
+
+
 class LayoutComparison:
     """Comparison of a single process with a layout, by this rank's sums. Collective.
 
@@ -193,26 +202,27 @@ class LayoutComparison:
         self._names, self._allowed, self._in_stages = list(names), allowed, in_stages
         self._sizes = [math.sqrt(one) for one in squares]
 
-    def first_wrong(self) -> tuple[str, str] | None:
+    def first_wrong(self) -> FoundDifference | None:
         """Return the first difference and its likely cause; None if there is none."""
         loss, count, size = self._plain[:3]
         mine, mine_count = self._layout[:2]
         if not math.isfinite(loss):
             return None  # the step says so, in one process too
         if abs(count - mine_count) > self._allowed.loss * max(abs(count), 1e-30):
-            return (
+            return FoundDifference(
                 f"it counts {mine_count:g} targets instead of {count:g}",
                 "Samples are lost or counted twice.",
             )
         if not abs(mine - loss) <= self._allowed.loss * max(size, 1e-30):
-            return (
+            return FoundDifference(
                 f"the loss is {mine / count:.6g} instead of {loss / count:.6g}",
                 "The loss uses something that this strategy does not pass on, such as a term "
                 "that parts of the module store on themselves, or parameters of other ranks.",
+                abs(mine - loss) / max(size, 1e-30),
             )
         return self._gradient_wrong()
 
-    def _gradient_wrong(self) -> tuple[str, str] | None:
+    def _gradient_wrong(self) -> FoundDifference | None:
         plain = self._plain[3:][: len(self._names)]
         largest = max([*self._sizes, *map(abs, plain)], default=0.0)
         lost: list[str] = []
@@ -222,14 +232,14 @@ class LayoutComparison:
             if abs(self._products[number] - plain[number]) > self._allowed.projection * scale:
                 (off if self._sizes[number] else lost).append(name)
         if lost:
-            return (
+            return FoundDifference(
                 f"{first_names(lost)} {'has' if len(lost) == 1 else 'have'} no gradient",
                 "Ranks that do not use a parameter leave it out, or the result of its use is not "
                 "passed on.",
             )
         nothing = self._zeros_alone()
         if nothing:
-            return (
+            return FoundDifference(
                 f"{first_names(nothing)} {'gets' if len(nothing) == 1 else 'get'} a gradient of "
                 "zeros, but none in one process",
                 "Stages pass on zeros where the gradient stops (detach), so weight decay would "
@@ -239,7 +249,7 @@ class LayoutComparison:
             shown = off[0]
             number = self._names.index(shown)
             ratio = self._products[number] / plain[number] if plain[number] else math.inf
-            return (
+            return FoundDifference(
                 f"the gradient of {first_names(off)} differs (that of {shown} is {ratio:.4g} × "
                 "the plain module's)",
                 "Ranks add up gradients that do not belong together, or leave some out.",

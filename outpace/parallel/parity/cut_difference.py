@@ -31,8 +31,10 @@ from outpace.records.plan import Plan
 
 Names = tuple[str, ...]
 _FEW = 2  # samples
+_SMALL = 4  # samples, of fewer than which halves may be a special case
 _MOST_NAMED = 32  # of buffers that are tried one by one
 _MeanOf = Callable[[Sequence[Batch]], float]  # the mean loss of several pieces
+_Compare = Callable[[], float | None]  # returns a difference, if it can be had
 
 
 class _DrawsError(Exception):
@@ -44,7 +46,8 @@ class FirstPiece:
     """A rank's first piece: `mean` is its loss, `halves` the sum and count of each half, if known.
 
     `drops`: whether the module uses dropout, which is disabled for the losses of halves. `buffers`
-    are the saved buffers that the piece changed.
+    are the saved buffers that the piece changed. `two`: the first two pieces, each with the sum and
+    the count of its loss, if there are two and no forward changes anything.
     """
 
     piece: Batch
@@ -52,6 +55,7 @@ class FirstPiece:
     halves: tuple[Totals, Totals] | None
     drops: bool
     buffers: Mapping[str, Tensor]
+    two: Sequence[tuple[Batch, Totals]] = ()
 
 
 @dataclass(frozen=True)
@@ -89,31 +93,35 @@ def compare_cut(
     if first is None:
         return CutDifference()
     mean_of = partial(_mean_of, plain, hooks, first.drops, alike=False)
-    ways: tuple[Callable[[], float | None], ...] = (
+    ways: tuple[_Compare, ...] = (
         lambda: _compare_halves(mean_of, first),
         lambda: _compare_pair(mean_of, first, passes, plan.pp_microbatches),
         # Not where only some ranks might have two that can be one.
         lambda: None if synchronised else _compare_passes(mean_of, passes, plan),
     )
-    for compare in ways:
-        try:
-            with keep_values(model_of(plain).named_parameters()):
-                apart = compare()
-        except _DrawsError:
-            apart = 0.0  # nothing can be told of any pieces
-            break
-        except Exception:
-            continue
-        if apart is not None:
-            break
-    else:
-        apart = 0.0
+    apart = _run_first(ways, plain)
+    if apart <= tolerance and samples_in(first.piece) < _SMALL and not synchronised:
+        of_two = partial(_compare_two, mean_of, first)
+        apart = _run_first((of_two, *(ways[-1:] if plan.world_size == 1 else ())), plain)
     if apart > tolerance:
         return CutDifference(apart)
     read = find_read_buffers(plain, hooks, first.drops, first.buffers, first.piece)
     if not read:
         return CutDifference(apart)
     return CutDifference(apart, _compare_buffers(plain, first, hooks, tolerance), read)
+
+
+def _run_first(ways: Sequence[_Compare], plain: nn.Module) -> float:
+    """Return the result of the first comparison that has one; 0 if none has."""
+    for compare in ways:
+        with suppress(Exception), keep_values(model_of(plain).named_parameters()):
+            try:
+                apart = compare()
+            except _DrawsError:
+                return 0.0  # nothing can be told of any pieces
+            if apart is not None:
+                return apart
+    return 0.0
 
 
 def compare_accumulated(
@@ -223,6 +231,18 @@ def _compare_halves(mean_of: _MeanOf, first: FirstPiece) -> float | None:
     if mean is None:
         mean = mean_of([piece])
     return _difference(mean, _mean(*halves) if halves else mean_of(cut(piece, 2)))
+
+
+def _compare_two(mean_of: _MeanOf, first: FirstPiece) -> float | None:
+    """Compare two small pieces, whose losses are known, with both combined; None if not known.
+
+    In a piece of two samples with a label each, no class is rarer than another.
+    """
+    if len(first.two) < 2:
+        return None
+    (one, totals), (other, more) = first.two
+    both = concatenate(one, other)
+    return None if both is None else _difference(mean_of([both]), _mean(totals, more))
 
 
 def _mean(*totals: Totals) -> float:

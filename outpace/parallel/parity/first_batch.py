@@ -29,6 +29,7 @@ from outpace.parallel.layout import Batch, Layout, StepHooks
 from outpace.parallel.parity.comparison import (
     SINGLE,
     ComparisonLimits,
+    FoundDifference,
     LayoutComparison,
     choose_tolerance,
     halves_tolerance,
@@ -43,7 +44,7 @@ from outpace.parallel.parity.kept_state import (
     explain_state_of_wrong,
 )
 from outpace.parallel.parity.later_writes import LaterWrites
-from outpace.parallel.parity.loss_scale import explain_unscaled_gradients
+from outpace.parallel.parity.loss_scale import explain_backwards, explain_unscaled_gradients
 from outpace.parallel.parity.mixed_samples import MixedDifference
 from outpace.parallel.parity.module_state import preserve_state
 from outpace.parallel.parity.moved_parameters import (
@@ -157,6 +158,7 @@ class FirstBatch:
         parts = parts_tolerance(self._plan, allowed)
         asked = layout, passes, StepHooks(hooks.cast), holders
         apart = self._plain.run_apart(*asked, parts)
+        loss_apart = 0.0  # between samples that are combined otherwise
         if apart is not None:
             ready()
             near = replace(allowed, loss=min(allowed.loss, parts.cut))
@@ -164,6 +166,7 @@ class FirstBatch:
             if wrong is None:
                 self._plain.release()
                 return totals
+            loss_apart = wrong.loss_apart
         found = self._plain.run(*asked, parts)
         if isinstance(found, PlainFailure):
             if found.by_cut:
@@ -176,10 +179,11 @@ class FirstBatch:
         ready()
         wrong, totals = self._compare(found, layout, passes, hooks, run, holders, allowed, reuse)
         if wrong is not None:
-            what, cause = wrong
+            what, cause = wrong.what, wrong.cause
             cause = explain_state_of_wrong(found.states) or cause
             raise _on_all_ranks(self._refusal(what, cause))
-        self._tell_differences(found, allowed, len(passes) * self._plan.pp_microbatches)
+        count = len(passes) * self._plan.pp_microbatches
+        self._tell_differences(found, allowed, count, loss_apart)
         return totals
 
     def _compare(
@@ -192,8 +196,8 @@ class FirstBatch:
         holders: Sequence[ModuleDtypes],
         allowed: ComparisonLimits,
         reuse: bool,
-    ) -> tuple[tuple[str, str] | None, Tensor | None]:
-        """Run the layout, and return the first difference and its likely cause, or None.
+    ) -> tuple[FoundDifference | None, Tensor | None]:
+        """Run the layout, and return the first difference, or None.
 
         Also returns the step's totals, if this was the first. Collective. Raises BadInputError.
         """
@@ -222,10 +226,13 @@ class FirstBatch:
             LaterWrites(layout, self._plan, found.written, ways_out, steps=int(kept)).begin()
         return wrong, totals if kept else None
 
-    def _tell_differences(self, found: PlainSums, allowed: ComparisonLimits, count: int) -> None:
+    def _tell_differences(
+        self, found: PlainSums, allowed: ComparisonLimits, count: int, loss_apart: float
+    ) -> None:
         """Report differences from one process over the whole batch that are not errors.
 
-        `count` is the number of micro-batches in a step.
+        `count` is the number of micro-batches in a step, `loss_apart` the difference of the loss
+        from that of the same samples combined otherwise.
         """
         apart = max(report.cut.loss for report in found.reports)
         mixed = found.mixed
@@ -239,6 +246,8 @@ class FirstBatch:
             moved = self._find_moved_buffers(found, count)
             if moved:
                 self._say(_explain_moved_buffers(moved))
+            elif loss_apart and not (found.written or found.states):
+                self._say(self._about_cut(loss_apart, "its samples are combined otherwise"))
         if found.written and count > 1:
             self._say(self._explain_repeated_writes(sorted(found.written), count))
         states = found.states
@@ -300,11 +309,16 @@ class FirstBatch:
     def _require_one_loss(self, found: PlainSums) -> None:
         """Refuse a loss that is another on other ranks, or gradients that do not grow with it.
 
+        The latter include those of a backward that the loss runs itself.
+
         Raises BadInputError on all ranks.
         """
         by_rank = max(report.by_rank for report in found.reports)
         if by_rank > SINGLE.loss:
             raise _on_all_ranks(f"{explain_rank_dependence(by_rank)} {WAYS_OUT[self._by_command]}")
+        backwards = sorted({name for report in found.reports for name in report.state.backwards})
+        if backwards:
+            raise _on_all_ranks(explain_backwards(backwards))
         unscaled = sorted({name for report in found.reports for name in report.unscaled})
         if unscaled:
             said = explain_unscaled_gradients(unscaled)

@@ -25,11 +25,13 @@ from outpace.nn.extra_state import parts_with_extra_state
 from outpace.parallel.batches import concatenate, copy_batch, cut, samples_in, take_first
 from outpace.parallel.layout import Batch, StepHooks
 from outpace.parallel.parity.comparison import difference
+from outpace.parallel.parity.loss_scale import note_backwards
 from outpace.parallel.parity.module_state import (
     change_counters,
     is_generator,
     kept_attributes,
     preserve_state,
+    restore_values,
     shapes_in,
     undo_draws,
     unsaved_kind,
@@ -63,7 +65,8 @@ class KeptState:
     `writes`: whether a forward writes to parameters or saved buffers, or none has finished.
     `halves`: sum and count of the loss of each half of the piece, if known and if the first half
     leaves nothing that may affect the other. `reshaped`: saved buffers whose shape a forward
-    changes.
+    changes. `backwards`: parameters to whose gradients the forward or the loss adds by a backward
+    of its own.
     """
 
     found: bool = False
@@ -75,6 +78,7 @@ class KeptState:
     writes: bool = False
     halves: tuple[Totals, Totals] | None = None
     reshaped: tuple[str, ...] = ()
+    backwards: tuple[str, ...] = ()
 
     @property
     def is_any(self) -> bool:
@@ -120,8 +124,10 @@ def find_kept_state(
             found = _Comparison(plain, hooks, alone, writes, drops, share)
             state = found.run(batch, before, piece if samples_in(batch) == 1 else batch, other)
             halves = None if found.saw_writes or not halved else found.first_totals
-            reshaped = tuple(sorted(found.reshaped))
-            return replace(state, writes=found.saw_writes, halves=halves, reshaped=reshaped)
+            return replace(
+                state, writes=found.saw_writes, halves=halves,
+                reshaped=tuple(sorted(found.reshaped)), backwards=tuple(sorted(found.backwards)),
+            )  # fmt: skip
         except Exception as error:  # normalisation of a few samples, say
             failure = error
         halved = False
@@ -176,6 +182,7 @@ class _Comparison:
         self._watch: MovedParameters | None = None
         self.saw_writes = False  # to parameters, or to buffers that checkpoints have
         self.reshaped: set[str] = set()
+        self.backwards: set[str] = set()
         self._left: dict[str, torch.Tensor] = {}  # what the last forward wrote to such buffers
         self._trained: set[str] = set()  # names of parameters with gradients after it
         self._trained_first: set[str] = set()  # after the first forward
@@ -391,7 +398,8 @@ class _Comparison:
         """Return the mean loss of a forward that leaves the contents of a checkpoint unchanged."""
         put_back = self._put_back_saved()
         is_first, self._is_first = self._is_first, False
-        with torch.enable_grad(), self._given.cast():
+        noted = note_backwards(self._model, self.backwards)
+        with torch.enable_grad(), self._given.cast(), noted:
             try:
                 loss_sum, count, *_ = self._plain(copy_batch(batch))
             except Exception as error:
@@ -446,7 +454,7 @@ class _Comparison:
                             self._left[path] = now.detach().clone()
                             if now.shape != values.shape:
                                 self.reshaped.add(path)
-                        tensor.detach().copy_(values)
+                        restore_values(tensor, values)
             for part, state in extra:
                 part.set_extra_state(state)
 
@@ -486,7 +494,8 @@ def explain_reshaped(names: Sequence[str]) -> str:
         f"the forward changes the shape of {first_names(names)}, which state_dict() contains: a "
         "checkpoint with it does not fit a newly built module, and ranks end up with different "
         "shapes. Give it its full size in __init__, with the number of rows in use in another "
-        "buffer, or use persistent=False if each forward creates it again."
+        "buffer, or run a batch through the module once if it keeps its size from then on, or use "
+        "persistent=False if each forward creates it again."
     )
 
 

@@ -5,8 +5,8 @@ derivatives do not notice. A Function that adds the gradient of an auxiliary los
 whatever the loss is scaled by), and hooks that clip gradients, do.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +98,32 @@ def _list_apart(
     most = allowed.projection if allowed.projection > SINGLE.projection else _LEAST
     wrong = off > most * sizes.clamp(min=least)
     return [name for name, one in zip(both, wrong.tolist(), strict=True) if one]
+
+
+@contextmanager
+def note_backwards(model: nn.Module, names: set[str]) -> Iterator[None]:
+    """Add to `names` the parameters that get a gradient inside the context, as in a forward."""
+    handles = [
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: names.add(name))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.is_leaf
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def explain_backwards(names: Sequence[str]) -> str:
+    """Return a message about a forward or a loss that runs a backward of its own."""
+    return (
+        f"the forward or the loss runs a backward of its own, which adds to gradients of "
+        f"{first_names(names)}: outpace scales the loss before its backward, and gradients after "
+        "it, so that what is added in between would weigh otherwise. Return the sum of all losses "
+        "(of a sequence's parts, say, with states detached in between), or compute gradients by "
+        "torch.autograd.grad, which adds nothing."
+    )
 
 
 def explain_unscaled_gradients(names: Sequence[str]) -> str:

@@ -391,11 +391,18 @@ def _undo_tensor(tensor: Tensor) -> Undo | None:
 
     def undo() -> None:
         if tensor._version != version or _is_changed(tensor, values):
-            tensor.detach().copy_(values)
+            restore_values(tensor, values)
         if _gradient(tensor) is not gradient:
             tensor.grad = gradient
 
     return undo
+
+
+def restore_values(tensor: Tensor, values: Tensor) -> None:
+    """Write values back to a tensor, which a forward may have resized in place."""
+    if tensor.shape != values.shape:
+        tensor.resize_(values.shape)
+    tensor.detach().copy_(values)
 
 
 def _is_changed(tensor: Tensor, values: Tensor) -> bool:

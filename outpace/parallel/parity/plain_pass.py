@@ -43,7 +43,7 @@ from outpace.parallel.parity.cut_difference import (
     compare_cut,
     find_read_buffers,
 )
-from outpace.parallel.parity.kept_state import KeptState, find_kept_state
+from outpace.parallel.parity.kept_state import KeptState, Totals, find_kept_state
 from outpace.parallel.parity.loss_scale import find_unscaled_gradients, has_user_backward
 from outpace.parallel.parity.mixed_samples import MixedDifference, MixedSamples
 from outpace.parallel.parity.module_state import (
@@ -71,7 +71,7 @@ from outpace.parallel.parity.user_collectives import COLLECTIVE, CollectiveError
 from outpace.parallel.plain import has_dropout, without_dropout
 from outpace.parallel.stage_draws import PlainDraws
 from outpace.parallel.tensors import all_parameters, meta_copy
-from outpace.records.errors import first_names
+from outpace.records.errors import BadInputError, first_names
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
 
@@ -143,7 +143,7 @@ class PlainPass:
         self._has_hooks = hooked or in_use.mentions("register_hook")  # on activations
         self._asks_for_rank = may_ask_for_rank(in_use)
         try:
-            self._copy = meta_copy(objective)
+            self._copy = meta_copy(objective, _buffers_of_loss(objective))
             self._copy.register_forward_pre_hook(_give_copies)
             self._trained = list(objective.modules())
         except Exception as error:
@@ -270,7 +270,7 @@ class PlainPass:
             reason = self._run_pieces(plain, found, pieces, hooks, None, watch, keeps=True)
             changed = any((
                 watch.written_unseen(), watch.put_back(), watch.written,
-                found.buffers, found.moved_back, found.keeps,
+                found.buffers, found.moved_back, found.keeps, found.ran_backward,
                 self._find_unscaled(plain, found, hooks, allowed),
             ))  # fmt: skip
             made = len(all_parameters(model)) != len(found.names)
@@ -370,7 +370,8 @@ class PlainPass:
             mean = None if in_order or samples_in(piece) % 4 == 0 else mean
         elif looked_at is not None and samples_in(looked_at) < samples_in(piece):
             piece, mean = looked_at, None
-        return FirstPiece(piece, mean, state.halves, found.drops, found.buffers)
+        two = [] if state.is_any or state.writes else found.two
+        return FirstPiece(piece, mean, state.halves, found.drops, found.buffers, two)
 
     def _choose_piece(self, passes: Sequence[Batch]) -> tuple[Batch | None, int]:
         """Return the micro-batch from which this rank gives samples, and its index among ranks.
@@ -514,8 +515,10 @@ class PlainPass:
                 for number, piece, mine in pieces:
                     draws.begin(number)
                     compute = torch.set_grad_enabled(mine)
+                    found.in_forward = True
                     with watch, hooks.cast(), compute, self._guard_forwards():
                         loss_sum, count, *_ = plain(piece)
+                    found.in_forward = False
                     if mine:
                         _run_backward(model, found, number, piece, loss_sum, count, versions)
                 draws.note()
@@ -527,7 +530,7 @@ class PlainPass:
         if draws.drew and not self.draws_alike:
             return "the module draws random numbers, dropout apart"
         if draws.drew and found.first is not None:  # what dropping makes of it
-            found.first = found.first[0], None
+            found.first, found.two = (found.first[0], None), []
         return None
 
     def _explain_failure(
@@ -587,6 +590,13 @@ class PlainPass:
                 number += 1
 
 
+def _buffers_of_loss(objective: nn.Module) -> dict[int, Tensor]:
+    """Return copies of buffers that no part of the model has, by `id`: no rank sends them."""
+    of_model = {id(buffer) for buffer in model_of(objective).buffers()}
+    own = (buffer for buffer in objective.buffers() if id(buffer) not in of_model)
+    return {id(buffer): buffer.detach().clone() for buffer in own}
+
+
 def _run_backward(
     model: nn.Module,
     found: "PlainSums",
@@ -625,6 +635,7 @@ class PlainSums:
         self.sums = torch.zeros(3 + 2 * len(names), dtype=torch.float64, device=device)
         # This rank's first piece, and its mean loss if it can be had again.
         self.first: tuple[Batch, float | None] | None = None
+        self.two: list[tuple[Batch, Totals]] = []  # its first two, and their sums and counts
         self.moved: dict[str, Tensor] = {}  # what parameters became by the forward itself
         self.written: set[str] = set()  # also where the values have stayed as they were
         self.buffers: dict[str, Tensor] = {}  # saved ones that the first piece has moved
@@ -632,6 +643,8 @@ class PlainSums:
         self.drops = True  # whether forwards draw numbers, or would but for dropout that is off
         self.user_backward = False  # whether a Function in Python is in the first piece's graph
         self.keeps = False  # whether forwards change attributes, if that was asked
+        # Whether a forward runs now, and whether one has run a backward of its own.
+        self.in_forward = self.ran_backward = False
         self.reports: list[PlainReport] = []  # of all ranks
         self.mixed = MixedDifference()  # as all ranks know it
         self._taker: Taker | None = None
@@ -651,6 +664,7 @@ class PlainSums:
         """
         if parameter.grad is None:
             return  # which a user's hook has done
+        self.ran_backward |= self.in_forward
         with _disable_current_modes():
             if self._taker is not None:
                 self._taker(name, parameter.grad)
@@ -681,6 +695,8 @@ class PlainSums:
         self.sums[:3] += totals
         if self.first is None:
             self.first = piece, float(totals[0] / totals[1])
+        if len(self.two) < 2:
+            self.two.append((piece, (float(totals[0]), float(totals[1]))))
 
 
 def _give_copies(plain: nn.Module, batches: tuple[Batch, ...]) -> tuple[Batch, ...]:
@@ -725,12 +741,17 @@ def _runs(plain: nn.Module, batch: Batch, hooks: StepHooks) -> bool | None:
 
 def _failure(error: Exception) -> str:
     """Return why the plain forward and backward did not complete."""
-    if isinstance(error, CollectiveError):
+    if isinstance(error, CollectiveError) or _is_advice(error):
         return str(error)
     if isinstance(error, torch.OutOfMemoryError):
         return "there is no memory for one process' forward and backward"
     said = str(error).strip().splitlines() or [""]
     return f"{_FAILS} ({type(error).__name__}: {said[0][:200]})"
+
+
+def _is_advice(error: Exception) -> bool:
+    """Return whether an error tells the user what to do, and is no error of a user's code."""
+    return isinstance(error, BadInputError) and error.__cause__ is None
 
 
 def gather_first(reason: str | None) -> str | None:

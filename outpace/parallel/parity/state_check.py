@@ -8,6 +8,8 @@ from outpace.nn.uncompiled import has_compiled_parts, run_eagerly
 from outpace.parallel.layout import Batch, Layout, StepHooks
 from outpace.parallel.parity.cut_difference import compare_accumulated
 from outpace.parallel.parity.kept_state import explain_kept_state, explain_reshaped, find_kept_state
+from outpace.parallel.parity.loss_scale import explain_backwards
+from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
 
 
@@ -24,7 +26,10 @@ class StateCheck:
         self.resumed = False
 
     def check(self, layout: Layout, passes: Sequence[Batch], hooks: StepHooks) -> Tensor | None:
-        """Run a few samples of the first pass several times; return no totals (None)."""
+        """Run a few samples of the first pass several times; return no totals (None).
+
+        Raises BadInputError for a loss that runs a backward of its own.
+        """
         writes = self._plan.offload_parameters != "none"
         with run_eagerly(self._plan.compile or has_compiled_parts(layout.objective)):
             found = find_kept_state(
@@ -35,6 +40,8 @@ class StateCheck:
                 other=passes[1] if len(passes) > 1 else None,
                 writes=writes,
             )
+            if found.backwards:
+                raise BadInputError(explain_backwards(found.backwards))
             cut = None
             if not writes:
                 cut = compare_accumulated(

@@ -238,8 +238,9 @@ def test_a_look_costs_one_backward_and_few_forwards_beside_the_step(tmp_path, st
 
     Forwards beside the plain one are of the halves of a micro-batch of 2: one, the other, and the
     first again. A Stack drops, and moves buffers: both whole, and in halves; then twice, with the
-    buffers of before and of after. A sample of each rank goes forward and backward once more: with
-    that of the other on rank 0, and each by itself on rank 1.
+    buffers of before and of after. Without drops, both micro-batches run as one, too. A sample of
+    each rank goes forward and backward once more: with that of the other on rank 0, and each by
+    itself on rank 1.
     """
 
     def note(kind, batch):
@@ -260,7 +261,7 @@ def test_a_look_costs_one_backward_and_few_forwards_beside_the_step(tmp_path, st
             for kind in ("forward", "backward")
         )
         both_passes = 2 * SAMPLES // 2
-        few = 3 + (2 + 2 + 2 * 2 if make is Stack else 0)
+        few = 3 + (2 + 2 + 2 * 2 if make is Stack else 2 * 2)
         mixed = 2
         assert (forward, backward) == (both_passes + few + mixed, both_passes + mixed)
 
@@ -595,6 +596,26 @@ def test_losses_that_the_cut_changes_are_said_of_modules_that_keep_nothing(
     assert second["warnings"] == [] and "refused" not in first
     [said] = first["warnings"]
     assert said.startswith("the loss of the first batch changes")
+
+
+def rare_classes(module, batch):
+    """One label a sample, whose class weighs by how rare it is among those that are given."""
+    labels = batch[1][:, 0, 0].gt(0.3).long()
+    weights = len(labels) / torch.bincount(labels, minlength=3).clamp(min=1)
+    return nn.functional.cross_entropy(module(batch[0]).mean(1), labels, weights)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "samples", "parts"), [("ddp", 2, 1), ("1f1b", 2, 8), ("1f1b", 4, 4)]
+)
+def test_weights_by_counts_of_classes_are_told_where_halves_happen_to_show_nothing(
+    tmp_path, strategy, samples, parts
+):
+    """Of two samples with a label each no class is rarer; the first four have two of each class."""
+    change = {"micro_batch": samples, "pp_microbatches": parts}
+    said, _ = looked_at(tmp_path, strategy, Quiet, rare_classes, samples=16, change=change)
+    [sentence] = said["warnings"]
+    assert sentence.startswith("the loss of the first batch changes")
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
@@ -1500,3 +1521,29 @@ def test_a_buffer_that_other_micro_batches_need_is_named(tmp_path):
     said = next(end.said for end in run_forked(2, act, 240.0, tmp_path) if end.refused)
     assert "changes blocks." in said and "in place" in said
     assert "Use a copy where the loss depends on it (self." in said
+
+
+class Criterion(nn.Module):
+    """A loss that is a module, with a running mean of itself if it `keeps` one."""
+
+    def __init__(self, keeps):
+        super().__init__()
+        self.keeps = keeps
+        self.register_buffer("mean", torch.ones(()))
+
+    def forward(self, module, batch):
+        value = squares(module, batch)
+        if not self.keeps:
+            return value * self.mean
+        with torch.no_grad():
+            self.mean.lerp_(value, 0.3)
+        return value / self.mean
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "1f1b"])
+def test_a_loss_may_be_a_module_with_buffers(tmp_path, strategy):
+    for said in looked_at(tmp_path, strategy, Quiet, Criterion(keeps=False)):
+        assert said["warnings"] == [] and "refused" not in said
+    if strategy == "zero3":
+        refused, _ = looked_at(tmp_path / "keeping", strategy, Quiet, Criterion(keeps=True))
+        assert "loss.mean (a buffer of the loss) from step to step" in refused["refused"]

@@ -427,6 +427,23 @@ def test_buffers_that_change_their_shape_are_named():
     )
 
 
+class Observed(Bank):
+    """Sizes in place, as torch's observers of channels do in their first forward."""
+
+    def finish(self, y):
+        self.bank.resize_(5, *y.shape[1:]).fill_(y.detach().abs().max())
+        return y + self.bank.mean()
+
+
+def test_buffers_that_are_resized_in_place_are_put_back():
+    objective = objective_of(Observed)
+    buffer = objective.model.bank
+    before = buffer.clone()
+    found = find_kept_state(objective, global_batch(), StepHooks(), alone=False)
+    assert found.reshaped == ("bank",) and objective.model.bank is buffer
+    assert torch.equal(buffer, before)
+
+
 @pytest.mark.parametrize("make", KEPT)
 def test_ranks_that_share_the_look_find_what_one_finds(make):
     found = [

@@ -1,14 +1,20 @@
 """Gradients that do not grow with the loss are found; autograd's own do."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import outpace
 from outpace.interop.custom_model import CustomModel, CustomObjective, build_custom_model
+from outpace.launch.forked_job import run_forked
 from outpace.parallel.layout import StepHooks
 from outpace.parallel.parity.comparison import SINGLE, Projection
 from outpace.parallel.parity.loss_scale import find_unscaled_gradients, has_user_backward
+from outpace.records.errors import BadInputError
+from outpace.records.plan import Plan
 
 
 class DoublingFunction(torch.autograd.Function):
@@ -114,6 +120,45 @@ def test_what_a_backward_adds_or_clips_does_not(change):
 
 def test_all_parts_of_a_gradient_count():
     assert find(Twice()) == ["change.layer.weight", "change.layer.bias"]
+
+
+def chunked(module, batch):
+    """Truncated backpropagation: the backward of all parts but the last runs at once."""
+    first, last = [
+        (module(x) - y).square().mean() / 2
+        for x, y in zip(batch[0].chunk(2, 1), batch[1].chunk(2, 1), strict=True)
+    ]
+    if first.requires_grad:
+        first.backward()
+    return last
+
+
+def pairs():
+    drawn = torch.Generator().manual_seed(0)
+    return torch.randn(8, 6, 4, generator=drawn), torch.randn(8, 6, 2, generator=drawn)
+
+
+WORDS = r"a backward of its own, which adds to gradients of first.bias.*Return the sum of all"
+
+
+def test_a_loss_that_runs_a_backward_is_refused_in_one_process_too():
+    plan = Plan(strategy="single", micro_batch=8)
+    model = outpace.parallelize(Net(nn.Identity()), plan, loss=chunked)
+    with pytest.raises(BadInputError, match=WORDS):
+        model.forward_backward(pairs())
+    with pytest.raises(BadInputError, match=WORDS):
+        outpace.verify(Net(nn.Identity()), loss=chunked, batch=pairs(), plans="ddp")
+
+
+@pytest.mark.gloo
+def test_a_loss_that_runs_a_backward_is_refused_by_all_ranks(tmp_path):
+    def act(rank):
+        plan = Plan(strategy="ddp", dp_replicate=2, micro_batch=4)
+        model = outpace.parallelize(Net(nn.Identity()), plan, loss=chunked)
+        model.forward_backward(model.share(pairs()))
+
+    ends = run_forked(2, act, 60.0, tmp_path / "job")
+    assert all(end.refused and re.search(WORDS, end.said) for end in ends)
 
 
 def test_functions_of_the_user_are_seen_in_the_graph():
