@@ -5,6 +5,7 @@ For cards that you plug into a host yourself, the host's cores, memory and netwo
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -115,19 +116,16 @@ def find_node(name: str, accelerators: Mapping[str, Accelerator]) -> Node:
 
     Accepted forms are "RTX 4090", "rtx-4090", "4xrtx-3090", "rtx-3060:12GB", "8xh100", and those
     that drivers, SLURM and clouds use: "NVIDIA H100 80GB HBM3", "gpu:a100-sxm4-80gb:8", "h100:8",
-    "8xH100-80GB", "A6000". A number at the end that is not a memory size of the chip is the count.
+    "8xH100-80GB", "A6000". A number at the end that is not a memory size of the chip is the count;
+    more than a host has are refused with the words for several hosts.
     Cards are assumed to have no bridge, and chips on boards with a switch to have all of its links.
     For a chip that is sold on boards and as cards, the board is assumed, and the node has its name.
     Raises BadInputError, naming the nearest, if there is none.
     """
-    wanted = name.casefold().replace(" ", "-")
-    if wanted in NODES:
-        return NODES[wanted]
-    counted = _number_last(wanted, accelerators)
-    for text in (counted, _catalog_form(counted, accelerators)):
-        found = _find_counted(name, text, accelerators)
-        if found is not None:
-            return found
+    wanted = _slug(name)
+    found = _find(name, accelerators) or _find_several(name, wanted, accelerators)
+    if found is not None:
+        return found
     plain = [_slug(known) for known in accelerators]
     known = [*NODES, *plain]
     alike = [] if translate_alias(wanted, known)[0] else _similar_names(wanted, plain)
@@ -136,6 +134,19 @@ def find_node(name: str, accelerators: Mapping[str, Accelerator]) -> Node:
         f"machine {name!r} is not in the catalog.{meant} "
         f"It has {nearest_of(wanted, known)}; docs/reference/catalog.md has all."
     )
+
+
+def _find(name: str, accelerators: Mapping[str, Accelerator]) -> Node | None:
+    """Return the named machine or accelerators; None if the catalog has none of that name."""
+    wanted = _slug(name)
+    if wanted in NODES:
+        return NODES[wanted]
+    counted = _number_last(wanted, accelerators)
+    for text in (counted, _catalog_form(counted, accelerators)):
+        found = _find_counted(name, text, accelerators)
+        if found is not None:
+            return found
+    return None
 
 
 def _suggest(wanted: str, known: Sequence[str], chips: Sequence[str]) -> str:
@@ -156,16 +167,17 @@ def _find_counted(name: str, text: str, accelerators: Mapping[str, Accelerator])
     if counted is None:
         return None
     count, word, memory = counted.groups()
-    chip = _variant(name, word, memory, accelerators)
+    asked = _Asked(name, int(count or 1), word, memory)
+    chip = _variant(asked, accelerators)
     if chip is not None:
-        _require_one_host(name, text, int(count or 1), chip)
-        return _accelerators(text, chip, int(count or 1))
-    board = _board_of(name, word, memory, accelerators)
+        _require_one_host(asked, chip)
+        return _accelerators(text, chip, asked.count)
+    board = _board_of(asked, accelerators)
     if board is None:
         return None
-    _require_one_host(name, text, int(count or 1), board)
+    _require_one_host(asked, board)
     form = _slug(board.name)
-    found = _accelerators(f"{count}x{form}" if count else form, board, int(count or 1))
+    found = _accelerators(f"{count}x{form}" if count else form, board, asked.count)
     assumed = (
         f"{name} is taken to be {board.name}, the one on boards; others have names of "
         "their own (docs/reference/catalog.md)."
@@ -175,9 +187,10 @@ def _find_counted(name: str, text: str, accelerators: Mapping[str, Accelerator])
 
 # SLURM's "gpu:a100:8" and "gres/gpu:a100:8", where the last number is the count.
 _GRES = re.compile(r"(?:gres/)?gpu:(.+?)(?::([1-9]\d*))?")
-_NUMBER_LAST = re.compile(r"([^:]+):([1-9]\d?)")
+_NUMBER_LAST = re.compile(r"([^:]+):([1-9]\d*)")
 _COUNT_FIRST = re.compile(r"([1-9]\d*)-?[x×*]-?(.+)", re.DOTALL)
-_COUNT_LAST = re.compile(r"(.+?)-?[x×*]-?([1-9]\d?)", re.DOTALL)
+# More than two digits only after "h100x": those of "rtx4090" are no count.
+_COUNT_LAST = re.compile(r"(.+?)-?[x×*]-?([1-9]\d?|(?<=\d[x×*])[1-9]\d*)", re.DOTALL)
 _MAKER_WORDS = re.compile(r"^(?:(?:nvidia|tesla|geforce|amd|instinct|radeon)-)+")
 _BRAND = re.compile(r"^[rg]tx-")  # "A6000" is the RTX A6000
 _KIND_OF_MEMORY = re.compile(r"-(?:hbm\d\w?|gddr\d\w?)$")
@@ -191,16 +204,17 @@ def _number_last(wanted: str, accelerators: Mapping[str, Accelerator]) -> str:
     A number that is one of the chip's memory sizes is left alone: "rtx-3060:12".
     """
     found = _NUMBER_LAST.fullmatch(wanted)
-    if found is None or _COUNT_FIRST.fullmatch(wanted) or int(found[2]) > _MOST_IN_HOST:
+    if found is None or _COUNT_FIRST.fullmatch(wanted):
         return wanted
     form = _catalog_form(found[1], accelerators)
     word, sized, _ = form.partition(":")
     alike = [
         chip for known, chip in accelerators.items() if f"{_slug(known)}-".startswith(f"{word}-")
     ]
-    sizes = {size for chip in alike for size in (_printed_gb(chip), chip.memory_bytes // _GIB)}
-    counted = bool(alike) and (bool(sized) or int(found[2]) not in sizes)
-    return f"{found[2]}x{form}" if counted else wanted
+    if not alike:
+        return wanted
+    is_size = not sized and any(_has_memory(chip, int(found[2])) for chip in alike)
+    return f"{form}:{found[2]}" if is_size else f"{found[2]}x{form}"
 
 
 def _catalog_form(wanted: str, accelerators: Mapping[str, Accelerator]) -> str:
@@ -247,27 +261,86 @@ def _letters(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.casefold())
 
 
-# Largest number of accelerators in a host: 16 V100, as in a DGX-2. Racks of superchips have more.
-_MOST_IN_HOST = 16
-_IN_RACK = {"GB200": 72, "GB300": 72, "GH200": 32}
-_USUAL_IN_HOST = 8
+@dataclass(frozen=True)
+class _Asked:
+    """Accelerators as a user names them: `name` as typed, `word` and `memory` (GB) in it."""
+
+    name: str
+    count: int
+    word: str
+    memory: str | None
 
 
-def _require_one_host(name: str, text: str, count: int, chip: Accelerator) -> None:
-    """Raise BadInputError for more accelerators than a host has; say how to name several hosts.
+# Largest number of accelerators in a host: 16 V100 (DGX-2), 16 A100 (Google Cloud's
+# a2-megagpu-16g). Later boards hold 8 (HGX H100 to B300, Instinct MI300X to MI355X platforms),
+# racks of superchips more.
+_MOST_IN_HOST, _MOST_ON_BOARD = 16, 8
+_LATER_BOARDS: tuple[Architecture, ...] = ("hopper", "blackwell", "cdna3", "cdna4")
+_MOST_OF = {"GB200": 72, "GB300": 72, "GH200": 32, "GB10": 1}
 
-    `text` is the name in the catalog's form.
-    """
-    most = _IN_RACK.get(" ".join(chip.name.split()[:1]), _MOST_IN_HOST)
-    if count <= most:
+
+def _most_in_host(chip: Accelerator) -> int:
+    """Return the largest number of a chip that a host, or a rack of superchips, has."""
+    known = _MOST_OF.get(chip.name.split()[0])
+    if known is not None:
+        return known
+    on_board = chip.architecture in _LATER_BOARDS and not _is_card(chip)
+    return _MOST_ON_BOARD if on_board else _MOST_IN_HOST
+
+
+def _require_one_host(asked: _Asked, chip: Accelerator) -> None:
+    """Raise BadInputError for more accelerators than a host has; say how to name several hosts."""
+    most = _most_in_host(chip)
+    if asked.count <= most:
         return
-    each = next(n for n in range(_USUAL_IN_HOST, 0, -1) if count % n == 0)
-    word = re.sub(r"^[1-9]\d*", "", (name if text == _slug(name) else text).strip())
-    meant = f"--machine {each}{word} --nodes {count // each}"
+    racks = [
+        f"; {node.name} has {node.devices} of {node.accelerator}"
+        for node in NODES.values()
+        if (node.devices, node.accelerator) == (asked.count, f"G{chip.name}")
+    ]
     raise BadInputError(
-        f"machine {name!r}: no host has {count} of {chip.name}; {most} are the most. Name one host "
-        f"and how many of them: {meant}."
+        f"machine {asked.name!r}: a host has at most {most} of {chip.name}, not {asked.count:,}"
+        f"{''.join(racks)}. Name one host and how many of them: {_several_hosts(asked, chip)}."
     )
+
+
+def _several_hosts(asked: _Asked, chip: Accelerator) -> str:
+    """Return the options for as many accelerators on hosts of equal size, which is usual or less.
+
+    The catalog's first machine with as many is named, else the accelerators themselves.
+    """
+    usual = _MOST_OF.get(chip.name.split()[0], _MOST_ON_BOARD)
+    each = next(n for n in range(usual, 0, -1) if asked.count % n == 0)
+    known = (one.name for one in NODES.values() if one.accelerator == chip.name)
+    name = next((one for one in known if NODES[one].devices == each), f"{each}x{_slug(chip.name)}")
+    return f"--machine {name} --nodes {asked.count // each}"
+
+
+def _find_several(name: str, wanted: str, accelerators: Mapping[str, Accelerator]) -> Node | None:
+    """Return the machine of a number and a name that are in no accelerator's form ("4090x4").
+
+    Raises BadInputError for several machines ("128xdgx-h100"), with the words for them.
+    """
+    for pattern, places in ((_COUNT_FIRST, (1, 2)), (_COUNT_LAST, (2, 1)), (_NUMBER_LAST, (2, 1))):
+        found = pattern.fullmatch(wanted)
+        try:
+            node = None if found is None else _find(found[places[1]], accelerators)
+        except BadInputError:
+            node = None
+        if found is None or node is None:
+            continue
+        count = int(found[places[0]])
+        if count == 1:
+            return node
+        if node.devices == 1 and node.name not in NODES:
+            chip = accelerators[node.accelerator or ""]
+            _require_one_host(_Asked(name, count, node.name, None), chip)
+            return _accelerators(f"{count}x{_slug(chip.name)}", chip, count)
+        raise BadInputError(
+            f"machine {name!r}: --machine names one host. Say how many of them with --nodes: "
+            f"--machine {node.name} --nodes {count}."
+        )
+    return None
 
 
 # "4xrtx-3090", "rtx-3060:12gb", "2xrtx-4060-ti:16".
@@ -280,14 +353,13 @@ def _slug(name: str) -> str:
     return name.casefold().replace(" ", "-")
 
 
-def _variant(
-    name: str, word: str, memory: str | None, accelerators: Mapping[str, Accelerator]
-) -> Accelerator | None:
+def _variant(asked: _Asked, accelerators: Mapping[str, Accelerator]) -> Accelerator | None:
     """Return the named accelerator with that much memory, if it is sold with several sizes.
 
     Raises BadInputError if it is not sold with that size, or if the size is missing.
     """
     named = {_slug(known): one for known, one in accelerators.items()}
+    word, memory = asked.word, asked.memory
     if memory is None and word in named:
         return named[word]
     alike = [one for known, one in named.items() if word in (known, _SIZED.sub("", known))]
@@ -295,18 +367,24 @@ def _variant(
     held = {one.memory_bytes // _GIB: one for one in alike}
     if memory is not None and int(memory) in {*sizes, *held}:
         return sizes.get(int(memory)) or held[int(memory)]
-    if len(alike) == 1 and memory is None:
+    if len(alike) == 1 and (memory is None or _has_memory(alike[0], int(memory))):
         return alike[0]
     if not alike:
         return None
-    if memory is not None and len(alike) == 1:
-        # The maker's figure and the usable one differ: a B300 has 288 GB, of which 270 are usable.
-        size = _printed_gb(alike[0])
-        if size < int(memory) <= _NOMINAL * size:
-            return alike[0]
+    raise _ask_memory(asked, sizes, "")
+
+
+def _ask_memory(asked: _Asked, sizes: Mapping[int, Accelerator], where: str) -> BadInputError:
+    """Return the error for a memory size that is missing or not sold."""
     either = join_or(f"{size} GB" for size in sorted(sizes))
-    raise BadInputError(
-        f"machine {name!r}: {word} is sold with {either}. Say which, as in {word}:{max(sizes)}GB."
+    largest = max(sizes)
+    many = f"{asked.count}x" if asked.count > 1 else ""
+    say = f"Say which, as in {many}{asked.word}:{largest}GB."
+    if asked.count > _most_in_host(sizes[largest]):
+        hosts = _several_hosts(asked, sizes[largest])
+        say = f"Name one host and how many of them, as in {hosts} ({largest} GB)."
+    return BadInputError(
+        f"machine {asked.name!r}: {asked.word} is sold with {either}{where}. {say}"
     )
 
 
@@ -314,30 +392,33 @@ def _variant(
 _NOMINAL = 1.07
 
 
-def _board_of(
-    name: str, word: str, memory: str | None, accelerators: Mapping[str, Accelerator]
-) -> Accelerator | None:
+def _board_of(asked: _Asked, accelerators: Mapping[str, Accelerator]) -> Accelerator | None:
     """Return the default board of a chip that is named without one: H100 SXM for "h100".
 
     None if the chip has no default. Raises BadInputError if its boards have several memory sizes
     and none is given.
     """
     chips = {_slug(known): one for known, one in accelerators.items()}
-    form = re.compile(rf"{re.escape(word)}-sxm\d?")
+    form = re.compile(rf"{re.escape(asked.word)}-sxm\d?")
     plain = next((one for known, one in chips.items() if form.fullmatch(known)), None)
-    if plain is not None and memory is None:
+    if plain is not None and asked.memory is None:
         return plain
     boards = {_printed_gb(one): one for known, one in chips.items()
               if (found := form.match(known)) and "-w" not in known[found.end():]}  # fmt: skip
-    if memory is not None and int(memory) in boards:
-        return boards[int(memory)]
+    if asked.memory is not None and int(asked.memory) in boards:
+        return boards[int(asked.memory)]
     if not boards:
         return None
-    either = join_or(f"{size} GB" for size in sorted(boards))
-    raise BadInputError(
-        f"machine {name!r}: {word} is sold with {either} on boards. Say which, as in "
-        f"{word}:{max(boards)}GB."
-    )
+    raise _ask_memory(asked, boards, " on boards")
+
+
+def _has_memory(chip: Accelerator, gb: int) -> bool:
+    """Return whether a chip has that much memory, as its maker prints it or as is usable.
+
+    These differ: a B300 has 288 GB, of which 270 are usable.
+    """
+    size = _printed_gb(chip)
+    return gb == chip.memory_bytes // _GIB or size <= gb <= _NOMINAL * size
 
 
 def _printed_gb(chip: Accelerator) -> int:

@@ -1,3 +1,5 @@
+import re
+
 import pytest
 
 from outpace.catalog.accelerators import ACCELERATORS
@@ -123,12 +125,10 @@ def test_a_mesh_of_few_devices_has_the_links_between_them(name, links):
         ("4xa100-sxm", "sold with 40 GB or 80 GB"),
         ("rtx-4070:16GB", "rtx-4070 is sold with 12 GB"),
         ("gh200", "sold with 96 GB or 144 GB"),
-        ("8xa100", "a100 is sold with 40 GB or 80 GB on boards. Say which, as in a100:80GB"),
+        ("8xa100", "a100 is sold with 40 GB or 80 GB on boards. Say which, as in 8xa100:80GB"),
+        ("2xrtx-3060", "rtx-3060 is sold with 8 GB or 12 GB. Say which, as in 2xrtx-3060:12GB"),
         ("h100:70gb", "h100 is sold with 64 GB, 80 GB or 94 GB on boards"),
-        ("64xH100-80GB", "machine '64xH100-80GB': .*: --machine 8xh100:80gb --nodes 8"),
-        ("gpu:a100:8", "a100 is sold with 40 GB or 80 GB"),
-        ("64xh100", "one host and how many of them: --machine 8xh100 --nodes 8"),
-        ("100xrtx-3060:12GB", "16 are the most. .*: --machine 5xrtx-3060:12GB --nodes 20"),
+        ("gpu:a100:8", "a100 is sold with 40 GB or 80 GB.* as in 8xa100:80GB"),
         ("0xrtx-3090", "is not in the catalog"),
         ("", "is not in the catalog"),
     ],
@@ -136,6 +136,37 @@ def test_a_mesh_of_few_devices_has_the_links_between_them(name, links):
 def test_what_is_not_sold_is_refused(name, sentence):
     with pytest.raises(BadInputError, match=sentence):
         find_node(name, ACCELERATORS)
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "words"),
+    [
+        # A number that is no size of the chip's memory is a count, however large.
+        ("h100:1024", 1024, "dgx-h100 --nodes 128"), ("H100x128", 128, "dgx-h100 --nodes 16"),
+        ("gpu:h100:1024", 1024, "dgx-h100 --nodes 128"), ("h200:64", 64, "dgx-h200 --nodes 8"),
+        ("64xH100-80GB", 64, "dgx-h100 --nodes 8"), ("h100:16", 16, "dgx-h100 --nodes 2"),
+        ("16xh100", 16, "dgx-h100 --nodes 2"), ("h100:20", 20, "5xh100-sxm --nodes 4"),
+        ("rtx_4090:100", 100, "5xrtx-4090 --nodes 20"), ("17xh200", 17, "1xh200-sxm --nodes 17"),
+        ("h100-pcie:32", 32, "8xh100-pcie --nodes 4"), ("64xa100:80gb", 64, "dgx-a100 --nodes 8"),
+        ("a100-sxm4-40gb:64", 64, "dgx-a100-40gb --nodes 8"),
+        ("64xa100", 64, "40 GB or 80 GB.*--machine dgx-a100 --nodes 8"),
+        ("a100:64", 64, "40 GB or 80 GB.*--machine dgx-a100 --nodes 8"),
+        ("100xrtx-3060:12GB", 100, "at most 16 of.*--machine 5xrtx-3060-12-gb --nodes 20"),
+        ("b200:72", 72, "gb200-nvl72 has 72 of GB200.*--machine dgx-b200 --nodes 9"),
+        ("gb200:144", 144, "gb200-nvl72 --nodes 2"), ("gb10:4", 4, "dgx-spark --nodes 4"),
+        ("mi300x:64", 64, "mi300x-platform --nodes 8"),
+        # A number of machines.
+        ("128xdgx-h100", 1024, "dgx-h100 --nodes 128"), ("16x8xh100", 128, "8xh100-sxm --nodes 16"),
+        ("dgx-h100:128", 1024, "dgx-h100 --nodes 128"),
+        ("dgx-h100x128", 1024, "dgx-h100 --nodes 128"),
+        ("4xgb200-nvl72", 288, "gb200-nvl72 --nodes 4"),
+    ],
+)  # fmt: skip
+def test_more_than_a_host_has_is_refused_with_words_that_are_taken(name, count, words):
+    with pytest.raises(BadInputError, match=words) as caught:
+        find_node(name, ACCELERATORS)
+    found = re.search(r"--machine (\S+) --nodes (\d+)", str(caught.value))
+    assert find_node(found[1], ACCELERATORS).devices * int(found[2]) == count
 
 
 @pytest.mark.parametrize(
@@ -178,7 +209,10 @@ def test_a_drivers_name_is_its_accelerator_or_asks_for_the_memory(chip):
         # SLURM's, without "gpu:"; a number that is a size of such a chip's memory stays that.
         ("h100:8", 8, "H100 SXM"), ("H200:4", 4, "H200 SXM"), ("rtx_4090:2", 2, "RTX 4090"),
         ("rtx-3060:12", 1, "RTX 3060 12 GB"), ("2xrtx-4060-ti:16", 2, "RTX 4060 Ti 16 GB"),
-        ("a100-sxm4-80gb:8", 8, "A100 SXM 80 GB"), ("T4:16", 1, "T4"), ("h100:80", 1, "H100 SXM"),
+        ("a100-sxm4-80gb:8", 8, "A100 SXM 80 GB"), ("T4:16", 1, "T4"),
+        ("a6000:48", 1, "RTX A6000"), ("4090x4", 4, "RTX 4090"),
+        ("1xdgx-h100", 8, "H100 SXM"), ("mi250x:64", 1, "MI250X GCD"),
+        ("h100:80", 1, "H100 SXM"),
         ("A6000", 1, "RTX A6000"), ("8xA6000", 8, "RTX A6000"), ("gpu:a6000:4", 4, "RTX A6000"),
         ("NVIDIA A5000", 1, "RTX A5000"), ("4090", 1, "RTX 4090"), ("a6000:4", 4, "RTX A6000"),
     ],
