@@ -16,8 +16,9 @@ HERE = Path(__file__).parent
 KINDS = HERE / "results" / "planner_kinds.json"
 KEPT = HERE.parent / "outpace" / "catalog" / "measured_steps.json"
 COLUMNS = (
-    "model", "parameters", "experts", "chip", "architecture", "devices", "seq_len", "stack",
-    "layout", "zero", "tp", "pp", "cp", "ep", "offloads", "measured_s", "predicted_s", "source",
+    "model", "parameters", "experts", "chip", "architecture", "devices", "seq_len", "global_batch",
+    "stack", "layout", "zero", "tp", "pp", "cp", "ep", "offloads", "measured_s", "predicted_s",
+    "source",
 )  # fmt: skip
 
 
@@ -27,8 +28,8 @@ def _cells(one: dict[str, Any], row: published.Row) -> list[Any]:
     model = row["model"] or row.source
     return [
         model, _parameters(row), one["mlp"] == "experts", published.chip(row).name, one["chip"],
-        row.optional("n_gpus", 1), row.number("seq"), one["stack"], one["plan"],
-        published.zero_level(row), *axes, row["offload"] not in ("", "none"),
+        row.optional("n_gpus", 1), row.number("seq"), row.number("global_batch"), one["stack"],
+        one["plan"], published.zero_level(row), *axes, row["offload"] not in ("", "none"),
         one["measured_s"], one["predicted_s"], one["source"],
     ]  # fmt: skip
 

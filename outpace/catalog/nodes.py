@@ -167,7 +167,7 @@ def _find_counted(name: str, text: str, accelerators: Mapping[str, Accelerator])
     if counted is None:
         return None
     count, word, memory = counted.groups()
-    asked = _Asked(name, int(count or 1), word, memory)
+    asked = _MachineName(name, int(count or 1), word, memory)
     chip = _variant(asked, accelerators)
     if chip is not None:
         _require_one_host(asked, chip)
@@ -262,7 +262,7 @@ def _letters(name: str) -> str:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _MachineName:
     """Accelerators as a user names them: `name` as typed, `word` and `memory` (GB) in it."""
 
     name: str
@@ -288,7 +288,7 @@ def _most_in_host(chip: Accelerator) -> int:
     return _MOST_ON_BOARD if on_board else _MOST_IN_HOST
 
 
-def _require_one_host(asked: _Asked, chip: Accelerator) -> None:
+def _require_one_host(asked: _MachineName, chip: Accelerator) -> None:
     """Raise BadInputError for more accelerators than a host has; say how to name several hosts."""
     most = _most_in_host(chip)
     if asked.count <= most:
@@ -304,7 +304,7 @@ def _require_one_host(asked: _Asked, chip: Accelerator) -> None:
     )
 
 
-def _several_hosts(asked: _Asked, chip: Accelerator) -> str:
+def _several_hosts(asked: _MachineName, chip: Accelerator) -> str:
     """Return the options for as many accelerators on hosts of equal size, which is usual or less.
 
     The catalog's first machine with as many is named, else the accelerators themselves.
@@ -334,7 +334,7 @@ def _find_several(name: str, wanted: str, accelerators: Mapping[str, Accelerator
             return node
         if node.devices == 1 and node.name not in NODES:
             chip = accelerators[node.accelerator or ""]
-            _require_one_host(_Asked(name, count, node.name, None), chip)
+            _require_one_host(_MachineName(name, count, node.name, None), chip)
             return _accelerators(f"{count}x{_slug(chip.name)}", chip, count)
         raise BadInputError(
             f"machine {name!r}: --machine names one host. Say how many of them with --nodes: "
@@ -353,7 +353,7 @@ def _slug(name: str) -> str:
     return name.casefold().replace(" ", "-")
 
 
-def _variant(asked: _Asked, accelerators: Mapping[str, Accelerator]) -> Accelerator | None:
+def _variant(asked: _MachineName, accelerators: Mapping[str, Accelerator]) -> Accelerator | None:
     """Return the named accelerator with that much memory, if it is sold with several sizes.
 
     Raises BadInputError if it is not sold with that size, or if the size is missing.
@@ -374,7 +374,7 @@ def _variant(asked: _Asked, accelerators: Mapping[str, Accelerator]) -> Accelera
     raise _ask_memory(asked, sizes, "")
 
 
-def _ask_memory(asked: _Asked, sizes: Mapping[int, Accelerator], where: str) -> BadInputError:
+def _ask_memory(asked: _MachineName, sizes: Mapping[int, Accelerator], where: str) -> BadInputError:
     """Return the error for a memory size that is missing or not sold."""
     either = join_or(f"{size} GB" for size in sorted(sizes))
     largest = max(sizes)
@@ -392,7 +392,7 @@ def _ask_memory(asked: _Asked, sizes: Mapping[int, Accelerator], where: str) -> 
 _NOMINAL = 1.07
 
 
-def _board_of(asked: _Asked, accelerators: Mapping[str, Accelerator]) -> Accelerator | None:
+def _board_of(asked: _MachineName, accelerators: Mapping[str, Accelerator]) -> Accelerator | None:
     """Return the default board of a chip that is named without one: H100 SXM for "h100".
 
     None if the chip has no default. Raises BadInputError if its boards have several memory sizes

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from outpace.catalog import efficiency
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.nodes import NODES, find_node
 from outpace.planner.calibration.measured_cases import (
@@ -20,6 +19,7 @@ from outpace.planner.calibration.measured_cases import (
 )
 from outpace.planner.calibration.prediction_interval import Interval, interval
 from outpace.planner.explain.axis_links import axis_links
+from outpace.planner.explain.experts import expert_notes
 from outpace.planner.explain.hints import hint
 from outpace.planner.explain.reasons import explain_plan, impossible, lacks, rejected_families
 from outpace.planner.explain.titles import given_title, title, varied_options
@@ -89,7 +89,7 @@ def plans(job: PlanningProblem) -> Plans:
             _interval(job).explanation,
             *_uncertainties(planned),
             *_extrapolated_note(planned[0]),
-            *_routing(job),
+            *expert_notes(used, found, listed),
             *_adapter_notes(job, planned),
             *_batch_note(planned[0]),
             *_list_hints(used, found),
@@ -173,18 +173,6 @@ def _host_memory_note(job: PlanningProblem, used: PlanningProblem) -> list[str]:
     return [f"{unknown}, and nothing fits without offloading: it is taken to be enough. {state}."]
 
 
-def _routing(job: PlanningProblem) -> list[str]:
-    """Return a note on the assumed load of experts."""
-    if not job.outline.experts:
-        return []
-    return [
-        "Experts: tokens are assumed to be spread evenly, and none to be dropped. If some "
-        "experts get most of them (a power law of 1.2), grouped products were measured to take "
-        f"{efficiency.UNEVEN_ALONE} times as long on one rank, {efficiency.UNEVEN_APART} times on "
-        f"the slowest of several ranks with different experts ({efficiency.UNEVEN_SOURCE})."
-    ]
-
-
 def _adapter_notes(job: PlanningProblem, planned: Sequence[RankedPlan]) -> list[str]:
     """Return a note on what adapters train, or on what they would save if weights are offloaded."""
     adapters = job.wanted.adapters
@@ -219,9 +207,9 @@ def _batch_note(planned: RankedPlan) -> list[str]:
     if fixed_s < _MUCH_OF_STEP * one.step_time_s:
         return []
     return [
-        f"Of plan 1's step {show_seconds(fixed_s)} are the optimizer's, off the device, however "
-        "many samples a step has: a larger --global-batch (more accumulation) spreads it over "
-        "more tokens."
+        f"Of plan 1's offloading {show_seconds(fixed_s)} are the optimizer's: its step off the "
+        "device, and copies of gradients and new weights, however many samples a step has. A "
+        "larger --global-batch (more accumulation) spreads them over more tokens."
     ]
 
 
@@ -270,6 +258,8 @@ def _add_alternatives(job: PlanningProblem, found: SearchResult) -> SearchResult
         again,
         simplest=again.simplest if slow[0] else found.simplest,
         leanest=again.leanest if slow[1] else found.leanest,
+        layouts=found.layouts,
+        bound=found.bound,
     )
 
 

@@ -86,6 +86,7 @@ class MeasuredCase(Record):
     chip: str
     devices: PositiveInt
     seq_len: PositiveInt
+    global_batch: PositiveInt | None = entry("samples per step", None)
     stack: str = Field(description="the trainer")
     layout: str
     measured_s: PositiveFloat
@@ -96,6 +97,13 @@ class MeasuredCase(Record):
     def error(self) -> float:
         """Return the relative error; 0.1 means predicted 10 % longer than measured."""
         return self.predicted_s / self.measured_s - 1
+
+    @property
+    def tokens_per_device_s(self) -> float | None:
+        """Return the measured tokens per second of each device; None if the batch is unknown."""
+        if self.global_batch is None:
+            return None
+        return self.global_batch * self.seq_len / self.measured_s / self.devices
 
 
 class RankedPlan(Record):

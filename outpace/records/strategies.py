@@ -20,8 +20,8 @@ AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 # Kinds of strategy of which plans and reasons show the best of each, in the order shown.
 StrategyFamily = Literal[
     "DP (one process)", "parameter server", "ring all-reduce", "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3",
-    "HSDP", "naive model parallel", "pipeline", "tensor parallel", "context parallel",
-    "one device", "product of axes",
+    "HSDP", "naive model parallel", "pipeline alone", "tensor parallel alone",
+    "context parallel alone", "one device", "product of axes",
 ]  # fmt: skip
 # How forward passes are compiled: the whole model as one region, or each block (records.compiled).
 # "sends": by block, and the compiler leaves sends to Python; "split": torch refuses.
@@ -81,7 +81,7 @@ def _pipelines() -> dict[Strategy, StrategyTraits]:
     names: dict[str, Strategy] = {name: name for name in get_args(Strategy)}
     return {
         names[name]: StrategyTraits(
-            module="pipeline", family="naive model parallel" if name == "mp" else "pipeline",
+            module="pipeline", family="naive model parallel" if name == "mp" else "pipeline alone",
             axes=("pp",), custom_module="custom.pipeline", whole_model=False,
             title="naive model parallel" if name == "mp" else None, one_shape=True,
             compiled="split" if schedule.splits_backward else "blocks",
@@ -129,11 +129,12 @@ TRAITS: Mapping[Strategy, StrategyTraits] = {
     "hsdp": _make_sharded("HSDP", 3, ("dp_replicate", "dp_shard")),
     **_pipelines(),
     "tp": StrategyTraits(
-        module="tensor", family="tensor parallel", axes=("tp",), custom_module="custom.tensor",
-        whole_model=False, communicates_within=True, compiled="blocks",
+        module="tensor", family="tensor parallel alone", axes=("tp",),
+        custom_module="custom.tensor", whole_model=False,
+        communicates_within=True, compiled="blocks",
     ),
     "cp": StrategyTraits(
-        module="context", family="context parallel", axes=("cp",), buckets=True,
+        module="context", family="context parallel alone", axes=("cp",), buckets=True,
         compresses=("bf16", "powersgd"), communicates_within=True,
         one_shape=True, compiled="sends",
     ),

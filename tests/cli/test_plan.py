@@ -75,7 +75,7 @@ def test_a_person_sees_what_is_fastest_and_why(capsys, monkeypatch):
     for part in ("llama-3-8b, 8.03 G parameters",
                  "1 × 8 = 8 devices of 80 GiB, 79.11 GiB of it usable (hgx-h100)", "tokens/s",
                  "MFU", "where the time goes", "where a device's memory goes", "matrix products",
-                 "faster than the next", "slower than the fastest", "Not taken:", "1.00 T tokens:",
+                 "faster than plan ", "slower than the fastest", "Not taken:", "1.00 T tokens:",
                  "days, at a cost of", "max-tp 4: nothing", "micro_batch=1:",
                  "the true time is between", "with 90 %"):  # fmt: skip
         assert part in text, part
@@ -390,7 +390,7 @@ def test_an_only_kind_is_said_to_be_what_keep_leaves(capsys, monkeypatch):
 
 def test_a_reason_compares_with_a_leaner_plan_of_the_same_kind(capsys, monkeypatch):
     text = shown(capsys, monkeypatch, "plan", "--model=gpt2", "--machine=l4")
-    assert "% faster than the next (one device, micro-batch 4, full recomputation" in text
+    assert "% faster than plan 2, which takes" in text
     assert "2. leanest: " in text
 
 

@@ -7,15 +7,16 @@ import numpy as np
 
 from outpace.planner.explain.titles import PARTS, choices, title
 from outpace.planner.model.adapters import ADAPTER_NAMES
-from outpace.planner.plan_columns import PlanBatch
+from outpace.planner.plan_columns import MODES, PlanBatch
 from outpace.planner.problem import PlanningProblem
-from outpace.planner.search.alternatives import EQUAL, LEAN, ROOMY
+from outpace.planner.search.alternatives import CROWDED, EQUAL, LEAN, ROOMY, count_effort
 from outpace.planner.search.branch_and_bound import FAMILIES, SearchResult, family
 from outpace.planner.search.nearest_batch import nearest_batches
 from outpace.planner.search.space import (
     SearchRequest,
     allowed_sizes,
     layouts,
+    memory_options,
     refused_size,
     to_plan,
 )
@@ -26,6 +27,8 @@ from outpace.records.units import show_bytes, show_seconds, show_share
 
 _MORE_ROOM = 1.03  # least ratio of memory to report
 _ALIKE = 5e-4  # shown as 0.0 %
+_RECOMPUTED = ("products_s", "attention_s", "memory_s")
+_LARGE = 0.5  # share of the largest difference from which a second is named
 _MINOR = 0.01  # share of the largest difference that is not worth a word
 
 
@@ -39,20 +42,18 @@ def explain_plan(
     """Return why a plan is `listed`, by comparison with the fastest (or the next one)."""
     if "fastest" in roles:
         return _explain_fastest(job, found, place, roles, listed)
-    against = _words_against(found, found.fastest, place, listed)
     mine, least = (float(found.times.step_s[one]) for one in (place, found.fastest))
     slower = f"{show_share(mine / least - 1)} slower than the fastest"
-    room, theirs = (show_bytes(round(float(found.needs[one]))) for one in (place, found.fastest))
+    as_fast = "as fast as the fastest" if mine / least - 1 < _ALIKE else slower
     if "recommended" in roles:
-        begin = f"as fast as the fastest ({against})" if mine / least - 1 < _ALIKE else slower
         risk = _risk_of_fastest(job, found, place)
-        if risk is not None and mine > EQUAL * least:
-            return f"{join_and(roles)}: {slower}, which {risk}"
-        left = _MORE_ROOM * float(found.needs[place]) < float(found.needs[found.fastest])
-        gain = (
-            f"with more memory left ({room} used, {theirs} by the fastest)" if left else "simpler"
-        )
-        return f"{join_and(roles)}: {begin}, less than estimates are off, and {gain}"
+        if risk is not None and as_fast == slower:
+            simpler = "simpler, " if "offloads" in risk else ""
+            return f"{join_and(roles)}: {simpler}{slower}, which {risk}"
+        is_noise = as_fast == slower and mine <= EQUAL * least
+        within = " (less than estimates are off)" if is_noise else ""
+        return f"{join_and(roles)}: {as_fast}{within}, {_advantage(job, found, place)}"
+    room = show_bytes(round(float(found.needs[place])))
     if "with headroom" in roles:
         free = show_share(1 - ROOMY)
         return (
@@ -64,9 +65,26 @@ def explain_plan(
         offloads = _offload_places(to_plan(found.columns, found.fastest))
         those = "plans" if offloads else "plans without offloading"
         return f"leanest: {room} of memory, the least of {those} up to {most} slower; {slower}"
-    if mine / least - 1 < _ALIKE:
-        return f"as fast as the fastest ({against})"
+    if as_fast != slower:
+        return as_fast
     return f"{slower}: {_largest_gap(found, place, found.fastest)}"
+
+
+def _advantage(job: PlanningProblem, found: SearchResult, place: int) -> str:
+    """Return what a plan about as fast as the fastest is preferred for: effort or memory."""
+    plainest = next(iter(memory_options(job.wanted)))
+    efforts = count_effort(
+        found.columns.select([place, found.fastest]), plainest, job.question.other_program
+    )
+    mine, theirs = (float(found.needs[one]) for one in (place, found.fastest))
+    more = "more" if _MORE_ROOM * mine < theirs else "slightly more"
+    room = (
+        f"with {more} memory left ({show_bytes(round(mine))} used, {show_bytes(round(theirs))} by "
+        "the fastest)"
+    )
+    if efforts[0] >= efforts[1]:
+        return room
+    return f"simpler, {room}" if _MORE_ROOM * mine < theirs else "and simpler"
 
 
 def _risk_of_fastest(job: PlanningProblem, found: SearchResult, place: int) -> str | None:
@@ -77,9 +95,10 @@ def _risk_of_fastest(job: PlanningProblem, found: SearchResult, place: int) -> s
     away = [name for name in theirs if name not in mine]
     if away:
         return f"{'also ' if mine else ''}offloads {join_and(away)}"
-    free = job.limit - float(found.needs[found.fastest])
-    if free < (1 - ROOMY) * job.limit:
-        return f"leaves only {show_bytes(round(free))} of a device's memory free"
+    own, least = (float(found.needs[one]) / job.limit for one in (place, found.fastest))
+    if any(own <= share < least for share in (ROOMY, CROWDED)):
+        free, more = (show_bytes(round((1 - used) * job.limit)) for used in (least, own))
+        return f"leaves only {free} of a device's memory free (this one {more})"
     return None
 
 
@@ -107,18 +126,18 @@ def _explain_fastest(
     if not others:
         return f"{begin}{_reason_for_single(job.wanted)}"
     other = others[0]
-    against = _words_against(found, other, place, listed)
+    against = _name_other(found, other, place, listed)
     gain = float(times[other] / times[place]) - 1
     if gain < _ALIKE:
-        return f"{begin}as fast as the next ({against})"
+        return f"{begin}as fast as {against}"
     return (
-        f"{begin}{show_share(gain)} faster than the next ({against}), which takes "
+        f"{begin}{show_share(gain)} faster than {against}, which takes "
         f"{_largest_gap(found, other, place)}"
     )
 
 
 def _largest_gap(found: SearchResult, slower: int, faster: int) -> str:
-    """Return the part in which a slower plan loses the most time, and the others' sum.
+    """Return the parts in which a slower plan loses the most time, one or two, and the others' sum.
 
     A single part may lose more than the whole step.
     """
@@ -126,22 +145,29 @@ def _largest_gap(found: SearchResult, slower: int, faster: int) -> str:
         name: float(getattr(found.times, name)[slower] - getattr(found.times, name)[faster])
         for name in PARTS
     }
-    name = max(gaps, key=lambda key: gaps[key])
-    most_s = max(0.0, gaps[name])
-    rest_s = sum(gaps.values()) - most_s
-    more = f"{show_seconds(most_s)} more for {PARTS[name]}"
-    if abs(rest_s) < _MINOR * most_s:
-        return more
-    way = "less" if rest_s < 0 else "more"
-    return f"{more} and {show_seconds(abs(rest_s))} {way} for other parts"
+    first, second = sorted(gaps, key=lambda key: -gaps[key])[:2]
+    named = [first, second] if gaps[second] > _LARGE * gaps[first] > 0 else [first]
+    again = found.columns.modes @ np.arange(len(MODES))  # of blocks, from none to all of it
+    told = []
+    for name in named:
+        recomputed = name in _RECOMPUTED and again[slower] > again[faster]
+        why = " (it recomputes more)" if recomputed else ""
+        told.append(f"{show_seconds(max(0.0, gaps[name]))} more for {PARTS[name]}{why}")
+    rest_s = sum(gaps.values()) - sum(max(0.0, gaps[name]) for name in named)
+    if abs(rest_s) >= _MINOR * gaps[first]:
+        way = "less" if rest_s < 0 else "more"
+        told.append(f"{show_seconds(abs(rest_s))} {way} for other parts")
+    return join_and(told)
 
 
-def _words_against(found: SearchResult, other: int, place: int, listed: Sequence[int]) -> str:
-    """Describe another plan: in full if both split the model alike, else by its layout."""
+def _name_other(found: SearchResult, other: int, place: int, listed: Sequence[int]) -> str:
+    """Name another plan: by its number in the list and its layout, if that differs, or in full."""
     theirs, mine = (title(to_plan(found.columns, one)) for one in (other, place))
-    short = theirs.split(", micro-batch")[0]
-    words = theirs if short == mine.split(", micro-batch")[0] else short
-    return words if other in listed else f"{words}, not listed"
+    layout = theirs.split(", micro-batch")[0]
+    differs = layout != mine.split(", micro-batch")[0]
+    if other not in listed:
+        return f"the next ({layout if differs else theirs}, not listed)"
+    return f"plan {listed.index(other) + 1}{f' ({layout})' if differs else ''}"
 
 
 def _reason_for_single(wanted: SearchRequest) -> str:
@@ -173,7 +199,7 @@ def rejected_families(
 
 def _rejected_family(job: PlanningProblem, found: SearchResult, name: str) -> RejectedFamily:
     """Compare a family's best plan with the fastest, or say by how much its smallest is too big."""
-    place, first = found.best[name], found.fastest
+    place = found.best[name]
     if place < 0:
         small = found.smallest[name]
         plan = to_plan(found.columns, small)
@@ -181,13 +207,15 @@ def _rejected_family(job: PlanningProblem, found: SearchResult, name: str) -> Re
         reason = f"{lacks(job, found.columns, small)} even with {choices(plan)}{unchanged}"
         return RejectedFamily(family=name, reason=reason, plan=plan)
     plan = to_plan(found.columns, place)
-    seconds = float(found.times.step_s[place])
-    reason = (
-        f"{show_seconds(seconds)} at best, with {choices(plan)}; "
-        f"{seconds / float(found.times.step_s[first]):.2f} times the fastest: "
-        f"{_largest_gap(found, place, first)}"
-    )
+    seconds = show_seconds(float(found.times.step_s[place]))
+    reason = f"{seconds} at best, with {choices(plan)}; {compare_with_fastest(found, place)}"
     return RejectedFamily(family=name, reason=reason, plan=plan)
+
+
+def compare_with_fastest(found: SearchResult, place: int) -> str:
+    """Return how many times as long a plan takes as the fastest, and in which part."""
+    ratio = float(found.times.step_s[place] / found.times.step_s[found.fastest])
+    return f"{ratio:.2f} times the fastest: {_largest_gap(found, place, found.fastest)}"
 
 
 # Baseline strategies, whose plans offload nothing.

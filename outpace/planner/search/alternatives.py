@@ -4,7 +4,9 @@ The estimates of two plans on one machine share most of their error, but each ma
 of 2 %. Below that, the plan that an expert would run comes first: no unnecessary axis or schedule,
 and memory left. A plan that offloads, offloads more, or fills a device's memory, must be more than
 10 % faster. Offloading loads a host that all devices of a node share, and no published step was
-measured with it. The median error of estimated memory is 2 to 5 %, but it is larger in some cases.
+measured with it. The median error of estimated memory is 2 to 5 %, but it is larger in some cases:
+of plans that are estimated to need more than `CROWDED` of a device's memory, a quarter or more do
+not run, so one that leaves memory free is worth more time than that.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +21,10 @@ EQUAL = 1.02  # times the fastest's step: no reason to prefer the fastest
 LEAN = 1.10  # times the fastest's step, at most, of the leanest and the simplest
 ROOMIER = 2.0  # times the fastest's step, at most, where no faster plan leaves memory free
 ROOMY = 0.9  # of a device's memory: above, fragments and longer samples may run out of it
+# Of it: with normal errors whose median is 3 %, a plan estimated to need that much needs more than
+# there is in one case of four, and one that needs all of it in one case of two.
+CROWDED = 0.97
+WIDE = 4 / 3  # times the fastest's step, at most, of one that leaves memory free where others crowd
 _ENOUGH = 0.5  # of it: less use of memory is no further advantage
 _TIGHT = 2  # cost of a plan that leaves less memory free, added to those of layout and options
 # More than tensor with pipeline parallelism, or than less room: offloading adds the host's memory,
@@ -57,8 +63,7 @@ def simplest(choice: PlanChoice, most_s: float, trains_all: bool) -> PlanBatch |
     limit = choice.memory_bytes
     parts = []
     for part, took in _quick_plans(choice, most_s):
-        costs = _layout_costs(part, trains_all) + _options_costs(part, choice.chosen[0])
-        parts.append((part, took, costs))
+        parts.append((part, took, count_effort(part, choice.chosen[0], trains_all)))
     best: tuple[float, float, float, PlanBatch] | None = None
     for cost in sorted({int(cost) for _, _, costs in parts for cost in np.unique(costs)}):
         if best is not None and best[0] < cost:
@@ -144,6 +149,14 @@ def _quick_plans(choice: PlanChoice, most_s: float) -> Iterator[tuple[PlanBatch,
         within = np.flatnonzero(took <= most_s)
         if len(within):
             yield part.select(within), took[within]
+
+
+def count_effort(c: PlanBatch, plainest: Options, trains_all: bool) -> Ints:
+    """Count the effort of layouts and options, by which one plan is simpler than another.
+
+    `plainest`: options whose optimizer is the default. `trains_all`: see `simplest`.
+    """
+    return _layout_costs(c, trains_all) + _options_costs(c, plainest)
 
 
 def _layout_costs(c: PlanBatch, trains_all: bool) -> Ints:

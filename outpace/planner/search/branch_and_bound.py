@@ -6,7 +6,7 @@ with all options of a few at a time, and the search ends when the next layout ca
 result: branch and bound, with the same answer as an exhaustive search.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import get_args
 
@@ -23,10 +23,12 @@ from outpace.planner.plan_columns import (
     join_batches,
 )
 from outpace.planner.search.alternatives import (
+    CROWDED,
     EQUAL,
     LEAN,
     ROOMIER,
     ROOMY,
+    WIDE,
     PlanChoice,
     leanest,
     quickest,
@@ -148,7 +150,9 @@ def find_alternatives(
 
     The simplest is about as fast as the fastest plan that offloads nothing and leaves memory free,
     if that one takes at most `LEAN` times as long as the fastest of all; the simplest does not
-    exceed that, either. If there is no such plan, plans that offload one thing are considered, then
+    exceed that, either. If there is no such plan, those that do not crowd memory are considered,
+    then those that do, of which one that leaves memory free and takes at most `WIDE` times as long
+    as the fastest is preferred. If there is none, plans that offload one thing are considered, then
     those that offload two. Unless the fastest offloads, the leanest offloads nothing. If all plans
     that are about as fast fill a device's memory, the leanest is the fastest of those that do not,
     if it takes at most `ROOMIER` times as long. `floors` are lower bounds of the bytes that plans
@@ -164,19 +168,8 @@ def find_alternatives(
     roomy, offloads = ROOMY * memory_bytes, _offloads(found.columns.select([found.fastest]))
     every = PlanChoice(found.layouts, options, seconds, needs, floors, memory_bytes)
     by_offloads = [replace(every, chosen=with_offloads(options, n)) for n in range(offloads + 1)]
-    allowed = every if offloads else by_offloads[0]
-    simple_choice, equal_s, lean_s = allowed, least_s, LEAN * least_s
-    for choice in (replace(one, memory_bytes=size) for one in by_offloads
-                   for size in (roomy, memory_bytes)):  # fmt: skip
-        all_offloads = len(choice.chosen) == len(by_offloads[-1].chosen)
-        if all_offloads and found.needs[found.fastest] <= choice.memory_bytes:
-            simple_choice = choice
-            break
-        plan = quickest(choice, found.bound, lean_s)
-        if plan is not None:
-            simple_choice, equal_s = choice, float(seconds(plan)[0])
-            break
-    simple_s = min(EQUAL * equal_s, lean_s)
+    allowed, lean_s = every if offloads else by_offloads[0], LEAN * least_s
+    simple_choice, simple_s = _simple_choice(by_offloads, found, least_s)
     near, lean = (found.layouts.select(found.bound <= limit) for limit in (simple_s, lean_s))
     simple = simplest(replace(simple_choice, plain=near), simple_s, question.other_program)
     small, roomier = leanest(replace(allowed, plain=lean), lean_s), None
@@ -185,21 +178,62 @@ def find_alternatives(
         roomier = quickest(replace(allowed, memory_bytes=roomy), found.bound, slow_s)
         small, lean_s = (small, lean_s) if roomier is None else (roomier, slow_s)
     both = join_batches([one for one in (simple, small) if one is not None] or [near.select([])])
-    more = estimate(question, both)
-    times = {f.name: np.concatenate([getattr(found.times, f.name), getattr(more, f.name)])
-             for f in fields(StepTimes)}  # fmt: skip
     count = len(found.columns)
     return replace(
-        found,
-        columns=join_batches([found.columns, both]),
-        times=StepTimes(**times),
-        needs=np.concatenate([found.needs, needs(both)]),
+        add_plans(question, found, both, needs),
         simplest=count if simple is not None else found.fastest,
         leanest=count + len(both) - 1 if small is not None else found.fastest,
         simple_s=simple_s,
         lean_s=lean_s,
         roomier=roomier is not None,
     )
+
+
+def add_plans(
+    question: StepTimeQuestion, found: SearchResult, more: PlanBatch, needs: Needs
+) -> SearchResult:
+    """Return `found` with further plans as its last rows."""
+    theirs = estimate(question, more)
+    times = {f.name: np.concatenate([getattr(found.times, f.name), getattr(theirs, f.name)])
+             for f in fields(StepTimes)}  # fmt: skip
+    return replace(
+        found,
+        columns=join_batches([found.columns, more]),
+        times=StepTimes(**times),
+        needs=np.concatenate([found.needs, needs(more)]),
+    )
+
+
+def _simple_choice(
+    by_offloads: Sequence[PlanChoice], found: SearchResult, least_s: float
+) -> tuple[PlanChoice, float]:
+    """Return the plans to choose the simplest from, and the most seconds that it may take.
+
+    `by_offloads`: plans that offload up to none, one, … and as many things as the fastest.
+    """
+    need = float(found.needs[found.fastest])
+    for choice in by_offloads:
+        has_fastest = len(choice.chosen) == len(by_offloads[-1].chosen)
+        for share in (ROOMY, CROWDED, 1.0):
+            part, most_s = replace(choice, memory_bytes=share * choice.memory_bytes), LEAN * least_s
+            if has_fastest and need <= part.memory_bytes:
+                equal_s = least_s
+            else:
+                equal_s = _quickest_s(part, found, most_s)
+            if share == 1 and equal_s < np.inf:
+                roomy = replace(choice, memory_bytes=ROOMY * choice.memory_bytes)
+                roomy_s = _quickest_s(roomy, found, WIDE * least_s)
+                if roomy_s < np.inf:
+                    part, equal_s, most_s = roomy, roomy_s, WIDE * least_s
+            if equal_s < np.inf:
+                return part, min(EQUAL * equal_s, most_s)
+    raise AssertionError("the fastest plan fits")
+
+
+def _quickest_s(choice: PlanChoice, found: SearchResult, most_s: float) -> float:
+    """Return the seconds of the fastest plan that fits; infinity if it takes more than `most_s`."""
+    plan = quickest(choice, found.bound, most_s)
+    return np.inf if plan is None else float(choice.seconds(plan)[0])
 
 
 def _offloads(columns: PlanBatch) -> int:

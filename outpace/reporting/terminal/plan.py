@@ -51,9 +51,11 @@ def cases_text(cases: Sequence[MeasuredCase]) -> list[RenderableType]:
     lines: list[RenderableType] = [Text("\nNearest published steps:")]
     for one in cases:
         devices = "device" if one.devices == 1 else "devices"
+        rate = one.tokens_per_device_s
+        each = "" if rate is None else f" ({show_count(rate)} tokens/s a device)"
         lines.append(_item(
             "  •", f"{one.model}, {one.devices:,} {devices} of {one.chip}, {one.seq_len:,} tokens, "
-            f"{one.stack}, {one.layout}: measured {show_seconds(one.measured_s)}, predicted "
+            f"{one.stack}, {one.layout}: measured {show_seconds(one.measured_s)}{each}, predicted "
             f"{show_seconds(one.predicted_s)} ({one.error:+.0%}; {one.source})".replace("%;", " %;")
         ))  # fmt: skip
     return lines

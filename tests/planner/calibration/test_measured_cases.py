@@ -33,6 +33,8 @@ def test_a_measured_step_is_nearest_to_itself():
         row["model"], row["devices"], row["seq_len"],
     )  # fmt: skip
     assert first.source == "llm-foundry" and len(others) == 4
+    rate = first.global_batch * first.seq_len / first.measured_s / first.devices
+    assert first.tokens_per_device_s == pytest.approx(rate)
     assert first.error == pytest.approx(first.predicted_s / first.measured_s - 1)
 
 

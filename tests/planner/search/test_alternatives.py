@@ -11,9 +11,12 @@ from outpace.planner.calibration.cluster import of_catalog
 from outpace.planner.memory import peak
 from outpace.planner.model.outline import outline
 from outpace.planner.search.alternatives import (
+    CROWDED,
+    EQUAL,
     LEAN,
     ROOMIER,
     ROOMY,
+    WIDE,
     PlanChoice,
     leanest,
     quickest,
@@ -91,6 +94,7 @@ def test_the_simplest_and_the_leanest_are_those_of_trying_everything(model, mach
     # What offloads or fills memory is recommended only where nothing else is about as fast.
     mine = to_plan(found.columns, own)
     own_stays = all(getattr(mine, name) == "none" for name in PLACES)
+    assert found.needs[own] <= CROWDED * limit
     near = fits & (took <= LEAN * least)
     assert own_stays or not (near & stays).any()
     assert found.needs[own] <= ROOMY * limit or not (near & stays & (need <= ROOMY * limit)).any()
@@ -114,6 +118,31 @@ def test_the_simplest_and_the_leanest_are_those_of_trying_everything(model, mach
         assert lean_s == took[roomy].min()
     else:
         assert lean == need[allowed & (took <= LEAN * least)].min() and lean_s <= LEAN * least
+
+
+def test_what_crowds_memory_gives_way_to_what_leaves_it_free_within_a_third_more_time():
+    """At two sizes of memory for each rule, by trying everything."""
+    lora = {"seq_len": 2048, "keep": {"lora_rank": 16}, "vary": {"compile": (False, True)}}
+    question, wanted, _ = asked("llama-3.1-8b", "rtx-4090", 1, 4, **lora)
+    needs, floors = reckoners(question, wanted)
+    plans = expand(layouts(wanted), list(memory_options(wanted)))
+    took, need = estimate(question, plans).step_s, needs(plans)
+    rules = ((ROOMY, LEAN), (CROWDED, LEAN), (ROOMY, WIDE), (1.0, LEAN))
+    sizes = {rule: [] for rule in rules}
+    for size in (np.unique(need)[1:] / np.array([[0.999], [0.98], [0.96]])).flat:
+        least = took[need <= size].min()
+        for rule in rules:
+            near = (need <= rule[0] * size) & (took <= rule[1] * least)
+            if near.any():
+                sizes[rule].append((size, min(EQUAL * took[near].min(), rule[1] * least)))
+                break
+    for rule, some in sizes.items():
+        assert some, rule
+        for size, most_s in some[:: max(1, len(some) - 1)]:
+            first = search(question, wanted, needs, floors, size)
+            found = find_alternatives(question, wanted, first, needs, floors, size)
+            assert found.needs[found.simplest] <= rule[0] * size, rule
+            assert found.times.step_s[found.simplest] <= most_s * (1 + 1e-12), rule
 
 
 def test_bytes_are_reckoned_of_few_plans_and_none_needs_less_than_its_floor():

@@ -1,0 +1,75 @@
+"""Notes on plans of models with experts: assumed load and kernels, and expert parallelism."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from outpace.catalog import efficiency
+from outpace.catalog.stacks import Dispatcher, Experts
+from outpace.planner.explain.reasons import compare_with_fastest
+from outpace.planner.explain.titles import title
+from outpace.planner.plan_columns import Floats, PlanBatch
+from outpace.planner.problem import PlanningProblem
+from outpace.planner.search.alternatives import ROOMIER, PlanChoice, quickest
+from outpace.planner.search.branch_and_bound import SearchResult, add_plans
+from outpace.planner.search.simulate_finalists import simulate_pipelines
+from outpace.planner.search.space import memory_options, to_plan
+from outpace.planner.step_time.estimate import estimate
+
+_PRODUCTS: Mapping[Experts, str] = {
+    "grouped": "grouped products of all experts of a layer",
+    "triton": "ScatterMoE's grouped products",
+    "loop": "one expert's products after another's",
+}
+_SENDS: Mapping[Dispatcher, str] = {
+    "allgather": "an all-gather of all tokens",
+    "alltoall": "an all-to-all",
+    "deepep": "DeepEP or HybridEP",
+}
+
+
+def expert_notes(job: PlanningProblem, found: SearchResult, listed: Sequence[int]) -> list[str]:
+    """Return notes on a model's experts; none if it has none.
+
+    If no listed plan has expert parallelism, one says what the fastest with it takes.
+    """
+    if not job.outline.experts:
+        return []
+    return [
+        f"Experts: times assume {job.stack.name}'s kernels: {_PRODUCTS[job.stack.experts]}; "
+        f"expert parallelism sends tokens by {_SENDS[job.stack.dispatcher]}.",
+        "Experts: tokens are assumed to be spread evenly, and none to be dropped. If some "
+        "experts get most of them (a power law of 1.2), grouped products were measured to take "
+        f"{efficiency.UNEVEN_ALONE} times as long on one rank, {efficiency.UNEVEN_APART} times on "
+        f"the slowest of several ranks with different experts ({efficiency.UNEVEN_SOURCE}).",
+        *_expert_parallelism(job, found, listed),
+    ]
+
+
+def _expert_parallelism(
+    job: PlanningProblem, found: SearchResult, listed: Sequence[int]
+) -> list[str]:
+    """Return what the fastest plan with expert parallelism takes, unless one is listed."""
+    if found.layouts is None or (found.columns.ep[list(listed)] > 1).any():
+        return []
+    divided = np.flatnonzero(found.layouts.ep > 1)
+    if not len(divided):
+        return []
+
+    def seconds(columns: PlanBatch) -> Floats:
+        return estimate(job.question, columns).step_s
+
+    choice = PlanChoice(
+        found.layouts.select(divided), list(memory_options(job.wanted)), seconds,
+        job.checked_bytes, job.least_bytes, job.limit,
+    )  # fmt: skip
+    most_s = ROOMIER * float(found.times.step_s[found.fastest])
+    plan = quickest(choice, found.bound[divided], most_s)
+    if plan is None:
+        return ["Expert parallelism: no plan with it fits and takes less than twice as long."]
+    found, place = add_plans(job.question, found, plan, job.checked_bytes), len(found.columns)
+    times = simulate_pipelines(job.question, found.columns, found.times, np.array([place]))
+    found = replace(found, times=times)
+    words = title(to_plan(found.columns, place))
+    return [f"Expert parallelism: {words}, takes {compare_with_fastest(found, place)}."]
