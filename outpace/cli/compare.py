@@ -32,6 +32,7 @@ from outpace.records.comparison import Comparison, Experiment, Outcome, Verdict
 from outpace.records.errors import BadInputError, escape_controls
 from outpace.records.lines import encode_line
 from outpace.records.settings import TrainSettings
+from outpace.records.strategies import idle_strategy_note
 from outpace.records.units import show_seconds
 from outpace.training.run_dir import RUN_FILE
 
@@ -112,8 +113,7 @@ def _run_arms(
     with folder_of(out, resumes, "comparisons", "comparison") as folder:
         experiment, before = _load_progress(folder, values, resumes)
         settings = _settings(experiment)
-        # A repeated comparison keeps its settings, and resumes.
-        _check_alone(experiment, settings, begun=stored is not None or bool(before))
+        _note_alone(experiment, settings)
         try:
             comparison = _measure_and_judge(experiment, settings, folder, before, quiet)
         except (KeyboardInterrupt, TerminatedError):
@@ -135,26 +135,18 @@ def _settings(experiment: Experiment) -> list[TrainSettings]:
     return [arms.settings_of(experiment, arm) for arm in experiment.arms]
 
 
-def _check_alone(experiment: Experiment, settings: list[TrainSettings], begun: bool) -> None:
-    """Refuse to compare multi-process strategies on one process, where they are all the same.
-
-    If the user asked for one process, or the comparison has `begun` with one, only print a note.
-    """
-    alone = [
-        (arm.name, begun or one.nproc is not None)
+def _note_alone(experiment: Experiment, settings: list[TrainSettings]) -> None:
+    """Name the arms whose strategies split nothing, since they train on one process."""
+    names = ", ".join(
+        arm.name
         for arm, one in zip(experiment.arms, settings, strict=False)
-        if one.strategy not in (None, "single") and one.plan is None and one.nproc in (None, 1)
-    ]
-    if not alone:
-        return
-    names = ", ".join(name for name, _ in alone)
-    why = (
-        f"{names}: on one process all strategies compute the same thing, and nothing is "
-        "communicated"
+        if one.plan is None and idle_strategy_note(one.strategy, one.nproc or 1) is not None
     )
-    if not all(asked for _, asked in alone):
-        raise BadInputError(f"{why}. Add --nproc 2 or more, or --nproc 1 if you mean one process.")
-    _say(why)
+    if names:
+        _say(
+            f"{names}: on one process all strategies compute the same thing, and nothing is "
+            "communicated. Start several with --nproc N"
+        )
 
 
 def _measure_and_judge(

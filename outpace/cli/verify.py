@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 from outpace.cli.output import output_file, save_output
 from outpace.cli.parser import JoinedList, Parser, number_type
 from outpace.launch.launcher_env import ranks_from
-from outpace.records.certificate import Certificate
+from outpace.records.certificate import WITHOUT_DROPOUT, Certificate
 from outpace.records.errors import BadInputError, OutpaceError, suggest
 from outpace.records.interpreter import PYTHON
 from outpace.records.model import ModelSpec
@@ -82,7 +82,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         ]
     trial = Trial(_spec(arguments.model, proved, plans), device=device)
     with process_groups(ranks, device, 300.0) as groups:
-        certificate = verify(plans, trial, groups, skipped=skipped)
+        certificate = verify(plans, trial, groups, skipped=skipped, notes=_trial_notes(proved))
     if ranks.rank == 0:
         beside = None if arguments.run is None else arguments.run / CERTIFICATE_FILE
         _show(certificate, arguments.out or beside, arguments.json)
@@ -217,6 +217,14 @@ def _spec(model: str | None, proved: RunRecord | None, plans: Sequence[Plan]) ->
             "FILE.py:FUNCTION."
         )
     return found if model is not None else tiny_like(found, plans)
+
+
+def _trial_notes(proved: RunRecord | None) -> list[str]:
+    """Return what the trial of a run's plan leaves out."""
+    if proved is None:
+        return []
+    draws = proved.plan.lora_dropout or (proved.model is not None and proved.model.dropout)
+    return [WITHOUT_DROPOUT] if draws else []
 
 
 def _show(certificate: Certificate, out: Path | None, as_json: bool) -> None:

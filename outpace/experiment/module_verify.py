@@ -54,7 +54,12 @@ from outpace.parallel.plain import has_dropout
 from outpace.parallel.sparse_gradients import refuse_sparse_gradients
 from outpace.probing.hardware.machine import identify
 from outpace.probing.hardware.versions import commit, versions
-from outpace.records.certificate import Certificate, ParityVerdict, TensorDifference
+from outpace.records.certificate import (
+    WITHOUT_DROPOUT,
+    Certificate,
+    ParityVerdict,
+    TensorDifference,
+)
 from outpace.records.errors import BadInputError, first_names, suggest
 from outpace.records.pipelines import SCHEDULES, default_microbatches
 from outpace.records.plan import Plan, Strategy, fill_axes
@@ -305,7 +310,7 @@ class _Bench:
                 names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
                 notes.append(f"in its own dtypes ({', '.join(names)})")
         if has_dropout(self._trial.custom.module):
-            notes.append("without dropout")
+            notes.append(WITHOUT_DROPOUT)
         if not self._trial.custom.module.training:
             notes.append("in evaluation mode, as given; call module.train() for training mode")
         self._floor = allowed.floor

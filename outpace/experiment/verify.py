@@ -134,10 +134,12 @@ def verify(
     groups: Groups,
     spoil: Callable[[Layout], None] = lambda layout: None,
     skipped: Mapping[str, str] = MappingProxyType({}),
+    notes: Sequence[str] = (),
 ) -> Certificate:
     """Prove each plan; every rank of the job calls this and gets the same certificate.
 
-    `spoil` plants a fault in each layout, for tests. `skipped` says why strategies are left out.
+    `spoil` plants a fault in each layout, for tests. `skipped` says why strategies are left out,
+    `notes` what the trial leaves out.
     """
     for plan in plans:
         if plan.compress_gradients != "none":
@@ -180,6 +182,7 @@ def verify(
     return Certificate(
         verdicts=tuple(verdicts),
         model=given.spec,
+        notes=tuple(notes),
         processes=groups.ranks.world_size,
         steps=given.steps,
         global_batch=given.global_batch,

@@ -55,12 +55,15 @@ class ParityVerdict(Record):
     cause: str | None = None
 
 
+WITHOUT_DROPOUT = "without dropout, so which masks ranks draw is not proved"
+
+
 class Certificate(Record):
     """All verdicts, with the conditions under which they were reached.
 
     `skipped` gives the reason why strategies that were not requested by name could not be tried.
-    `model` is None for a user's `module`; `notes` then say how it was run. `seq_len` is None if
-    samples are not sequences of tokens.
+    `model` is None for a user's `module`. `notes` say how the model was run, if not as it trains.
+    `seq_len` is None if samples are not sequences of tokens.
     """
 
     has_checksum: ClassVar[bool] = True

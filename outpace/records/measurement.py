@@ -241,3 +241,15 @@ class Measurement(Record):
     train_samples_per_second: float
     train_steps_per_second: float
     train_loss: float | None = Field(description="mean over the run's steps")
+
+    @property
+    def worse_than_unigrams(self) -> str | None:
+        """Return a sentence if the frequencies of tokens alone have a lower validation loss."""
+        last, entropy = self.final_eval, self.unigram_entropy
+        if last is None or entropy is None or not last.loss > entropy:
+            return None
+        return (
+            f"The validation loss of {last.loss:.4f} is above the unigram entropy of "
+            f"{entropy:.4f}: the frequencies of tokens alone predict them better. Train for more "
+            "steps, or with another learning rate"
+        )

@@ -438,6 +438,11 @@ class Plan(Record):
             return f"workers {workers}, servers {self.servers}{updates}"
         return " × ".join(split) or "one process"
 
+    @property
+    def layout(self) -> str:
+        """Return the strategy with its axes: "ddp 2", "hsdp (dp_replicate 2 × dp_shard 2)"."""
+        return layout_words(self.strategy, self.mesh, self.world_size)
+
     def accumulation(self, global_batch: int) -> int:
         """Forward passes per data-parallel rank and step. Raises BadInputError if uneven."""
         per_pass = self.samples_per_pass * self.data_parallel
@@ -471,6 +476,14 @@ class Plan(Record):
     def identity(self, global_batch: int) -> str:
         """Return the batch equation with its numbers, as it is always shown."""
         return f"global batch {global_batch} = {self._factors(self.accumulation(global_batch))}"
+
+
+def layout_words(strategy: str, mesh: str, processes: int | None) -> str:
+    """Return a strategy with its number of processes, or with its axes if there are several."""
+    if processes == 1:
+        return strategy
+    several = " × " in mesh or "," in mesh
+    return f"{strategy} ({mesh})" if several else f"{strategy} {processes}"
 
 
 def schedule_of(strategy: Strategy, pp: int, pp_schedule: ProductSchedule) -> str:

@@ -15,7 +15,7 @@ from outpace.experiment.module_verify import CUT, STRATEGIES, verify_custom
 from outpace.interop.custom_model import CustomModel
 from outpace.nn.spread import local
 from outpace.parallel.parallelize import refused_strategy
-from outpace.records.certificate import Certificate
+from outpace.records.certificate import WITHOUT_DROPOUT, Certificate
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan, PlanFile
 from outpace.records.run import RunRecord
@@ -80,7 +80,7 @@ def test_every_strategy_of_a_plain_stack_equals_one_process():
             continue
         assert verdict.passed and verdict.precision == "fp64"
         assert verdict.worst_relative_difference < 1e-12
-    assert "without dropout" in certificate.notes
+    assert WITHOUT_DROPOUT in certificate.notes
     for name, tensor in module.state_dict().items():
         torch.testing.assert_close(tensor, before[name], rtol=0, atol=0)
     assert module.drop.p == 0.2

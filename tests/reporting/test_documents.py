@@ -74,7 +74,7 @@ def of_pipeline(pipeline_run):
 def test_a_run_has_a_verdict_first_and_every_section(of_run):
     assert of_run.verdict[0].startswith("8 steps, ")
     assert "held-out loss" in of_run.verdict[0]
-    assert "tokens/s" in of_run.verdict[1] and "computing" in of_run.verdict[1]
+    assert "tokens/s" in of_run.verdict[1] and "of it in forwards" in of_run.verdict[1]
     titles = [one.title for one in of_run.sections]
     assert titles == ["Loss", "Time of a step", "Memory", "Predicted against measured",
                       "Utilisation", "Topology", "Sample", "Environment and command"]  # fmt: skip
@@ -251,7 +251,15 @@ def test_a_finished_run_that_goes_further_is_not_finished(run, tmp_path):
 def test_the_largest_of_what_is_not_computing_is_named_whatever_it_is(run, tmp_path):
     times = {"forward_s": 0.4, "data_s": 0.1, "communication_s": 0.1, "other_s": 0.4}
     document = edited(run, tmp_path / "run", "result.json", parts=times)
-    assert "40.0 % of it computing; most of the rest is other work, 40.0 %" in document.verdict[1]
+    said = "40.0 % of it in forwards, backwards and the optimizer; most of the rest is other work"
+    assert f"{said}, 40.0 %" in document.verdict[1]
+
+
+def test_a_loss_above_that_of_frequencies_alone_is_said(run, tmp_path):
+    held_out = Measurement.load(run / "result.json").final_eval.loss
+    for entropy, is_said in ((held_out - 0.5, True), (held_out + 0.5, False)):
+        document = edited(run, tmp_path / str(entropy), "result.json", unigram_entropy=entropy)
+        assert ("above the unigram entropy" in document.verdict[0]) == is_said
 
 
 def test_steps_that_fp16_skipped_are_a_fact(of_run, run, tmp_path):

@@ -88,7 +88,8 @@ def _outcome(run: RunFolder) -> str:
         one, other = run.evaluations[0], run.evaluations[-1]
         learnt = f"held-out loss {one.loss:.4f} → {other.loss:.4f}"
     if run.measurement is not None:
-        return f"{done:,} steps, {what}: {learnt}."
+        worse = run.measurement.worse_than_unigrams
+        return f"{done:,} steps, {what}: {learnt}.{'' if worse is None else f' {worse}.'}"
     begin = "In progress" if run.state == "going on" else "Not finished"
     if done >= record.total_steps and run.state != "going on":
         begin = "Without a final result"
@@ -119,7 +120,8 @@ def _speed(run: RunFolder) -> list[str]:
         speed = f"{show_count(tokens)} tokens/s, {speed}"
     if run.record.start_step:
         speed = f"{speed} since it was resumed after step {run.record.start_step:,}"
-    return [f"{speed}: {share} of it computing{lost if most_s > 0.01 * parts.total_s else ''}."]
+    lost = lost if most_s > 0.01 * parts.total_s else ""
+    return [f"{speed}: {share} of it in forwards, backwards and the optimizer{lost}."]
 
 
 def _other_programs(run: RunFolder) -> list[str]:
@@ -180,7 +182,7 @@ def _facts(run: RunFolder) -> list[tuple[str, str]]:
         "expected time of a step": None if check is None else show_seconds(check.expected_s),
         "measured to expected": None if check is None else f"{check.ratio - 1:+.1%}",
         "peak memory": None if peak_memory(run) is None else show_bytes(peak_memory(run)),
-        "layout": run.record.plan.mesh,
+        "layout": run.record.plan.layout,
         "precision": run.record.plan.precision,
         **(
             {}

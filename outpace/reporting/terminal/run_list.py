@@ -14,7 +14,7 @@ from rich.text import Text
 
 from outpace.experiment.past_runs import PastRunFolder, asked_settings, checkpoints
 from outpace.records.past import PastRun
-from outpace.records.plan import Plan
+from outpace.records.plan import Plan, layout_words
 from outpace.records.run import RunRecord, resume_command
 from outpace.records.units import show_bytes, show_count, show_number, show_seconds, show_share
 from outpace.reporting.render.document import in_words
@@ -86,10 +86,7 @@ def _run_words(row: PastRun) -> str:
     """Return model, layout and precision, or the damage of a damaged run."""
     if row.model is None:
         return row.damage or ""
-    layout = str(row.strategy)
-    if row.processes != 1:
-        several = " × " in (row.mesh or "") or "," in (row.mesh or "")
-        layout += f" ({row.mesh})" if several else f" {row.processes}"
+    layout = layout_words(str(row.strategy), row.mesh or "", row.processes)
     words = f"{Path(row.model).name}, {layout}, {row.precision}"
     wrong = "; ".join([*([row.damage] if row.damage else []), *row.changed])
     return f"{words}: {wrong}" if wrong else words
@@ -189,7 +186,7 @@ def _plan(plan: Plan) -> dict[str, str]:
     """Return the plan's layout, and its options that differ from the defaults."""
     fields = Plan.model_fields
     asked = {name: value for name, value in plan if value != fields[name].default}
-    return {"layout": plan.mesh, **{name: in_words(value) for name, value in asked.items()}}
+    return {"layout": plan.layout, **{name: in_words(value) for name, value in asked.items()}}
 
 
 def _latest(row: PastRun) -> dict[str, str]:

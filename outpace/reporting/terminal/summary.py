@@ -38,6 +38,8 @@ def summary(measurement: Measurement) -> RenderableType:
     above = Table.grid(padding=(0, 4))
     above.add_row(_losses(measurement), _speed(measurement))
     parts: list[RenderableType] = [Text(), Padding(above, (0, 2))]
+    if measurement.worse_than_unigrams is not None:
+        parts.append(Padding(Text(f"{measurement.worse_than_unigrams}."), (1, 2, 0, 2)))
     if measurement.parts.total_s > 0:
         parts += [Text(), Padding(_time(measurement.parts), (0, 2))]
         if measurement.start_step:

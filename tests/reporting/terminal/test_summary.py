@@ -69,6 +69,13 @@ def test_the_figures_of_the_run_are_all_there() -> None:
     assert "runs/first" in row(text, "Run ")
 
 
+def test_a_loss_above_that_of_frequencies_alone_is_said() -> None:
+    assert "above the unigram" not in shown(summary(measurement()))
+    text = " ".join(shown(summary(measurement(unigram_entropy=3.5))).split())
+    assert "The validation loss of 3.6250 is above the unigram entropy of 3.5000" in text
+    assert "above the" not in shown(summary(measurement(unigram_entropy=3.5, final_eval=None)))
+
+
 def test_the_time_until_the_first_step_is_shown_and_how_much_was_compiling() -> None:
     text = shown(summary(measurement(first_step_s=31.0, compile_s=19.0)))
     assert "31.00 s" in row(text, "time to step 1") and "19.00 s" in row(text, "compiling")
