@@ -35,9 +35,12 @@ def best(question):
         return 0.0
 
 
+def step_s(answer):
+    return answer.plan_for("fastest").estimate.step_time_s
+
+
 def fastest_step_s(question):
-    found = plans(replace(question, count=5)).plan_for("fastest")
-    return found.estimate.step_time_s
+    return step_s(plans(replace(question, count=5)))
 
 
 def test_an_answer_adds_up():
@@ -178,6 +181,22 @@ def test_a_further_offload_gains_more_than_a_tenth_or_comes_second():
     more = plans(asked("llama-3.1-8b", "rtx-4090", seq_len=2048, global_batch=64))
     ratio = more.plans[0].estimate.tokens_per_s / answer.plans[0].estimate.tokens_per_s
     assert ratio > 2 and not [note for note in more.notes if "larger --global-batch" in note]
+
+
+def test_what_expert_parallelism_takes_is_told_if_no_listed_plan_has_it():
+    wanted = {"seq_len": 4096, "global_batch": 64, "count": 2}
+    keep = "tp=1,cp=1,pp=1"
+    answer = plans(asked("qwen3-30b-a3b", "hgx-h100", keep=keep, **wanted))
+    assert {one.plan.ep for one in answer.plans} == {1}
+    (told,) = [note for note in answer.notes if note.startswith("Expert parallelism: ")]
+    divided = [
+        plans(asked("qwen3-30b-a3b", "hgx-h100", keep=f"{keep},ep={ep}", **wanted))
+        for ep in (2, 4, 8)
+    ]
+    fastest = min(step_s(one) for one in divided)
+    assert f"{fastest / step_s(answer):.2f} times the fastest" in told
+    for one in divided:
+        assert not [note for note in one.notes if note.startswith("Expert parallelism: ")]
 
 
 def test_a_leaner_plan_is_beside_one_that_fills_memory():

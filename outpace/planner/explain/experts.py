@@ -16,9 +16,10 @@ from outpace.planner.search.branch_and_bound import SearchResult, add_plans
 from outpace.planner.search.simulate_finalists import simulate_pipelines
 from outpace.planner.search.space import memory_options, to_plan
 from outpace.planner.step_time.estimate import estimate
+from outpace.records.units import show_seconds
 
 _PRODUCTS: Mapping[Experts, str] = {
-    "grouped": "grouped products of all experts of a layer",
+    "grouped": "grouped products",
     "triton": "ScatterMoE's grouped products",
     "loop": "one expert's products after another's",
 }
@@ -71,5 +72,6 @@ def _expert_parallelism(
     found, place = add_plans(job.question, found, plan, job.checked_bytes), len(found.columns)
     times = simulate_pipelines(job.question, found.columns, found.times, np.array([place]))
     found = replace(found, times=times)
-    words = title(to_plan(found.columns, place))
-    return [f"Expert parallelism: {words}, takes {compare_with_fastest(found, place)}."]
+    words, took = title(to_plan(found.columns, place)), show_seconds(float(times.step_s[place]))
+    against = compare_with_fastest(found, place)
+    return [f"Expert parallelism: {words}, takes {took} at best, {against}."]

@@ -202,7 +202,7 @@ def _detail(planned: RankedPlan) -> list[RenderableType]:
         _bars("  where the time goes", {PARTS[k]: v for k, v in one.parts_s.items()}, show_seconds),
         _bars("  where a device's memory goes", _memory(one), show_bytes),
     ]
-    return lines + [Text(f"  {line}") for line in _offload_notes(one)]
+    return lines + [_item(" ", line) for line in _offload_notes(one)]
 
 
 def _offloading(one: Estimate) -> list[str]:
