@@ -22,6 +22,7 @@ from outpace.data.isolation import IsolatedError, call_isolated, iterate_isolate
 from outpace.data.padded import IGNORED, RaggedSamples, concatenate_samples
 from outpace.data.row_files import Row, checked_text
 from outpace.data.tokenizer import Tokenizer
+from outpace.data.tool_calls import takes_text, with_arguments
 from outpace.records.errors import BadInputError, OutpaceError
 
 # Limits on processor time and memory of a template, far above what useful ones need.
@@ -126,6 +127,7 @@ class ChatFormat:
         self.stop_id, self.stops = self._stop_id()
         names = sorted(tokenizer.special_tokens, key=len, reverse=True)
         self.special_names = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        self._takes_text: dict[str, bool] = {}  # by template
 
     def _stop_id(self) -> tuple[int, bool]:
         """Return an answer's last special token, or end of text; and whether it ends answers."""
@@ -156,6 +158,29 @@ class ChatFormat:
             )
 
     def _text(
+        self,
+        messages: Sequence[Message],
+        ask: bool,
+        where: str,
+        tools: Sequence[Mapping[str, Any]],
+        template: str,
+    ) -> str:
+        messages = self._with_calls(messages, where, template)
+        return self._apply_template(messages, ask, where, tools, template)
+
+    def _with_calls(
+        self, messages: Sequence[Message], where: str, template: str
+    ) -> Sequence[Message]:
+        """Return the messages with the arguments of their calls as the template expects them."""
+        if not any(message.get("tool_calls") for message in messages):
+            return messages
+        if template not in self._takes_text:
+            self._takes_text[template] = takes_text(
+                lambda trial: self._apply_template(trial, False, where, (), template)
+            )
+        return with_arguments(messages, self._takes_text[template], where)
+
+    def _apply_template(
         self,
         messages: Sequence[Message],
         ask: bool,
@@ -206,7 +231,9 @@ class ChatFormat:
         template = _with_fixed_date(self._tool_template if tools else self._template)
         if _MARKED.search(template):
             with self._refusals(where):
-                return self._render_generation_marks(messages, tools, template)
+                return self._render_generation_marks(
+                    self._with_calls(messages, where, template), tools, template
+                )
         text = self._text(messages, False, where, tools, template)
         answers = _answers_of(messages)
         spans = []

@@ -13,6 +13,7 @@ from outpace.data.row_files import (
     read_value,
     rows_in_columns,
 )
+from outpace.data.tool_calls import with_arguments
 from outpace.records.errors import BadInputError, quote_names
 
 Message = Mapping[str, Any]
@@ -278,9 +279,8 @@ def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
     # A key without a value, as Arrow fills in where other messages have one, is no key.
     kept = {key: value for key, value in one.items() if key not in other and value is not None}
     if calls:
-        kept["tool_calls"] = (
-            [_call(call, row) for call in calls] if isinstance(calls, list) else calls
-        )
+        with_arguments([{"tool_calls": calls}], False, row.where)  # refuses repeated keys
+        kept["tool_calls"] = calls
     kept |= {"role": role, "content": _text(content, name, row)}
     return kept, role == "assistant" and _is_learnt(one, row)
 
@@ -329,22 +329,6 @@ def _part(part: Any, row: Row) -> str:
     raise BadInputError(
         f"{row.where}: part of a message is of the type {kind!r}, and only text can be learnt"
     )
-
-
-def _call(call: Any, row: Row) -> Any:
-    """Return a call with its arguments as an object, as templates expect; OpenAI's are JSON."""
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(told := function.get("arguments"), str):
-        return call
-    try:
-        arguments = read_value(told)
-    except RepeatedKeyError as error:
-        raise BadInputError(f"{row.where}: in the arguments of a call {error}") from None
-    except (ValueError, RecursionError):
-        return call
-    if not isinstance(arguments, dict):
-        return call
-    return {**call, "function": {**function, "arguments": arguments}}
 
 
 def _tools(value: Any, name: str, row: Row) -> tuple[Mapping[str, Any], ...]:

@@ -1,0 +1,81 @@
+"""Arguments of tool calls in the form that a chat template writes.
+
+Data in OpenAI's form have arguments as JSON in a text, those of transformers as an object. Most
+templates write an object as JSON, and would put a text into quotes. Others write a text as it is,
+and would write an object as Python shows it.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from outpace.data.row_files import RepeatedKeyError, read_value
+from outpace.records.errors import BadInputError
+
+Messages = Sequence[Mapping[str, Any]]
+
+_NAME, _ARGUMENTS = "outpace_name", {"outpace_key": "outpace_value"}
+_FUNCTION = {"name": _NAME, "arguments": _ARGUMENTS}
+_TRIAL = (
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": "",
+     "tool_calls": [{"id": "call00001", "type": "function", "function": _FUNCTION}]},
+)  # fmt: skip
+
+
+def takes_text(render: Callable[[Messages], str]) -> bool:
+    """Return whether a template writes arguments as they are, so that they have to be JSON.
+
+    `render` writes messages by the template, and raises BadInputError if the template refuses them.
+    """
+    with suppress(BadInputError):
+        words = render(_TRIAL)
+        if _NAME not in words or ("outpace_key" in words and repr(_ARGUMENTS) not in words):
+            return False
+    with suppress(BadInputError):
+        return json.dumps(_ARGUMENTS) in render(with_arguments(_TRIAL, True, "a trial"))
+    return False
+
+
+def with_arguments(messages: Messages, as_text: bool, where: str) -> list[dict[str, Any]]:
+    """Return the messages with the arguments of their calls as JSON in a text, or as objects.
+
+    Raises BadInputError, naming `where`, for arguments with a repeated key.
+    """
+    changed = []
+    for message in messages:
+        calls = message.get("tool_calls")
+        if isinstance(calls, list):
+            message = {**message, "tool_calls": [_convert(one, as_text, where) for one in calls]}
+        changed.append(dict(message))
+    return changed
+
+
+def _convert(call: Any, as_text: bool, where: str) -> Any:
+    """Convert a call, also one without `function`. A text that is no JSON object stays as it is."""
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict):
+        return call
+    told = function.get("arguments")
+    if as_text and isinstance(told, dict):
+        told = json.dumps(told, ensure_ascii=False)
+    elif not as_text and isinstance(told, str):
+        told = _read_arguments(told, where)
+    else:
+        return call
+    function = {**function, "arguments": told}
+    return {**call, "function": function} if "function" in call else function
+
+
+def _read_arguments(told: str, where: str) -> Any:
+    """Return the object that a text holds as JSON, also as JSON within JSON; else the text."""
+    value: Any = told if told.strip() else "{}"
+    try:
+        for _ in range(2):
+            value = read_value(value) if isinstance(value, str) else value
+    except RepeatedKeyError as error:
+        raise BadInputError(f"{where}: in the arguments of a call {error}") from None
+    except (ValueError, RecursionError):
+        return told
+    return value if isinstance(value, dict) else told
