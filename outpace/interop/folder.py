@@ -3,7 +3,7 @@
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -50,7 +50,8 @@ def _share_mode(folder: Path) -> None:
     mode = stat.S_IMODE((folder / CHECKSUMS_FILE).stat().st_mode)
     for path in folder.iterdir():
         if path.is_file():
-            path.chmod(mode)
+            with suppress(OSError):  # file systems with permissions of their own (CIFS)
+                path.chmod(mode)
 
 
 def _replaceable(directory: Path, marker: str) -> bool:

@@ -44,7 +44,9 @@ def tokenizer_writer(source: Path, chat_template: str | None = None) -> Callable
                 shutil.copyfile(source / name, folder / name)
         templates = source / "additional_chat_templates"
         if templates.is_dir():
-            shutil.copytree(templates, folder / templates.name)
+            (folder / templates.name).mkdir()
+            for template in filter(Path.is_file, templates.iterdir()):
+                shutil.copyfile(template, folder / templates.name / template.name)
         if chat_template is not None:
             path = folder / "tokenizer_config.json"
             config = read_object(path) if path.is_file() else {}

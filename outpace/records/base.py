@@ -27,6 +27,10 @@ _MOST_PROBLEMS = 8
 _MOST_BYTES = 64 << 20  # limit for a record; other files may be endless
 _CHECKSUM = "xxh3_128"  # entry of a record
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+# What file systems answer that cannot wait for a folder's names (CIFS, some of FUSE).
+_NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS, errno.EISDIR)
+# Suffixes of files that huggingface_hub, curl, wget, aria2 and browsers are still fetching.
+_UNFETCHED = (".incomplete", ".part", ".aria2", ".crdownload", ".download")
 _MOST_LEVELS = 100  # nested objects; Python's limit is some hundreds, less in deep calls
 
 
@@ -126,6 +130,24 @@ def read_object(path: Path, on_change: OnChange | None = None, option: str = "")
     if not isinstance(values, dict):
         raise BadInputError(f"{path} holds a JSON {type(values).__name__}, not an object")
     return values
+
+
+def require_fetched(folder: Path) -> None:
+    """Refuse a folder with links to files that are not there, or files of a broken-off download.
+
+    Whatever reads it would take such files for absent: weights would be drawn at random.
+    """
+    for path in sorted(folder.iterdir()):
+        if path.is_symlink() and not path.exists():
+            raise BadInputError(
+                f"{path} is a link to {path.readlink()}, which is not there. Fetch {folder} again, "
+                "or copy it with the files that its links lead to (cp -rL)."
+            )
+        if path.suffix in _UNFETCHED and not path.with_suffix("").exists():
+            raise BadInputError(
+                f"{path} is the beginning of a file whose download was not finished. Fetch "
+                f"{folder} again, or remove the file."
+            )
 
 
 def require_no_pointer(path: Path) -> None:
@@ -316,10 +338,16 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_paths(*paths: Path) -> None:
-    """Wait until each file's contents, or the names in each folder, are on the disk."""
+    """Wait until each file's contents, or the names in each folder, are on the disk.
+
+    On a file system that cannot wait for folders, only files are awaited.
+    """
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in _NO_FOLDER_SYNC or not path.is_dir():
+                raise
         finally:
             os.close(descriptor)

@@ -1,5 +1,7 @@
 """Who waits for an entry of a cache, and for how long."""
 
+import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -61,4 +63,14 @@ def test_one_that_is_killed_is_not_waited_for(held):
     process.kill()
     process.wait()
     with entry_lock(path):
+        pass
+
+
+@pytest.mark.parametrize("answer", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_not_waited_for(tmp_path, monkeypatch, answer):
+    def refuse(*words):
+        raise OSError(answer, os.strerror(answer))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(OSError, match=os.strerror(answer)), entry_lock(tmp_path / "entry.lock"):
         pass

@@ -1,5 +1,6 @@
 """Files are written whole, in the place of what was a file, and into what is none."""
 
+import errno
 import os
 import stat
 import threading
@@ -7,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from outpace.records.base import put_aside, read_json, require_no_pointer, write_atomic
+from outpace.records.base import (
+    put_aside,
+    read_json,
+    require_fetched,
+    require_no_pointer,
+    sync_folder,
+    write_atomic,
+)
 from outpace.records.errors import BadInputError
 
 
@@ -68,3 +76,36 @@ def test_a_named_pipe_is_refused_rather_than_waited_for(tmp_path: Path) -> None:
         read_json(tmp_path / "plan.json")
     with pytest.raises(BadInputError, match="it is a named pipe, not a file"):
         require_no_pointer(tmp_path / "plan.json")
+
+
+def test_folders_are_not_awaited_where_a_file_system_cannot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CIFS and some of FUSE; what files answer, such as that the disk is full, counts."""
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "file").write_text("a")
+    answers = {True: errno.EINVAL, False: 0}
+
+    def sync(descriptor: int) -> None:
+        if answer := answers[stat.S_ISDIR(os.fstat(descriptor).st_mode)]:
+            raise OSError(answer, os.strerror(answer))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    sync_folder(tmp_path)
+    for answers in ({True: errno.EIO, False: 0}, {True: 0, False: errno.EINVAL}):
+        with pytest.raises(OSError, match=os.strerror(max(answers.values()))):
+            sync_folder(tmp_path)
+
+
+def test_a_folder_that_was_fetched_in_part_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "blob").write_text("a")
+    (tmp_path / "config.json").symlink_to("blob")
+    (tmp_path / "done.part").write_text("a")
+    (tmp_path / "done").write_text("ab")
+    require_fetched(tmp_path)
+    (tmp_path / "model.safetensors.incomplete").write_text("a")
+    with pytest.raises(BadInputError, match=r"model.safetensors.incomplete is the beginning of"):
+        require_fetched(tmp_path)
+    (tmp_path / "model.safetensors").symlink_to("../blobs/gone")
+    with pytest.raises(BadInputError, match=r"is a link to ../blobs/gone, which is not there"):
+        require_fetched(tmp_path)
