@@ -18,7 +18,7 @@ from outpace.data.added_tokens import add_tokens
 from outpace.data.interruptible import call_interruptibly
 from outpace.data.isolation import call_isolated
 from outpace.data.words import words_of
-from outpace.records.base import read_object, require_no_pointer
+from outpace.records.base import read_object, require_fetched, require_no_pointer
 from outpace.records.checksums import require_small_files
 from outpace.records.errors import BadInputError, OutpaceError, excerpt, shorten
 
@@ -466,8 +466,10 @@ def _require_no_dropout(tokenizer: Tokenizer, path: Path) -> None:
 
 
 def _require_files(path: Path) -> None:
-    """Refuse Git LFS pointers in place of a tokenizer, and SentencePiece files alone."""
+    """Refuse files that were not fetched in place of a tokenizer, and SentencePiece files alone."""
     folder = path if path.is_dir() else path.parent
+    if path.is_dir():
+        require_fetched(path)
     for file in sorted(folder.glob("*.json")) if path.is_dir() else [path]:
         if file.is_file():
             require_no_pointer(file)

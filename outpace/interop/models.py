@@ -12,7 +12,7 @@ from outpace.interop.origin import TOKENIZER_FILES
 from outpace.interop.peft import ADAPTER_CONFIG, adapter_notes, base_of
 from outpace.interop.user_file import load_function
 from outpace.interop.weights import has_weights
-from outpace.records.base import read_object, read_toml
+from outpace.records.base import read_object, read_toml, require_fetched
 from outpace.records.checksums import require_small_files
 from outpace.records.errors import BadInputError, excerpt
 from outpace.records.model import ModelSpec
@@ -94,6 +94,7 @@ def _place(reference: str) -> Path:
 
 
 def _open_huggingface(path: Path, cache_dir: Path | None) -> OpenedModel:
+    require_fetched(path)
     if (path / CUSTOM_MODEL_FILE).is_file():
         return OpenedModel("own", None, None, None, read_custom_model(path), path.name)
     if (path / ADAPTER_CONFIG).is_file():

@@ -21,6 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from outpace.interop.adapter_targets import require_targets
 from outpace.interop.config import read_config
 from outpace.interop.folder import whole_folder
 from outpace.interop.names import Naming, group, tensor_naming
@@ -308,7 +309,8 @@ def merge_into(
     used = tensor_naming(str(read_config(base).get("model_type")))
     groups = group(weights, used)
     pairs = dict(_read_pairs(folder))
-    _require_targets(folder, pairs, [name.removesuffix(".weight") for name in groups])
+    known = [name.removesuffix(".weight") for name in groups]
+    require_targets(read_adapter_config(folder), folder / ADAPTER_WEIGHTS, pairs, known)
     for module, pair in pairs.items():
         stored = f"{module}.weight" if used is None else used.current_name(f"{module}.weight")
         names = groups.get(stored)
@@ -321,64 +323,6 @@ def merge_into(
             )
         for name, part in zip(names, pair.b.split(rows), strict=True):
             weights[name] += (pair.scale * part @ pair.a).to(weights[name].dtype)
-
-
-def _require_targets(folder: Path, held: Collection[str], known: Collection[str]) -> None:
-    """Refuse an adapter whose tensors do not match the modules in its config. Raises BadInputError.
-
-    `held`: modules of its tensors; `known`: modules of the base. PEFT silently skips tensors of
-    modules that are not named, and takes missing tensors of named modules as zeros.
-    """
-    targeted = _target_rule(read_adapter_config(folder))
-    if targeted is None:
-        return
-    extra = [name for name in held if not targeted(name)]
-    # A folder's names may have other prefixes than the base's (`model.`, `transformer.`).
-    lacking = [
-        name
-        for name in known
-        if targeted(name) and not any(f".{one}".endswith(f".{_inner(name)}") for one in held)
-    ]
-    for names, found in ((extra, "holds matrices of"), (lacking, "holds no matrices of")):
-        if names:
-            contrary = "does not name" if names is extra else "names"
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise BadInputError(
-                f"{folder / ADAPTER_WEIGHTS} {found} {shorten(names[0], 120)}{more}, which "
-                f"target_modules in {ADAPTER_CONFIG} {contrary}: one of the two files belongs to "
-                "another adapter or is incomplete. Restore both as they were saved, or correct "
-                "target_modules."
-            )
-
-
-def _inner(module: str) -> str:
-    """Return a module's name from its layer number on, if it has one."""
-    found = re.search(r"(?:^|\.)(\d+\..+)$", module)
-    return found[1] if found else module
-
-
-def _target_rule(config: Mapping[str, Any]) -> Callable[[str], bool] | None:
-    """Return whether a module is one of the config's targets, as PEFT decides; None if unknown."""
-    targets, layers = config.get("target_modules"), config.get("layers_to_transform")
-    if not targets or targets == "all-linear" or config.get("exclude_modules"):
-        return None
-    if config.get("layers_pattern") or not isinstance(targets, (str, list)):
-        return None
-    numbers = None if layers is None else {layers} if isinstance(layers, int) else set(layers)
-
-    def is_targeted(module: str) -> bool:
-        if isinstance(targets, str):
-            try:
-                return re.fullmatch(targets, module) is not None
-            except re.error:
-                return True
-        return any(module == one or module.endswith(f".{one}") for one in targets)
-
-    def in_layer(module: str) -> bool:
-        number = re.search(r"\.(\d+)\.", module)
-        return numbers is None or (number is not None and int(number[1]) in numbers)
-
-    return lambda module: is_targeted(module) and in_layer(module)
 
 
 def adapter_notes(folder: Path) -> tuple[str, ...]:
@@ -434,7 +378,7 @@ def _read_pairs(folder: Path) -> Iterator[tuple[str, Pair]]:
         raise BadInputError(f"{path} holds no tensors: the adapter would change nothing.")
     halves: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
-        found = _KEY.fullmatch(key)
+        found = _KEY.fullmatch(key.replace("_orig_mod.", ""))  # a compiled module's prefix
         if found is None:
             raise BadInputError(
                 f"{path} holds {shorten(key, 120)}, which is not a LoRA matrix of a layer, such as "
@@ -442,7 +386,13 @@ def _read_pairs(folder: Path) -> Iterator[tuple[str, Pair]]:
                 "adapter into its base model with peft (merge_and_unload)."
             )
         require_numbers(tensor, f"{path}: {key}")
-        halves.setdefault(found[1], {})[found[2]] = tensor.float()
+        half = halves.setdefault(found[1], {})
+        if found[2] in half and not torch.equal(half[found[2]], tensor.float()):
+            raise BadInputError(
+                f"{path} holds {found[2]} of the adapter of {found[1]} under two names, with "
+                "different values. Keep one."
+            )
+        half[found[2]] = tensor.float()
     for module, held in halves.items():
         if held.keys() != {"A", "B"}:
             raise BadInputError(f"{path} holds only one half of the adapter of {module}.")

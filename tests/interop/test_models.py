@@ -73,6 +73,9 @@ def test_a_huggingface_directory(make_theirs: Callable[..., Any], tmp_path: Path
     assert open_model(str(tmp_path / "m")).tokenizer == tmp_path / "m"
     (tmp_path / "m/model.safetensors").unlink()
     assert open_model(str(tmp_path / "m")).weights is None
+    (tmp_path / "m/model.safetensors").symlink_to("../blobs/0a1b")  # of a cache of the hub
+    with pytest.raises(BadInputError, match=r"model.safetensors is a link to ../blobs/0a1b, which"):
+        open_model(str(tmp_path / "m"))
 
 
 def test_an_adapter_beside_a_config_is_one_and_beside_a_model_is_refused(

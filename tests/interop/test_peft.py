@@ -216,6 +216,51 @@ def test_an_adapter_of_other_modules_than_its_config_names_is_refused(adapted, t
         merged(adapter, base)
 
 
+@pytest.mark.parametrize(
+    ("more", "kept", "said"),
+    [
+        (
+            {"exclude_modules": ["layers.1.self_attn.q_proj"]},
+            "",
+            r"holds matrices of model.layers.1",
+        ),
+        ({"exclude_modules": r".*layers\.1\..*"}, "", r"matrices of .* \(with exclude_modules\)"),
+        ({"exclude_modules": r".*layers\.1\..*"}, "layers.0", None),
+        ({"exclude_modules": ["k_proj"]}, "layers.0", "holds no matrices of model.layers.1"),
+        ({"layers_to_transform": []}, "", None),
+        ({"layers_to_transform": [0], "layers_pattern": "layers"}, "layers.0", None),
+        ({"layers_to_transform": [0], "layers_pattern": ["layers"]}, "", "holds matrices of"),
+        ({"layers_to_transform": [0], "layers_pattern": "blocks"}, "layers.0", "holds matrices of"),
+    ],
+)
+def test_modules_that_a_config_excludes_are_no_targets(adapted, more, kept, said):
+    """Their matrices were added, where peft leaves them out, and nothing was said."""
+    _, _, base, adapter = adapted("qwen3", lora_targets=("q", "v"))
+    change_tensors(adapter, lambda name: name if kept in name else "")
+    config = adapter / "adapter_config.json"
+    targets = {"target_modules": ["q_proj", "v_proj"]}
+    config.write_text(json.dumps(json.loads(config.read_text()) | targets | more))
+    if said is None:
+        merged(adapter, base)
+        return
+    with pytest.raises(BadInputError, match=said):
+        merged(adapter, base)
+
+
+def test_names_of_a_compiled_module_are_read_and_two_for_one_matrix_refused(adapted):
+    """torch.compile's prefix, as trainers save it (and weights of whole models may have it)."""
+    _, _, base, adapter = adapted("qwen3", lora_targets=("q", "v"))
+    whole = merged(adapter, base).state_dict()
+    change_tensors(adapter, lambda name: name.replace("model.model.", "model._orig_mod.model."))
+    again = merged(adapter, base).state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in whole.items())
+    held = load_file(adapter / "adapter_model.safetensors")
+    twice = {name.replace("_orig_mod.", ""): tensor + 1 for name, tensor in held.items()}
+    save_file(held | twice, adapter / "adapter_model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(BadInputError, match=r"under two names, with different values\. Keep one"):
+        merged(adapter, base)
+
+
 def test_an_adapter_of_another_rank_than_its_config_says_is_refused(adapted):
     """It was scaled by the rank of its matrices, whatever the config said."""
     _, _, base, adapter = adapted("qwen3", lora_targets=("q", "v"))

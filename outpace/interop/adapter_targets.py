@@ -1,0 +1,92 @@
+"""Modules of a base that an adapter's config selects, compared with the tensors in its file."""
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from outpace.records.errors import BadInputError, shorten
+
+
+def require_targets(
+    config: Mapping[str, Any], weights: Path, held: Collection[str], known: Collection[str]
+) -> None:
+    """Refuse an adapter whose tensors do not match the modules in its config. Raises BadInputError.
+
+    `weights` is its file; `held`: modules of its tensors; `known`: modules of the base. PEFT
+    silently skips tensors of modules that are not named, and takes missing tensors of named modules
+    as zeros.
+    """
+    targeted = _target_rule(config)
+    if targeted is None:
+        return
+    extra = [name for name in held if not targeted(name)]
+    # A folder's names may have other prefixes than the base's (`model.`, `transformer.`).
+    lacking = [
+        name
+        for name in known
+        if targeted(name) and not any(f".{one}".endswith(f".{_inner(name)}") for one in held)
+    ]
+    for names, found in ((extra, "holds matrices of"), (lacking, "holds no matrices of")):
+        if names:
+            contrary = "does not name" if names is extra else "names"
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise BadInputError(
+                f"{weights} {found} {shorten(names[0], 120)}{more}, which "
+                f"target_modules in adapter_config.json {contrary}{_conditions(config)}: one of "
+                "the two files belongs to another adapter or is incomplete. Restore both as they "
+                "were saved, or correct target_modules."
+            )
+
+
+def _conditions(config: Mapping[str, Any]) -> str:
+    """Name the other keys by which an adapter's config selects modules, if it has some."""
+    keys = ("exclude_modules", "layers_to_transform", "layers_pattern")
+    found = [key for key in keys if config.get(key) not in (None, [], "")]
+    return f" (with {' and '.join(found)})" if found else ""
+
+
+def _inner(module: str) -> str:
+    """Return a module's name from its layer number on, if it has one."""
+    found = re.search(r"(?:^|\.)(\d+\..+)$", module)
+    return found[1] if found else module
+
+
+def _target_rule(config: Mapping[str, Any]) -> Callable[[str], bool] | None:
+    """Return whether a module is one of the config's targets, as PEFT decides; None if unknown."""
+    targets, excluded = config.get("target_modules"), config.get("exclude_modules")
+    if not targets or targets == "all-linear":
+        return None
+    if not all(isinstance(one, (str, list)) for one in (targets, excluded or [])):
+        return None
+    in_layer = _layer_rule(config)
+    return lambda module: (
+        _is_named(module, targets)
+        and in_layer(module)
+        and not (excluded and _is_named(module, excluded))
+    )
+
+
+def _is_named(module: str, names: str | list[Any]) -> bool:
+    """Return whether a pattern matches a module's whole name, or one of a list ends it."""
+    if not isinstance(names, str):
+        return any(module == one or module.endswith(f".{one}") for one in names)
+    try:
+        return re.fullmatch(names, module) is not None
+    except re.error:
+        return True
+
+
+def _layer_rule(config: Mapping[str, Any]) -> Callable[[str], bool]:
+    """Return whether a module is in one of `layers_to_transform`, by default in any layer."""
+    layers, patterns = config.get("layers_to_transform"), config.get("layers_pattern")
+    if layers is None or layers == []:
+        return lambda module: True
+    numbers = {layers} if isinstance(layers, int) else set(layers)
+    names = [patterns] if isinstance(patterns, str) else patterns or [r"[^.]+"]
+
+    def in_layer(module: str) -> bool:
+        found = [re.search(rf"(?:^|\.){name}\.(\d+)\.", module) for name in names]
+        return any(one is not None and int(one[1]) in numbers for one in found)
+
+    return in_layer
