@@ -22,8 +22,7 @@ def orders(
 ) -> list[list[Action]]:
     """Return each rank's actions. `stages_per_rank` of None is the schedule's default.
 
-    Actions that may overlap are adjacent; `overlapped` returns them. Raises BadInputError for
-    numbers that the schedule does not allow.
+    Raises BadInputError for numbers that the schedule does not allow.
     """
     each = _stages_per_rank(schedule, ranks, microbatches, stages_per_rank)
     return [_MAKERS[schedule](rank, ranks, microbatches, each) for rank in range(ranks)]
@@ -36,31 +35,12 @@ def order(
     return _MAKERS[schedule](rank, ranks, microbatches, stages_per_rank)
 
 
-def overlapping_forwards(schedule: str, ranks: int, microbatches: int) -> frozenset[Action]:
-    """Return the forwards that may overlap with the next backward in their order.
-
-    Only dualpipev has any: the all-to-all between experts of one micro-batch is hidden by the
-    computation of the other (DeepSeek-AI, arXiv 2412.19437, §3.2.1). torch runs them one after the
-    other. Raises BadInputError like `orders`.
-    """
-    _stages_per_rank(schedule, ranks, microbatches, None)
-    if schedule != "dualpipev":
-        return frozenset()
-    written = (_dual_pipe_writer(rank, ranks, microbatches) for rank in range(ranks))
-    return frozenset(action for writer in written for action in writer.together)
-
-
 @lru_cache(maxsize=8)  # the largest, of 64 ranks and 512 micro-batches, takes some 30 MB
 def schedule_graph(
-    schedule: str,
-    ranks: int,
-    microbatches: int,
-    stages_per_rank: int | None = None,
-    overlap: bool = False,
+    schedule: str, ranks: int, microbatches: int, stages_per_rank: int | None = None
 ) -> Wiring:
-    """Prepare a schedule for many simulations. With `overlap`, actions that may overlap do so."""
-    together = overlapping_forwards(schedule, ranks, microbatches) if overlap else frozenset()
-    return wire(orders(schedule, ranks, microbatches, stages_per_rank), together)
+    """Prepare a schedule for many simulations."""
+    return wire(orders(schedule, ranks, microbatches, stages_per_rank))
 
 
 def _stages_per_rank(schedule: str, ranks: int, microbatches: int, asked: int | None) -> int:
@@ -184,12 +164,11 @@ class _Writer:
     """Writer of a rank's order, with two stages: 0 the earlier and 1 the later.
 
     "F0" is the next forward of stage 0, "B" a backward, "I" its part for inputs. "W0" is the oldest
-    delayed part for weights of stage 0, "W" that of either stage. Actions in "F0+B1" may overlap.
+    delayed part for weights of stage 0, "W" that of either stage.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.order: list[Action] = []
-        self.together: list[Action] = []
         self._stages = (rank, 2 * ranks - 1 - rank)
         self._begun: Counter[tuple[bool, int]] = Counter()  # forwards and backwards of a stage
         self._put_off: list[Action] = []
@@ -199,11 +178,7 @@ class _Writer:
         words = turn.split()
         for _ in range(times):
             for word in words:
-                first, *more = word.split("+")
-                self._add(first)
-                if more:
-                    self.together.append(self.order[-1])
-                    self._add(*more)
+                self._add(word)
 
     def _add(self, word: str) -> None:
         kind: Kind = word[0]  # type: ignore[assignment]
@@ -245,14 +220,10 @@ def _zero_bubble_v(rank: int, ranks: int, microbatches: int, each: int) -> list[
 
 
 def _dual_pipe_v(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
-    """Order stages in a V, with a forward of one stage during a backward of the other."""
-    return _dual_pipe_writer(rank, ranks, microbatches).order
+    """Order DualPipe (DeepSeek-AI, arXiv 2412.19437, §3.2.1), cut in half into a V.
 
-
-def _dual_pipe_writer(rank: int, ranks: int, microbatches: int) -> _Writer:
-    """Write DualPipe (DeepSeek-AI, arXiv 2412.19437, §3.2.1), cut in half into a V.
-
-    The steps are those of github.com/deepseek-ai/DualPipe, which numbers them from 1 to 8.
+    The steps are those of github.com/deepseek-ai/DualPipe, which numbers them from 1 to 8. It pairs
+    a forward of one stage with a backward of the other; torch runs the two one after the other.
     """
     behind = ranks - 1 - rank
     main = microbatches - ranks - behind
@@ -260,16 +231,14 @@ def _dual_pipe_writer(rank: int, ranks: int, microbatches: int) -> _Writer:
     writer.write("F0", 2 * behind)
     writer.write("F0 F1", rank + 1)
     writer.write("I1 W F1", behind)
-    if not behind:  # the bottom of the V waits for the first forward of the pair: not together
-        writer.write("F0 B1 F1+B0")
-    writer.write("F0+B1 F1+B0", main if behind else main - 1)
-    writer.write("B1 F1+B0", behind)
+    writer.write("F0 B1 F1 B0", main)
+    writer.write("B1 F1 B0", behind)
     # Backwards with no forward beside them, of either stage in turn: the later half is split.
     kinds = "B" * (rank + 1) + "I" * (rank + 1)
     writer.write(" ".join(map("".join, zip(kinds, "10" * (rank + 1), strict=True))))
     writer.write("W I0", behind)
     writer.write("W", rank + 1)
-    return writer
+    return writer.order
 
 
 _MAKERS: Mapping[str, _Maker] = {

@@ -6,9 +6,8 @@ own forward. For equal stages this gives the closed forms of the papers; unlike 
 covers unequal stages.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import NamedTuple
 
 from outpace.records.errors import BadInputError
@@ -67,12 +66,8 @@ class Timeline:
         return max((spans[-1].end_s for spans in self.ranks if spans), default=0.0)
 
     def busy_s(self, rank: int) -> float:
-        """Return the seconds during which a rank works; overlapping actions count once."""
-        busy_s = free_s = 0.0
-        for span in self.ranks[rank]:
-            busy_s += span.end_s - max(span.begin_s, free_s)
-            free_s = span.end_s
-        return busy_s
+        """Return the seconds during which a rank works."""
+        return sum(span.end_s - span.begin_s for span in self.ranks[rank])
 
     @property
     def idle_share(self) -> float:
@@ -86,28 +81,19 @@ class Wiring:
     """Actions of all ranks in topological order.
 
     It is built once, for fast repeated simulation. For each action in the order, `taken_by` is its
-    rank, and `after` has the positions of other ranks' actions that it waits for. `beside`: the
-    action that runs together with it and has no separate position.
+    rank, and `after` has the positions of other ranks' actions that it waits for.
     """
 
     ranks: int
     actions: tuple[Action, ...]
     taken_by: tuple[int, ...]
     after: tuple[tuple[int, ...], ...]
-    beside: Mapping[Action, Action]
 
     def run(
-        self,
-        seconds: Callable[[Action], float],
-        transfer_s: float,
-        together_s: Callable[[float, float], float] = max,
+        self, seconds: Callable[[Action], float], transfer_s: float
     ) -> tuple[list[float], list[float]]:
         """Return the start and the end of each action; the arguments are those of `simulate`."""
         took = list(map(seconds, self.actions))
-        if self.beside:
-            for place, action in enumerate(self.actions):
-                if action in self.beside:
-                    took[place] = together_s(took[place], seconds(self.beside[action]))
         free_s = [0.0] * self.ranks
         begins: list[float] = []
         ends: list[float] = []
@@ -122,26 +108,20 @@ class Wiring:
             ends.append(begin_s + took_s)
         return begins, ends
 
-    def makespan_s(
-        self,
-        times: Sequence[StageTime],
-        transfer_s: float = 0.0,
-        together_s: Callable[[float, float], float] = max,
-    ) -> float:
+    def makespan_s(self, times: Sequence[StageTime], transfer_s: float = 0.0) -> float:
         """Return the time from the first start to the last end, as for `simulate_stages`."""
         kinds: tuple[Kind, ...] = ("F", "B", "I", "W")
         cost = {kind: [time.seconds(kind) for time in times] for kind in kinds}
-        _, ends = self.run(lambda action: cost[action[0]][action[1]], transfer_s, together_s)
+        _, ends = self.run(lambda action: cost[action[0]][action[1]], transfer_s)
         return max(ends, default=0.0)
 
 
-def wire(orders: Sequence[Order], together: Collection[Action] = ()) -> Wiring:
+def wire(orders: Sequence[Order]) -> Wiring:
     """Find an order of all ranks' actions that respects each rank's order and the dependencies.
 
-    `together`: actions that a rank runs at the same time as the next one in its order. Raises
-    BadInputError for orders in which ranks wait for each other.
+    Raises BadInputError for orders in which ranks wait for each other.
     """
-    return _Wirer(orders, together).wiring()
+    return _Wirer(orders).wiring()
 
 
 class _Wirer:
@@ -151,15 +131,8 @@ class _Wirer:
     micro-batch has an even one, the gradients of its inputs the odd one after it.
     """
 
-    def __init__(self, orders: Sequence[Order], together: Collection[Action]) -> None:
-        self._beside = {
-            action: other
-            for order in (orders if together else ())
-            for action, other in pairwise(order)
-            if action in together
-        }
-        others = set(self._beside.values())
-        self._todo = [[action for action in order if action not in others] for order in orders]
+    def __init__(self, orders: Sequence[Order]) -> None:
+        self._todo = orders
         self._last = max((a.stage for order in orders for a in order), default=0)
         self._row = 2 * max((a.microbatch + 1 for order in orders for a in order), default=0)
         self._places = [-1] * (self._row * (self._last + 1))  # of what is done, in the sequence
@@ -186,24 +159,19 @@ class _Wirer:
             actions=tuple(self._actions),
             taken_by=tuple(self._taken_by),
             after=tuple(self._after),
-            beside=self._beside,
         )
 
     def _run_if_ready(self, rank: int, action: Action, ready: list[int]) -> bool:
         """Run the action and release its waiters if its inputs are ready; return whether."""
-        needs, dones = self._needs(action), self._completions(action)
-        if action in self._beside:
-            other = self._beside[action]
-            needs, dones = needs + self._needs(other), dones + self._completions(other)
         after: tuple[int, ...] = ()
-        for need in needs:
+        for need in self._needs(action):
             place = self._places[need]
             if place < 0:
                 self._waiting.setdefault(need, []).append(rank)
                 return False
             if self._taken_by[place] != rank:  # a rank's own actions have ended
                 after += (place,)
-        for done in dones:
+        for done in self._completions(action):
             self._places[done] = len(self._actions)
             if done in self._waiting:
                 ready += self._waiting.pop(done)
@@ -240,44 +208,28 @@ def simulate(
     orders: Sequence[Order],
     seconds: Callable[[Action], float],
     transfer_s: float = 0.0,
-    together: Collection[Action] = (),
-    together_s: Callable[[float, float], float] = max,
 ) -> Timeline:
     """Simulate each rank's actions in its order.
 
     `seconds` are the durations of the actions; `transfer_s` is the time to send a tensor to another
-    rank, during which both may continue. `together`: actions that overlap with the next one in
-    their order, once both have their inputs. The two take the time that `together_s` returns for
-    the times that each takes alone, by default the longer one. Raises BadInputError for orders in
-    which ranks wait for each other.
+    rank, during which both may continue. Raises BadInputError for orders in which ranks wait for
+    each other.
     """
-    wiring = wire(orders, together)
-    begins, ends = wiring.run(seconds, transfer_s, together_s)
+    wiring = wire(orders)
+    begins, ends = wiring.run(seconds, transfer_s)
     spans: list[list[Span]] = [[] for _ in orders]
     for rank, action, begin_s, end_s in zip(
         wiring.taken_by, wiring.actions, begins, ends, strict=True
     ):
         spans[rank].append(Span(action, begin_s, end_s))
-        if action in wiring.beside:
-            spans[rank].append(Span(wiring.beside[action], begin_s, end_s))
     return Timeline(tuple(map(tuple, spans)))
 
 
 def simulate_stages(
-    orders: Sequence[Order],
-    times: Sequence[StageTime],
-    transfer_s: float = 0.0,
-    together: Collection[Action] = (),
-    together_s: Callable[[float, float], float] = max,
+    orders: Sequence[Order], times: Sequence[StageTime], transfer_s: float = 0.0
 ) -> Timeline:
     """Simulate as `simulate` does, with one duration per stage for all micro-batches."""
-    return simulate(
-        orders,
-        lambda action: times[action.stage].seconds(action.kind),
-        transfer_s,
-        together,
-        together_s,
-    )
+    return simulate(orders, lambda action: times[action.stage].seconds(action.kind), transfer_s)
 
 
 def makespan_s(

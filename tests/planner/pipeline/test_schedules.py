@@ -2,7 +2,6 @@
 
 from collections import Counter
 from itertools import product
-from operator import add
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,7 @@ from torch import nn
 
 from outpace.parallel.pipeline import CLASSES
 from outpace.planner.pipeline import simulator
-from outpace.planner.pipeline.schedules import orders, overlapping_forwards, schedule_graph
+from outpace.planner.pipeline.schedules import orders, schedule_graph
 from outpace.planner.pipeline.simulator import (
     Action,
     StageTime,
@@ -117,18 +116,6 @@ def test_a_table_of_one_stage_a_rank_is_what_torch_runs(schedule, ranks):
     assert orders("mp", ranks, 1) == orders("gpipe", ranks, 1)
 
 
-@pytest.mark.parametrize("ranks", range(1, 9))
-def test_what_dualpipev_may_do_together_is_what_torch_pairs(ranks):
-    for microbatches in (2 * ranks, 2 * ranks + 1, 5 * ranks):
-        theirs = torch_schedule("dualpipev", ranks, microbatches, 2).pipeline_order
-        pairs = [computing([one]) for order in theirs.values() for one in order if one.sub_actions]
-        together = overlapping_forwards("dualpipev", ranks, microbatches)
-        assert together == {forward for forward, _ in pairs}
-        wiring = schedule_graph("dualpipev", ranks, microbatches, overlap=True)
-        assert dict(wiring.beside) == dict(pairs)
-        assert overlapping_forwards("zbv", ranks, microbatches) == frozenset()
-
-
 @pytest.mark.parametrize(
     ("asked", "why"),
     [
@@ -204,11 +191,6 @@ def test_every_table_plays_and_its_makespan_is_the_plays(sizes, data):
             if SCHEDULES[schedule].rank_of(stage, ranks) == rank
         )
         assert played.busy_s(rank) == pytest.approx(work_s)
-    together = overlapping_forwards(schedule, ranks, microbatches)
-    beside = simulate_stages(todo, times, transfer_s, together)
-    assert schedule_graph(*sizes, True).makespan_s(times, transfer_s) == beside.makespan_s
-    # Of two that save nothing together, the first only waits for what the second needs.
-    assert wire(todo, together).makespan_s(times, transfer_s, add) >= played.makespan_s * (1 - 1e-9)
 
 
 @given(pipelines(("mp", "gpipe", "1f1b", "interleaved", "loopedbfs")), seconds, seconds)
@@ -239,9 +221,9 @@ def test_split_backwards_wait_as_published(ranks, rounds):
     """
     microbatches = rounds * ranks
 
-    def bubble_s(schedule, time, each, **how):
+    def bubble_s(schedule, time, each):
         todo = orders(schedule, ranks, microbatches, each)
-        played = simulate_stages(todo, [time] * (ranks * each), **how)
+        played = simulate_stages(todo, [time] * (ranks * each))
         return played.makespan_s - played.busy_s(0)
 
     for inputs_s, weights_s in ((1.0, 1.0), (1.25, 0.75), (1.5, 0.5)):
@@ -253,9 +235,6 @@ def test_split_backwards_wait_as_published(ranks, rounds):
             assert bubble_s("zb", time, each) == pytest.approx(expected)
     equal = StageTime(1.0, 1.0, 1.0)
     assert bubble_s("zbv", equal, 2) == pytest.approx(ranks - 1)
-    pairs = overlapping_forwards("dualpipev", ranks, microbatches)
-    waits = bubble_s("dualpipev", equal, 2, together=pairs, together_s=add)
-    assert waits == pytest.approx((ranks - 1) * (3 + 2 - 3))
 
 
 @given(pipelines())

@@ -1,7 +1,6 @@
 """Schedules played: the papers' closed forms for equal stages, and laws for others."""
 
 from itertools import pairwise
-from operator import add
 
 import pytest
 from hypothesis import given
@@ -14,7 +13,6 @@ from outpace.planner.pipeline.simulator import (
     idle_share_formula,
     makespan_s,
     simulate_stages,
-    wire,
 )
 from outpace.records.errors import BadInputError
 
@@ -82,29 +80,3 @@ def test_orders_that_wait_for_each_other_are_named():
     backwards_first = [[Action("B", 0, 0), Action("F", 0, 0)], [Action("F", 1, 0)]]
     with pytest.raises(BadInputError, match="rank 0 at B of micro-batch 0 on stage 0, rank 1"):
         simulate_stages(backwards_first, [StageTime(1, 1, 1)] * 2)
-
-
-def test_what_is_done_together_waits_for_all_that_it_needs_and_counts_once():
-    todo = [
-        [Action("F", 0, 0), Action("F", 0, 1), Action("B", 0, 0), Action("B", 0, 1)],
-        [Action("F", 1, 0), Action("F", 1, 1), Action("B", 1, 0), Action("B", 1, 1)],
-    ]
-    times = [StageTime(1, 1, 1), StageTime(1, 1, 1)]
-    pair = {Action("F", 1, 1)}
-    played = simulate_stages(todo, times, together=pair)
-    # Alone, the last rank begins its second forward at 2; the backward beside it is ready too.
-    spans = {span.action: (span.begin_s, span.end_s) for span in played.ranks[1]}
-    assert spans[Action("F", 1, 1)] == spans[Action("B", 1, 0)] == (2, 4)
-    assert spans[Action("B", 1, 1)] == (4, 6)
-    assert played.busy_s(1) == 1 + 2 + 2
-    assert played.makespan_s == 8
-    assert wire(todo, pair).makespan_s(times) == 8
-    apart = simulate_stages(todo, times, together=pair, together_s=add)
-    assert apart.makespan_s == wire(todo, pair).makespan_s(times, together_s=add) == 9
-    assert apart.makespan_s == simulate_stages(todo, times).makespan_s
-
-
-def test_a_pair_of_which_one_needs_the_other_cannot_be_done_together():
-    todo = [[Action("F", 0, 0), Action("B", 0, 0)]]
-    with pytest.raises(BadInputError, match="rank 0 at F of micro-batch 0 on stage 0"):
-        wire(todo, {Action("F", 0, 0)})
