@@ -17,25 +17,25 @@ import numpy as np
 from outpace.planner.plan_columns import OFFLOADS, Floats, Ints, PlanBatch
 from outpace.planner.search.space import OFFLOADED, Options, expand, untrained_mask
 
-EQUAL = 1.02  # times the fastest's step: no reason to prefer the fastest
-LEAN = 1.10  # times the fastest's step, at most, of the leanest and the simplest
-ROOMIER = 2.0  # times the fastest's step, at most, where no faster plan leaves memory free
-ROOMY = 0.9  # of a device's memory: above, fragments and longer samples may run out of it
-# Of it: with normal errors whose median is 3 %, a plan estimated to need that much needs more than
-# there is in one case of four, and one that needs all of it in one case of two.
+EQUAL = 1.02  # times the fastest step: within this, the fastest plan is not preferred
+LEAN = 1.10  # times the fastest step: limit for the leanest and the simplest plan
+ROOMIER = 2.0  # times the fastest step: limit if no faster plan leaves memory free
+ROOMY = 0.9  # of a device's memory: above, fragmentation and longer samples may exceed it
+# Of a device's memory. With a normal error whose median is 3 %, a plan estimated to need this much
+# needs more than there is in one case of four, and one that needs all of it in one case of two.
 CROWDED = 0.97
-WIDE = 4 / 3  # times the fastest's step, at most, of one that leaves memory free where others crowd
-_ENOUGH = 0.5  # of it: less use of memory is no further advantage
-_TIGHT = 2  # cost of a plan that leaves less memory free, added to those of layout and options
-# More than tensor with pipeline parallelism, or than less room: offloading adds the host's memory,
-# its links and its other programs to what a step waits for.
+WIDE = 4 / 3  # times the fastest step: limit for a plan that leaves memory free if others crowd it
+_ENOUGH = 0.5  # of a device's memory: using less than this is no advantage
+_TIGHT = 2  # added cost of a plan that uses more than ROOMY
+# Costs of offloading, which exceed those of tensor with pipeline parallelism and of less free
+# memory: a step then also waits for the host's memory, links and other programs.
 _OFFLOAD, _OFFLOAD_TO_DISK = 5, 6
-_LAYOUTS = 2048  # whose options are looked at together: of fewer, calls cost more than plans
+_LAYOUTS = 2048  # expanded together; with fewer, calls cost more than plans
 _FEW_LAYOUTS = 512
-_PIECE = 256  # plans whose bytes are estimated first; then twice as many, again and again
+_PIECE = 256  # plans whose memory is estimated first; each later piece is twice as large
 
 Estimates = Callable[[PlanBatch], Floats]
-_Least = tuple[float, float, PlanBatch]  # bytes, seconds, and the plan that needs them
+_Least = tuple[float, float, PlanBatch]  # bytes, seconds, and the plan
 
 
 @dataclass(frozen=True)

@@ -49,16 +49,16 @@ from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.plan import Plan
 from outpace.records.strategies import TRAITS, StrategyFamily
 
-# Bytes that each plan's fullest rank needs.
+# Returns the bytes that each plan's fullest rank needs.
 Needs = Callable[[PlanBatch], Floats]
 
 FAMILIES = get_args(StrategyFamily)
-_BATCH = 512  # layouts whose options are looked at together
+_BATCH = 512  # layouts that are expanded together
 _FIRST = 16
 _FEW = 64
 _FULL = MODES.index("full")
-_PIECE = 4096  # plans whose bytes are estimated together
-_NEAR = 1.001  # what plainness can make up for
+_PIECE = 4096  # plans whose memory is estimated together
+_NEAR = 1.001  # the largest factor of a step's time that a simpler plan can make up for
 
 
 @dataclass(frozen=True)
@@ -283,7 +283,7 @@ def fastest_accepted(
     plain, chosen = layouts(wanted), list(memory_options(wanted))
     considered = len(plain) * len(chosen)
     asked = _Acceptance(accepts, wanted.seq_len)
-    # No option makes a layout one that can be accepted.
+    # A layout that is not accepted is not accepted with any options.
     plain = plain.select(asked.accepted_mask(plain))
     bound = least_s(question, wanted, plain)
     order = np.argsort(bound, kind="stable")
@@ -367,7 +367,7 @@ def _wording_keys(c: PlanBatch, seq_len: int) -> Ints:
     return np.stack([np.asarray(one, np.int64) for one in columns], axis=1)
 
 
-# Options of which one may need another: these are tried together.
+# Options that may require each other, and are tried together.
 _TOGETHER = (
     ("modes", "offload_activations"),
     ("offload_parameters", "offload_optimizer", "precision", "optimizer", "in_backward"),
@@ -455,7 +455,7 @@ def _family(
         yield least[1]
 
 
-_Least = tuple[float, PlanBatch]  # the bytes that a plan needs, and the plan
+_Least = tuple[float, PlanBatch]  # bytes, and the plan
 
 
 def _smaller(plans: PlanBatch, need: Floats, least: _Least | None) -> _Least | None:
@@ -538,7 +538,7 @@ def _finish_search(
     order_s = _ranking_s(columns, seconds)
     ranked = inside[_first_of(kinds(columns)[inside], order_s[inside])]
     ranked = ranked[np.argsort(order_s[ranked], kind="stable")]
-    # What pipelines wait for is known once they are simulated: others must not be hidden by it.
+    # Pipelines may become slower by simulation, so plans without one are kept as finalists, too.
     finalists = np.zeros(len(ranked), bool)
     finalists[:count] = True
     finalists[np.flatnonzero(columns.pp[ranked] == 1)[: max(1, count // 2)]] = True
@@ -556,13 +556,13 @@ def _finish_search(
 def fits(wanted: SearchRequest, needs: Needs, floors: Needs, memory_bytes: float) -> bool:
     """Return whether any plan fits, with the smallest micro-batch and the most recomputation."""
     if not {"micro_batch", "pp_microbatches"} & wanted.keep.keys():
-        wanted = replace(wanted, keep={**wanted.keep, "micro_batch": 1})  # which divides any share
+        wanted = replace(wanted, keep={**wanted.keep, "micro_batch": 1})  # 1 divides every share
     plain, chosen = layouts(wanted), list(memory_options(wanted))
     if not chosen or not len(plain):
         return False
     chosen = [options for options in chosen if options["modes"] == chosen[-1]["modes"]]
     plain = plain.select(plain.micro_batch == plain.micro_batch.min())
-    # Those that share out the most among the ranks first.
+    # Layouts that shard most come first.
     order = np.argsort(-plain.zero * plain.dp_shard * plain.tp * plain.pp, kind="stable")
     for begin in range(0, len(order), _BATCH):
         part = expand(plain.select(order[begin : begin + _BATCH]), chosen)

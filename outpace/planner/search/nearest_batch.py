@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from outpace.planner.search.space import SearchRequest, layouts, memory_options
 
-_TRIED = 12  # candidates on either side: each costs a list of all layouts
+_TRIED = 12  # candidates on either side; each requires a list of all layouts
 
 
 def nearest_batches(wanted: SearchRequest) -> tuple[int, ...]:
@@ -29,7 +29,8 @@ def _units(wanted: SearchRequest) -> set[int]:
     world, keep = wanted.world, wanted.keep
     replicas = {n for n in range(1, world + 1) if world % n == 0} | {max(1, world - 1)}
     each = int(keep.get("micro_batch", 1)) * int(keep.get("pp_microbatches", 1))
-    stages = {1, int(keep.get("pp", 1))}  # a pipeline wants as many micro-batches as stages
+    # A pipeline needs at least as many micro-batches as stages.
+    stages = {1, int(keep.get("pp", 1))}
     return {n * each * more for n in replicas for more in stages}
 
 

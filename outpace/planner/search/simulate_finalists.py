@@ -13,11 +13,11 @@ from outpace.planner.plan_columns import SCHEDULE_NAMES, Ints, PlanBatch
 from outpace.planner.step_time.estimate import StepTimes, stages_of
 from outpace.planner.step_time.setup import StepTimeQuestion
 
-# Of a step, what a pipeline's passes are made of.
+# Components of a step that the passes of a pipeline consist of.
 _PASSES = (
     "products_s", "attention_s", "memory_s", "host_s", "bubble_s", "tensor_s", "pipeline_s",
 )  # fmt: skip
-_MOST_ACTIONS = 400_000  # that are played; longer tables have next to no bubble
+_MOST_ACTIONS = 400_000  # in a simulated schedule; longer ones have almost no bubble
 
 
 def simulate_pipelines(
@@ -36,7 +36,7 @@ def simulate_pipelines(
         )  # fmt: skip
         passes = float(row.passes[0])
         whole = table.makespan_s(pipeline.times, pipeline.transfer_s) / question.device.sharers
-        # Ranks that take turns on a core are faster while others wait, up to what all have to do.
+        # Ranks that share a core run faster while others wait, at most by the mean of all work.
         work = sum(one.seconds("F") + one.seconds("B") for one in pipeline.times) / int(row.pp[0])
         busy = float(row.microbatches[0]) * work
         whole = passes * (max(whole, busy) + pipeline.posted_s)
@@ -45,7 +45,7 @@ def simulate_pipelines(
         sends = min(known["pipeline_s"], max(waits, 0.0))
         found["pipeline_s"][place] = sends
         found["bubble_s"][place] = max(waits - sends, 0.0)
-        if waits < 0:  # stages that were taken as the slowest wait less
+        if waits < 0:  # the estimate took all stages for as slow as the slowest
             found["host_s"][place] = max(known["host_s"] + waits, 0.0)
     return StepTimes(**found)
 

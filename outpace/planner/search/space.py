@@ -26,19 +26,19 @@ from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import IN_BACKWARD, Offload, Plan, Strategy
 from outpace.records.precisions import MASTERS, PURE, SCALED, Precision
 
-# Layers that are all computed again, or every second; the other modes are of all layers.
+# A mode of recomputation, and its interval of layers: all of them, or every second one.
 _MODES: tuple[tuple[str, int], ...] = (
     ("none", 1), ("selective", 1), ("attention", 1), ("full", 2), ("full", 1),
 )  # fmt: skip
-# Of activations, parameters and the optimizer's state.
+# Fields for offloading of activations, parameters and optimizer state.
 OFFLOADED = ("offload_activations", "offload_parameters", "offload_optimizer")
 _OFFLOADS: tuple[tuple[Offload, Offload, Offload], ...] = (
     ("none", "none", "none"), ("none", "none", "cpu"), ("none", "cpu", "cpu"),
     ("cpu", "none", "none"), ("cpu", "cpu", "cpu"), ("none", "none", "disk"),
     ("none", "disk", "disk"),
 )  # fmt: skip
-_GATHERS = (2, 3)  # levels of ZeRO that gather parameters before their use
-_SHORTEST_PART = 1024  # tokens of a sequence on a rank of cp
+_GATHERS = (2, 3)  # ZeRO levels that gather parameters before they are used
+_SHORTEST_PART = 1024  # tokens of a sequence per context-parallel rank
 _MOST_MICRO_BATCH = 64
 _MOST_VIRTUAL = 8
 _LOOPS = tuple(
@@ -46,8 +46,8 @@ _LOOPS = tuple(
 )
 _SPLITS = tuple(name for name, one in SCHEDULES.items() if one.splits_backward)
 
-# What may be varied, its plainest first. Precision and optimizer change the numbers that are
-# trained, the others only how they are computed. Optimizers are AdamW and its forms that keep less.
+# Settings that may be varied, the simplest value first. Precision and optimizer change training's
+# results, the others only how they are computed. Optimizers are AdamW and its smaller variants.
 VARIED: Mapping[str, tuple[Any, ...]] = {
     "precision": ("bf16", "bf16-master", "fp16", "fp32", "fp8"),
     "optimizer": ("adamw-fused", "adamw-bf16", "adamw-8bit", "adamw-4bit"),
@@ -84,8 +84,8 @@ class SearchRequest:
     trained: bool = False
     naive: bool = True
     without: Collection[Strategy] = ()
-    on_host: bool = False  # devices are CPUs: offloading to them means nothing
-    alike: bool = True  # layers are, so that every pipeline can be cut
+    on_host: bool = False  # devices are CPUs, so offloading to the host is meaningless
+    alike: bool = True  # all layers are equal, so every pipeline is possible
     offloads: bool = True
 
     @property
@@ -101,13 +101,13 @@ class SearchRequest:
 
 
 _MOST_EP = 64
-# A layout is a row of these: ranks on axes, a schedule and a micro-batch.
+# Columns of a layout: ranks by axis, schedule and micro-batch.
 _COLUMNS = (
     "strategy", "dp_replicate", "dp_shard", "zero", "tp", "cp", "pp", "ep", "schedule",
     "stages_per_rank", "micro_batch", "microbatches", "passes", "servers",
 )  # fmt: skip
 _Row = tuple[int, ...]
-# Settings of a plan by other names than their columns.
+# Settings of a plan whose columns have other names.
 _ASKED = {"pp_microbatches": "microbatches", "virtual_stages": "stages_per_rank"}
 _WORDS: Mapping[str, Sequence[str]] = {"strategy": STRATEGIES, "pp_schedule": SCHEDULE_NAMES}
 Options = dict[str, Any]
@@ -243,7 +243,7 @@ def _option(
     in_backward: bool,
 ) -> Options:
     shares, layers = [0.0] * len(MODES), wanted.outline.layers
-    again = math.ceil(layers / mode[1])  # each so-many-th layer from the first
+    again = math.ceil(layers / mode[1])  # every `mode[1]`-th layer, from the first
     shares[[*MODES].index(mode[0])] += again / layers  # type: ignore[arg-type]
     shares[0] += (layers - again) / layers
     activations, parameters, state = (OFFLOADS.index(place) for place in places)

@@ -15,20 +15,21 @@ from outpace.records.outline import Outline
 
 _FP32 = 4.0
 
-# Operators with a dropout, which is one of either: two products with their transposed weights,
-# scaling, sum; backwards without transpositions.
+# Operators of an adapter, with one dropout in either pass. Forward: two products with transposed
+# weights, scaling, sum. Backward: the same without transpositions.
 _OPERATORS_AHEAD, _OPERATORS_BACK = 7.0, 5.0
-# Casts of adapters that are kept in fp32: of the input, to the product's dtype and back. Multiplied
-# in fp32 the result is cast instead, and backwards the frozen product's gradient, too.
+# Casts of adapters in fp32. Multiplied in 16 bits, the input is cast to the product's dtype and
+# back. Multiplied in fp32, the result is cast instead, and in the backward also the frozen
+# product's gradient.
 _CASTS = {"low": (0.0, 0.0), "cast": (2.0, 2.0), "fp32": (2.0, 3.0)}
-# Bytes of a number of four bits between reading it packed and writing it in 16 bits, by operators
-# (AutoGPTQ 179776bd, nn_modules/qlinear/qlinear_cuda_old.py): shifted to int32 (4), cast to int8
-# (4 + 1), masked where it is (1 + 1), less its zero (1 + 1), read to be scaled (1).
+# Bytes per four-bit number between reading it packed and writing it in 16 bits, by operators
+# (AutoGPTQ 179776bd, nn_modules/qlinear/qlinear_cuda_old.py): shift to int32 (4), cast to int8
+# (4 + 1), mask in place (1 + 1), subtract the zero point (1 + 1), read for scaling (1).
 _UNPACKED_BY_OPERATORS = 4.0 + 5 + 2 + 2 + 1
-# Edges of the smallest tile of cuBLAS's products without tensor cores (sgemm_32x32_sliced1x4), and
-# what they take of the inner dimension at a time.
+# Edge of the smallest tile of cuBLAS's products without tensor cores (sgemm_32x32_sliced1x4), and
+# its depth in the inner dimension.
 _SIMT_TILE, _SIMT_DEPTH = 32, 8
-# Matrices of a plan's targets by the product that has them here.
+# Names of target matrices in plans, by the product that computes them here.
 _PRODUCTS: Mapping[str, Collection[str]] = MappingProxyType(
     {"qkv": ("q", "k", "v"), "out": ("out",), "up": ("gate", "up"), "down": ("down",)}
 )
@@ -114,7 +115,7 @@ def adapter_s(
     tokens, n, k = shape
     count, share = adapters.targets[weight.name]
     each, rank = n * share / count, np.full_like(tokens, float(adapters.rank))
-    rate = np.minimum(rate, device.rate("bf16"))  # float8 is of frozen weights alone
+    rate = np.minimum(rate, device.rate("bf16"))  # only frozen weights are in float8
 
     def product(rows: Floats, columns: Floats, inner: Floats) -> Floats:
         if adapters.kept == "fp32":
@@ -124,7 +125,8 @@ def adapter_s(
     inputs, outputs = count * tokens * k, tokens * n * share
     (input_ahead, output_ahead), (input_back, output_back) = _moved_bytes(adapters, item)
     ahead = product(tokens, rank, k) + product(tokens, each, rank)
-    scaled = 0.0 if adapters.scales_outputs else 2 * item * count * tokens * rank  # of T·r
+    # A tensor of tokens × rank.
+    scaled = 0.0 if adapters.scales_outputs else 2 * item * count * tokens * rank
     moved = inputs * input_ahead + outputs * output_ahead + scaled
     ahead = ahead + moved / device.memory_bytes_per_s
     back = product(tokens, k, rank) + product(tokens, rank, each)

@@ -16,7 +16,7 @@ from outpace.planner.step_time.setup import FP32, StepTimeSetup
 class _Collectives:
     """Seconds of each of a step's collectives alone: gradients, whole weights, parameters."""
 
-    grads: Floats  # bytes
+    grads: Floats  # bytes of gradients
     scatter: Floats
     sum: Floats
     gather: Floats
@@ -36,8 +36,8 @@ def ring_s(setup: StepTimeSetup, passes: StepPasses) -> Floats:
         a = stack.attention
         if a is None:
             continue
-        # Each part's outputs are put together with those before: read, read, written, in fp32;
-        # gradients likewise.
+        # Each part's outputs (and gradients) are merged with the previous ones in fp32: read twice,
+        # written once.
         outputs = setup.tokens * a.heads / c.tp * a.value_dim * 3 * FP32
         merged = merged + stack.layers / c.pp * 2 * (c.cp - 1) * (
             outputs / setup.device.memory_bytes_per_s + 3 * setup.device.fixed_s
@@ -85,7 +85,7 @@ def experts_s(setup: StepTimeSetup, busy: Floats) -> Floats:
 def _dispatch_s(setup: StepTimeSetup, nbytes: Floats, copies: int, tokens: Floats) -> Floats:
     """Return the seconds for a layer's tokens to reach their experts, or to return from them."""
     c, fabric = setup.columns, setup.fabric
-    if setup.question.stack.dispatcher == "allgather":  # and back by sums that are scattered
+    if setup.question.stack.dispatcher == "allgather":  # and a reduce-scatter on the way back
         whole = nbytes * c.ep
         both = fabric.gather_s(whole, c.ep, c.etp) + fabric.scatter_s(whole, c.ep, c.etp)
         return both / 2
@@ -132,14 +132,15 @@ def slowest_s(setup: StepTimeSetup, busy: Floats) -> Floats:
 
 def _collectives(setup: StepTimeSetup) -> _Collectives:
     c, fabric, adapters = setup.columns, setup.fabric, setup.question.adapters
-    together = c.dp_shard * c.cp  # a sequence's ranks share and shard as well
+    together = c.dp_shard * c.cp  # context-parallel ranks reduce and shard as well
     gathered, reduced = c.shard_bytes()
     frozen = adapters.base_bytes if adapters is not None else None
     if frozen is not None and not setup.question.other_program:
-        # What a block with packed weights has beside them is sent as it is kept (memory.adapters).
+        # Unpacked weights of a block with packed ones are sent as they are stored
+        # (memory.adapters).
         reduced = setup.numbers.kept
     grads = setup.parameters.trained * np.where(c.zero < 2, setup.numbers.kept, reduced)
-    # Gathered is what was stepped; where weights are spread, all of them.
+    # Gathers send the stepped weights or, if weights are sharded, all of them.
     width = np.where(setup.numbers.item < FP32, 2.0, FP32)
     packed = setup.parameters.packed
     spread = (setup.parameters.present - packed) * gathered + packed * (frozen or 0.0)
@@ -184,18 +185,18 @@ def _zero_exposed_s(setup: StepTimeSetup, of: _Collectives, ahead: Floats, back:
     """Return the time that the passes of one micro-batch leave exposed, by ZeRO level."""
     c = setup.columns
     buckets, units = _buckets(setup, of.grads), np.maximum(setup.layers, 1.0)
-    # A pipeline's micro-batches share gathers and sums.
+    # The micro-batches of a pipeline share gathers and reductions.
     shared = np.where(c.pp > 1, c.microbatches, 1)
     rounds = np.where(c.pp > 1, c.passes, setup.micro)
-    # Megatron sums up what a rank keeps, and its gathers go on beside the next forward. Under
-    # ZeroRedundancyOptimizer all have the sum of all, and broadcasts of weights wait.
+    # Megatron reduce-scatters, and its gathers overlap with the next forward. With
+    # ZeroRedundancyOptimizer, ranks all-reduce, and wait for broadcasts of weights.
     product = c.strategy_in("3d")
     states = np.where(product, of.scatter, of.sum)
     gather_s = _beside_stages_s(setup, of.gather, ahead, units)
     own_gather = np.where(product, gather_s, of.weights)
     plain = _beside_stages_s(setup, of.replicas, back, buckets)
     zero1 = _beside_stages_s(setup, states, back, buckets) + plain
-    # Layer by layer: a gather before each forward and backward, a sum after.
+    # Per layer: a gather before each forward and backward, a reduction after it.
     sums = of.scatter + of.replicas
     gathered = setup.exposed_s(of.gather, shared * ahead, units + 1)
     zero3 = rounds * (gathered + setup.exposed_s(of.gather + sums, shared * back, units + 1))

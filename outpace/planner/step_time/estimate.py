@@ -107,7 +107,7 @@ def estimate(question: StepTimeQuestion, columns: PlanBatch) -> StepTimes:
         offload_s=offloading_parts(setup, parts.busy).seconds,
         loading_s=nothing,
     )
-    # A GPU's host is so far ahead of what is queued when it comes to the optimizer.
+    # When the host reaches the optimizer, it is ahead of the GPU by this time.
     ahead_s = np.maximum(found.step_s - _mean_s(setup, passes, "host_s"), 0.0)
     found = replace(found, optimizer_s=optimizer_step_s(setup, ahead_s))
     return replace(found, loading_s=_loading_s(setup, found.step_s))

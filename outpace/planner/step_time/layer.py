@@ -19,8 +19,8 @@ from outpace.planner.plan_columns import Bools, Floats
 from outpace.planner.step_time.adapters import Adapters, adapter_s, unpacking_s
 from outpace.records.outline import AttentionShape, Mlp, Outline, ProductShape, Stack
 
-# What the newest PyTorch takes on the chip; a kernel by name (where the chip has none of it, as
-# "fused"); the Triton kernels of before; scores that are written.
+# The kernel that the newest PyTorch chooses on the chip; a kernel by name ("fused" where the chip
+# does not have it); the former Triton kernels; attention that writes its scores.
 Kernel = Literal["fused", "flash2", "flash3", "cudnn", "triton", "unfused"]
 
 
@@ -77,71 +77,73 @@ class LayerWork:
     inner_operators: Floats
 
 
-# How much longer a norm's bytes take than a triad's, on the H200 where both were measured.
+# Time of a norm per byte over that of a triad, both measured on the same H200.
 _NORM_AHEAD = 4.15 / 4.8 / efficiency.NORM_FORWARD
 _NORM_BACK = 4.15 / 4.8 / efficiency.NORM_BACKWARD
-# Widths that an RMS norm of several operators reads and writes: squares, their mean, two products;
-# backwards the weight's product and sum, the inner product with the input, and both gradients'
-# products and sum. Those of the package's own (nn.norms): the input twice, the result; backwards
-# gradient and input, the input's gradient, the gradient's mean, which is added. And a rotation's:
-# halves that are swapped, two products, a sum.
+# Widths that an RMS norm of several operators reads and writes. Forward: squares, their mean, two
+# products. Backward: product and sum for the weight, inner product with the input, products and
+# sum of both gradients.
 _RMS_PIECES = (2 + 1 + 2 + 2, 4 + 2 + 4 + 2 + 3 + 3)
+# The same for nn.norms. Forward: the input twice, the result. Backward: gradient and input, the
+# input's gradient, and the gradient's mean, which is added.
 _RMS_WHOLE = (2 + 1, 2 + 1 + 1 + 2)
-# Bytes of a number that an RMS norm of 16 bits takes by operators in fp32 (transformers' and,
-# until torch 2.9, nn.RMSNorm): to fp32, square, mean, product, to 16 bits, times the weight;
-# backwards the weight's product and sum, to fp32, the products' and the square's gradients, their
-# sum, to 16 bits.
+# Bytes per number of a 16-bit RMS norm by operators in fp32 (transformers and, until torch 2.9,
+# nn.RMSNorm). Forward: to fp32, square, mean, product, to 16 bits, product with the weight.
+# Backward: product and sum for the weight, to fp32, gradients of the products and of the square,
+# their sum, to 16 bits.
 _RMS_OPERATORS = (6.0 + 8 + 4 + 8 + 6 + 4, 6.0 + 8 + 6 + 12 + 12 + 4 + 12 + 12 + 6)
+# Widths of a rotary embedding: swapped halves, two products, a sum.
 _TURN_PIECES = 2 + 2 + 2 + 3
-# Of fp32 logits. Softmax over many columns reads them for the largest, the sum and the result, and
-# writes; its backward reads result and gradient twice, and writes. The loss's gradient is one
-# column of a tensor of zeros. (aten/src/ATen/native/cuda/SoftMax.cu, Loss.cu.)
+# Bytes per fp32 logit. Softmax over many columns reads the logits for the maximum, the sum and the
+# result, and writes the result; its backward reads result and gradient twice, and writes. The
+# loss's gradient is one column of a tensor of zeros. (aten/src/ATen/native/cuda/SoftMax.cu and
+# Loss.cu)
 _LOSS_AHEAD, _LOSS_BACK = 4.0 * 4, 4.0 * (1 + 4 + 1)
-# Without a compiler scaling 2 bytes to float8 is |x| (2 + 2), its largest (2), fp32 (2 + 4), times
-# the scale (4 + 4), clamped (4 + 4), cast (4 + 1) rather than 2 + 2 + 1 bytes, by a dozen operators
-# an operand (torchao/float8/float8_utils.py, float8_scaling_utils.py).
+# Scaling to float8 without a compiler, by a dozen operators per operand: |x| (2 + 2 bytes per
+# number), its maximum (2), to fp32 (2 + 4), product with the scale (4 + 4), clamp (4 + 4), cast
+# (4 + 1). Compiled, it is 2 + 2 + 1. (torchao/float8/float8_utils.py, float8_scaling_utils.py)
 _SCALED_EAGERLY = 33 / 5
 _SCALING_OPERATORS = 12
-# On a GPU (nn.head_loss) the vocabulary is padded to a multiple of 64. Compiled, 16-bit logits are
-# read once in the forward, read and written once in the backward; eagerly the largest is sought, an
-# fp32 copy and its softmax are made (read twice and written), and their product with the mask.
+# On a GPU (nn.head_loss), the vocabulary is padded to a multiple of 64.
 _PADDED_TO = 64
-# Of the length at which causal attention reaches half of its rate, without a mask: cuDNN 9.19 on
-# H200, 633 TFLOP/s at 2,048 keys and 702 at 16,384; causal 484 and 673 (NVIDIA/cudnn-frontend
-# 3929da2).
+# Length at which unmasked attention reaches half of its rate, over that of causal attention: cuDNN
+# 9.19 on H200, 633 TFLOP/s at 2,048 keys and 702 at 16,384; causal 484 and 673
+# (NVIDIA/cudnn-frontend 3929da2).
 _WHOLE = 0.25
-_EAGER_LOSS = (3, 6)  # times the bytes of a logit, and of a number in fp32
-# Bytes of a number that an expert gives, where Megatron-Core adds its bias (d98e8a64,
-# transformer/moe/experts.py, _apply_bias): the bias times the router's fp32 weight (4 written), the
-# sum (2 + 4 read, 4 written), experts joined (4 + 4), cast (4 + 2). Backwards both casts (2 + 4,
-# 4 + 2), experts joined (2 + 2), and each factor's product and sum (4 + 4 + 4).
+# Factors of a logit's bytes and of 4 bytes for the eager loss, which finds the maximum, makes an
+# fp32 copy and its softmax, and multiplies with the mask. Compiled, 16-bit logits are read once in
+# the forward, and read and written once in the backward.
+_EAGER_LOSS = (3, 6)
+# Bytes per output number of an expert to which Megatron-Core adds a bias (d98e8a64,
+# transformer/moe/experts.py, _apply_bias). Forward: bias times the router's fp32 weight (4
+# written), sum (2 + 4 read, 4 written), concatenation of experts (4 + 4), cast (4 + 2). Backward:
+# both casts (2 + 4, 4 + 2), concatenation (2 + 2), product and sum for each factor (4 + 4 + 4).
 _EXPERT_BIAS = (4.0 + 10 + 8 + 6, 6.0 + 6 + 4 + 2 * 12)
-# Operators that any layer of experts has beyond its products, as `_operators` counts them.
+# Operators of any layer of experts besides its products, as `_operators` counts them.
 _EXPERT_OPERATORS = 20.0
-# Operators of Megatron-Core's experts beyond those (d98e8a64, transformer/moe): of 71 its router
-# has 11 and its balancing loss 12 (router.py, moe_utils.py), counts by experts and ranks 14, with 5
-# copies to the host, orders and all-to-alls with tokens and with their weights 13
-# (token_dispatcher.py), experts and their activation 16 (experts.py).
+# Further operators of Megatron-Core's experts (d98e8a64, transformer/moe). Of 71, the router has 11
+# and its balancing loss 12 (router.py, moe_utils.py); counts by expert and rank, with 5 copies to
+# the host, 14; permutations and all-to-alls of tokens and of their weights 13
+# (token_dispatcher.py); experts and their activation 16 (experts.py).
 _MEGATRON_OPERATORS = 71.0 - _EXPERT_OPERATORS
 _ROUTER_OPERATORS = 11.0 + 12.0 + 14.0
-# Transformer Engine's GroupedLinear multiplies expert by expert, on four streams (d0067d0d,
-# common/gemm/cublaslt_gemm.cu, multi_stream_cublas_gemm), and casts each expert's rows by a kernel
-# of its own (pytorch/module/grouped_linear.py, split_quantize). Launches for an expert: products of
-# both weights, in 8 bits their inputs; backwards two gradients of each, in 8 bits those of results.
-# In loops without Python they take as long as a backward's operators.
+# Launches per expert of Transformer Engine's GroupedLinear, which multiplies expert by expert on
+# four streams (d0067d0d, common/gemm/cublaslt_gemm.cu, multi_stream_cublas_gemm), and casts each
+# expert's rows by a separate kernel (pytorch/module/grouped_linear.py, split_quantize). Products
+# with both weights, backward two gradients of each; in 8 bits, casts of the inputs, backward of the
+# results' gradients. They are launched from C++, and take as long as operators of a backward.
 _EXPERT_PRODUCTS, _EXPERT_CASTS = (2.0, 4.0), (2.0, 2.0)
-# Estimates, not counted one by one, of scattermoe's operators beyond those that any layer of
-# experts has (fms-acceleration 876e2ed, plugins/accelerated-moe, scattermoe.py and
-# khd/kernels/ops): its sort, the blocks that experts' tokens are padded to, three products with
-# their buffers; where ranks share experts out, counts that are exchanged and read, the order of
-# what arrives, and the way back (expert_parallel.py).
+# Estimates (not counted one by one) of scattermoe's further operators (fms-acceleration 876e2ed,
+# plugins/accelerated-moe, scattermoe.py and khd/kernels/ops): sort, padding of experts' tokens to
+# blocks, three products with their buffers; with expert parallelism also the exchange of counts,
+# the permutation of received tokens, and the way back (expert_parallel.py).
 _SCATTER_OPERATORS, _SCATTER_APART = 16.0, 26.0
-# Of an expert's product in Python (transformers 4.45, granitemoe, GraniteMoeParallelExperts): its
-# slice of the weight, transposed, and the product. Backwards beyond those: a second product,
-# and of the slice a tensor of zeros as large as all experts' weight (made and filled), its
-# slice, the copy, and the sum with the other experts'.
+# Operators of an expert's product in Python (transformers 4.45, granitemoe,
+# GraniteMoeParallelExperts). Forward: slice of the weight, transposition, product. Backward: a
+# second product, and for the slice a tensor of zeros as large as all experts' weight (allocated
+# and filled), its slice, the copy, and the sum with the other experts'.
 _LOOP_AHEAD, _LOOP_BACK = 3.0, 7.0
-_CAST = 6.0  # bytes of a number that is read in 4 and written in 2, or the other way round
+_CAST = 6.0  # bytes per number: read in 4 and written in 2, or the other way round
 
 
 def layer(
@@ -173,7 +175,7 @@ def layer(
     operators, inner_operators = _operators(outline, stack, fused)
     calls, calls_back = _calls(device, outline, stack, cells, operators)
     kernels, kernels_back = _kernels(outline, stack, inner_operators)
-    tight = cells.compiled & (cells.elementwise != "fused")  # Transformer Engine compiles nothing
+    tight = cells.compiled & (cells.elementwise != "fused")  # Transformer Engine does not compile
     return LayerWork(
         forward_s=forward,
         backward_s=backward,
@@ -197,7 +199,7 @@ def _calls(
     """
     more: Floats | float = _backward_operators(outline, stack)
     names = [weight.name for weight in weights(stack, outline.hidden)]
-    # RMS norms of spread tensors: five operators in place of one.
+    # RMS norms of DTensors: five operators in place of one.
     apart = (cells.tp > 1) & device.piecewise & (not stack.norm_bias)
     calls = operators + np.where(apart, 4.0 * stack.norms, 0.0)
     if cells.adapters is not None:
@@ -207,7 +209,7 @@ def _calls(
         calls, more = calls + launched[0] * count, launched[1] * count
     by_experts, by_experts_back = _expert_operators(device, stack, cells)
     calls, more = calls + by_experts, more + by_experts_back
-    # Transformer Engine's casts are kernels.
+    # In Transformer Engine, a cast is one kernel.
     each = 1 if cells.elementwise == "fused" else _SCALING_OPERATORS
     scaled = np.where(_in_float8(device, cells), float(each * len(names)), 0.0)
     calls, more = calls + 2 * scaled, more + scaled  # input and weight; then the gradient
@@ -239,10 +241,10 @@ def _weight(
     k = weight.inputs / np.where(weight.cut == "inputs", tp, 1.0)
     batch: Floats | float = 1.0
     if weight.experts:
-        # Ranks of tp that do not cut experts have each their part of the tokens.
+        # If tp does not split experts, its ranks each have a part of the tokens.
         batch = np.maximum(weight.experts / cells.ep, 1.0)
         tokens = tokens * weight.active / batch * cells.etp / cells.tp
-    # A gradient that its product adds to a buffer is read and written there in fp32.
+    # A gradient that the product accumulates in a buffer is read and written there in fp32.
     summed = batch * k * n * (8 - cells.item) if cells.fuses_accumulation else 0.0
     one, inputs, grads = (
         _product(device, cells, weight, shape, batch, more)
@@ -393,13 +395,13 @@ def _attention(
 ) -> tuple[Floats, Floats]:
     """Return seconds of scores and mix, forward and backward; fused causal attention does half."""
     heads = np.maximum(attention.heads / cells.tp, 1.0)
-    own = length / cells.cp  # queries; keys are all, in turns
+    own = length / cells.cp  # queries; keys of all ranks pass by in turn
     widths = attention.head_dim + attention.value_dim
     if kernel != "unfused":
         seen = _keys_seen(device, attention, keys)
         causal = attention.causal and seen == length
         flops = 2.0 * cells.samples * heads * own * seen * widths * (0.5 if causal else 1.0)
-        # FlexAttention's shares are of FlashAttention-2's rate, whatever else the chip has.
+        # FlexAttention's efficiencies are relative to FlashAttention-2's rate on every chip.
         by_blocks = device.kind == "cuda" and seen < keys
         named = "flash2" if by_blocks else kernel
         forward, backward, narrow, half = _attention_shares(device, named)
@@ -416,9 +418,9 @@ def _attention(
     mix = sustained_product_s(device, cells.rate, own, np.full_like(own, attention.value_dim), s,
                     cells.item, batch)  # fmt: skip
     entries = batch * own * keys
-    # Softmax reads and writes scores; dropout reads, writes and keeps a byte each.
+    # Softmax reads and writes scores; dropout reads and writes them, and writes a byte of mask.
     ahead_bytes = entries * (4 * cells.item + 1)
-    # Dropout once more; softmax reads its outputs and their gradients, and writes.
+    # Dropout again; softmax reads its outputs and their gradients, and writes.
     back_bytes = entries * (2 * cells.item + 1 + 3 * cells.item)
     rate = device.memory_bytes_per_s
     return scores + mix + ahead_bytes / rate, 2 * (scores + mix) + back_bytes / rate
@@ -581,7 +583,7 @@ def _eager_traffic(
         ahead, back = ahead + stack.norms * cast, back + (stack.norms + adds) * cast
     if stack.dropout:
         mask = outline.hidden / cells.norm_split
-        written = 0.0 if cells.fuses_dropout else 2.0  # else read and written by itself
+        written = 0.0 if cells.fuses_dropout else 2.0  # else a separate operator
         ahead, back = ahead + adds * (written * wide + mask), back + adds * (2 * wide + mask)
     if stack.mlp is not None:
         width = _width(stack.mlp) * cells.item / cells.tp
@@ -598,9 +600,9 @@ def _eager_traffic(
         values = a.kv_heads * a.value_dim * cells.item / cells.tp
         if not outline.learned_positions:
             apart = ~cells.compiled & (device.piecewise or operators)
-            turned = np.where(apart, _TURN_PIECES, 4)  # or read, turned, written
+            turned = np.where(apart, _TURN_PIECES, 4)  # or read, rotated and written
             ahead, back = ahead + turned * keys, back + turned * keys
-        if not fused:  # heads are laid out one after the other for batched products
+        if not fused:  # heads become contiguous for batched products
             ahead, back = ahead + 2 * (keys + values), back + 2 * (keys + values)
     return ahead, back
 
@@ -619,10 +621,10 @@ def _operators(outline: Outline, stack: Stack, fused: bool) -> tuple[float, floa
         # Product and view; a split of three; a transposition of each.
         count += 8 + (4 if attention.kv_rank is not None else 0)
         if not outline.learned_positions:
-            count += 12  # two tensors: halves, products, sums
-        # Scores, scaled and masked softmax, dropout, mix, with their views; or the one kernel.
+            count += 12  # for two tensors: halves, products, sums
+        # Scores, scaled and masked softmax, dropout, weighted sum, with views; or one kernel.
         inner += 2 if fused else 12
-        count += 3  # back, and the product
+        count += 3  # transposition back, and the output product
     if stack.mlp is not None:
         count += 3 + (2 if stack.mlp.gated else 0) + (_EXPERT_OPERATORS if stack.mlp.experts else 0)
     count += 2 * (2 if stack.dropout else 1)
@@ -665,7 +667,7 @@ def head(
     length = outline.stacks[-1].seq_len or seq_len
     length = min(length, outline.predicted or length)
     tokens = cells.samples * length / cells.cp
-    # Float8 is of the blocks alone.
+    # Float8 is used only in blocks.
     cells = replace(cells, rate=np.minimum(cells.rate, device.rate("bf16")))
     outputs = outline.outputs
     outpace_loss = outpace_loss and device.kind == "cuda"

@@ -14,17 +14,17 @@ from outpace.records.outline import Outline
 from outpace.records.precisions import MASTERS
 
 _FP32 = 4.0
-_CLIPPING = 12.0  # bytes of a parameter's gradient: read for the norm; read and written, scaled
-_MASTERS = 12.0  # read in 16 bits and unscaled before, weights written in 16 bits
-# Master weights of outpace (optim.master): gradients of 16 bits are made fp32 (6 bytes, none where
-# micro-batches were added up in fp32), multiplied (8), and weights are rounded (6).
+_CLIPPING = 12.0  # bytes per gradient: read for the norm; read and written to be scaled
+_MASTERS = 12.0  # bytes per parameter: unscaling of 16-bit gradients, writing of 16-bit weights
+# Bytes per parameter with outpace's master weights (optim.master): 16-bit gradients are cast to
+# fp32 (6, or none if micro-batches were accumulated in fp32) and scaled (8), weights rounded (6).
 _WIDENED, _MULTIPLIED, _ROUNDED = 6.0, 8.0, 6.0
-# Of outpace's kernel over master weights beside the gradient, which it reads, multiplies and steps
-# by at once (optim.fused_master): master and moments read and written, the weight written.
+# Bytes per parameter of outpace's kernel over master weights (optim.fused_master), besides the
+# gradient: master weight and moments are read and written, the weight is written.
 _KERNEL = 24.0 + 2.0
-# What an optimizer launches besides, whatever its parameters are.
+# Operators of an optimizer step that do not depend on its parameters.
 _OPERATORS = 100
-_KERNEL_OPERATORS = 20  # of which most find the norm
+_KERNEL_OPERATORS = 20  # most of them compute the norm
 _NEWTON_SCHULZ_STEPS = 5
 
 _TRAITS = [OPTIMIZER_TRAITS[name] for name in OPTIMIZERS]
@@ -53,7 +53,7 @@ def optimizer_s(
     moved = moved + _CLIPPING + masters
     operators: Floats | float = float(_OPERATORS)
     if ahead_s is not None:
-        spread = (c.zero > 1) | (c.tp > 1)  # tensors over ranks
+        spread = (c.zero > 1) | (c.tp > 1)  # tensors are sharded
         compiled = c.compile & ~(spread & ~_COMPILES_PARTS[c.optimizer])
         fused = (_KERNEL_BYTES[c.optimizer] > 0) & ~spread
         moved, operators = _on_gpu(c, moved, spread, compiled, fused)
@@ -81,7 +81,7 @@ def _on_gpu(
     nbytes = _COMPILED_BYTES[c.optimizer]
     moved = np.where(compiled & (nbytes > 0), fixed + nbytes, moved)
     moved = np.where(fused, fixed + _KERNEL_BYTES[c.optimizer], moved)
-    # Of bf16 over masters the gradient is not scaled where it lies; it is fp32 where added up.
+    # With bf16 over master weights, scaling makes a copy. Accumulated gradients are in fp32.
     masters = c.precision_in("bf16-master") & ~c.holds_masters()
     several = c.microbatches * c.passes > 1
     gradient = np.where(several, 4.0, 2.0)

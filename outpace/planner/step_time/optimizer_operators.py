@@ -37,10 +37,10 @@ def count_operators(outline: Outline, kind: str, c: PlanBatch, compiled: Bools) 
         key = [[optimizer], [tp], [ep], [as_function]]
         chosen = np.flatnonzero((keys == key).all(axis=0))
         zero, shards = c.zero[chosen], c.dp_shard[chosen]
-        # Adafactor's tensors are joined by their whole shapes, whatever a rank has of them.
+        # Adafactor groups tensors by their unsharded shapes.
         split = 1 if name == "adafactor" else tp
         layers, ends = _layer_shapes(outline, split, ep), _outside_shapes(outline, split)
-        # ZeRO-1 shares out whole tensors; the embedding, the head and what lies beside are few.
+        # ZeRO-1 assigns whole tensors to ranks.
         counts: dict[Shape, Floats] = {}
         for shape in (*layers, *ends):
             counts[shape] = (layers[shape] / c.pp[chosen] + ends[shape]) / np.where(

@@ -58,12 +58,12 @@ def weight_traffic_s(setup: StepTimeSetup) -> Floats:
         each = each * (not setup.question.other_program) + _copies(setup) * c.shard_bytes()[0]
         frozen_s: Floats = ((present - packed) * each + packed * _copies(setup) * base) / rate
         return frozen_s
-    # Weights are read in 4 bytes and written in 2, gradients the other way round; of weights that
-    # micro-batches share the cast of (train.step), once a step.
+    # Weights are read in 4 bytes and written in 2, gradients the other way round. If micro-batches
+    # share the cast of weights (train.step), it happens once a step.
     once = np.where(numbers.shares_casts, setup.micro, 1)
     cast = np.where(numbers.autocast, 6.0 + 6.0 / once, 0.0)
     cast = np.where(numbers.casts_shards, 6.0 + 6.0 / setup.shards, cast)
-    # Of bf16 into fp32: what is added is read in 2 bytes, the sum read and written in 4.
+    # Adding bf16 to fp32 reads 2 bytes of the addend, and reads and writes 4 of the sum.
     wide = c.precision_in("bf16-master") & ~c.holds_masters()
     add = np.where(setup.micro > 1, np.where(wide, 10.0, 3 * numbers.kept), 0.0)
     if setup.question.stack.fuses_accumulation:

@@ -12,8 +12,8 @@ from outpace.planner.step_time.layer import LayerWork, embedding, head, layer
 from outpace.planner.step_time.setup import StepTimeSetup
 from outpace.records.outline import Stack
 
-# Of a block that is computed again: states of random numbers are kept, set, and set back, on the
-# host and the device (torch.utils.checkpoint).
+# Operators for the recomputation of a block: the states of the random generators of host and device
+# are saved, set and restored (torch.utils.checkpoint).
 _CHECKPOINT_OPERATORS = 6
 
 
@@ -182,7 +182,7 @@ def _backward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) ->
     again_s = again_s + some * w.products_s
     again = most * (w.forward_operators + _CHECKPOINT_OPERATORS) - dense * w.inner_operators
     again_tensor_s = _tensor_s(setup, tensor.sums_s, w.products_s) + tensor.gather_s
-    # Frozen weights have no gradients of their own.
+    # Frozen weights have no gradients.
     own = 2.0 if setup.question.adapters is None else 1.0
     tensor_s = _tensor_s(setup, tensor.sums_s, own * w.products_s) + tensor.scatter_s
     launched = w.backward_operators * efficiency.BACKWARD_SHARE + again + tensor.calls * (1 + most)

@@ -12,8 +12,8 @@ from outpace.planner.step_time.parameters import weight_traffic_s
 from outpace.planner.step_time.passes import StepPasses
 from outpace.planner.step_time.setup import StepTimeSetup
 
-# Of a message sent and one received by a stage: two operations, the beginning and end of their
-# group, and waiting for either (torch.distributed.batch_isend_irecv).
+# Operators for a stage to send and receive one message each: two operations, the start and end of
+# their group, and two waits (torch.distributed.batch_isend_irecv).
 _EXCHANGE_OPERATORS = 6
 
 
@@ -52,7 +52,7 @@ def pipeline_time(setup: StepTimeSetup, passes: StepPasses) -> PipelineTime:
     stages = c.pp * c.stages_per_rank
     first, middle, last = _split_layers(setup, stages)
     way = layers * layer_s + first_s + last_s
-    # A rank has one of the slowest stages, and others of the mean beside it.
+    # A rank has one of the slowest stages, and its others are average.
     beside, traffic = c.stages_per_rank - 1, weight_traffic_s(setup)
     rows, slowest = [], np.zeros_like(way)
     for count, end_s in ((first, first_s), (middle, 0.0), (last, last_s)):
@@ -132,7 +132,7 @@ def bubble_s(setup: StepTimeSetup, pipeline: PipelineTime, weights: Floats) -> F
     waits = np.maximum(pipeline.way_s - pipeline.compute_s, 0.0) / c.stages_per_rank * left
     alone = pipeline.way_s * c.microbatches - c.microbatches * pipeline.pace_s
     waits = np.where(c.schedule_in("mp"), np.maximum(alone, 0.0), waits)
-    # Ranks that take turns on a core have more of it while others wait.
+    # Ranks that share a core run faster while others wait.
     busy = c.microbatches * pipeline.pace_s
     waits = np.maximum((busy + waits) / setup.device.sharers - busy, 0.0)
     return np.where(c.pp > 1, waits, 0.0)

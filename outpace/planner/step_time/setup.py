@@ -206,11 +206,11 @@ def _parameters(question: StepTimeQuestion, columns: PlanBatch) -> RankParameter
             if w.name != "router":
                 cut = c.ep * c.etp if w.experts else c.tp
                 matrices = matrices + stack.layers * w.inputs * w.outputs * max(1, w.experts) / cut
-        # Of what is sharded ep is a part, with as many of tp's ranks as have whole experts.
+        # ep is a part of the sharding ranks, and so are the tp ranks that have whole experts.
         alone = np.where(c.zero > 0, c.ep * c.etp / c.tp, 1)
         more = more + stack.layers * experts * (alone - 1) / (c.ep * c.etp)
     ends = outside_elements(outline) / c.tp
-    # A pipeline's ends have the embedding and the head; the fuller one decides.
+    # The first and last stages have the embedding and the head; the larger one counts.
     present = layers / c.pp + np.where(c.pp > 1, ends / (1 if outline.tied else 2), ends)
     if question.adapters is None:
         none = np.zeros(len(c))
@@ -225,7 +225,7 @@ def _cells(question: StepTimeQuestion, columns: PlanBatch, numbers: Numbers) -> 
     c, software = columns, question.stack
     rates = np.array([question.device.rate(dtype_of(name)) for name in PRECISIONS])
     split = np.where(c.sequence_parallel, c.tp, 1)
-    # As one number for each plan, which sorts faster than rows do.
+    # One number per plan, which sorts faster than rows.
     sizes = [c.precision, numbers.wide.astype(np.int64), c.micro_batch, c.tp, c.cp, c.ep, c.etp,
              split, c.compile.astype(np.int64)]  # fmt: skip
     spans = tuple(int(one.max(initial=0)) + 1 for one in sizes)
