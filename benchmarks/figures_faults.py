@@ -26,7 +26,7 @@ def faults(result: dict[str, Any]) -> str:
         )
     if "tests" in parts:
         one = parts["tests"]
-        head = ["fault", "result", "took"]
+        head = ["behaviour under a fault", "result", "took"]
         rows = [[row["fault"].removeprefix("test_").replace("_", " "),
                  row["came"] + (", run again" if row.get("again") else ""),
                  f"{row['seconds']:.0f} s"] for row in one["rows"]]  # fmt: skip

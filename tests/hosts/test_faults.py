@@ -49,7 +49,7 @@ def alone(cluster, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_link_that_is_cut_for_four_seconds_costs_nothing(cluster, tmp_path, alone):
+def test_a_network_cut_of_four_seconds_costs_no_step(cluster, tmp_path, alone):
     process = cluster.start(*TINY, "--steps", 120, "--hosts", BOTH, "--out", "run", cwd=tmp_path)
     at_step(process, tmp_path / "run", 10)
     cluster.cut("host-b")
@@ -63,7 +63,7 @@ def test_a_link_that_is_cut_for_four_seconds_costs_nothing(cluster, tmp_path, al
 
 
 @pytest.mark.slow
-def test_a_link_that_is_cut_for_good_ends_all_in_time(cluster, tmp_path):
+def test_a_permanent_network_cut_ends_every_rank_within_the_timeout(cluster, tmp_path):
     process = cluster.start(
         *TINY, "--steps", 5000, "--hosts", BOTH, "--comm-timeout-s", 10, "--out", "run",
         cwd=tmp_path,
@@ -84,7 +84,7 @@ def test_a_link_that_is_cut_for_good_ends_all_in_time(cluster, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_host_that_is_lost_is_gone_on_without_and_taken_in_again(cluster, tmp_path, alone):
+def test_training_continues_without_a_lost_host_and_readmits_it(cluster, tmp_path, alone):
     count = 6000  # some that are left when it is asked, every 30 s, whether the host is back
     process = cluster.start(
         *TINY, "--steps", count, "--save-every", 20, "--hosts", BOTH, "--min-nodes", 1,
@@ -119,7 +119,7 @@ def test_a_host_that_is_lost_is_gone_on_without_and_taken_in_again(cluster, tmp_
 
 
 @pytest.mark.slow
-def test_the_host_where_all_meet_may_be_lost(cluster, tmp_path):
+def test_training_survives_the_loss_of_the_rendezvous_host(cluster, tmp_path):
     process = cluster.start(
         *TINY, "--steps", 400, "--save-every", 20, "--hosts", "host-b:1,host-a:1", "--min-nodes",
         1, "--comm-timeout-s", 10, "--out", "run", cwd=tmp_path,
@@ -136,7 +136,7 @@ def test_the_host_where_all_meet_may_be_lost(cluster, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_slow_link_is_said_to_hold_it_up(cluster, tmp_path):
+def test_a_slow_network_link_is_reported(cluster, tmp_path):
     spec = {"family": "gpt2", "layers": 1, "hidden": 256, "heads": 4, "vocab": 8192,
             "max_positions": 64}  # fmt: skip
     (tmp_path / "model.json").write_text(json.dumps(spec))  # 12 MiB of gradients a step
@@ -153,7 +153,7 @@ def test_a_slow_link_is_said_to_hold_it_up(cluster, tmp_path):
 
 
 @pytest.mark.slow
-def test_fewer_hosts_than_asked_for_are_begun_with(cluster, tmp_path):
+def test_training_starts_with_fewer_hosts_if_min_nodes_allows_it(cluster, tmp_path):
     code, _, errors = cluster.run(
         *TINY, "--steps", 3, "--hosts", "host-a:1,host-c:1", "--min-nodes", 1, "--out", "run",
         cwd=tmp_path,
@@ -163,7 +163,7 @@ def test_fewer_hosts_than_asked_for_are_begun_with(cluster, tmp_path):
     assert steps(tmp_path / "run") == 3
 
 
-def test_what_is_not_seen_by_all_is_refused_where_hosts_may_go(cluster, tmp_path):
+def test_elastic_training_refuses_an_output_folder_that_a_host_does_not_see(cluster, tmp_path):
     out = cluster.folder / "unseen" / "run"
     code, _, errors = cluster.run(
         *TINY, "--hosts", BOTH, "--min-nodes", 1, "--out", out, cwd=tmp_path
@@ -179,13 +179,13 @@ def test_what_is_not_seen_by_all_is_refused_where_hosts_may_go(cluster, tmp_path
         (("--min-nodes", 1, "--out", "x"), "applies to several hosts"),
     ],
 )
-def test_what_contradicts_itself_is_refused(cluster, tmp_path, words, said):
+def test_contradictory_host_options_are_refused(cluster, tmp_path, words, said):
     code, _, errors = cluster.run("train", *words, cwd=tmp_path)
     assert code == 2 and said in errors
 
 
 @pytest.mark.slow
-def test_a_clock_a_minute_off_is_said(cluster, tmp_path):
+def test_a_host_whose_clock_is_a_minute_off_is_refused(cluster, tmp_path):
     if not cluster.shift("host-b", "+60s"):
         pytest.skip("needs libfaketime (Debian: faketime)")
     try:

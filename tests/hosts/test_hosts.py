@@ -34,7 +34,7 @@ def ended_everywhere(cluster, cwd):
     return not cluster.left(cwd)
 
 
-def test_two_hosts_train_as_two_processes_do(cluster, tmp_path):
+def test_two_hosts_train_like_two_processes_on_one(cluster, tmp_path):
     words = ["train", *TINY, "--steps", 4]
     code, output, errors = cluster.run(
         *words, "--hosts", BOTH, "--out", "two", "--json", cwd=tmp_path
@@ -49,7 +49,7 @@ def test_two_hosts_train_as_two_processes_do(cluster, tmp_path):
     assert ended_everywhere(cluster, tmp_path)
 
 
-def test_what_stands_against_it_is_said_of_every_host(cluster, tmp_path):
+def test_all_hosts_that_are_not_ready_are_named_before_the_start(cluster, tmp_path):
     out = cluster.folder / "unseen" / "run"
     code, _, errors = cluster.run(
         "train", *TINY, "--hosts", f"{BOTH},host-c:1", "--out", out, cwd=tmp_path
@@ -62,14 +62,14 @@ def test_what_stands_against_it_is_said_of_every_host(cluster, tmp_path):
     assert not (tmp_path / "runs").exists() and not out.exists()
 
 
-def test_an_output_that_cannot_be_is_said(tmp_path, monkeypatch, capsys):
+def test_an_output_folder_that_cannot_be_written_is_refused(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
     assert main(["train", "--hosts", BOTH, "--out", "file/run"]) == 2
     assert "--out file/run: cannot write there" in capsys.readouterr().err
 
 
-def test_data_that_one_host_lacks_is_named(cluster, tmp_path):
+def test_the_host_that_lacks_the_data_is_named(cluster, tmp_path):
     data = cluster.folder / "unseen" / "text.txt"
     data.write_text("a text " * 1000)
     code, _, errors = cluster.run(
@@ -79,7 +79,7 @@ def test_data_that_one_host_lacks_is_named(cluster, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_is_named_with_its_host(cluster, tmp_path):
+def test_a_killed_rank_is_named_with_its_host(cluster, tmp_path):
     process = cluster.start(
         "train", *TINY, "--steps", 500, "--hosts", "host-b:2", "--out", "run", cwd=tmp_path
     )
@@ -95,7 +95,7 @@ def test_a_rank_that_is_killed_is_named_with_its_host(cluster, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_host_that_does_not_reach_the_port_is_to_blame(cluster, tmp_path):
+def test_a_host_that_cannot_reach_the_rendezvous_port_is_named(cluster, tmp_path):
     """And not the first host, which waits for it in vain and is ended."""
     with cluster.behind_a_firewall("host-b"):
         code, _, errors = cluster.run(
@@ -108,7 +108,7 @@ def test_a_host_that_does_not_reach_the_port_is_to_blame(cluster, tmp_path):
 
 
 @pytest.mark.slow
-def test_some_hosts_may_be_kept_in_reserve(cluster, tmp_path):
+def test_hosts_can_be_kept_in_reserve(cluster, tmp_path):
     code, _, errors = cluster.run(
         "train", *TINY, "--steps", 4, "--hosts", BOTH, "--max-nodes", 1, "--out", "run",
         cwd=tmp_path
@@ -118,7 +118,7 @@ def test_some_hosts_may_be_kept_in_reserve(cluster, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_mistake_is_said_once_and_without_a_traceback(cluster, tmp_path):
+def test_a_mistake_on_all_hosts_is_shown_once_without_a_traceback(cluster, tmp_path):
     code, _, errors = cluster.run(
         "train", *TINY, "--hosts", BOTH, "--out", "run", "--strategy", "tp", "--tp", 3, cwd=tmp_path
     )
@@ -126,7 +126,7 @@ def test_a_mistake_is_said_once_and_without_a_traceback(cluster, tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_and_ends_it_everywhere(cluster, tmp_path):
+def test_ctrl_c_saves_and_ends_all_hosts(cluster, tmp_path):
     process = cluster.start(
         "train", *TINY, "--steps", 5000, "--hosts", BOTH, "--out", "run", cwd=tmp_path
     )
@@ -152,7 +152,7 @@ def listening(process):
 
 
 @pytest.mark.slow
-def test_each_host_listens_on_its_own_address_alone_whatever_the_folder(cluster, tmp_path):
+def test_each_host_listens_only_on_its_own_address(cluster, tmp_path):
     folder = tmp_path / "a 'b\" $(touch hacked);touch hacked"
     folder.mkdir()
     process = cluster.start(
@@ -170,7 +170,7 @@ def test_each_host_listens_on_its_own_address_alone_whatever_the_folder(cluster,
 
 
 @pytest.mark.slow
-def test_a_launcher_that_is_gone_leaves_nothing_behind(cluster, tmp_path):
+def test_no_process_stays_behind_when_the_launcher_is_killed(cluster, tmp_path):
     process = cluster.start(
         "train", *TINY, "--steps", 5000, "--hosts", BOTH, "--out", "run", cwd=tmp_path
     )
@@ -192,7 +192,7 @@ def test_a_launcher_that_is_gone_leaves_nothing_behind(cluster, tmp_path):
         (("--hostfile", "none.txt"), "cannot be read: No such file"),
     ],
 )
-def test_what_is_no_host_is_refused(tmp_path, monkeypatch, capsys, words, said):
+def test_a_bad_list_of_hosts_is_refused(tmp_path, monkeypatch, capsys, words, said):
     monkeypatch.chdir(tmp_path)
     assert main(["train", *map(str, words)]) == 2
     assert said in capsys.readouterr().err

@@ -134,7 +134,7 @@ def services(folder, config):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("starter", ["srun", "torchrun"])
-def test_a_job_trains_and_is_over(slurm, starter):
+def test_a_slurm_job_trains_and_completes(slurm, starter):
     job = slurm.launch(f"short-{starter}", starter, 6)
     slurm.until(lambda: slurm.state(job) not in ("PENDING", "RUNNING", "COMPLETING"), job)
     text = (slurm.folder / f"short-{starter}-{job}.log").read_text()
@@ -144,14 +144,14 @@ def test_a_job_trains_and_is_over(slurm, starter):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("starter", ["srun", "torchrun"])
-def test_near_its_limit_it_saves_and_goes_on_by_itself(slurm, starter):
+def test_a_job_near_its_time_limit_saves_and_requeues_itself(slurm, starter):
     name = f"limit-{starter}"
     job = slurm.launch(name, starter, 1_000_000, "--time", "2", "--save-s", "60")
     goes_on(slurm, name, job)
 
 
 @pytest.mark.slow
-def test_what_is_preempted_saves_and_goes_on_and_what_is_cancelled_does_not(slurm):
+def test_a_preempted_job_saves_and_resumes_but_a_cancelled_one_does_not(slurm):
     job = slurm.launch("preempted", "srun", 1_000_000)
     slurm.until(lambda: len(slurm.steps("preempted")) > 3, job)
     slurm("sbatch", "-p", "urgent", "-N2", "--exclusive", "--output=/dev/null", "--wrap", "sleep 1")

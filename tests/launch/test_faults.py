@@ -68,7 +68,7 @@ def run(*words, cwd, limit_s=240):
 
 def odd(tmp_path, what):
     (tmp_path / "odd.py").write_text(ODD.format(what=what))
-    # The look at the first batch moves counters on, and would meet the fault itself.
+    # The check of the first batch moves counters on, and would meet the fault itself.
     return ("--model", "odd.py:build", "--nproc", 2, "--check", "off")
 
 
@@ -102,7 +102,9 @@ def rank_of(process, rank):
         pytest.param("tp", ("waits", "starts"), id="tp", marks=pytest.mark.slow),
     ],
 )
-def test_a_run_whose_ranks_are_killed_is_one_that_nothing_happened_to(tmp_path, strategy, moments):
+def test_a_run_with_killed_ranks_ends_bitwise_equal_to_an_undisturbed_one(
+    tmp_path, strategy, moments
+):
     alone = faults.undisturbed(strategy, tmp_path / "alone")
     found, kills, said = faults.disturbed(strategy, tmp_path / "killed", moments, seed=3)
     assert found == alone
@@ -114,14 +116,14 @@ def test_a_run_whose_ranks_are_killed_is_one_that_nothing_happened_to(tmp_path, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 4])
-def test_a_damaged_checkpoint_is_passed_over(tmp_path, seed):
+def test_a_damaged_checkpoint_is_skipped(tmp_path, seed):
     alone = faults.undisturbed("ddp", tmp_path / "alone")
     row = faults._damaged(tmp_path / "cut", faults.random.Random(seed), alone)
     assert row["said"] and row["same"], row
 
 
 @pytest.mark.slow
-def test_it_does_not_begin_again_for_ever_nor_for_a_mistake(tmp_path):
+def test_restarts_are_limited_and_a_wrong_setting_is_not_retried(tmp_path):
     words = (*TINY, *odd(tmp_path, "raise RuntimeError('a broken fan')"), "--steps", 30)
     code, _, errors = run(*words, "--max-restarts", 1, "--out", "run", cwd=tmp_path)
     assert code == 1, errors
@@ -134,7 +136,7 @@ def test_it_does_not_begin_again_for_ever_nor_for_a_mistake(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_had_to_be_killed_is_not_what_went_wrong(tmp_path):
+def test_the_failed_rank_is_reported_and_not_the_one_that_was_killed(tmp_path):
     (tmp_path / "odd.py").write_text(ODD.format(
         what="raise RuntimeError('a broken fan')\n        if self.calls == 10: time.sleep(20)"
     ))  # fmt: skip
@@ -145,7 +147,7 @@ def test_a_rank_that_had_to_be_killed_is_not_what_went_wrong(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_step_that_took_long_is_not_held_against_a_later_one(tmp_path):
+def test_a_slow_step_does_not_count_against_the_timeout_of_a_later_one(tmp_path):
     later = "if self.calls >= 20: raise RuntimeError('a broken fan')"
     slow = f"time.sleep({{10: 7, 15: 2}}.get(self.calls, 0))\n            {later}"
     words = (*TINY, *odd(tmp_path, slow))
@@ -160,7 +162,7 @@ def standing(rank, state, **numbers):
     return RankSnapshot(rank=rank, host="a", pid=1, state=state, place="?", collectives=exchanges)
 
 
-def test_who_is_held_up_in_another_group_is_not_blamed():
+def test_a_rank_that_waits_in_another_process_group_is_not_blamed():
     """Two by two ranks: the third works, and the second waits for it, where the others go on."""
     found = [
         standing(0, "waits", dp_0=9, tp_0=80),
@@ -172,7 +174,7 @@ def test_who_is_held_up_in_another_group_is_not_blamed():
 
 
 @pytest.mark.slow
-def test_ranks_end_where_nobody_is_heard_of_any_more(tmp_path):
+def test_ranks_end_when_their_launcher_falls_silent(tmp_path):
     """As when the host where commands are typed is lost: the input does not end."""
     training = (*TINY, "--steps", 100000, "--out", "run", "--save-every", 100000)
     command = (*PYTHON, "-m", "outpace", *map(str, training))
@@ -203,7 +205,7 @@ def test_a_finished_run_is_not_trained_again(tmp_path):
 
 
 @pytest.mark.slow
-def test_another_number_of_ranks_gets_a_layout_of_its_own(tmp_path):
+def test_resuming_with_another_number_of_ranks_plans_a_new_layout(tmp_path):
     words = (*TINY, "--steps", 4, "--nproc", 2, "--tp", 2, "--out", "run")
     code, _, errors = run(*words, cwd=tmp_path)
     assert code == 0, errors
@@ -218,7 +220,7 @@ def test_another_number_of_ranks_gets_a_layout_of_its_own(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_plan_is_of_a_runs_beginning(tmp_path):
+def test_plan_auto_is_planned_again_when_the_number_of_ranks_changes(tmp_path):
     words = (*TINY, "--plan", "auto", "--out", "run", "--auto-resume")
     code, _, errors = run(*words, "--steps", 4, "--nproc", 2, cwd=tmp_path)
     assert code == 0, errors
@@ -228,7 +230,7 @@ def test_a_plan_is_of_a_runs_beginning(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_rank_that_was_stopped_is_named(tmp_path):
+def test_a_stopped_rank_is_named(tmp_path):
     process = start(*TINY, "--nproc", 2, "--steps", 5000, "--comm-timeout-s", 8, "--out", "run",
                     cwd=tmp_path)  # fmt: skip
     at_step(process, tmp_path / "run", 3)
@@ -243,7 +245,7 @@ def test_a_rank_that_was_stopped_is_named(tmp_path):
     assert "is stopped" in page and "what each rank was doing: run/standstill.html" in errors
 
 
-def test_a_rank_that_hangs_is_named_with_its_line(tmp_path):
+def test_a_hanging_rank_is_named_with_its_line_of_code(tmp_path):
     words = (*TINY, *odd(tmp_path, "time.sleep(1000)"), "--steps", 30, "--comm-timeout-s", 8)
     code, _, errors = run(*words, "--out", "run", cwd=tmp_path)
     assert code == 5
@@ -255,7 +257,7 @@ def test_a_rank_that_hangs_is_named_with_its_line(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_straggler_is_named_while_it_trains(tmp_path):
+def test_a_straggler_is_named_during_training(tmp_path):
     slow = "until = time.thread_time() + 0.05\n            while time.thread_time() < until: pass"
     words = (*TINY, *odd(tmp_path, slow), "--steps", 130)
     code, _, errors = run(*words, "--out", "run", cwd=tmp_path)
@@ -264,14 +266,14 @@ def test_a_straggler_is_named_while_it_trains(tmp_path):
     assert "rank 0 on" not in errors
 
 
-def test_one_rank_whose_loss_is_no_number_ends_all(tmp_path):
+def test_a_nan_loss_on_one_rank_ends_all_ranks(tmp_path):
     words = (*TINY, *odd(tmp_path, "return self.head(self.table(ids)) * float('nan')"))
     code, _, errors = run(*words, "--steps", 30, "--max-restarts", 2, "--out", "run", cwd=tmp_path)
     assert code == 3 and "the loss became nan at step 10" in errors and "Resuming" not in errors
 
 
 @pytest.mark.slow
-def test_two_trainings_at_once_do_not_meet(tmp_path):
+def test_two_trainings_on_one_machine_do_not_mix(tmp_path):
     both = [
         start(*TINY, "--nproc", 2, "--steps", 8, "--out", f"run-{number}", cwd=tmp_path)
         for number in range(2)
@@ -285,7 +287,7 @@ def test_two_trainings_at_once_do_not_meet(tmp_path):
     assert len(losses[0]) == 8 and losses[0] == losses[1]
 
 
-def test_a_port_that_is_taken_is_said(tmp_path):
+def test_a_port_in_use_is_named(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -301,7 +303,7 @@ def test_a_port_that_is_taken_is_said(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("whom", ["launcher", "rank"])
-def test_who_is_asked_to_end_saves_first(tmp_path, whom):
+def test_a_process_asked_to_end_saves_first(tmp_path, whom):
     process = start(*TINY, "--nproc", 2, "--steps", 5000, "--max-restarts", 2, "--out", "run",
                     cwd=tmp_path)  # fmt: skip
     at_step(process, tmp_path / "run", 3)

@@ -61,7 +61,7 @@ def wait_for(*paths: Path) -> None:
         time.sleep(0.02)
 
 
-def test_every_rank_knows_its_place(tmp_path: Path) -> None:
+def test_every_rank_has_the_environment_of_its_place(tmp_path: Path) -> None:
     worker = f"""
 import os
 from pathlib import Path
@@ -75,7 +75,7 @@ Path({str(tmp_path)!r}, os.environ["RANK"]).write_text(" ".join(os.environ[n] fo
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGUSR2])
-def test_a_signal_reaches_each_worker_once_and_the_slow_one_may_finish(
+def test_a_signal_reaches_each_rank_once_and_a_slow_rank_may_finish(
     signum: signal.Signals, tmp_path: Path
 ) -> None:
     launcher = launch(WORKER.format(folder=str(tmp_path), saving_s=1.5))
@@ -88,7 +88,7 @@ def test_a_signal_reaches_each_worker_once_and_the_slow_one_may_finish(
         assert (tmp_path / f"saved-{rank}").read_text() == f"[{signum.value}]"
 
 
-def test_a_second_signal_ends_the_workers_at_once(tmp_path: Path) -> None:
+def test_a_second_signal_ends_the_ranks_at_once(tmp_path: Path) -> None:
     launcher = launch(WORKER.format(folder=str(tmp_path), saving_s=60))
     wait_for(tmp_path / "ready-0", tmp_path / "ready-1")
     launcher.send_signal(signal.SIGTERM)
@@ -101,7 +101,7 @@ def test_a_second_signal_ends_the_workers_at_once(tmp_path: Path) -> None:
     assert not (tmp_path / "saved-0").exists()  # as it would be had it been waited for
 
 
-def test_a_rank_that_is_killed_is_named() -> None:
+def test_a_killed_rank_is_named() -> None:
     worker = """
 import os, signal, time
 if os.environ["RANK"] == "1":
@@ -113,7 +113,7 @@ time.sleep(60)
     assert "rank 1 was killed by SIGKILL" in output
 
 
-def test_one_rank_s_error_is_shown_with_its_rank() -> None:
+def test_an_error_on_one_rank_is_shown_with_its_rank() -> None:
     worker = """
 import os, sys, time
 from outpace.cli.main import _fail
@@ -135,7 +135,7 @@ time.sleep(60)
     assert end(launch(worker)) == (4, "out of memory: rank 0 needs more\n")
 
 
-def test_what_all_ranks_say_is_said_once() -> None:
+def test_a_message_of_all_ranks_is_shown_once() -> None:
     worker = """
 import os, sys, time
 from outpace.cli.main import _fail

@@ -80,7 +80,7 @@ def wait_for_more(run: Path, process) -> None:
     wait_for_step(run, 3, process)
 
 
-def test_two_ranks_train_as_one_and_a_resume_on_one_goes_on(tmp_path, command):
+def test_two_ranks_train_like_one_and_one_process_can_resume_their_run(tmp_path, command):
     one = do(command(tmp_path / "one", "--steps=6"))
     assert one.returncode == 0, one.stderr
     two = do(command(tmp_path / "two", "--steps=6", "--nproc=2", "--save-every=3", "--keep=9"))
@@ -99,7 +99,7 @@ def test_two_ranks_train_as_one_and_a_resume_on_one_goes_on(tmp_path, command):
 
 
 @pytest.mark.slow
-def test_masked_tokens_are_weighed_over_the_whole_global_batch(tmp_path, command):
+def test_masked_tokens_are_weighted_over_the_whole_global_batch(tmp_path, command):
     """Ranks and micro-batches have different numbers of masked tokens; none may count more."""
     (tmp_path / "bert.json").write_text(
         '{"family": "bert", "layers": 1, "hidden": 32, "heads": 2, "vocab": 512, '
@@ -117,7 +117,7 @@ def test_masked_tokens_are_weighed_over_the_whole_global_batch(tmp_path, command
 
 
 @pytest.mark.slow
-def test_torchrun_starts_it_as_well_and_json_is_alone_on_stdout(tmp_path, command):
+def test_training_under_torchrun_prints_only_json_on_stdout(tmp_path, command):
     flags = ("--steps=3", "--json", "--micro-batch=2", "--compress-gradients=bf16")
     done = do(command(tmp_path / "run", *flags, launcher=TORCHRUN))
     assert done.returncode == 0, done.stderr
@@ -128,7 +128,7 @@ def test_torchrun_starts_it_as_well_and_json_is_alone_on_stdout(tmp_path, comman
 
 
 @pytest.mark.slow
-def test_sigterm_to_the_launcher_saves_and_exits_75(tmp_path, command):
+def test_sigterm_to_the_launcher_saves_and_exits_with_75(tmp_path, command):
     whole = do(command(tmp_path / "whole", "--steps=60", "--nproc=2"))
     assert whole.returncode == 0, whole.stderr
     process = start(command(tmp_path / "cut", "--steps=60", "--nproc=2"))
@@ -206,7 +206,7 @@ def test_a_second_signal_ends_at_once(tmp_path, command):
 
 
 @pytest.mark.slow
-def test_kill_9_during_saves_never_costs_the_run(tmp_path, command):
+def test_kill_9_during_a_save_keeps_the_previous_checkpoint(tmp_path, command):
     """Saves at every step, so a kill at any moment lands in or beside one."""
     flags = ("--steps=30", "--save-every=1")
     whole = do(command(tmp_path / "whole", *flags))
@@ -286,7 +286,7 @@ def fill(disk, leave):
 
 
 @pytest.mark.root
-def test_a_full_disk_is_said_and_leaves_nothing_half_written(small_disk, command):
+def test_a_full_disk_is_reported_and_leaves_no_partial_files(small_disk, command):
     done = do(command(small_disk / "run", "--steps=6"))
     assert done.returncode == 0, done.stderr
     fill(small_disk, leave=64 << 10)
@@ -299,7 +299,7 @@ def test_a_full_disk_is_said_and_leaves_nothing_half_written(small_disk, command
 
 @pytest.mark.root
 @pytest.mark.slow
-def test_a_disk_that_fills_during_a_run_keeps_the_last_good_checkpoint(small_disk, command):
+def test_a_disk_that_fills_during_a_run_keeps_the_last_checkpoint(small_disk, command):
     """Training goes on without the checkpoints that do not fit, and says so."""
     process = start(command(small_disk / "run", "--steps=400", "--save-every=20", "--keep=2"))
     wait_for_step(small_disk / "run", 45, process)

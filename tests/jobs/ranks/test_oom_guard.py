@@ -73,7 +73,9 @@ def pasted(message):
 
 @pytest.mark.timeout(550)
 @pytest.mark.parametrize("account", ["stand-in", pytest.param("traced", marks=pytest.mark.slow)])
-def test_what_does_not_fit_trains_as_the_message_proposes(account, words, tmp_path, limit_mib):
+def test_a_run_out_of_memory_trains_with_the_settings_that_its_message_proposes(
+    account, words, tmp_path, limit_mib
+):
     plain = outpace(account, [*words, "--memory-limit", f"{limit_mib}MiB"])
     assert plain.returncode == 4, plain.stderr
     assert "Traceback" not in plain.stderr
@@ -111,7 +113,7 @@ def control_group():
 @pytest.mark.root
 @pytest.mark.slow
 @pytest.mark.timeout(550)
-def test_the_proposed_plan_lives_where_the_first_cannot(control_group, words):
+def test_the_proposed_plan_fits_in_the_memory_limit(control_group, words):
     """Within a control group, the tracing process's memory included."""
     enter = lambda: (control_group / "cgroup.procs").write_text(str(os.getpid()))  # noqa: E731
     plain = outpace("traced", words, preexec_fn=enter)
@@ -129,7 +131,7 @@ def test_the_proposed_plan_lives_where_the_first_cannot(control_group, words):
 
 
 @pytest.mark.slow
-def test_tracing_is_given_up_for_training():
+def test_a_memory_trace_ends_when_training_needs_the_memory():
     """What it took is free at once; who waits is told, and the next is traced again."""
     ask = TraceRequest(
         spec=ModelSpec.parse(tomllib.loads(MODEL), "test"), plan=Plan(), seq_len=8, accumulation=1,
@@ -148,7 +150,7 @@ def test_tracing_is_given_up_for_training():
     tracer.close()
 
 
-def test_memory_that_grows_beyond_the_limit_ends_the_run_with_its_anatomy(
+def test_memory_growth_beyond_the_limit_ends_the_run_and_lists_what_holds_it(
     words, tmp_path, limit_mib
 ):
     done = outpace("blind", [*words, "--memory-limit", f"{limit_mib}MiB"])
@@ -164,7 +166,7 @@ def test_memory_that_grows_beyond_the_limit_ends_the_run_with_its_anatomy(
 @pytest.mark.slow
 @pytest.mark.gloo
 @pytest.mark.parametrize("ours", [True, False], ids=["our launcher", "another"])
-def test_all_ranks_end_when_one_runs_out(words, tmp_path, ours):
+def test_all_ranks_end_when_one_is_out_of_memory(words, tmp_path, ours):
     """Rank 0 waits in an exchange for rank 1, which is out of memory in its second step."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -193,7 +195,7 @@ def test_all_ranks_end_when_one_runs_out(words, tmp_path, ours):
 
 
 @pytest.mark.gpu
-def test_out_of_memory_on_cuda_is_an_answer(words, tmp_path):
+def test_out_of_memory_on_cuda_ends_with_a_message(words, tmp_path):
     done = outpace("blind", [*words, "--device", "cuda", "--memory-limit", "300MiB"])
     assert done.returncode == 4, done.stderr
     assert "rank 0's device is out of memory: tried to allocate" in done.stderr
@@ -201,7 +203,7 @@ def test_out_of_memory_on_cuda_is_an_answer(words, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_a_command_is_changed_where_it_says_otherwise():
+def test_the_proposed_command_replaces_the_settings_that_it_changes():
     command = ["outpace", "train", "--micro-batch", "8", "--data", "a b", "--checkpointing=full"]
     origins = {"micro_batch": "command line"}
     change = {"micro_batch": 4, "checkpointing": "none"}
@@ -216,7 +218,7 @@ def test_a_command_is_changed_where_it_says_otherwise():
     )
 
 
-def test_fragmentation_is_named_where_it_is_what_fails():
+def test_memory_fragmentation_is_named_if_it_is_the_cause():
     gib = 2**30
     assert fragmentation_advice(60 * gib, 62 * gib, False) == ""
     assert fragmentation_advice(50 * gib, 62 * gib, True) == ""

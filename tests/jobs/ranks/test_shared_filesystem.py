@@ -33,7 +33,7 @@ def both(first, second, *words):
     return [rank.returncode for rank in ranks], said
 
 
-def test_a_directory_that_one_host_does_not_see_is_refused_before_training(tmp_path):
+def test_a_folder_that_one_host_does_not_see_is_refused_before_training(tmp_path):
     codes, said = both(tmp_path / "a", tmp_path / "b")
     assert codes == [2, 2], said
     assert "is not visible on" in said[0] and "on a path that all hosts share" in said[0]
