@@ -41,15 +41,15 @@ from outpace.parallel.batches import explain_lengths, samples_in
 from outpace.parallel.batchnorm import batch_norms
 from outpace.parallel.parallelize import refused_strategy
 from outpace.parallel.parity.comparison import DOUBLE, HALF, MISSING, SINGLE, ComparisonLimits
-from outpace.parallel.parity.kept_state import (
+from outpace.parallel.parity.first_batch_messages import explain_new_parameters
+from outpace.parallel.parity.loss_scale import explain_backwards
+from outpace.parallel.parity.moved_parameters import explain_writes
+from outpace.parallel.parity.state_messages import (
     explain_reshaped,
     explain_state_after_resume,
     explain_state_of_wrong,
     name_attributes,
 )
-from outpace.parallel.parity.loss_scale import explain_backwards
-from outpace.parallel.parity.moved_parameters import explain_writes
-from outpace.parallel.parity.plain_pass import explain_new_parameters
 from outpace.parallel.plain import has_dropout
 from outpace.parallel.sparse_gradients import refuse_sparse_gradients
 from outpace.probing.hardware.machine import identify

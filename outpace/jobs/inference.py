@@ -41,7 +41,8 @@ from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.mixed import MixedPrecision, lower_weights, make_mixed
 from outpace.nn.transformer import Transformer
 from outpace.parallel import Layout, StepHooks
-from outpace.parallel.parity.kept_state import explain_evaluated_state, find_kept_state
+from outpace.parallel.parity.kept_state import find_kept_state
+from outpace.parallel.parity.state_messages import explain_evaluated_state
 from outpace.probing.hardware.machine import usable_cores
 from outpace.records.errors import BadInputError
 from outpace.records.measurement import Evaluation

@@ -22,7 +22,7 @@ def keep_argument_lists(unit: nn.Module) -> None:
         first, named = given.pop()
         if not any(_is_container(one) for one in (*first, *named.values())):
             return None
-        if len(first) != len(args) or set(named) != set(kwargs):  # by hooks of the user's
+        if len(first) != len(args) or set(named) != set(kwargs):  # changed by a user's hook
             return None
         return (
             tuple(_refill(old, new) for old, new in zip(first, args, strict=True)),

@@ -354,7 +354,8 @@ def _plain(batch: Batch) -> Batch:
     """
     found = [leaf for leaf in tree_leaves(batch) if not isinstance(leaf, Tensor)]
     mappings = [leaf for leaf in found if isinstance(leaf, Mapping)]
-    if any(not isinstance(one, dict | UserDict) for one in mappings):  # copies may share entries
+    # Whose copies may share entries.
+    if any(not isinstance(one, dict | UserDict) for one in mappings):
         return _plain(tree_map(lambda one: dict(one) if isinstance(one, Mapping) else one, batch))
     for one in mappings:
         _let_pytrees_know_mapping(type(one))

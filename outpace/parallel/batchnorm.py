@@ -95,7 +95,7 @@ class _ConvertedNorm(_BatchNorm):
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         momentum = self.momentum
-        if momentum is None:  # each batch counts the same
+        if momentum is None:  # a cumulative average over batches
             momentum = 1 / float(self.num_batches_tracked)
         unbiased_C = variance_C * (count / max(count - 1, 1))
         self.running_mean.lerp_(mean_C.to(self.running_mean.dtype), momentum)

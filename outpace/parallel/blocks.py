@@ -9,7 +9,7 @@ from outpace.nn.model_options import find_blocks
 from outpace.parallel.layout import LayoutRequest
 from outpace.records.errors import BadInputError, suggest
 
-Blocks = Sequence[str] | Sequence[Sequence[str]]  # by stages
+Blocks = Sequence[str] | Sequence[Sequence[str]]  # in the second form, those of each stage
 
 
 def blocks_of(request: LayoutRequest) -> list[nn.Module]:

@@ -31,7 +31,7 @@ from outpace.parallel.ring_kernels import Dropout, RingKernel, choose_ring_kerne
 from outpace.parallel.tensors import meta_copy
 from outpace.records.errors import BadInputError
 
-_KEYS_VALUES, _THEIR_GRADIENTS = 0, 1  # tags: both are under way at a time
+_KEYS_VALUES, _THEIR_GRADIENTS = 0, 1  # tags, since both are in flight at the same time
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def ring_attention(
     dropout: float,
 ) -> Tensor:
     """Return the attention of this rank's queries to all ranks' keys. Collective over the ring."""
-    # From the CPU's generator, which recomputation of activations sets back.
+    # Drawn from the CPU's generator, whose state checkpointing restores to recompute activations.
     drops = Dropout(dropout, int(torch.randint(2**62, ())) if dropout else 0)
     kernel = choose_ring_kernel(q_BHSC, drops, ring.runs_on)
     with torch.autocast(q_BHSC.device.type, enabled=False):
@@ -161,7 +161,7 @@ class RingAttention(torch.autograd.Function):
                 whole[..., turn.keys, :] += part
             _wait(works)
             held = coming
-            # After the last turn they arrive at home.
+            # After the last turn, they are back on their own rank.
             sums, sums_works = ring.pass_on(sums, _THEIR_GRADIENTS)
         _wait(sums_works)
         k_grad, v_grad = sums.to(held.dtype)

@@ -111,7 +111,8 @@ class CudaRecorder:
                 "--no-cuda-graphs."
             ) from error
         finally:
-            torch.cuda.set_stream(current)  # torch 2.11 leaves its own where a capture fails
+            # Torch 2.11 leaves its own stream set if a capture fails.
+            torch.cuda.set_stream(current)
         if failure is not None:
             raise failure
         if self._pool is None:
@@ -141,8 +142,8 @@ class CapturedPass:
     backward: Callable[[], None]
     totals: Tensor
     gradients: list[tuple[nn.Parameter, Tensor]]
-    adds_to: Tensor | None  # the first gradient that was there before
-    addresses: list[int]  # of the parameters that it reads
+    adds_to: Tensor | None  # the gradient that existed before the pass
+    addresses: list[int]  # of the parameters that the graph reads
 
     def run(self, batch: Mapping[str, Tensor], hooks: StepHooks) -> Tensor:
         """Replay the pass (see `Layout._forward_backward`); the next run overwrites the totals."""
@@ -180,7 +181,7 @@ class GraphedLayout(Layout):
     `on_failure` is called once with the reason if passes cannot be captured.
     """
 
-    shares_casts = False  # each graph makes its own, at addresses that only it uses
+    shares_casts = False  # each graph has its own casts, at its own addresses
 
     def __init__(
         self,

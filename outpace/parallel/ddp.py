@@ -116,7 +116,7 @@ class Replicas(Layout):
         if sums:
             torch._foreach_copy_(narrow, [sum_ for _, sum_ in sums])
         for parameter in self._accumulated_parameters():
-            parameter.grad = None  # or no other dtype may follow
+            parameter.grad = None  # or torch refuses a gradient of another dtype
             parameter.grad_dtype = parameter.dtype
         for (parameter, _), gradient in zip(sums, narrow, strict=True):
             parameter.grad = gradient
@@ -171,11 +171,11 @@ class Replicas(Layout):
         """
         try:
             self.module._check_reducer_finalized()
-            # It does not ask for a backward that has reached nothing (a loss of a constant 0).
+            # DDP does not expect a backward that reaches no parameter (a loss of constant 0).
             if any(self._has_new_gradient(parameter) for parameter in self._trained):
                 return
         except RuntimeError:
-            pass  # its message is of `find_unused_parameters`, which looks through every graph
+            pass  # DDP's message suggests `find_unused_parameters`, which walks every graph
         lacking = [p for p in self._trained if not self._has_new_gradient(p)]
         self._unused.update(p for p in lacking if p.grad is None)
         frozen = [p for p in lacking if not p.requires_grad]

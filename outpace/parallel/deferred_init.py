@@ -70,7 +70,7 @@ def part_of(whole: Tensor, parameter: Tensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     mesh, placements = parameter.device_mesh, parameter.placements
-    # Every rank has the values: nothing is sent.
+    # Every rank has the values, so nothing is sent.
     return local(distribute_tensor(whole, mesh, placements, src_data_rank=None))
 
 

@@ -75,7 +75,7 @@ class DataParallel(Layout):
             fused.take_all()
             dist.reduce(fused.buffer, 0)
             if self._first:
-                # The next batch's gradients are added to these, and reach the sum once again.
+                # Otherwise the next batch's gradients would be added to these, and counted twice.
                 fused.assign_gradients()
         hooks.mark("communication")
         return totals
@@ -91,7 +91,7 @@ class DataParallel(Layout):
         gathered = self._gather(output.detach())
         hooks.mark("communication")
         if gathered is None:
-            # A loss scaler makes its scale at the first call; there is no loss to scale here.
+            # A loss scaler sets its scale in the first call, and this rank has no loss.
             hooks.scale(torch.zeros((), device=self._on))
             return output, torch.zeros(2, dtype=torch.float64, device=self._on), None
         totals, gradient = self._loss(gathered, batch["targets"], hooks)

@@ -181,9 +181,9 @@ class _Scatter(_PeerCollective, DefaultReduceScatter):
         group: dist.ProcessGroup,
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
-    ) -> Any:  # work to wait for, where some is left
+    ) -> Any:  # work to wait for, if any
         reduce_scatter_directly(output_tensor, input_tensor, group.group_name)
-        averaged = op == dist.ReduceOp.AVG  # else their sum
+        averaged = op == dist.ReduceOp.AVG  # otherwise summed
         self._near.reduce_scatter(
             output_tensor, input_tensor, 1 / group.size() if averaged else 1.0, self._unit
         )

@@ -24,7 +24,7 @@ def _rest() -> None:
     """Release Python's lock until those threads have been asleep in several consecutive checks."""
     quiet, until = 0, time.monotonic() + _LIMIT_S
     while quiet < _LOOKS and time.monotonic() < until:
-        time.sleep(_PAUSE_S)  # who waited for the lock is awake from here on
+        time.sleep(_PAUSE_S)  # a thread that waited for the lock has it by now
         quiet = 0 if _busy() else quiet + 1
 
 

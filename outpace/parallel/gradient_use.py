@@ -43,7 +43,8 @@ class GradientUse:
         self._parameters = [parameter for _, parameter in named]
         self.steps = steps
         self._group = group
-        # Beside a byte for each parameter: whether a rank has written to some, and one has not.
+        # After a byte for each parameter: whether a rank has written to parameters, and whether one
+        # has not.
         self._all = torch.ones(len(self._parameters) + 2, dtype=torch.uint8, device=device)
         self._all[-2] = 0
         self._has_warned = False

@@ -93,13 +93,14 @@ class Layout:
     averages: int = 1
     computes_on: torch.device | None = None
     shares_casts: bool = True  # whether micro-batches may use one cast of the weights
-    buffers: SharedBuffers | None = None  # of a user's module on data-parallel ranks
-    has_sums: bool = True  # whether gradients here end as the global batch's
+    buffers: SharedBuffers | None = None  # of a custom model on data-parallel ranks
+    has_sums: bool = True  # whether this rank ends with the global batch's gradients
 
     def __init__(self, objective: nn.Module, module: nn.Module | None = None) -> None:
         self.objective = objective
         self.module = objective if module is None else module
-        self._stepped: list[Tensor] | None = None  # norms of gradients that are gone
+        # Norms of gradients that were freed in the backward.
+        self._stepped: list[Tensor] | None = None
         self._known: list[nn.Parameter] | None = None
 
     @property
@@ -307,7 +308,7 @@ class Layout:
         for parameter in self._parameters():
             if parameter.grad is not None:
                 gradient = parameter.grad.float()
-                parameter.grad = None  # or no other dtype may follow
+                parameter.grad = None  # or torch refuses a gradient of another dtype
                 parameter.grad_dtype = gradient.dtype
                 parameter.grad = gradient
 
@@ -358,7 +359,7 @@ class SpreadLayout(Layout):
     def total_norm(self) -> Tensor:
         """Return the norm, summing each rank's share of the squares over the group."""
         square = square_sum(self.counted_gradients(), self._ranks_of_a_part, self._device())
-        for norm in self._norms_of_stepped():  # of parts that no other rank of the group has
+        for norm in self._norms_of_stepped():  # of parts that only this rank of the group has
             square += norm.double().square()
         dist.all_reduce(square, group=self._group)
         return square.sqrt()
@@ -392,7 +393,7 @@ class ShardedLayout(SpreadLayout):
         """Gather the weights one by one; ranks that do not request the model keep nothing."""
         weights: dict[str, Any] = {}
         for name, held in self.model.state_dict().items():
-            gathered = whole(held) if isinstance(held, Tensor) else held  # an extra state
+            gathered = whole(held) if isinstance(held, Tensor) else held  # extra state
             if wanted:
                 weights[name] = gathered.cpu() if isinstance(held, Tensor) else held
         if not wanted:

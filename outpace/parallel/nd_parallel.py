@@ -45,7 +45,7 @@ class Product(SpreadLayout):
         super().__init__(inner.objective, dist.group.WORLD, mesh.size() // mesh["pp"].size())
         self._inner = inner
         self.averages = inner.averages
-        # Every rank of a tensor-parallel group sees the loss of all its samples: one tells it.
+        # All ranks of a tensor-parallel group compute the same loss, so only one reports it.
         self._tells = mesh["tp"].get_local_rank() == 0
 
     @property
@@ -158,7 +158,7 @@ def _pipeline(
             blocks = [module.blocks[block] for block in stages[stage].blocks]
             shard(module, blocks, _sharding_mesh(mesh), held, plan.precision, request.runs_on)
         if len(inner.modules) == 1:
-            # The loss reads the head's bias, which sharding has replaced in the stage alone.
+            # The loss reads the head's bias, which sharding has replaced only in the stage.
             (inner.objective.model,) = inner.modules.values()
         elif objective.model.head_bias is not None:
             raise BadInputError(

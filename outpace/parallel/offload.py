@@ -67,7 +67,7 @@ def require(plan: Plan, device: torch.device) -> None:
 
 def group_of_one(device: torch.device) -> DeviceMesh:
     """Return a group that contains only this rank, to shard over."""
-    # Of fp16's overflow the CPU tells, where gradients lie.
+    # Gradients are on the CPU, so fp16 overflow is detected there.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     mine = dist.new_group([dist.get_rank()], backend=backend, use_local_synchronization=True)
     assert isinstance(mine, dist.ProcessGroup)
@@ -93,7 +93,7 @@ def to_disk(layout: Layout, scratch: Scratch) -> None:
         sharded = held.get(parameter)
         old = local(parameter) if sharded is None else sharded._sharded_param_data
         (memory,), region = scratch.copy_permanently([old])
-        if sharded is not None:  # with the padding that makes all shards equally long
+        if sharded is not None:  # includes the padding that makes shards equally long
             sharded._sharded_param_data = memory
             memory = memory[: local(parameter).numel()].view(local(parameter).shape)
         if is_spread(parameter):
@@ -152,5 +152,5 @@ def _watch(
 def _blocks(model: nn.Module) -> Sequence[nn.Module]:
     try:
         return find_blocks(model)
-    except BadInputError:  # a stage without blocks, or a custom model that has none
+    except BadInputError:  # no blocks: an empty stage, or a custom model
         return ()

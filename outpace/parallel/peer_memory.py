@@ -23,7 +23,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,19 +30,20 @@ from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
 
 from outpace.nn.operators import operator
+from outpace.parallel.rank_objects import gather_objects
 from outpace.records.errors import BadInputError
 
-_CHUNK_BYTES = 512 << 10  # lies in a core's cache while it is added
+_CHUNK_BYTES = 512 << 10  # fits in a core's cache while it is added
 _NAP_S = 50e-6
-_LENGTH_BITS = 44  # of a kind of collective, for the bytes of its buffer
-_GAVE_UP = -1  # instead of a number of moves
+_LENGTH_BITS = 44  # bits of a collective's code that hold the bytes of its buffer
+_GAVE_UP = -1  # a move count that says that the rank gave up
 _SET_PTRACER = 0x59616D61  # prctl's PR_SET_PTRACER
 
-# Of a process, an address there, one here, and the number of bytes to copy.
+# Arguments: process, address there, address here, number of bytes.
 _Copy = Callable[[int, int, int, int], None]
 
 
-# These do nothing: they are for those that count collectives as they are called.
+# These do nothing. They exist for modes that count collectives.
 
 
 def _all_reduce_directly(buffer: Tensor, group: str) -> None:
@@ -112,7 +112,7 @@ def _reader() -> _Copy | None:
 
     def copy(pid: int, source: int, target: int, length: int) -> None:
         done = 0
-        while done < length:  # Linux reads 2 GiB at a time at most
+        while done < length:  # Linux reads at most 2 GiB at a time
             into, of = _Span(target + done, length - done), _Span(source + done, length - done)
             more = read(pid, ctypes.byref(into), one, ctypes.byref(of), one, ctypes.c_ulong(0))
             if more <= 0:
@@ -142,12 +142,10 @@ class PeerMemoryGroup:
         self._read, self._limit_s = read, limit_s
         self._size, self._rank = group.size(), group.rank()
         self._notice, self._seen = _lasting_notice(), _Notice()
-        said: list[Any] = [None] * self._size
         own = _Peer(
             self._rank, os.getpid(), ctypes.addressof(self._notice), int(self._notice.token)
         )
-        dist.all_gather_object(said, own, group=group)
-        self._everyone: list[_Peer] = said
+        self._everyone: list[_Peer] = gather_objects(own, group)
         self._others = [one for one in self._everyone if one.rank != self._rank]
         self._buffers: dict[int, int] = {}
 
@@ -173,7 +171,7 @@ class PeerMemoryGroup:
             for other in self._others:
                 start, piece = pieces[other.rank]
                 self._copy(other, start, piece)
-            self._move()  # before which nobody changes what others read
+            self._move()  # until then, no rank changes what others read
 
     def all_gather(self, buffer: Tensor, part: Tensor, unit: int = 0) -> None:
         """Fill `buffer` with the ranks' parts, of equal lengths; `part` may be a view of it."""
@@ -266,7 +264,7 @@ class PeerMemoryGroup:
                         f"{self._limit_s:g} s"
                     )
                 time.sleep(_NAP_S)
-            # Once more: the kernel may have copied the address before the count.
+            # Read again: the kernel may have copied the address before the count.
             self._read_steps(other)
             self._buffers[other.rank] = self._seen.buffer
             kinds[other.rank] = int(self._seen.kind)
@@ -296,7 +294,7 @@ def peer_memory_group(group: dist.ProcessGroup) -> PeerMemoryGroup | None:
     _let_family_read()
     found = PeerMemoryGroup(
         group, read, limit.total_seconds()
-    )  # its collective comes after all allow it
+    )  # its collective comes once all ranks allow it
     able.fill_(found.can_read())
     dist.all_reduce(able, dist.ReduceOp.MIN, group=group)
     return found if able.item() else None
@@ -324,14 +322,14 @@ class GradientAveraging:
         def finish(done: torch.futures.Future[Exception | None]) -> Tensor:
             error = done.value()
             if error is not None:
-                raise error  # here, for `set_exception` is not seen by DDP
+                raise error  # raised here, because DDP ignores `set_exception`
             return buffer
 
         return done.then(finish)
 
     def _reduce(self, buffer: Tensor, done: torch.futures.Future[Exception | None]) -> None:
         try:
-            if self._failed is None:  # or each bucket would wait for who does not come
+            if self._failed is None:  # or each bucket would wait for the failed rank
                 self._peers.all_reduce(buffer, self._factor)
         except Exception as error:
             self._failed = error

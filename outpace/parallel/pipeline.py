@@ -50,9 +50,9 @@ CLASSES: Mapping[str, type[Any]] = {
     "zbv": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
-# What a trace calls torch's kinds of backward.
+# Names in traces of torch's kinds of backward.
 _BACKWARDS: Mapping[str, Kind] = {"full": "B", "input": "I", "weight": "W"}
-# What else than tokens a stage needs of a batch; each rank has it, since all read the same share.
+# What a stage needs of a batch besides tokens. Every rank has it, since all read the same share.
 _CONTEXT = ("documents", "segments", "padding_mask")
 
 
@@ -92,7 +92,7 @@ class PipelineLayout(SpreadLayout):
     """
 
     objective: LanguageModelObjective
-    # Of the step that the schedule takes, for its loss: torch hands it none before 2.13.
+    # Of the current step, for the schedule's loss, which gets no arguments before torch 2.13.
     _pass: StepHooks
     _totals: Tensor
 
@@ -128,7 +128,7 @@ class PipelineLayout(SpreadLayout):
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
         """Compute the step's gradients. Each batch is cut into the pipeline's micro-batches."""
-        # A loss scaler makes its scale at the first call; only the last stage has a loss to scale.
+        # A loss scaler sets its scale in the first call, and only the last stage has a loss.
         hooks.scale(torch.zeros((), device=self._device()))
         totals = torch.zeros(2, dtype=torch.float64, device=self._device())
         for batch in map(self._share, batches):
@@ -309,7 +309,7 @@ def _context(batch: Batch) -> dict[str, Tensor]:
     """Return the parts of a batch that blocks need, by the transformer's argument names."""
     held = {f"{name}_BS": batch[name] for name in _CONTEXT if name in batch}
     if "positions" in batch:
-        held["positions"] = batch["positions"].expand_as(batch["tokens"])  # to be cut as they are
+        held["positions"] = batch["positions"].expand_as(batch["tokens"])  # to be cut like tokens
     return held
 
 
@@ -317,7 +317,7 @@ def cut(plan: Plan, model: Transformer) -> list[Part]:
     """Return a plan's stages. Raises BadInputError for fewer layers than stages."""
     spec = model.spec
     if spec.layers < plan.stages:
-        # At least one layer for each stage.
+        # Each stage has at least one layer.
         most = spec.layers // SCHEDULES[plan.schedule].stages_per_rank
         instead = [f"{most} ranks"] if most > 1 else []
         if plan.pp <= spec.layers:
@@ -340,9 +340,9 @@ def apply(request: LayoutRequest) -> Layout:
     Raises BadInputError if there are fewer layers than stages.
     """
     objective, plan = request.objective, request.plan
-    assert isinstance(objective, LanguageModelObjective)  # others have `custom.pipeline`
+    assert isinstance(objective, LanguageModelObjective)  # custom models use `custom.pipeline`
     if SCHEDULES[plan.schedule].splits_backward and objective.loss == "auto":
-        objective.loss = "plain"  # the chunked loss has one backward only
+        objective.loss = "plain"  # the chunked loss supports only one backward
     group = dist.new_group()
     copied: Transformer = meta_copy(objective.model)  # type: ignore[assignment]
     return PipelineLayout(request, cut(plan, objective.model), group, copied)

@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_leaves
 
 from outpace.parallel.tensors import has_memory, storage_id
 
-# Functions that return their first argument where nothing is dropped.
+# Functions that return their first argument if nothing is dropped.
 _DROPS = {
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
     torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_,
     torch.feature_dropout, torch.feature_dropout_, torch.native_dropout,
 }  # fmt: skip
-# Functions with a rate among their arguments: its name, and its place among those given by order.
+# Functions with a dropout rate: its name, and its position among positional arguments.
 _RATES: Mapping[Any, tuple[str, int]] = {
     F.scaled_dot_product_attention: ("dropout_p", 4),
     F.multi_head_attention_forward: ("dropout_p", 10),
@@ -56,7 +56,7 @@ class NoDropout(TorchFunctionMode):
             elif len(args) > place:
                 self.would_drop |= bool(args[place])
                 args = (*args[:place], 0.0, *args[place + 1 :])
-        elif func in _RECURRENT:  # their one float is the rate
+        elif func in _RECURRENT:  # the only float is the dropout rate
             self.would_drop |= any(isinstance(one, float) and one > 0 for one in args)
             args = tuple(0.0 if isinstance(one, float) else one for one in args)
         return func(*args, **kwargs)
@@ -156,7 +156,7 @@ def to_float64(module: nn.Module) -> nn.Module:
             key = storage_id(tensor), tensor.dtype
             found.setdefault(key, []).append(tensor)
     wide_storages = {key: _widen_storage(some[0]) for key, some in found.items() if len(some) > 1}
-    done: dict[Tensor, Tensor] = {}  # buffers, which may have several names
+    done: dict[Tensor, Tensor] = {}  # a buffer may have several names
 
     def wide(tensor: Tensor) -> Tensor:
         flat = wide_storages.get((storage_id(tensor), tensor.dtype)) if has_memory(tensor) else None
@@ -165,7 +165,7 @@ def to_float64(module: nn.Module) -> nn.Module:
             if flat is not None:
                 made = flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
             if isinstance(tensor, nn.Parameter):
-                return made  # which becomes its data
+                return made  # which becomes the tensor's data
             done[tensor] = made
         return done[tensor]
 

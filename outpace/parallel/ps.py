@@ -49,7 +49,7 @@ class Role(Layout):
     one), or in parts on the servers.
     """
 
-    steps: bool  # whether parameters are stepped on this rank
+    steps: bool  # whether this rank steps parameters
 
     def __init__(self, request: LayoutRequest) -> None:
         super().__init__(request.objective)
@@ -58,7 +58,7 @@ class Role(Layout):
         self._dtype = norm_dtype(next(request.objective.parameters()).dtype)
         self._placeholder = PlaceholderParameter(request.device)
         self._devices = request.plan.worker_devices
-        # The first device of each.
+        # The first device of each rank.
         self._workers = range(0, request.plan.data_parallel, self._devices)
         self._servers = range(request.plan.data_parallel, request.plan.world_size)
 
@@ -73,7 +73,7 @@ class Role(Layout):
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
         optimizer = build(groups) if self.steps else self._placeholder.optimizer(build)
         if self._plan.server_updates:
-            # Also where an fp16 step changes nothing, since that depends on the optimizer.
+            # Also in an fp16 step that changes nothing, which only the optimizer knows.
             optimizer.register_step_post_hook(lambda *_: self._sync_parameters())
         return optimizer
 
@@ -195,7 +195,7 @@ class Server(Role):
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
         """Sum the workers' gradients in the order of their ranks; its own totals are 0."""
         self._placeholder.set_gradient()
-        # A loss scaler makes its scale at the first call; there is no loss to scale here.
+        # A loss scaler sets its scale in the first call, and this rank has no loss.
         hooks.scale(torch.zeros((), device=self._on))
         for number, worker in enumerate(self._workers):
             for total in self._sums:
@@ -231,7 +231,7 @@ class Server(Role):
 
 
 def _wait(works: Iterable[Any]) -> None:
-    for work in list(works):  # all are begun before one is waited for
+    for work in list(works):  # all are started before the first wait
         work.wait()
 
 

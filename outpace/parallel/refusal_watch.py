@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 _LOOK_EVERY_S = 1.0
-_PATIENCE_S = 5.0  # of a call, before the store is looked into
-_GRACE_S = 10.0  # in which the rank that refused may continue, or this one may end by itself
-_EXIT_CODE = 2  # of bad input
+_PATIENCE_S = 5.0  # that a call may take before the store is read
+_GRACE_S = 10.0  # for the refusing rank to continue, or this one to end
+_EXIT_CODE = 2  # of BadInputError
 
 
 class RefusalWatch:
@@ -31,7 +31,7 @@ class RefusalWatch:
         self._store: Store = store.clone()  # type: ignore[attr-defined]  # not in torch's stubs
         self._find = find
         self._call = 0
-        self._since_s: float | None = None  # of the call in progress
+        self._since_s: float | None = None  # start of the call in progress
         self._thread = threading.Thread(target=self._poll, name="outpace-refusals", daemon=True)
         self._thread.start()
 
@@ -45,7 +45,7 @@ class RefusalWatch:
         self._since_s = None
 
     def _poll(self) -> None:
-        seen: tuple[int, str, float] | None = None  # the call, what was refused, and when
+        seen: tuple[int, str, float] | None = None  # call number, refusal, and time
         while True:
             time.sleep(_LOOK_EVERY_S)
             call, since_s, now_s = self._call, self._since_s, time.monotonic()
@@ -56,7 +56,7 @@ class RefusalWatch:
                 continue
             try:
                 sentence = self._find(self._store)
-            except RuntimeError:  # the rank that has the store is gone
+            except RuntimeError:  # the rank that hosts the store has ended
                 sentence = None if seen is None else seen[1]
                 now_s += _GRACE_S
             if sentence is None:

@@ -46,9 +46,9 @@ def refuse_together(world_size: int, in_step: bool = False) -> Iterator[None]:
         if not error.on_all_ranks:
             _publish_refusal(str(error), world_size, in_step)
         raise
-    except torch.OutOfMemoryError:  # this rank's own, whatever others have
+    except torch.OutOfMemoryError:  # raised as this rank's own error
         raise
-    except RuntimeError as error:  # of gloo, or of ranks that read each other's memory
+    except RuntimeError as error:  # raised by gloo or by `peer_memory`
         sentence = _hear_refusal()
         if sentence is None:
             raise
@@ -65,12 +65,12 @@ class _Refusal:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._call, self._dealt_with = 0, 0  # all ranks make the same calls
+        self._call, self._dealt_with = 0, 0  # counts of calls, which all ranks make alike
         self._registered = False
         self._world_size = 0
-        self._entry = ""  # what the store has: who refused, a line, and the sentence
+        self._entry = ""  # the store's entry: rank, a newline, and the sentence
         self._mine = ""
-        self._found = ""  # by the watch, of another rank
+        self._found = ""  # another rank's refusal, found by the watch
         self._in_step, self._wait_s = False, _WAIT_S
 
     def publish(self, sentence: str, world_size: int, in_step: bool) -> None:
@@ -94,7 +94,7 @@ class _Refusal:
                 "ranks are no longer in the same step. Let the error end the loop. It was: "
                 f"{self._mine.partition(chr(10))[2]}"
             )
-            error.on_all_ranks = True  # the others receive the first one
+            error.on_all_ranks = True  # the others received the first one
             raise error
         self._call += 1
         if not self._mine:
@@ -108,7 +108,7 @@ class _Refusal:
         """Return whether all ranks know of the refusal, or have refused, too; wait for it once."""
         until_s, key = time.monotonic() + self._wait_s, _heard_key(self._entry)
         self._wait_s = 0.0
-        with suppress(RuntimeError):  # it is with a rank that has left
+        with suppress(RuntimeError):  # the store's rank may have ended
             while self._store.add(key, 0) < self._world_size:
                 if time.monotonic() > until_s:
                     return False
@@ -178,7 +178,7 @@ def _watch() -> RefusalWatch | None:
 def _publish_refusal(sentence: str, world_size: int, in_step: bool) -> None:
     store = _store()
     if store is not None:
-        with suppress(RuntimeError):  # it is with a rank that has left
+        with suppress(RuntimeError):  # the store's rank may have ended
             _refusal_in(store).publish(sentence, world_size, in_step)
 
 

@@ -49,7 +49,7 @@ def _shift(given: Tensor, taken: Tensor, group: dist.ProcessGroup) -> None:
         dist.P2POp(dist.isend, given, group=group, group_peer=(rank + 1) % size),
         dist.P2POp(dist.irecv, taken, group=group, group_peer=(rank - 1) % size),
     ]
-    # Fewer elements than ranks leave empty pieces, which are not sent.
+    # With fewer elements than ranks, some pieces are empty, and these are not sent.
     filled = [operation for operation in operations if operation.tensor.numel()]
     for work in dist.batch_isend_irecv(filled) if filled else ():
         work.wait()
@@ -80,7 +80,7 @@ class RingReducer:
     def begin(self, buffer: Tensor) -> None:
         """Reduce a buffer once all kernels that fill it have finished."""
         filled = None if self._stream is None else torch.cuda.current_stream().record_event()
-        # Dispatch modes are a thread's own: what counts or traces here does so there, too.
+        # Dispatch modes are thread-local, so the caller's modes are entered in the thread as well.
         modes = _get_current_dispatch_mode_stack()
         self._pending.append(self._thread.submit(self._go_round, buffer, filled, modes))
 
@@ -114,7 +114,7 @@ class RingReplicas(Layout):
         self._reduces = True
         dtype = torch.bfloat16 if plan.compress_gradients == "bf16" else None
         trainable = [p for p in request.objective.parameters() if p.requires_grad]
-        # Backward reaches the last layers first.
+        # The backward reaches the last layers first.
         self._buckets = fuse(reversed(trainable), plan.bucket_mib * 2**20, dtype)
         self._begin_step()
         for number, bucket in enumerate(self._buckets):
@@ -156,7 +156,8 @@ class RingReplicas(Layout):
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
         """Compute the step's gradients; return when the last buffer is reduced."""
         totals = super().gradients(batches, hooks)
-        # What the last backward had no gradient for may have one of an earlier micro-batch.
+        # A parameter without a gradient in the last backward may have one from an earlier
+        # micro-batch.
         for number, missing in enumerate(self._missing):
             for index in sorted(missing):
                 self._move_gradient(number, index)
@@ -170,5 +171,5 @@ class RingReplicas(Layout):
 
 def apply(request: LayoutRequest) -> Layout:
     """Make replicas equal and connect them in a ring. Requires the default process group."""
-    group: dist.ProcessGroup = dist.new_group()  # connections that no other thread uses
+    group: dist.ProcessGroup = dist.new_group()  # separate connections for this thread
     return RingReplicas(request, RingReducer(group, request.device))

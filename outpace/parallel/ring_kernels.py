@@ -16,9 +16,9 @@ from torch import Tensor
 
 from outpace.nn.block import to_fp32
 
-# Rows of scores that are held at once.
+# Rows of scores in memory at once.
 _ROWS = 512
-# What FlashAttention takes: widths of heads, and the oldest GPUs (compute capability).
+# FlashAttention's largest head width, and its oldest GPUs (compute capability).
 _WIDTHS = range(8, 257, 8)
 _AMPERE = (8, 0)
 
@@ -105,7 +105,7 @@ class Flash:
         grad: Tensor, out: Tensor, lse: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         """Compute `RingKernel.backward` with the flash kernel."""
-        unused = q.new_zeros(2, dtype=torch.uint64)  # the state of dropout
+        unused = q.new_zeros(2, dtype=torch.uint64)  # dropout's generator state, unused
         gradients: tuple[Tensor, Tensor, Tensor] = (
             torch.ops.aten._scaled_dot_product_flash_attention_backward.default(
                 grad, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2],

@@ -84,7 +84,7 @@ class CustomSharded(ShardedLayout):
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
         """Compute the step's gradients. Parameters that no rank has used get no gradient."""
         totals = super().gradients(batches, hooks)
-        if self._stepped is None:  # else gradients are gone
+        if self._stepped is None:  # otherwise, gradients were freed in the backward
             if self._use is None:
                 named = [(n, p) for n, p in self.named_parameters() if p.requires_grad]
                 self._use = GradientUse(named, self._device(), steps=self._start_step)

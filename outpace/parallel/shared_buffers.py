@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from outpace.nn.fingerprint import fingerprint
 from outpace.parallel.tensors import by_dtype, concatenate, spread
 
-_FIRST_STEPS = 2  # one of which may be a look at the first batch, which puts buffers back
+_FIRST_STEPS = 2  # one may be the check of the first batch, which restores buffers
 
 
 class SharedBuffers:
@@ -30,7 +30,7 @@ class SharedBuffers:
         self._names = [name for name, _ in module.named_buffers()]
         self._shared: set[str] = set()
         self._steps = 0
-        self._trained = self._evaluated = False  # since buffers were equal
+        self._trained = self._evaluated = False  # since buffers were last equal on all ranks
         self._seen: dict[str, tuple[Tensor, int, int | None]] = {}
 
     def begin_step(self) -> None:
@@ -83,7 +83,8 @@ class SharedBuffers:
             buffer = held.get(name, first)
             if buffer is not None and buffer is first:
                 flags[number] = buffer._version != version or fingerprint(buffer) != values
-            else:  # what is not saved and replaced each time is a cache, of whatever length
+            # An unsaved buffer that is replaced each time is a cache, and may have any length.
+            else:
                 flags[number] = name in saved
         flags = flags.to(self._device)
         dist.all_reduce(flags, dist.ReduceOp.MAX, group=self._group)
@@ -101,7 +102,7 @@ class SharedBuffers:
     @torch.no_grad()
     def _send(self) -> None:
         """Send rank 0's buffers to all ranks. Collective if any are shared."""
-        if not self._shared:  # to walk over all modules takes time in each step
+        if not self._shared:  # walking all modules takes time in each step
             return
         held = [
             _as_numbers(b)

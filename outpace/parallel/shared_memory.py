@@ -126,7 +126,7 @@ def _list_attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
             continue
         own = _INHERENT | _OF_RECURRENT if isinstance(part, nn.RNNBase) else _INHERENT
         for attribute, value in vars(part).items():
-            # torch's own norms and prunings make `weight` of `weight_orig` in each forward.
+            # torch's weight norm and pruning compute `weight` from `weight_orig` in each forward.
             if attribute not in own and f"{attribute}_orig" not in part._parameters:
                 yield f"{prefix}.{attribute}" if prefix else attribute, value
 
@@ -159,7 +159,7 @@ def _walk(value: object, seen: dict[int, object]) -> Iterator[object]:
 def _is_filled(cell: CellType) -> bool:
     try:
         cell.cell_contents  # noqa: B018
-    except ValueError:  # nothing in it yet
+    except ValueError:  # an empty cell
         return False
     return True
 
@@ -188,6 +188,6 @@ def _bytes_of(tensor: Tensor, storage: Tensor) -> Tensor:
     """Return which of a storage's bytes belong to a tensor, as bools on the CPU."""
     size = tensor.itemsize
     shape, strides = (*tensor.shape, size), (*(size * one for one in tensor.stride()), 1)
-    # What is expanded has each byte once.
+    # An expanded tensor has each byte only once.
     once = tuple(1 if not stride else length for length, stride in zip(shape, strides, strict=True))
     return storage.as_strided(once, strides, size * tensor.storage_offset())

@@ -209,7 +209,7 @@ def block_styles(spec: ModelSpec, stream: Placement) -> dict[str, ParallelStyle]
     if spec.gated:
         styles["mlp.gate"] = Colwise()
     if spec.qk_norm:
-        # Each rank has its own heads, (B, H, S, C).
+        # Each rank has its own heads: (B, H, S, C).
         heads = Shard(1)
         styles |= {f"attention.{part}_norm": WholeWeights(heads) for part in "qk"}
     return styles
@@ -267,7 +267,7 @@ class SplitObjective(LanguageModelObjective):
         if not isinstance(hidden_BSD, DTensor):
             hidden_BSD = gather_activation(hidden_BSD, self._mesh, self._stream)
         assert isinstance(hidden_BSD, DTensor)
-        # Each rank's rows of the head give a share of the gradient.
+        # Each rank's rows of the head contribute a share of the gradient.
         hidden_ND = hidden_BSD.to_local(grad_placements=[Partial()]).flatten(0, -2)
         weight, bias = self.model.head_weight, self.model.head_bias
         targets_N = targets_BS.flatten()
@@ -322,7 +322,7 @@ class TensorParallel(ShardedLayout):
 
     def __init__(self, objective: SplitObjective, whole: nn.Module, mesh: DeviceMesh) -> None:
         super().__init__(objective, whole, mesh.get_group())
-        # Every rank sees the loss of all samples: one tells it.
+        # All ranks compute the loss of all samples, so only one reports it.
         self._tells = mesh.get_local_rank() == 0
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
@@ -341,7 +341,7 @@ def split(objective: nn.Module, plan: Plan, mesh: DeviceMesh) -> SplitObjective:
 
     Raises BadInputError if it cannot be split.
     """
-    assert isinstance(objective, LanguageModelObjective)  # others have `custom.tensor`
+    assert isinstance(objective, LanguageModelObjective)  # custom models use `custom.tensor`
     require_splittable(objective.model.spec, plan.tp)
     if plan.loss == "chunked":
         raise BadInputError(

@@ -120,7 +120,7 @@ def meta_copy(module: nn.Module, real: Mapping[int, Tensor] | None = None) -> nn
     `real`: tensors with values, by the `id` of those they replace.
     """
     kept = (value for part in module.modules() for value in vars(part).values())
-    # Tensors with a history are recreated in a forward (`weight` of torch's old weight_norm).
+    # Non-leaf tensors are computed again in each forward (`weight` of torch's old weight_norm).
     made = [leaf for leaf in tree_leaves(list(kept)) if isinstance(leaf, Tensor) and leaf.grad_fn]
     held = [*all_parameters(module), *module.buffers(), *made]
     memo = {id(tensor): tensor.detach().to("meta") for tensor in held}
@@ -137,7 +137,7 @@ def parameter_like(value: Tensor, parameter: nn.Parameter) -> nn.Parameter:
     kind = type(parameter)
     if kind is nn.Parameter or type(value) is not Tensor or _wraps(parameter):
         made = nn.Parameter(value, parameter.requires_grad)
-    else:  # whatever its __new__ takes
+    else:  # without calling its __new__, which may need arguments
         made = Tensor._make_subclass(kind, value, parameter.requires_grad)
     vars(made).update(user_attributes(parameter))
     return made

@@ -34,7 +34,7 @@ from outpace.parallel.tensors import graph_nodes, is_in_python
 from outpace.records.errors import BadInputError
 
 _WAIT_S, _LOOK_AGAIN_S = 60.0, 0.005
-_MOST_OF_A_CONSTANT = 64  # nodes of the graph of a loss that leads to no output
+_MOST_OF_A_CONSTANT = 64  # graph nodes of a loss that depends on no unit's output
 
 
 class UnitOrder:
@@ -49,12 +49,12 @@ class UnitOrder:
         self._units, self._group = list(units), group
         self._states = [unit._get_fsdp_state() for unit in units]  # type: ignore[operator]
         self._end = len(self._units)
-        self._sequence: list[int] | None = None  # of units in a pass, once an order is known
+        self._sequence: list[int] | None = None  # the order of units in a pass, once known
         self._keeps = True
         self._root_state = root._get_fsdp_state()  # type: ignore[operator]
-        self.used: set[Any] = set()  # parameters with a gradient on this rank in a step
-        self._forwards = False  # whether the objective's forward is under way
-        self._thread = threading.get_ident()  # the one that it runs in
+        self.used: set[Any] = set()  # parameters that get a gradient on this rank in a step
+        self._forwards = False  # whether the objective's forward is running
+        self._thread = threading.get_ident()  # the thread of that forward
         for state in (self._root_state, *self._states):
             for held in fsdp_param_groups(state):
                 _refuse_inner_backward(held, lambda: self._forwards)
@@ -66,9 +66,9 @@ class UnitOrder:
         self._begin()
 
     def _begin(self) -> None:
-        self._asked: list[int] = []  # the units of this pass, of all ranks
+        self._asked: list[int] = []  # the units of this pass on all ranks
         self._alike = True
-        self._next = 0  # place in the sequence
+        self._next = 0  # position in the sequence
         self._called: set[Any] = set()
         self._tokens: list[Tensor] = []
 
@@ -94,7 +94,7 @@ class UnitOrder:
 
     def _hook(self, number: int) -> Callable[..., None]:
         def enter(unit: nn.Module, args: Any, kwargs: Any) -> None:
-            if torch._C._current_graph_task_id() == -1:  # else it is recomputed in a backward
+            if torch._C._current_graph_task_id() == -1:  # otherwise, a backward is recomputing it
                 self._enter(number, args, kwargs)
 
         return leave_to_python(enter)
@@ -128,7 +128,7 @@ class UnitOrder:
         query in each pass would make the host wait for the device.
         """
         store = _get_default_store()
-        # Ranks leave orders in turn: whoever does not come waits for this one, elsewhere.
+        # Ranks store their orders in turn; a missing rank waits for this one in another collective.
         turn = store.add(f"outpace/orders-left-{dist.get_rank()}", 1)
         key = f"outpace/order-left-{turn}"
         until_s = time.monotonic() + _WAIT_S

@@ -63,7 +63,7 @@ def split_linear_loss_sum(
             torch.where(here_N, rows_N, -1),
             counts_N,
             dtype or torch.promote_types(hidden_ND.dtype, torch.float32),
-            passes if torch.is_grad_enabled() else EAGER,  # no graph of an evaluation's own
+            passes if torch.is_grad_enabled() else EAGER,  # an evaluation gets no graph of its own
             _combine_over(group),
         )
     logits_NP = F.linear(hidden_ND, weight_PD, bias_P)

@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from outpace.nn.fingerprint import fingerprint
 from outpace.records.errors import BadInputError
 
-Key = tuple[str, str]  # a module's name and its attribute's
+Key = tuple[str, str]  # names of a module and of its attribute
 _MISSING = object()
 _INTERNAL = frozenset({*vars(nn.Module()), "forward"})
 _CONSTANTS = (int, float, str, bool, type(None))
@@ -32,7 +32,7 @@ class Form:
     """
 
     spec: TreeSpec
-    constants: tuple[Any, ...]  # in the place of a tensor None
+    constants: tuple[Any, ...]  # None where a tensor belongs
     tensors: tuple[bool, ...]
     complexes: tuple[bool, ...]  # for each tensor
 

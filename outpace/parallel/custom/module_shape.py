@@ -1,7 +1,7 @@
 """Strategies that the structure of a user's module rules out, found without laying it out."""
 
 from outpace.interop.custom_model import CustomModel
-from outpace.parallel.custom.pipeline import stages_of
+from outpace.parallel.custom.stage_blocks import stages_of
 from outpace.parallel.custom.tensor import layouts_of
 from outpace.parallel.parallelize import refused_strategy
 from outpace.records.errors import BadInputError
@@ -11,7 +11,7 @@ from outpace.records.plan import Strategy
 
 def find_refused_strategies(model: CustomModel, ranks: int) -> dict[Strategy, str]:
     """Return the strategies that a module's structure rules out on `ranks`, with reasons."""
-    others: tuple[Strategy, ...] = ("dp", "cp", "3d")  # of outpace's models
+    others: tuple[Strategy, ...] = ("dp", "cp", "3d")  # only for outpace's own models
     found = {name: str(refused_strategy(name)) for name in others}
     try:
         layouts_of(model.module, model.layouts, ranks)

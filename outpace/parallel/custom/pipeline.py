@@ -14,7 +14,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._dynamo import OptimizedModule
 from torch.distributed.pipelining import _backward
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.utils._pytree import tree_leaves
@@ -23,29 +22,26 @@ from outpace.nn.extra_state import is_extra_state
 from outpace.nn.uncompiled import has_compiled_parts, run_eagerly
 from outpace.optim.build import Build
 from outpace.parallel.batches import cut
-from outpace.parallel.batchnorm import batch_norms, by_micro_batch, commit
-from outpace.parallel.blocks import (
-    Blocks,
-    flat,
-    found_blocks,
-    named_blocks,
-    parameters_outside,
-    refuse_scripted,
+from outpace.parallel.batchnorm import by_micro_batch, commit
+from outpace.parallel.blocks import flat, named_blocks, parameters_outside, refuse_scripted
+from outpace.parallel.custom.message import Message, receive, send
+from outpace.parallel.custom.pipeline_inspection import PipelineInspection
+from outpace.parallel.custom.stage import CustomStage, StagedObjective, copy_structure
+from outpace.parallel.custom.stage_blocks import (
+    require_separate_blocks,
+    require_split_backward,
+    stages_of,
 )
-from outpace.parallel.custom.pipeline_inspection import PipelineInspection, receive, send
-from outpace.parallel.custom.stage import CustomStage, Message, StagedObjective, copy_structure
 from outpace.parallel.custom.stage_checkpoints import without_reentry
 from outpace.parallel.fusion import fuse
-from outpace.parallel.gradient_hooks import refuse_hooks
 from outpace.parallel.layout import Batch, Layout, LayoutRequest, SpreadLayout, StepHooks
 from outpace.parallel.pipeline import CLASSES, Stage
 from outpace.parallel.placeholder_parameter import PlaceholderParameter
+from outpace.parallel.rank_objects import gather_objects
 from outpace.parallel.stage_draws import PlainDraws, StageDraws
 from outpace.parallel.tensors import all_parameters, drop_all_but, meta_copy, widen_trained
-from outpace.planner.pipeline.stages import spread_by_cost
 from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES
-from outpace.records.strategies import Strategy
 
 
 class CustomPipelineStage(Stage):
@@ -105,7 +101,7 @@ class CustomPipelineStage(Stage):
 class CustomPipeline(SpreadLayout):
     """This rank's stages of a custom model; `parts` are the blocks of each stage, by number."""
 
-    # Of the step that the schedule takes, for its loss: torch hands it none before 2.13.
+    # Of the current step, for the schedule's loss, which gets no arguments before torch 2.13.
     _pass: StepHooks
     _totals: Tensor
 
@@ -133,7 +129,7 @@ class CustomPipeline(SpreadLayout):
         drop_all_but([*kept, *model.buffers()], held)
         _drop_buffers(named_blocks(held, names), {n for s in mine for n in parts[s]})
         self._draws = StageDraws(request.device, group)
-        # The last one takes the objective itself, after the others have copied it.
+        # The last stage uses the objective itself, after the others have copied it.
         self._stages = {
             stage: CustomStage(
                 objective,
@@ -202,10 +198,10 @@ class CustomPipeline(SpreadLayout):
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
         """Compute the step's gradients; each batch is cut into the pipeline's micro-batches."""
-        # A loss scaler makes its scale at the first call; only the last stage has a loss to scale.
+        # A loss scaler sets its scale in the first call, and only the last stage has a loss.
         hooks.scale(torch.zeros((), device=self._at))
         totals = torch.zeros(2, dtype=torch.float64, device=self._at)
-        self.learn_forms(batches[0], hooks)  # also whether numbers are drawn, and where
+        self.learn_forms(batches[0], hooks)  # also finds where random numbers are drawn
         with self._draws.step():
             self._run_passes(batches, hooks, totals)
         self._require_sent(totals)
@@ -231,7 +227,7 @@ class CustomPipeline(SpreadLayout):
             self._pass, self._totals = hooks, totals
             try:
                 schedule.step(numbers, target=numbers, return_outputs=False, number=numbers)
-            except RuntimeError as error:  # as torch's stages call all that a forward raises
+            except RuntimeError as error:  # torch's stages wrap everything that a forward raises
                 if isinstance(error.__cause__, BadInputError):
                     raise error.__cause__ from None
                 raise
@@ -251,8 +247,7 @@ class CustomPipeline(SpreadLayout):
 
     def plain_draws(self) -> PlainDraws:
         """Return seeds for a plain module to draw the numbers of the stages in the next step."""
-        told: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(told, self._draws.peek(), group=self._group)
+        told = gather_objects(self._draws.peek(), self._group)
         if self._draws.shared:
             after = {name: number + 1 for number, name in enumerate(self._names)}
             return PlainDraws([told[0]] * (len(after) + 1), after, self._at)
@@ -375,7 +370,7 @@ class CustomPipeline(SpreadLayout):
             elif self._rank == owner != 0:
                 dist.send(held[name].contiguous(), group=self._group, group_dst=0)
             elif self._rank == 0 and owner:
-                # Contiguous, as it is sent, whatever the parameter is.
+                # Contiguous, because it is sent as contiguous memory.
                 weights[name] = torch.empty_like(
                     like, device=self._at, memory_format=torch.contiguous_format
                 )
@@ -470,93 +465,6 @@ def _meta_like(tensor: Tensor) -> Tensor:
     )
 
 
-def stages_of(model: nn.Module, given: Blocks | None, strategy: str, ranks: int) -> list[list[str]]:
-    """Return the names of each stage's blocks, in order.
-
-    Raises BadInputError if there are too few.
-    """
-    count = ranks * SCHEDULES[strategy].stages_per_rank
-    if given and not isinstance(given[0], str):
-        if len(given) != count:
-            raise BadInputError(
-                f"blocks are given for {len(given)} stages, but {strategy} on {ranks} ranks "
-                f"has {count}. Give as many lists of names, or one list to be divided."
-            )
-        return [list(stage) for stage in given]
-    names = flat(given) if given is not None else _find_stage_blocks(model)
-    if len(names) < count:
-        one_each = "gpipe or 1f1b, which have one stage on each rank"
-        raise BadInputError(
-            f"{strategy} on {ranks} ranks has {count} stages, but the model has "
-            f"{len(names)} blocks ({', '.join(names)}). Use "
-            f"{one_each if len(names) >= ranks else 'zero3, or fewer ranks'}, or name smaller "
-            "blocks."
-        )
-    costs = [sum(p.numel() for p in all_parameters(block)) for block in named_blocks(model, names)]
-    begins = spread_by_cost(costs, count)
-    return [names[part.start : part.stop] for part in begins]
-
-
-def _find_stage_blocks(model: nn.Module) -> list[str]:
-    """Return all parts of an nn.Sequential, or of the container of the repeated blocks."""
-    inside = set(model.children())
-    if not isinstance(model, nn.Sequential):
-        inside = set(found_blocks(model))
-        containers = (m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)))
-        around = next((m for m in containers if inside <= set(m.children())), None)
-        inside = inside if around is None else set(around.children())
-    return [name for name, part in model.named_modules() if part in inside]
-
-
-def _check(model: nn.Module, stages: Sequence[Sequence[str]], blocks: Sequence[nn.Module]) -> None:
-    """Refuse parameters that would be on two stages, and normalisation over absent values."""
-    where: dict[int, int] = {}
-    everything = [id(p) for p in parameters_outside(model, blocks).values()]
-    numbered = iter(blocks)
-    for number, names in enumerate(stages):
-        for name in names:
-            for parameter in all_parameters(next(numbered)):
-                if where.setdefault(id(parameter), number) != number or id(parameter) in everything:
-                    raise BadInputError(
-                        f"block {name!r} shares a parameter with a block of stage "
-                        f"{where[id(parameter)]}, but a parameter can be on only one stage. Put "
-                        f"both on the same, "
-                        "with lists of names for each stage, or use zero3."
-                    )
-    ends = [names[-1] for names in stages[:-1]]
-    for name, block in zip(ends, named_blocks(model, ends), strict=True):
-        if block._backward_hooks or block._backward_pre_hooks:
-            raise BadInputError(
-                f"block {name!r} has a backward hook and ends a pipeline stage, which is left "
-                "before the hook is set. Let the block's forward register it on its output "
-                "(tensor.register_hook), or use zero3."
-            )
-    inside = {part for block in blocks for part in block.modules()}
-    for name, part in batch_norms(model).items():
-        if part not in inside:
-            raise BadInputError(
-                f"{name} is a BatchNorm outside of the pipeline's blocks, which would see "
-                "different batches on each stage. Add it, or the module that contains it, to the "
-                "blocks."
-            )
-
-
-def _require_split_backward(model: nn.Module, strategy: Strategy) -> None:
-    """Refuse modules whose gradients of weights cannot be computed separately.
-
-    Raises BadInputError.
-    """
-    why = "it computes gradients of weights separately"
-    refuse_hooks(model.named_parameters(), strategy, why, after_alone=True)
-    for name, part in model.named_modules():
-        if isinstance(part, OptimizedModule):
-            raise BadInputError(
-                f"{name or 'the model'} is compiled by torch.compile, and strategy {strategy} "
-                "computes gradients of weights separately, which a compiled module does not "
-                "support. Give the module itself, or use 1f1b."
-            )
-
-
 def apply(request: LayoutRequest) -> Layout:
     """Reduce the model to this rank's stages. Requires the default process group.
 
@@ -573,9 +481,9 @@ def apply(request: LayoutRequest) -> Layout:
     stages = stages_of(model, request.blocks, request.plan.strategy, request.plan.pp)
     names = flat(stages)
     blocks = named_blocks(model, names)
-    _check(model, stages, blocks)
+    require_separate_blocks(model, stages, blocks)
     if SCHEDULES[request.plan.strategy].splits_backward:
-        _require_split_backward(model, request.plan.strategy)
+        require_split_backward(model, request.plan.strategy)
     by_micro_batch(model)
     parts, begin = [], 0
     for stage in stages:

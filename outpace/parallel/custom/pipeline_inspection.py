@@ -7,7 +7,6 @@ block in turn. If its loss differs, the forward or the loss uses something from 
 sent.
 """
 
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -19,30 +18,27 @@ from torch import Tensor, nn
 
 from outpace.parallel.blocks import named_blocks
 from outpace.parallel.custom.block_values import Key
-from outpace.parallel.custom.stage import CustomStage, Message
+from outpace.parallel.custom.message import Message, bytes_of, receive, refuse_dtypes, send
+from outpace.parallel.custom.stage import CustomStage
 from outpace.parallel.custom.stage_checkpoints import without_reentry
 from outpace.parallel.layout import Batch, StepHooks
 from outpace.parallel.parity.comparison import difference, micro_loss_tolerance
 from outpace.parallel.parity.module_state import preserve_state
 from outpace.parallel.parity.moved_parameters import keep_values
 from outpace.parallel.parity.user_collectives import NoCollectives
+from outpace.parallel.rank_objects import gather_objects
 from outpace.parallel.tensors import parameter_like
 from outpace.records.errors import BadInputError
-
-_DTYPES = (
-    torch.float32, torch.float64, torch.bfloat16, torch.float16,
-    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
-)  # fmt: skip
 
 
 @dataclass
 class StageFindings:
     """Results of an inspection for one stage."""
 
-    left: tuple[Key, ...] = ()  # by its own blocks
-    read: tuple[Key, ...] = ()  # of earlier stages
+    left: tuple[Key, ...] = ()  # values that its own blocks store
+    read: tuple[Key, ...] = ()  # values of earlier stages
     moved: tuple[Key, ...] = ()  # buffers outside of blocks
-    nan: tuple[Key, ...] = ()  # those of them that became NaN
+    nan: tuple[Key, ...] = ()  # those of `moved` that became NaN
     shares_draws: bool = False
     refusal: str | None = None
 
@@ -74,7 +70,8 @@ class PipelineInspection:
             for name, part in stage.modules_of(stage.mine).items()
             if part._buffers
         ]
-        self.buffers: tuple[str, ...] = ()  # outside of blocks, and moving: the last stage's count
+        # Changing buffers outside of blocks; the last stage's are kept.
+        self.buffers: tuple[str, ...] = ()
         self.loss_dtype = torch.float32
 
     def inspect(self, batch: Batch, hooks: StepHooks) -> None:
@@ -113,7 +110,7 @@ class PipelineInspection:
             assert not isinstance(output, Tensor)
             taken[number] = output
             with torch.no_grad(), without_reentry(always=True):
-                output, found[number] = self._look_at(stage, batch, hooks, output)
+                output, found[number] = self._run_stage(stage, batch, hooks, output)
             outputs[number] = output
         unsendable = self._route_values(found, taken, outputs)
         if unsendable is not None:
@@ -167,14 +164,14 @@ class PipelineInspection:
     def _inspect_stage(
         self, stage: CustomStage, number: int, batch: Batch, hooks: StepHooks, taken: Message | None
     ) -> tuple["Message | Tensor", StageFindings]:
-        output, found = self._look_at(stage, batch, hooks, taken)
+        output, found = self._run_stage(stage, batch, hooks, taken)
         self._require_known(number, taken, output)
         model: nn.Module = stage.objective.model  # type: ignore[assignment]
         buffers = {key: model.get_submodule(key[0])._buffers[key[1]] for key in found.moved}
         nan = tuple(key for key, buffer in buffers.items() if buffer is not None and is_nan(buffer))
         return output, replace(found, nan=nan)
 
-    def _look_at(
+    def _run_stage(
         self, stage: CustomStage, batch: Batch, hooks: StepHooks, taken: Message | None
     ) -> tuple["Message | Tensor", StageFindings]:
         """Inspect a stage, without regard to its values."""
@@ -219,8 +216,7 @@ class PipelineInspection:
                 "blocks of other stages return or hold. Name other parts as `blocks`, or use "
                 "zero3."
             )
-        told: list[Any] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(told, (found, said), group=self._group)
+        told = gather_objects((found, said), self._group)
         if error is not None:
             raise error
         refusal = next((text for _, text in told if text is not None), None)
@@ -246,7 +242,7 @@ class PipelineInspection:
             differs = whole is not None and _difference(staged, whole) > self._tolerance(hooks)
             if self._broadcast_from_last(
                 differs
-            ):  # what draws other numbers each time cannot be compared
+            ):  # a forward that draws other numbers each time cannot be compared
                 again = self._single_process_totals(batch, hooks)
                 if whole is not None and again is not None:
                     apart, repeated = _difference(staged, whole), _difference(whole, again)
@@ -290,7 +286,7 @@ class PipelineInspection:
                 found = stage.inspect_whole(batch, borrow)
             except Exception:
                 found = None
-                for number in lent:  # which other ranks send
+                for number in lent:  # that other ranks send
                     if number not in stage.mine:
                         self._received_tensors(number)
         return found
@@ -308,7 +304,7 @@ class PipelineInspection:
         received = []
         for part, attribute, shape, dtype in told[0]:
             tensor = torch.empty(shape, dtype=dtype, device=self._at)
-            dist.recv(_bytes_of(tensor), group=self._group, group_src=source)
+            dist.recv(bytes_of(tensor), group=self._group, group_src=source)
             received.append((part, attribute, tensor))
         return received
 
@@ -322,7 +318,7 @@ class PipelineInspection:
                 dist.send_object_list([forms], group=self._group, group_dst=to)
                 for _, _, tensor in held:
                     whole = tensor.detach().contiguous()
-                    dist.send(_bytes_of(whole), group=self._group, group_dst=to)
+                    dist.send(bytes_of(whole), group=self._group, group_dst=to)
 
     def _owner(self, number: int) -> int:
         stage = next(stage for stage, part in enumerate(self._parts) if number in part)
@@ -399,7 +395,7 @@ class PipelineInspection:
         """
         for held, running in self._holders:
             for name, buffer in running._buffers.items():
-                held._buffers[name] = buffer  # another one, where the forward assigns it
+                held._buffers[name] = buffer  # the forward may have assigned another tensor
         last = len(self._parts) - 1
         for name, attribute in self._moving:
             holder = self._held.get_submodule(name)
@@ -416,18 +412,6 @@ class PipelineInspection:
 def is_nan(tensor: Tensor) -> bool:
     """Return whether any value of a tensor is NaN."""
     return (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.isnan().any())
-
-
-def refuse_dtypes(message: Message, name: str) -> BadInputError | None:
-    """Return a refusal if dtypes cannot be sent between processes; None if all can."""
-    for tensor in message.flat():
-        if tensor.dtype not in _DTYPES:
-            return BadInputError(
-                f"block {name!r} returns or stores {tensor.dtype}, which is needed outside of it; "
-                f"pipeline stages send only {', '.join(map(str, _DTYPES))} and complex numbers of "
-                "these. Use one of them, or zero3."
-            )
-    return None
 
 
 def _means(*totals: Tensor) -> list[float]:
@@ -484,7 +468,7 @@ def _find_lent_parameter(totals: Tensor) -> str | None:
     return None
 
 
-_Held = tuple[str, str, Tensor]  # the name of a module in a block, an attribute's, and its value
+_Held = tuple[str, str, Tensor]  # name of a module in a block, of its attribute, and the value
 
 
 def _tensors_of(block: nn.Module) -> list[_Held]:
@@ -515,7 +499,7 @@ def _borrow_tensors(
         parameter = parameter_like(tensor.detach(), old)
         parameter.lent_as = f"{name} ({attribute} of a {type(part).__name__})"  # type: ignore[attr-defined]
         parameters.append((part, attribute, old))
-        setattr(part, attribute, parameter)  # RNNs keep it at a second place
+        setattr(part, attribute, parameter)  # RNNs keep a second reference
     try:
         yield
     finally:
@@ -524,34 +508,3 @@ def _borrow_tensors(
         for part, buffers in before.items():
             part._buffers.clear()
             part._buffers.update(buffers)
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor of any dtype."""
-    return tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0).byte()
-
-
-def send(message: Message | None, group: dist.ProcessGroup, to: int) -> None:
-    """Send a message, preceded by its form, which the receiver does not know; None is a refusal."""
-    form = None if message is None else message.to_meta()
-    dist.send_object_list([form], group=group, group_dst=to)
-    if message is not None:
-        for tensor in message.flat():
-            dist.send(_bytes_of(tensor.detach().contiguous()), group=group, group_dst=to)
-
-
-def receive(device: torch.device, group: dist.ProcessGroup, source: int) -> Message | None:
-    """Receive what `send` sent."""
-    told: list[Message | None] = [None]
-    with warnings.catch_warnings():  # of torch's own structures, as it reads them
-        warnings.simplefilter("ignore", FutureWarning)
-        dist.recv_object_list(told, group=group, group_src=source)
-    form = told[0]
-    if form is None:
-        return None
-    tensors = [
-        torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for tensor in form.flat()
-    ]
-    for tensor in tensors:
-        dist.recv(_bytes_of(tensor), group=group, group_src=source)
-    return form.replace_tensors(tensors)

@@ -11,11 +11,9 @@ NaN: if a stage uses anything that it cannot know, this shows in the inspection 
 batch.
 """
 
-import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -29,8 +27,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from outpace.parallel.batches import copy_batch, has_changed
 from outpace.parallel.blocks import named_blocks, parameters_outside
+from outpace.parallel.custom.absent_values import forget_all_but, nan_like, nan_of
 from outpace.parallel.custom.block_values import (
-    Form,
     Key,
     ReadLog,
     Snapshot,
@@ -43,45 +41,11 @@ from outpace.parallel.custom.block_values import (
     snapshot,
     split,
 )
+from outpace.parallel.custom.message import Message, make_sendable
 from outpace.parallel.layout import Batch
 from outpace.parallel.stage_draws import StageDraws
-from outpace.parallel.tensors import all_parameters, deep_copy, parameter_like
+from outpace.parallel.tensors import all_parameters, deep_copy
 from outpace.records.errors import BadInputError, first_names
-
-
-@dataclass
-class Message:
-    """Message between stages: the output of the last block, and attributes that blocks set.
-
-    `returned` is each block's output so far, as meta tensors: its structure, shapes and dtypes.
-    """
-
-    form: Form
-    tensors: list[Tensor]
-    values: dict[Key, tuple[Form, list[Tensor]]] = field(default_factory=dict)
-    returned: list[Any] = field(default_factory=list)
-
-    def flat(self) -> list[Tensor]:
-        """Return all tensors, in order."""
-        return [*self.tensors, *(t for _, tensors in self.values.values() for t in tensors)]
-
-    def select(self, keys: Sequence[Key]) -> "Message":
-        """Return a message with only these values, without memory for tensors."""
-        values = {key: self.values[key] for key in keys}
-        return Message(self.form, self.tensors, values, self.returned).to_meta()
-
-    def to_meta(self) -> "Message":
-        """Return the message with tensors on the meta device."""
-        return self.replace_tensors([t.detach().to("meta") for t in self.flat()])
-
-    def replace_tensors(self, tensors: Sequence[Tensor]) -> "Message":
-        """Return a message of the same structure with other tensors."""
-        given = iter(tensors)
-        sent = [next(given) for _ in self.tensors]
-        values = {
-            key: (form, [next(given) for _ in some]) for key, (form, some) in self.values.items()
-        }
-        return Message(self.form, sent, values, self.returned)
 
 
 class StageExit(BaseException):
@@ -122,31 +86,31 @@ class CustomStage(nn.Module):
         self.first, self.last = mine.start == 0, mine.stop == len(names)
         self.batches: Sequence[Batch] = ()
         self.leaves: tuple[Key, ...] = ()  # the values that travel to the next stage
-        self.unsent_used: set[Key] = set()  # values that do not travel here, and are taken
-        self.taken: Message | None = None  # the forms of what comes, as the look has seen it
+        self.unsent_used: set[Key] = set()  # values that are read although they do not travel here
+        self.taken: Message | None = None  # form of the incoming message, from the inspection
         self.given: Message | None = None
-        self.recomputes = False  # whether the user's forward makes checkpoints around blocks
-        self.records = False  # whether to note the forms of what blocks return
-        # Whether it reads what code outside of blocks draws before this stage begins, as an
-        # inspection has found.
+        self.recomputes = False  # whether the user's forward checkpoints blocks
+        self.records = False  # whether to record the forms of blocks' outputs
+        # Whether it reads random numbers that code outside of blocks draws before this stage begins
+        # (set by an inspection).
         self.reads_early_draws = False
         self._draws_early = self._is_early = self._moves_draws = False
         self._borrow: Callable[[int], Any] | None = None
         self._before: Snapshot | None = None
-        self._looks = False
-        # Whether the forward changes tensors of the batch, and its entries.
+        self._inspects = False
+        # Whether the forward changes tensors of the batch, or its entries.
         self._writes = self._takes = False
         self._received: Message | None = None
         self._returned: list[Any] = []
         self._next = 0
-        self._micro_batch: int | None = None  # the one whose forward runs
+        self._micro_batch: int | None = None  # the one whose forward is running
         self._past: dict[int, Message] = {}
         self._recomputing: int | None = None
         blocks = named_blocks(self.objective.model, names)  # type: ignore[arg-type]
         self._kept = [p for number in mine for p in all_parameters(blocks[number])]
         if holds_rest:
             self._kept += parameters_outside(self.objective.model, blocks).values()  # type: ignore[arg-type]
-        _forget_all_but(self._kept, self.objective)
+        forget_all_but(self._kept, self.objective)
         self._parts = [
             {f"{name}.{part}": module for part, module in block.named_modules()}
             for name, block in zip(names, blocks, strict=True)
@@ -222,12 +186,13 @@ class CustomStage(nn.Module):
         """Run the stage as `forward` does, on a given micro-batch."""
         self._received, self._next, self._returned = received, 0, []
         self._seed(2 * len(self._names))
-        # Other stages here, and other micro-batches in the same memory, are to see it as it was.
+        # Other stages of this rank, and micro-batches in the same memory, must see the batch
+        # unchanged.
         given = batch
-        # The look is in training: what an evaluation does is not known.
-        if self._looks or self._writes or self._takes or not self.objective.training:
-            given = copy_batch(batch, tensors=self._looks or self._writes)
-        before = copy_batch(given, tensors=False) if self._looks else None
+        # Inspections run in training mode, so nothing is known about evaluations.
+        if self._inspects or self._writes or self._takes or not self.objective.training:
+            given = copy_batch(batch, tensors=self._inspects or self._writes)
+        before = copy_batch(given, tensors=False) if self._inspects else None
         try:
             loss_sum, *others = self.objective(given)
         except StageExit as leaving:
@@ -235,7 +200,7 @@ class CustomStage(nn.Module):
         finally:
             self._received = None
             self._note_draws()
-            if self._looks:
+            if self._inspects:
                 tensors = [leaf for leaf in tree_leaves(before) if isinstance(leaf, Tensor)]
                 self._writes |= any(tensor._version for tensor in tensors)
                 self._takes |= has_changed(given, before)
@@ -258,7 +223,7 @@ class CustomStage(nn.Module):
         reads, rest, places = ReadLog(), self._rest(), self._places()
         mine, others = self.modules_of(self.mine), self.modules_of(range(self.mine.start))
         rest_before = snapshot(rest)
-        self._before, self._looks = snapshot(mine), True
+        self._before, self._inspects = snapshot(mine), True
         try:
             with reads.record_reads(() if received is None else received.values, others):
                 found = self.run(batch, received)
@@ -268,7 +233,7 @@ class CustomStage(nn.Module):
             if self._draws_early:
                 self.reads_early_draws |= self._is_moved_by_draws(batch, received, found)
         finally:
-            self._before, self._looks = None, False
+            self._before, self._inspects = None, False
         return found, reads.found, moved
 
     def _places(self) -> dict[str, int]:
@@ -306,12 +271,12 @@ class CustomStage(nn.Module):
         Within `borrow(number)`, a block has its parameters. The graph of the totals reaches back
         only to the outputs of blocks and to values that are sent.
         """
-        self._borrow, self._looks = borrow, True
+        self._borrow, self._inspects = borrow, True
         try:
             with torch.enable_grad():
                 found = self.run(batch, None)
         finally:
-            self._borrow, self._looks = None, False
+            self._borrow, self._inspects = None, False
         assert isinstance(found, Tensor)
         return found
 
@@ -334,7 +299,7 @@ class CustomStage(nn.Module):
 
         Block n begins with number 2 n and ends with 2 n + 1; the last one is the forward's begin.
         """
-        if not self._looks:
+        if not self._inspects:
             return
         self._draws_early |= self._note_draws() and self._is_early
         begins, ends = number == 2 * len(self._names), number % 2 == 1
@@ -348,7 +313,7 @@ class CustomStage(nn.Module):
             self._draws.watch()
 
     def _note_draws(self) -> bool:
-        return self._looks and self._draws is not None and self._draws.note()
+        return self._inspects and self._draws is not None and self._draws.note()
 
     def _seed_after(self, number: int, micro_batch: int | None) -> None:
         """Seed what comes after block `number` of a micro-batch, in training."""
@@ -375,7 +340,7 @@ class CustomStage(nn.Module):
             self.leaves = (*passed, *left)
         values = {key: passed[key] if key in passed else get(parts, key) for key in self.leaves}
         returned = [] if received is None else received.returned
-        handed = _sendable if self._splits else Tensor.contiguous
+        handed = make_sendable if self._splits else Tensor.contiguous
         return Message(
             form,
             [handed(tensor) for tensor in tensors],
@@ -451,19 +416,19 @@ class CustomStage(nn.Module):
     ) -> Any:
         """Return and store the values of another stage's block: received ones, or NaN."""
         if message is None:
-            return _nan_like(args, kwargs)
+            return nan_like(args, kwargs)
         for key, (form, tensors) in message.values.items():
             if key[0] in self._parts[number]:
                 set_value(self._parts[number], key, form.join([t.clone() for t in tensors]))
         if number + 1 == self.mine.start:
-            # Cloned, for it may be changed in place.
+            # Cloned, because it may be changed in place.
             return message.form.join([tensor.clone() for tensor in message.tensors])
         if number < len(message.returned):
             device, form = message.tensors[0].device, message.returned[number]
             if isinstance(form, Tensor):
-                return _nan_of(device, form)
-            return tree_map(partial(_nan_of, device), form)
-        return _nan_like(args, kwargs)
+                return nan_of(device, form)
+            return tree_map(partial(nan_of, device), form)
+        return nan_like(args, kwargs)
 
     def _follow(self, number: int) -> None:
         if number != self._next:
@@ -507,32 +472,8 @@ def copy_structure(module: nn.Module) -> nn.Module:
     for part in module.modules():
         for value in tree_leaves([v for v in vars(part).values() if not isinstance(v, nn.Module)]):
             if isinstance(value, Tensor) and not value.is_leaf:
-                memo.setdefault(id(value), value.detach())  # left by a forward before
+                memo.setdefault(id(value), value.detach())  # left by an earlier forward
     return deep_copy(module, memo)
-
-
-class _DetachableCopy(torch.autograd.Function):
-    """A copy of a tensor that a split backward may detach in place.
-
-    The original may be a view, a parameter, or a tensor that an operation keeps for its gradient.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
-
-
-def _sendable(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor that is a separate node of the graph."""
-    tensor = tensor.contiguous()
-    if not tensor.requires_grad:
-        return tensor
-    handed: Tensor = _DetachableCopy.apply(tensor)  # type: ignore[no-untyped-call]
-    return handed
 
 
 def _tensors_of(found: Message | Tensor) -> list[Tensor]:
@@ -544,38 +485,6 @@ def _form_of(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.detach().to("meta")
     return leaf if is_constant(leaf) else None
-
-
-def _nan_of(device: torch.device, leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
-        return leaf
-    nothing: Any = math.nan if _is_inexact(leaf.dtype) else 0
-    return torch.full(leaf.shape, nothing, dtype=leaf.dtype, device=device)
-
-
-def _nan_like(args: Any, kwargs: Mapping[str, Any]) -> Tensor:
-    """Return NaN in the form of a block's first input."""
-    given = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), torch.empty(()))
-    dtype = given.dtype if _is_inexact(given.dtype) else torch.get_default_dtype()
-    return given.new_full(given.shape, math.nan, dtype=dtype)
-
-
-def _is_inexact(dtype: torch.dtype) -> bool:
-    return dtype.is_floating_point or dtype.is_complex
-
-
-def _forget_all_but(kept: Sequence[Tensor], module: nn.Module) -> None:
-    """Replace other parameters with NaN, or with 0 for integers, without memory.
-
-    They stay parameters, so that a loss over all parameters is also NaN.
-    """
-    ids = {id(tensor) for tensor in kept}
-    for part in module.modules():
-        for name, tensor in list(part._parameters.items()):
-            if tensor is not None and id(tensor) not in ids:
-                nothing: Any = math.nan if _is_inexact(tensor.dtype) else 0
-                stub = tensor.detach().new_full((), nothing).expand(tensor.shape)
-                setattr(part, name, parameter_like(stub, tensor))
 
 
 class StagedObjective(nn.Module):

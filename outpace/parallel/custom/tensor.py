@@ -31,7 +31,7 @@ from outpace.parallel.tensor import SplitRows
 from outpace.parallel.tensors import all_parameters, meta_copy
 from outpace.records.errors import BadInputError, suggest
 
-# The style of each layout, and which of a weight's dimensions it splits.
+# Each layout's style, and the dimension of the weight that it splits.
 _STYLES: Mapping[str, tuple[Callable[[], ParallelStyle], int]] = {
     "colwise": (ColwiseParallel, 0),
     "rowwise": (RowwiseParallel, 1),
@@ -39,7 +39,8 @@ _STYLES: Mapping[str, tuple[Callable[[], ParallelStyle], int]] = {
     "rowwise_split_input": (lambda: RowwiseParallel(input_layouts=Replicate()), 1),
     "embedding_rowwise": (lambda: SplitRows(Replicate()), 0),
 }
-# Whole weights; those of the second see a part of the heads, so their gradients are shares.
+# Layouts of whole weights. In the second, ranks see a part of the heads, so gradients are partial
+# sums.
 _WHOLE = ("replicate", "replicated_with_grad_allreduce")
 LAYOUTS = (*_STYLES, *_WHOLE)
 
@@ -54,7 +55,7 @@ class CustomTensorParallel(ShardedLayout):
         self, objective: nn.Module, whole: nn.Module, mesh: DeviceMesh, shares: Sequence[str]
     ) -> None:
         super().__init__(objective, whole, mesh.get_group())
-        self._tells = mesh.get_local_rank() == 0  # every rank sees the loss of all samples
+        self._tells = mesh.get_local_rank() == 0  # all ranks compute the loss of all samples
         self._shares = [
             p for name in shares for p in all_parameters(self.model.get_submodule(name))
         ]
@@ -181,9 +182,9 @@ def _splittable(
         )
     weight = module.get_parameter("weight")
     if holders[id(weight)] > 1:
-        return False  # tied
+        return False  # a tied weight
     if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-        return False  # that row has no gradient, which a part of the rows does not know
+        return False  # the padding row has no gradient, and a shard does not know which row it is
     dim = _STYLES[layout][1]
     if weight.shape[dim] % ranks:
         raise BadInputError(

@@ -18,11 +18,12 @@ from outpace.parallel.deferred_init import part_of
 from outpace.records.errors import first_names
 from outpace.records.plan import Plan
 
-# Random weights of a projection, which repeat: a prime, so that equal rows have others.
+# Length of a projection's random weights, which repeat. It is prime, so that equal rows get
+# different weights.
 _WEIGHTS = 8_191
-_ROWS = 2_048  # rows of weights taken at once: 64 MiB in fp32
+_ROWS = 2_048  # rows of weights multiplied at once: 64 MiB in fp32
 
-Taker = Callable[[str, Tensor], None]  # takes the gradient of a parameter of this name
+Taker = Callable[[str, Tensor], None]  # receives a parameter's name and its gradient
 
 MISSING = "is missing, but exists in one process"
 
@@ -47,9 +48,9 @@ class ComparisonLimits:
 
 
 DOUBLE = ComparisonLimits("fp64", 1e-9, 1e-6, projection=1e-6, loss=1e-9, micro_loss=1e-9, cut=1e-9)
-# `relative` is of modules that compute in fp32 whatever they are given.
+# `relative` allows for modules that always compute in fp32.
 SINGLE = ComparisonLimits("fp32", 3e-4, 1e-2, projection=0.02, loss=1e-5, micro_loss=1e-5, cut=1e-5)
-# Where other kernels compute the parts of a product, or autocast's 16 bits meet other roundings.
+# For parts of a product by other kernels, and for autocast, whose roundings differ.
 SINGLE_IN_PARTS = replace(SINGLE, loss=1e-4)
 HALF = ComparisonLimits("bf16", 0.05, 0.1, projection=0.2, loss=0.005, micro_loss=2e-3, cut=1e-2)
 
@@ -61,7 +62,7 @@ def choose_tolerance(plan: Plan, narrowest: int) -> ComparisonLimits:
     are in fp32. The exceptions are parts of products (tp) and weights that are gathered in 16 bits.
     """
     found = _choose_by_numbers(plan, narrowest)
-    if plan.compress_gradients == "bf16":  # which rounds what ranks then add up
+    if plan.compress_gradients == "bf16":  # which rounds gradients before ranks sum them
         return replace(found, projection=HALF.projection, floor=HALF.floor)
     return found
 
@@ -207,7 +208,7 @@ class LayoutComparison:
         loss, count, size = self._plain[:3]
         mine, mine_count = self._layout[:2]
         if not math.isfinite(loss):
-            return None  # the step says so, in one process too
+            return None  # the step itself reports this, also in one process
         if abs(count - mine_count) > self._allowed.loss * max(abs(count), 1e-30):
             return FoundDifference(
                 f"it counts {mine_count:g} targets instead of {count:g}",

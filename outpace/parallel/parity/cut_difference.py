@@ -32,9 +32,9 @@ from outpace.records.plan import Plan
 Names = tuple[str, ...]
 _FEW = 2  # samples
 _SMALL = 4  # samples, of fewer than which halves may be a special case
-_MOST_NAMED = 32  # of buffers that are tried one by one
-_MeanOf = Callable[[Sequence[Batch]], float]  # the mean loss of several pieces
-_Compare = Callable[[], float | None]  # returns a difference, if it can be had
+_MOST_NAMED = 32  # buffers that are tried one by one
+_MeanOf = Callable[[Sequence[Batch]], float]  # returns the mean loss of several pieces
+_Compare = Callable[[], float | None]  # returns a difference, if it can be computed
 
 
 class _DrawsError(Exception):
@@ -96,7 +96,7 @@ def compare_cut(
     ways: tuple[_Compare, ...] = (
         lambda: _compare_halves(mean_of, first),
         lambda: _compare_pair(mean_of, first, passes, plan.pp_microbatches),
-        # Not where only some ranks might have two that can be one.
+        # Skipped if only some ranks may have two pieces that can be joined.
         lambda: None if synchronised else _compare_passes(mean_of, passes, plan),
     )
     apart = _run_first(ways, plain)
@@ -118,7 +118,7 @@ def _run_first(ways: Sequence[_Compare], plain: nn.Module) -> float:
             try:
                 apart = compare()
             except _DrawsError:
-                return 0.0  # nothing can be told of any pieces
+                return 0.0  # no pieces can be compared
             if apart is not None:
                 return apart
     return 0.0
@@ -143,7 +143,7 @@ def compare_accumulated(
     )  # fmt: skip
 
 
-_HALF, _NEARLY = 0.5, 1e-3  # difference of a sum when it is cut in two
+_HALF, _NEARLY = 0.5, 1e-3  # relative difference of a summed loss when its batch is halved
 
 
 def explain_cut(apart: float, how: str, cure: str) -> str:
@@ -190,7 +190,7 @@ def find_read_buffers(
                 return ()
             some = list(moved)[:_MOST_NAMED]
             return tuple(name for name in some if mean_with([name]) != before) or tuple(moved)
-    except Exception:  # normalisation of a few samples, say
+    except Exception:  # such as normalisation over too few samples
         return ()
 
 

@@ -15,13 +15,11 @@ from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
-import psutil
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from outpace.nn.fingerprint import fingerprint
-from outpace.nn.spread import is_spread, local
+from outpace.nn.spread import is_spread
 from outpace.nn.uncompiled import has_compiled_parts, run_eagerly
 from outpace.parallel.batches import BatchCopies
 from outpace.parallel.blocks import Blocks
@@ -34,18 +32,19 @@ from outpace.parallel.parity.comparison import (
     choose_tolerance,
     halves_tolerance,
     parts_tolerance,
-    square,
 )
 from outpace.parallel.parity.cut_difference import explain_cut
-from outpace.parallel.parity.kept_state import (
-    explain_kept_state,
-    explain_reshaped,
-    explain_state_apart,
-    explain_state_of_wrong,
+from outpace.parallel.parity.first_batch_messages import (
+    BY_THEMSELVES,
+    WAYS_OUT,
+    explain_gradient_cut,
+    explain_hidden,
+    explain_moved_buffers,
+    explain_new_parameters,
+    explain_repeated_writes,
 )
 from outpace.parallel.parity.later_writes import LaterWrites
 from outpace.parallel.parity.loss_scale import explain_backwards, explain_unscaled_gradients
-from outpace.parallel.parity.mixed_samples import MixedDifference
 from outpace.parallel.parity.module_state import preserve_state
 from outpace.parallel.parity.moved_parameters import (
     NEEDED_BEFORE,
@@ -54,37 +53,35 @@ from outpace.parallel.parity.moved_parameters import (
     explain_writes,
     is_lost_value,
 )
-from outpace.parallel.parity.plain_copy import ModuleDtypes, held_tensors
-from outpace.parallel.parity.plain_pass import (
-    PlainFailure,
-    PlainPass,
-    PlainSums,
-    explain_new_parameters,
+from outpace.parallel.parity.plain_copy import (
+    ModuleDtypes,
+    explain_lost_tensors,
+    explain_size,
+    held_tensors,
 )
+from outpace.parallel.parity.plain_failure import PlainFailure
+from outpace.parallel.parity.plain_pass import PlainPass
+from outpace.parallel.parity.plain_sums import PlainSums, sum_gradients
 from outpace.parallel.parity.rank_dependence import explain_rank_dependence
+from outpace.parallel.parity.state_messages import (
+    explain_kept_state,
+    explain_reshaped,
+    explain_state_apart,
+    explain_state_of_wrong,
+)
 from outpace.parallel.plain import without_dropout
+from outpace.parallel.rank_objects import gather_objects
 from outpace.parallel.refusals import has_other_cause
-from outpace.parallel.tensors import copies
 from outpace.records.errors import BadInputError, first_names
 from outpace.records.plan import Plan
 from outpace.records.precisions import SCALED
 from outpace.records.ranks import Ranks
-from outpace.records.units import show_bytes
 
 Say = Callable[[str], None]
 Run = Callable[[Sequence[Batch], StepHooks], Tensor]  # a layout's forward and backward of passes
 
-_MOST_OF_FREE = 0.8
 _BY_SAMPLES = "each rank changes it by its own samples, so that ranks would train different weights"
-_BY_THEMSELVES = "samples of it are computed by themselves"
 _UNSEEN = "in the backward, or in another thread, where outpace cannot put it back to compare"
-
-WAYS_OUT = {
-    True: "Use another --strategy (outpace verify --model says which are equal to one process), or "
-    "--check off to train all the same.",
-    False: "Use another strategy (outpace.verify says which are equal to one process), or "
-    'parallelize(…, check="off") to train all the same.',
-}
 
 
 class FirstBatch:
@@ -142,12 +139,12 @@ class FirstBatch:
         ready: Callable[[], None],
     ) -> Tensor | None:
         run = layout.gradients if run is None else run
-        told: list[Any] = [None] * self._ranks.world_size
-        reason = self._plain.left_out or self._too_large(layout)
-        dist.all_gather_object(told, (reason, held_tensors(layout)))
+        reason = self._plain.left_out
+        reason = reason or explain_size(self._plain.model, layout, self._plan, self._ranks)
+        told = gather_objects((reason, held_tensors(layout)))
         holders: list[ModuleDtypes] = [held for _, held in told]
         reason = next((one for one, _ in told if one is not None), None)
-        reason = reason or self._on_no_rank(holders)
+        reason = reason or explain_lost_tensors(self._plain.model, holders)
         if reason is not None:
             self._tell_left_out(reason)
             return None
@@ -208,10 +205,10 @@ class FirstBatch:
             totals, again = self._run_watched(layout, passes, hooks, run, watch, found)
             again = self._require_same(found, watch, layout, allowed, again)
             factor = self._factor(layout, hooks, device)
+            sums = sum_gradients(layout, found, holders, factor, self._ranks.world_size)
             compared = LayoutComparison(
-                found.names, found.sums, totals.to(device),
-                self._sums(layout, found, holders, factor), allowed, self._plan.pp > 1,
-            )  # fmt: skip
+                found.names, found.sums, totals.to(device), sums, allowed, self._plan.pp > 1
+            )
             wrong = compared.first_wrong()
             kept = wrong is None and reuse and not again and self._plan.precision not in SCALED
             if kept:
@@ -239,17 +236,17 @@ class FirstBatch:
         if apart > halves_tolerance(self._plan, allowed):
             self._say(self._about_cut(apart, "the batch is cut in two"))
         elif mixed.loss:
-            self._say(self._about_cut(mixed.loss, _BY_THEMSELVES))
+            self._say(self._about_cut(mixed.loss, BY_THEMSELVES))
         elif mixed.gradient:
-            self._say(_explain_gradient_cut(mixed))
+            self._say(explain_gradient_cut(mixed))
         else:
             moved = self._find_moved_buffers(found, count)
             if moved:
-                self._say(_explain_moved_buffers(moved))
+                self._say(explain_moved_buffers(moved))
             elif loss_apart and not (found.written or found.states):
                 self._say(self._about_cut(loss_apart, "its samples are combined otherwise"))
         if found.written and count > 1:
-            self._say(self._explain_repeated_writes(sorted(found.written), count))
+            self._say(explain_repeated_writes(sorted(found.written), count))
         states = found.states
         if states:
             told = states, self._plan.data_parallel, self._by_command, self.resumed
@@ -263,8 +260,8 @@ class FirstBatch:
         """
         by_halves = {name for report in found.reports for name in report.cut.buffers}
         prints = [one.buffer_prints for one in found.reports if one.buffer_prints is not None]
-        # Ranks with the same samples have taken a part of them each.
-        by_ranks = _apart_names(prints) if self._plain.ranks_per_share == 1 else []
+        # Ranks with the same samples have each run a part of them, so their prints differ.
+        by_ranks = _apart_names(prints) if self._plain.pieces.ranks_per_share == 1 else []
         read = {name for report in found.reports for name in report.cut.read}
         return sorted(read if count > 1 else {*by_halves, *by_ranks} & read)
 
@@ -284,7 +281,7 @@ class FirstBatch:
             raise _on_all_ranks(f"{explain_reshaped(reshaped)} {WAYS_OUT[self._by_command]}")
         hidden = sorted({name for report in reports for name in report.hidden})
         if hidden:
-            raise _on_all_ranks(_explain_hidden(hidden))
+            raise _on_all_ranks(explain_hidden(hidden))
         unseen = sorted({name for report in reports for name in report.unseen})
         if unseen:
             raise _on_all_ranks(self._explain_moves(unseen, _UNSEEN))
@@ -299,8 +296,8 @@ class FirstBatch:
         if self._plan.data_parallel == 1:
             return
         apart = sorted({name for report in reports for name in report.by_samples})
-        # Ranks with the same samples have taken a part of them each.
-        if self._plain.ranks_per_share == 1:
+        # Ranks with the same samples have each run a part of them, so their prints differ.
+        if self._plain.pieces.ranks_per_share == 1:
             prints = [report.prints for report in reports if report.prints is not None]
             apart = apart or _apart_names(prints)
         if apart:
@@ -388,18 +385,15 @@ class FirstBatch:
         held = {n: p.detach() for n, p in layout.named_parameters() if not is_spread(p)}
         unseen = [] if self._offloads else watch.written_unseen()
         wrong_here = unseen + self._find_wrong_changes(moved, moved_too, held, allowed)
-        said: list[Any] = [None] * self._ranks.world_size
-        dist.all_gather_object(said, ({*moved, *moved_too}, wrong_here, again))
+        said = gather_objects(({*moved, *moved_too}, wrong_here, again))
         wrong = sorted(set().union(*(names for _, names, _ in said)))
         if wrong:
             why = "it is changed more often, or by something else, than in one process"
             raise _on_all_ranks(self._explain_moves(wrong, why))
         changed = set().union(*(names for names, *_ in said))
         if changed:
-            prints: list[Any] = [None] * self._ranks.world_size
             mine = {name: fingerprint(held[name]) for name in changed & held.keys()}
-            dist.all_gather_object(prints, mine)
-            apart = _apart_names(prints, holders_alone=True)
+            apart = _apart_names(gather_objects(mine), holders_alone=True)
             if apart:
                 raise _on_all_ranks(self._explain_moves(apart, _BY_SAMPLES))
         return any(one for *_, one in said)
@@ -416,22 +410,12 @@ class FirstBatch:
         for name in {*moved, *moved_too} & held.keys():
             wanted, found = moved.get(name), held[name]
             if self._plan.data_rank(self._ranks.rank) is None:
-                continue  # no forward ran here
+                continue  # this rank ran no forward
             if wanted is None or wanted.shape != found.shape or not torch.allclose(
                 wanted.double(), found.double(), rtol=allowed.relative, atol=allowed.loss
             ):  # fmt: skip
                 wrong.append(name)
         return wrong
-
-    def _explain_repeated_writes(self, names: Sequence[str], count: int) -> str:
-        """Return a message about a forward that writes to parameters in each micro-batch."""
-        return (
-            f"the forward writes to {first_names(names)}, and this plan runs it {count} times a "
-            "step, one process over the whole batch once: what moves each time it is written (a "
-            f"teacher that follows, a decay) moves {count} times as often. Move parameters between "
-            "steps, or have one micro-batch a step (a larger micro-batch, no pipeline). Nothing is "
-            "to be done where to write twice is to write once (weights that are clipped)."
-        )
 
     def _explain_moved_back(self, names: Sequence[str]) -> str:
         return (
@@ -453,34 +437,6 @@ class FirstBatch:
         one = torch.ones((), dtype=torch.float32, device=device)
         return float(hooks.scale(one)) / layout.averages
 
-    def _on_no_rank(self, holders: Sequence[ModuleDtypes]) -> str | None:
-        """Name the module's tensors that no rank has; None if there are none."""
-        model, held = self._plain.model, set().union(*(one.dtypes for one in holders))
-        named = (*model.named_parameters(), *model.named_buffers())
-        lost = [name for name, _ in named if name not in held]
-        return f"no rank has {first_names(lost)} of the module" if lost else None
-
-    def _too_large(self, layout: Layout) -> str | None:
-        """Explain why the weights that this rank lacks do not fit; None if they do.
-
-        There is never more than one gradient at a time.
-        """
-        if self._plan.data_rank(self._ranks.rank) is None:
-            return None  # which has no samples to run it on
-        device = layout._device()
-        held = {n for n, p in layout.named_parameters() if not is_spread(p)}
-        if self._plan.offload_parameters != "none":
-            held = set()  # what lies elsewhere is brought, or read from a disk
-        lacking = [p for n, p in self._plain.model.named_parameters() if n not in held]
-        needed = sum(p.nbytes for p in lacking)
-        free = _free_bytes(device) / (1 if device.type == "cuda" else self._ranks.local_world_size)
-        if needed <= _MOST_OF_FREE * free:
-            return None
-        return (
-            f"one process would hold {show_bytes(needed)} of weights that a rank does not, and "
-            f"{show_bytes(int(free))} are free"
-        )
-
     def _run_layout(
         self, layout: Layout, passes: Sequence[Batch], hooks: StepHooks, run: Run
     ) -> tuple[Tensor, bool]:
@@ -498,25 +454,6 @@ class FirstBatch:
                 nothing = stack.enter_context(without_dropout(layout.objective))
             totals = run(BatchCopies(passes), hooks)
         return totals, self._compiled or (nothing is not None and nothing.would_drop)
-
-    def _sums(
-        self, layout: Layout, plain: PlainSums, holders: Sequence[ModuleDtypes], factor: float
-    ) -> Tensor:
-        """Return a rank's shares of gradients' products and squares, and 1 for each: (3, names)."""
-        named = dict(layout.named_parameters()) if layout.has_sums else {}
-        sums = torch.zeros(3, len(plain.names), dtype=torch.float64, device=plain.sums.device)
-        for number, name in enumerate(plain.names):
-            parameter = named.get(name)
-            if parameter is None or parameter.grad is None:
-                continue
-            held_tensors = sum(name in one.dtypes for one in holders if one.has_sums)
-            share = copies(parameter.grad, self._ranks.world_size)
-            alike = share if is_spread(parameter.grad) else held_tensors
-            product = plain.projection.project_part(parameter.grad, parameter)
-            sums[0, number] = product / (alike * factor)
-            sums[1, number] = square(local(parameter.grad)) / (alike * factor**2)
-            sums[2, number] = 1
-        return sums
 
     def _tell_left_out(self, reason: str) -> None:
         self._say(
@@ -549,40 +486,6 @@ class FirstBatch:
         )  # fmt: skip
 
 
-def _explain_gradient_cut(mixed: MixedDifference) -> str:
-    """Return a message about gradients that depend on the cut although the loss does not."""
-    return (
-        f"the gradient of the first batch changes when {_BY_THEMSELVES}, as ranks and "
-        f"micro-batches cut it, though the loss does not: that of {first_names(mixed.names)} by "
-        f"{100 * mixed.gradient:.2g} %. So one process over the whole batch would train otherwise: "
-        "something is decided for all samples of a batch at once (a route or a detach by the first "
-        "one, a mask over all, a gradient that is clipped or centred in the backward). "
-        "To train the same, decide it for each sample by itself, and clip gradients in the step."
-    )
-
-
-def _explain_hidden(names: Sequence[str]) -> str:
-    """Return a message about a forward that trains a module which no one knows of."""
-    return (
-        f"the module's forward changes the values of {first_names(names)}, which belong to a "
-        "module in a plain attribute: no checkpoint contains them, and each micro-batch changes "
-        "them again. Register that module (self.teacher = …, or an nn.ModuleList), and change its "
-        "values between steps."
-    )
-
-
-def _explain_moved_buffers(names: Sequence[str]) -> str:
-    """Return a message about running averages that no rank has over all samples."""
-    what, it = ("a buffer", "it") if len(names) == 1 else ("buffers", "them")
-    return (
-        f"the forward moves {first_names(names)}, {what} on which the "
-        "loss depends. Ranks and micro-batches see parts of the batch, so that one process "
-        "over the whole batch would train otherwise: each rank moves its own, each step begins "
-        f"with rank 0's, and each micro-batch moves {it} once. Gather what moves {it} over the "
-        "ranks (torch.distributed.all_reduce in the forward), and have one micro-batch a step."
-    )
-
-
 def _apart_names(prints: Sequence[Mapping[str, Any]], holders_alone: bool = False) -> list[str]:
     """Return names with several fingerprints or, but for `holders_alone`, none on a rank."""
     names = sorted(set().union(*prints))
@@ -597,9 +500,3 @@ def _on_all_ranks(sentence: str) -> BadInputError:
     error = BadInputError(sentence)
     error.on_all_ranks = True
     return error
-
-
-def _free_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return int(psutil.virtual_memory().available)

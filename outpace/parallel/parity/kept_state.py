@@ -39,18 +39,17 @@ from outpace.parallel.parity.module_state import (
 from outpace.parallel.parity.moved_parameters import MovedParameters
 from outpace.parallel.plain import random_state, set_random_state, without_dropout
 from outpace.parallel.tensors import all_parameters
-from outpace.records.errors import first_names
 
 _FEW = 2  # samples
-_FORWARDS = 9  # in a row, as of a queue that is used once it has some entries
-_LATER = (17, 107, 709, 1_009, 10_007)  # calls, which a counter is taken to have had, too
-_MULTIPLE = 252_000  # of 1 to 10, and of 100 and 1,000
-_ROUNDING = 1e-4  # of losses that kernels do not repeat to the bit
-_CHANGE, _MOST_CHANGED = 1.125, 1_024  # of how many values of each parameter
-_OF_NOISE = 10  # times what the same pass is off by is no noise
+_FORWARDS = 9  # in a row, for state such as a queue that is used only once it has some entries
+_LATER = (17, 107, 709, 1_009, 10_007)  # numbers of calls that a counter is set to
+_MULTIPLE = 252_000  # a common multiple of 1 to 10, 100 and 1,000
+_ROUNDING = 1e-4  # relative difference of losses by kernels that are not deterministic
+_CHANGE, _MOST_CHANGED = 1.125, 1_024  # factor, and the number of values of each parameter
+_OF_NOISE = 10  # times the difference of identical passes: above, it is not noise
 
 
-Totals = tuple[float, float]  # sum of a loss, and count
+Totals = tuple[float, float]  # sum of the loss, and count
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ def find_kept_state(
                 state, writes=found.saw_writes, halves=halves,
                 reshaped=tuple(sorted(found.reshaped)), backwards=tuple(sorted(found.backwards)),
             )  # fmt: skip
-        except Exception as error:  # normalisation of a few samples, say
+        except Exception as error:  # such as normalisation over too few samples
             failure = error
         halved = False
     if failure is None or isinstance(failure, _FirstForwardError):
@@ -177,18 +176,19 @@ class _Comparison:
         self._plain, self._given, self._alone = plain, hooks, alone
         self._writes, self._drops, self._share = writes, drops, share
         self._totals: list[Totals] = []
-        self.first_totals: tuple[Totals, Totals] | None = None  # of samples, and of the others
+        # Of the samples, and of the other samples.
+        self.first_totals: tuple[Totals, Totals] | None = None
         self._model: nn.Module = plain.model  # type: ignore[assignment]
         self._watch: MovedParameters | None = None
-        self.saw_writes = False  # to parameters, or to buffers that checkpoints have
+        self.saw_writes = False  # to parameters or saved buffers
         self.reshaped: set[str] = set()
         self.backwards: set[str] = set()
-        self._left: dict[str, torch.Tensor] = {}  # what the last forward wrote to such buffers
-        self._trained: set[str] = set()  # names of parameters with gradients after it
-        self._trained_first: set[str] = set()  # after the first forward
+        self._left: dict[str, torch.Tensor] = {}  # what the last forward wrote to saved buffers
+        self._trained: set[str] = set()  # parameters that require gradients after the last forward
+        self._trained_first: set[str] = set()  # the same, after the first forward
         self._device = next(plain.parameters()).device
         self._is_first = False
-        self._made_first: dict[str, Any] = {}  # by the forward of the other samples
+        self._made_first: dict[str, Any] = {}  # state that the forward of the other samples changed
 
     def run(self, batch: Batch, other: Batch, whole: Batch, more: Batch | None) -> KeptState:
         """Search for state; `whole` has samples that would differ between ranks."""
@@ -258,7 +258,7 @@ class _Comparison:
         A table that is made once is the same of all weights.
         """
         few = take_first(batch, _FEW)
-        with suppress(Exception):  # normalisation of a few samples, say
+        with suppress(Exception):  # such as normalisation over too few samples
             with self._without_effects(), _other_weights(self._model):
                 fresh = self._mean(few)
             with self._without_effects():
@@ -273,7 +273,7 @@ class _Comparison:
         """Run `_find_later` with the first of the samples, if the module supports few."""
         if samples_in(batch) > _FEW:
             few = take_first(batch, _FEW)
-            with suppress(Exception):  # normalisation of a few samples, say
+            with suppress(Exception):  # such as normalisation over too few samples
                 return self._find_later(changed, few, self._loss_after(None, few)[0])
         return self._find_later(changed, batch, fresh)
 
@@ -337,7 +337,7 @@ class _Comparison:
                 return False
             try:
                 loss = self._mean(batch)
-            except Exception:  # of a list that it does not reach into, say
+            except Exception:  # such as an index past the end of a list
                 return True
         if difference(loss, fresh) > _ROUNDING or self._trained != self._trained_first:
             return True
@@ -367,7 +367,7 @@ class _Comparison:
         try:
             shapes, second = self._shapes_and_loss(batch, batch)
             other_shapes, after_others = self._shapes_and_loss(others, batch)
-        except Exception:  # of state of single samples
+        except Exception:  # such as state of single samples
             return 0.0
         return 0.0 if shapes != other_shapes else difference(after_others, second)
 
@@ -431,7 +431,7 @@ class _Comparison:
         versions = [0 if t is None or t.is_inference() else t._version for *_, t, _ in held]
         extra = []
         for _, part in parts_with_extra_state(self._model) if self._alone else ():
-            with suppress(TypeError, pickle.PicklingError):  # of what no checkpoint can hold
+            with suppress(TypeError, pickle.PicklingError):  # no checkpoint can contain it
                 extra.append((part, copy.deepcopy(part.get_extra_state())))
 
         def put_back() -> None:
@@ -488,155 +488,13 @@ def _are_alike(left: dict[str, torch.Tensor], left_after: dict[str, torch.Tensor
     )
 
 
-def explain_reshaped(names: Sequence[str]) -> str:
-    """Return a message about saved buffers whose shape forwards change."""
-    return (
-        f"the forward changes the shape of {first_names(names)}, which state_dict() contains: a "
-        "checkpoint with it does not fit a newly built module, and ranks end up with different "
-        "shapes. Give it its full size in __init__, with the number of rows in use in another "
-        "buffer, or run a batch through the module once if it keeps its size from then on, or use "
-        "persistent=False if each forward creates it again."
-    )
-
-
 def _later_multiple(number: Any, calls: int) -> Any:
     """Return a multiple of many numbers, minus `calls`: a late value for a counter."""
     return number - number % _MULTIPLE + _MULTIPLE - calls
 
 
-# Of a counter that is read before it is increased, or afterwards.
+# The multiples suit counters that are read before or after they are increased.
 _CHANGES: tuple[Callable[[Any], Any], ...] = (
     *(partial(add, calls) for calls in _LATER),
     *(partial(_later_multiple, calls=calls) for calls in (0, 1)),
 )
-
-
-def explain_kept_state(
-    found: Sequence[KeptState], data_parallel: int, by_command: bool, resumed: bool = False
-) -> str:
-    """Return a message about state that ranks have `found` and that is equal on all of them.
-
-    `by_command`: the reader uses flags, not a loop. `resumed`: steps were done before.
-    """
-    said = []
-    states = [one for one in found if one.found]
-    if states:
-        names = _names_of(states)
-        own = " Each rank has its own, for its samples." if data_parallel > 1 else ""
-        either = _EITHER if all(one.unseen for one in states) else ""
-        said.append(
-            f"the forward or the loss keeps {name_attributes(names)} from step to step{either}, "
-            f"and the loss depends on it. {CURE} Until then: "
-            f"{_explain_loss(by_command, resumed)}{own}"
-        )
-    drawn = sorted({name for one in found for name in one.generators})
-    if drawn:
-        said.append(_explain_generators(drawn))
-    failure = next((one.failure for one in found if one.failure), None)
-    if failure is not None and not said:
-        said.append(
-            "it could not be determined whether the forward or the loss keeps state from step to "
-            f"step: for a few samples, a forward after another one fails ({failure})."
-        )
-    return " ".join(said)
-
-
-def _explain_loss(by_command: bool, resumed: bool) -> str:
-    if not by_command:
-        return (
-            "state_dict() of the module does not contain it, so whoever loads that computes "
-            "different losses."
-        )
-    this = "this resumed run" if resumed else "a resumed run"
-    return (
-        f"no checkpoint or exported model contains it, so {this} starts with its initial value. "
-        "Its losses, and those of outpace eval, differ from those without an interruption."
-    )
-
-
-_EITHER = (
-    ", or draws numbers from a generator that outpace does not know: the same samples have a "
-    "different loss each time"
-)
-
-
-def _explain_generators(names: Sequence[str]) -> str:
-    return (
-        f"the forward or the loss draws from {first_names([_strip_model(n) for n in names])}, a "
-        "generator of its own, whose position is in no checkpoint: a resumed run draws its "
-        "numbers from the start again, and is not bitwise equal. Draw from torch's own "
-        "generator, which is seeded for each step."
-    )
-
-
-def explain_evaluated_state(found: KeptState) -> str | None:
-    """Return a warning about the evaluation loss of a model with state in no file, or None.
-
-    The state is searched on the evaluation data, in training mode.
-    """
-    if not found.found or found.unseen:
-        return None
-    return (
-        f"in training the forward or the loss keeps {name_attributes(found.names)} from step to "
-        "step, and the loss depends on it. It is in no file of the model, so this is the loss "
-        f"without the state that training has built up. {CURE}"
-    )
-
-
-def explain_state_after_resume(found: KeptState) -> str:
-    """Return a warning for state that makes a resumed run differ, also in a single process."""
-    return (
-        "Without an interruption the result is right; after a resume it is not, nor is that of "
-        f"one process: the forward or the loss keeps {name_attributes(found.names)} from step to "
-        "step, the loss depends on it, and the checkpoint does not hold it. "
-        f"{CURE.removesuffix('.')}"
-    )
-
-
-def explain_state_apart(found: Sequence[KeptState], strategy: str, ways_out: str) -> str:
-    """Return a refusal for state that would make ranks compute different losses."""
-    states = [one for one in found if one.apart]
-    apart = max(one.apart for one in states)
-    return (
-        f"the forward or the loss keeps {name_attributes(_names_of(states))} from step to step, "
-        f"and the loss depends on it: under strategy {strategy} each rank would keep its own, for "
-        f"its own samples, which changes the loss of the next batch by {100 * apart:.2g} %, and "
-        f"no checkpoint contains it. {CURE} {ways_out}"
-    )
-
-
-CURE = (
-    "Keep it in a registered buffer of the module (self.register_buffer(name, tensor)), which is "
-    "saved, and set to rank 0's at the start of each step. On one process, values other than "
-    "tensors can be returned by get_extra_state and accepted by set_extra_state."
-)
-
-
-def explain_state_of_wrong(found: Sequence[KeptState]) -> str | None:
-    """Return the likely cause of a layout's wrong result; None if no state was found."""
-    states = [one for one in found if one.found]
-    if not states:
-        return None
-    return (
-        f"The loss depends on {name_attributes(_names_of(states))}, which the forward or the loss "
-        f"keeps from step to step, and which differs on ranks from that in one process. {CURE}"
-    )
-
-
-def _names_of(found: Sequence[KeptState]) -> list[str]:
-    return sorted({name for one in found for name in one.names})
-
-
-def name_attributes(names: Sequence[str]) -> str:
-    """Return the first of the attributes' names as a phrase for the user."""
-    shown = [_strip_model(name) for name in names]
-    if not shown:
-        return "something that outpace cannot name"
-    if any(name.endswith(")") for name in shown):
-        return first_names(shown)
-    return f"{first_names(shown)} in {'an attribute' if len(names) == 1 else 'attributes'}"
-
-
-def _strip_model(name: str) -> str:
-    """Return an attribute's name as the user knows it, without the objective's `model`."""
-    return name.removeprefix("model.")

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -25,6 +24,7 @@ from outpace.nn.uncompiled import has_compiled_parts
 from outpace.parallel.ddp import Replicas
 from outpace.parallel.layout import Batch, Layout, StepHooks
 from outpace.parallel.parity.moved_parameters import find_written
+from outpace.parallel.rank_objects import gather_objects
 from outpace.parallel.refusals import has_other_cause
 from outpace.parallel.tensors import storage_id
 from outpace.records.errors import BadInputError, first_names
@@ -32,7 +32,8 @@ from outpace.records.plan import Plan
 
 _TORCH = str(Path(torch.__file__).parent)
 _FULLY_SHARD = str(Path(_TORCH, "distributed", "fsdp"))
-_COLLECTIVES = ("fsdp", "c10d", "_c10d_functional", "outpace")  # fill what was gathered
+# Namespaces of operators that fill gathered tensors.
+_COLLECTIVES = ("fsdp", "c10d", "_c10d_functional", "outpace")
 
 
 class LaterWrites:
@@ -50,7 +51,7 @@ class LaterWrites:
         self._known = set(known)
         self._gradients = layout.gradients
         self._compiled = plan.compile or has_compiled_parts(layout.objective)
-        # Whose ranks hold whole parameters, and tell each other of writes.
+        # Ranks that hold whole parameters tell each other of writes.
         self._use = layout.use if isinstance(layout, Replicas) else None
         self._step = steps
         self._held: list[tuple[str, Tensor]] = []
@@ -108,7 +109,7 @@ class LaterWrites:
         written = {name for (name, tensor), before in pairs if tensor._version != before}
         if self._seen is not None:
             written |= self._seen.find_names()
-        # What was accepted is compared again in steps that are looked at, for it may differ now.
+        # In observed steps, accepted writes are compared again, since they may differ by now.
         self._written = written if self._looks and self._use is not None else written - self._known
         return bool(self._written)
 
@@ -118,9 +119,7 @@ class LaterWrites:
         if self._use is None or not self._use.all_wrote:
             raise self._refusal(names)
         prints = {n: fingerprint(p) for n, p in self._layout.named_parameters() if n in names}
-        said: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, prints)
-        if any(one != prints for one in said):
+        if any(one != prints for one in gather_objects(prints)):
             error = self._refusal(names)
             error.on_all_ranks = True
             raise error
@@ -153,7 +152,8 @@ class _Writes(TorchDispatchMode):
         self._tensors: list[tuple[str, Tensor, torch.UntypedStorage]] = []
         for name, tensor in named:
             if not tensor.is_meta:
-                storage = local(tensor).untyped_storage()  # held, so that no other has its place
+                # Kept alive, so that its address is not reused.
+                storage = local(tensor).untyped_storage()
                 self._tensors.append((name, tensor, storage))
                 self._watched.setdefault(int(storage._cdata), []).append(name)
         self._names: set[str] = set()
@@ -182,7 +182,7 @@ def _gathers() -> bool:
     """Return whether `fully_shard` runs an operator to fill what it gathers."""
     frame = sys._getframe(1)
     while frame.f_back is not None and not frame.f_code.co_filename.startswith(_TORCH):
-        frame = frame.f_back  # of the mode
+        frame = frame.f_back  # skip the mode's frame
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_TORCH):
         if frame.f_code.co_filename.startswith(_FULLY_SHARD):
             return True

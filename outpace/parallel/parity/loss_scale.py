@@ -23,8 +23,8 @@ from outpace.parallel.tensors import graph_nodes, is_in_python
 from outpace.records.errors import first_names
 
 _FEW = 2  # samples
-_SCALE = 0.125  # a power of two, so that what grows with the loss is equal in all digits
-_LEAST = 1e-3  # of a gradient, unless the smallest numbers of 16 bits may be lost
+_SCALE = 0.125  # a power of two, so that gradients that grow with the loss are equal in all digits
+_LEAST = 1e-3  # relative difference of a gradient; in 16 bits, `projection` applies
 
 
 def has_user_backward(loss: Tensor) -> bool:
@@ -56,7 +56,7 @@ def find_unscaled_gradients(
 
         def take(name: str, gradient: Tensor) -> None:
             product = projection.project(gradient) / scale
-            # Checkpoints with reentry give parts of it, one after the other.
+            # With reentrant checkpointing, parts of the gradient arrive one after the other.
             found[name] = found[name] + product if name in found else product
 
         divert(take)
@@ -67,17 +67,17 @@ def find_unscaled_gradients(
         return found
 
     with (
-        suppress(Exception),  # normalisation of a few samples, a backward that runs once
+        suppress(Exception),  # such as normalisation over too few samples
         keep_values(model_of(plain).named_parameters()),
         preserve_state(plain, device),
         dropping,
         torch.enable_grad(),
     ):
-        with hooks.cast(), NoCollectives(strategy):  # other ranks may run none
+        with hooks.cast(), NoCollectives(strategy):  # other ranks may run no forward
             loss_sum, *_ = plain(take_first(piece, _FEW))
         whole, scaled = run_backward(loss_sum, 1.0), run_backward(loss_sum, _SCALE)
         apart = _list_apart(names, whole, scaled, allowed)
-        # What draws in its backward is not equal twice.
+        # A backward that draws random numbers differs each time.
         noisy = _list_apart(names, whole, run_backward(loss_sum, 1.0), allowed) if apart else []
         return [name for name in apart if name not in noisy]
     return []

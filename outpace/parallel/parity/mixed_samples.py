@@ -30,10 +30,11 @@ from outpace.parallel.parity.moved_parameters import MovedParameters
 from outpace.parallel.parity.plain_copy import model_of
 from outpace.parallel.parity.user_collectives import NoCollectives
 from outpace.parallel.plain import random_state, same_random_state, without_dropout
+from outpace.parallel.rank_objects import gather_objects
 
 _FEW = 2  # samples of a rank, at most
 _MOST_RANKS = 8
-_FAILED, _LOSSES = 0, slice(1, 5)  # places in sums of ranks; then products, then squares
+_FAILED, _LOSSES = 0, slice(1, 5)  # positions in the sums; products and squares follow
 _FIRST = 5
 
 
@@ -86,8 +87,7 @@ class MixedSamples:
         sends = samples > 1 and order < _MOST_RANKS and not leave_out
         packed = pack(take_first(piece, _FEW)) if sends else None
         sent = None if packed is None else (order, samples, packed)
-        said: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(said, (leave_out, sent))
+        said: list[Any] = gather_objects((leave_out, sent))
         senders = [rank for rank, (_, one) in enumerate(said) if one is not None]
         senders = sorted(senders, key=lambda rank: said[rank][1][0])
         if len(senders) < 2 or any(left_out for left_out, _ in said):
@@ -105,7 +105,7 @@ class MixedSamples:
                 pair = [said[senders[place // 2 * 2 + one]][1][2] for one in range(2)]
                 try:
                     self._add(sums, pair, count, together=place % 2 == 0)
-                except Exception:  # normalisation of a single sample, say
+                except Exception:  # such as normalisation over a single sample
                     sums[_FAILED] = 1
             dist.all_reduce(sums)
             fails = bool(sums[_FAILED]) or not bool(sums.isfinite().all())
@@ -152,7 +152,7 @@ class MixedSamples:
                     loss_sum.backward()
                     losses += torch.stack((loss_sum.detach().double(), targets.double()))
                     if not same_random_state(begin, random_state(self._device)):
-                        sums[_FAILED] = 1  # noise
+                        sums[_FAILED] = 1  # it draws random numbers
         finally:
             self._divert(None)
 

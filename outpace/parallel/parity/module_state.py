@@ -33,9 +33,9 @@ _MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 _SEQUENCES = (list, deque)
 _GENERATOR = object()
 _GENERATORS = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState)
-_MOST_ENTRIES = 10_000  # of a container that is compared by more than its length
-_MOST_COUNTERS = 100  # entries of a container that may be counters
-_MOST_NUMBERS = 1_000_000  # of a tensor or an array that are all compared
+_MOST_ENTRIES = 10_000  # above, a container is compared only by its length
+_MOST_COUNTERS = 100  # above, a container's entries are not taken for counters
+_MOST_NUMBERS = 1_000_000  # above, only a sample of the values is compared
 
 Undo = Callable[[], None]
 
@@ -228,7 +228,7 @@ def _change(value: Any, put: Callable[[Any], None], change: Callable[[Any], Any]
         number = value.item()
         if not _is_whole(number) or (isinstance(value, np.ndarray) and _is_constant(value)):
             return False
-        with torch.no_grad(), suppress(RuntimeError, OverflowError):  # beyond what uint8 holds
+        with torch.no_grad(), suppress(RuntimeError, OverflowError):  # more than uint8 can hold
             value[...] = change(number)
             return True
         return False
@@ -294,7 +294,8 @@ def _undo_all(module: nn.Module, only: tuple[type, ...] = (object,)) -> list[Und
     """Return functions that restore what a module's buffers, attributes and functions refer to."""
     places = find_places(module)
     waiting: list[Any] = [*module.modules(), *(place.get() for place in places)]
-    seen: dict[int, Any] = {id(p): p for p in module.parameters()}  # held, so that ids stay theirs
+    # Kept alive, so that ids are not reused.
+    seen: dict[int, Any] = {id(p): p for p in module.parameters()}
     undo: list[Undo] = [place.undo() for place in places] if only == (object,) else []
     while waiting:
         value = waiting.pop()
@@ -367,13 +368,13 @@ def _undo_attributes(value: Any) -> Undo:
 
 def _undo_module(module: nn.Module) -> Undo:
     attributes, buffers = _undo_attributes(module), dict(module._buffers)
-    if isinstance(module, torch.jit.ScriptModule):  # which buffers it has never changes
+    if isinstance(module, torch.jit.ScriptModule):  # whose set of buffers is fixed
         return attributes
     hooks = [(held, dict(held)) for held in (getattr(module, name) for name in _HOOKS)]
 
     def undo() -> None:
         attributes()
-        for held, before in hooks:  # which a forward registers
+        for held, before in hooks:  # that a forward registers
             if held.keys() != before.keys():
                 held.clear()
                 held.update(before)

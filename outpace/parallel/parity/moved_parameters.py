@@ -30,7 +30,7 @@ class MovedParameters(TorchDispatchMode):
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._watched: dict[int, list[tuple[str, Tensor]]] = {}
-        self._tensors: dict[str, tuple[Tensor, Tensor]] = {}  # as given, and its values
+        self._tensors: dict[str, tuple[Tensor, Tensor]] = {}  # the tensor as it was, and its values
         for name, tensor in named:
             held = local(tensor).detach()
             if held.numel() and not held.is_meta:
@@ -39,9 +39,9 @@ class MovedParameters(TorchDispatchMode):
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
         self._versions = self._count_writes()
         self.replaced: set[str] = set()  # by other tensors (p.data = …)
-        self.written: set[str] = set()  # also where the values have stayed as they were
+        self.written: set[str] = set()  # including writes that changed no value
         self.written_by_samples: set[str] = set()
-        self.communicates = False  # whether a collective was called
+        self.communicates = False  # whether a forward called a collective
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -15,7 +15,7 @@ from torch import nn
 from outpace.parallel.parity.outer_state import is_user_file
 
 _DYNAMIC = frozenset({"getattr", "vars", "__dict__", "__getattribute__", "eval", "exec", "locals"})
-# Overridden methods of nn.Module that no step of training calls.
+# Methods of nn.Module that no training step calls, even if overridden.
 _NOT_CALLED = frozenset(
     {"__init__", "__repr__", "extra_repr", "__dir__", "__doc__", "__setattr__", "__delattr__"}
 )
@@ -98,7 +98,7 @@ def _functions_in(value: Any) -> Iterator[FunctionType]:
         parts = ()
         if isinstance(value, FunctionType):
             yield value
-            inner = getattr(value, "__wrapped__", None)  # of a decorator
+            inner = getattr(value, "__wrapped__", None)  # the function inside of a decorator
             parts = (inner,) if inner is not None else ()
     for part in parts:
         yield from _functions_in(part)
@@ -108,7 +108,7 @@ def _functions_among(values: Collection[Any]) -> list[FunctionType]:
     """Return functions, and those of objects that are called like functions."""
     found = [function for value in values for function in _functions_in(value)]
     for value in values:
-        if isinstance(value, nn.Module):  # a criterion, say
+        if isinstance(value, nn.Module):  # such as a criterion
             kinds = {type(part) for part in value.modules() if _package_of(type(part)) != "torch"}
             found += [function for kind in kinds for function in _functions_in(kind.forward)]
             continue
@@ -146,7 +146,7 @@ def _list_enclosed(function: FunctionType) -> list[Any]:
     for cell in function.__closure__ or ():
         try:
             found.append(cell.cell_contents)
-        except ValueError:  # nothing in it yet
+        except ValueError:  # an empty cell
             continue
     return found
 

@@ -34,8 +34,9 @@ from outpace.parallel.parity.module_state import (
 from outpace.parallel.parity.moved_parameters import MovedParameters
 from outpace.parallel.parity.plain_copy import model_of
 from outpace.parallel.plain import random_state, same_random_state, without_dropout
+from outpace.parallel.rank_objects import gather_objects
 
-_FEWEST = 4  # samples of a micro-batch: single ones may be a special case
+_FEWEST = 4  # samples of a micro-batch, since a single sample may be a special case
 
 
 def swap_samples(passes: Sequence[Batch], device: torch.device) -> list[Batch] | None:
@@ -46,17 +47,16 @@ def swap_samples(passes: Sequence[Batch], device: torch.device) -> list[Batch] |
     number, or if samples of several ranks cannot be one batch.
     """
     sent: list[bytes] = []
-    with suppress(Exception):  # of a batch without samples
+    with suppress(Exception):  # a batch may have no samples
         if all(_is_enough(samples_in(batch)) for batch in passes[:2]):
             packed = [pack(take_first(batch, 1)) for batch in passes[:2]]
             sent = [one for one in packed if one is not None]
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    sizes: list[Any] = [None] * ranks
-    dist.all_gather_object(sizes, [len(one) for one in sent])
+    sizes = gather_objects([len(one) for one in sent])
     if any(len(some) != len(passes[:2]) for some in sizes):
         return None
     received = _send_around(sent, sizes[(rank + 1) % ranks], device)
-    with suppress(Exception):  # of a class that is another on this rank
+    with suppress(Exception):  # its class may differ on this rank
         others = [unpack(one, device) for one in reversed(received)]
         mixed = [
             concatenate(other, leave_out_first(batch, 1))
@@ -128,7 +128,8 @@ def explain_dependence(
             torch.enable_grad(),
             warnings.catch_warnings(),
         ):
-            warnings.simplefilter("ignore")  # of single samples, which training has not
+            # Warnings about single samples, which do not occur in training.
+            warnings.simplefilter("ignore")
             drawn, before = random_state(device), _state_of(plain)
             for pieces in ([few], cut(few, samples_in(few))):
                 totals = torch.zeros(2, dtype=torch.float64, device=device)
@@ -143,7 +144,7 @@ def explain_dependence(
             writes = watch.written or watch.written_unseen() or watch.communicates
             if writes or _state_of(plain) != before:
                 return "a forward changes something"
-    except Exception as error:  # normalisation of a single sample, say
+    except Exception as error:  # such as normalisation over a single sample
         return f"a few samples fail ({type(error).__name__})"
     if any(mean != mean for mean in means) or difference(*means) > tolerance:
         return "samples affect each other"

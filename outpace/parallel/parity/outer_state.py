@@ -18,13 +18,13 @@ from typing import Any
 from torch import nn
 
 _ABSENT = "absent"
-# Types of most attributes of modules, which are not called.
+# Types of most attributes of modules. They are not functions.
 _DATA = frozenset({bool, int, float, str, NoneType, dict, OrderedDict, list, tuple, set})
-# LOAD_NAME is of bodies of classes; the last one of Python 3.12.
+# LOAD_NAME occurs in class bodies; the last one is new in Python 3.12.
 _GLOBALS = frozenset(
     {"LOAD_GLOBAL", "STORE_GLOBAL", "DELETE_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"}
 )
-_PACKAGE = Path(__file__).resolve().parents[2]  # outpace
+_PACKAGE = Path(__file__).resolve().parents[2]  # outpace's own package
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class _Walk:
 
     def __init__(self) -> None:
         self.places: list[OuterVariable] = []
-        self._seen: dict[int, Any] = {}  # held, so that ids stay theirs
+        self._seen: dict[int, Any] = {}  # kept alive, so that ids are not reused
         self._variables: set[tuple[int, str]] = set()
 
     def add(self, value: Any) -> None:
@@ -140,7 +140,7 @@ class _Walk:
         self._seen[id(cell)] = cell
         try:
             value = cell.cell_contents
-        except ValueError:  # nothing in it yet
+        except ValueError:  # an empty cell
             return
         if _is_code(value):
             self.add(value)

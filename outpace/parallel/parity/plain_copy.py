@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -13,11 +14,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from outpace.nn.spread import gather_rows, is_spread, split_rows, whole
 from outpace.parallel.layout import Layout
 from outpace.parallel.tensors import all_parameters, concatenate, parameter_like, spread
+from outpace.records.errors import first_names
 from outpace.records.plan import Plan
 from outpace.records.ranks import Ranks
+from outpace.records.units import show_bytes
 
 _REGISTERS = frozenset(vars(nn.Module()))
-_MESSAGE_BYTES = 32 << 20  # of what ranks send at once
+_MESSAGE_BYTES = 32 << 20  # that ranks send at once
+_MOST_OF_FREE = 0.8
 
 
 def model_of(objective: nn.Module) -> nn.Module:
@@ -105,10 +109,10 @@ def _swap_parameters(
         yield {id(p): parameter for p, parameter in made.items() if p not in done}
     finally:
         for p in swapped:
-            # Hooks are of the values that a tensor has, and would count as there for other values.
+            # Hooks belong to the tensor's values, and would count as registered for the new values.
             p._post_accumulate_grad_hooks = None  # type: ignore[assignment]
             p._backward_hooks = None
-            _swap(p, made[p])  # else it stays whole for as long as the copy
+            _swap(p, made[p])  # otherwise it would stay in memory as long as the copy
 
 
 def _swap(one: Tensor, other: Tensor) -> bool:
@@ -160,7 +164,7 @@ def _values(
         elif mine is not None and (everywhere or is_spread(mine)):
             values[key] = whole(mine).to(device)
         else:
-            # A look is left out where no rank has it.
+            # If no rank has the tensor, the check is skipped.
             owner = next(rank for rank, has in enumerate(holders) if name in has.dtypes)
             dtype = holders[owner].dtypes[name]
             if mine is None:
@@ -172,7 +176,7 @@ def _values(
     return values
 
 
-# Tensors by `id` of what they are values of, of the same ranks or rank, and dtype.
+# Tensors with the `id` of their parameter, grouped by ranks and dtype.
 _Alike = dict[Any, list[tuple[int, Tensor]]]
 
 
@@ -224,3 +228,39 @@ def _tensors_of(layout: Layout) -> dict[str, Tensor]:
     """Return this rank's parameters and buffers."""
     held: dict[str, Tensor] = {n: p.detach() for n, p in layout.named_parameters()}
     return held | {n: b.detach() for n, b in layout.model.named_buffers()}
+
+
+def explain_lost_tensors(model: nn.Module, holders: Sequence[ModuleDtypes]) -> str | None:
+    """Name the module's tensors that no rank has; None if there are none."""
+    held = set().union(*(one.dtypes for one in holders))
+    named = (*model.named_parameters(), *model.named_buffers())
+    lost = [name for name, _ in named if name not in held]
+    return f"no rank has {first_names(lost)} of the module" if lost else None
+
+
+def explain_size(model: nn.Module, layout: Layout, plan: Plan, ranks: Ranks) -> str | None:
+    """Explain why the weights that this rank lacks do not fit; None if they do.
+
+    There is never more than one gradient at a time.
+    """
+    if plan.data_rank(ranks.rank) is None:
+        return None  # this rank has no samples to run it on
+    device = layout._device()
+    held = {n for n, p in layout.named_parameters() if not is_spread(p)}
+    if plan.offload_parameters != "none":
+        held = set()  # offloaded parameters are copied back, or read from disk
+    lacking = [p for n, p in model.named_parameters() if n not in held]
+    needed = sum(p.nbytes for p in lacking)
+    free = _free_bytes(device) / (1 if device.type == "cuda" else ranks.local_world_size)
+    if needed <= _MOST_OF_FREE * free:
+        return None
+    return (
+        f"one process would hold {show_bytes(needed)} of weights that a rank does not, and "
+        f"{show_bytes(int(free))} are free"
+    )
+
+
+def _free_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)

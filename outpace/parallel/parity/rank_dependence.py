@@ -61,7 +61,8 @@ def compare_ranks(
         return float(loss_sum.detach().double() / count.double())
 
     apart = 0.0
-    with suppress(Exception):  # normalisation of a few samples, a list as long as the ranks
+    # Such as normalisation over too few samples, or a list indexed by rank.
+    with suppress(Exception):
         world_size = dist.get_world_size()
         own = dist.get_rank()
         here = loss_as(own, world_size)

@@ -7,8 +7,9 @@ from torch import Tensor
 from outpace.nn.uncompiled import has_compiled_parts, run_eagerly
 from outpace.parallel.layout import Batch, Layout, StepHooks
 from outpace.parallel.parity.cut_difference import compare_accumulated
-from outpace.parallel.parity.kept_state import explain_kept_state, explain_reshaped, find_kept_state
+from outpace.parallel.parity.kept_state import find_kept_state
 from outpace.parallel.parity.loss_scale import explain_backwards
+from outpace.parallel.parity.state_messages import explain_kept_state, explain_reshaped
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
 

@@ -19,8 +19,9 @@ from outpace.interop.custom_model import CustomModel, CustomObjective, build_cus
 from outpace.parallel.batches import cut, samples_in
 from outpace.parallel.layout import StepHooks
 from outpace.parallel.parity import module_state
-from outpace.parallel.parity.kept_state import explain_kept_state, find_kept_state
+from outpace.parallel.parity.kept_state import find_kept_state
 from outpace.parallel.parity.module_state import kept_attributes, preserve_state
+from outpace.parallel.parity.state_messages import explain_kept_state
 
 MEAN = torch.zeros(3)
 BOX = {"mean": torch.zeros(3)}

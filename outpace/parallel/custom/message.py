@@ -1,0 +1,120 @@
+"""Messages between the stages of a custom model's pipeline, sent with their form."""
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from outpace.parallel.custom.block_values import Form, Key
+from outpace.records.errors import BadInputError
+
+_DTYPES = (
+    torch.float32, torch.float64, torch.bfloat16, torch.float16,
+    torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
+)  # fmt: skip
+
+
+@dataclass
+class Message:
+    """Message between stages: the output of the last block, and attributes that blocks set.
+
+    `returned` is each block's output so far, as meta tensors: its structure, shapes and dtypes.
+    """
+
+    form: Form
+    tensors: list[Tensor]
+    values: dict[Key, tuple[Form, list[Tensor]]] = field(default_factory=dict)
+    returned: list[Any] = field(default_factory=list)
+
+    def flat(self) -> list[Tensor]:
+        """Return all tensors, in order."""
+        return [*self.tensors, *(t for _, tensors in self.values.values() for t in tensors)]
+
+    def select(self, keys: Sequence[Key]) -> "Message":
+        """Return a message with only these values, without memory for tensors."""
+        values = {key: self.values[key] for key in keys}
+        return Message(self.form, self.tensors, values, self.returned).to_meta()
+
+    def to_meta(self) -> "Message":
+        """Return the message with tensors on the meta device."""
+        return self.replace_tensors([t.detach().to("meta") for t in self.flat()])
+
+    def replace_tensors(self, tensors: Sequence[Tensor]) -> "Message":
+        """Return a message of the same structure with other tensors."""
+        given = iter(tensors)
+        sent = [next(given) for _ in self.tensors]
+        values = {
+            key: (form, [next(given) for _ in some]) for key, (form, some) in self.values.items()
+        }
+        return Message(self.form, sent, values, self.returned)
+
+
+class _DetachableCopy(torch.autograd.Function):
+    """A copy of a tensor that a split backward may detach in place.
+
+    The original may be a view, a parameter, or a tensor that an operation keeps for its gradient.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def make_sendable(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor that is a separate node of the graph."""
+    tensor = tensor.contiguous()
+    if not tensor.requires_grad:
+        return tensor
+    handed: Tensor = _DetachableCopy.apply(tensor)  # type: ignore[no-untyped-call]
+    return handed
+
+
+def refuse_dtypes(message: Message, name: str) -> BadInputError | None:
+    """Return a refusal if dtypes cannot be sent between processes; None if all can."""
+    for tensor in message.flat():
+        if tensor.dtype not in _DTYPES:
+            return BadInputError(
+                f"block {name!r} returns or stores {tensor.dtype}, which is needed outside of it; "
+                f"pipeline stages send only {', '.join(map(str, _DTYPES))} and complex numbers of "
+                "these. Use one of them, or zero3."
+            )
+    return None
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the memory of a contiguous tensor of any dtype."""
+    return tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0).byte()
+
+
+def send(message: Message | None, group: dist.ProcessGroup, to: int) -> None:
+    """Send a message, preceded by its form, which the receiver does not know; None is a refusal."""
+    form = None if message is None else message.to_meta()
+    dist.send_object_list([form], group=group, group_dst=to)
+    if message is not None:
+        for tensor in message.flat():
+            dist.send(bytes_of(tensor.detach().contiguous()), group=group, group_dst=to)
+
+
+def receive(device: torch.device, group: dist.ProcessGroup, source: int) -> Message | None:
+    """Receive what `send` sent."""
+    told: list[Message | None] = [None]
+    with warnings.catch_warnings():  # raised by torch when it unpickles its own types
+        warnings.simplefilter("ignore", FutureWarning)
+        dist.recv_object_list(told, group=group, group_src=source)
+    form = told[0]
+    if form is None:
+        return None
+    tensors = [
+        torch.empty(tensor.shape, dtype=tensor.dtype, device=device) for tensor in form.flat()
+    ]
+    for tensor in tensors:
+        dist.recv(bytes_of(tensor), group=group, group_src=source)
+    return form.replace_tensors(tensors)

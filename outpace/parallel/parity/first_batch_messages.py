@@ -1,0 +1,69 @@
+"""Messages of the check of the first batch about what a module's forward does."""
+
+from collections.abc import Sequence
+
+from outpace.parallel.parity.mixed_samples import MixedDifference
+from outpace.records.errors import first_names
+
+BY_THEMSELVES = "samples of it are computed by themselves"
+
+WAYS_OUT = {
+    True: "Use another --strategy (outpace verify --model says which are equal to one process), or "
+    "--check off to train all the same.",
+    False: "Use another strategy (outpace.verify says which are equal to one process), or "
+    'parallelize(…, check="off") to train all the same.',
+}
+
+
+def explain_gradient_cut(mixed: MixedDifference) -> str:
+    """Return a message about gradients that depend on the cut although the loss does not."""
+    return (
+        f"the gradient of the first batch changes when {BY_THEMSELVES}, as ranks and "
+        f"micro-batches cut it, though the loss does not: that of {first_names(mixed.names)} by "
+        f"{100 * mixed.gradient:.2g} %. So one process over the whole batch would train otherwise: "
+        "something is decided for all samples of a batch at once (a route or a detach by the first "
+        "one, a mask over all, a gradient that is clipped or centred in the backward). "
+        "To train the same, decide it for each sample by itself, and clip gradients in the step."
+    )
+
+
+def explain_hidden(names: Sequence[str]) -> str:
+    """Return a message about a forward that trains a module which no one knows of."""
+    return (
+        f"the module's forward changes the values of {first_names(names)}, which belong to a "
+        "module in a plain attribute: no checkpoint contains them, and each micro-batch changes "
+        "them again. Register that module (self.teacher = …, or an nn.ModuleList), and change its "
+        "values between steps."
+    )
+
+
+def explain_moved_buffers(names: Sequence[str]) -> str:
+    """Return a message about running averages that no rank has over all samples."""
+    what, it = ("a buffer", "it") if len(names) == 1 else ("buffers", "them")
+    return (
+        f"the forward moves {first_names(names)}, {what} on which the "
+        "loss depends. Ranks and micro-batches see parts of the batch, so that one process "
+        "over the whole batch would train otherwise: each rank moves its own, each step begins "
+        f"with rank 0's, and each micro-batch moves {it} once. Gather what moves {it} over the "
+        "ranks (torch.distributed.all_reduce in the forward), and have one micro-batch a step."
+    )
+
+
+def explain_repeated_writes(names: Sequence[str], count: int) -> str:
+    """Return a message about a forward that writes to parameters in each micro-batch."""
+    return (
+        f"the forward writes to {first_names(names)}, and this plan runs it {count} times a "
+        "step, one process over the whole batch once: what moves each time it is written (a "
+        f"teacher that follows, a decay) moves {count} times as often. Move parameters between "
+        "steps, or have one micro-batch a step (a larger micro-batch, no pipeline). Nothing is "
+        "to be done where to write twice is to write once (weights that are clipped)."
+    )
+
+
+def explain_new_parameters(names: Sequence[str]) -> str:
+    """Return a message for a forward that creates parameters, which no optimizer updates."""
+    return (
+        f"the forward makes {first_names(names)}, which {'is' if len(names) == 1 else 'are'} not "
+        "there before, so that no optimizer would step it. Make it in __init__, or use the module "
+        "after a batch has run through it once."
+    )

@@ -1,0 +1,103 @@
+"""Why the plain module's pass over a first global batch did not complete on some rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from outpace.parallel.batches import explain_lengths, move_batch
+from outpace.parallel.layout import Batch, StepHooks
+from outpace.parallel.parity.module_state import preserve_state
+from outpace.parallel.parity.moved_parameters import keep_values
+from outpace.parallel.parity.plain_copy import model_of
+from outpace.parallel.parity.plain_pieces import Pieces
+from outpace.parallel.parity.user_collectives import COLLECTIVE, CollectiveError
+from outpace.parallel.rank_objects import gather_objects
+from outpace.records.errors import BadInputError
+
+_FAILS = "a copy of the module fails"
+
+
+@dataclass(frozen=True)
+class PlainFailure:
+    """Reason why there are no sums.
+
+    `by_cut`: the module works where the batch is not cut. Training may not start then.
+    """
+
+    reason: str
+    by_cut: bool = False
+
+
+def _runs(plain: nn.Module, batch: Batch, hooks: StepHooks) -> bool | None:
+    """Return whether a forward over a batch completes; None if there is not enough memory."""
+    model = model_of(plain)
+    device = next(model.parameters()).device
+    batch = move_batch(batch, device)
+    try:
+        with (
+            preserve_state(plain, device),
+            keep_values(model.named_parameters()),
+            torch.no_grad(),
+            hooks.cast(),
+        ):
+            plain(batch)
+    except torch.OutOfMemoryError:
+        return None
+    except Exception:
+        return False
+    return True
+
+
+def describe_failure(error: Exception) -> str:
+    """Return why the plain forward and backward did not complete."""
+    if isinstance(error, CollectiveError) or _is_advice(error):
+        return str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return "there is no memory for one process' forward and backward"
+    said = str(error).strip().splitlines() or [""]
+    return f"{_FAILS} ({type(error).__name__}: {said[0][:200]})"
+
+
+def _is_advice(error: Exception) -> bool:
+    """Return whether an error tells the user what to do, and is no error of a user's code."""
+    return isinstance(error, BadInputError) and error.__cause__ is None
+
+
+def gather_first(reason: str | None) -> str | None:
+    """Return the first reason that any rank has. Collective."""
+    return next((one for one in gather_objects(reason) if one is not None), None)
+
+
+def explain_failure(
+    plain: nn.Module,
+    reason: str,
+    passes: Sequence[Batch],
+    hooks: StepHooks,
+    pieces: Pieces,
+    synchronised: bool,
+) -> PlainFailure:
+    """Check whether the module fails because a batch is cut, or not cut alike. Collective.
+
+    That is the case if the copy runs on the whole batch. If this cannot be tried, it may be.
+    """
+    if reason.startswith(COLLECTIVE):
+        return PlainFailure(reason, by_cut=True)
+    lengths = gather_first((explain_lengths(passes[0]) or None) if passes else None)
+    if not reason.startswith(_FAILS):
+        return PlainFailure(reason)
+    whole = pieces.gather_whole(passes)
+    # Ranks may have run unequal numbers of forwards, and batch statistics would wait for each
+    # other.
+    asked = bool(passes) and whole is not None and not synchronised
+    said = gather_objects(_runs(plain, whole, hooks) if asked else None)
+    known = {one for one in said if one is not None}
+    if known == {False} or (lengths is None and known != {True}):
+        return PlainFailure(reason)
+    if lengths is None:
+        lengths = (
+            "it runs on the whole batch, not on a micro-batch of it, so that something in it "
+            "is of a fixed number of samples. Let it take any number of samples"
+        )
+    return PlainFailure(f"{reason}: {lengths.removesuffix('.')}", by_cut=known == {True})

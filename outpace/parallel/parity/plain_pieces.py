@@ -1,0 +1,108 @@
+"""Which micro-batches of a global batch each rank runs in the plain module's pass."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from outpace.parallel.batches import concatenate, cut, pack, samples_in, unpack
+from outpace.parallel.layout import Batch
+from outpace.parallel.rank_objects import gather_objects
+from outpace.records.plan import Plan
+from outpace.records.ranks import Ranks
+
+
+class Pieces:
+    """This rank's micro-batches of a global batch; ranks with the same samples share them out."""
+
+    def __init__(self, plan: Plan, ranks: Ranks) -> None:
+        self._plan, self._ranks = plan, ranks
+
+    @property
+    def ranks_per_share(self) -> int:
+        """Number of ranks that have the same samples."""
+        return (self._plan.world_size - self._plan.servers) // self._plan.data_parallel
+
+    @property
+    def share(self) -> int | None:
+        """Return which share of a global batch this rank reads; None if it reads nothing."""
+        return self._plan.data_rank(self._ranks.rank)
+
+    @property
+    def place(self) -> int:
+        """Return this rank's index among those with the same samples."""
+        if self.ranks_per_share == 1:
+            return 0
+        rank, plan = self._ranks.rank, self._plan
+        return rank % plan.tp if plan.tp > 1 else rank // (plan.world_size // plan.pp)
+
+    def is_cut(self, passes: Sequence[Batch]) -> bool:
+        """Return whether ranks or micro-batches cut the batch."""
+        return self._plan.data_parallel * self._plan.pp_microbatches * len(passes) > 1
+
+    def find_first(self, passes: Sequence[Batch]) -> Batch | None:
+        """Return the first micro-batch, on the rank that runs it."""
+        if not passes or self.place:
+            return None
+        return cut(passes[0], self._plan.pp_microbatches)[0]
+
+    def choose(self, passes: Sequence[Batch]) -> tuple[Batch | None, int]:
+        """Return the micro-batch from which this rank gives samples, and its index among ranks.
+
+        None if the plan does not cut, or if others give some of the same. If all ranks have the
+        same samples, they use different micro-batches.
+        """
+        share = self.share
+        if share is None or not passes or not self.is_cut(passes):
+            return None, 0
+        if self._plan.data_parallel > 1:
+            return self.find_first(passes), share
+        parts = self._plan.pp_microbatches
+        number = self.place * len(passes) * parts // self.ranks_per_share
+        return cut(passes[number // parts], parts)[number % parts], self.place
+
+    def select(self, passes: Sequence[Batch], in_order: bool) -> Iterator[tuple[int, Batch, bool]]:
+        """Return this rank's micro-batches as one process would take them: number, batch and True.
+
+        `in_order`: include those of ranks with the same samples, with False.
+        """
+        plan, number = self._plan, 0
+        for batch in passes:
+            parts = cut(batch, plan.pp_microbatches) if plan.pp_microbatches > 1 else [batch]
+            for part in parts:
+                mine = number % self.ranks_per_share == self.place
+                if mine or in_order:
+                    yield number, part, mine
+                number += 1
+
+    def find_other(
+        self, piece: Batch | None, passes: Sequence[Batch], device: torch.device
+    ) -> Batch | None:
+        """Return samples outside of a rank's first piece: from its next one, or from another rank.
+
+        Two other ranks send theirs if the piece is a single sample. Collective.
+        """
+        mine = self.share
+        sends = piece is not None and samples_in(piece) == 1 and mine in (0, 1)
+        sent = pack(piece) if sends else None
+        said = gather_objects((mine, sent))
+        if self._plan.pp_microbatches > 1 and passes:
+            return cut(passes[0], self._plan.pp_microbatches)[1]
+        if len(passes) > 1:
+            return passes[1]
+        theirs = next((data for rank, data in said if rank != mine and data is not None), None)
+        return None if theirs is None else unpack(theirs, device)
+
+    def gather_whole(self, passes: Sequence[Batch]) -> Batch | None:
+        """Return the global batch on the CPU; None if it cannot be concatenated. Collective."""
+        sent = [pack(batch) for batch in passes]
+        said: list[Any] = gather_objects((self.share, sent))
+        shares = {rank: data for rank, data in said if rank is not None}
+        packed = [one for rank in sorted(shares) for one in shares[rank]]
+        if None in packed:
+            return None
+        parts = [unpack(one, torch.device("cpu")) for one in packed]
+        whole = parts[0]
+        for part in parts[1:]:
+            whole = None if whole is None else concatenate(whole, part)
+        return whole

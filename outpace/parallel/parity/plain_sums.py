@@ -1,0 +1,153 @@
+"""Results of the plain module's pass over a first global batch: sums, and reports of all ranks."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from outpace.nn.spread import is_spread, local
+from outpace.parallel.layout import Batch, Layout
+from outpace.parallel.parity.comparison import Projection, Taker, square
+from outpace.parallel.parity.cut_difference import CutDifference
+from outpace.parallel.parity.kept_state import KeptState, Totals
+from outpace.parallel.parity.mixed_samples import MixedDifference
+from outpace.parallel.parity.moved_parameters import MovedParameters
+from outpace.parallel.parity.plain_copy import ModuleDtypes
+from outpace.parallel.tensors import all_parameters, copies
+
+
+@dataclass(frozen=True)
+class PlainReport:
+    """Report of a rank to the others on its plain pass.
+
+    `cut`: differences between a batch and its halves. The next fields are names of parameters:
+    `made` by the forward; `written` by it, and of these, those `spread` over ranks, written
+    `by_samples`, or written `unseen` by the observed operators. `prints` are fingerprints of the
+    `written` ones, and `buffer_prints` of the saved buffers that the first piece changed; None
+    without samples. `moved_back`: buffers that a backward changes and on which the loss depends.
+    `unscaled`: parameters whose gradients do not grow with the loss. `by_rank`: by how much the
+    loss changes with the rank. `hidden`: parameters that the forward writes to, of modules in plain
+    attributes.
+    """
+
+    cut: CutDifference
+    state: KeptState
+    made: Sequence[str]
+    written: Sequence[str]
+    spread: Sequence[str]
+    by_samples: Sequence[str]
+    unseen: Sequence[str]
+    prints: Mapping[str, int | None] | None
+    buffer_prints: Mapping[str, int | None] | None
+    moved_back: Sequence[str]
+    unscaled: Sequence[str]
+    by_rank: float
+    hidden: Sequence[str]
+
+
+class PlainSums:
+    """Results of the plain module on this rank.
+
+    They are sums of loss, count and sizes, then gradients' inner products, then their numbers.
+    """
+
+    def __init__(self, names: Sequence[str], model: nn.Module, device: torch.device) -> None:
+        self.names = list(names)
+        largest = max((p.numel() for p in all_parameters(model)), default=1)
+        self.projection = Projection(largest, device)
+        self.sums = torch.zeros(3 + 2 * len(names), dtype=torch.float64, device=device)
+        # This rank's first piece, and its mean loss if a forward can repeat it.
+        self.first: tuple[Batch, float | None] | None = None
+        self.two: list[tuple[Batch, Totals]] = []  # the first two, with their sums and counts
+        self.moved: dict[str, Tensor] = {}  # new values of the parameters that the forward changed
+        self.written: set[str] = set()  # including writes that changed no value
+        self.by_samples: list[str] = []  # of `written`, those whose values depend on samples
+        self.unseen: Sequence[str] = ()  # those written without an observed operator
+        self.hidden: list[str] = []  # written parameters of modules in plain attributes
+        self.buffers: dict[str, Tensor] = {}  # saved buffers that the first piece has changed
+        self.moved_back: dict[str, Tensor] = {}  # saved buffers that only its backward has changed
+        self.drops = True  # whether forwards draw random numbers, or would if dropout were on
+        self.user_backward = False  # whether the first piece's graph has a Function in Python
+        self.keeps = False  # whether forwards change attributes, if recorded
+        # Whether a forward is running, and whether one has run a backward itself.
+        self.in_forward = self.ran_backward = False
+        self.reports: list[PlainReport] = []  # of all ranks
+        self.mixed = MixedDifference()  # equal on all ranks
+        self._taker: Taker | None = None
+        self._places = {name: number for number, name in enumerate(names)}
+        self._products: list[Tensor | None] = [None] * len(names)
+        self._gradients = [0] * len(names)
+
+    @property
+    def states(self) -> list[KeptState]:
+        """Return the states in attributes that ranks have found."""
+        return [report.state for report in self.reports if report.state.is_any]
+
+    def take_writes(self, watch: MovedParameters) -> None:
+        """Take over what forwards have written to parameters, and put the values back."""
+        self.unseen = watch.written_unseen()
+        self.moved = watch.put_back()
+        self.written, self.by_samples = watch.written, sorted(watch.written_by_samples)
+
+    def take(self, name: str, parameter: nn.Parameter) -> None:
+        """Project a gradient of a piece, and give it up.
+
+        No mode watches what is the check's own: of small gradients that would take as long again.
+        """
+        if parameter.grad is None:
+            return  # a user's hook has set it to None
+        self.ran_backward |= self.in_forward
+        with _disable_current_modes():
+            if self._taker is not None:
+                self._taker(name, parameter.grad)
+            else:
+                self._add(self._places[name], self.projection.project(parameter.grad))
+            parameter.grad = None
+
+    def _add(self, place: int, product: Tensor) -> None:
+        before = self._products[place]
+        self._products[place] = product if before is None else before + product
+        self._gradients[place] += 1
+
+    def divert(self, taker: Taker | None) -> None:
+        """Pass gradients to a function instead of adding them to the sums; None ends that."""
+        self._taker = taker
+
+    def add_up(self) -> None:
+        """Add the values of all pieces to the sums."""
+        for place, product in enumerate(self._products):
+            if product is not None:
+                self.sums[3 + place] = product
+        made = torch.tensor(self._gradients, dtype=torch.float64, device=self.sums.device)
+        self.sums[3 + len(self.names) :] = made
+
+    def count(self, number: int, piece: Batch, loss_sum: Tensor, count: Tensor) -> None:
+        """Count a finished piece."""
+        totals = torch.stack((loss_sum.double(), count.double(), loss_sum.abs().double()))
+        self.sums[:3] += totals
+        if self.first is None:
+            self.first = piece, float(totals[0] / totals[1])
+        if len(self.two) < 2:
+            self.two.append((piece, (float(totals[0]), float(totals[1]))))
+
+
+def sum_gradients(
+    layout: Layout, plain: PlainSums, holders: Sequence[ModuleDtypes], factor: float, ranks: int
+) -> Tensor:
+    """Return a rank's shares of gradients' products and squares, and 1 for each: (3, names)."""
+    named = dict(layout.named_parameters()) if layout.has_sums else {}
+    sums = torch.zeros(3, len(plain.names), dtype=torch.float64, device=plain.sums.device)
+    for number, name in enumerate(plain.names):
+        parameter = named.get(name)
+        if parameter is None or parameter.grad is None:
+            continue
+        held_tensors = sum(name in one.dtypes for one in holders if one.has_sums)
+        share = copies(parameter.grad, ranks)
+        alike = share if is_spread(parameter.grad) else held_tensors
+        product = plain.projection.project_part(parameter.grad, parameter)
+        sums[0, number] = product / (alike * factor)
+        sums[1, number] = square(local(parameter.grad)) / (alike * factor**2)
+        sums[2, number] = 1
+    return sums

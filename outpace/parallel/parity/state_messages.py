@@ -1,0 +1,148 @@
+"""Messages about state that a user's module or loss keeps from step to step."""
+
+from collections.abc import Sequence
+
+from outpace.parallel.parity.kept_state import KeptState
+from outpace.records.errors import first_names
+
+
+def explain_reshaped(names: Sequence[str]) -> str:
+    """Return a message about saved buffers whose shape forwards change."""
+    return (
+        f"the forward changes the shape of {first_names(names)}, which state_dict() contains: a "
+        "checkpoint with it does not fit a newly built module, and ranks end up with different "
+        "shapes. Give it its full size in __init__, with the number of rows in use in another "
+        "buffer, or run a batch through the module once if it keeps its size from then on, or use "
+        "persistent=False if each forward creates it again."
+    )
+
+
+def explain_kept_state(
+    found: Sequence[KeptState], data_parallel: int, by_command: bool, resumed: bool = False
+) -> str:
+    """Return a message about state that ranks have `found` and that is equal on all of them.
+
+    `by_command`: the reader uses flags, not a loop. `resumed`: steps were done before.
+    """
+    said = []
+    states = [one for one in found if one.found]
+    if states:
+        names = _names_of(states)
+        own = " Each rank has its own, for its samples." if data_parallel > 1 else ""
+        either = _EITHER if all(one.unseen for one in states) else ""
+        said.append(
+            f"the forward or the loss keeps {name_attributes(names)} from step to step{either}, "
+            f"and the loss depends on it. {CURE} Until then: "
+            f"{_explain_loss(by_command, resumed)}{own}"
+        )
+    drawn = sorted({name for one in found for name in one.generators})
+    if drawn:
+        said.append(_explain_generators(drawn))
+    failure = next((one.failure for one in found if one.failure), None)
+    if failure is not None and not said:
+        said.append(
+            "it could not be determined whether the forward or the loss keeps state from step to "
+            f"step: for a few samples, a forward after another one fails ({failure})."
+        )
+    return " ".join(said)
+
+
+def _explain_loss(by_command: bool, resumed: bool) -> str:
+    if not by_command:
+        return (
+            "state_dict() of the module does not contain it, so whoever loads that computes "
+            "different losses."
+        )
+    this = "this resumed run" if resumed else "a resumed run"
+    return (
+        f"no checkpoint or exported model contains it, so {this} starts with its initial value. "
+        "Its losses, and those of outpace eval, differ from those without an interruption."
+    )
+
+
+_EITHER = (
+    ", or draws numbers from a generator that outpace does not know: the same samples have a "
+    "different loss each time"
+)
+
+
+def _explain_generators(names: Sequence[str]) -> str:
+    return (
+        f"the forward or the loss draws from {first_names([_strip_model(n) for n in names])}, a "
+        "generator of its own, whose position is in no checkpoint: a resumed run draws its "
+        "numbers from the start again, and is not bitwise equal. Draw from torch's own "
+        "generator, which is seeded for each step."
+    )
+
+
+def explain_evaluated_state(found: KeptState) -> str | None:
+    """Return a warning about the evaluation loss of a model with state in no file, or None.
+
+    The state is searched on the evaluation data, in training mode.
+    """
+    if not found.found or found.unseen:
+        return None
+    return (
+        f"in training the forward or the loss keeps {name_attributes(found.names)} from step to "
+        "step, and the loss depends on it. It is in no file of the model, so this is the loss "
+        f"without the state that training has built up. {CURE}"
+    )
+
+
+def explain_state_after_resume(found: KeptState) -> str:
+    """Return a warning for state that makes a resumed run differ, also in a single process."""
+    return (
+        "Without an interruption the result is right; after a resume it is not, nor is that of "
+        f"one process: the forward or the loss keeps {name_attributes(found.names)} from step to "
+        "step, the loss depends on it, and the checkpoint does not hold it. "
+        f"{CURE.removesuffix('.')}"
+    )
+
+
+def explain_state_apart(found: Sequence[KeptState], strategy: str, ways_out: str) -> str:
+    """Return a refusal for state that would make ranks compute different losses."""
+    states = [one for one in found if one.apart]
+    apart = max(one.apart for one in states)
+    return (
+        f"the forward or the loss keeps {name_attributes(_names_of(states))} from step to step, "
+        f"and the loss depends on it: under strategy {strategy} each rank would keep its own, for "
+        f"its own samples, which changes the loss of the next batch by {100 * apart:.2g} %, and "
+        f"no checkpoint contains it. {CURE} {ways_out}"
+    )
+
+
+CURE = (
+    "Keep it in a registered buffer of the module (self.register_buffer(name, tensor)), which is "
+    "saved, and set to rank 0's at the start of each step. On one process, values other than "
+    "tensors can be returned by get_extra_state and accepted by set_extra_state."
+)
+
+
+def explain_state_of_wrong(found: Sequence[KeptState]) -> str | None:
+    """Return the likely cause of a layout's wrong result; None if no state was found."""
+    states = [one for one in found if one.found]
+    if not states:
+        return None
+    return (
+        f"The loss depends on {name_attributes(_names_of(states))}, which the forward or the loss "
+        f"keeps from step to step, and which differs on ranks from that in one process. {CURE}"
+    )
+
+
+def _names_of(found: Sequence[KeptState]) -> list[str]:
+    return sorted({name for one in found for name in one.names})
+
+
+def name_attributes(names: Sequence[str]) -> str:
+    """Return the first of the attributes' names as a phrase for the user."""
+    shown = [_strip_model(name) for name in names]
+    if not shown:
+        return "something that outpace cannot name"
+    if any(name.endswith(")") for name in shown):
+        return first_names(shown)
+    return f"{first_names(shown)} in {'an attribute' if len(names) == 1 else 'attributes'}"
+
+
+def _strip_model(name: str) -> str:
+    """Return an attribute's name as the user knows it, without the objective's `model`."""
+    return name.removeprefix("model.")

@@ -1,0 +1,247 @@
+"""The check of the first batch tells what ranks and micro-batches change by cutting the batch."""
+
+import pytest
+import torch
+from torch import nn
+
+import outpace
+from outpace.experiment.module_verify import plan_for_module
+from outpace.launch.forked_job import run_forked
+from outpace.records.errors import BadInputError
+from tests.parallel.parity.first_batch_cases import (
+    SAMPLES,
+    NoisyStack,
+    Quiet,
+    Stack,
+    contrast,
+    global_batch,
+    run_first_step,
+    squares,
+)
+
+pytestmark = pytest.mark.gloo
+
+
+class Narrow(Stack):
+    """Its BatchNorm takes no single sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        return self.head(self.norm(self.stem(x[:, 0]))).unsqueeze(1)
+
+
+def first_entry(module, batch):
+    return (module(batch[0]) - batch[1][:, :1]).square().mean()
+
+
+def test_a_module_that_refuses_half_a_batch_still_trains(tmp_path):
+    """A micro-batch of 2 samples is cut in two by the check alone, which then joins two of them."""
+    both = run_first_step(tmp_path, "ddp", Narrow, first_entry)
+    for said in both:
+        assert "loss" in said and said["passes"] == 1 and said["restored"]
+    assert "when the batch is cut in two" in both[0]["warnings"][0]
+
+
+class Normalised(Stack):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+
+    def forward(self, x):
+        return self.head(self.norm(self.stem(x).transpose(1, 2)).transpose(1, 2))
+
+
+def test_micro_batches_of_one_sample_are_compared_in_pairs(tmp_path):
+    first, _ = run_first_step(tmp_path, "ddp", Stack, contrast, change={"micro_batch": 1})
+    assert "when the batch is cut in two" in first["warnings"][0]
+
+
+@pytest.mark.parametrize(
+    ("make", "loss", "options"),
+    [(Stack, contrast, {}), (Normalised, squares, {}), (Normalised, squares, {"sync": True})],
+)
+def test_a_loss_that_depends_on_the_cut_is_reported_once_with_the_cure(
+    tmp_path, make, loss, options
+):
+    sync = {"sync_batchnorm": True} if options else {}
+    first, second = run_first_step(tmp_path, "zero2", make, loss, **sync)
+    assert second["warnings"] == [] and "refused" not in first
+    [said] = first["warnings"]
+    assert "when the batch is cut in two" in said and "(sum, count)" in said
+    assert ("larger micro-batches" if options else "sync_batchnorm=True") in said
+
+
+class Chosen(Stack):
+    """A tenth of the gradient goes on where the first sample of a batch is of one kind."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        return y.detach() + 0.1 * (y - y.detach()) if _is_of_late(x[:1]) else y
+
+
+class Centred(Stack):
+    """Samples' gradients have their mean taken off."""
+
+    def forward(self, x):
+        x = self.stem(x)
+        x.register_hook(lambda gradient: gradient - gradient.mean(0))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def _is_of_late(x):
+    """Whether it is of the second half of the first global batch, which other ranks may have."""
+    late = global_batch()[0][SAMPLES // 2 :]
+    return bool((late == x).flatten(1).all(1).any())
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy", "name"),
+    [(Chosen, "ddp", "stem.weight"), (Centred, "ddp", "stem.weight"), (Chosen, "gpipe", "blocks.")],
+)
+def test_gradients_that_depend_on_the_cut_are_reported_once(tmp_path, make, strategy, name):
+    """Of Chosen, halves of micro-batches show nothing: all of their samples are of a kind."""
+    first, second = run_first_step(tmp_path, strategy, make)
+    assert second["warnings"] == [] and "refused" not in first
+    [said] = first["warnings"]
+    assert said.startswith("the gradient of the first batch changes") and name in said
+    assert "decide it for each sample by itself" in said
+
+
+class QuietChosen(Quiet):
+    """A tenth of the gradient goes on where the first sample of a batch is of one kind."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        late = (global_batch(16)[0][8:] == x[:1]).flatten(1).all(1).any()
+        return y.detach() + 0.1 * (y - y.detach()) if late else y
+
+
+class QuietSized(Quiet):
+    """A gradient grows with the number of samples."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient * len(gradient))
+        return y
+
+
+class QuietCentred(Quiet):
+    """Samples' gradients have their mean taken off."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        if y.requires_grad:
+            y.register_hook(lambda gradient: gradient - gradient.mean(0))
+        return y
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "1f1b"])
+@pytest.mark.parametrize("make", [QuietChosen, QuietSized, QuietCentred])
+def test_gradients_of_stateless_modules_that_depend_on_the_cut_are_reported(
+    tmp_path, make, strategy
+):
+    """Their samples are combined otherwise first, with one of another rank or micro-batch."""
+    first, second = run_first_step(tmp_path, strategy, make, change={"micro_batch": 4}, samples=16)
+    assert second["warnings"] == [] and "refused" not in first
+    [said] = first["warnings"]
+    assert said.startswith("the gradient of the first batch changes")
+
+
+def mean_of_positives(module, batch):
+    made, wanted = module(batch[0]), batch[1] > 0.5
+    return made[wanted].square().mean()
+
+
+def contrast_samples(module, batch):
+    made = module(batch[0]).mean(1)
+    return (made @ made.T).exp().sum(1).log().mean()
+
+
+def deviations(module, batch):
+    """A single sample has none, of which torch warns."""
+    return (module(batch[0]).std(0) - 1).square().mean()
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "gpipe"])
+@pytest.mark.parametrize("loss", [mean_of_positives, contrast_samples, deviations])
+def test_losses_of_stateless_modules_that_depend_on_the_cut_are_reported(tmp_path, loss, strategy):
+    first, second = run_first_step(tmp_path, strategy, Quiet, loss, samples=16)
+    assert second["warnings"] == [] and "refused" not in first
+    [said] = first["warnings"]
+    assert said.startswith("the loss of the first batch changes")
+
+
+class RaggedModule(nn.Module):
+    """Nodes of graphs, with edges by their numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(5, 5), nn.Linear(5, 1)
+
+    def forward(self, nodes, edges):
+        sent = torch.zeros_like(nodes).index_add(0, edges[1], nodes[edges[0]])
+        return self.b(torch.tanh(self.a(nodes + sent)))
+
+
+def test_a_batch_of_tensors_of_unequal_lengths_is_refused_if_the_module_fails(tmp_path):
+    """Nodes are cut, and edges name nodes that are on another rank."""
+    ring = torch.stack((torch.arange(8), (torch.arange(8) + 1) % 8)).repeat(1, 2)
+
+    def loss(module, batch):
+        return module(batch["nodes"], batch["edges"]).square().mean()
+
+    def act(rank):
+        plan = plan_for_module("ddp", 2, 8).model_copy(update={"micro_batch": 4})
+        model = outpace.parallelize(RaggedModule(), plan, loss=loss)
+        share = model.share({"nodes": torch.randn(8, 5), "edges": ring})
+        with pytest.raises(BadInputError, match="those with 2 are whole in each part"):
+            model.forward_backward(share)
+
+    ends = run_forked(2, act, 240.0, tmp_path / "job")
+    assert all(end.fine for end in ends), [end.said for end in ends]
+
+
+def missing_as_nan(module, batch):
+    """The mean over targets that are there: as many in each half, and not in each quarter."""
+    missing = torch.zeros(SAMPLES, 4, 3, dtype=torch.bool)
+    missing[::2, :, 0] = True
+    targets = batch[1].masked_fill(missing[: len(batch[1])], float("nan"))
+    return (module(batch[0]) - targets)[~targets.isnan()].square().mean()
+
+
+def test_a_mean_over_missing_targets_is_found_by_quarters_of_a_micro_batch(tmp_path):
+    change = {"micro_batch": 4, "pp_microbatches": 2}
+    first, _ = run_first_step(tmp_path, "gpipe", loss=missing_as_nan, change=change)
+    assert "when the batch is cut in two" in first["warnings"][0]
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "1f1b"])
+def test_random_numbers_of_a_forward_are_not_reported_as_an_effect_of_the_cut(tmp_path, strategy):
+    for said in run_first_step(tmp_path, strategy, make=NoisyStack):
+        assert said["warnings"] == [] and "refused" not in said
+
+
+def rare_classes(module, batch):
+    """One label a sample, whose class weighs by how rare it is among those that are given."""
+    labels = batch[1][:, 0, 0].gt(0.3).long()
+    weights = len(labels) / torch.bincount(labels, minlength=3).clamp(min=1)
+    return nn.functional.cross_entropy(module(batch[0]).mean(1), labels, weights)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "samples", "parts"), [("ddp", 2, 1), ("1f1b", 2, 8), ("1f1b", 4, 4)]
+)
+def test_weights_by_counts_of_classes_are_reported_if_halves_show_no_difference(
+    tmp_path, strategy, samples, parts
+):
+    """Of two samples with a label each no class is rarer; the first four have two of each class."""
+    change = {"micro_batch": samples, "pp_microbatches": parts}
+    said, _ = run_first_step(tmp_path, strategy, Quiet, rare_classes, samples=16, change=change)
+    [sentence] = said["warnings"]
+    assert sentence.startswith("the loss of the first batch changes")

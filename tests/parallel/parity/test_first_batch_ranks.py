@@ -1,0 +1,232 @@
+"""The check of the first batch with tensor-parallel ranks, dropout and collectives of users."""
+
+import json
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import outpace
+from outpace.experiment.module_verify import plan_for_module
+from outpace.launch.forked_job import run_forked
+from outpace.nn.spread import local
+from tests.parallel.parity.first_batch_cases import (
+    Quiet,
+    Wide,
+    contrast,
+    drop_a_term,
+    global_batch,
+    run_first_step,
+    squares,
+    with_term,
+)
+
+pytestmark = pytest.mark.gloo
+
+
+def gathered(module, batch):
+    """Contrast with the samples of all ranks, which the loss gathers."""
+    made = module(batch[0]).flatten(1)
+    parts = [torch.empty_like(made) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, batch[1].flatten(1))
+    wanted = dist.get_rank() * len(made) + torch.arange(len(made))
+    return nn.functional.cross_entropy(made @ torch.cat(parts).T, wanted)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "1f1b", "tp"])
+def test_collectives_in_user_code_are_reported_or_refused(tmp_path, strategy):
+    """They hang where one rank alone computes the loss."""
+    layouts = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+    options = {"layouts": layouts} if strategy == "tp" else {}
+    first, second = run_first_step(tmp_path, strategy, Wide, gathered, **options)
+    if strategy == "ddp":
+        assert "refused" not in first and "cut in two" in first["warnings"][0]
+    else:
+        assert first["refused"] == second["refused"]
+        assert "calls a collective of torch.distributed (allgather)" in first["refused"]
+
+
+class GroupOfOne(Quiet):
+    """Gathers from a group of its own rank alone, in which no other rank can take its place."""
+
+    groups = None
+
+    def forward(self, x):
+        y = super().forward(x)
+        if self.groups is None:
+            type(self).groups = [dist.new_group([rank]) for rank in range(2)]
+        gathered = [torch.zeros_like(y)]
+        dist.all_gather(gathered, y.detach(), group=self.groups[dist.get_rank()])
+        return y + gathered[0]
+
+
+def test_a_process_group_of_one_rank_is_accepted(tmp_path):
+    for said in run_first_step(tmp_path, "ddp", GroupOfOne):
+        assert "refused" not in said
+
+
+class Dropping(nn.Module):
+    """Blocks in which half of the features are split by tp, and drop what is whole."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(DroppingBlock() for _ in range(4))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x[..., :3]
+
+
+class DroppingBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(5, 64), nn.Linear(64, 5)
+        self.drop = nn.Dropout(0.3)
+
+    def forward(self, x):
+        return x + self.drop(self.down(self.drop(torch.tanh(self.up(x)))))
+
+
+class Products(TorchDispatchMode):
+    """Counts multiplications of matrix products, those of this rank's parts of tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        made = func(*args, **(kwargs or {}))
+        if any(issubclass(kind, FakeTensor) for kind in types):
+            return made  # of which DTensor learns placements
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.count += made.numel() * args[-2].shape[-1]
+        return made
+
+
+SPLIT = {"blocks.*.up": "colwise", "blocks.*.down": "rowwise"}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "change"),
+    [
+        ("gpipe", {}),
+        ("tp", {}),
+        pytest.param("tp", {"micro_batch": 16}, marks=pytest.mark.slow),
+        *(pytest.param(one, {}, marks=pytest.mark.slow) for one in ("1f1b", "interleaved", "zb")),
+    ],
+)
+def test_the_check_with_dropout_costs_at_most_two_steps(tmp_path, strategy, change):
+    """By multiplications of the rank that has most, in checks and in steps."""
+
+    def act(rank):
+        plan = plan_for_module(strategy, 2, 16).model_copy(update=change)
+        options = {"layouts": SPLIT} if strategy == "tp" else {}
+        counts = {}
+        for check in ("on", "off"):
+            model = outpace.parallelize(Dropping(), plan, loss=squares, check=check, **options)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                with Products() as products:
+                    model.forward_backward(model.share(global_batch(16)))
+            counts[check] = products.count
+        with Products() as products:
+            model.forward_backward(model.share(global_batch(16)))
+        found = [counts["on"] - counts["off"], products.count]
+        (tmp_path / f"{rank.ranks.rank}").write_text(json.dumps(found))
+
+    ends = run_forked(2, act, 240.0, tmp_path / "job")
+    assert all(end.fine for end in ends), [end.said for end in ends]
+    found = [json.loads((tmp_path / f"{one}").read_text()) for one in range(2)]
+    checks, steps = zip(*found, strict=True)
+    assert 1 <= max(checks) / max(steps) <= 2
+
+
+def drop_one_gradient(layout):
+    given = layout.gradients
+
+    def gradients(passes, how):
+        totals = given(passes, how)
+        local(layout.model.blocks[1].up.weight.grad).zero_()
+        return totals
+
+    layout.gradients = gradients
+
+
+@pytest.mark.parametrize(
+    ("fault", "loss", "refused", "told"),
+    [
+        (drop_one_gradient, squares, "blocks.1.up.weight has no gradient", ""),
+        (None, contrast, "", "when the batch is cut in two"),
+        pytest.param(drop_a_term, with_term, "the loss is", "", marks=pytest.mark.slow),
+    ],
+)
+def test_tensor_parallel_faults_are_refused_and_effects_of_the_cut_reported(
+    tmp_path, fault, loss, refused, told
+):
+    """Also where samples were taken together otherwise first."""
+    both = run_first_step(tmp_path, "tp", Dropping, loss, fault, layouts=SPLIT)
+    assert all(refused in said.get("refused", "") for said in both)
+    assert all(("refused" in said) == bool(refused) for said in both)
+    assert [told in one for one in both[0]["warnings"]] == [True] * bool(told)
+
+
+class OneMask(Quiet):
+    """One mask, drawn before the blocks, of what each of them returns."""
+
+    def forward(self, x):
+        x = self.stem(x)
+        mask = nn.functional.dropout(torch.ones_like(x), 0.3, self.training)
+        for block in self.blocks:
+            x = block(x) * mask
+        return self.head(x)
+
+
+class LateNoise(Quiet):
+    """What is drawn after the first block is read after all of them."""
+
+    def forward(self, x):
+        x = self.stem(x)
+        for number, block in enumerate(self.blocks):
+            x = block(nn.functional.dropout(x, 0.2, self.training))
+            if not number:
+                noise = torch.randn_like(x)
+        return self.head(x + noise)
+
+
+class EncoderOutside(Quiet):
+    """Blocks take what an encoder outside of them drops, within checkpoints."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.drop = nn.Linear(5, 6), nn.Dropout(0.3)
+
+    def forward(self, x):
+        encoded, x = self.drop(self.encoder(x)), self.stem(x)
+        for block in self.blocks:
+            x = torch.utils.checkpoint.checkpoint(block, x + encoded, use_reentrant=False)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(
+    ("make", "strategy"),
+    [
+        (OneMask, "1f1b"),
+        (LateNoise, "1f1b"),
+        (EncoderOutside, "1f1b"),  # an encoder outside of blocks is at the first and the last stage
+        pytest.param(OneMask, "interleaved", marks=pytest.mark.slow),
+        pytest.param(LateNoise, "interleaved", marks=pytest.mark.slow),
+    ],
+)
+def test_random_numbers_outside_of_blocks_are_the_same_on_all_stages(tmp_path, make, strategy):
+    """The layout's pass equals one process, which draws it once, and is the first step's."""
+    for said in run_first_step(tmp_path, strategy, make):
+        assert said["warnings"] == [] and "refused" not in said and said["passes"] == 1
