@@ -129,15 +129,13 @@ def _measure(
 ) -> MemoryAccount | None:
     """Run two real steps; return what `rank`, or the fullest rank, allocated, on rank 0."""
     import torch
-    import torch.distributed as dist
 
     from outpace.jobs.ranks.process_groups import process_groups
+    from outpace.parallel.rank_objects import gather_objects
     from outpace.trace.measure import measure
 
     with process_groups(ranks, torch.device("cpu"), 300.0) as groups:
-        mine = measure(asked.workload, ranks)
-        said: list[MemoryAccount] = [mine] * ranks.world_size
-        dist.all_gather_object(said, mine, group=groups.control)
+        said = gather_objects(measure(asked.workload, ranks), groups.control)
     if ranks.rank != 0:
         return None
     return said[rank] if rank is not None else max(said, key=lambda one: one.allocated_bytes or 0)

@@ -47,6 +47,7 @@ from outpace.parallel.plain import (
     to_float64,
     without_dropout,
 )
+from outpace.parallel.rank_objects import gather_objects
 from outpace.parallel.shared_memory import refuse_shared_memory
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
@@ -362,8 +363,7 @@ class PlannedRun:
         """Keep complete gradients; check that every rank has its part of the sharded ones."""
         named = dict(self.layout.named_parameters())
         mine = {name: parameter.grad is not None for name, parameter in named.items()}
-        said: list[dict[str, bool]] = [{}] * self._ranks.world_size
-        dist.all_gather_object(said, mine, group=self._control)
+        said = gather_objects(mine, self._control)
         for name, parameter in named.items():
             gradient = parameter.grad
             if gradient is None:

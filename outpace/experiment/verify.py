@@ -8,13 +8,12 @@ from itertools import combinations
 from types import MappingProxyType
 from typing import Any
 
-import torch.distributed as dist
-
 from outpace.catalog.accelerators import find_accelerator
 from outpace.experiment.parity import Difference, Trial, differences, reference, train_under_plan
 from outpace.experiment.tolerance import Tolerance, tolerance_of
 from outpace.jobs.ranks.process_groups import Groups
 from outpace.parallel import Layout
+from outpace.parallel.rank_objects import gather_objects
 from outpace.planner.communication.volume import Tally, step_traffic
 from outpace.probing.hardware.machine import identify
 from outpace.probing.hardware.versions import commit, versions
@@ -226,9 +225,7 @@ def _judge(
     worst = max(seen, key=lambda difference: difference.relative)
     wrong = [difference for difference in seen if not difference.relative <= allowed.relative]
     first = min(wrong, key=lambda difference: difference.cause, default=None)
-    said: list[Any] = [None] * groups.ranks.world_size
-    mine = (worst, first, missing, *traffic)
-    dist.all_gather_object(said, mine, group=groups.control)
+    said = gather_objects((worst, first, missing, *traffic), groups.control)
     worst = max((one[0] for one in said), key=lambda difference: difference.relative)
     causes = [one[1] for one in said if one[1] is not None]
     nowhere = set.intersection(*(one[2] for one in said))

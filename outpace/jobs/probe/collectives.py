@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from outpace.jobs.ranks.hang_watchdog import RankActivity, hang_watchdog
 from outpace.jobs.ranks.process_groups import Groups
+from outpace.parallel.rank_objects import gather_objects
 from outpace.probing.collectives.advice import (
     network_advice,
     pair_advice,
@@ -133,9 +134,7 @@ def _begin(
     progress: Callable[[float], None],
 ) -> _Run:  # fmt: skip
     ranks = groups.ranks
-    said: list[tuple[int, int]] = [(0, 0)] * ranks.world_size
-    dist.all_gather_object(said, (ranks.local_rank, ranks.local_world_size), group=groups.control)
-    nodes = nodes_of(said)
+    nodes = nodes_of(gather_objects((ranks.local_rank, ranks.local_world_size), groups.control))
     everyone = dist.group.WORLD
     assert everyone is not None
     place = AxisPlace(

@@ -8,10 +8,8 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from outpace.catalog.accelerators import ACCELERATORS, find_accelerator
 from outpace.jobs.defaults import resolve_device
@@ -21,6 +19,7 @@ from outpace.jobs.probe.request import ProbeRequest
 from outpace.jobs.probe.steps import probe_steps
 from outpace.jobs.ranks.process_groups import Groups, process_groups, resolve_backend
 from outpace.launch import local
+from outpace.parallel.rank_objects import gather_objects
 from outpace.probing.compute.benchmark import probe_matmul
 from outpace.probing.hardware.machine import identify, usable_cores
 from outpace.probing.hardware.nvidia_smi import read_if_there
@@ -58,8 +57,6 @@ from outpace.training.threads import set_threads
 _TIMEOUT_S = 60.0
 _DRIVER_S = 10.0
 
-T = TypeVar("T")
-
 
 def probe_here(request: ProbeRequest, shown: ProgressDisplay) -> Machine:
     """Probe this host: local sections in this process, sections between ranks in new ones."""
@@ -92,7 +89,7 @@ def probe_ranks(request: ProbeRequest, ranks: Ranks, shown: ProgressDisplay) -> 
     backend = resolve_backend(request.settings.backend, device)
     with process_groups(ranks, device, _TIMEOUT_S, backend) as groups:
         groups.require_one_job()
-        gpu = watch_gpu(device, _gather(os.getpid(), groups), _DRIVER_S)
+        gpu = watch_gpu(device, gather_objects(os.getpid(), groups.control), _DRIVER_S)
         here = _ProcessState(request, device, shown, gpu)
         found = run_turns(
             interleave_turns(
@@ -275,24 +272,17 @@ def _probe_between(name: SectionName, here: _ProcessState, groups: Groups) -> Tu
     return _judge(name, found, device, hosts, seen)
 
 
-def _gather(value: T, groups: Groups) -> list[T]:
-    """Return each rank's value, on all ranks."""
-    said: list[Any] = [None] * groups.ranks.world_size
-    dist.all_gather_object(said, value, group=groups.control)
-    return said
-
-
 def _gather_observations(seen: Sequence[GpuObservation], groups: Groups) -> list[GpuObservation]:
     """Return all ranks' observations of their GPUs, by rank, since hosts share GPU numbers."""
     rank = groups.ranks.rank
     own = [replace(one, gpu=f"{one.gpu} of rank {rank}") for one in seen]
-    return [one for of in _gather(own, groups) for one in of]
+    return [one for of in gather_objects(own, groups.control) for one in of]
 
 
 def _by_host(used: CoreSeconds, groups: Groups) -> list[list[CoreSeconds]]:
     """Return the usage of each host's ranks; a host begins with its local rank 0."""
     hosts: list[list[CoreSeconds]] = []
-    for local_rank, one in _gather((groups.ranks.local_rank, used), groups):
+    for local_rank, one in gather_objects((groups.ranks.local_rank, used), groups.control):
         if local_rank == 0:
             hosts.append([])
         hosts[-1].append(one)

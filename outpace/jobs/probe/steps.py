@@ -9,6 +9,7 @@ import torch.distributed as dist
 from outpace.catalog.references import Kind, Reference, references
 from outpace.jobs.ranks.hang_watchdog import RankActivity, hang_watchdog
 from outpace.jobs.ranks.process_groups import Groups
+from outpace.parallel.rank_objects import gather_objects
 from outpace.planner.memory import peak
 from outpace.planner.model.outline import outline
 from outpace.planner.plan_columns import of_plans
@@ -81,8 +82,7 @@ def _case_or_refusal(
         case = _case(one, ranks, groups, device, doing)
     except (OutpaceError, torch.OutOfMemoryError) as error:
         own = str(error).splitlines()[0]
-    said: list[str | None] = [None] * groups.ranks.world_size
-    dist.all_gather_object(said, own, group=groups.control)
+    said = gather_objects(own, groups.control)
     return case, next((why for why in said if why is not None), None)
 
 

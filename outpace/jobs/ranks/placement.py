@@ -2,11 +2,9 @@
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
-
-import torch.distributed as dist
 
 from outpace.jobs.ranks.process_groups import Groups
+from outpace.parallel.rank_objects import gather_objects
 from outpace.records.ranks import Ranks
 
 
@@ -15,8 +13,7 @@ def placement_hints(groups: Groups) -> list[str]:
     ranks = groups.ranks
     if ranks.world_size == ranks.local_world_size:
         return []
-    places: list[Any] = [None] * ranks.world_size
-    dist.all_gather_object(places, ranks, group=groups.patient)
+    places = gather_objects(ranks, groups.patient)
     stray = first_stray_rank(places)
     if stray is None:
         return []

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from outpace.launch.launcher_env import init_method
 from outpace.launch.network_interfaces import LOOPBACK, listen, require_interfaces, use_interface
 from outpace.launch.rendezvous import store_on
 from outpace.parallel.gloo_shutdown import register_gloo_shutdown
+from outpace.parallel.rank_objects import gather_objects
 from outpace.records.errors import BadInputError, OutpaceError
 from outpace.records.ranks import Ranks
 
@@ -96,12 +97,10 @@ class Groups:
         """
         values = repr({what: fact.value for what, fact in facts.items()})
         digest = hashlib.blake2b(values.encode(), digest_size=16).digest() if facts else None
-        digests: list[bytes | None] = [None] * self.ranks.world_size
-        dist.all_gather_object(digests, digest, group=self.patient)
+        digests = gather_objects(digest, self.patient)
         if all(other in (None, digests[0]) for other in digests):
             return
-        said: list[Any] = [None] * self.ranks.world_size
-        dist.all_gather_object(said, (socket.gethostname(), dict(facts)), group=self.patient)
+        said = gather_objects((socket.gethostname(), dict(facts)), self.patient)
         first_host, first = said[0]
         none = Fact(None, "Install one version of outpace on all hosts.")
         for rank, (host, other) in enumerate(said):

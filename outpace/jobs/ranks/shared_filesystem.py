@@ -6,11 +6,9 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
 
 from outpace.jobs.ranks.process_groups import Groups
+from outpace.parallel.rank_objects import gather_objects
 from outpace.records.errors import BadInputError, OutpaceError
 from outpace.training.run_dir import TOKEN_PREFIX
 
@@ -23,9 +21,7 @@ def require_shared(groups: Groups, folder: Path) -> None:
     if ranks.world_size == ranks.local_world_size:
         return
     with _token(groups, folder) as name:
-        said: list[Any] = [None] * ranks.world_size
-        own = (socket.gethostname(), _sees(folder / name))
-        dist.all_gather_object(said, own, group=groups.patient)
+        said = gather_objects((socket.gethostname(), _sees(folder / name)), groups.patient)
     blind = sorted({host for host, sees in said if not sees})
     if blind:
         raise BadInputError(

@@ -14,14 +14,13 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import torch.distributed as dist
-
 from outpace.jobs.memory.fit import MemoryFit
 from outpace.jobs.ranks.process_groups import Groups
 from outpace.launch import slurm_env
 from outpace.launch.launcher_env import free_port
 from outpace.launch.network_interfaces import LOOPBACK
 from outpace.launch.parent_watch import PARENT
+from outpace.parallel.rank_objects import gather_objects
 from outpace.planner.fit.cost import Predict
 from outpace.records.errors import OUT_OF_MEMORY_CODES, BadInputError, OutOfMemoryError
 from outpace.records.interpreter import PYTHON
@@ -86,8 +85,7 @@ def find_micro_batch(
         notify(callbacks, "on_stage", f"trying micro-batch {size}")
         port = groups.run_on_rank_0(free_port)
         code, words = attempt(_trial(settings, with_size(plan, size)), port)
-        outcomes: list[tuple[int, str]] = [(0, "")] * groups.ranks.world_size
-        dist.all_gather_object(outcomes, (code, words), group=groups.patient)
+        outcomes = gather_objects((code, words), groups.patient)
         codes = [code for code, _ in outcomes]
         if not any(codes):
             return with_size(plan, size)

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from outpace.jobs.train.context import Job
+from outpace.parallel.rank_objects import gather_objects
 from outpace.records.measurement import WARMUP_STEPS
 from outpace.training.collective_counter import CollectiveCounter
 from outpace.training.step import Batch
@@ -60,9 +60,7 @@ class CommStats:
 
     def figures(self) -> dict[str, Any]:
         """Return figures over all ranks, by their names in a Measurement. Collective."""
-        said: list[Any] = [None] * self._job.ranks.world_size
-        mine = (self._sent_bytes, self._idle_share)
-        dist.all_gather_object(said, mine, group=self._job.groups.control)
+        said = gather_objects((self._sent_bytes, self._idle_share), self._job.groups.control)
         sent, idle = zip(*said, strict=True)
         return {
             "sent_bytes": None if None in sent else sum(sent),

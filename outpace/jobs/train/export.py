@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
 from outpace.data.chat import ChatFormat
@@ -21,6 +20,7 @@ from outpace.jobs.train.context import Job
 from outpace.nn.classifier import Classifier
 from outpace.nn.generate import generate
 from outpace.nn.transformer import Transformer
+from outpace.parallel.rank_objects import gather_objects
 from outpace.records.measurement import Evaluation, Measurement, TimeParts
 from outpace.records.precisions import MASTERS
 from outpace.training.callbacks import notify
@@ -84,9 +84,7 @@ def finish(
 
 def _parts_by_rank(job: Job, loop: Loop) -> tuple[TimeParts, ...]:
     """Gather the parts of a step's time by the clock of each rank. Collective."""
-    said: list[Any] = [None] * job.ranks.world_size
-    dist.all_gather_object(said, loop.ledger.median_parts(), group=job.groups.control)
-    return tuple(said)
+    return tuple(gather_objects(loop.ledger.median_parts(), job.groups.control))
 
 
 def _export(job: Job, model: nn.Module) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -15,6 +14,7 @@ from outpace.jobs.memory.fit import MemoryFit
 from outpace.jobs.memory.trace_worker import Tracer
 from outpace.jobs.train.context import Job
 from outpace.parallel import Layout
+from outpace.parallel.rank_objects import gather_objects
 from outpace.records.base import write_atomic
 from outpace.records.errors import BadInputError
 from outpace.records.memory import MemoryAccount, MemoryUse
@@ -81,8 +81,7 @@ class Looker:
     def finish(self) -> None:
         """Gather the ranks' measurements; show and write those of the fullest rank. Collective."""
         job = self._job
-        said: list[MemoryAccount | None] = [None] * job.ranks.world_size
-        dist.all_gather_object(said, self._measure(), group=job.groups.control)
+        said = gather_objects(self._measure(), job.groups.control)
         if job.ranks.rank != 0:
             return
         there = [account for account in said if account is not None]

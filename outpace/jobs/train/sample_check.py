@@ -3,11 +3,10 @@
 from collections.abc import Sequence
 from typing import Any
 
-import torch.distributed as dist
-
 from outpace.data.sample_digests import SampleDigests, digest_samples, find_difference
 from outpace.interop.custom_model import CustomModel
 from outpace.jobs.ranks.process_groups import Groups
+from outpace.parallel.rank_objects import gather_objects
 from outpace.records.errors import BadInputError
 from outpace.records.settings import TrainSettings
 from outpace.training.callbacks import Callback, notify
@@ -31,9 +30,7 @@ def _check_dataset(
     groups: Groups, settings: TrainSettings, name: str, dataset: Any, heard: Sequence[Callback]
 ) -> None:
     mine = digest_samples(dataset, settings.seed, settings.workers, settings.comm_timeout_s)
-    found: list[Any] = [mine] * groups.ranks.world_size
-    if groups.ranks.world_size > 1:
-        dist.all_gather_object(found, mine, group=groups.patient)
+    found = [mine] if groups.ranks.world_size == 1 else gather_objects(mine, groups.patient)
     difference = find_difference(found)
     if difference is not None and difference.most:
         error = BadInputError(

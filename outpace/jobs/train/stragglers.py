@@ -3,13 +3,12 @@
 import socket
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from outpace.jobs.train.context import Job
 from outpace.jobs.train.utilisation import Recording
+from outpace.parallel.rank_objects import gather_objects
 from outpace.probing.collectives.stragglers import Slowness, slow_ranks
 from outpace.records.plan import Plan
 from outpace.records.utilisation import Load
@@ -71,10 +70,8 @@ class Stragglers:
         self._before = now
 
     def _report(self, slow: Slowness[int], ranks: tuple[int, ...]) -> None:
-        said: list[Any] = [None] * self._job.ranks.world_size
-        group = self._job.groups.control
-        dist.all_gather_object(said, (self._facts(), self._recording.latest), group=group)
-        known = _with_loads(said)
+        mine = self._facts(), self._recording.latest
+        known = _with_loads(gather_objects(mine, self._job.groups.control))
         others = [known[rank] for rank in ranks if rank != slow.who]
         its = known[slow.who]
         notify(

@@ -2,11 +2,9 @@
 
 import os
 import socket
-from typing import Any
-
-import torch.distributed as dist
 
 from outpace.jobs.train.context import Job
+from outpace.parallel.rank_objects import gather_objects
 from outpace.probing.utilisation.recorder import LoadRecorder
 from outpace.probing.utilisation.sampler import Sampler, open_nvml
 from outpace.records.measurement import StepRecord
@@ -26,10 +24,7 @@ class Recording:
     def start(self) -> None:
         """Start recording. Collective."""
         job = self._job
-        places: list[Any] = [None] * job.ranks.world_size
-        dist.all_gather_object(
-            places, (socket.gethostname(), os.getpid()), group=job.groups.control
-        )
+        places = gather_objects((socket.gethostname(), os.getpid()), job.groups.control)
         hosts = list(dict.fromkeys(host for host, _ in places))
         mine, _ = places[job.ranks.rank]
         pids = [pid for host, pid in places if host == mine]
@@ -54,10 +49,8 @@ class Recording:
     def averages(self) -> tuple[Load, ...]:
         """Return the mean utilisation of each host, on all ranks. Collective; after `close`."""
         found = self._recorder.series if self._recorder is not None else None
-        said: list[Any] = [None] * self._job.ranks.world_size
-        dist.all_gather_object(
-            said, None if found is None else found.average(), group=self._job.groups.control
-        )
+        mine = None if found is None else found.average()
+        said = gather_objects(mine, self._job.groups.control)
         return tuple(load for load in said if load is not None)
 
 

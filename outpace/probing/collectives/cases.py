@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from outpace.nn import torch_versions
+from outpace.parallel.rank_objects import gather_objects
 from outpace.probing.collectives.buffers import ITEM_BYTES, Buffers, compare, sum_in_place
 from outpace.probing.collectives.groups import Axis
 from outpace.probing.timing.measure import Case, WrongResultError
@@ -99,9 +100,8 @@ def _key(collective: str, place: AxisPlace, size: int) -> Key:
 
 def first_fault(wrong: str | None, control: dist.ProcessGroup) -> str | None:
     """Return the error of the first failed rank, on all ranks."""
-    said: list[str | None] = [None] * control.size()
-    dist.all_gather_object(said, wrong, group=control)
-    return next((f"rank {rank}: {text}" for rank, text in enumerate(said) if text), None)
+    said = enumerate(gather_objects(wrong, control))
+    return next((f"rank {rank}: {text}" for rank, text in said if text), None)
 
 
 def check_again(cases: Sequence[Case], buffers: Buffers) -> None:
