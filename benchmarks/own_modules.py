@@ -1,4 +1,4 @@
-"""What a module of the user's own costs: the look before step 1, and each step after it.
+"""What a module of the user's own costs: the check of the first batch, and each step after it.
 
     python benchmarks/own_modules.py                       # records results/own_modules.json
     python benchmarks/own_modules.py --before FOLDER       # beside the code of another checkout
@@ -6,7 +6,7 @@
 
 A plain stack of encoder blocks goes through `outpace.parallelize` on two processes of one thread.
 `--before` steps the same stack by the package in FOLDER in turns with this one's, ten steps of
-each, A B B A; both worlds stay alive throughout. The look is the first step's time over the median
+each, A B B A; both worlds stay alive throughout. The check is the first step's time over the median
 of later steps' (the first of a job in which nothing is looked at is counted beside it), and the
 peak memory of a rank is of its whole process. Strategies whose ranks have the same samples are
 looked at with dropout, too, which asks more of them.
@@ -141,7 +141,7 @@ def _stream(stream: TextIO | Any) -> TextIO:
 
 
 def look_of(strategy: str, rounds: int) -> dict[str, Any]:
-    """The first step with and without the look, in jobs of their own, in steps' times."""
+    """The first step with and without the check, in jobs of their own, in steps' times."""
     found: dict[str, list[Any]] = {"on": [], "off": []}
     for number in range(rounds):
         for check in ("on", "off") if number % 2 == 0 else ("off", "on"):

@@ -10,11 +10,12 @@ The results are written after each module, so that the same command again goes o
 `pip install -c constraints.txt -e ".[zoo]"`; where a library is missing, the rows that need it stay
 as recorded.
 
-A cell is "equal" (under five strategies the look takes it, too); "cut", where one process that cuts
-the batch alike computes the same, and the look before the first step says so; "state: …", with what
-the look says, where the module has state that is in no buffer, so that a resumed run differs, or
-each rank has its own; "draws", where the module draws random numbers; "refused: …", with outpace's
-sentence (that of the look, where verify finds a difference); or "wrong: …", what went wrong.
+A cell is "equal" (under five strategies the check passes it, too); "cut", where one process that
+cuts the batch alike computes the same, and the check of the first batch says so; "state: …", with
+what the check says, where the module has state that is in no buffer, so that a resumed run differs,
+or each rank has its own; "draws", where the module draws random numbers; "refused: …", with
+outpace's sentence (that of the check, where verify finds a difference); or "wrong: …", what went
+wrong.
 """
 
 import argparse
@@ -106,7 +107,7 @@ def judge(entry: Entry, plans: str | None = None) -> dict[str, str]:
 
 
 def said_before(entry: Entry, verdict: ParityVerdict) -> str:
-    """A cell with what the look before the first step says of it; wrong where it says nothing.
+    """A cell with what the check of the first batch says of it; wrong where it says nothing.
 
     A cut that changes less than fp32 rounds off is not seen by it, and needs no word.
     """
@@ -114,7 +115,7 @@ def said_before(entry: Entry, verdict: ParityVerdict) -> str:
     kind = cell.partition(":")[0]
     if kind == "equal" and verdict.strategy in LOOKED_AT:
         refusal, _ = first_look(entry, verdict.strategy)
-        return cell if refusal is None else f"wrong: equal, and the look refuses it: {refusal}"
+        return cell if refusal is None else f"wrong: equal, and the check refuses it: {refusal}"
     sizes = [one.relative for one in verdict.differences if one.relative is not None]
     if kind in ("equal", "refused") or (
         kind == "cut" and max(sizes, default=math.inf) < SINGLE.relative

@@ -98,14 +98,14 @@ def test_runs_with_running_buffers_resume_bit_for_bit(strategy, on_ranks, tmp_pa
 
 @pytest.mark.gloo
 def test_only_buffers_that_move_are_sent(on_ranks):
-    """Masks and tables are not, though the look at the first batch puts all buffers back."""
+    """Masks and tables are not, though the check of the first batch puts all buffers back."""
     names = on_ranks(2, RANKS.with_name("shared_buffers_ranks.py"))
     assert names == {"ddp": ["0.average", "0.calls"], "zero3": ["0.average", "0.calls"]}
 
 
 @pytest.mark.gloo
 def test_ranks_that_scatter_different_units_are_refused(on_ranks):
-    """Where they read each other's memory; by gloo and NCCL the look at the first batch does it."""
+    """Where they read each other's memory; with gloo and NCCL the check of the first batch does."""
     case = "output_left_out_by_a_rank:zero3"
     refused = on_ranks(2, RANKS, case)[case]["refused"]
     assert re.search("communicates a different part of the model from rank .* blocks=", refused)

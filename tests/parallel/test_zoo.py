@@ -2,7 +2,7 @@
 
 benchmarks/zoo.py records; docs/concepts/parity.md has the table. Each cell is equal to one process,
 or refused with the recorded sentence, or trains otherwise where one process cuts the batch alike,
-or by state that is in no buffer, of which the look before the first step tells.
+or by state that is in no buffer, of which the check of the first batch tells.
 """
 
 import importlib.util
