@@ -1,4 +1,4 @@
-"""Why the plain module's pass over a first global batch did not complete on some rank."""
+"""Reasons why the plain module's pass over a first global batch did not complete."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Which micro-batches of a global batch each rank runs in the plain module's pass."""
+"""Micro-batches of a global batch that each rank runs in the plain module's pass."""
 
 from collections.abc import Iterator, Sequence
 from typing import Any
