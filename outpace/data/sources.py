@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sysconfig
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -98,7 +99,8 @@ class Source:
     """A data source. `files` is empty for datasets.
 
     `left_out`: files of a folder or pattern whose form differs from most of it, or that belong to
-    another split. `outputs`: runs and cache folders within the data, which are not read.
+    another split. `outputs`: runs and cache folders within the data, which are not read. `lost`:
+    links in a folder to files that are not there.
     """
 
     reference: str
@@ -108,6 +110,7 @@ class Source:
     states: tuple[State, ...] = ()  # of the files when they were found
     left_out: tuple[Path, ...] = ()
     outputs: tuple[Path, ...] = ()
+    lost: tuple[Path, ...] = ()
 
     @property
     def is_tokens(self) -> bool:
@@ -130,6 +133,12 @@ class Source:
             hints.append(
                 f"of {self.reference}, {_first_names(names)} left out, because they are runs or "
                 "caches that outpace wrote. Name them with --data to read them"
+            )
+        if self.lost:
+            names = [str(link.relative_to(self.reference)) for link in self.lost]
+            hints.append(
+                f"of {self.reference}, {_first_names(names)} not read: such a link leads to a file "
+                "that is not there, as after a broken-off download. Fetch the folder again"
             )
         return tuple(hints)
 
@@ -162,20 +171,21 @@ def _source_by_kind(reference: str, rows: bool) -> Source:
     if path.is_dir():
         if _is_saved_dataset(path):
             return Source(f"hf:{reference}", "dataset")
-        files, outputs = _files_below(path)
+        files, outputs, lost = _files_below(path)
         if outputs and not files:
             raise BadInputError(
                 f"{reference} holds only runs or a cache of outpace; is it the right folder?"
             )
-        return replace(_of_several(reference, files, rows), outputs=tuple(outputs))
+        found = _of_several(reference, files, rows)
+        return replace(found, outputs=tuple(outputs), lost=tuple(lost))
     if path.is_file():
         return _of_file(reference, path)
     prefixed = Path(f"{reference}.bin")  # Megatron's names; the prefix may contain a dot
     if prefixed.is_file() and prefixed.with_suffix(".idx").is_file():
         return _of_file(reference, prefixed)
     # pathlib's patterns cannot start at the root of the file system.
-    found = glob.glob(reference, recursive=True)  # noqa: PTH207
-    matches = _drop_repeated(Path(match) for match in found if Path(match).is_file())
+    named = glob.glob(reference, recursive=True)  # noqa: PTH207
+    matches = _drop_repeated(Path(match) for match in named if Path(match).is_file())
     if not matches:
         raise BadInputError(
             f"no data at {reference!r}: there is no such file or folder, and as a pattern it "
@@ -375,6 +385,30 @@ def files_in_both(train: Source, held_out: Source) -> list[Path]:
     ]
 
 
+def repeated_files(source: Source) -> list[Path]:
+    """Return files of rows or tokens whose complete contents are those of an earlier one.
+
+    If there are very many files, only the first are checked.
+    """
+    if source.kind not in ("rows", "tokens"):
+        return []
+    sizes = {
+        file: size
+        for file in source.files[:_COMPARED_FILES]
+        if (size := file.stat().st_size) and file.suffix.lower() != ".idx"
+    }
+    times = Counter(sizes.values())
+    seen: dict[tuple[int, str, str], list[Path]] = {}
+    found = []
+    for file, size in sizes.items():
+        if times[size] > 1:
+            alike = seen.setdefault(_ends_of(file, size), [])
+            if any(filecmp.cmp(file, one, shallow=False) for one in alike):
+                found.append(file)
+            alike.append(file)
+    return found
+
+
 def _ends_of(file: Path, size: int) -> tuple[int, str, str]:
     """Return the size, the beginning and the end of a file."""
     with file.open("rb") as stream:
@@ -461,14 +495,18 @@ def check_unchanged(source: Source) -> None:
             )
 
 
-def _files_below(root: Path, left_out: Collection[str] = ()) -> tuple[list[Path], list[Path]]:
+def _files_below(
+    root: Path, left_out: Collection[str] = ()
+) -> tuple[list[Path], list[Path], list[Path]]:
     """Return the files in a folder and in folders that it links to, and outpace's own output there.
 
-    Both are in a stable order. Hidden files, and copies left by editors and merges, are omitted.
+    Also links that lead nowhere. All are in a stable order. Hidden files, and copies left by
+    editors and merges, are omitted.
 
     `left_out`: names of folders.
     """
     found: list[str] = []
+    lost: list[str] = []
     outputs: list[str] = []
     folders, linked = [str(root)], {os.path.realpath(root)}
     while folders:  # pathlib's walk takes seconds for 100,000 files
@@ -480,7 +518,10 @@ def _files_below(root: Path, left_out: Collection[str] = ()) -> tuple[list[Path]
             continue
         for entry in entries:
             older = entry.name.endswith(_OLDER_COPIES)
-            if older or entry.name.startswith(".") or _leads_nowhere(entry):
+            if older or entry.name.startswith("."):
+                continue
+            if _leads_nowhere(entry):
+                lost.append(entry.path)
                 continue
             if entry.is_dir() and entry.name not in left_out:
                 if entry.is_symlink():  # visit each once, against circular links
@@ -491,7 +532,7 @@ def _files_below(root: Path, left_out: Collection[str] = ()) -> tuple[list[Path]
                 folders.append(entry.path)
             elif entry.is_file():
                 found.append(entry.path)
-    return sorted(map(Path, found)), sorted(map(Path, outputs))
+    return sorted(map(Path, found)), sorted(map(Path, outputs)), sorted(map(Path, lost))
 
 
 def _is_of_outpace(folder: Path, names: Collection[str]) -> bool:

@@ -15,7 +15,7 @@ from tokenizers import models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from outpace.data.corpus import content_fingerprint, read_documents, unigram_entropy
-from outpace.data.sources import files_in_both, open_source
+from outpace.data.sources import files_in_both, open_source, repeated_files
 from outpace.data.text import pieces
 from outpace.data.tokenizer import Tokenizer
 from outpace.records.errors import BadInputError
@@ -880,6 +880,34 @@ def test_documents_begin_with_the_token_that_the_tokenizer_puts_there(tmp_path, 
     corpus = prepare(tmp_path / "x.jsonl", tokenizer=bare.replace(opened, {}))
     assert tokens(corpus) == [[0, 2, 3, 1, 0, 3, 1]]
     assert corpus.fingerprint != without.fingerprint
+
+
+@pytest.mark.parametrize("copy", ["symlink_to", "hardlink_to", "copied"])
+def test_a_file_that_is_twice_in_a_folder_is_found(tmp_path, copy):
+    """Its rows were learned twice; as two --data it was told."""
+    rows = '{"text": "a"}\n'
+    (tmp_path / "a.jsonl").write_text(rows)
+    (tmp_path / "b.jsonl").write_text(rows.replace("a", "b"))
+    assert repeated_files(open_source(str(tmp_path))) == []
+    again = tmp_path / "b (1).jsonl"
+    if copy == "copied":
+        again.write_text((tmp_path / "b.jsonl").read_text())
+    else:
+        getattr(again, copy)(tmp_path / "b.jsonl")
+    (found,) = repeated_files(open_source(str(tmp_path)))
+    assert found in (again, tmp_path / "b.jsonl")
+    for name in ("x.py", "y.py"):  # source trees repeat files
+        (tmp_path / name).write_text("x = 1\n" * 99)
+    assert repeated_files(open_source(str(tmp_path))) == []
+
+
+def test_links_of_a_folder_that_lead_nowhere_are_told(tmp_path):
+    """A folder of a cache that was fetched in part was learned without the rest."""
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
+    assert open_source(str(tmp_path)).hints == ()
+    (tmp_path / "b.jsonl").symlink_to("../blobs/gone")
+    (hint,) = open_source(str(tmp_path)).hints
+    assert "b.jsonl is not read: such a link leads to a file that is not there" in hint
 
 
 def test_files_in_both_hold_the_same_from_begin_to_end(tmp_path):

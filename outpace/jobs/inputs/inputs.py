@@ -14,7 +14,7 @@ from outpace.data.corpus import Corpus, prepare
 from outpace.data.padded import PaddedDataset
 from outpace.data.samples import PREDICTED, TokenDataset
 from outpace.data.seeding import seed_generators
-from outpace.data.sources import files_in_both, open_source
+from outpace.data.sources import files_in_both, open_source, repeated_files
 from outpace.data.tokenizer import Tokenizer, load_tokenizer
 from outpace.interop.classifier import read_classifier
 from outpace.interop.config_out import exported_type
@@ -278,10 +278,11 @@ def _repeated_file_hints(settings: TrainSettings) -> list[str]:
     """Note that sources of --data or --eval-data have files in common, including copies."""
     hints = []
     for option, names in (("--data", settings.data), ("--eval-data", settings.eval_data or ())):
-        if len(names) < 2:
-            continue
-        pairs = itertools.combinations([open_source(name) for name in names], 2)
-        found = list(dict.fromkeys(file for pair in pairs for file in files_in_both(*pair)))
+        sources = [open_source(name) for name in names]
+        pairs = itertools.combinations(sources, 2)
+        within = [file for source in sources for file in repeated_files(source)]
+        between = [file for pair in pairs for file in files_in_both(*pair)]
+        found = list(dict.fromkeys((*within, *between)))
         if found:
             more = f" and {len(found) - 1} more files are" if len(found) > 1 else " is"
             hints.append(
