@@ -47,7 +47,8 @@ from outpace.records.errors import BadInputError
 ZOO = Path(__file__).parent.parent / "tests" / "parallel" / "zoo"
 FILES = (
     "data_parallel", "pipelines", "whole", "traps", "kinds", "recipes", "libraries", "projects",
-    "aliases", "identities", "backwards", "later", "shares", "memories", "crossed",
+    "aliases", "identities", "backwards", "later", "shares", "memories", "crossed", "inner",
+    "collected", "objectives",
 )  # fmt: skip
 SAMPLES, LIMIT_S = 8, 90.0
 # Strategies whose equal cells are looked at, too: with dropout, which verify disables.

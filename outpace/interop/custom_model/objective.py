@@ -257,7 +257,8 @@ def _pair(total: Tensor, count: Any) -> tuple[Tensor, Tensor]:
     ):
         raise BadInputError(
             f"the loss returned a {type(count).__name__} as the count; (sum of losses, count) has "
-            "the number that the sum is over, such as (targets != -100).sum()"
+            "the number that the sum is over, such as (targets != -100).sum(). Return the loss "
+            "alone if the second is for a log"
         )
     total = to_fp32(total)
     number = torch.as_tensor(count, device=total.device).detach().reshape(())

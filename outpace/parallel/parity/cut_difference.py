@@ -63,12 +63,13 @@ class CutDifference:
     """Differences between a batch and its parts: in the `loss`, and in `buffers` that change.
 
     `read`: the buffers on which the loss depends. The running statistics of BatchNorm in training
-    are not among them.
+    are not among them. `counts`: those of a batch and of its halves together, if they differ.
     """
 
     loss: float = 0.0
     buffers: Names = ()
     read: Names = ()
+    counts: tuple[float, float] | None = None
 
 
 def compare_cut(
@@ -92,6 +93,9 @@ def compare_cut(
         return CutDifference()
     if first is None:
         return CutDifference()
+    counts = _compare_counts(first, tolerance)
+    if counts is not None:
+        return CutDifference(counts=counts)
     mean_of = partial(_mean_of, plain, hooks, first.drops, alike=False)
     ways: tuple[_Compare, ...] = (
         lambda: _compare_halves(mean_of, first),
@@ -216,6 +220,24 @@ def _compare_buffers(
             if off is None or off > tolerance:
                 apart.append(name)
     return tuple(apart)
+
+
+def _compare_counts(first: FirstPiece, tolerance: float) -> tuple[float, float] | None:
+    """Return the counts of the first piece and of its halves together, if known to differ."""
+    if not first.two or first.halves is None or first.two[0][0] is not first.piece:
+        return None
+    count, parts = first.two[0][1][1], sum(one for _, one in first.halves)
+    return (count, parts) if difference(count, parts) > tolerance else None
+
+
+def explain_counts(count: float, parts: float) -> str:
+    """Return a message about a loss whose second value does not add up over samples."""
+    return (
+        "the loss returns a pair, which outpace takes for (sum of losses, count) and divides, but "
+        f"the second is no count: of the first micro-batch it is {count:.6g}, of its two halves "
+        f"{parts:.6g} together. Return the loss alone if it is a mean (and log an accuracy "
+        "elsewhere), or (sum, count), such as (targets != -100).sum()."
+    )
 
 
 def _compare_halves(mean_of: _MeanOf, first: FirstPiece) -> float | None:

@@ -33,7 +33,7 @@ from outpace.parallel.parity.comparison import (
     halves_tolerance,
     parts_tolerance,
 )
-from outpace.parallel.parity.cut_difference import explain_cut
+from outpace.parallel.parity.cut_difference import explain_counts, explain_cut
 from outpace.parallel.parity.first_batch_messages import (
     BY_THEMSELVES,
     WAYS_OUT,
@@ -232,8 +232,11 @@ class FirstBatch:
         from that of the same samples combined otherwise.
         """
         apart = max(report.cut.loss for report in found.reports)
+        counts = [report.cut.counts for report in found.reports if report.cut.counts]
         mixed = found.mixed
-        if apart > halves_tolerance(self._plan, allowed):
+        if counts:
+            self._say(explain_counts(*counts[0]))
+        elif apart > halves_tolerance(self._plan, allowed):
             self._say(self._about_cut(apart, "the batch is cut in two"))
         elif mixed.loss:
             self._say(self._about_cut(mixed.loss, BY_THEMSELVES))

@@ -429,6 +429,7 @@ class _Comparison:
             if unsaved_kind(self._plain, name, part, buffer) is None
         ]
         versions = [0 if t is None or t.is_inference() else t._version for *_, t, _ in held]
+        names = {path for path, *_ in held} | dict(self._plain.named_buffers()).keys()
         extra = []
         for _, part in parts_with_extra_state(self._model) if self._alone else ():
             with suppress(TypeError, pickle.PicklingError):  # no checkpoint can contain it
@@ -445,6 +446,8 @@ class _Comparison:
                     register[name] = tensor
                     if tensor is None or values is None:
                         self.saw_writes |= replaced
+                        if now is not None:
+                            self.reshaped.add(path)
                         continue
                     known = tensor.layout == torch.strided and not tensor.is_inference()
                     same = known and not replaced and tensor._version == version
@@ -455,10 +458,21 @@ class _Comparison:
                             if now.shape != values.shape:
                                 self.reshaped.add(path)
                         restore_values(tensor, values)
+            self.reshaped |= self._find_new_buffers(names)
             for part, state in extra:
                 part.set_extra_state(state)
 
         return put_back
+
+    def _find_new_buffers(self, known: set[str]) -> set[str]:
+        """Return the names of saved buffers that are not `known`: forwards have registered them."""
+        found = set()
+        for name, part in self._model.named_modules():
+            for buffer in part._buffers.keys() - part._non_persistent_buffers_set:
+                path = f"{name}.{buffer}".removeprefix(".")
+                if part._buffers[buffer] is not None and not {path, f"model.{path}"} & known:
+                    found.add(path)
+        return found
 
 
 @contextmanager

@@ -227,6 +227,19 @@ def test_random_numbers_of_a_forward_are_not_reported_as_an_effect_of_the_cut(tm
         assert said["warnings"] == [] and "refused" not in said
 
 
+def with_accuracy(module, batch):
+    made, labels = module(batch[0]).mean(1), batch[1][:, 0].argmax(-1)
+    right = (made.argmax(-1) == labels).float().mean()
+    return nn.functional.cross_entropy(made, labels), right + 0.1
+
+
+@pytest.mark.parametrize("strategy", ["zero3", "1f1b"])
+def test_a_pair_whose_second_value_is_no_count_is_told(tmp_path, strategy):
+    said, _ = run_first_step(tmp_path, strategy, Quiet, with_accuracy)
+    words = "(sum of losses, count) and divides, but the second is no count"
+    assert any(words in sentence for sentence in said["warnings"])
+
+
 def rare_classes(module, batch):
     """One label a sample, whose class weighs by how rare it is among those that are given."""
     labels = batch[1][:, 0, 0].gt(0.3).long()

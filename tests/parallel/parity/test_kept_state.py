@@ -445,6 +445,24 @@ def test_buffers_that_are_resized_in_place_are_put_back():
     assert torch.equal(buffer, before)
 
 
+class Filled(Base):
+    """A saved buffer is None at first, and the forward registers another."""
+
+    def set_up(self):
+        self.register_buffer("mask", None)
+
+    def finish(self, y):
+        if self.mask is None:
+            self.mask = torch.ones(y.shape[-1])
+            self.register_buffer("scale", torch.ones(()))
+        return y * self.mask * self.scale
+
+
+def test_saved_buffers_that_a_forward_makes_are_named():
+    found = find_kept_state(objective_of(Filled), global_batch(), StepHooks(), alone=False)
+    assert found.reshaped == ("mask", "scale")
+
+
 @pytest.mark.parametrize("make", KEPT)
 def test_ranks_that_share_the_look_find_what_one_finds(make):
     found = [
