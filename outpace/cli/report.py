@@ -101,7 +101,8 @@ def _make(
     documents = [*_compare_subjects(subjects), *_documents(subjects)]
     if out is None and kept:
         alone = len(subjects) == 1
-        out = _default_out(paths[0], kind) if alone else Path(f"report.{kind}")
+        folder = paths[0] if paths[0].is_dir() else paths[0].parent
+        out = folder / f"report.{kind}" if alone else Path(f"report.{kind}")
         if not alone and out.exists():
             raise BadInputError(f"{out} exists already. Choose another file with --out.")
     content = _content(documents, kind, program)
@@ -241,10 +242,6 @@ def _content(documents: "Sequence[Document]", kind: str, browser: str | None) ->
     from outpace.reporting.render.screenshot import picture
 
     return picture(html, browser, root=os.geteuid() == 0)
-
-
-def _default_out(path: Path, kind: str) -> Path:
-    return (path if path.is_dir() else path.parent) / f"report.{kind}"
 
 
 def _summarise(documents: "Sequence[Document]", out: Path | None, kind: str) -> dict[str, Any]:

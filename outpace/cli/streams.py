@@ -51,15 +51,11 @@ def _text(raw: io.FileIO, before: TextIO | None, errors: str) -> io.TextIOWrappe
     known = isinstance(before, io.TextIOWrapper)
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
-        encoding=_encoding(before),
+        encoding=getattr(before, "encoding", None) or "utf-8",
         errors=errors,
         line_buffering=bool(getattr(before, "line_buffering", False)) if known else raw.isatty(),
         write_through=bool(getattr(before, "write_through", False)),
     )
-
-
-def _encoding(stream: TextIO | None) -> str:
-    return getattr(stream, "encoding", None) or "utf-8"
 
 
 class _Output(io.FileIO):

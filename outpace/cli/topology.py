@@ -46,7 +46,6 @@ def _draw(path: Path, found: HostTopology) -> None:
 
 
 def _show_state(gpus: Sequence[GpuState], why: str | None) -> None:
-    """Show the state of each GPU, or why it is unknown."""
     from rich.text import Text
 
     from outpace.reporting.terminal.console import Console

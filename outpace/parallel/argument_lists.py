@@ -20,7 +20,7 @@ def keep_argument_lists(unit: nn.Module) -> None:
         if not given:
             return None
         first, named = given.pop()
-        if not any(_is_container(one) for one in (*first, *named.values())):
+        if not any(isinstance(one, list | tuple | dict) for one in (*first, *named.values())):
             return None
         if len(first) != len(args) or set(named) != set(kwargs):  # changed by a user's hook
             return None
@@ -31,10 +31,6 @@ def keep_argument_lists(unit: nn.Module) -> None:
 
     unit.register_forward_pre_hook(note, prepend=True, with_kwargs=True)
     unit.register_forward_pre_hook(put_back, with_kwargs=True)
-
-
-def _is_container(value: Any) -> bool:
-    return isinstance(value, list | tuple | dict)
 
 
 def _refill(old: Any, new: Any) -> Any:

@@ -246,14 +246,12 @@ class PipelineLayout(SpreadLayout):
 
     def counted_gradients(self) -> list[Tensor]:
         """Return this rank's gradients; a tied embedding on two stages is counted on the first."""
+        copies = self._rank != self._ranks_of[0]
         return [
             parameter.grad
             for name, parameter in self.named_parameters()
-            if parameter.grad is not None and not self._is_copy(name)
+            if parameter.grad is not None and not (copies and name.startswith("embed."))
         ]
-
-    def _is_copy(self, name: str) -> bool:
-        return self._rank != self._ranks_of[0] and name.startswith("embed.")
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
         """Replace the weights with fp32 copies, including those that other ranks send."""
@@ -297,7 +295,6 @@ class PipelineLayout(SpreadLayout):
 
 
 def _merge_parts(parts: Sequence[Part]) -> Part:
-    """Merge parts into one."""
     return Part(
         blocks=[block for part in parts for block in part.blocks],
         first=any(part.first for part in parts),

@@ -216,7 +216,6 @@ class Server(Role):
             self._sync_parameters()
 
     def _send_all(self, messages: Sequence[Tensor]) -> None:
-        """Send messages to every worker."""
         _wait([dist.isend(message, worker) for worker in self._workers for message in messages])
 
     def _sync_parameters(self) -> None:

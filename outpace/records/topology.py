@@ -1,6 +1,5 @@
 """Topology: how a host's devices are connected, and its processors."""
 
-from itertools import combinations
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
@@ -133,17 +132,6 @@ class Topology(Record):
             if name not in names:
                 raise KeyError(name)
         return self.links[names.index(one)][names.index(other)]
-
-    @property
-    def nvlink_groups(self) -> tuple[tuple[str, ...], ...]:
-        """Return groups of several GPUs that NVLinks connect, directly or through others."""
-        groups = [[gpu] for gpu in self.gpus]
-        for one, other in combinations(self.gpus, 2):
-            mine, theirs = (next(g for g in groups if gpu in g) for gpu in (one, other))
-            if mine is not theirs and nvlinks(self.link_between(one, other)):
-                mine += theirs
-                groups.remove(theirs)
-        return tuple(tuple(group) for group in groups if len(group) > 1)
 
 
 class Grouping(Record):

@@ -340,10 +340,8 @@ class ModuleTracing:
             max_positions=read_positions(self.module) or self.seq_len or length,
             source="traced",
         )  # fmt: skip
-        return found.model_copy(update={"outside_parameters": self._count_outside(found)})
-
-    def _count_outside(self, found: Outline) -> int:
-        return sum(self.sizes.values()) - parameters(found)
+        outside = sum(self.sizes.values()) - parameters(found)
+        return found.model_copy(update={"outside_parameters": outside})
 
     def _usual_width(self, stacks: list[Stack]) -> int:
         """Return the width that most products have."""

@@ -96,7 +96,7 @@ def _outline(built: BuiltModel, name: str, cached: bool) -> Outline:
     length = max(1, longer // 2)
     with quiet_transformers(), _without_value_checks():
         found = _trace_model(built, name, length)
-        if _grows(found):
+        if any(product.positions is not None for product in _all_products(found)):
             found = _scale_products(found, _trace_model(built, name, 2 * length), length)
     learned = _learned_positions(model, found)
     return found.model_copy(
@@ -409,11 +409,6 @@ def _weight_name(model: nn.Module, getter: str) -> str | None:
     if weight is None or weight.dim() != 2:
         return None
     return next((name for name, p in model.named_parameters() if p is weight), None)
-
-
-def _grows(outline: Outline) -> bool:
-    """Return whether a layer's products may have rows that depend on the sequence length."""
-    return any(product.positions is not None for product in _all_products(outline))
 
 
 def _all_products(outline: Outline) -> Iterator[ProductShape]:

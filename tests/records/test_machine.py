@@ -11,10 +11,6 @@ from outpace.records.units import show_size
 TOPOLOGIES = Path(__file__).parents[1] / "probing" / "topologies"
 
 
-def groups(name):
-    return parse((TOPOLOGIES / f"{name}.txt").read_text(), name).nvlink_groups
-
-
 def test_a_record_has_the_links_between_devices_and_old_ones_load(tmp_path):
     old = {"host_cores": 2, "host_memory_bytes": 1, "cpu": ""}
     (tmp_path / "old.json").write_text(json.dumps(old))
@@ -35,13 +31,6 @@ def test_machines_differ_in_what_decides_how_fast_they_compute():
     )
     with_gpu = one.model_copy(update={"devices": (Device(name="a GPU"),)})
     assert one.differences(with_gpu) == ("devices",) and with_gpu.differences(with_gpu) == ()
-
-
-def test_gpus_that_nvlinks_join_are_groups():
-    assert groups("dgx-1-v100") == (tuple(f"GPU{at}" for at in (0, 1, 2, 3, 4, 5, 6, 7)),)
-    assert len(groups("8x-a100-pcie-bridges-slurm")) == 4
-    assert groups("2x-titan-rtx-nvlink") == (("GPU0", "GPU1"),)
-    assert groups("8x-pcie-switches") == ()
 
 
 def test_long_lists_of_names_are_cut_to_the_nearest():

@@ -21,7 +21,7 @@ from outpace.nn.classifier import Classifier
 from outpace.nn.generate import generate
 from outpace.nn.transformer import Transformer
 from outpace.parallel.rank_objects import gather_objects
-from outpace.records.measurement import Evaluation, Measurement, TimeParts
+from outpace.records.measurement import Evaluation, Measurement
 from outpace.records.precisions import MASTERS
 from outpace.training.callbacks import notify
 from outpace.training.loop import Loop
@@ -50,7 +50,8 @@ def finish(
     if job.plan.precision in MASTERS:
         loop.layout.raise_weights(loop.optimizer)
     model = loop.layout.whole_model(job.ranks.rank == 0)
-    seen = {**seen, "parts_by_rank": _parts_by_rank(job, loop)}
+    parts = gather_objects(loop.ledger.median_parts(), job.groups.control)
+    seen = {**seen, "parts_by_rank": tuple(parts)}
 
     def sum_up() -> Measurement:
         assert model is not None
@@ -80,11 +81,6 @@ def finish(
     loop.stop.disarm()
     job.groups.run_on_rank_0(lambda: notify(job.callbacks, "on_end", measurement))
     return measurement
-
-
-def _parts_by_rank(job: Job, loop: Loop) -> tuple[TimeParts, ...]:
-    """Gather the parts of a step's time by the clock of each rank. Collective."""
-    return tuple(gather_objects(loop.ledger.median_parts(), job.groups.control))
 
 
 def _export(job: Job, model: nn.Module) -> None:

@@ -392,7 +392,10 @@ def change_text(before: Plans | str, after: Plans | str, changes: str) -> Group:
 
     If no plan fits, the reason is shown instead.
     """
-    now, then = (one if isinstance(one, str) else _find_fastest(one) for one in (before, after))
+    now, then = (
+        one if isinstance(one, str) else one.plan_for("fastest") or one.plans[0]
+        for one in (before, after)
+    )
     if isinstance(now, str):
         verdict = f"the model does not fit now, but with {changes} it does"
     elif isinstance(then, str):
@@ -417,10 +420,6 @@ def change_text(before: Plans | str, after: Plans | str, changes: str) -> Group:
     marked = any(not isinstance(one, str) and one.untrained for one in (now, then))
     below = [Text(_UNTRAINED)] if marked else []
     return Group(Text(f"What if {changes}: {verdict}."), table, *below)
-
-
-def _find_fastest(answer: Plans) -> RankedPlan:
-    return answer.plan_for("fastest") or answer.plans[0]
 
 
 _SAME_RATE = 5e-4  # shown as 0.0 %

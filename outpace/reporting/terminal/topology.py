@@ -84,9 +84,10 @@ def advice(placement: Placement, topology: Topology) -> list[str]:
     if count < 2:
         return [f"{count} GPU: nothing to place."]
     lines = [*link_faults(placement, topology), _tensor_parallel(placement, topology)]
-    wider = [one for one in placement.groupings if _is_wider(one, placement.tensor_parallel)]
-    for one in wider:
-        lines.append(f"TP {one.size} would cross {one.worst_link} in every layer.")
+    best = placement.tensor_parallel
+    for one in placement.groupings:
+        if best is not None and one.size > best.size:
+            lines.append(f"TP {one.size} would cross {one.worst_link} in every layer.")
     if count > 2 and placement.bottleneck and not nvlinks(placement.bottleneck):
         lines.append(
             f"Communication over all {count} GPUs (DDP, FSDP) crosses {placement.bottleneck} "
@@ -164,10 +165,6 @@ def _mega(hertz: float | None) -> int | None:
 
 def _whole(number: float | None) -> int | None:
     return None if number is None else round(number)
-
-
-def _is_wider(one: Grouping, best: Grouping | None) -> bool:
-    return best is not None and one.size > best.size
 
 
 def link_faults(placement: Placement, topology: Topology) -> list[str]:
