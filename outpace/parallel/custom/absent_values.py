@@ -41,3 +41,8 @@ def forget_all_but(kept: Sequence[Tensor], module: nn.Module) -> None:
                 nothing: Any = math.nan if _is_inexact(tensor.dtype) else 0
                 stub = tensor.detach().new_full((), nothing).expand(tensor.shape)
                 setattr(part, name, parameter_like(stub, tensor))
+
+
+def is_nan(tensor: Tensor) -> bool:
+    """Return whether any value of a tensor is NaN."""
+    return (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.isnan().any())

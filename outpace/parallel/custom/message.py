@@ -8,6 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd.forward_ad import unpack_dual
+from torch.utils._pytree import tree_leaves
 
 from outpace.parallel.custom.block_values import Form, Key
 from outpace.records.errors import BadInputError
@@ -87,6 +90,23 @@ def refuse_dtypes(message: Message, name: str) -> BadInputError | None:
                 "these. Use one of them, or zero3."
             )
     return None
+
+
+def refuse_transforms(name: str, output: Any) -> None:
+    """Refuse an output that torch.func wraps: the wrappers end with the forward that is left.
+
+    So do tangents of derivatives in forward mode. Raises BadInputError.
+    """
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor) and (
+            is_functorch_wrapped_tensor(leaf) or unpack_dual(leaf).tangent is not None
+        ):
+            raise BadInputError(
+                f"block {name!r} runs within a transform of torch.func (jvp, "
+                "grad, vmap) or a derivative in forward mode, which spans all blocks, but each "
+                "stage of a pipeline runs some of them. Apply it inside of a block, or use "
+                "zero3."
+            )
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

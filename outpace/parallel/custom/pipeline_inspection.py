@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from outpace.parallel.blocks import named_blocks
+from outpace.parallel.custom.absent_values import is_nan
 from outpace.parallel.custom.block_values import Key
 from outpace.parallel.custom.message import Message, bytes_of, receive, refuse_dtypes, send
 from outpace.parallel.custom.stage import CustomStage
@@ -248,7 +249,9 @@ class PipelineInspection:
                     apart, repeated = _difference(staged, whole), _difference(whole, again)
                     refusal = _say(staged, whole) if apart > 2 * repeated else None
             if refusal is None and inside is not None:
-                refusal = _say_inside(inside)
+                refusal = (
+                    f"as a pipeline, the loss would lose a part of {inside}'s gradient: {_ADVICE}"
+                )
         refusal = self._broadcast_from_last(refusal)
         if refusal is not None:
             raise BadInputError(refusal)
@@ -409,11 +412,6 @@ class PipelineInspection:
                 self._module(self._stages[0], name)._buffers[attribute] = buffer.clone()
 
 
-def is_nan(tensor: Tensor) -> bool:
-    """Return whether any value of a tensor is NaN."""
-    return (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.isnan().any())
-
-
 def _means(*totals: Tensor) -> list[float]:
     """Return the mean losses for sums and counts."""
     return [float(one[0] / one[1]) for one in (made.detach().double() for made in totals)]
@@ -444,10 +442,6 @@ def _say(staged: Tensor, whole: Tensor) -> str:
         f"as a pipeline, the loss of the first micro-batch is {a:.6g}, but a single process with "
         f"the same weights computes {b:.6g}: {_ADVICE}"
     )
-
-
-def _say_inside(name: str) -> str:
-    return f"as a pipeline, the loss would lose a part of {name}'s gradient: {_ADVICE}"
 
 
 def _find_lent_parameter(totals: Tensor) -> str | None:

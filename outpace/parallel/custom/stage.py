@@ -20,9 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._dynamo import OptimizedModule
-from torch.autograd.forward_ad import unpack_dual
 from torch.utils._pytree import tree_leaves, tree_map
 
 from outpace.parallel.batches import copy_batch, has_changed
@@ -41,7 +39,7 @@ from outpace.parallel.custom.block_values import (
     snapshot,
     split,
 )
-from outpace.parallel.custom.message import Message, make_sendable
+from outpace.parallel.custom.message import Message, make_sendable, refuse_transforms
 from outpace.parallel.layout import Batch
 from outpace.parallel.stage_draws import StageDraws
 from outpace.parallel.tensors import all_parameters, deep_copy
@@ -368,25 +366,9 @@ class CustomStage(nn.Module):
         if number in self.mine and self.records:
             self._returned.append(tree_map(_form_of, output))
         if number + 1 == self.mine.stop and not self.last:
-            self._refuse_transforms(number, output)
+            refuse_transforms(self._names[number], output)
             raise StageExit(output, self._names[number])
         return output
-
-    def _refuse_transforms(self, number: int, output: Any) -> None:
-        """Refuse an output that torch.func wraps: the wrappers end with the forward that is left.
-
-        So do tangents of derivatives in forward mode. Raises BadInputError.
-        """
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and (
-                is_functorch_wrapped_tensor(leaf) or unpack_dual(leaf).tangent is not None
-            ):
-                raise BadInputError(
-                    f"block {self._names[number]!r} runs within a transform of torch.func (jvp, "
-                    "grad, vmap) or a derivative in forward mode, which spans all blocks, but each "
-                    "stage of a pipeline runs some of them. Apply it inside of a block, or use "
-                    "zero3."
-                )
 
     def _cut_off(self, number: int, output: Any) -> Any:
         """Detach a block's output, and the values it stores for this stage, from the graph."""

@@ -39,6 +39,7 @@ from outpace.parallel.parity.first_batch_messages import (
     WAYS_OUT,
     explain_gradient_cut,
     explain_hidden,
+    explain_moved_back,
     explain_moved_buffers,
     explain_new_parameters,
     explain_repeated_writes,
@@ -72,7 +73,7 @@ from outpace.parallel.parity.state_messages import (
 from outpace.parallel.plain import without_dropout
 from outpace.parallel.rank_objects import gather_objects
 from outpace.parallel.refusals import has_other_cause
-from outpace.records.errors import BadInputError, first_names
+from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
 from outpace.records.precisions import SCALED
 from outpace.records.ranks import Ranks
@@ -295,7 +296,8 @@ class FirstBatch:
             )
         moved_back = sorted({name for report in reports for name in report.moved_back})
         if moved_back:
-            raise _on_all_ranks(self._explain_moved_back(moved_back))
+            said = explain_moved_back(moved_back, self._plan.strategy)
+            raise _on_all_ranks(f"{said} {WAYS_OUT[self._by_command]}")
         if self._plan.data_parallel == 1:
             return
         apart = sorted({name for report in reports for name in report.by_samples})
@@ -419,15 +421,6 @@ class FirstBatch:
             ):  # fmt: skip
                 wrong.append(name)
         return wrong
-
-    def _explain_moved_back(self, names: Sequence[str]) -> str:
-        return (
-            f"the module's backward (a hook on a gradient, or a Function of its own) changes "
-            f"{first_names(names)}, on which its loss depends, and under strategy "
-            f"{self._plan.strategy} gradients are those of parts of the batch, scaled otherwise, "
-            "and at other times. Change it between steps instead, by what all ranks have. "
-            f"{WAYS_OUT[self._by_command]}"
-        )
 
     def _explain_moves(self, names: Sequence[str], why: str) -> str:
         said = explain_writes(names, self._plan.strategy, why)

@@ -67,3 +67,13 @@ def explain_new_parameters(names: Sequence[str]) -> str:
         "there before, so that no optimizer would step it. Make it in __init__, or use the module "
         "after a batch has run through it once."
     )
+
+
+def explain_moved_back(names: Sequence[str], strategy: str) -> str:
+    """Return a message about a backward that changes buffers on which the loss depends."""
+    return (
+        f"the module's backward (a hook on a gradient, or a Function of its own) changes "
+        f"{first_names(names)}, on which its loss depends, and under strategy "
+        f"{strategy} gradients are those of parts of the batch, scaled otherwise, "
+        "and at other times. Change it between steps instead, by what all ranks have."
+    )

@@ -133,7 +133,8 @@ class PlainPass:
             if self.pieces.ranks_per_share > 1:  # each has a part of the pieces
                 piece = _reduce(self.pieces.find_first(passes), has_dropout(plain))
                 state = self._find_state(plain, piece, passes, hooks)
-            in_order = state is not None and self._needs_order(state)
+            # Buffers, counters and generators of the module need the previous pieces.
+            in_order = state is not None and any(gather_objects(state.is_any or state.writes))
             watch, hidden = MovedParameters(model.named_parameters()), hidden_parameters(model)
             versions = parameter_versions(hidden)
             pieces = self.pieces.select(passes, in_order)
@@ -388,13 +389,6 @@ class PlainPass:
         """Return the context for forwards that not all ranks run at once."""
         alone = self.pieces.ranks_per_share == 1
         return nullcontext() if alone else NoCollectives(self._plan.strategy)
-
-    def _needs_order(self, state: KeptState) -> bool:
-        """Return whether a piece needs the previous ones, as some rank has found. Collective.
-
-        This is the case for buffers, counters, or generators of the module's own.
-        """
-        return any(gather_objects(state.is_any or state.writes))
 
     def _run_pieces(
         self,
