@@ -7,7 +7,8 @@ from typing import Any
 from outpace.planner.hardware.device import DeviceRates
 from outpace.planner.model.outline import parameters
 from outpace.planner.plan_columns import Floats
-from outpace.planner.search.branch_and_bound import Needs, search
+from outpace.planner.search.branch_and_bound import search
+from outpace.planner.search.known_bytes import Needs
 from outpace.planner.search.simulate_finalists import simulate_pipelines
 from outpace.planner.search.space import SearchRequest
 from outpace.planner.step_time.setup import StepTimeQuestion

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from outpace.planner.plan_columns import OFFLOADS, Floats, Ints, PlanBatch
-from outpace.planner.search.space import OFFLOADED, Options, expand, untrained_mask
+from outpace.planner.plan_columns import OFFLOADS, Bools, Floats, Ints, PlanBatch
+from outpace.planner.search.space import OFFLOADED, Options, expand_timed, untrained_mask
 
 EQUAL = 1.02  # times the fastest step: within this, the fastest plan is not preferred
 LEAN = 1.10  # times the fastest step: limit for the leanest and the simplest plan
@@ -99,14 +99,18 @@ def quickest(choice: PlanChoice, bound: Floats, most_s: float) -> PlanBatch | No
     Each layout takes at least its `bound`, with any options. Floors of bytes are checked before
     seconds, and bytes are estimated for the fastest plans first.
     """
+
+    def able(columns: PlanBatch) -> Bools:
+        fine: Bools = choice.floors(columns) <= choice.memory_bytes
+        return fine
+
     best, order = None, np.argsort(bound, kind="stable")
     for begin in range(0, len(order) if choice.chosen else 0, _FEW_LAYOUTS):
         places = order[begin : begin + _FEW_LAYOUTS]
         if bound[places[0]] > most_s:
             break
-        part = expand(choice.plain.select(places), choice.chosen)
-        part = part.select(choice.floors(part) <= choice.memory_bytes)
-        took = choice.seconds(part)
+        some = choice.plain.select(places)
+        part, took = expand_timed(some, choice.chosen, choice.seconds, able)
         rest = np.flatnonzero(took <= most_s)
         rest = rest[np.argsort(took[rest], kind="stable")]
         for first in range(0, len(rest), _LAYOUTS):
@@ -144,8 +148,8 @@ def _least_of(
 def _quick_plans(choice: PlanChoice, most_s: float) -> Iterator[tuple[PlanBatch, Floats]]:
     """Yield plans that take at most `most_s`, with their seconds, for a few layouts at a time."""
     for begin in range(0, len(choice.plain) if choice.chosen else 0, _LAYOUTS):
-        part = expand(choice.plain.select(slice(begin, begin + _LAYOUTS)), choice.chosen)
-        took = choice.seconds(part)
+        some = choice.plain.select(slice(begin, begin + _LAYOUTS))
+        part, took = expand_timed(some, choice.chosen, choice.seconds)
         within = np.flatnonzero(took <= most_s)
         if len(within):
             yield part.select(within), took[within]

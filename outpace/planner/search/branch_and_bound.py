@@ -35,11 +35,13 @@ from outpace.planner.search.alternatives import (
     simplest,
     with_offloads,
 )
+from outpace.planner.search.known_bytes import Needs, remember
 from outpace.planner.search.space import (
     OFFLOADED,
     Options,
     SearchRequest,
     expand,
+    expand_timed,
     layouts,
     memory_options,
     to_plan,
@@ -48,9 +50,6 @@ from outpace.planner.step_time.estimate import StepTimes, estimate
 from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.plan import Plan
 from outpace.records.strategies import TRAITS, StrategyFamily
-
-# Returns the bytes that each plan's fullest rank needs.
-Needs = Callable[[PlanBatch], Floats]
 
 FAMILIES = get_args(StrategyFamily)
 _BATCH = 512  # layouts that are expanded together
@@ -70,7 +69,8 @@ class SearchResult:
     `leanest` are indices of plans that are about as fast as the fastest (see `alternatives`), −1 if
     not searched; `simple_s` and `lean_s` are the seconds that these may take. `roomier`: no plan
     that is about as fast leaves memory free, and `leanest` is the fastest one that does. `layouts`
-    are all layouts without options; each takes at least `bound` seconds.
+    are all layouts without options; each takes at least `bound` seconds. `known` has the bytes of
+    plans that were looked at (see `remember`).
     """
 
     columns: PlanBatch
@@ -87,6 +87,7 @@ class SearchResult:
     roomier: bool = False
     layouts: PlanBatch | None = None
     bound: Floats = field(default_factory=lambda: np.zeros(0))
+    known: dict[bytes, float] = field(default_factory=dict)
 
     @property
     def fastest(self) -> int:
@@ -123,6 +124,8 @@ def search(
     bound = least_s(question, wanted, plain)
     of_family = family(plain)
     kind = kinds(plain)
+    known: dict[bytes, float] = {}
+    needs = remember(needs, known)
     taken: list[PlanBatch] = []
     for place in np.unique(of_family):
         mine = np.nonzero(of_family == place)[0]
@@ -135,7 +138,7 @@ def search(
     together = join_batches(taken)
     considered = len(plain) * len(chosen)
     found = _finish_search(question, together, needs, memory_bytes, count, considered)
-    return replace(found, layouts=plain, bound=bound)
+    return replace(found, layouts=plain, bound=bound, known=known)
 
 
 def find_alternatives(
@@ -156,14 +159,12 @@ def find_alternatives(
     those that offload two. Unless the fastest offloads, the leanest offloads nothing. If all plans
     that are about as fast fill a device's memory, the leanest is the fastest of those that do not,
     if it takes at most `ROOMIER` times as long. `floors` are lower bounds of the bytes that plans
-    need (`planner.memory.peak.least_bytes`).
+    need (`planner.memory.peak.least_bytes`); `needs` are those that `found` was searched with.
     """
     if found.layouts is None or not len(found.ranked):
         return found
 
-    def seconds(columns: PlanBatch) -> Floats:
-        return estimate(question, columns).step_s
-
+    seconds, needs = _seconds_of(question), remember(needs, found.known)
     least_s, options = float(found.times.step_s[found.fastest]), list(memory_options(wanted))
     roomy, offloads = ROOMY * memory_bytes, _offloads(found.columns.select([found.fastest]))
     every = PlanChoice(found.layouts, options, seconds, needs, floors, memory_bytes)
@@ -293,8 +294,8 @@ def fastest_accepted(
         places = order[begin : begin + _BATCH]
         if bound[places[0]] > best_s * _NEAR:
             break
-        part = expand(plain.select(places), chosen)
-        ranked = _ranking_s(part, estimate(question, part).step_s)
+        part, took = expand_timed(plain.select(places), chosen, _seconds_of(question))
+        ranked = _ranking_s(part, took)
         for piece in _pieces(ranked):
             piece = piece[ranked[piece] < best_s]
             fits = piece[needs(part.select(piece)) <= memory_bytes] if len(piece) else piece
@@ -316,6 +317,10 @@ def least_s(question: StepTimeQuestion, wanted: SearchRequest, plain: PlanBatch)
         other = replace(plain, optimizer=np.full(len(plain), OPTIMIZERS.index(name)))
         found = np.minimum(found, estimate(question, other).step_s)
     return found
+
+
+def _seconds_of(question: StepTimeQuestion) -> Callable[[PlanBatch], Floats]:
+    return lambda columns: estimate(question, columns).step_s
 
 
 class _Acceptance:
@@ -416,30 +421,33 @@ def _family(
     fastest: dict[int, float] = {}
     least: _Least | None = None
     beyond: list[tuple[PlanBatch, Floats]] = []
-    began = False
-    size = _FIRST
+    began, size, seconds_of = False, _FIRST, _seconds_of(question)
     while True:
         order = order[bound[order] <= _time_limits(fastest, count, kind[order])]
         if not len(order):
             break
-        part = expand(plain.select(order[:size]), chosen)
-        order, size = order[size:], min(2 * size, _BATCH)
-        if not fastest and began:
+        some, order, size = plain.select(order[:size]), order[size:], min(2 * size, _BATCH)
+        if fastest or not began:
+            part, seconds = expand_timed(some, chosen, seconds_of)
+        else:
+            part = expand(some, chosen)
             floor = floors(part)
             able = floor <= memory_bytes
             lean = ~able & (part.modes[:, _FULL] == part.modes[:, _FULL].max(initial=0.0))
             beyond.append((part.select(lean), floor[lean]))
             part = part.select(able)
-        began = True
-        seconds, own_kinds = estimate(question, part).step_s, kinds(part)
+            seconds = seconds_of(part)
+        began, own_kinds = True, kinds(part)
         for piece in _pieces(seconds):
             piece = piece[seconds[piece] <= _time_limits(fastest, count, own_kinds[piece])]
+            # Where nothing fits yet, the smallest of those that do not is sought, too.
+            piece = _able(part, piece, floors, memory_bytes if fastest else np.inf)
             if not len(piece):
                 continue
-            some = part.select(piece)
-            need = needs(some)
+            tried = part.select(piece)
+            need = needs(tried)
             if not fastest:
-                least = _smaller(some, need, least)
+                least = _smaller(tried, need, least)
             fits = piece[need <= memory_bytes]
             keep = fits[_first_of(own_kinds[fits], _ranking_s(part.select(fits), seconds[fits]))]
             for place in keep:
@@ -453,6 +461,13 @@ def _family(
         )  # fmt: skip
     if not fastest and least is not None:
         yield least[1]
+
+
+def _able(part: PlanBatch, piece: Ints, floors: Needs, memory_bytes: float) -> Ints:
+    """Return which positions of `piece` have floors that fit; all, if anything does."""
+    if np.isinf(memory_bytes):
+        return piece
+    return piece[floors(part.select(piece)) <= memory_bytes]
 
 
 _Least = tuple[float, PlanBatch]  # bytes, and the plan

@@ -1,9 +1,9 @@
 """Space of plans: every possible layout of the ranks with every option, as columns."""
 
 import math
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import product
+from itertools import pairwise, product
 from types import MappingProxyType
 from typing import Any
 
@@ -18,6 +18,9 @@ from outpace.planner.plan_columns import (
     PRECISIONS,
     SCHEDULE_NAMES,
     STRATEGIES,
+    Bools,
+    Floats,
+    Ints,
     PlanBatch,
 )
 from outpace.records.optimizers import LOW, PLAIN_ADAMW, OptimizerName, default_optimizer
@@ -171,13 +174,67 @@ def _repeat(value: Any, count: int) -> Any:
 
 def expand(columns: PlanBatch, chosen: Sequence[Options]) -> PlanBatch:
     """Combine every layout with every option that it allows."""
-    count = len(chosen)
-    values = {f.name: np.repeat(getattr(columns, f.name), count, axis=0) for f in fields(PlanBatch)}
+    return _combine(columns, chosen, *np.nonzero(_allowed_options(columns, chosen)))
+
+
+def expand_timed(
+    columns: PlanBatch,
+    chosen: Sequence[Options],
+    seconds: Callable[[PlanBatch], Floats],
+    able: Callable[[PlanBatch], Bools] | None = None,
+) -> tuple[PlanBatch, Floats]:
+    """Return what `expand` does, only plans that are `able` to fit, and each one's seconds.
+
+    A loss in chunks takes as long as the whole one, beside the same permanent tensors, so that of
+    plans which differ in nothing else one is looked at.
+    """
+    place, option = np.nonzero(_allowed_options(columns, chosen))
+    alike = [{**one, "chunked_loss": None} for one in chosen]
+    follows = np.array([False, *(one == other for one, other in pairwise(alike))])
+    again = follows[option]
+    again[1:] &= (place[1:] == place[:-1]) & (option[1:] == option[:-1] + 1)
+    once, of = _combine(columns, chosen, place[~again], option[~again]), np.cumsum(~again) - 1
+    if able is not None:
+        fine = able(once)
+        kept = fine[of]
+        place, option, of = place[kept], option[kept], (np.cumsum(fine) - 1)[of[kept]]
+        once = once.select(fine)
+    return _combine(columns, chosen, place, option), seconds(once)[of]
+
+
+def _combine(columns: PlanBatch, chosen: Sequence[Options], place: Ints, option: Ints) -> PlanBatch:
+    """Return the layouts at `place` with the options at `option`."""
+    values = {
+        f.name: getattr(columns, f.name)[place]
+        for f in fields(PlanBatch)
+        if f.name not in chosen[0]
+    }
+    for name in chosen[0]:
+        values[name] = np.array([options[name] for options in chosen])[option]
+    return PlanBatch(**values)
+
+
+def _allowed_options(columns: PlanBatch, chosen: Sequence[Options]) -> Any:
+    """Return a row for each layout: which options it allows.
+
+    Layouts that agree in all that `_possible` reads of them allow the same, so that one of each
+    kind is tried.
+    """
+    c = columns
+    read = (c.strategy, c.zero, c.schedule, c.precision, c.optimizer, c.compile, c.in_backward,
+            c.tp > 1, c.pp > 1, c.dp_replicate > 1)  # fmt: skip
+    kinds = tuple(np.asarray(one, np.int64) for one in read)
+    spans = tuple(int(one.max(initial=0)) + 1 for one in kinds)
+    _, first, kind = np.unique(
+        np.ravel_multi_index(kinds, spans), return_index=True, return_inverse=True
+    )
+    some, count = columns.select(np.repeat(first, len(chosen))), len(first)
+    values = {}
     for name in chosen[0]:
         array = np.array([options[name] for options in chosen])
-        values[name] = np.tile(array, (len(columns), *[1] * (array.ndim - 1)))
-    found = PlanBatch(**values)
-    return found.select(_possible(found))
+        values[name] = np.tile(array, (count, *[1] * (array.ndim - 1)))
+    found = _possible(replace(some, **values))
+    return found.reshape(count, len(chosen))[kind.reshape(-1)]
 
 
 def _keep_mask(c: PlanBatch, keep: Mapping[str, Any]) -> Any:

@@ -7,18 +7,25 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.models import preset
+from outpace.catalog.nodes import find_node
 from outpace.catalog.outlines import OUTLINES
+from outpace.planner.calibration.cluster import of_catalog
+from outpace.planner.memory import peak
 from outpace.planner.model.outline import outline
-from outpace.planner.plan_columns import STRATEGIES, PlanBatch, of_plans
+from outpace.planner.plan_columns import STRATEGIES, PlanBatch, join_batches, of_plans
 from outpace.planner.search.space import (
     VARIED,
     SearchRequest,
     expand,
+    expand_timed,
     layouts,
     memory_options,
     to_plan,
 )
+from outpace.planner.step_time.estimate import estimate
+from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.plan import Plan
 
 MODELS = ["outpace-tiny", "gpt2", "llama-3-8b", "mixtral-8x7b", "deepseek-v3", "bert-base"]
@@ -207,3 +214,39 @@ def test_plans_of_ones_own_have_columns():
     row = of_plans([plan], 16, 4)
     assert row.modes.tolist() == [[0.5, 0, 0.25, 0.25]]
     assert (row.passes[0], row.zero[0], row.data_parallel[0], row.ranks[0]) == (2, 1, 2, 8)
+
+
+@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    model=st.sampled_from(MODELS),
+    world=st.sampled_from([1, 8, 16]),
+    keep=st.sampled_from(KEPT),
+    vary=st.sampled_from([{}, {"optimizer": ("adamw-fused", "adamw-8bit")}]),
+)
+def test_options_are_combined_with_all_layouts_that_allow_them(model, world, keep, vary):
+    """As if each were tried with each; and a chunked loss changes neither times nor floors."""
+    asked = wanted(model, world=world, keep=keep, vary=vary)
+    plain, chosen = layouts(asked), list(memory_options(asked))
+    if not chosen or not len(plain):
+        return
+    one_by_one = join_batches([expand(plain.select([n]), chosen) for n in range(len(plain))])
+    device = of_catalog(find_node("hgx-h100", ACCELERATORS), max(1, world // 8))
+    question = StepTimeQuestion(asked.outline, asked.seq_len, device.device, device.fabric)
+
+    def seconds(columns):
+        return estimate(question, columns).step_s
+
+    def floors(columns):
+        return peak.least_bytes(asked.outline, asked.seq_len, columns)
+
+    together, took = expand_timed(plain, chosen, seconds)
+    for found in (expand(plain, chosen), together):
+        for field in fields(PlanBatch):
+            mine, its = getattr(found, field.name), getattr(one_by_one, field.name)
+            assert np.array_equal(mine, its), field.name
+    assert np.array_equal(took, seconds(one_by_one))
+    need = floors(one_by_one)
+    limit = float(np.median(need))
+    able, took = expand_timed(plain, chosen, seconds, lambda c: floors(c) <= limit)
+    assert np.array_equal(floors(able), need[need <= limit])
+    assert np.array_equal(took, seconds(one_by_one)[need <= limit])

@@ -1,0 +1,39 @@
+"""Bytes of plans that were looked at before, so that none is estimated twice in a search."""
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import cast
+
+import numpy as np
+
+from outpace.planner.plan_columns import Floats, PlanBatch
+
+# Bytes that each plan's fullest rank needs.
+Needs = Callable[[PlanBatch], Floats]
+
+
+def remember(needs: Needs, known: dict[bytes, float]) -> Needs:
+    """Return `needs` that looks each plan up in `known` first, and adds it there.
+
+    Alternatives are chosen among plans most of which the search has looked at.
+    """
+
+    def look_up(columns: PlanBatch) -> Floats:
+        keys = _keys(columns)
+        missing = [place for place, key in enumerate(keys) if key not in known]
+        if missing:
+            found = needs(columns.select(np.array(missing)))
+            known.update(zip((keys[place] for place in missing), found.tolist(), strict=True))
+        return np.array([known[key] for key in keys], float)
+
+    return look_up
+
+
+def _keys(columns: PlanBatch) -> list[bytes]:
+    """Return bytes that differ between plans; adapters are the same in all plans of a search."""
+    values = [getattr(columns, f.name) for f in fields(PlanBatch) if f.name != "adapters"]
+    numbers = [(one if one.ndim > 1 else one[:, None]).astype(np.float64) for one in values]
+    rows = np.ascontiguousarray(np.concatenate(numbers, axis=1))
+    whole = np.dtype((np.void, rows.shape[1] * rows.itemsize))
+    keys = rows.view(whole).ravel().tolist()
+    return cast(list[bytes], keys)
