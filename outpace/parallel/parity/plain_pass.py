@@ -9,6 +9,7 @@ afterwards.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -149,14 +150,16 @@ class PlainPass:
                 piece = _reduce(None if found.first is None else found.first[0], found.drops)
                 state = self._find_state(plain, piece, passes, hooks, found.drops)
             first = self._first_of(found, state, in_order, piece)
-            report = self._report(layout, plain, found, state, first, passes, hooks, allowed)
+            report = self._report(plain, found, state, first, passes, hooks, allowed)
             found.mixed = self._compare_mixed(plain, found, report, passes, hooks, allowed)
-        found.reports = gather_objects(report)
+        # Not inside, where references to the layout's modules lead to the copy.
+        named = dict(layout.named_parameters())
+        spread = [name for name in found.written if name in named and is_spread(named[name])]
+        found.reports = gather_objects(replace(report, spread=spread))
         return found
 
     def _report(
         self,
-        layout: Layout,
         plain: nn.Module,
         found: PlainSums,
         state: KeptState,
@@ -165,7 +168,7 @@ class PlainPass:
         hooks: StepHooks,
         allowed: ComparisonLimits,
     ) -> PlainReport:
-        """Return this rank's report after its pieces, by a few forwards more. Collective."""
+        """Return this rank's report but for `spread`, by a few more forwards. Collective."""
         asked_cut = passes, hooks, self.synchronised, allowed.cut
         apart = compare_cut(plain, self._plan, first, *asked_cut)
         moved_back: Sequence[str] = ()
@@ -176,14 +179,11 @@ class PlainPass:
         made = [name for name, _ in parameters if name not in found.names]
         unscaled = self._find_unscaled(plain, found, hooks, allowed)
         by_rank = self._compare_ranks(plain, found, hooks)
-        named = dict(layout.named_parameters())
         prints = {name: fingerprint(values) for name, values in found.moved.items()}
         buffer_prints = {name: fingerprint(values) for name, values in found.buffers.items()}
         samples = self.pieces.share is not None
         return PlainReport(
-            apart, state, made, sorted(found.written),
-            [name for name in found.written if name in named and is_spread(named[name])],
-            found.by_samples, found.unseen,
+            apart, state, made, sorted(found.written), (), found.by_samples, found.unseen,
             prints if samples else None, buffer_prints if samples else None, moved_back, unscaled,
             by_rank, found.hidden,
         )  # fmt: skip
