@@ -50,7 +50,7 @@ DEFAULT_SAMPLE = {
 }  # fmt: skip
 ADVICE = (
     "use ", "give ", "name ", "let it ", "make it ", "pad ", "run a batch ", "add it",
-    "change param", "register that", "choose among",
+    "change param", "register that", "choose among", "return the", "pass the",
 )  # fmt: skip
 
 
