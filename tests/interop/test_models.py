@@ -11,6 +11,7 @@ import torch
 from outpace.catalog.models import preset
 from outpace.data.tokenizer import train_tokenizer
 from outpace.interop.custom_model import build_custom_model, write_custom_model
+from outpace.interop.folder import whole_folder
 from outpace.interop.huggingface import write_model
 from outpace.interop.models import open_model, read_spec
 from outpace.nn.transformer import Transformer
@@ -211,3 +212,17 @@ def test_python_files_that_cannot_be_used(tmp_path: Path) -> None:
     path.write_text("def build_model(): ...\n")
     assert "has no function 'build'. Did you mean 'build_model'" in refusal(f"{path}:build")
     assert "there is no file" in refusal(f"{tmp_path}/none.py:build")
+
+
+def test_a_folder_is_written_where_permissions_cannot_be_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CIFS refuses chmod: a model was not written after the last step."""
+
+    def refuse(*words: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "chmod", refuse)
+    with whole_folder(tmp_path / "model", "config.json") as folder:
+        (folder / "config.json").write_text("{}")
+    assert (tmp_path / "model" / "config.json").read_text() == "{}"
