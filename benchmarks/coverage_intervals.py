@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from score_board import question_kind
 
 from outpace.planner.calibration.prediction_interval import LEAST_COVERAGE, LEVEL, kind_name
 
@@ -70,9 +71,10 @@ _LOOPS = ("Trainer",)
 def by_kind(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the intervals of kinds with enough sources and rows, and of all dense and all MoE.
 
-    `rows` of score_board.py. A kind is a chip's architecture, and whether a model has experts.
+    `rows` of score_board.py. A kind is a chip's architecture, and whether a model has experts; and
+    a narrow one also what is trained, with which software, on how many devices.
     """
-    found = {}
+    found = _narrow(rows)
     for name, ratios in _by_kind(rows):
         if name in (kind_name(None, False), kind_name(None, True)):
             found[name] = _widened(residuals(ratios), ratios)
@@ -80,6 +82,30 @@ def by_kind(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             spread = residuals(ratios)
             if spread["coverage"] >= LEAST_COVERAGE:
                 found[name] = spread
+    return found
+
+
+def _narrow(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the intervals of narrow kinds with enough rows.
+
+    Where fewer than LEAST_SOURCES tell of a kind, each problem (a model and a length) of a source
+    is left out once in the place of each source.
+    """
+    kinds: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        kinds.setdefault(question_kind(row).narrow_name or "", []).append(row)
+    found = {}
+    for name, own in sorted(kinds.items()):
+        sources = sorted({row["source"] for row in own})
+        parts = ("source",) if len(sources) >= LEAST_SOURCES else ("source", "problem")
+        ratios: dict[str, list[float]] = {}
+        for row in own:
+            unit = ", ".join(row[part] for part in parts)
+            ratios.setdefault(unit, []).append(row["measured_s"] / row["predicted_s"])
+        if len(own) >= LEAST_ROWS and len(ratios) >= LEAST_SOURCES:
+            spread = residuals(ratios)
+            if spread["coverage"] >= LEAST_COVERAGE:
+                found[name] = spread | {"sources": sources}
     return found
 
 

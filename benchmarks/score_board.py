@@ -7,18 +7,17 @@ error stands beside that of one constant fitted to the very rows of its kind.
 
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import published
 from published import Row, UnstatedError
 
-from outpace.planner.calibration.prediction_interval import LEVEL, interval, kind_name
+from outpace.planner.calibration.prediction_interval import LEVEL, WORLDS, QuestionKind, interval
 from outpace.planner.memory import peak as memory
 from outpace.planner.model.outline import parameters
 
-_WORLDS = ((1, "1"), (8, "2–8"), (64, "9–64"), (512, "65–512"), (10**9, "> 512"))
 # Of these tiny models times repeat to 29 % only (data/README.md).
 _LEAST_HIDDEN = 4096
 _TINY = "megatron-lm-golden"
@@ -51,9 +50,7 @@ def tables(
 ) -> dict[str, Any]:
     """Return the tables of step times. With `intervals` of kinds, what is covered is by those."""
     for one in times if intervals else ():
-        experts = one["mlp"] == "experts"
-        spread = (intervals or {}).get(kind_name(one["chip"], experts))
-        spread = spread or (intervals or {})[kind_name(None, experts)]
+        _, spread = question_kind(one).find(intervals or {})
         ratio = one["measured_s"] / one["predicted_s"]
         one["covered"] = bool(spread["low"] <= ratio <= spread["high"])
     return {
@@ -73,9 +70,20 @@ def kind_of(row: Row) -> dict[str, str]:
         "stack": row.framework.stack,
         "mlp": "experts" if model.experts else "dense",
         "trained": "LoRA" if adapters else "full",
-        "devices": next(name for most, name in _WORLDS if count <= most),
+        "devices": next(name for most, name in WORLDS if count <= most),
         "source": row.source,
+        "software": row.framework.software.name,
+        "problem": " ".join((model.name, row["layers"], row["hidden"], row["seq"])),
     }
+
+
+def question_kind(one: Mapping[str, Any]) -> QuestionKind:
+    """Return the kind by which a row of the board has its interval."""
+    most = next(most for most, name in WORLDS if name == one["devices"])
+    return QuestionKind(
+        architecture=one["chip"], experts=one["mlp"] == "experts",
+        adapters=one["trained"] != "full", software=one["software"], devices=most,
+    )  # fmt: skip
 
 
 def _time(
@@ -91,7 +99,7 @@ def _time(
     except UnstatedError as error:
         left_out[row.source, str(error)] += 1
         return None
-    low, high, *_ = interval(False, False, kind["chip"], kind["mlp"] == "experts")
+    low, high, *_ = interval(False, False, question_kind(kind))
     ratio = found.measured_s / found.predicted_s
     return {
         "row": row.id, "source": row.source, **kind, "plan": found.plan,

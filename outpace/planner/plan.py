@@ -17,7 +17,7 @@ from outpace.planner.calibration.measured_cases import (
     nearest_cases,
     spread_beyond,
 )
-from outpace.planner.calibration.prediction_interval import Interval, interval
+from outpace.planner.calibration.prediction_interval import Interval, QuestionKind, interval
 from outpace.planner.explain.axis_links import axis_links
 from outpace.planner.explain.experts import expert_notes
 from outpace.planner.explain.hints import hint
@@ -98,15 +98,16 @@ def plans(job: PlanningProblem) -> Plans:
 
 
 def _interval(job: PlanningProblem) -> Interval:
-    """Return the interval for a problem's chips and kind of model."""
+    """Return the interval for a problem's chips, kind of model, and software."""
     chip = ACCELERATORS.get(job.cluster.device.name)
-    return interval(
-        job.cluster.calibrated,
-        job.cluster.guessed,
-        None if chip is None else chip.architecture,
-        bool(job.outline.experts),
-        job.cluster.residuals,
+    kind = QuestionKind(
+        architecture=None if chip is None else chip.architecture,
+        experts=bool(job.outline.experts),
+        adapters=job.wanted.adapters is not None,
+        software=job.stack.name,
+        devices=job.cluster.devices,
     )
+    return interval(job.cluster.calibrated, job.cluster.guessed, kind, job.cluster.residuals)
 
 
 def likeness(job: PlanningProblem, plan: Plan) -> Likeness:

@@ -4,6 +4,7 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 from statistics import NormalDist
@@ -15,6 +16,8 @@ LEVEL = 0.9
 # Mean share of a source that the others' interval should cover, for kinds with their own interval.
 # Lower shares are reported with the interval.
 LEAST_COVERAGE = 0.85
+# Numbers of devices that are alike, by the most of each.
+WORLDS = ((1, "1"), (8, "2–8"), (64, "9–64"), (512, "65–512"), (10**9, "> 512"))
 # Interval for guessed rates, without real steps: as far off as a rate may be.
 _GUESSED = math.exp(UNKNOWN * NormalDist().inv_cdf((1 + LEVEL) / 2))
 
@@ -46,21 +49,58 @@ class Interval(NamedTuple):
         )
 
 
+@dataclass(frozen=True)
+class QuestionKind:
+    """Kind of a question, by which published steps that resemble it are found.
+
+    `architecture`: of the chip, None if it is not in the catalog; `experts`: whether the model has
+    some; `adapters`: whether only adapters are trained. `software` is the stack's name (see
+    `catalog.stacks`), and `devices` their number; None leaves them open.
+    """
+
+    architecture: str | None = None
+    experts: bool = False
+    adapters: bool = False
+    software: str | None = None
+    devices: int | None = None
+
+    @property
+    def narrow_name(self) -> str | None:
+        """Return the name of the kind with everything in it; None if something is open."""
+        if None in (self.architecture, self.software, self.devices):
+            return None
+        model = f"{self.model}, adapters" if self.adapters else self.model
+        worlds = next(name for most, name in WORLDS if (self.devices or 1) <= most)
+        return f"{self.architecture}, {model}, {self.software}, {worlds}"
+
+    @property
+    def model(self) -> str:
+        """Return whether the model has experts, in a word."""
+        return "experts" if self.experts else "dense"
+
+    def find(self, table: Mapping[str, Any]) -> tuple[str, Any]:
+        """Return the narrowest kind in a table, by its name and what the table says of it."""
+        wide = kind_name(self.architecture, self.experts)
+        names = (self.narrow_name, wide, kind_name(None, self.experts))
+        name = next(name for name in names if name in table)
+        assert name is not None
+        return name, table[name]
+
+
 def interval(
     calibrated: bool,
     guessed: bool = False,
-    architecture: str | None = None,
-    experts: bool = False,
+    kind: QuestionKind = QuestionKind(),
     residuals: Sequence[float] = (),
 ) -> Interval:
     """Return the interval of a question.
 
-    Its factors are quantiles of real comparisons: published steps of dense models or of models with
-    `experts` on chips of an `architecture` (benchmarks/planner_accuracy.py), with each source left
-    out once; if these are too few, such models on any chip; or steps on a machine whose rates a
-    probe's steps corrected (planner_measured.py). `guessed`: none of these apply. `residuals`:
-    ratios of measured to predicted time of steps on this machine to which nothing was fitted; their
-    median widens the interval.
+    Its factors are quantiles of real comparisons: published steps of its `kind`, as narrow as there
+    are enough of (benchmarks/planner_accuracy.py), with each source left out once; else of such
+    models on any chip; or steps on a machine whose rates a probe's steps corrected
+    (planner_measured.py). `guessed`: none of these apply. `residuals`: ratios of measured to
+    predicted time of steps on this machine to which nothing was fitted; their median widens the
+    interval.
     """
     if guessed:
         return Interval(1 / _GUESSED, _GUESSED, "no measurement, since the rates are guessed")
@@ -69,15 +109,11 @@ def interval(
         row = table["probed"]
         basis = f"{row['rows']} steps on machines that were probed"
         return Interval(float(row["low"]), float(row["high"]), basis)
-    model = "models with experts" if experts else "dense models"
-    kinds = table["kinds"]
-    row = None if architecture is None else kinds.get(kind_name(architecture, experts))
-    where, more = f"on {architecture} chips", ""
-    if row is None:
-        row, where = kinds[kind_name(None, experts)], "on any chip"
-        if architecture is not None:
-            more = f"; {_reason(table, architecture, experts)}, so it is wide"
-    basis = f"{row['rows']} published steps of {model} {where}, from {len(row['sources'])} sources"
+    name, row = kind.find(table["kinds"])
+    more = ""
+    if name == kind_name(None, kind.experts) and kind.architecture is not None:
+        more = f"; {_reason(table, kind.architecture, kind.experts)}, so it is wide"
+    basis = _basis(kind, name, row)
     low, high = float(row["low"]), float(row["high"])
     if residuals:
         own = statistics.median(abs(math.log(ratio)) for ratio in residuals)
@@ -87,6 +123,22 @@ def interval(
     covers = float(row["coverage"])
     level = LEVEL if covers >= LEAST_COVERAGE else round(covers, 2)
     return Interval(low, high, basis + more, level)
+
+
+def _basis(kind: QuestionKind, name: str, row: Mapping[str, Any]) -> str:
+    """Return which published steps an interval is from."""
+    model = "models with experts" if kind.experts else "dense models"
+    where = f"on {kind.architecture} chips"
+    if name == kind_name(None, kind.experts):
+        where = "on any chip"
+    elif name == kind.narrow_name:
+        model = f"adapters on {model}" if kind.adapters else model
+        where = f"with {kind.software} {where}, {name.rsplit(', ', 1)[1]} devices"
+    count = len(row["sources"])
+    return (
+        f"{row['rows']} published steps of {model} {where}, from {count} "
+        f"source{'s' if count > 1 else ''}"
+    )
 
 
 def _reason(table: Mapping[str, Any], architecture: str, experts: bool) -> str:

@@ -12,7 +12,7 @@ from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.nodes import NODES, find_node
 from outpace.catalog.references import references
 from outpace.planner.calibration.cluster import DEFAULT_NETWORKS, of_catalog, of_host, of_probe
-from outpace.planner.calibration.prediction_interval import interval
+from outpace.planner.calibration.prediction_interval import QuestionKind, interval
 from outpace.planner.hardware.device import product_s
 from outpace.planner.hardware.networks import read_network
 from outpace.planner.model.outline import outline
@@ -268,8 +268,8 @@ def test_a_plan_on_a_probed_accelerator_uses_what_was_measured():
     # Steps are compared, and nothing is fitted to them: they widen the range.
     assert len(found.residuals) == 5 and found.calibrated
     assert device.rate("bf16") == catalog.rate("bf16")
-    low, high, basis, _ = interval(True, architecture="hopper", residuals=found.residuals)
-    published = interval(False, architecture="hopper")
+    low, high, basis, _ = interval(True, kind=QuestionKind("hopper"), residuals=found.residuals)
+    published = interval(False, kind=QuestionKind("hopper"))
     assert low < published.low and published.high < high and "5 steps of the probe" in basis
     assert "widen the range" in found.notes[0]
 
