@@ -216,7 +216,7 @@ def test_plans_of_ones_own_have_columns():
     assert (row.passes[0], row.zero[0], row.data_parallel[0], row.ranks[0]) == (2, 1, 2, 8)
 
 
-@settings(max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=15, suppress_health_check=[HealthCheck.too_slow])
 @given(
     model=st.sampled_from(MODELS),
     world=st.sampled_from([1, 8, 16]),
@@ -246,7 +246,7 @@ def test_options_are_combined_with_all_layouts_that_allow_them(model, world, kee
             assert np.array_equal(mine, its), field.name
     assert np.array_equal(took, seconds(one_by_one))
     need = floors(one_by_one)
-    limit = float(np.median(need))
+    limit = float(np.median(need)) if len(need) else 0.0
     able, took = expand_timed(plain, chosen, seconds, lambda c: floors(c) <= limit)
     assert np.array_equal(floors(able), need[need <= limit])
     assert np.array_equal(took, seconds(one_by_one)[need <= limit])
