@@ -336,7 +336,9 @@ def soft_experts(seed: int) -> Entry:
     from soft_moe_pytorch import SoftMoE
 
     torch.manual_seed(seed)
-    blocks = [SoftMoE(dim=WIDTH, seq_len=LENGTH, num_experts=2) for _ in range(4)]
+    # Else those that are built in a job share its experts out over all of the job's ranks.
+    options = {"seq_len": LENGTH, "num_experts": 2, "is_distributed": False}
+    blocks = [SoftMoE(dim=WIDTH, **options) for _ in range(4)]
 
     def make(drawn: torch.Generator, samples: int) -> Batch:
         inputs, targets = torch.randn(2, samples, LENGTH, WIDTH, generator=drawn).unbind()
