@@ -100,7 +100,7 @@ class Source:
 
     `left_out`: files of a folder or pattern whose form differs from most of it, or that belong to
     another split. `outputs`: runs and cache folders within the data, which are not read. `lost`:
-    links in a folder to files that are not there.
+    links to files that are not there, in a folder or of a pattern.
     """
 
     reference: str
@@ -135,10 +135,13 @@ class Source:
                 "caches that outpace wrote. Name them with --data to read them"
             )
         if self.lost:
-            names = [str(link.relative_to(self.reference)) for link in self.lost]
+            names = [
+                str(link.relative_to(self.reference) if Path(self.reference).is_dir() else link)
+                for link in self.lost
+            ]
             hints.append(
                 f"of {self.reference}, {_first_names(names)} not read: such a link leads to a file "
-                "that is not there, as after a broken-off download. Fetch the folder again"
+                "that is not there, as after a broken-off download. Fetch the data again"
             )
         return tuple(hints)
 
@@ -172,6 +175,8 @@ def _source_by_kind(reference: str, rows: bool) -> Source:
         if _is_saved_dataset(path):
             return Source(f"hf:{reference}", "dataset")
         files, outputs, lost = _files_below(path)
+        if not files:
+            _refuse_lost(lost)
         if outputs and not files:
             raise BadInputError(
                 f"{reference} holds only runs or a cache of outpace; is it the right folder?"
@@ -184,16 +189,28 @@ def _source_by_kind(reference: str, rows: bool) -> Source:
     if prefixed.is_file() and prefixed.with_suffix(".idx").is_file():
         return _of_file(reference, prefixed)
     # pathlib's patterns cannot start at the root of the file system.
-    named = glob.glob(reference, recursive=True)  # noqa: PTH207
-    matches = _drop_repeated(Path(match) for match in named if Path(match).is_file())
+    named = [Path(match) for match in glob.glob(reference, recursive=True)]  # noqa: PTH207
+    matches = _drop_repeated(match for match in named if match.is_file())
+    lost = _drop_repeated(match for match in named if _leads_nowhere(match))
     if not matches:
+        _refuse_lost(lost)
         raise BadInputError(
             f"no data at {reference!r}: there is no such file or folder, and as a pattern it "
             "matches no file. For a Hugging Face dataset write hf:NAME."
         )
-    if len(matches) == 1:
-        return _of_file(reference, matches[0])
-    return _of_several(reference, matches, rows)
+    one = len(matches) == 1
+    found = _of_file(reference, *matches) if one else _of_several(reference, matches, rows)
+    return replace(found, lost=tuple(lost))
+
+
+def _refuse_lost(lost: Sequence[Path]) -> None:
+    """Refuse data of which nothing is there but links that lead nowhere. Raises BadInputError."""
+    if lost:
+        raise BadInputError(
+            f"{lost[0]} is a link to {lost[0].readlink()}, which is not there, as after a "
+            "broken-off download. Fetch the data again, or copy it with the files that its links "
+            "lead to (cp -rL)."
+        )
 
 
 def _drop_repeated(files: Iterable[Path]) -> list[Path]:
@@ -551,9 +568,9 @@ def _is_of_outpace(folder: Path, names: Collection[str]) -> bool:
     return False
 
 
-def _leads_nowhere(entry: "os.DirEntry[str]") -> bool:
+def _leads_nowhere(entry: "os.DirEntry[str] | Path") -> bool:
     """Return whether a path is a link to nothing, or to itself."""
-    return entry.is_symlink() and not os.path.exists(entry.path)  # noqa: PTH110 (text at hand)
+    return entry.is_symlink() and not os.path.exists(entry)  # noqa: PTH110 (text at hand)
 
 
 def _library_files(root: Path) -> list[Path]:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from outpace.records.errors import BadInputError, shorten
+from outpace.records.errors import BadInputError, excerpt, shorten
 
 
 def require_targets(
@@ -17,6 +17,7 @@ def require_targets(
     silently skips tensors of modules that are not named, and takes missing tensors of named modules
     as zeros.
     """
+    _require_form(config, weights.with_name("adapter_config.json"))
     targeted = _target_rule(config)
     if targeted is None:
         return
@@ -39,6 +40,31 @@ def require_targets(
             )
 
 
+def _require_form(config: Mapping[str, Any], path: Path) -> None:
+    """Refuse names, patterns and layers that no module can be compared with."""
+    for key in ("target_modules", "exclude_modules", "layers_pattern"):
+        value = config.get(key)
+        names = value if isinstance(value, list) else [value or ""]
+        try:
+            if not all(isinstance(one, str) for one in names):
+                raise BadInputError(
+                    f"{path}: {key} is {excerpt(value)}; it has to be a text or a list of texts"
+                )
+            for pattern in names if key == "layers_pattern" or isinstance(value, str) else ():
+                re.compile(pattern)
+        except re.error as error:
+            raise BadInputError(
+                f"{path}: {key} has {excerpt(value)}, which is not a valid pattern of names: "
+                f"{error}"
+            ) from None
+    layers = config.get("layers_to_transform")
+    if not all(type(one) is int for one in (layers if isinstance(layers, list) else [layers or 0])):
+        raise BadInputError(
+            f"{path}: layers_to_transform is {excerpt(layers)}; it has to be the number of a layer "
+            "or a list of numbers"
+        )
+
+
 def _conditions(config: Mapping[str, Any]) -> str:
     """Name the other keys by which an adapter's config selects modules, if it has some."""
     keys = ("exclude_modules", "layers_to_transform", "layers_pattern")
@@ -57,24 +83,18 @@ def _target_rule(config: Mapping[str, Any]) -> Callable[[str], bool] | None:
     targets, excluded = config.get("target_modules"), config.get("exclude_modules")
     if not targets or targets == "all-linear":
         return None
-    if not all(isinstance(one, (str, list)) for one in (targets, excluded or [])):
-        return None
-    in_layer = _layer_rule(config)
+    in_layer, exact = _layer_rule(config), targets if isinstance(targets, list) else []
     return lambda module: (
-        _is_named(module, targets)
-        and in_layer(module)
+        (module in exact or (_is_named(module, targets) and in_layer(module)))
         and not (excluded and _is_named(module, excluded))
     )
 
 
 def _is_named(module: str, names: str | list[Any]) -> bool:
     """Return whether a pattern matches a module's whole name, or one of a list ends it."""
-    if not isinstance(names, str):
-        return any(module == one or module.endswith(f".{one}") for one in names)
-    try:
+    if isinstance(names, str):
         return re.fullmatch(names, module) is not None
-    except re.error:
-        return True
+    return any(module == one or module.endswith(f".{one}") for one in names)
 
 
 def _layer_rule(config: Mapping[str, Any]) -> Callable[[str], bool]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils._pytree import (
     SUPPORTED_NODES,
+    TreeSpec,
     register_pytree_node,
     tree_flatten,
     tree_leaves,
@@ -45,7 +46,12 @@ for _kind in (SampleList, SampleTuple):
 
 def samples_in(batch: Batch) -> int:
     """Return the length of the first tensor in a batch. Raises BadInputError if there is none."""
-    return len(_first_tensor(batch, _plain(batch)))
+    return _length(_first_tensor(batch, _plain(batch)))
+
+
+def _length(value: Tensor | np.ndarray) -> int:
+    """Return the length of the first dimension, of nested tensors as well."""
+    return value.size(0) if isinstance(value, Tensor) else len(value)
 
 
 def _first_tensor(batch: Batch, plain: Batch) -> Tensor:
@@ -75,7 +81,7 @@ def _refuse_list_of_samples(plain: Batch) -> None:
         return
     if not all(isinstance(one, tuple | list | dict) for one in plain):
         return
-    lengths = [[len(t) for t in _tensors_in(one) if t.ndim] for one in plain]
+    lengths = [[_length(t) for t in _tensors_in(one) if t.ndim] for one in plain]
     if all(len(set(some)) > 1 for some in lengths):
         raise BadInputError(
             f"a batch is a list of {len(plain)} {type(plain[0]).__name__}s, and it seems that each "
@@ -115,20 +121,22 @@ def cut(batch: Batch, parts: int) -> list[Batch]:
     batch, and so does a list or tuple of as many texts, records, lists or tensors. Lists of numbers
     do not. Raises BadInputError for an object with samples that cannot be cut.
     """
-    size = samples_in(batch) // parts
+    flat = _flatten(batch)
+    size = flat.samples // parts
     if parts > 1:
-        _refuse_objects(batch)
-    return [_slice(batch, number * size, size) for number in range(parts)]
+        _refuse_objects(flat)
+    return [_slice(flat, number * size, size) for number in range(parts)]
 
 
 def take_first(batch: Batch, count: int) -> Batch:
     """Return the first `count` samples of a batch, split in the same way as by `cut`."""
-    return _slice(batch, 0, count)
+    return _slice(_flatten(batch), 0, count)
 
 
 def leave_out_first(batch: Batch, count: int) -> Batch:
     """Return all but the first `count` samples of a batch, split in the same way as by `cut`."""
-    return _slice(batch, count, samples_in(batch) - count)
+    flat = _flatten(batch)
+    return _slice(flat, count, flat.samples - count)
 
 
 def copy_batch(batch: Batch, tensors: bool = True) -> Batch:
@@ -201,26 +209,42 @@ def has_changed(batch: Batch, before: Batch) -> bool:
     )
 
 
-def _slice(batch: Batch, begin: int, size: int) -> Batch:
+class _FlatBatch(NamedTuple):
+    """The leaves of a batch, where a list or tuple of samples is one, and their structure."""
+
+    leaves: list[Any]
+    structure: TreeSpec
+    samples: int
+
+
+def _flatten(batch: Batch) -> _FlatBatch:
     plain = _plain(batch)
     first = _first_tensor(batch, plain)
-    of_samples = partial(_is_list_of_samples, first)
+    flat = tree_flatten(plain, partial(_is_list_of_samples, first))
+    return _FlatBatch(*flat, _length(first))
 
+
+def _slice(flat: _FlatBatch, begin: int, size: int) -> Batch:
     def part_of(leaf: Any) -> Any:
         if isinstance(leaf, Tensor) and leaf.is_nested:
             parts = leaf.unbind()[begin : begin + size]
             return torch.nested.as_nested_tensor(parts, layout=leaf.layout)
-        if of_samples(leaf):
+        if _holds_samples(leaf):
             kind = SampleTuple if isinstance(leaf, tuple) else SampleList
             return kind(leaf[begin : begin + size])
-        return leaf[begin : begin + size] if _has_rows(leaf, len(first)) else leaf
+        return leaf[begin : begin + size] if _has_rows(leaf, flat.samples) else leaf
 
-    return tree_map(part_of, plain, is_leaf=of_samples)
+    return tree_unflatten(map(part_of, flat.leaves), flat.structure)
+
+
+def _holds_samples(leaf: Any) -> bool:
+    """Return whether a leaf of a flat batch is a list or a tuple; others there are no leaves."""
+    return type(leaf) in (list, tuple, SampleList, SampleTuple)
 
 
 def _has_rows(value: Any, samples: int) -> bool:
     """Return whether a leaf of a batch is a tensor or an array with a row for each sample."""
-    return isinstance(value, Tensor | np.ndarray) and value.ndim > 0 and len(value) == samples
+    return isinstance(value, Tensor | np.ndarray) and value.ndim > 0 and _length(value) == samples
 
 
 def _is_list_of_samples(first: Tensor, value: Any) -> TypeGuard[Sequence[Any]]:
@@ -229,7 +253,7 @@ def _is_list_of_samples(first: Tensor, value: Any) -> TypeGuard[Sequence[Any]]:
     Some may be None. Numbers (sizes, strides) do not count, since their number may be a
     coincidence, nor do tensors that all have a row for each sample, as of several views.
     """
-    samples = len(first)
+    samples = _length(first)
     if type(value) in (SampleList, SampleTuple):
         return len(value) == samples
     if type(value) not in (list, tuple) or len(value) != samples:
@@ -239,7 +263,7 @@ def _is_list_of_samples(first: Tensor, value: Any) -> TypeGuard[Sequence[Any]]:
         return False
     if len({type(one) for one in entries}) > 1:
         return False
-    tensors = [one for entry in entries for one in _tensors_in(entry)]
+    tensors = _tensors_in(entries)
     if any(one is first for one in tensors):
         return False
     if isinstance(entries[0], Tensor | np.ndarray):
@@ -254,18 +278,16 @@ def _tensors_in(value: Any) -> list[Any]:
     return [one for one in tree_leaves(value) if isinstance(one, Tensor | np.ndarray)]
 
 
-def _refuse_objects(batch: Batch) -> None:
+def _refuse_objects(flat: _FlatBatch) -> None:
     """Raise BadInputError for objects with a row for each sample in a tensor that is not seen."""
-    plain = _plain(batch)
-    first = _first_tensor(batch, plain)
-    for leaf in tree_leaves(plain, is_leaf=partial(_is_list_of_samples, first)):
+    for leaf in flat.leaves:
         if isinstance(leaf, Tensor | np.ndarray | Sequence) or not hasattr(leaf, "__dict__"):
             continue
-        rows = [name for name, value in vars(leaf).items() if _has_rows(value, len(first))]
+        rows = [name for name, value in vars(leaf).items() if _has_rows(value, flat.samples)]
         if rows:
             raise BadInputError(
-                f"a batch has a {type(leaf).__name__} with a row for each of {len(first)} samples "
-                f"in {rows[0]!r}, and batches are cut in tensors, tuples, lists, dicts and "
+                f"a batch has a {type(leaf).__name__} with a row for each of {flat.samples} "
+                f"samples in {rows[0]!r}, and batches are cut in tensors, tuples, lists, dicts and "
                 f"dataclasses only. Make {type(leaf).__name__} a dataclass, or pass its tensors in "
                 "a dict."
             )
@@ -298,10 +320,7 @@ def explain_lengths(batch: Batch) -> str:
 
     The text is empty if there are no such tensors.
     """
-    plain = _plain(batch)
-    first = _first_tensor(batch, plain)
-    samples = len(first)
-    leaves = tree_leaves(plain, is_leaf=partial(_is_list_of_samples, first))
+    leaves, _, samples = _flatten(batch)
     leaves = [one for one in leaves if isinstance(one, Tensor) and one.dim()]
     others = sorted({leaf.size(0) for leaf in leaves} - {samples})
     if not others:
@@ -319,11 +338,8 @@ def concatenate(one: Batch, other: Batch) -> Batch | None:
 
     None if they cannot be joined, because they differ in structure or in lengths.
     """
-    plain, plain_too = _plain(one), _plain(other)
-    first, first_too = _first_tensor(one, plain), _first_tensor(other, plain_too)
-    samples, more = len(first), len(first_too)
-    leaves, structure = tree_flatten(plain, partial(_is_list_of_samples, first))
-    others, structure_too = tree_flatten(plain_too, partial(_is_list_of_samples, first_too))
+    leaves, structure, samples = _flatten(one)
+    others, structure_too, more = _flatten(other)
     if structure != structure_too:
         return None
     joined = []
@@ -331,10 +347,11 @@ def concatenate(one: Batch, other: Batch) -> Batch | None:
         if isinstance(leaf, Tensor) and leaf.is_nested:
             parts = (*leaf.unbind(), *leaf_too.unbind())
             leaf = torch.nested.as_nested_tensor(parts, layout=leaf.layout)
-        elif _is_list_of_samples(first, leaf) or _is_list_of_samples(first_too, leaf_too):
-            if not isinstance(leaf_too, list if isinstance(leaf, list) else tuple):
+        elif _holds_samples(leaf) or _holds_samples(leaf_too):
+            kind = list if isinstance(leaf, list) else tuple
+            if not (isinstance(leaf, kind) and isinstance(leaf_too, kind)):
                 return None
-            leaf = (SampleList if isinstance(leaf, list) else SampleTuple)([*leaf, *leaf_too])
+            leaf = (SampleList if kind is list else SampleTuple)([*leaf, *leaf_too])
         elif isinstance(leaf, np.ndarray) and _has_rows(leaf, samples):
             if leaf_too.shape != (more, *leaf.shape[1:]) or leaf_too.dtype != leaf.dtype:
                 return None

@@ -84,7 +84,7 @@ def explain_shards(error: Exception) -> BadInputError | None:
         )
     if _FREED in str(error):
         return BadInputError(
-            "the backward needs parameters of a block whose output it did not see come: a block "
+            "the backward needs parameters of a block that are not gathered for it: a block "
             "returns its tensors in an object (a distribution, or a class that is no dataclass) or "
             "its output is changed in place. Let blocks return tensors, also in tuples, dicts or "
             "dataclasses, treat the model as one block with blocks=[], or use strategy ddp or "

@@ -901,13 +901,22 @@ def test_a_file_that_is_twice_in_a_folder_is_found(tmp_path, copy):
     assert repeated_files(open_source(str(tmp_path))) == []
 
 
-def test_links_of_a_folder_that_lead_nowhere_are_told(tmp_path):
+@pytest.mark.parametrize("pattern", ["", "*.jsonl"])
+def test_links_that_lead_nowhere_are_told(tmp_path, pattern):
     """A folder of a cache that was fetched in part was learned without the rest."""
+    reference = str(tmp_path / pattern)
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
-    assert open_source(str(tmp_path)).hints == ()
+    assert open_source(reference).hints == ()
     (tmp_path / "b.jsonl").symlink_to("../blobs/gone")
-    (hint,) = open_source(str(tmp_path)).hints
+    (hint,) = open_source(reference).hints
     assert "b.jsonl is not read: such a link leads to a file that is not there" in hint
+
+
+@pytest.mark.parametrize("pattern", ["", "*.jsonl", "b.jsonl"])
+def test_data_of_nothing_but_links_that_lead_nowhere_are_refused_with_the_link(tmp_path, pattern):
+    (tmp_path / "b.jsonl").symlink_to("../blobs/gone")
+    with pytest.raises(BadInputError, match=r"b\.jsonl is a link to \.\./blobs/gone, which"):
+        open_source(str(tmp_path / pattern))
 
 
 def test_files_in_both_hold_the_same_from_begin_to_end(tmp_path):

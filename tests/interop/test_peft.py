@@ -231,6 +231,20 @@ def test_an_adapter_of_other_modules_than_its_config_names_is_refused(adapted, t
         ({"layers_to_transform": [0], "layers_pattern": "layers"}, "layers.0", None),
         ({"layers_to_transform": [0], "layers_pattern": ["layers"]}, "", "holds matrices of"),
         ({"layers_to_transform": [0], "layers_pattern": "blocks"}, "layers.0", "holds matrices of"),
+        (
+            {
+                "target_modules": [
+                    f"model.layers.{n}.self_attn.{part}_proj" for n in (0, 1) for part in "qv"
+                ],
+                "layers_to_transform": [0],
+            },
+            "",
+            None,  # whole names, which peft takes in any layer
+        ),
+        ({"layers_to_transform": [0], "layers_pattern": "h("}, "", "not a valid pattern of names"),
+        ({"layers_to_transform": [0], "layers_pattern": [3]}, "", r"has to be a text or a list"),
+        ({"layers_to_transform": 0.5}, "", r"layers_to_transform is 0\.5; it has to be the number"),
+        ({"exclude_modules": "*"}, "", r"exclude_modules has '\*', which is not a valid pattern"),
     ],
 )
 def test_modules_that_a_config_excludes_are_no_targets(adapted, more, kept, said):

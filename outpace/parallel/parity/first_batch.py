@@ -234,10 +234,11 @@ class FirstBatch:
         """
         apart = max(report.cut.loss for report in found.reports)
         counts = [report.cut.counts for report in found.reports if report.cut.counts]
+        least = halves_tolerance(self._plan, allowed)
         mixed = found.mixed
         if counts:
             self._say(explain_counts(*counts[0]))
-        elif apart > halves_tolerance(self._plan, allowed):
+        elif apart > least:
             self._say(self._about_cut(apart, "the batch is cut in two"))
         elif mixed.loss:
             self._say(self._about_cut(mixed.loss, BY_THEMSELVES))
@@ -247,7 +248,7 @@ class FirstBatch:
             moved = self._find_moved_buffers(found, count)
             if moved:
                 self._say(explain_moved_buffers(moved))
-            elif loss_apart and not (found.written or found.states):
+            elif loss_apart > max(least, allowed.loss) and not (found.written or found.states):
                 self._say(self._about_cut(loss_apart, "its samples are combined otherwise"))
         if found.written and count > 1:
             self._say(explain_repeated_writes(sorted(found.written), count))

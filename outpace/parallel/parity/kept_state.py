@@ -429,7 +429,8 @@ class _Comparison:
             if unsaved_kind(self._plain, name, part, buffer) is None
         ]
         versions = [0 if t is None or t.is_inference() else t._version for *_, t, _ in held]
-        names = {path for path, *_ in held} | dict(self._plain.named_buffers()).keys()
+        shared_too = self._plain.named_buffers(remove_duplicate=False)
+        names = {path for path, *_ in held} | dict(shared_too).keys()
         extra = []
         for _, part in parts_with_extra_state(self._model) if self._alone else ():
             with suppress(TypeError, pickle.PicklingError):  # no checkpoint can contain it
