@@ -285,6 +285,8 @@ class _Bench:
             self._trial = replace(self._trial, double=False)
             notes.append(f"in fp32, since in float64 its forward fails ({why.splitlines()[0]})")
             end = self._reference(_WHOLE)
+        if end.refused and end.said:
+            raise BadInputError(end.said)
         if not end.fine:
             model = type(self._trial.custom.module).__name__
             raise BadInputError(
