@@ -171,6 +171,8 @@ class PlainPass:
         """Return this rank's report but for `spread`, by a few more forwards. Collective."""
         asked_cut = passes, hooks, self.synchronised, allowed.cut
         apart = compare_cut(plain, self._plan, first, *asked_cut)
+        found.backwards.update(state.backwards)
+        state = replace(state, backwards=tuple(sorted(found.backwards)))
         moved_back: Sequence[str] = ()
         if found.moved_back and found.first is not None and not self.synchronised:
             asked = plain, hooks, found.drops, found.moved_back, found.first[0]
@@ -241,7 +243,7 @@ class PlainPass:
             reason = self._run_pieces(plain, found, pieces, hooks, None, watch, keeps=True)
             changed = any((
                 watch.written_unseen(), watch.put_back(), watch.written,
-                found.buffers, found.moved_back, found.keeps, found.ran_backward,
+                found.buffers, found.moved_back, found.keeps, found.backwards,
                 self._find_unscaled(plain, found, hooks, allowed),
             ))  # fmt: skip
             made = len(all_parameters(model)) != len(found.names)

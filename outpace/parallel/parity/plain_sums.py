@@ -71,8 +71,8 @@ class PlainSums:
         self.drops = True  # whether forwards draw random numbers, or would if dropout were on
         self.user_backward = False  # whether the first piece's graph has a Function in Python
         self.keeps = False  # whether forwards change attributes, if recorded
-        # Whether a forward is running, and whether one has run a backward itself.
-        self.in_forward = self.ran_backward = False
+        self.in_forward = False  # whether a forward is running
+        self.backwards: set[str] = set()  # parameters that a forward's own backward has reached
         self.reports: list[PlainReport] = []  # of all ranks
         self.mixed = MixedDifference()  # equal on all ranks
         self._taker: Taker | None = None
@@ -98,7 +98,8 @@ class PlainSums:
         """
         if parameter.grad is None:
             return  # a user's hook has set it to None
-        self.ran_backward |= self.in_forward
+        if self.in_forward:
+            self.backwards.add(name)
         with _disable_current_modes():
             if self._taker is not None:
                 self._taker(name, parameter.grad)

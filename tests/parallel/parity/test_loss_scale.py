@@ -138,7 +138,10 @@ def pairs():
     return torch.randn(8, 6, 4, generator=drawn), torch.randn(8, 6, 2, generator=drawn)
 
 
-WORDS = r"a backward of its own, which adds to gradients of first.bias.*Return the sum of all"
+WORDS = (
+    r"a backward of its own, which adds to gradients of (change.bias, change.weight, )?first.bias.*"
+    r"Return the sum of all"
+)
 
 
 def test_a_loss_that_runs_a_backward_is_refused_in_one_process_too():
@@ -151,10 +154,13 @@ def test_a_loss_that_runs_a_backward_is_refused_in_one_process_too():
 
 
 @pytest.mark.gloo
-def test_a_loss_that_runs_a_backward_is_refused_by_all_ranks(tmp_path):
+@pytest.mark.parametrize("change", [nn.Identity(), nn.BatchNorm1d(3)])
+def test_a_loss_that_runs_a_backward_is_refused_by_all_ranks(tmp_path, change):
+    """Batch normalisation is synchronised, so that no forward runs on some ranks alone."""
+
     def act(rank):
         plan = Plan(strategy="ddp", dp_replicate=2, micro_batch=4)
-        model = outpace.parallelize(Net(nn.Identity()), plan, loss=chunked)
+        model = outpace.parallelize(Net(change), plan, loss=chunked)
         model.forward_backward(model.share(pairs()))
 
     ends = run_forked(2, act, 60.0, tmp_path / "job")
