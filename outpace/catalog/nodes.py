@@ -123,8 +123,7 @@ def find_node(name: str, accelerators: Mapping[str, Accelerator]) -> Node:
     Raises BadInputError, naming the nearest, if there is none.
     """
     wanted = _slug(name)
-    found = _find(name, accelerators) or _find_several(name, wanted, accelerators)
-    if found is not None:
+    if found := _find(name, accelerators) or _find_several(name, wanted, accelerators):
         return found
     plain = [_slug(known) for known in accelerators]
     known = [*NODES, *plain]
@@ -186,11 +185,11 @@ def _find_counted(name: str, text: str, accelerators: Mapping[str, Accelerator])
 
 
 # SLURM's "gpu:a100:8" and "gres/gpu:a100:8", where the last number is the count.
-_GRES = re.compile(r"(?:gres/)?gpu:(.+?)(?::([1-9]\d*))?")
-_NUMBER_LAST = re.compile(r"([^:]+):([1-9]\d*)")
-_COUNT_FIRST = re.compile(r"([1-9]\d*)-?[x×*]-?(.+)", re.DOTALL)
+_GRES = re.compile(r"(?:gres/)?gpu:(.+?)(?::([1-9]\d{,9}))?")
+_NUMBER_LAST = re.compile(r"([^:]+):([1-9]\d{,9})")
+_COUNT_FIRST = re.compile(r"([1-9]\d{,9})-?[x×*]-?(.+)", re.DOTALL)
 # More than two digits only after "h100x": those of "rtx4090" are no count.
-_COUNT_LAST = re.compile(r"(.+?)-?[x×*]-?([1-9]\d?|(?<=\d[x×*])[1-9]\d*)", re.DOTALL)
+_COUNT_LAST = re.compile(r"(.+?)-?[x×*]-?([1-9]\d?|(?<=\d[x×*])[1-9]\d{,9})", re.DOTALL)
 _MAKER_WORDS = re.compile(r"^(?:(?:nvidia|tesla|geforce|amd|instinct|radeon)-)+")
 _BRAND = re.compile(r"^[rg]tx-")  # "A6000" is the RTX A6000
 _KIND_OF_MEMORY = re.compile(r"-(?:hbm\d\w?|gddr\d\w?)$")
@@ -213,8 +212,10 @@ def _number_last(wanted: str, accelerators: Mapping[str, Accelerator]) -> str:
     ]
     if not alike:
         return wanted
-    is_size = not sized and any(_has_memory(chip, int(found[2])) for chip in alike)
-    return f"{form}:{found[2]}" if is_size else f"{found[2]}x{form}"
+    sizes = {size for chip in alike for size in (_printed_gb(chip), chip.memory_bytes // _GIB)}
+    number, alone = int(found[2]), len(alike) == 1
+    is_size = not sized and (number in sizes or (alone and _has_memory(alike[0], number)))
+    return f"{form}:{number}" if is_size else f"{number}x{form}"
 
 
 def _catalog_form(wanted: str, accelerators: Mapping[str, Accelerator]) -> str:
@@ -233,10 +234,8 @@ def _catalog_form(wanted: str, accelerators: Mapping[str, Accelerator]) -> str:
             word, count = match[places[0]], match[places[1]]
     word = _MAKER_WORDS.sub("", word)
     prefix = "" if count is None else f"{count}x"
-    same = [
-        chip.name for chip in accelerators.values()
-        if _letters(word) in (_letters(chip.driver_name), _letters(chip.name))
-    ]  # fmt: skip
+    same = [one.name for one in accelerators.values()
+            if _letters(word) in (_letters(one.driver_name), _letters(one.name))]  # fmt: skip
     if len(same) == 1:
         return prefix + _slug(same[0])
     word = _KIND_OF_MEMORY.sub("", word)
@@ -301,7 +300,17 @@ def _require_one_host(asked: _MachineName, chip: Accelerator) -> None:
     raise BadInputError(
         f"machine {asked.name!r}: a host has at most {most} of {chip.name}, not {asked.count:,}"
         f"{''.join(racks)}. Name one host and how many of them: {_several_hosts(asked, chip)}."
+        f"{_other_memory(asked, chip)}"
     )
+
+
+def _other_memory(asked: _MachineName, chip: Accelerator) -> str:
+    """Return a sentence for a count that may be meant as memory: "rtx-4090:48"."""
+    last = _NUMBER_LAST.fullmatch(_slug(asked.name))
+    sizes = {_printed_gb(one) for one in ACCELERATORS.values()}
+    if last is None or int(last[2]) != asked.count or asked.count not in sizes:
+        return ""
+    return f" If {asked.count} GB of memory are meant: {chip.name} has {_printed_gb(chip)} GB."
 
 
 def _several_hosts(asked: _MachineName, chip: Accelerator) -> str:
@@ -344,7 +353,7 @@ def _find_several(name: str, wanted: str, accelerators: Mapping[str, Accelerator
 
 
 # "4xrtx-3090", "rtx-3060:12gb", "2xrtx-4060-ti:16".
-_COUNTED = re.compile(r"(?:([1-9]\d*)-?[x×*]-?)?(.+?)(?::(\d+)-?(?:gb|gib)?)?", re.DOTALL)
+_COUNTED = re.compile(r"(?:([1-9]\d{,9})-?[x×*]-?)?(.+?)(?::(\d{1,9})-?(?:gb|gib)?)?", re.DOTALL)
 # Suffixes of names of models that are sold with several memory sizes.
 _SIZED = re.compile(r"-(\d+)-gb\b.*")
 
@@ -476,22 +485,16 @@ def _similar_names(wanted: str, chips: Sequence[str]) -> list[str]:
     if found is None:
         return []
     count, chip = found.groups()
-    word = re.sub(r"[^a-z0-9]", "", chip)
+    word = _letters(chip)
     if len(word) < 2:
         return []
-    ends = [chip for chip in chips if _ends_alike(word, re.sub(r"[^a-z0-9]", "", chip))]
+    ends = [one for one in chips if _letters(one).endswith(word) or word.endswith(_letters(one))]
     if count is None and len(ends) == 1:
         return [repr(ends[0])]
     nodes = [
         f"{node.name!r} ({node.devices} × {node.accelerator})"
         for node in NODES.values()
-        if node.accelerator is not None
-        and word in re.sub(r"[^a-z0-9]", "", node.accelerator.casefold())
-        and count in (None, str(node.devices))
+        if word in _letters(node.accelerator or "") and count in (None, str(node.devices))
     ]
-    named = [chip for chip in chips if word in re.sub(r"[^a-z0-9]", "", chip)]
+    named = [one for one in chips if word in _letters(one)]
     return (nodes or [repr(chip if count is None else f"{count}x{chip}") for chip in named])[:4]
-
-
-def _ends_alike(word: str, chip: str) -> bool:
-    return chip.endswith(word) or word.endswith(chip)

@@ -440,7 +440,7 @@ class Plan(Record):
 
     @property
     def layout(self) -> str:
-        """Return the strategy with its axes: "ddp 2", "hsdp (dp_replicate 2 × dp_shard 2)"."""
+        """Return the strategy with its ranks: "ddp 2", "hsdp (dp_replicate 2 × dp_shard 2)"."""
         return layout_words(self.strategy, self.mesh, self.world_size)
 
     def accumulation(self, global_batch: int) -> int:
@@ -478,11 +478,11 @@ class Plan(Record):
         return f"global batch {global_batch} = {self._factors(self.accumulation(global_batch))}"
 
 
-def layout_words(strategy: str, mesh: str, processes: int | None) -> str:
-    """Return a strategy with its number of processes, or with its axes if there are several."""
+def layout_words(strategy: Strategy, mesh: str, processes: int) -> str:
+    """Return a strategy with its processes, or with its axes if its name does not say which."""
     if processes == 1:
         return strategy
-    several = " × " in mesh or "," in mesh
+    several = "," in mesh or len(TRAITS[strategy].axes) > 1
     return f"{strategy} ({mesh})" if several else f"{strategy} {processes}"
 
 

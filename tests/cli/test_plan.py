@@ -451,9 +451,11 @@ def test_the_plan_that_is_written_is_the_fastest_that_the_format_can_express(cap
              "--keep=micro_batch=2,strategy=zero3,offload_activations=none"]  # fmt: skip
     listed = said(capsys, *words)["plans"]
     found = said(capsys, *words, "--emit=torchtitan")
-    assert listed[0]["plan"]["loss"] == "chunked"  # which torchtitan has not
+    assert listed[0]["plan"]["checkpointing"] == "attention"  # which torchtitan has not
     assert not found["lost"] and found["warning"] is None and found["plan"] is None
-    assert "that torchtitan can express" in found["why"] and "slower than plan 1" in found["why"]
+    assert listed[1]["roles"] == ["fastest"]
+    assert "that torchtitan can express" in found["why"]
+    assert "slower than plan 2, the fastest" in found["why"]
     written = tomllib.loads(found["text"].replace("SET_ME", "1"))
     assert written["parallelism"]["data_parallel_shard_degree"] == 8
     best_s = found["estimate"]["step_time_s"]

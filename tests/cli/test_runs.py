@@ -226,6 +226,14 @@ def test_one_run_is_shown_with_what_was_asked_and_what_came_of_it(run, capsys, m
     assert document["bytes"]["model"] > 1000
 
 
+def test_a_run_is_shown_with_its_layout_in_the_words_of_the_list(run, tmp_path, capsys):
+    plan = json.loads((run / "run.json").read_text())["plan"]
+    split = edited(run, tmp_path / "split", plan=plan | {"strategy": "3d", "tp": 2})
+    for words in ([str(split)], [str(tmp_path)]):
+        assert main(["runs", *words]) == 0
+        assert "3d (tp 2)" in capsys.readouterr().out, words
+
+
 def test_the_command_that_is_shown_repeats_the_run(run, capsys, tmp_path):
     assert main(["runs", "show", str(run), "--json"]) == 0
     program, *words = shlex.split(json.loads(capsys.readouterr().out)["again"])

@@ -10,6 +10,7 @@ from typing import get_args
 import pytest
 
 from outpace.planner.model.shapes import parameter_shapes
+from outpace.records.certificate import WITHOUT_DROPOUT
 from outpace.records.model import ModelSpec
 from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Strategy
@@ -170,7 +171,7 @@ def test_a_certificate_is_kept_beside_a_run(tmp_path):
     done = do(
         "-m", "outpace", "train", "--strategy", "zero2", "--nproc", 2, "--model", "outpace-tiny",
         "--seq-len", 32, "--global-batch", 4, "--steps", 2, "--data", text,
-        "--cache-dir", tmp_path / "cache", "--sample-tokens", 0, "--out", out,
+        "--cache-dir", tmp_path / "cache", "--sample-tokens", 0, "--dropout", 0.1, "--out", out,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     done = do("-m", "outpace", "verify", "--run", out)
@@ -180,6 +181,8 @@ def test_a_certificate_is_kept_beside_a_run(tmp_path):
     (verdict,) = certificate["verdicts"]
     assert (verdict["strategy"], verdict["mesh"]) == ("zero2", "dp_shard 2")
     assert verdict["passed"] and certificate["model"]["family"] == run["model"]["family"]
+    # The trial draws no masks, and says so.
+    assert run["model"]["dropout"] == 0.1 and certificate["notes"] == [WITHOUT_DROPOUT]
 
 
 def test_what_is_wrong_ends_with_1_and_a_sentence(tmp_path):

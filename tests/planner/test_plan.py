@@ -15,7 +15,7 @@ from outpace.planner import plan as planner
 from outpace.planner.explain.axis_links import axis_links
 from outpace.planner.model.outline_flops import forward_flops
 from outpace.planner.plan import estimate_plan, plans, throughput
-from outpace.planner.search.alternatives import LEAN
+from outpace.planner.search.alternatives import CROWDED, LEAN, ROOMY
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
@@ -87,6 +87,23 @@ def test_the_first_plan_is_the_simplest_of_those_as_fast():
     assert lean.estimate.step_time_s <= 1.1 * fast.estimate.step_time_s
     assert throughput(asked("llama-3.1-8b", keep="compile=False", seq_len=8192, global_batch=8),
                       1).plan == fast.plan  # fmt: skip
+
+
+def test_the_fastest_comes_first_if_plans_with_more_memory_free_need_an_axis_more():
+    """A zero-bubble pipeline leaves 11 % free, ZeRO-3 with recomputation 7 %."""
+    wanted = {"seq_len": 1024, "global_batch": 32}
+    first = plans(asked("gpt2-xl", "4xrtx-3090", **wanted)).plans[0]
+    assert first.roles == ("recommended", "fastest") and first.plan.strategy == "zero3"
+    share = first.estimate.peak_memory_bytes / first.estimate.memory_bytes
+    assert ROOMY < share <= CROWDED
+    other = plans(asked("gpt2-xl", "4xrtx-3090", keep="pp=4", **wanted)).plan_for("recommended")
+    assert other.estimate.peak_memory_bytes <= ROOMY * other.estimate.memory_bytes
+    assert other.estimate.step_time_s <= LEAN * first.estimate.step_time_s
+    # What is as simple and leaves memory free still comes before the fastest.
+    wanted = {"seq_len": 1024, "global_batch": 16, "precision": "bf16"}
+    first = plans(asked("gpt2-xl", "4xrtx-3090", **wanted)).plans[0]
+    assert first.roles == ("recommended",) and first.plan.strategy == "zero2"
+    assert first.estimate.peak_memory_bytes <= ROOMY * first.estimate.memory_bytes
 
 
 SECONDS = {"µs": 1e-6, "ms": 1e-3, "s": 1.0}

@@ -6,6 +6,7 @@ from typing import get_args
 import pytest
 
 from outpace.records.pipelines import SCHEDULES
+from outpace.records.plan import Plan
 from outpace.records.strategies import TRAITS, Strategy, strategies_that
 
 
@@ -26,3 +27,19 @@ def test_what_shards_parameters_gathers_them_and_no_rank_keeps_them_all():
         if traits.zero >= 2:
             assert traits.gathers and not traits.whole_model
         assert traits.zero == 0 or "dp_shard" in traits.axes
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (Plan(), "single"),
+        (Plan(strategy="ddp", dp_replicate=2), "ddp 2"),
+        (Plan(strategy="zero3", dp_shard=4), "zero3 4"),
+        (Plan(strategy="hsdp", dp_replicate=2, dp_shard=4), "hsdp (dp_replicate 2 × dp_shard 4)"),
+        # A product says which axes it splits, even if that is one.
+        (Plan(strategy="3d", tp=2), "3d (tp 2)"),
+        (Plan(strategy="ps", dp_replicate=3, servers=1), "ps (workers 3, servers 1)"),
+    ],
+)
+def test_a_layout_is_said_with_the_axes_that_its_strategy_does_not_say(plan, words):
+    assert plan.layout == words

@@ -153,6 +153,14 @@ def test_a_report_has_one_median_step_and_one_set_of_its_parts(run, of_run):
         assert f"{part}: {show_seconds(getattr(own, f'{part}_s'))}, 90 %" in each.alt
 
 
+def test_the_layout_is_named_by_strategy_and_axes(run, of_run):
+    assert dict(of_run.facts)["layout"] == "single"
+    found = read_run(run)
+    plan = Plan(strategy="hsdp", dp_replicate=2, dp_shard=2)
+    document = run_document(replace(found, record=found.record.model_copy(update={"plan": plan})))
+    assert dict(document.facts)["layout"] == "hsdp (dp_replicate 2 × dp_shard 2)"
+
+
 def test_held_out_data_have_a_column_of_metrics_where_there_are_some(run, of_run):
     held_out = next(one for one in section(of_run, "Loss") if isinstance(one, DataTable))
     assert held_out.columns == ("after step", "loss", "perplexity")

@@ -37,9 +37,10 @@ def expert_notes(job: PlanningProblem, found: SearchResult, listed: Sequence[int
     """
     if not job.outline.experts:
         return []
+    sends = f"; expert parallelism sends tokens by {_SENDS[job.stack.dispatcher]}"
     return [
-        f"Experts: times assume {job.stack.name}'s kernels: {_PRODUCTS[job.stack.experts]}; "
-        f"expert parallelism sends tokens by {_SENDS[job.stack.dispatcher]}.",
+        f"Experts: times assume {job.stack.name}'s kernels: {_PRODUCTS[job.stack.experts]}"
+        f"{sends if job.cluster.devices > 1 else ''}.",
         "Experts: tokens are assumed to be spread evenly, and none to be dropped. If some "
         "experts get most of them (a power law of 1.2), grouped products were measured to take "
         f"{efficiency.UNEVEN_ALONE} times as long on one rank, {efficiency.UNEVEN_APART} times on "

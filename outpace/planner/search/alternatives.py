@@ -155,6 +155,16 @@ def _quick_plans(choice: PlanChoice, most_s: float) -> Iterator[tuple[PlanBatch,
             yield part.select(within), took[within]
 
 
+def is_worth_room(one: PlanBatch, other: PlanBatch, plainest: Options, trains_all: bool) -> bool:
+    """Return whether one plan is simpler than another by as much as less free memory counts.
+
+    It then comes first even if only the other leaves memory free: a tensor or pipeline axis is too
+    high a price for the last tenth of memory. The arguments are those of `count_effort`.
+    """
+    mine, theirs = (count_effort(plan, plainest, trains_all)[0] for plan in (one, other))
+    return bool(mine + _TIGHT <= theirs)
+
+
 def count_effort(c: PlanBatch, plainest: Options, trains_all: bool) -> Ints:
     """Count the effort of layouts and options, by which one plan is simpler than another.
 

@@ -30,6 +30,7 @@ from outpace.planner.search.alternatives import (
     ROOMY,
     WIDE,
     PlanChoice,
+    is_worth_room,
     leanest,
     quickest,
     simplest,
@@ -156,9 +157,11 @@ def find_alternatives(
     exceed that, either. If there is no such plan, those that do not crowd memory are considered,
     then those that do, of which one that leaves memory free and takes at most `WIDE` times as long
     as the fastest is preferred. If there is none, plans that offload one thing are considered, then
-    those that offload two. Unless the fastest offloads, the leanest offloads nothing. If all plans
-    that are about as fast fill a device's memory, the leanest is the fastest of those that do not,
-    if it takes at most `ROOMIER` times as long. `floors` are lower bounds of the bytes that plans
+    those that offload two. The fastest of all takes the simplest one's place if it offloads no
+    more, does not crowd memory, and is simpler by as much as free memory counts
+    (`is_worth_room`). Unless the fastest offloads, the leanest offloads nothing. If all plans that
+    are about as fast fill a device's memory, the leanest is the fastest of those that do not, if
+    it takes at most `ROOMIER` times as long. `floors` are lower bounds of the bytes that plans
     need (`planner.memory.peak.least_bytes`); `needs` are those that `found` was searched with.
     """
     if found.layouts is None or not len(found.ranked):
@@ -166,13 +169,21 @@ def find_alternatives(
 
     seconds, needs = _seconds_of(question), remember(needs, found.known)
     least_s, options = float(found.times.step_s[found.fastest]), list(memory_options(wanted))
-    roomy, offloads = ROOMY * memory_bytes, _offloads(found.columns.select([found.fastest]))
+    own = found.columns.select([found.fastest])
+    roomy, offloads = ROOMY * memory_bytes, _offloads(own)
     every = PlanChoice(found.layouts, options, seconds, needs, floors, memory_bytes)
     by_offloads = [replace(every, chosen=with_offloads(options, n)) for n in range(offloads + 1)]
     allowed, lean_s = every if offloads else by_offloads[0], LEAN * least_s
     simple_choice, simple_s = _simple_choice(by_offloads, found, least_s)
     near, lean = (found.layouts.select(found.bound <= limit) for limit in (simple_s, lean_s))
     simple = simplest(replace(simple_choice, plain=near), simple_s, question.other_program)
+    if (
+        simple is not None
+        and found.needs[found.fastest] <= CROWDED * memory_bytes
+        and offloads <= _offloads(simple)
+        and is_worth_room(own, simple, options[0], question.other_program)
+    ):
+        simple = None
     small, roomier = leanest(replace(allowed, plain=lean), lean_s), None
     if small is not None and needs(small)[0] > roomy:
         slow_s = ROOMIER * least_s
@@ -464,7 +475,7 @@ def _family(
 
 
 def _able(part: PlanBatch, piece: Ints, floors: Needs, memory_bytes: float) -> Ints:
-    """Return which positions of `piece` have floors that fit; all, if anything does."""
+    """Return the positions in `piece` whose floors fit; all, without floors, if memory is inf."""
     if np.isinf(memory_bytes):
         return piece
     return piece[floors(part.select(piece)) <= memory_bytes]

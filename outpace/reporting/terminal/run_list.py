@@ -84,9 +84,9 @@ def _cell(value: Any, shown: str) -> str:
 
 def _run_words(row: PastRun) -> str:
     """Return model, layout and precision, or the damage of a damaged run."""
-    if row.model is None:
+    if row.model is None or row.strategy is None:
         return row.damage or ""
-    layout = layout_words(str(row.strategy), row.mesh or "", row.processes)
+    layout = layout_words(row.strategy, row.mesh or "", row.processes or 1)
     words = f"{Path(row.model).name}, {layout}, {row.precision}"
     wrong = "; ".join([*([row.damage] if row.damage else []), *row.changed])
     return f"{words}: {wrong}" if wrong else words
