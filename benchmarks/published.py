@@ -30,7 +30,7 @@ from published_recipes import (
 )
 
 from outpace.catalog.accelerators import ACCELERATORS
-from outpace.catalog.stacks import SoftwareStack
+from outpace.catalog.stacks import Casts, SoftwareStack
 from outpace.planner.calibration.cluster import of_catalog
 from outpace.planner.hardware.networks import read_network
 from outpace.planner.memory.framework_traits import FrameworkTraits
@@ -365,6 +365,8 @@ def _kept_adapters(row: Row) -> Literal["low", "cast", "fp32"]:
 def software(row: Row) -> SoftwareStack:
     """Return the traits of what trained a row, as the row or its recipe sets them."""
     found = row.framework.software
+    if row.framework.engine:
+        found = found.model_copy(update={"casts": engine_casts(row)})
     if row.framework.recipes:
         return recipe_stack(found, outline(row), row["source"], row["gpu"], row["precision"])
     if "DeepEP" in row["framework"]:
@@ -381,6 +383,21 @@ def software(row: Row) -> SoftwareStack:
     if "foak" in row["framework"]:
         changes["elementwise"] = "fused"
     return found.model_copy(update=changes)
+
+
+def engine_casts(row: Row) -> Casts:
+    """Return how Transformer Engine casts operands, as a row names its recipe.
+
+    Where it does not, delayed scaling: the default of Megatron-Core (--fp8-recipe), and the only
+    recipe before Transformer Engine 2.0.
+    """
+    said = row["precision"].casefold()
+    # Numbers in parentheses in Megatron-Bridge's tables are of blocks, by the note below them.
+    if any(word in said for word in ("mx", "blockwise", "granularity")):
+        return "blocks"
+    current = any(word in said for word in ("fp8-cs", "current", "tensorwise"))
+    # "FP8" of Megatron-Bridge's tables is its recipe fp8_cs, but where they say FP8-MX.
+    return "current" if current or row.framework.recipes else "delayed"
 
 
 def kernel(row: Row) -> Kernel:

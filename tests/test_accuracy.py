@@ -253,6 +253,25 @@ def test_rows_whose_routers_follow_the_data_have_uneven_loads(accuracy):
     assert [one.uneven for one in asked] == [False, True, True, False]
 
 
+@pytest.mark.parametrize(
+    ("precision", "casts"),
+    [
+        ("fp8 (TE)", "delayed"),
+        ("bf16 +fp8 hybrid tensorwise", "current"),
+        ("bf16 +fp8 hybrid blockwise", "blocks"),
+        ("MXFP8", "blocks"),
+        ("FP8", "current"),
+        ("FP8-MX", "blocks"),
+        ("FP8 alt granularity (parenthesised)", "blocks"),
+        ("fp8 tensorwise", "separate"),
+    ],
+)
+def test_rows_are_asked_with_the_casts_of_their_recipe(accuracy, precision, casts):
+    published = accuracy.published
+    row = next(one for one in published.rows(*published.ALL) if one["precision"] == precision)
+    assert published.software(row).casts == casts
+
+
 def test_rows_that_name_pytorchs_flash_kernel_are_asked_with_it(accuracy):
     """Of 2024, on Hopper: cuDNN's comes first since PyTorch 2.10 only."""
     rows = {row.id: row for row in accuracy.published.rows(*accuracy.published.ALL)}

@@ -303,6 +303,11 @@ MEMORY_SHARE: Mapping[Architecture, float] = MappingProxyType(
         "cdna4": 4.09 / 5.3,
     }
 )
+# Share of the memory's rate (MEMORY_SHARE) that Transformer Engine's cast to MXFP8, along rows and
+# columns, reaches: 8,192 × 8,192 numbers of 16 bits take 52.3 us on B200, 5.21 TB/s
+# (ROCm/TransformerEngine pull request 598); 5.07 with a bias's gradient (NVIDIA/TransformerEngine
+# pull request 3137).
+MXFP8_CAST_SHARE = 5.21 / 8 / (2.97 / 3.35)
 MEMORY_SOURCE = (
     "BabelStream's triad on A100-80GB SXM 1.70, H100 SXM 2.97, MI300X 4.09 TB/s "
     "(Azure/AI-benchmarking-guide 3bb66cac, 0126c300 and its fork for MI300X); torch's add on V100 "
@@ -376,16 +381,26 @@ ALL_TO_ALL_SOURCE = (
 )
 
 
+# DeepEP's rates over a network include copies that stay on a node. Of 50 GB/s, what leaves it is
+# sent at 43.1 GB/s on four nodes and 44.2 on eight (deepseek-ai/DeepEP 0297fc80, docs/legacy.md:
+# 57.5 and 50.5 of all copies, of which 3/4 and 7/8 leave; V2 45.8 on four), and at 43.5 on four
+# nodes of H100 (aiconfigurator 095f58a5, combining). Two nodes take longer: 21.5 on H800, 32 on
+# H100.
+_DISPATCH_CARD_SHARE = 0.87
+
+
 class DispatchRate(Record):
     """Seconds of a dispatcher that sends each token once to a rank (DeepEP, HybridEP).
 
     One way takes `fixed_s`, `token_s` for each token of a rank, and its bytes at `link_share`
-    of a device's link. Dispatching and combining are averaged: a step has as many of either.
+    of a device's link, or at `card_share` of a network card's rate. Dispatching and combining are
+    averaged: a step has as many of either.
     """
 
     fixed_s: NonNegativeFloat
     token_s: NonNegativeFloat
     link_share: PositiveFloat
+    card_share: PositiveFloat = _DISPATCH_CARD_SHARE
     source: str
 
 
@@ -394,9 +409,12 @@ _DISPATCH = (
     "aiconfigurator 095f58a5, sglang 0.5.12), fitted to half of the shapes, mean error on the "
     "other half {}"
 )
+# On H100, combining alone: the dispatch, too, is said to be in bf16, but takes 0.52 of it on 1, 4
+# and 8 nodes, as 8 bits and their scales do. By bytes both are as fast (DeepEP's own tables).
 _DISPATCH_HOPPER = DispatchRate(
-    fixed_s=42.9e-6, token_s=17.7e-9, link_share=1.0, source=_DISPATCH.format("H100", "5.1 %")
-)
+    fixed_s=35.3e-6, token_s=28.3e-9, link_share=0.84,
+    source=_DISPATCH.format("H100", "8.4 %") + "; combining, which surely sends 16 bits",
+)  # fmt: skip
 _DISPATCH_B200 = DispatchRate(
     fixed_s=51.8e-6, token_s=32.1e-9, link_share=0.73, source=_DISPATCH.format("B200", "4.6 %")
 )
@@ -409,11 +427,22 @@ _DISPATCH_RACK = DispatchRate(
     "36 × GB200 with 32 multiprocessors (deepseek-ai/DeepEP 94a9f8f, README_Hybrid-EP.md)",
 )  # fmt: skip
 # Measured slowdown of grouped products whose load over experts follows a power law of 1.2: on one
-# rank, and on the slowest of ranks that share the experts. Plans assume an even load.
-UNEVEN_ALONE, UNEVEN_APART = 1.1, 1.8
+# rank, and on the slowest of ranks that share the experts. Plans assume an even load. Of CUTLASS's
+# products alone, as those that train: medians over all kernels differ by chip for their kernels
+# (1.83 on H100, 1.55 on B200, where TensorRT-LLM's own serve 1.33).
+UNEVEN: Mapping[Architecture, tuple[float, float]] = MappingProxyType(
+    {
+        **dict.fromkeys(("pascal", "volta", "turing", "ampere", "hopper"), (1.1, 1.9)),
+        "ada": (1.05, 2.1),
+        "blackwell": (1.07, 1.7),
+        **dict.fromkeys(("cdna2", "cdna3", "cdna4"), (1.1, 1.9)),
+    }
+)
+_UNEVEN_RTX_BLACKWELL = (1.07, 1.9)
 UNEVEN_SOURCE = (
-    "medians of 19 and 131 shapes on H100, 2,048 tokens and more, power law of 1.2 over balanced "
-    "(ai-dynamo/aiconfigurator 095f58a5, TensorRT-LLM, vLLM and SGLang); B200 1.14 and 1.55"
+    "medians of 4 and 36 shapes on H100, L40S, B200 and RTX PRO 6000, 2,048 tokens and more, bf16 "
+    "and fp8, power law of 1.2 over balanced (ai-dynamo/aiconfigurator 095f58a5, TensorRT-LLM's "
+    "CUTLASS kernels); others as H100"
 )
 
 # Slowdown of Triton's grouped products relative to those by tiles, including data movement.
@@ -572,6 +601,22 @@ def overlaps_tiles(accelerator: Accelerator) -> bool:
     Assumed: cuBLAS, whose kernels are not public, overlaps the whole epilogue of a tile on
     Blackwell, and nothing elsewhere: neither by ping-pong kernels on Hopper nor by several blocks
     on Ampere.
+    """
+    return accelerator.architecture == "blackwell" and not _is_rtx_blackwell(accelerator)
+
+
+def uneven_load(accelerator: Accelerator) -> tuple[float, float]:
+    """Return how many times as long uneven products take, on one rank and on the slowest one."""
+    if _is_rtx_blackwell(accelerator):
+        return _UNEVEN_RTX_BLACKWELL
+    return UNEVEN[accelerator.architecture]
+
+
+def takes_any_fp8_layout(accelerator: Accelerator) -> bool:
+    """Return whether fp8 products take operands that are not transposed (sm100, sm103).
+
+    Those of Hopper and of sm120 take transposed copies (NVIDIA/TransformerEngine 0064fbd6,
+    nvte_is_non_tn_fp8_gemm_supported).
     """
     return accelerator.architecture == "blackwell" and not _is_rtx_blackwell(accelerator)
 

@@ -23,6 +23,10 @@ Dispatcher = Literal["allgather", "alltoall", "deepep"]
 # What is replayed as CUDA graphs, rather than launched by the host: routers; attention, routers and
 # dense MLPs, but not experts and their all-to-alls, whose sizes the host has to know; or all.
 Graphs = Literal["none", "routers", "blocks", "step"]
+# How operands of products in 8 bits are cast: by separate kernels for the largest number, the cast
+# and the transposed copy; or by Transformer Engine's kernel, which writes both copies, with scales
+# from steps before, of this step (largest numbers are found first), or of blocks (MXFP8).
+Casts = Literal["separate", "delayed", "current", "blocks"]
 # Products of experts: all of a layer at once; by Triton's kernels (scattermoe); or one after
 # another in Python, each with a slice of all experts' weights (transformers 4's GraniteMoe).
 Experts = Literal["grouped", "triton", "loop"]
@@ -43,7 +47,8 @@ class SoftwareStack(Record):
     input over tensor parallelism, an adapter on it gathers the input again. `fuses_accumulation`:
     products that give weights' gradients add them to fp32 buffers. `copies_units`: what ranks
     gather is copied out into parameters, and gradients into what is reduced. `blocks_launches`: the
-    host waits for each kernel before it launches the next (CUDA_LAUNCH_BLOCKING=1).
+    host waits for each kernel before it launches the next (CUDA_LAUNCH_BLOCKING=1). `casts`: how
+    operands of products in 8 bits are cast.
     """
 
     name: str
@@ -63,6 +68,7 @@ class SoftwareStack(Record):
     fuses_accumulation: bool = False
     copies_units: bool = False
     blocks_launches: bool = False
+    casts: Casts = "separate"
     source: str
 
 
@@ -88,7 +94,7 @@ STACKS: Mapping[str, SoftwareStack] = _stacks(
     ),
     SoftwareStack(
         name="megatron", elementwise="fused", fuses_dropout=True, sums_by_stages=True,
-        gathers_for_adapters=True, fuses_accumulation=True,
+        gathers_for_adapters=True, fuses_accumulation=True, casts="current",
         source="Megatron-LM, megatron/core: Transformer Engine's norms, rotations, casts (weights' "
         "in a step's first micro-batch, is_first_microbatch) and attention (cuDNN's), "
         "bias_swiglu_fusion, bias_dropout_fusion, gradient_accumulation_fusion (extensions/"
@@ -99,7 +105,9 @@ STACKS: Mapping[str, SoftwareStack] = _stacks(
         "pipeline_parallel/schedules.py, forward_backward_pipelining_with_interleaving: param_sync_"
         "func of a stage at the first micro-batch of the one before, grad_sync_func at its last; "
         "NeMo, nemo/collections/nlp/modules/common/megatron/adapters/mcore_mixins.py: return_"
-        "layernorm_output_gathered but where ub_overlap_ag, for which adapters gather themselves",
+        "layernorm_output_gathered but where ub_overlap_ag, for which adapters gather themselves; "
+        "NVIDIA/TransformerEngine 0064fbd6, pytorch/csrc/quantizer.cpp: "
+        "Float8CurrentScalingQuantizer (--fp8-recipe tensorwise, which outpace writes)",
     ),
     SoftwareStack(
         name="megatron-lm", fuses_dropout=True,
@@ -144,8 +152,9 @@ STACKS: Mapping[str, SoftwareStack] = _stacks(
         "(overlap_sync_param is off in configs/7B_sft.py); flash-attn's attention, apex's norms",
     ),
     SoftwareStack(
-        name="composer", attention="flash2",
-        source="mosaicml/llm-foundry 12a631913c: low-precision layer norms, FSDP by blocks",
+        name="composer", attention="flash2", casts="delayed",
+        source="mosaicml/llm-foundry 12a631913c: low-precision layer norms, FSDP by blocks; "
+        "amp_fp8 by Transformer Engine, with DelayedScaling (composer/core/precision.py)",
     ),
     SoftwareStack(
         name="trainer", attention="fused", elementwise="operators",

@@ -210,6 +210,7 @@ def test_what_expert_parallelism_takes_is_told_if_no_listed_plan_has_it():
         plans(asked("qwen3-30b-a3b", "hgx-h100", keep=f"{keep},ep={ep}", **wanted))
         for ep in (2, 4, 8)
     ]
+    assert any("1.1 times as long on one rank, 1.9 times" in note for note in answer.notes)
     fastest = min(step_s(one) for one in divided)
     assert f"{fastest / step_s(answer):.2f} times the fastest" in told
     for one in divided:

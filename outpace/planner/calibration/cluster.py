@@ -165,7 +165,7 @@ def _fabric(node: Node, per_node: int, network: Network | None) -> Fabric:
                  one.by_size)
         for one in (*efficiency.NCCL.values(), *efficiency.NCCL_TREES.values())
     ]  # fmt: skip
-    dispatch = _dispatch_rate(node, share) if kind == "nvlink" else None
+    dispatch = _dispatch_rate(node, share, across_share) if kind == "nvlink" else None
     return Fabric(
         per_node=per_node,
         inside_bytes_per_s=whole * share if per_node > 1 else math.inf,
@@ -188,10 +188,13 @@ def _fabric(node: Node, per_node: int, network: Network | None) -> Fabric:
     )
 
 
-def _dispatch_rate(node: Node, share: float) -> efficiency.DispatchRate:
-    """Return a dispatcher's rate, its link's share relative to what a ring reaches of it."""
+def _dispatch_rate(node: Node, share: float, across_share: float) -> efficiency.DispatchRate:
+    """Return a dispatcher's rate, with shares relative to what a ring reaches of the links."""
     found = efficiency.dispatch_rate(ACCELERATORS[node.accelerator or ""])
-    return found.model_copy(update={"link_share": found.link_share / share})
+    return found.model_copy(
+        update={"link_share": found.link_share / share,
+                "card_share": found.card_share / across_share}
+    )  # fmt: skip
 
 
 def _use_devices(fabric: Fabric, node: Node, devices: int) -> Fabric:

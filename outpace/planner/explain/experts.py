@@ -38,12 +38,13 @@ def expert_notes(job: PlanningProblem, found: SearchResult, listed: Sequence[int
     if not job.outline.experts:
         return []
     sends = f"; expert parallelism sends tokens by {_SENDS[job.stack.dispatcher]}"
+    alone, apart = job.question.device.uneven_experts
     return [
         f"Experts: times assume {job.stack.name}'s kernels: {_PRODUCTS[job.stack.experts]}"
         f"{sends if job.cluster.devices > 1 else ''}.",
         "Experts: tokens are assumed to be spread evenly, and none to be dropped. If some "
         "experts get most of them (a power law of 1.2), grouped products were measured to take "
-        f"{efficiency.UNEVEN_ALONE} times as long on one rank, {efficiency.UNEVEN_APART} times on "
+        f"{alone} times as long on one rank, {apart} times on "
         f"the slowest of several ranks with different experts ({efficiency.UNEVEN_SOURCE}).",
         *_expert_parallelism(job, found, listed),
     ]

@@ -49,7 +49,9 @@ class DeviceRates:
     products reach no more than `limit` of the best rate; within a step, which is a sustained load,
     they reach at most `sustained` of it, or `sustained_fp8` in fp8. `measured_ratios` say by dtype
     how much longer products took that were measured on this very device. Triton's grouped products
-    of experts take `triton_experts` times as long as products by tiles.
+    of experts take `triton_experts` times as long as products by tiles. `any_fp8_layout`: products
+    in fp8 take operands that are not transposed. `uneven_experts`: how many times as long grouped
+    products take if some experts have most of the tokens, on one rank and on the slowest of many.
     """
 
     name: str
@@ -86,6 +88,8 @@ class DeviceRates:
     sustained_fp8: float = 1.0
     triton_experts: float = 1.0
     overlaps_tiles: bool = False
+    any_fp8_layout: bool = False
+    uneven_experts: tuple[float, float] = efficiency.UNEVEN["hopper"]
     curve: tuple[tuple[float, float], ...] = ()
     sources: tuple[str, ...] = ()
 
@@ -170,6 +174,8 @@ def of_accelerator(chip: Accelerator) -> DeviceRates:
         unaligned=efficiency.UNALIGNED[chip.architecture],
         triton_experts=efficiency.TRITON_EXPERTS[chip.architecture],
         overlaps_tiles=efficiency.overlaps_tiles(chip),
+        any_fp8_layout=efficiency.takes_any_fp8_layout(chip),
+        uneven_experts=efficiency.uneven_load(chip),
         hides=1 - efficiency.COLLECTIVE_MULTIPROCESSORS / (chip.multiprocessors or 132),
         spread=efficiency.DEVICE_SPREAD,
         sources=(curve.source, attention.source, efficiency.MEMORY_SOURCE,

@@ -121,11 +121,14 @@ class Fabric:
         """
         within, nodes, _ = self.spread(size, stride)
         link = self.inside_bytes_per_s * self.all_to_all_share
+        card = self.across_bytes_per_s / self.per_node
         each: Floats | float = 0.0
         if once and self.dispatch is not None:
             link = self.inside_bytes_per_s * self.dispatch.link_share
+            card = card * self.dispatch.card_share
             each = self.dispatch.fixed_s + tokens * self.dispatch.token_s
-        card = self.across_bytes_per_s / self.per_node * self.all_to_all_network_share
+        else:
+            card = card * self.all_to_all_network_share
         if once:
             own = _count_targets(size.astype(np.float64), copies)
             far = _count_targets(nodes, copies)

@@ -5,14 +5,15 @@ by their bytes, and the host by the operators that it launches: a device that fi
 for the host.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import numpy as np
 
 from outpace.catalog import efficiency
-from outpace.catalog.stacks import Dispatcher, Elementwise, Experts, Graphs
+from outpace.catalog.stacks import Casts, Dispatcher, Elementwise, Experts, Graphs
 from outpace.planner.hardware.device import DeviceRates, sustained_product_s
 from outpace.planner.model.outline import Weight, seen_length, weights
 from outpace.planner.plan_columns import Bools, Floats
@@ -32,8 +33,8 @@ class Cells:
     residual stream, and `samples` the number in a micro-batch. `fused`: attention is fused.
     `norm_split` ranks divide norms and the residual stream (sequence parallelism), `etp` ranks
     divide each expert. `elementwise`: how a program without a compiler computes elementwise
-    operations; `fuses_dropout`, `dispatcher`, `experts`, `graphs` and `fuses_accumulation` are also
-    traits of the program (catalog.stacks). `uneven`: some experts have most of the tokens.
+    operations; `fuses_dropout`, `dispatcher`, `experts`, `graphs`, `fuses_accumulation` and `casts`
+    are also traits of the program (catalog.stacks). `uneven`: some experts have most of the tokens.
     `adapters` are those trained on frozen weights.
     """
 
@@ -54,6 +55,7 @@ class Cells:
     graphs: Graphs = "none"
     uneven: bool = False
     fuses_accumulation: bool = False
+    casts: Casts = "separate"
     adapters: Adapters | None = None
 
 
@@ -104,6 +106,13 @@ _LOSS_AHEAD, _LOSS_BACK = 4.0 * 4, 4.0 * (1 + 4 + 1)
 # (4 + 1). Compiled, it is 2 + 2 + 1. (torchao/float8/float8_utils.py, float8_scaling_utils.py)
 _SCALED_EAGERLY = 33 / 5
 _SCALING_OPERATORS = 12
+# Of Transformer Engine's casts: bytes that are read of a number, bytes of a copy, and kernels. With
+# current scales, 16 bits are read for the largest number, whose scale is a kernel, and read again;
+# blocks have a scale of a byte for 32 numbers (NVIDIA/TransformerEngine 0064fbd6, pytorch/csrc/
+# quantizer.cpp, common/util/cast_kernels.cuh).
+_ENGINE_CASTS: Mapping[Casts, tuple[float, float, int]] = MappingProxyType(
+    {"delayed": (2.0, 1.0, 1), "current": (4.0, 1.0, 3), "blocks": (2.0, 1 + 1 / 32, 1)}
+)
 # On a GPU (nn.head_loss), the vocabulary is padded to a multiple of 64.
 _PADDED_TO = 64
 # Length at which unmasked attention reaches half of its rate, over that of causal attention: cuDNN
@@ -209,8 +218,8 @@ def _calls(
         calls, more = calls + launched[0] * count, launched[1] * count
     by_experts, by_experts_back = _expert_operators(device, stack, cells)
     calls, more = calls + by_experts, more + by_experts_back
-    # In Transformer Engine, a cast is one kernel.
-    each = 1 if cells.elementwise == "fused" else _SCALING_OPERATORS
+    engine = cells.casts != "separate"
+    each = _ENGINE_CASTS[cells.casts][2] if engine else _SCALING_OPERATORS
     scaled = np.where(_in_float8(device, cells), float(each * len(names)), 0.0)
     calls, more = calls + 2 * scaled, more + scaled  # input and weight; then the gradient
     return _outside_graphs(device, stack, cells, calls, calls + more)
@@ -287,8 +296,8 @@ def _product(
         alone = sustained_product_s(device, cells.rate, *shape, cells.item, batch)
         seconds = seconds + alone * (device.triton_experts - 1)
     if weight.experts and cells.uneven:
-        slower = np.where(cells.ep > 1, efficiency.UNEVEN_APART, efficiency.UNEVEN_ALONE)
-        seconds = seconds * slower
+        on_one, apart = device.uneven_experts
+        seconds = seconds * np.where(cells.ep > 1, apart, on_one)
     return seconds
 
 
@@ -360,17 +369,34 @@ def _scaling_s(
     `shape`: tokens, outputs and inputs. torchao's Float8Linear has one scale per tensor. Bytes per
     number: finding the largest value reads 2 for an activation or gradient and 4 for a weight; the
     cast reads as much and writes 1; a transposed copy for the operand's other product reads and
-    writes 1. Each step is a kernel: two to find and cast, one to transpose.
+    writes 1. Each step is a kernel: two to find and cast, one to transpose. Transformer Engine has
+    its own casts (`_engine_cast_s`).
     """
     tokens, n, k = shape
     rate = device.memory_bytes_per_s
-    tight = cells.compiled | (cells.elementwise == "fused")
-    casts = np.where(tight, 1.0, _SCALED_EAGERLY)
     # Transformer Engine keeps a step's weights in float8 for all its micro-batches.
     own = 0.0 if cells.elementwise == "fused" else 1.0
+    if cells.casts != "separate":
+        each, fixed_s = _engine_cast_s(device, cells)
+        one = each * (tokens * k + own * n * k) + (1 + own) * fixed_s
+        return one, each * tokens * n + fixed_s, np.zeros_like(tokens)
+    casts = np.where(cells.compiled, 1.0, _SCALED_EAGERLY)
     one = casts * (5 * tokens * k + own * 9 * n * k) / rate + 4 * device.fixed_s
     inputs = (casts * 5 * tokens * n + own * 2 * n * k) / rate + 3 * device.fixed_s
     return one, inputs, 2 * (tokens * n + tokens * k) / rate + 2 * device.fixed_s
+
+
+def _engine_cast_s(device: DeviceRates, cells: Cells) -> tuple[float, float]:
+    """Return seconds of Transformer Engine's cast of a number from 16 bits, and those of no number.
+
+    Trained weights' gradients need a second copy: of blocks along columns, which have their own
+    scales, or transposed where products take transposed operands only.
+    """
+    read, copy, kernels = _ENGINE_CASTS[cells.casts]
+    blocks = cells.casts == "blocks"
+    twice = cells.adapters is None and (blocks or not device.any_fp8_layout)
+    rate = device.memory_bytes_per_s * (efficiency.MXFP8_CAST_SHARE if blocks else 1.0)
+    return (read + copy * (2 if twice else 1)) / rate, kernels * device.fixed_s
 
 
 def _products(

@@ -242,6 +242,7 @@ def _cells(question: StepTimeQuestion, columns: PlanBatch, numbers: Numbers) -> 
         elementwise=software.elementwise, fuses_dropout=software.fuses_dropout,
         dispatcher=software.dispatcher, experts=software.experts, graphs=software.graphs,
         uneven=question.uneven,
-        fuses_accumulation=software.fuses_accumulation, adapters=question.adapters,
+        fuses_accumulation=software.fuses_accumulation, casts=software.casts,
+        adapters=question.adapters,
     )  # fmt: skip
     return cells, cell

@@ -183,3 +183,18 @@ def test_every_chip_of_the_catalog_has_rates(name):
         assert 0.3 < best / device.peak_flops_per_s[dtype] <= 1
     for rate in (device.memory_bytes_per_s, device.host_bytes_per_s, device.disk_bytes_per_s):
         assert 1e8 < rate < ACCELERATORS[name].memory_bytes_per_s
+
+
+@pytest.mark.parametrize(
+    ("chip", "alone", "apart"),
+    [("H100 SXM", 1.1, 1.9), ("B200", 1.07, 1.7), ("RTX 5090", 1.07, 1.9), ("L40S", 1.05, 2.1)],
+)
+def test_uneven_loads_slow_experts_as_measured_on_their_chip(chip, alone, apart):
+    """CUTLASS's grouped products, by a power law of 1.2 over a balanced load."""
+    assert of_accelerator(ACCELERATORS[chip]).uneven_experts == (alone, apart)
+
+
+def test_only_blackwell_of_data_centers_multiplies_fp8_in_any_layout():
+    chips = ("H100 SXM", "RTX 5090", "MI300X", "B200", "GB300")
+    found = [of_accelerator(ACCELERATORS[chip]).any_fp8_layout for chip in chips]
+    assert found == [False, False, False, True, True]

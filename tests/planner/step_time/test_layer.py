@@ -13,7 +13,8 @@ from outpace.planner.hardware.device import DeviceRates, of_accelerator
 from outpace.planner.model.flops import block_weights, head_weights
 from outpace.planner.model.outline import head_in_layers, outline
 from outpace.planner.model.outline_flops import forward_flops
-from outpace.planner.step_time.layer import Cells, embedding, head, layer
+from outpace.planner.step_time.adapters import Adapters
+from outpace.planner.step_time.layer import Cells, _scaling_s, embedding, head, layer
 from outpace.records.outline import Mlp, Outline, Stack
 
 RATE = 1e14
@@ -179,6 +180,30 @@ def test_float8_pays_for_its_scales_and_dearly_without_a_compiler():
     assert eager.forward_operators > 2 * eight.forward_operators
     alone = head(H100, model, cells(rate=rate), 8192).products_s
     assert alone == head(H100, model, cells(rate=H100.rate("bf16")), 8192).products_s
+
+
+@pytest.mark.parametrize(
+    ("chip", "casts", "trained", "copied", "kernels"),
+    [
+        ("H100 SXM", "delayed", True, 4.0, 1), ("H100 SXM", "current", True, 6.0, 3),
+        ("H100 SXM", "delayed", False, 3.0, 1), ("B200", "delayed", True, 3.0, 1),
+        ("B200", "current", True, 5.0, 3), ("B200", "blocks", True, 4.0625, 1),
+        ("B200", "blocks", False, 3.03125, 1), ("RTX 5090", "current", True, 6.0, 3),
+    ],
+)  # fmt: skip
+def test_transformer_engines_casts_are_one_kernel(chip, casts, trained, copied, kernels):
+    """Bytes of a number: 16 bits read, once more for a largest number, one or two copies."""
+    device = of_accelerator(ACCELERATORS[chip])
+    adapters = None if trained else Adapters(16, {})
+    asked = replace(cells(rate=device.rate("fp8")), casts=casts, elementwise="fused",
+                    adapters=adapters)  # fmt: skip
+    tokens, n, k = (np.array([float(size)]) for size in (8192, 4096, 14336))
+    one, inputs, grads = _scaling_s(device, asked, (tokens, n, k))
+    share = efficiency.MXFP8_CAST_SHARE if casts == "blocks" else 1.0
+    rate = device.memory_bytes_per_s * share
+    assert one[0] == pytest.approx(copied * 8192 * 14336 / rate + kernels * device.fixed_s)
+    assert inputs[0] == pytest.approx(copied * 8192 * 4096 / rate + kernels * device.fixed_s)
+    assert grads[0] == 0
 
 
 def test_a_model_without_a_head_has_none():
@@ -350,10 +375,10 @@ def test_fused_casts_and_kept_weights_make_fp8_cheaper():
     rate = H100.rate("fp8")
     eager, fused = (
         layer(H100, of("llama-3-8b"), of("llama-3-8b").stacks[0],
-              replace(cells(rate=rate, samples=1), elementwise=how), 8192, "cudnn")
-        for how in ("kernels", "fused")
+              replace(cells(rate=rate, samples=1), elementwise=how, casts=casts), 8192, "cudnn")
+        for how, casts in (("kernels", "separate"), ("fused", "current"))
     )  # fmt: skip
-    # Without a compiler a cast is 33 bytes of a number (torchao), fused 5.
+    # Without a compiler a cast is 33 bytes of a number (torchao), fused 6.
     assert fused.products_s[0] < 0.7 * eager.products_s[0]
     bound = 2 * 8192 * 6.98e9 / 32 / (H100.peak_flops_per_s["fp8"])
     assert fused.products_s[0] > bound
