@@ -53,6 +53,11 @@ FILES = (
 SAMPLES, LIMIT_S = 8, 90.0
 # Strategies whose equal cells are looked at, too: with dropout, which verify disables.
 LOOKED_AT = ("ddp", "zero3", "1f1b", "interleaved", "tp")
+# How the sentences begin that the check of the first batch says of a cut.
+OF_THE_CUT = (
+    "the loss of the first batch changes", "the gradient of the first batch changes",
+    "the loss returns a pair", "the forward writes to", "the forward moves",
+)  # fmt: skip
 # The strategies of a whole row, on two processes of any machine.
 ALL = set(STRATEGIES) - {"single", "horovod"} - set(filter(refused_strategy, STRATEGIES))
 Entry = Callable[[int], tuple[Any, Any, Any]]
@@ -125,11 +130,7 @@ def said_before(entry: Entry, verdict: ParityVerdict) -> str:
     refusal, sentences = first_look(entry, verdict.strategy)
     if refusal is not None:
         return f"refused: {refusal}"
-    told = (
-        "the loss of the first batch changes", "the gradient of the first batch changes",
-        "the forward writes to", "the forward moves",
-    )  # fmt: skip
-    by_cut = [one for one in sentences if one.startswith(told)]
+    by_cut = [one for one in sentences if one.startswith(OF_THE_CUT)]
     kept = ("from step to step", "generator of its own")
     of_state = [one for one in sentences if any(words in one for words in kept)]
     if kind == "wrong" and any("those of all ranks already" in one for one in by_cut):

@@ -2,7 +2,9 @@
 
 import copy
 import math
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from types import MethodType
 from typing import Any, TypeGuard
 
 import torch
@@ -30,6 +32,7 @@ __all__ = [
     "norm_dtype",
     "parameter_like",
     "raise_to",
+    "save_held_alone",
     "spread",
     "square_sum",
     "storage_id",
@@ -252,8 +255,41 @@ def drop_all_but(kept: Iterable[Tensor], module: nn.Module) -> None:
     for part in module.modules():
         registers: tuple[dict[str, Any], ...] = (part._parameters, part._buffers)
         for register in registers:
-            for name, tensor in register.items():
-                register[name] = tensor if id(tensor) in ids else None
+            lost = {n for n, tensor in register.items() if id(tensor) not in ids}
+            if any(register[name] is not None for name in lost):
+                save_held_alone(part)
+            register.update(dict.fromkeys(lost))
+
+
+def save_held_alone(part: nn.Module) -> None:
+    """Make a part save and load the parameters and buffers that it has, and nothing else.
+
+    Code of its own (`_save_to_state_dict`, hooks, extra state) may use what another rank has, and
+    may save None in its place, as torch's FakeQuantize does.
+    """
+    vars(part).update(
+        _save_to_state_dict=MethodType(_save_held, part),
+        _load_from_state_dict=MethodType(_load_held, part),
+        _state_dict_hooks=OrderedDict(), _state_dict_pre_hooks=OrderedDict(),
+        _load_state_dict_pre_hooks=OrderedDict(), _load_state_dict_post_hooks=OrderedDict(),
+    )  # fmt: skip
+
+
+def _save_held(part: nn.Module, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+    for name, tensor in (*part._parameters.items(), *part._buffers.items()):
+        if tensor is not None and name not in part._non_persistent_buffers_set:
+            destination[prefix + name] = tensor if keep_vars else tensor.detach()
+
+
+def _load_held(
+    part: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool,
+    missing: list[str], *lists: list[str],
+) -> None:  # fmt: skip
+    wanted: dict[str, Any] = {}
+    _save_held(part, wanted, prefix, keep_vars=True)
+    missing += [name for name in wanted if strict and name not in state]
+    # Not strict, because there is no extra state.
+    nn.Module._load_from_state_dict(part, state, prefix, metadata, False, [], *lists)
 
 
 def has_memory(value: object) -> TypeGuard[Tensor]:

@@ -13,6 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from outpace.parallel.parity.cut_difference import explain_counts, explain_cut
+from outpace.parallel.parity.first_batch_messages import (
+    explain_gradient_cut,
+    explain_moved_buffers,
+    explain_repeated_writes,
+)
+from outpace.parallel.parity.mixed_samples import MixedDifference
+
 pytestmark = pytest.mark.gloo
 
 ROOT = Path(__file__).parents[2]
@@ -97,6 +105,16 @@ def test_a_few_are_as_recorded(name):
 @pytest.mark.parametrize("name", [name for name in RECORDED if name in ENTRIES])
 def test_all_are_as_recorded(name):
     assert ZOO.judge(ENTRIES[name]) == RECORDED[name]["cells"]
+
+
+def test_what_the_check_says_of_a_cut_is_known_as_that():
+    """Else a cell is recorded as wrong, of which the check tells."""
+    said = (
+        explain_counts(0.5, 1.0), explain_cut(0.1, "it is cut", "larger micro-batches"),
+        explain_gradient_cut(MixedDifference(gradient=0.1, names=("a",))),
+        explain_moved_buffers(["a"]), explain_repeated_writes(["a"], 2),
+    )  # fmt: skip
+    assert [one for one in said if not one.startswith(ZOO.OF_THE_CUT)] == []
 
 
 def test_rows_of_a_commit_or_later_ones_are_not_recorded_again():

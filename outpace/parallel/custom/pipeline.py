@@ -39,7 +39,13 @@ from outpace.parallel.pipeline import CLASSES, Stage
 from outpace.parallel.placeholder_parameter import PlaceholderParameter
 from outpace.parallel.rank_objects import gather_objects
 from outpace.parallel.stage_draws import PlainDraws, StageDraws
-from outpace.parallel.tensors import all_parameters, drop_all_but, meta_copy, widen_trained
+from outpace.parallel.tensors import (
+    all_parameters,
+    drop_all_but,
+    meta_copy,
+    save_held_alone,
+    widen_trained,
+)
 from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES
 
@@ -425,15 +431,13 @@ class CustomPipeline(SpreadLayout):
 
 
 def _drop_buffers(blocks: Sequence[nn.Module], mine: Collection[int]) -> None:
-    """Remove the buffers of blocks that other ranks run.
-
-    Their averages would stay unchanged here, and must not be saved.
-    """
+    """Remove the buffers of blocks that other ranks run, which alone save and load them."""
     kept = {part for number in mine for part in blocks[number].modules()}
     for number, block in enumerate(blocks):
         for part in () if number in mine else block.modules():
             if part not in kept:
                 part._buffers.update(dict.fromkeys(part._buffers))
+                save_held_alone(part)
 
 
 _group_as_torch = _backward.get_param_groups

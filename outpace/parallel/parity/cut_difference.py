@@ -47,7 +47,8 @@ class FirstPiece:
 
     `drops`: whether the module uses dropout, which is disabled for the losses of halves. `buffers`
     are the saved buffers that the piece changed. `two`: the first two pieces, each with the sum and
-    the count of its loss, if there are two and no forward changes anything.
+    the count of its loss, if there are two and no forward changes anything. `affected`: whether the
+    loss of a few samples of some rank is not the mean of each one's.
     """
 
     piece: Batch
@@ -56,6 +57,7 @@ class FirstPiece:
     drops: bool
     buffers: Mapping[str, Tensor]
     two: Sequence[tuple[Batch, Totals]] = ()
+    affected: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,8 @@ def compare_cut(
     if apart <= tolerance and samples_in(first.piece) < _SMALL and not synchronised:
         of_two = partial(_compare_two, mean_of, first)
         apart = _run_first((of_two, *(ways[-1:] if plan.world_size == 1 else ())), plain)
+    if apart <= tolerance and first.affected and not synchronised:
+        apart = _run_first((partial(_compare_other_parts, mean_of, first),), plain)
     if apart > tolerance:
         return CutDifference(apart)
     read = find_read_buffers(plain, hooks, first.drops, first.buffers, first.piece)
@@ -253,6 +257,25 @@ def _compare_halves(mean_of: _MeanOf, first: FirstPiece) -> float | None:
     if mean is None:
         mean = mean_of([piece])
     return _difference(mean, _mean(*halves) if halves else mean_of(cut(piece, 2)))
+
+
+def _compare_other_parts(mean_of: _MeanOf, first: FirstPiece) -> float | None:
+    """Compare the first piece with parts that were not compared; None if there are none.
+
+    A limit on a batch's loss may change neither this piece nor two of its parts.
+    """
+    piece, samples = first.piece, samples_in(first.piece)
+    if samples % 4:
+        return None
+    parts = cut(piece, 2)
+    if first.mean is not None or first.halves is not None:  # and not half of it with quarters
+        one, two, three, four = cut(piece, 4)
+        others = concatenate(one, three), concatenate(two, four)
+        parts = [part for part in others if part is not None]
+        if len(parts) < len(others):
+            return None
+    mean = mean_of([piece]) if first.mean is None else first.mean
+    return _difference(mean, mean_of(parts))
 
 
 def _compare_two(mean_of: _MeanOf, first: FirstPiece) -> float | None:

@@ -36,6 +36,7 @@ from outpace.parallel.parity.plain_copy import model_of
 from outpace.parallel.plain import random_state, same_random_state, without_dropout
 from outpace.parallel.rank_objects import gather_objects
 
+AFFECTED = "samples affect each other"  # a reason of explain_dependence
 _FEWEST = 4  # samples of a micro-batch, since a single sample may be a special case
 
 
@@ -147,7 +148,7 @@ def explain_dependence(
     except Exception as error:  # such as normalisation over a single sample
         return f"a few samples fail ({type(error).__name__})"
     if any(mean != mean for mean in means) or difference(*means) > tolerance:
-        return "samples affect each other"
+        return AFFECTED
     return None
 
 

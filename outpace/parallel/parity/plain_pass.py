@@ -43,6 +43,7 @@ from outpace.parallel.parity.module_state import (
 from outpace.parallel.parity.moved_parameters import MovedParameters
 from outpace.parallel.parity.names_in_use import NamesInUse
 from outpace.parallel.parity.other_samples import (
+    AFFECTED,
     explain_dependence,
     find_unsaved_state,
     swap_samples,
@@ -87,6 +88,7 @@ class PlainPass:
         self.synchronised = any(isinstance(m, SynchronisedBatchNorm) for m in objective.modules())
         self._recomputes = False
         self.draws_alike = False  # whether random numbers are those that the layout will draw
+        self._affected = False  # whether the loss of a few samples is not the mean of each one's
         self._copy: nn.Module | None = None
         self._trained: list[nn.Module] = []
         self._hooks = {
@@ -235,8 +237,9 @@ class PlainPass:
             return None
         with self._fill(layout, holders) as (plain, found):
             model = model_of(plain)
-            reason = self._explain_dependence(plain, parts[0], hooks, allowed)
-            if gather_first(reason) is not None:
+            said = gather_objects(self._explain_dependence(plain, parts[0], hooks, allowed))
+            self._affected = AFFECTED in said
+            if any(said):
                 return None
             watch = MovedParameters(model.named_parameters())
             pieces = [(number, part, True) for number, part in enumerate(parts)]
@@ -344,7 +347,8 @@ class PlainPass:
         elif state_piece is not None and samples_in(state_piece) < samples_in(piece):
             piece, mean = state_piece, None
         two = [] if state.is_any or state.writes else found.two
-        return FirstPiece(piece, mean, state.halves, found.drops, found.buffers, two)
+        halves, buffers = state.halves, found.buffers
+        return FirstPiece(piece, mean, halves, found.drops, buffers, two, self._affected)
 
     def _find_unscaled(
         self, plain: nn.Module, found: PlainSums, hooks: StepHooks, allowed: ComparisonLimits

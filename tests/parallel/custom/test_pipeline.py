@@ -1,5 +1,6 @@
 """Stages of a user's forward, one process after the other: right, or caught."""
 
+import copy
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from torch import nn
 from outpace.interop.custom_model import CustomModel, CustomObjective, build_custom_model
 from outpace.parallel.custom.block_values import split
 from outpace.parallel.custom.stage import CustomStage
+from outpace.parallel.tensors import drop_all_but
 from outpace.records.errors import BadInputError
 
 RANKS = Path(__file__).parent.parent / "custom_pipeline_ranks.py"
@@ -139,3 +141,33 @@ def test_derivatives_in_forward_mode_over_all_blocks_are_refused():
     stage = CustomStage(objective, names, range(2), True)
     with pytest.raises(BadInputError, match=r"block .layers.1. runs within a transform"):
         stage.run(torch.ones(2, 3), None)
+
+
+class Saving(nn.Linear):
+    """Saves its bias by code of its own, as torch's FakeQuantize does, and a number."""
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars):
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}bias"] = self.bias
+
+    def get_extra_state(self):
+        return len(self.bias)
+
+    def set_extra_state(self, state):
+        raise AssertionError
+
+
+def test_what_lost_tensors_saves_and_loads_what_is_left():
+    module = nn.Sequential(Saving(2, 2), Saving(2, 2))
+    drop_all_but([module[0].weight, *module[1].parameters()], module)
+    copied = copy.deepcopy(module)
+    with torch.no_grad():
+        copied[0].weight.fill_(3)
+    for part in (module, copied):
+        state = part.state_dict()
+        assert set(state) == {"0.weight", "1.weight", "1.bias", "1._extra_state"}
+        assert torch.equal(state["0.weight"], part[0].weight)
+    copied[0].load_state_dict({"weight": torch.ones(2, 2)})
+    assert torch.equal(copied[0].weight, torch.ones(2, 2))
+    with pytest.raises(RuntimeError, match=r"Missing key.* .weight"):
+        copied[0].load_state_dict({})

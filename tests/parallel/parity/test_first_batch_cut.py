@@ -258,3 +258,22 @@ def test_weights_by_counts_of_classes_are_reported_if_halves_show_no_difference(
     said, _ = run_first_step(tmp_path, strategy, Quiet, rare_classes, samples=16, change=change)
     [sentence] = said["warnings"]
     assert sentence.startswith("the loss of the first batch changes")
+
+
+@pytest.mark.parametrize(
+    ("measure", "level"),
+    [(lambda off: off[:, :, 1].abs().mean(), 0.72), (lambda off: off[:, 3].square().mean(), 0.49)],
+    ids=["halves of the second micro-batch", "other halves of the first"],
+)
+def test_a_level_that_two_samples_and_their_micro_batch_are_above_is_reported(
+    tmp_path, measure, level
+):
+    """Halves of the first micro-batch, and quarters of the second, are on one side of the level."""
+
+    def flooded(module, batch):
+        return (measure(module(batch[0]) - batch[1]) - level).abs() + level
+
+    change = {"micro_batch": 4, "pp_microbatches": 2}
+    said, _ = run_first_step(tmp_path, "gpipe", Quiet, flooded, change=change)
+    [sentence] = said["warnings"]
+    assert sentence.startswith("the loss of the first batch changes")
