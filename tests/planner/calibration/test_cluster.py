@@ -101,6 +101,14 @@ def test_direct_links_are_shared_out_among_the_others():
 @pytest.mark.parametrize(
     ("machine", "ranks", "tokens", "hidden", "measured_us"),
     [
+        pytest.param(
+            "8xh100-sxm",
+            8,
+            4096,
+            2048,
+            316,
+            marks=pytest.mark.xfail(strict=True, reason="predicted 17 % too slow"),
+        ),
         ("8xh100-sxm", 8, 4096, 4096, 576),
         ("8xh100-sxm", 8, 16384, 7168, 3513),
         ("8xb200", 8, 4096, 2048, 316),
