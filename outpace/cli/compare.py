@@ -30,6 +30,7 @@ from outpace.interop.user_file import require_named
 from outpace.records.base import write_atomic
 from outpace.records.comparison import Comparison, Experiment, Outcome, Verdict
 from outpace.records.errors import BadInputError, escape_controls
+from outpace.records.evidence import fewest_rounds
 from outpace.records.lines import encode_line
 from outpace.records.settings import TrainSettings
 from outpace.records.strategies import idle_strategy_note
@@ -155,12 +156,17 @@ def _measure_and_judge(
 ) -> Comparison:  # fmt: skip
     """Run the experiment and judge it; save what was measured before re-raising an interruption."""
     from outpace.experiment import arms
+    from outpace.experiment.compare import ALPHA
     from outpace.experiment.judge import judge
 
     folder.mkdir(parents=True, exist_ok=True)
     experiment.save(folder / EXPERIMENT)
     if not quiet:
         _say(_format_start(experiment, settings, folder))
+        needed = fewest_rounds(ALPHA / (len(experiment.arms) - 1))
+        if experiment.rounds < needed:
+            rounds = f"{experiment.rounds} round{'s' * (experiment.rounds > 1)}"
+            _say(f"{rounds} cannot decide, whatever they measure: give --rounds {needed} or more")
     _prepare(settings, quiet)
     began_s, started = time.monotonic() - sum(one.took_s for one in before), format_now()
     run = arms.run_training if settings else arms.run_command

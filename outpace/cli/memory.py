@@ -58,7 +58,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
             return 0
         rank = measured.rank
     traced = account(asked, rank)
-    _show(asked, traced, measured, arguments, _default_options(asked, origins))
+    _show(asked, traced, measured, arguments, origins)
     return 0
 
 
@@ -146,14 +146,14 @@ def _show(
     traced: MemoryAccount,
     measured: MemoryAccount | None,
     arguments: argparse.Namespace,
-    defaults: Mapping[str, str],
+    origins: Mapping[str, str],
 ) -> None:
     from outpace.reporting.terminal.defaults import default_words
     from outpace.reporting.terminal.memory import document, memory_table, step_in_words
 
     plot, out = arguments.plot, arguments.out_file
 
-    command = _plan_command(asked, arguments)
+    command = _plan_command(asked, arguments, origins)
     alone = idle_strategy_note(asked.settings.strategy, asked.plan.world_size)
     if alone is not None:
         more = "--nproc N" if arguments.machine is None else "--nodes N, or another --machine"
@@ -185,7 +185,8 @@ def _show(
         return
     from outpace.reporting.terminal.console import Console
 
-    about = step + default_words(defaults) + ("" if alone is None else f" {alone}")
+    defaults = default_words(_default_options(asked, origins))
+    about = step + defaults + ("" if alone is None else f" {alone}")
     Console().print(memory_table(asked.plan, traced, measured, asked.accelerator, about, command))
     if plot is not None:
         Console().print(f"plot: {plot}", markup=False, highlight=False)
@@ -211,8 +212,13 @@ def _default_options(asked: "AnyQuery", origins: Mapping[str, str]) -> dict[str,
     }
 
 
-def _plan_command(asked: "AnyQuery", arguments: argparse.Namespace) -> str | None:
-    """Return the command that lists plans for the same machines; None for this host's CPU."""
+def _plan_command(
+    asked: "AnyQuery", arguments: argparse.Namespace, origins: Mapping[str, str]
+) -> str | None:
+    """Return the command that lists plans for the same machines; None for this host's CPU.
+
+    It repeats the precision and the optimizer if the user chose them.
+    """
     from outpace.jobs.memory.formula import FormulaQuestion
 
     if arguments.machine is None:
@@ -223,6 +229,19 @@ def _plan_command(asked: "AnyQuery", arguments: argparse.Namespace) -> str | Non
         words += ["--nodes", str(arguments.nodes)]
     if asked.seq_len is not None:
         words += ["--seq-len", str(asked.seq_len)]
+    chosen = {
+        name: value
+        for name, value in (
+            ("precision", plan.precision),
+            ("optimizer", plan.optimizer),
+            ("optimizer_in_backward", str(plan.optimizer_in_backward).lower()),
+        )
+        if origins.get(name, options.DEFAULT) != options.DEFAULT
+    }
+    if "precision" in chosen:
+        words += ["--precision", chosen.pop("precision")]
+    if chosen:
+        words += ["--keep", ",".join(f"{name}={value}" for name, value in chosen.items())]
     if plan.lora_rank is not None:
         words += ["--lora-rank", str(plan.lora_rank), "--base", plan.base]
         words += ["--lora-targets", ",".join(plan.lora_targets)]

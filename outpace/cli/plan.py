@@ -149,8 +149,17 @@ def _defaults(
         found["--global-batch"] = str(answer.global_batch)
     kept = {name for _, name, _ in split_settings(arguments.keep)}
     if arguments.precision is None and "precision" not in kept:
-        found["--precision"] = question.wanted.precision
+        found["--precision"] = _planned_precision(answer, question.wanted.precision)
     return found
+
+
+def _planned_precision(answer: "Plans", default: Precision) -> str:
+    """Return the default precision, and another that plans have which offload."""
+    used = list(dict.fromkeys(one.plan.precision for one in answer.plans))
+    others = ", ".join(name for name in used if name != default)
+    if not others:
+        return default
+    return f"{default} ({others} in plans that offload{'' if default in used else ', as here'})"
 
 
 def _compare(arguments: argparse.Namespace, asked: "PlanQuestion") -> int:

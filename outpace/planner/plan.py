@@ -1,7 +1,6 @@
 """The planner's answer: the plan to use, others (fastest first) with reasons, and rejected ones."""
 
 import math
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
@@ -10,7 +9,6 @@ from typing import Any, Literal
 import numpy as np
 
 from outpace.catalog.accelerators import ACCELERATORS
-from outpace.catalog.nodes import NODES, find_node
 from outpace.planner.calibration.measured_cases import (
     Likeness,
     extrapolations,
@@ -21,7 +19,7 @@ from outpace.planner.calibration.prediction_interval import Interval, QuestionKi
 from outpace.planner.explain.axis_links import axis_links
 from outpace.planner.explain.experts import expert_notes
 from outpace.planner.explain.hints import hint
-from outpace.planner.explain.reasons import explain_plan, impossible, lacks, rejected_families
+from outpace.planner.explain.reasons import explain_plan, rejected_families
 from outpace.planner.explain.titles import given_title, title, varied_options
 from outpace.planner.hardware.device import dtype_of
 from outpace.planner.memory import peak as memory
@@ -30,6 +28,7 @@ from outpace.planner.model.outline import parameters
 from outpace.planner.model.outline_flops import forward_flops, recomputed_flops, step_flops
 from outpace.planner.plan_columns import MODES, Floats, PlanBatch, of_plans
 from outpace.planner.problem import PlanningProblem
+from outpace.planner.remedies import explain_misfit
 from outpace.planner.search.branch_and_bound import (
     SearchResult,
     fastest,
@@ -44,8 +43,9 @@ from outpace.planner.search.space import SearchRequest, to_plan
 from outpace.planner.step_time.estimate import StepTimes, estimate, offloading
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import Estimate, KeptOption, OffloadingPart, Plans, RankedPlan, Role
+from outpace.records.optimizers import LOW, OptimizerName
 from outpace.records.plan import Plan
-from outpace.records.units import show_count, show_seconds
+from outpace.records.units import show_bytes, show_count, show_seconds
 
 _FINALISTS = 2  # times the number of shown plans
 
@@ -61,7 +61,7 @@ def plans(job: PlanningProblem) -> Plans:
         )
     used, found = _fastest(job)
     if not len(found.ranked):
-        raise BadInputError(_infeasible(job, found))
+        raise BadInputError(explain_misfit(job, found))
     found = _add_alternatives(used, found)
     shown = list_places(found)[: job.count]
     listed = [place for place, _ in shown]
@@ -90,6 +90,7 @@ def plans(job: PlanningProblem) -> Plans:
             *_uncertainties(planned),
             *_extrapolated_note(planned[0]),
             *expert_notes(used, found, listed),
+            *_small_states_note(used, planned[0]),
             *_adapter_notes(job, planned),
             *_batch_note(planned[0]),
             *_list_hints(used, found),
@@ -171,7 +172,10 @@ def _host_memory_note(job: PlanningProblem, used: PlanningProblem) -> list[str]:
     state = "Give a node's with --host-memory, as in --host-memory 512GiB"
     if not used.wanted.offloads:
         return [f"{unknown}, so no plan offloads. {state}: plans that offload may be faster."]
-    return [f"{unknown}, and nothing fits without offloading: it is taken to be enough. {state}."]
+    return [
+        f"{unknown}, and with these options nothing fits without offloading: it is taken to be "
+        f"enough. {state}."
+    ]
 
 
 def _adapter_notes(job: PlanningProblem, planned: Sequence[RankedPlan]) -> list[str]:
@@ -191,9 +195,46 @@ def _adapter_notes(job: PlanningProblem, planned: Sequence[RankedPlan]) -> list[
     if planned[0].plan.offload_parameters in (None, "none") or not known:
         return []
     return [
-        "Every step fetches the weights from the host, since training all of them does not fit. "
-        "Adapters take far less: plan them with --lora-rank 16 (and --base nf4)."
+        "Every step fetches the weights from the host. Adapters take far less: plan them with "
+        "--lora-rank 16 (and --base nf4)."
     ]
+
+
+# Options with which states are smallest; the earlier, the closer training is to AdamW in fp32.
+_SMALL_STATES: tuple[tuple[OptimizerName, bool], ...] = tuple(
+    (name, in_backward) for in_backward in (False, True) for name in LOW
+)
+
+
+def _small_states_note(job: PlanningProblem, planned: RankedPlan) -> list[str]:
+    """Return a note on a plan of weights and states in fewer bits, if plan 1 offloads theirs."""
+    wanted, plan = job.wanted, planned.plan
+    decided = {*wanted.keep, *wanted.vary} & {
+        "precision", "optimizer", "optimizer_in_backward", "offload_parameters",
+        "offload_optimizer",
+    }  # fmt: skip
+    offloads = {plan.offload_parameters, plan.offload_optimizer} != {"none"}
+    bf16 = "bf16" in job.cluster.device.peak_flops_per_s
+    if not offloads or decided or not bf16 or job.question.other_program:
+        return []
+    for optimizer, in_backward in _SMALL_STATES:
+        options: dict[str, Any] = {"precision": "bf16-pure", "optimizer": optimizer}
+        if in_backward:
+            options["optimizer_in_backward"] = True
+        kept = replace(wanted, keep={**wanted.keep, **options}, offloads=False)
+        small = replace(job, wanted=kept, count=1)
+        if not fits(kept, small.checked_bytes, small.least_bytes, small.limit):
+            continue
+        found = _search(small)
+        words = ",".join(f"{name}={str(value).lower()}" for name, value in options.items())
+        return [
+            f"Without offloading, --keep {words} fits: "
+            f"{show_bytes(round(float(found.needs[found.fastest])))} and "
+            f"{show_seconds(_seconds(found))} a step, for plan 1's "
+            f"{show_seconds(planned.estimate.step_time_s)}. Weights and states in fewer bits "
+            "change the numbers of training (docs/concepts/optimizers.md)."
+        ]
+    return []
 
 
 _MUCH_OF_STEP = 0.25  # of its time
@@ -519,149 +560,6 @@ def _insistences(job: PlanningProblem, fastest_s: float) -> list[KeptOption]:
             free_s = _seconds(found)
             rows.append(KeptOption(setting=setting, slowdown=max(0.0, fastest_s / free_s - 1)))
     return rows
-
-
-def _infeasible(job: PlanningProblem, found: SearchResult) -> str:
-    """Explain why nothing fits, and name the smallest machine that would suffice."""
-    if not found.smallest:
-        return impossible(job.wanted)
-    needs = {name: float(found.needs[spot]) for name, spot in found.smallest.items()}
-    place = found.smallest[min(needs, key=lambda name: needs[name])]
-    return (
-        f"{job.outline.name} ({show_count(parameters(job.outline))} parameters) does not fit: its "
-        f"smallest plan ({title(to_plan(found.columns, place))}) "
-        f"{lacks(job, found.columns, place)}. {_remedy(job)}{_beyond_positions(job)}"
-    )
-
-
-def _remedy(job: PlanningProblem) -> str:
-    """Return changes with which the model fits: devices first, then changes to what is trained."""
-    fine: list[str] = []
-    beside = _fewest_beside(job)
-    more = _fewest_nodes(lambda nodes: _fits_on(job, nodes)) if beside is None else None
-    if beside is not None:
-        fine.append(f"on {beside[0]} of them in one node: --machine {beside[1]}")
-    if more is not None:
-        fine.append(f"on {more} nodes of {job.cluster.name}")
-    shorter = _longest_sequence(job)
-    if shorter is not None:
-        fine.append(f"with --seq-len {shorter}")
-    adapters = _fitting_adapters(job)
-    if adapters is not None:
-        fine.append(f"with adapters ({adapters})")
-    if not fine:
-        return "Use devices with more memory, or a smaller model."
-    return f"It fits {', or '.join(fine)}."
-
-
-_SHORTEST = 128  # tokens of the shortest sequence that is proposed
-
-
-def _longest_sequence(job: PlanningProblem) -> int | None:
-    """Return the longest half, quarter, … of the sequence length that fits; None if none does."""
-    wanted = job.wanted
-    if not job.outline.vocab or any(stack.seq_len for stack in job.outline.stacks):
-        return None
-    lengths = [wanted.seq_len >> n for n in range(1, wanted.seq_len.bit_length())]
-    lengths = [length for length in lengths if length >= _SHORTEST]
-    if not lengths or not _fits_with(job, seq_len=lengths[-1]):
-        return None
-    return next(length for length in lengths if _fits_with(job, seq_len=length))
-
-
-def _fitting_adapters(job: PlanningProblem) -> str | None:
-    """Return adapter options with which a plan fits; None if none does, or if already planned."""
-    wanted = job.wanted
-    values = {"precision": wanted.precision, **wanted.keep}
-    known = can_plan_adapters(job.outline, values) and not job.question.other_program
-    if wanted.adapters is not None or not known:
-        return None
-    for words, values in (
-        ("--lora-rank 16", {"lora_rank": 16}),
-        ("--lora-rank 16 --base nf4", {"lora_rank": 16, "base": "nf4"}),
-    ):
-        if _fits_with(job, keep={**wanted.keep, **values}):
-            return words
-    return None
-
-
-def _fits_with(job: PlanningProblem, **changes: Any) -> bool:
-    """Return whether any plan fits after changes to the request."""
-    other = replace(job, wanted=replace(job.wanted, **changes))
-    return fits(other.wanted, other.checked_bytes, other.least_bytes, other.limit)
-
-
-_MOST_BESIDE = 8  # accelerators in a host
-_COUNT = re.compile(r"^\d+-?[x×*]-?")  # count in "4xrtx-3090" and "4-x-rtx-3090"
-
-
-def _fewest_beside(job: PlanningProblem) -> tuple[int, str] | None:
-    """Return the fewest accelerators in a node that suffice, and that machine's name.
-
-    None if the machine is sold with a fixed number or was probed, or if 8 do not suffice.
-    """
-    cluster = job.cluster
-    if cluster.name in NODES or cluster.probed or cluster.nodes > 1:
-        return None
-    name = _COUNT.sub("", cluster.name)  # with its memory: "rtx-3060:12gb"
-    try:
-        if find_node(name, ACCELERATORS).accelerator != cluster.device.name:
-            return None
-    except BadInputError:
-        return None
-    count = 2 * cluster.fabric.per_node
-    while count <= _MOST_BESIDE:
-        fabric = replace(cluster.fabric, per_node=count)
-        larger = replace(cluster, fabric=fabric)
-        batch = math.ceil(job.wanted.global_batch / count) * count
-        wanted = replace(job.wanted, world=count, per_node=count, global_batch=batch)
-        other = replace(job, cluster=larger, wanted=wanted)
-        if fits(wanted, other.checked_bytes, other.least_bytes, job.limit):
-            return count, f"{count}x{name}"
-        count *= 2
-    return None
-
-
-def _beyond_positions(job: PlanningProblem) -> str:
-    """Return ' Its sequences …' if they are longer than the unmodified model supports, else ''."""
-    most = job.outline.max_positions
-    if job.wanted.seq_len <= most:
-        return ""
-    return (
-        f" Its sequences of {job.wanted.seq_len} tokens are longer than the {most} positions of "
-        "the model, which accepts none longer as it is."
-    )
-
-
-_MOST_NODES = 4096
-
-
-def _fewest_nodes(fits: Callable[[int], bool]) -> int | None:
-    """Return the fewest nodes that suffice, assuming that more would suffice too."""
-    enough = 1
-    while not fits(enough):
-        enough *= 2
-        if enough > _MOST_NODES:
-            return None
-    less = enough // 2
-    while enough - less > 1:
-        middle = (less + enough) // 2
-        if fits(middle):
-            enough = middle
-        else:
-            less = middle
-    return enough
-
-
-def _fits_on(job: PlanningProblem, nodes: int) -> bool:
-    """Return whether `nodes` nodes suffice, with a global batch that they can divide."""
-    if nodes <= job.cluster.nodes:
-        return False
-    other = job.with_nodes(nodes)
-    world = other.wanted.world
-    batch = math.ceil(job.wanted.global_batch / world) * world
-    wanted = replace(other.wanted, global_batch=batch)
-    return fits(wanted, other.checked_bytes, other.least_bytes, job.limit)
 
 
 def throughput(job: PlanningProblem, nodes: int) -> RankedPlan | None:

@@ -171,8 +171,8 @@ class Verdict(Record):
         elif slowdown == 0:
             size = "is like"
         return (
-            f"{arm} {size} {against} in {rounds}, too few to claim anything: at least "
-            f"{fewest_rounds(self.alpha)} are needed"
+            f"{rounds} cannot decide between {arm} and {against}: at least "
+            f"{fewest_rounds(self.alpha)} are needed. In the median so far, {arm} {size} {against}"
         )
 
     def _of_two_runs(self, slowdown: float, arm: str, against: str) -> str:
@@ -187,9 +187,9 @@ class Verdict(Record):
         else:
             took = f"{show_share(abs(slowdown))} {'longer' if slowdown > 0 else 'less time'} than"
         return (
-            f"{arm} took {took} {against} in these two runs ({parts}). Two identical runs may "
-            "differ as much: to claim a difference, give outpace compare the arms instead of "
-            "runs, so that it trains them in turn"
+            f"a step of {arm} took {took} one of {against} in these two runs ({parts}). Two "
+            "identical runs may differ as much: to claim a difference, give outpace compare the "
+            "arms instead of runs, so that it trains them in turn"
         )
 
 

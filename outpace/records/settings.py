@@ -424,7 +424,7 @@ class TrainSettings(Record):
         if self.optimizer_in_backward and self.clip > 0:
             raise ValueError(
                 f"clip is {self.clip}, but optimizer_in_backward steps parameters before the norm "
-                "of all gradients is known. Use --clip 0, or leave it out"
+                "of all gradients is known. Use --clip 0, or leave out --optimizer-in-backward"
             )
         if self.data_weights is not None and len(self.data_weights) != len(self.data):
             raise ValueError(

@@ -62,9 +62,10 @@ def test_an_arm_that_fails_is_a_result(capsys, tmp_path):
     printed = capsys.readouterr()
     assert "round 1 of at most 2: echo t=1: metric 1\n" in printed.err
     shown = " ".join(printed.out.split())
-    assert "failed: exit code 3: broken" in shown and "in 2 rounds, too few to claim" in shown
-    assert "echo t=2 is 100.0 % higher than echo t=1 in 2 rounds" in shown
+    assert "failed: exit code 3: broken" in shown and "2 rounds cannot decide between" in shown
+    assert "In the median so far, echo t=2 is 100.0 % higher than echo t=1." in shown
     assert "at least 11 are needed" in shown  # of three arms
+    assert "outpace: 2 rounds cannot decide, whatever they measure: give --rounds 11" in printed.err
 
 
 def test_a_comparison_goes_on_where_it_stopped(capsys, tmp_path):

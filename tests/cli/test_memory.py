@@ -200,6 +200,23 @@ def test_a_run_shows_its_memory_traced_and_measured(strategy, train_flags, tmp_p
     assert "The trace is off by" in said
 
 
+def test_the_command_that_plans_keeps_the_precision_and_the_optimizer():
+    from outpace.cli import memory
+    from outpace.jobs.memory.query import question
+    from outpace.jobs.planning.find_outline import find_outline
+
+    def command(*chosen):
+        words = ["--model=gpt2", "--machine=rtx-4090", "--seq-len=128", *chosen]
+        arguments = memory._parser().read(words)
+        settings, origins, node = memory._read_options(arguments)
+        asked = question(settings, origins, node, 1, find_outline)
+        return memory._plan_command(asked, arguments, origins)
+
+    kept = command("--precision=bf16-pure", "--optimizer=adamw-4bit")
+    assert kept.endswith(" --precision bf16-pure --keep optimizer=adamw-4bit --trained")
+    assert command().endswith("--seq-len 128 --trained")
+
+
 @pytest.mark.slow
 def test_what_does_not_fit_names_the_command_that_finds_what_does(capsys):
     words = ["--model=llama-3.2-1b", "--machine=rtx-4090", "--seq-len=512", "--micro-batch=64"]

@@ -238,6 +238,10 @@ def test_weights_that_wait_on_the_host_bring_adapters_to_mind(capsys, monkeypatc
     on_one = ["plan", "--model=qwen2.5-7b", "--machine=rtx-3090"]
     told = shown(capsys, monkeypatch, *on_one)
     assert "Adapters take far less: plan them with --lora-rank 16" in told
+    # Before the plans: what they need, and the precision that they have.
+    head = told.split("Recommended")[0]
+    assert "Plan 1 needs " in head and "GiB of host memory per node, if the host has" in head
+    assert "--precision bf16-master (bf16 in plans that offload, as here)." in head
     assert "Adapters" not in shown(capsys, monkeypatch, *LLAMA)
     # Where they would be refused they are not proposed.
     told = shown(capsys, monkeypatch, *on_one, "--keep=offload_parameters=cpu")

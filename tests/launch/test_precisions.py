@@ -132,7 +132,7 @@ def test_the_optimizer_in_backward_trains_alike_and_keeps_the_norm(run):
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
-        ({"optimizer_in_backward": True}, "Use --clip 0"),
+        ({"optimizer_in_backward": True}, "Use --clip 0, or leave out --optimizer-in-backward"),
         ({"optimizer_in_backward": True, "clip": 0, "micro_batch": 2}, "Use --micro-batch 4"),
         ({"optimizer_in_backward": True, "clip": 0, "micro_batch": "auto"}, "works with one"),
         ({"precision": "fp8", "device": "cpu"}, "the device is cpu. Use --precision bf16"),

@@ -217,6 +217,63 @@ def test_what_expert_parallelism_takes_is_told_if_no_listed_plan_has_it():
         assert not [note for note in one.notes if note.startswith("Expert parallelism: ")]
 
 
+def test_options_that_contradict_each_other_are_named_with_what_goes_with_them():
+    """Every pair of them, also where --precision gives one."""
+
+    def reason(keep, **words):
+        with pytest.raises(BadInputError) as caught:
+            plans(asked("gpt2", "rtx-4090", seq_len=1024, global_batch=4, keep=keep, **words))
+        return str(caught.value)
+
+    said = reason("precision=bf16-pure,optimizer=adafactor")
+    assert "1 device and a global batch of 4" in said and "product of the axes" not in said
+    assert "precision=bf16-pure and optimizer=adafactor contradict each other" in said
+    assert "optimizer may be adamw-bf16, adamw-8bit or adamw-4bit" in said
+    said = reason("optimizer=adafactor,compile=false", precision="bf16-pure")
+    assert "optimizer=adafactor and precision=bf16-pure contradict each other" in said
+    said = reason("optimizer=adafactor,offload_optimizer=cpu,optimizer_in_backward=true")
+    assert "optimizer=adafactor and offload_optimizer=cpu contradict each other" in said
+    assert "offload_optimizer=cpu and optimizer_in_backward=True contradict each other" in said
+    assert "optimizer=adafactor and optimizer_in_backward" not in said
+    said = reason("checkpointing=none,checkpoint_every=2")
+    assert "checkpointing=none and checkpoint_every=2 contradict each other" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ({"keep": "optimizer=adamw-8bit"}, "It fits without optimizer=adamw-8bit, by offloading"),
+        ({"keep": "precision=bf16-pure"}, "It fits without precision=bf16-pure, by offloading"),
+        ({"precision": "bf16-master"}, "It fits with --precision bf16, by offloading"),
+    ],
+)
+def test_an_option_that_prevents_offloading_is_named_where_nothing_else_fits(words, sentence):
+    with pytest.raises(BadInputError) as caught:
+        plans(asked("llama-3.2-1b", "rtx-4070:12GB", seq_len=2048, global_batch=4, **words))
+    assert sentence in str(caught.value) and "cannot be offloaded here" in str(caught.value)
+
+
+def test_adapters_that_do_not_fit_are_told_of_a_base_of_four_bits_first():
+    keep = "lora_rank=16"
+    with pytest.raises(BadInputError, match="It fits with --base nf4, or on 8 of them"):
+        plans(asked("llama-3.1-8b", "rtx-4070", seq_len=2048, global_batch=4, keep=keep))
+    fine = asked("llama-3.1-8b", "rtx-4070", seq_len=2048, global_batch=4, keep=f"{keep},base=nf4")
+    assert plans(fine).plans[0].estimate.fits
+
+
+def test_a_plan_that_offloads_stands_beside_small_states_that_do_not():
+    wanted = {"seq_len": 2048, "global_batch": 4}
+    answer = plans(asked("llama-3.2-1b", "rtx-4070:12GB", **wanted))
+    (told,) = [note for note in answer.notes if note.startswith("Without offloading, --keep ")]
+    keep = told.removeprefix("Without offloading, --keep ").split()[0]
+    assert "optimizer_in_backward=true" in keep and "change the numbers of training" in told
+    (small, *_) = plans(asked("llama-3.2-1b", "rtx-4070:12GB", keep=keep, **wanted)).plans
+    assert small.estimate.host_offloaded_bytes == 0
+    assert step_s(answer) > 1.5 * small.estimate.step_time_s
+    kept = plans(asked("llama-3.2-1b", "rtx-4070:12GB", keep="offload_optimizer=cpu", **wanted))
+    assert not [note for note in kept.notes if note.startswith("Without offloading, --keep ")]
+
+
 def test_a_leaner_plan_is_beside_one_that_fills_memory():
     """However slow: the fastest of those that leave a tenth of it free."""
     job = asked("llama-3.1-8b", "rtx-4090", seq_len=1024, global_batch=4,

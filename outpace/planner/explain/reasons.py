@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from outpace.planner.explain.contradictions import contradictions
 from outpace.planner.explain.titles import PARTS, choices, title
 from outpace.planner.model.adapters import ADAPTER_NAMES
 from outpace.planner.plan_columns import MODES, PlanBatch
@@ -240,14 +241,15 @@ def lacks(job: PlanningProblem, columns: PlanBatch, place: int) -> str:
 def impossible(wanted: SearchRequest) -> str:
     """Explain why no plan is possible, and suggest other axis sizes or batches."""
     kept = f", with {_format_kept(wanted)}" if wanted.keep else ""
-    begin = (
-        f"no plan can be laid out: {wanted.world} devices and a global batch of "
-        f"{wanted.global_batch}{kept}."
-    )
+    devices = "1 device" if wanted.world == 1 else f"{wanted.world} devices"
+    begin = f"no plan can be laid out: {devices} and a global batch of {wanted.global_batch}{kept}."
+    near: tuple[int, ...] = ()
     wrong = ". ".join(_wrong_sizes(wanted))
+    if not wrong:
+        near = nearest_batches(wanted)
+        wrong = "" if near else ". ".join(contradictions(wanted))
     if wrong:
         return f"{begin.removesuffix('.')}: {wrong}."
-    near = nearest_batches(wanted)
     if near:
         remedy = f"Use a global batch of {join_or(f'{n:,}' for n in near)}, or require less."
     else:

@@ -580,14 +580,20 @@ def _finish_search(
 
 
 def fits(wanted: SearchRequest, needs: Needs, floors: Needs, memory_bytes: float) -> bool:
-    """Return whether any plan fits, with the smallest micro-batch and the most recomputation."""
-    if not {"micro_batch", "pp_microbatches"} & wanted.keep.keys():
+    """Return whether any plan fits, with the smallest micro-batch and the most recomputation.
+
+    With the optimizer in the backward all micro-batches are tried, since the smallest accumulate
+    gradients, which the larger ones do not keep.
+    """
+    in_backward = bool(wanted.keep.get("optimizer_in_backward"))
+    if not (in_backward or {"micro_batch", "pp_microbatches"} & wanted.keep.keys()):
         wanted = replace(wanted, keep={**wanted.keep, "micro_batch": 1})  # 1 divides every share
     plain, chosen = layouts(wanted), list(memory_options(wanted))
     if not chosen or not len(plain):
         return False
     chosen = [options for options in chosen if options["modes"] == chosen[-1]["modes"]]
-    plain = plain.select(plain.micro_batch == plain.micro_batch.min())
+    if not in_backward:
+        plain = plain.select(plain.micro_batch == plain.micro_batch.min())
     # Layouts that shard most come first.
     order = np.argsort(-plain.zero * plain.dp_shard * plain.tp * plain.pp, kind="stable")
     for begin in range(0, len(order), _BATCH):

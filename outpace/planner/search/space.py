@@ -167,6 +167,12 @@ def _vary(found: PlanBatch, vary: Mapping[str, Sequence[Any]]) -> PlanBatch:
     return found
 
 
+def has_plans(wanted: SearchRequest) -> bool:
+    """Return whether any plan can be laid out as requested, fitting or not."""
+    found, chosen = layouts(wanted), list(memory_options(wanted))
+    return bool(len(found) and chosen and _allowed_options(found, chosen).any())
+
+
 def _repeat(value: Any, count: int) -> Any:
     array = np.asarray(value)
     return np.broadcast_to(array, (count, *array.shape)).copy()

@@ -99,7 +99,11 @@ def headline(comparison: Comparison) -> str | None:
 def opening(comparison: Comparison) -> list[str]:
     """Return the first sentences: the differences between finished runs, then the verdict."""
     head = headline(comparison)
-    return [*comparison.differences, *([head] if head else []), *verdict_lines(comparison)]
+    lines = [
+        f"{line}." if ". " in line and not line.endswith(".") else line
+        for line in verdict_lines(comparison)
+    ]
+    return [*comparison.differences, *([head] if head else []), *lines]
 
 
 def verdict_lines(comparison: Comparison) -> list[str]:

@@ -23,6 +23,7 @@ def plans_text(answer: Plans) -> Group:
     """Format plans with their reasons, the time and memory of the first, and rejected families."""
     obstacle = common_obstacle(answer.plans)
     parts: list[RenderableType] = [Text(plans_head(answer))]
+    parts += [Text(line) for line in _host_need(answer.plans[0].estimate)]
     if obstacle is not None:
         parts.append(Text(_untrained_line(obstacle)))
     parts.append(_ranking_table(answer.plans))
@@ -65,6 +66,16 @@ def common_obstacle(plans: Sequence[RankedPlan]) -> str | None:
     """Return the reason why outpace cannot train any of the plans, if it is the same for all."""
     first = plans[0].untrained
     return first if all(planned.untrained == first for planned in plans) else None
+
+
+def _host_need(one: Estimate) -> list[str]:
+    """Return the host memory that the first plan needs, where it is unknown whether there is."""
+    if not one.host_offloaded_bytes or one.host_memory_bytes is not None:
+        return []
+    return [
+        f"Plan 1 needs {show_bytes(one.host_offloaded_bytes)} of host memory per node, if the host "
+        "has that much: state it with --host-memory."
+    ]
 
 
 def _untrained_line(obstacle: str) -> str:

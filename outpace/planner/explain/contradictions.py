@@ -1,0 +1,84 @@
+"""Required options that no plan can have together, and what each of them goes with."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import combinations
+from typing import Any
+
+from outpace.planner.model.adapters import ADAPTER_NAMES
+from outpace.planner.plan_columns import OPTIMIZERS, PRECISIONS
+from outpace.planner.search.space import SearchRequest, has_plans
+from outpace.records.errors import join_and, join_or
+
+_MOST_OPTIONS = 3  # that contradict each other without any two of them doing so
+_VALUES: Mapping[str, tuple[str, ...]] = {
+    "optimizer": tuple(OPTIMIZERS),
+    "precision": tuple(name for name in PRECISIONS if name != "fp64"),  # for proofs
+}
+
+
+def contradictions(wanted: SearchRequest) -> list[str]:
+    """Return a sentence for each smallest set of required options that no plan can have."""
+    items = _required_items(wanted)
+    for count in range(1, _MOST_OPTIONS + 1):
+        found = [
+            some
+            for some in combinations(items, count)
+            if not has_plans(_with_items(wanted, {name: items[name] for name in some}))
+        ]
+        if found:
+            return [_describe(wanted, {name: items[name] for name in some}) for some in found]
+    return []
+
+
+def _required_items(wanted: SearchRequest) -> dict[str, Any]:
+    """Return the required options by name; those of adapters are one."""
+    items = {name: value for name, value in wanted.keep.items() if name not in ADAPTER_NAMES}
+    adapters = {name: value for name, value in wanted.keep.items() if name in ADAPTER_NAMES}
+    if adapters:
+        items["adapters"] = adapters
+    if "precision" not in {*items, *wanted.vary}:
+        items["precision"] = wanted.precision
+    return items
+
+
+def _with_items(wanted: SearchRequest, items: Mapping[str, Any]) -> SearchRequest:
+    """Return the request with only these of its required options."""
+    keep = {name: value for name, value in items.items() if name != "adapters"}
+    keep |= items.get("adapters", {})
+    vary = {name: values for name, values in wanted.vary.items() if name != "precision"}
+    precision = keep.pop("precision", "fp32")  # goes with everything
+    if "precision" in wanted.vary:
+        vary["precision"] = wanted.vary["precision"]
+    optimizer = wanted.optimizer if "precision" in items else None
+    return replace(
+        wanted, keep=keep, vary=vary, precision=precision, optimizer=optimizer,
+        offloaded_precision=wanted.offloaded_precision if "precision" in items else None,
+    )  # fmt: skip
+
+
+def _describe(wanted: SearchRequest, items: Mapping[str, Any]) -> str:
+    """Return which options contradict each other, and the values that go with the others."""
+    named = {
+        name: f"--lora-rank {value['lora_rank']}" if name == "adapters" else f"{name}={value}"
+        for name, value in items.items()
+    }
+    if len(named) == 1:
+        begin = f"no plan can have {next(iter(named.values()))}"
+    else:
+        begin = f"{join_and(named.values())} contradict each other"
+    return ". ".join([begin, *_list_allowed_values(wanted, items, named)])
+
+
+def _list_allowed_values(
+    wanted: SearchRequest, items: Mapping[str, Any], named: Mapping[str, str]
+) -> Iterator[str]:
+    for name in items:
+        others = [named[other] for other in named if other != name]
+        fine = [
+            value
+            for value in _VALUES.get(name, ())
+            if has_plans(_with_items(wanted, {**items, name: value}))
+        ]
+        if fine and others:
+            yield f"With {join_and(others)}, {name} may be {join_or(fine)}"

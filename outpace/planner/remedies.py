@@ -1,0 +1,214 @@
+"""Changes with which a model fits: options that prevent it, devices, sequences, or adapters."""
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+from outpace.catalog.accelerators import ACCELERATORS
+from outpace.catalog.nodes import NODES, find_node
+from outpace.planner.explain.reasons import impossible, lacks
+from outpace.planner.explain.titles import title
+from outpace.planner.model.adapters import can_plan_adapters
+from outpace.planner.model.outline import parameters
+from outpace.planner.problem import PlanningProblem
+from outpace.planner.search.branch_and_bound import SearchResult, fits
+from outpace.planner.search.space import SearchRequest, to_plan
+from outpace.records.errors import BadInputError, join_or
+from outpace.records.optimizers import PLAIN_ADAMW, default_optimizer
+from outpace.records.precisions import PRECISION_TRAITS, Precision
+from outpace.records.units import show_count
+
+
+def explain_misfit(job: PlanningProblem, found: SearchResult) -> str:
+    """Explain why nothing fits, and name the smallest machine that would suffice."""
+    if not found.smallest:
+        return impossible(job.wanted)
+    needs = {name: float(found.needs[spot]) for name, spot in found.smallest.items()}
+    place = found.smallest[min(needs, key=lambda name: needs[name])]
+    return (
+        f"{job.outline.name} ({show_count(parameters(job.outline))} parameters) does not fit: its "
+        f"smallest plan ({title(to_plan(found.columns, place))}) "
+        f"{lacks(job, found.columns, place)}. {_remedy(job)}{_beyond_positions(job)}"
+    )
+
+
+def _remedy(job: PlanningProblem) -> str:
+    """Return changes with which the model fits.
+
+    Options that prevent it come first, then devices, then changes to what is trained.
+    """
+    fine = [*_four_bit_base(job), *_without_options(job)]
+    beside = _fewest_beside(job)
+    more = _fewest_nodes(lambda nodes: _fits_on(job, nodes)) if beside is None else None
+    if beside is not None:
+        fine.append(f"on {beside[0]} of them in one node: --machine {beside[1]}")
+    if more is not None:
+        fine.append(f"on {more} nodes of {job.cluster.name}")
+    shorter = _longest_sequence(job)
+    if shorter is not None:
+        fine.append(f"with --seq-len {shorter}")
+    adapters = _fitting_adapters(job)
+    if adapters is not None:
+        fine.append(f"with adapters ({adapters})")
+    if not fine:
+        return "Use devices with more memory, or a smaller model."
+    return f"It fits {', or '.join(fine)}."
+
+
+def _four_bit_base(job: PlanningProblem) -> list[str]:
+    """Return the option for frozen weights in 4 bits, if adapters fit with it."""
+    adapters = job.wanted.adapters
+    if adapters is None or job.wanted.keep.get("base") == "nf4" or job.question.other_program:
+        return []
+    return ["with --base nf4"] if _fits_with(job, keep={**job.wanted.keep, "base": "nf4"}) else []
+
+
+def _without_options(job: PlanningProblem) -> Iterator[str]:
+    """Yield required options that keep plans from offloading, if the model fits without them."""
+    wanted = job.wanted
+    for name, value in wanted.keep.items():
+        if not _why_kept_on_device(wanted, name):
+            continue
+        others = {other: kept for other, kept in wanted.keep.items() if other != name}
+        if _fits_with(job, keep=others):
+            yield f"without {name}={value}{_why_kept_on_device(wanted, name)}"
+    plain = _offloadable_precision(wanted)
+    if plain is not None and _fits_with(job, precision=plain):
+        yield f"with --precision {plain}{_why_kept_on_device(wanted, 'precision')}"
+
+
+def _offloadable_precision(wanted: SearchRequest) -> Precision | None:
+    """Return the precision of the same products whose states can be offloaded, if it is another."""
+    plain = PRECISION_TRAITS[wanted.precision].low
+    decided = "precision" in {*wanted.keep, *wanted.vary} or wanted.offloaded_precision is not None
+    return None if decided or plain == wanted.precision else plain
+
+
+def _why_kept_on_device(wanted: SearchRequest, name: str) -> str:
+    """Return why an option keeps plans from offloading weights and states; '' if it does not."""
+    precision = wanted.keep.get("precision", wanted.precision)
+    optimizer = wanted.keep.get("optimizer", default_optimizer(precision))
+    if name == "optimizer" and optimizer not in PLAIN_ADAMW:
+        return (
+            f", by offloading (the states of {optimizer} cannot be offloaded here, only those of "
+            f"{join_or(PLAIN_ADAMW)})"
+        )
+    if name == "precision" and (
+        PRECISION_TRAITS[precision].masters or optimizer not in PLAIN_ADAMW
+    ):
+        return f", by offloading (weights and states of {precision} cannot be offloaded here)"
+    if name == "optimizer_in_backward" and wanted.keep[name]:
+        return ", by offloading (which does not go with it)"
+    return ""
+
+
+_SHORTEST = 128  # tokens of the shortest sequence that is proposed
+
+
+def _longest_sequence(job: PlanningProblem) -> int | None:
+    """Return the longest half, quarter, … of the sequence length that fits; None if none does."""
+    wanted = job.wanted
+    if not job.outline.vocab or any(stack.seq_len for stack in job.outline.stacks):
+        return None
+    lengths = [wanted.seq_len >> n for n in range(1, wanted.seq_len.bit_length())]
+    lengths = [length for length in lengths if length >= _SHORTEST]
+    if not lengths or not _fits_with(job, seq_len=lengths[-1]):
+        return None
+    return next(length for length in lengths if _fits_with(job, seq_len=length))
+
+
+def _fitting_adapters(job: PlanningProblem) -> str | None:
+    """Return adapter options with which a plan fits; None if none does, or if already planned."""
+    wanted = job.wanted
+    values = {"precision": wanted.precision, **wanted.keep}
+    known = can_plan_adapters(job.outline, values) and not job.question.other_program
+    if wanted.adapters is not None or not known:
+        return None
+    for words, values in (
+        ("--lora-rank 16", {"lora_rank": 16}),
+        ("--lora-rank 16 --base nf4", {"lora_rank": 16, "base": "nf4"}),
+    ):
+        if _fits_with(job, keep={**wanted.keep, **values}):
+            return words
+    return None
+
+
+def _fits_with(job: PlanningProblem, **changes: Any) -> bool:
+    """Return whether any plan fits after changes to the request."""
+    other = replace(job, wanted=replace(job.wanted, **changes))
+    return fits(other.wanted, other.checked_bytes, other.least_bytes, other.limit)
+
+
+_MOST_BESIDE = 8  # accelerators in a host
+_COUNT = re.compile(r"^\d+-?[x×*]-?")  # count in "4xrtx-3090" and "4-x-rtx-3090"
+
+
+def _fewest_beside(job: PlanningProblem) -> tuple[int, str] | None:
+    """Return the fewest accelerators in a node that suffice, and that machine's name.
+
+    None if the machine is sold with a fixed number or was probed, or if 8 do not suffice.
+    """
+    cluster = job.cluster
+    if cluster.name in NODES or cluster.probed or cluster.nodes > 1:
+        return None
+    name = _COUNT.sub("", cluster.name)  # with its memory: "rtx-3060:12gb"
+    try:
+        if find_node(name, ACCELERATORS).accelerator != cluster.device.name:
+            return None
+    except BadInputError:
+        return None
+    count = 2 * cluster.fabric.per_node
+    while count <= _MOST_BESIDE:
+        fabric = replace(cluster.fabric, per_node=count)
+        larger = replace(cluster, fabric=fabric)
+        batch = math.ceil(job.wanted.global_batch / count) * count
+        wanted = replace(job.wanted, world=count, per_node=count, global_batch=batch)
+        other = replace(job, cluster=larger, wanted=wanted)
+        if fits(wanted, other.checked_bytes, other.least_bytes, job.limit):
+            return count, f"{count}x{name}"
+        count *= 2
+    return None
+
+
+def _beyond_positions(job: PlanningProblem) -> str:
+    """Return ' Its sequences …' if they are longer than the unmodified model supports, else ''."""
+    most = job.outline.max_positions
+    if job.wanted.seq_len <= most:
+        return ""
+    return (
+        f" Its sequences of {job.wanted.seq_len} tokens are longer than the {most} positions of "
+        "the model, which accepts none longer as it is."
+    )
+
+
+_MOST_NODES = 4096
+
+
+def _fewest_nodes(fits: Callable[[int], bool]) -> int | None:
+    """Return the fewest nodes that suffice, assuming that more would suffice too."""
+    enough = 1
+    while not fits(enough):
+        enough *= 2
+        if enough > _MOST_NODES:
+            return None
+    less = enough // 2
+    while enough - less > 1:
+        middle = (less + enough) // 2
+        if fits(middle):
+            enough = middle
+        else:
+            less = middle
+    return enough
+
+
+def _fits_on(job: PlanningProblem, nodes: int) -> bool:
+    """Return whether `nodes` nodes suffice, with a global batch that they can divide."""
+    if nodes <= job.cluster.nodes:
+        return False
+    other = job.with_nodes(nodes)
+    world = other.wanted.world
+    batch = math.ceil(job.wanted.global_batch / world) * world
+    wanted = replace(other.wanted, global_batch=batch)
+    return fits(wanted, other.checked_bytes, other.least_bytes, job.limit)
