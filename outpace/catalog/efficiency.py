@@ -382,7 +382,7 @@ ALL_TO_ALL_SOURCE = (
 
 
 # DeepEP's rates over a network include copies that stay on a node. Of 50 GB/s, what leaves it is
-# sent at 43.1 GB/s on four nodes and 44.2 on eight (deepseek-ai/DeepEP 0297fc80, docs/legacy.md:
+# sent at 43.1 GB/s on four nodes and 44.2 on eight (deepseek-ai/DeepEP 0297fc80, legacy.md:
 # 57.5 and 50.5 of all copies, of which 3/4 and 7/8 leave; V2 45.8 on four), and at 43.5 on four
 # nodes of H100 (aiconfigurator 095f58a5, combining). Two nodes take longer: 21.5 on H800, 32 on
 # H100.

@@ -97,7 +97,7 @@ def _refuse_ragged(plain: Any, first: Tensor) -> None:
     """
     for part in tree_leaves(plain, is_leaf=lambda one: type(one) is list):
         if type(part) is list:
-            if _is_list_of_samples(first, part):
+            if _is_list_of_samples(_length(first), id(first), part):
                 continue
             tensors = [one for one in part if isinstance(one, Tensor) and one.dim()]
             alike = len({(one.shape[1:], one.dtype) for one in tensors}) == 1
@@ -220,8 +220,10 @@ class _FlatBatch(NamedTuple):
 def _flatten(batch: Batch) -> _FlatBatch:
     plain = _plain(batch)
     first = _first_tensor(batch, plain)
-    flat = tree_flatten(plain, partial(_is_list_of_samples, first))
-    return _FlatBatch(*flat, _length(first))
+    # torch's tree_flatten leaves a cycle that holds `is_leaf`, so this must not hold the tensor.
+    samples = _length(first)
+    flat = tree_flatten(plain, partial(_is_list_of_samples, samples, id(first)))
+    return _FlatBatch(*flat, samples)
 
 
 def _slice(flat: _FlatBatch, begin: int, size: int) -> Batch:
@@ -247,13 +249,13 @@ def _has_rows(value: Any, samples: int) -> bool:
     return isinstance(value, Tensor | np.ndarray) and value.ndim > 0 and _length(value) == samples
 
 
-def _is_list_of_samples(first: Tensor, value: Any) -> TypeGuard[Sequence[Any]]:
-    """Return whether a list or a tuple has an entry for each sample, as the `first` tensor does.
+def _is_list_of_samples(samples: int, first_id: int, value: Any) -> TypeGuard[Sequence[Any]]:
+    """Return whether a list or a tuple has an entry for each sample.
 
+    `first_id`: the id of the tensor that tells the number of samples, which is in no such list.
     Some may be None. Numbers (sizes, strides) do not count, since their number may be a
     coincidence, nor do tensors that all have a row for each sample, as of several views.
     """
-    samples = _length(first)
     if type(value) in (SampleList, SampleTuple):
         return len(value) == samples
     if type(value) not in (list, tuple) or len(value) != samples:
@@ -264,7 +266,7 @@ def _is_list_of_samples(first: Tensor, value: Any) -> TypeGuard[Sequence[Any]]:
     if len({type(one) for one in entries}) > 1:
         return False
     tensors = _tensors_in(entries)
-    if any(one is first for one in tensors):
+    if any(id(one) == first_id for one in tensors):
         return False
     if isinstance(entries[0], Tensor | np.ndarray):
         kinds = {(one.shape[1:], one.dtype) for one in tensors}

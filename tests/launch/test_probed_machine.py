@@ -12,6 +12,7 @@ from outpace.probing.timing.section import ProbeSection
 from outpace.records.machine import Device, Machine
 from outpace.records.probed import Steadiness
 from outpace.records.settings import TrainSettings
+from outpace.records.topology import nvlinks
 
 FILE = Path(__file__).parents[1] / "probing" / "topologies" / "2x-titan-rtx-nvlink.txt"
 
@@ -29,7 +30,7 @@ def record(monkeypatch, devices):
 def test_links_between_devices_are_in_it(monkeypatch):
     devices = (Device(name="NVIDIA TITAN RTX"),) * 2
     found = record(monkeypatch, devices)
-    assert found.topology.nvlink_groups == (("GPU0", "GPU1"),)
+    assert nvlinks(found.topology.link_between("GPU0", "GPU1")) == 2
     assert found.probed.command == "outpace probe matmul"
 
 

@@ -1,5 +1,6 @@
 """Batches of any form are cut by their samples, or refused."""
 
+import gc
 import weakref
 from collections import UserDict
 from collections.abc import MutableMapping
@@ -285,3 +286,17 @@ def test_only_the_samples_of_a_view_are_sent_to_other_ranks():
 
 def test_a_batch_of_a_class_that_cannot_be_sent_is_not():
     assert pack({"x": torch.ones(2), "act": lambda: None}) is None
+
+
+def test_a_batch_that_was_cut_is_freed_at_once():
+    """A cycle would keep it until Python's next collection, beside the next batch."""
+    gc.disable()
+    try:
+        batch = {"x": torch.ones(8, 3), "names": ["a"] * 8, "y": torch.zeros(8)}
+        first = weakref.ref(batch["x"])
+        parts = cut(batch, 2)
+        assert len(parts) == 2
+        del batch, parts
+        assert first() is None
+    finally:
+        gc.enable()

@@ -58,7 +58,7 @@ DEFAULT_SAMPLE = {
 }  # fmt: skip
 ADVICE = (
     "use ", "give ", "name ", "let it ", "make it ", "pad ", "run a batch ", "add it",
-    "change param", "register that", "choose among", "return the", "pass the",
+    "change param", "register that", "choose among", "return the", "return 0 times", "pass the", "pass its",
 )  # fmt: skip
 
 
