@@ -58,7 +58,8 @@ DEFAULT_SAMPLE = {
 }  # fmt: skip
 ADVICE = (
     "use ", "give ", "name ", "let it ", "make it ", "pad ", "run a batch ", "add it",
-    "change param", "register that", "choose among", "return the", "return 0 times", "pass the", "pass its",
+    "change param", "register that", "choose among", "return the",
+    "return 0 times", "pass the", "pass its",
 )  # fmt: skip
 
 
