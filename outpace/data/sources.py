@@ -383,11 +383,7 @@ def files_in_both(train: Source, held_out: Source) -> list[Path]:
     If there are very many validation files, only the first are checked. Empty files and indices
     contain nothing to train on.
     """
-    wanted = {
-        file: size
-        for file in held_out.files[:_COMPARED_FILES]
-        if (size := file.stat().st_size) and file.suffix.lower() != ".idx"
-    }
+    wanted = _compared_sizes(held_out)
     sizes = set(wanted.values())
     alike: dict[tuple[int, str, str], list[Path]] = {}
     for file in train.files:
@@ -398,7 +394,7 @@ def files_in_both(train: Source, held_out: Source) -> list[Path]:
     return [
         file
         for file, size in wanted.items()
-        if any(filecmp.cmp(file, one, shallow=False) for one in alike.get(_ends_of(file, size), ()))
+        if _is_any_of(file, alike.get(_ends_of(file, size), ()))
     ]
 
 
@@ -409,21 +405,31 @@ def repeated_files(source: Source) -> list[Path]:
     """
     if source.kind not in ("rows", "tokens"):
         return []
-    sizes = {
-        file: size
-        for file in source.files[:_COMPARED_FILES]
-        if (size := file.stat().st_size) and file.suffix.lower() != ".idx"
-    }
+    sizes = _compared_sizes(source)
     times = Counter(sizes.values())
     seen: dict[tuple[int, str, str], list[Path]] = {}
     found = []
     for file, size in sizes.items():
         if times[size] > 1:
             alike = seen.setdefault(_ends_of(file, size), [])
-            if any(filecmp.cmp(file, one, shallow=False) for one in alike):
+            if _is_any_of(file, alike):
                 found.append(file)
             alike.append(file)
     return found
+
+
+def _compared_sizes(source: Source) -> dict[Path, int]:
+    """Return the sizes of the files to compare: the first, without empty ones and indices."""
+    return {
+        file: size
+        for file in source.files[:_COMPARED_FILES]
+        if (size := file.stat().st_size) and file.suffix.lower() != ".idx"
+    }
+
+
+def _is_any_of(file: Path, others: Iterable[Path]) -> bool:
+    """Return whether a file has the contents of one of the others."""
+    return any(filecmp.cmp(file, one, shallow=False) for one in others)
 
 
 def _ends_of(file: Path, size: int) -> tuple[int, str, str]:

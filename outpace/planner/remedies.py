@@ -69,11 +69,12 @@ def _without_options(job: PlanningProblem) -> Iterator[str]:
     """Yield required options that keep plans from offloading, if the model fits without them."""
     wanted = job.wanted
     for name, value in wanted.keep.items():
-        if not _why_kept_on_device(wanted, name):
+        why = _why_kept_on_device(wanted, name)
+        if not why:
             continue
         others = {other: kept for other, kept in wanted.keep.items() if other != name}
         if _fits_with(job, keep=others):
-            yield f"without {name}={value}{_why_kept_on_device(wanted, name)}"
+            yield f"without {name}={value}{why}"
     plain = _offloadable_precision(wanted)
     if plain is not None and _fits_with(job, precision=plain):
         yield f"with --precision {plain}{_why_kept_on_device(wanted, 'precision')}"

@@ -14,8 +14,7 @@ def nan_of(device: torch.device, leaf: Any) -> Any:
     """Return NaN in the form of a tensor, or 0 for integers; other values as they are."""
     if not isinstance(leaf, Tensor):
         return leaf
-    nothing: Any = math.nan if _is_inexact(leaf.dtype) else 0
-    return torch.full(leaf.shape, nothing, dtype=leaf.dtype, device=device)
+    return torch.full(leaf.shape, _absent_value(leaf.dtype), dtype=leaf.dtype, device=device)
 
 
 def nan_like(args: Any, kwargs: Mapping[str, Any]) -> Tensor:
@@ -29,6 +28,11 @@ def _is_inexact(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
+def _absent_value(dtype: torch.dtype) -> Any:
+    """Return the value of a tensor that is absent: NaN, or 0 for integers."""
+    return math.nan if _is_inexact(dtype) else 0
+
+
 def forget_all_but(kept: Sequence[Tensor], module: nn.Module) -> None:
     """Replace other parameters with NaN, or with 0 for integers, without memory.
 
@@ -38,11 +42,12 @@ def forget_all_but(kept: Sequence[Tensor], module: nn.Module) -> None:
     for part in module.modules():
         for name, tensor in list(part._parameters.items()):
             if tensor is not None and id(tensor) not in ids:
-                nothing: Any = math.nan if _is_inexact(tensor.dtype) else 0
-                stub = tensor.detach().new_full((), nothing).expand(tensor.shape)
+                stub = (
+                    tensor.detach().new_full((), _absent_value(tensor.dtype)).expand(tensor.shape)
+                )
                 setattr(part, name, parameter_like(stub, tensor))
 
 
 def is_nan(tensor: Tensor) -> bool:
     """Return whether any value of a tensor is NaN."""
-    return (tensor.is_floating_point() or tensor.is_complex()) and bool(tensor.isnan().any())
+    return _is_inexact(tensor.dtype) and bool(tensor.isnan().any())

@@ -45,7 +45,7 @@ def test_a_module_that_refuses_half_a_batch_still_trains(tmp_path):
     assert "when the batch is cut in two" in both[0]["warnings"][0]
 
 
-class Normalised(Stack):
+class NormalisedStack(Stack):
     def __init__(self):
         super().__init__()
         self.norm = nn.BatchNorm1d(6)
@@ -61,7 +61,11 @@ def test_micro_batches_of_one_sample_are_compared_in_pairs(tmp_path):
 
 @pytest.mark.parametrize(
     ("make", "loss", "options"),
-    [(Stack, contrast, {}), (Normalised, squares, {}), (Normalised, squares, {"sync": True})],
+    [
+        (Stack, contrast, {}),
+        (NormalisedStack, squares, {}),
+        (NormalisedStack, squares, {"sync": True}),
+    ],
 )
 def test_a_loss_that_depends_on_the_cut_is_reported_once_with_the_cure(
     tmp_path, make, loss, options
@@ -82,7 +86,7 @@ class Chosen(Stack):
         return y.detach() + 0.1 * (y - y.detach()) if _is_of_late(x[:1]) else y
 
 
-class Centred(Stack):
+class CentredStack(Stack):
     """Samples' gradients have their mean taken off."""
 
     def forward(self, x):
@@ -101,7 +105,11 @@ def _is_of_late(x):
 
 @pytest.mark.parametrize(
     ("make", "strategy", "name"),
-    [(Chosen, "ddp", "stem.weight"), (Centred, "ddp", "stem.weight"), (Chosen, "gpipe", "blocks.")],
+    [
+        (Chosen, "ddp", "stem.weight"),
+        (CentredStack, "ddp", "stem.weight"),
+        (Chosen, "gpipe", "blocks."),
+    ],
 )
 def test_gradients_that_depend_on_the_cut_are_reported_once(tmp_path, make, strategy, name):
     """Of Chosen, halves of micro-batches show nothing: all of their samples are of a kind."""

@@ -29,7 +29,7 @@ def swap_buffers(layout):
     second.copy_(kept)
 
 
-class Scaled(Stack):
+class ScaledStack(Stack):
     def __init__(self):
         super().__init__()
         for number, block in enumerate(self.blocks):
@@ -85,7 +85,7 @@ double_at_the_end = at_the_end(lambda gradient: gradient.mul_(2))
         (lose_at_the_end, Stack, squares, "blocks.1.linear.weight has no gradient"),
         (double_at_the_end, Stack, squares, "blocks.1.linear.weight is 2 × the plain module's"),
         (drop_a_term, Stack, with_term, "the loss is"),
-        (swap_in_the_layout, Scaled, squares, "the loss is"),
+        (swap_in_the_layout, ScaledStack, squares, "the loss is"),
     ],
 )
 def test_planted_faults_are_refused_on_all_ranks(tmp_path, strategy, fault, make, loss, words):
@@ -133,7 +133,7 @@ def test_a_lost_gradient_of_a_stateless_module_is_refused(tmp_path, strategy):
     assert all("stem.weight has no gradient" in said["refused"] for said in both)
 
 
-class Stopped(Stack):
+class StoppedStack(Stack):
     def forward(self, x):
         x = self.stem(x)
         for number, block in enumerate(self.blocks):
@@ -142,12 +142,12 @@ class Stopped(Stack):
 
 
 def test_a_stage_behind_a_detach_that_gets_zero_gradients_is_refused(tmp_path):
-    for said in run_first_step(tmp_path, "1f1b", Stopped):
+    for said in run_first_step(tmp_path, "1f1b", StoppedStack):
         assert "get a gradient of zeros, but none in one process" in said["refused"]
         assert "requires_grad_(False)" in said["refused"]
 
 
-class Hooked(Stack):
+class HookedStack(Stack):
     def __init__(self):
         super().__init__()
         self.head.weight.register_hook(lambda gradient: gradient * 0.5)
@@ -160,7 +160,7 @@ class Hooked(Stack):
 
 def test_gradient_hooks_that_ranks_apply_differently_are_refused(tmp_path):
     """ddp runs the first kind on each rank, and what the second leaves it adds up otherwise."""
-    for said in run_first_step(tmp_path, "ddp", Hooked):
+    for said in run_first_step(tmp_path, "ddp", HookedStack):
         assert "the gradient of head.bias differs" in said["refused"]
 
 
@@ -169,7 +169,7 @@ import itertools
 import torch
 from torch import nn
 
-class Named(nn.Module):
+class NamedModule(nn.Module):
     def __init__(self):
         super().__init__()
         self.first, self.second, self.head = nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 3)
@@ -187,7 +187,8 @@ def squares(module, batch):
 
 def build():
     torch.manual_seed(0)
-    return {"module": Named(), "loss": squares, "dataset": Data(), "blocks": ["first", "second"]}
+    blocks = ["first", "second"]
+    return {"module": NamedModule(), "loss": squares, "dataset": Data(), "blocks": blocks}
 
 numbers = itertools.count(1)  # which the check cannot put back
 

@@ -38,7 +38,7 @@ def test_a_loss_with_a_running_mean_is_refused_or_reported(tmp_path, strategy):
     assert "keeps loss.mean in an attribute" in said and "register_buffer" in said
 
 
-class Annealed(Block):
+class AnnealedBlock(Block):
     def __init__(self):
         super().__init__()
         self.calls, self.coin = 0, random.Random(1)
@@ -48,14 +48,14 @@ class Annealed(Block):
         return super().forward(x) / self.calls + self.coin.random()
 
 
-class Counted(Stack):
+class CountedStack(Stack):
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList(Annealed() for _ in range(4))
+        self.blocks = nn.ModuleList(AnnealedBlock() for _ in range(4))
 
 
 def test_counters_and_generators_of_blocks_are_not_taken_for_a_fault(tmp_path):
-    for said in run_first_step(tmp_path, "1f1b", Counted):
+    for said in run_first_step(tmp_path, "1f1b", CountedStack):
         assert said.get("refused") is None and said["passes"] == 1
 
 
