@@ -5,6 +5,7 @@ first; then checkpointing, so that the compiler sees what is recomputed; offload
 its hooks for saved tensors are outside a compiled block.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -39,15 +40,17 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 def find_blocks(module: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks of a model.
 
-    They are the members of the ModuleList, or of the Sequential with a repeated class, whose most
-    common class holds the most parameters. Members without a forward, such as lists, are replaced
-    by the modules in them. Raises BadInputError if there is none.
+    They are the members of the ModuleList, or of the Sequential or numbered ModuleDict (as in
+    torchtitan's models) with a repeated class, whose most common class holds the most parameters.
+    Dicts with other names hold heads, towers or tasks. Members without a forward, such as lists,
+    are replaced by the modules in them. Raises BadInputError if there is none.
     """
     found: list[nn.Module] = []
     for container in module.modules():
-        if isinstance(container, (nn.ModuleList, nn.Sequential)):
+        if isinstance(container, nn.ModuleList) or _is_sequence(container):
             blocks = _most_common_members(container)
-            if len(blocks) > isinstance(container, nn.Sequential) and _size(blocks) > _size(found):
+            least = 1 if isinstance(container, nn.ModuleList) else 2
+            if len(blocks) >= least and _size(blocks) > _size(found):
                 found = blocks
     if not found:
         raise BadInputError(
@@ -56,6 +59,13 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
             "one, or use neither"
         )
     return [block for member in found for block in _callable(member)]
+
+
+def _is_sequence(container: nn.Module) -> bool:
+    """Return whether a module is a Sequential, or a ModuleDict whose names are numbered."""
+    if isinstance(container, nn.ModuleDict):
+        return all(re.fullmatch(r"\D*\d+", name) for name in container)
+    return isinstance(container, nn.Sequential)
 
 
 def _most_common_members(container: nn.Module) -> list[nn.Module]:

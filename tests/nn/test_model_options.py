@@ -241,6 +241,24 @@ def test_caches_of_transformers_models_are_left_out_of_what_is_computed_again(mo
         torch.testing.assert_close(found, wanted)
 
 
+def test_layers_may_be_in_a_dict_whose_names_are_numbered():
+    """As in torchtitan; heads, towers and tasks are in dicts, too."""
+
+    class Layer(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.experts = nn.ModuleList(nn.Linear(4, 2) for _ in range(3))
+
+    model = nn.Module()
+    model.layers = nn.ModuleDict({str(number): Layer() for number in range(3)})
+    model.heads = nn.ModuleDict({name: nn.Linear(4, 90) for name in ("policy", "value")})
+    assert find_blocks(model) == list(model.layers.values())
+    with pytest.raises(BadInputError, match="no repeated blocks"):
+        find_blocks(nn.ModuleDict({"generator": nn.Linear(2, 2), "critic": nn.Linear(2, 2)}))
+    with pytest.raises(BadInputError, match="no repeated blocks"):
+        find_blocks(nn.ModuleDict({"0": nn.Linear(2, 2), "1": nn.Identity()}))
+
+
 def test_members_without_a_forward_stand_for_what_is_in_them():
     """As in x-transformers: lists of a norm and a layer, which nobody calls."""
 

@@ -47,7 +47,8 @@ def _find_stage_blocks(model: nn.Module) -> list[str]:
     inside = set(model.children())
     if not isinstance(model, nn.Sequential):
         inside = set(found_blocks(model))
-        containers = (m for m in model.modules() if isinstance(m, (nn.ModuleList, nn.Sequential)))
+        kinds = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+        containers = (part for part in model.modules() if isinstance(part, kinds))
         around = next((m for m in containers if inside <= set(m.children())), None)
         inside = inside if around is None else set(around.children())
     return [name for name, part in model.named_modules() if part in inside]
