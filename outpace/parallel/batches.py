@@ -76,18 +76,30 @@ def _first_tensor(batch: Batch, plain: Batch) -> Tensor:
 
 
 def _refuse_list_of_samples(plain: Batch) -> None:
-    """Raise BadInputError for a batch that is a list of single samples, by its tensors' lengths."""
+    """Raise BadInputError for a batch that is a list of single samples.
+
+    Their tensors differ in length, or are rows and single numbers, as those of several views of a
+    batch are not.
+    """
     if type(plain) is not list or len(plain) < 3:
         return
     if not all(isinstance(one, tuple | list | dict) for one in plain):
         return
-    lengths = [[_length(t) for t in _tensors_in(one) if t.ndim] for one in plain]
-    if all(len(set(some)) > 1 for some in lengths):
+    if all(map(_is_one_sample, plain)):
         raise BadInputError(
             f"a batch is a list of {len(plain)} {type(plain[0]).__name__}s, and it seems that each "
             "of them is a sample. Batches are cut along the first dimension of tensors: collate "
             "the samples into tensors (torch.stack), and pad them if they differ in length."
         )
+
+
+def _is_one_sample(entry: Any) -> bool:
+    """Return whether the tensors of an entry seem to be those of one sample."""
+    tensors = _tensors_in(entry)
+    dimensions = {one.ndim for one in tensors}
+    lengths = {_length(one) for one in tensors if one.ndim}
+    flat = isinstance(entry, dict) and dimensions == {1}
+    return len(lengths) > 1 or 0 in dimensions or flat
 
 
 def _refuse_ragged(plain: Any, first: Tensor) -> None:

@@ -150,6 +150,8 @@ class Instances:
     ("batch", "words"),
     [
         ([(torch.zeros(4, 6), torch.zeros(6))] * 3, "list of 3 tuples, and it seems that each"),
+        ([(torch.zeros(4, 6), torch.tensor(1))] * 8, "list of 8 tuples, and it seems that each"),
+        ([{"ids": torch.zeros(6), "labels": torch.zeros(6)}] * 8, "list of 8 dicts, and it seems"),
         ([{"image": torch.zeros(3, 8), "boxes": torch.zeros(n, 4)} for n in (1, 2, 4)], "3 dicts"),
         (
             (torch.zeros(4), torch.nn.utils.rnn.pack_sequence([torch.zeros(2)] * 4)),
