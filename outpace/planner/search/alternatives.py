@@ -55,12 +55,15 @@ class PlanChoice:
     memory_bytes: float
 
 
-def simplest(choice: PlanChoice, most_s: float, trains_all: bool) -> PlanBatch | None:
+def simplest(
+    choice: PlanChoice, most_s: float, device_bytes: float, trains_all: bool
+) -> PlanBatch | None:
     """Return the simplest plan that fits within `most_s`; ties go to the most free memory.
 
-    `trains_all`: the trainer is not outpace, so plans that outpace cannot train are not penalised.
+    How much of its memory a plan leaves free is a share of `device_bytes`, even if the plans of
+    `choice` may take less than a whole device's. `trains_all`: the trainer is not outpace, so plans
+    that outpace cannot train are not penalised.
     """
-    limit = choice.memory_bytes
     parts = []
     for part, took in _quick_plans(choice, most_s):
         parts.append((part, took, count_effort(part, choice.chosen[0], trains_all)))
@@ -71,10 +74,10 @@ def simplest(choice: PlanChoice, most_s: float, trains_all: bool) -> PlanBatch |
         found: _Least | None = None
         for part, took, costs in parts:
             rows = np.flatnonzero(costs == cost)
-            found = _least_of(choice, part.select(rows), took[rows], _ENOUGH * limit, found)
+            found = _least_of(choice, part.select(rows), took[rows], _ENOUGH * device_bytes, found)
         if found is None:
             continue
-        total = cost + _TIGHT * (found[0] > ROOMY * limit)
+        total = cost + _TIGHT * (found[0] > ROOMY * device_bytes)
         if best is None or (total, *found[:2]) < best[:3]:
             best = total, *found
     return None if best is None else best[3]

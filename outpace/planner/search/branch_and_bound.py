@@ -176,7 +176,8 @@ def find_alternatives(
     allowed, lean_s = every if offloads else by_offloads[0], LEAN * least_s
     simple_choice, simple_s = _simple_choice(by_offloads, found, least_s)
     near, lean = (found.layouts.select(found.bound <= limit) for limit in (simple_s, lean_s))
-    simple = simplest(replace(simple_choice, plain=near), simple_s, question.other_program)
+    simple_choice = replace(simple_choice, plain=near)
+    simple = simplest(simple_choice, simple_s, memory_bytes, question.other_program)
     if (
         simple is not None
         and found.needs[found.fastest] <= CROWDED * memory_bytes

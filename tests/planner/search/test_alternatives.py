@@ -22,6 +22,7 @@ from outpace.planner.search.alternatives import (
     PlanChoice,
     leanest,
     quickest,
+    simplest,
     with_offloads,
 )
 from outpace.planner.search.branch_and_bound import find_alternatives, search
@@ -146,6 +147,29 @@ def test_what_crowds_memory_gives_way_to_what_leaves_it_free_within_a_third_more
             found = find_alternatives(question, wanted, first, needs, floors, size)
             assert found.needs[found.simplest] <= rule[0] * size, rule
             assert found.times.step_s[found.simplest] <= most_s * (1 + 1e-12), rule
+
+
+@pytest.mark.parametrize(
+    ("plain", "most", "device", "chosen"),
+    [(85, 90, 100, "none"), (85, 90, 90, "full"), (95, 97, 100, "full"), (49, 90, 100, "none")],
+)
+def test_free_memory_is_a_share_of_the_device_whatever_plans_may_take(plain, most, device, chosen):
+    """Recomputation, which leaves more, is worth it above 90 % of the device's memory alone."""
+    _, wanted, _ = asked("gpt2", "4xrtx-3090", 1, 16)
+
+    def needs(c):
+        return np.where(c.modes[:, 0] < 1, 40.0, float(plain))
+
+    options = [
+        one
+        for one in with_offloads(list(memory_options(wanted)), 0)
+        if not one["chunked_loss"] and max(one["modes"][0], one["modes"][3]) == 1
+    ]
+    choice = PlanChoice(
+        layouts(wanted), options, lambda c: np.ones(len(c)), needs, needs, float(most)
+    )
+    found = simplest(choice, 1.0, float(device), False)
+    assert to_plan(found, 0).checkpointing == chosen
 
 
 def test_bytes_are_reckoned_of_few_plans_and_none_needs_less_than_its_floor():
