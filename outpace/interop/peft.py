@@ -11,7 +11,7 @@ Legend: r rank; A (r, in), B (out, r).
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -64,12 +64,13 @@ _BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
 class AdapterNote(Record):
-    """The weights with which an adapter was trained."""
+    """The weights with which an adapter was trained, and the ids at which its answers end."""
 
     has_checksum: ClassVar[bool] = True
 
     base: Base
     fingerprint: str
+    stop_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,11 @@ def write_adapter(
     plan: Plan,
     base: Path,
     tokenizer_save: Callable[[Path], None] | None,
+    stop_ids: Sequence[int] = (),
 ) -> None:
     """Write the model's adapters for the weights in `base`, completely or not at all.
+
+    `stop_ids` end answers, besides those that end texts.
 
     Raises BadInputError if the directory cannot be written.
     """
@@ -107,7 +111,8 @@ def write_adapter(
             tokenizer_save(folder)
         (folder / ADAPTER_CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         save_file(tensors, str(folder / ADAPTER_WEIGHTS), metadata={"format": "pt"})
-        AdapterNote(base=plan.base, fingerprint=fingerprint(base)).save(folder / NOTE)
+        note = AdapterNote(base=plan.base, fingerprint=fingerprint(base), stop_ids=tuple(stop_ids))
+        note.save(folder / NOTE)
 
 
 def _their_pairs(model: Transformer, used: Naming | None) -> dict[str, Pair]:
@@ -298,7 +303,7 @@ def merge_into(
     computes what was trained: weights in 4 bits are then dequantized. Raises BadInputError for an
     adapter of another model.
     """
-    note = _note(folder)
+    note = read_note(folder)
     if note is not None and form is None and note.fingerprint != fingerprint(base):
         raise BadInputError(
             f"the weights in {base} are not those that the adapter in {folder} was trained with. "
@@ -351,7 +356,8 @@ def adapter_notes(folder: Path) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _note(folder: Path) -> AdapterNote | None:
+def read_note(folder: Path) -> AdapterNote | None:
+    """Return what outpace wrote about an adapter; None for one of another program."""
     path = folder / NOTE
     return AdapterNote.load(path) if path.is_file() else None
 

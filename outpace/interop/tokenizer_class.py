@@ -101,7 +101,7 @@ def _names_class(folder: Path) -> bool:
 
 def _values(path: Path) -> Mapping[str, Any]:
     """Return the object in a JSON file; empty if there is none."""
-    with suppress(OSError, ValueError):
+    with suppress(OSError, ValueError, RecursionError):
         told = json.loads(path.read_text(encoding="utf-8"))
         return told if isinstance(told, dict) else {}
     return {}

@@ -151,7 +151,7 @@ def _read_outpace(path: Path) -> LoggedRun:
     for line in _read_text(path / "metrics.jsonl").splitlines():
         try:
             row = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue  # the last line of a killed run
         if isinstance(row, dict) and _is_possible(row.get("step_time_s")):
             step = row.get("step")

@@ -297,6 +297,23 @@ def _filter_by_index(directory: Path, tensors: Sequence[StoredTensor]) -> list[S
     return [one for one in tensors if files.get(one.name, one.file.name) == one.file.name]
 
 
+def read_token_rows(directory: Path, numbers: Sequence[int]) -> list[Tensor]:
+    """Return these tokens' rows of the embedding, and of the head if it has its own, in fp32.
+
+    Numbers beyond the rows are left out. Raises BadInputError.
+    """
+    used = tensor_naming(str(read_config(directory).get("model_type")))
+    found = []
+    with _open_tensors(directory) as tensors:
+        named = _by_canonical_name(tensors, used)
+        for name in ("embed.tokens.weight", "head.weight"):
+            tensor = named.get(name if used is None else used.stored_name(name))
+            if tensor is not None:
+                rows = [number for number in numbers if number < tensor.shape[0]]
+                found.append(tensor.read()[rows].float())
+    return found
+
+
 def stored_names(directory: Path) -> frozenset[str]:
     """Return the names of the tensors in a directory, as stored. Raises BadInputError."""
     with _open_tensors(directory) as tensors:

@@ -6,17 +6,21 @@ from pathlib import Path
 
 import torch
 
-from outpace.data.chat import ChatFormat
 from outpace.data.tokenizer import load_tokenizer
 from outpace.interop.config import read_config, spec_from_hf
 from outpace.interop.huggingface import read_weights, write_model
 from outpace.interop.models import OpenedModel, open_model
 from outpace.interop.origin import tokenizer_writer
-from outpace.interop.peft import ADAPTER_CONFIG, NOTE, adapter_notes, merge_into, named_base
+from outpace.interop.peft import (
+    ADAPTER_CONFIG,
+    NOTE,
+    adapter_notes,
+    merge_into,
+    named_base,
+    read_note,
+)
 from outpace.records.errors import BadInputError, shorten
 from outpace.records.plan import Base
-from outpace.records.run import RunRecord
-from outpace.training.run_dir import RUN_FILE
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -49,9 +53,10 @@ def merge_adapter(
     weights = read_weights(opened.weights, opened.spec)
     merge_into(weights, opened.adapter, opened.spec, opened.weights, base)
     save = tokenizer_writer(opened.tokenizer) if opened.tokenizer else None
+    note = read_note(opened.adapter)
     write_model(
         out, opened.spec, weights, save, DTYPES[dtype], origin=opened.folder,
-        stop_ids=_stop_ids(opened),
+        stop_ids=() if note is None else note.stop_ids,
     )  # fmt: skip
     return MergedModel(
         sum(tensor.numel() for tensor in weights.values()),
@@ -88,20 +93,6 @@ def _base_notes(opened: OpenedModel) -> tuple[str, ...]:
         f"the adapter names {shorten(named)} as its base, but was merged into {opened.weights}: "
         "its files do not show whether it was trained with these weights",
     )
-
-
-def _stop_ids(opened: OpenedModel) -> tuple[int, ...]:
-    """Return the token ids that end an answer, if a run taught the adapter to answer."""
-    assert opened.adapter is not None
-    record = opened.adapter.parent / RUN_FILE
-    tokenizer = (
-        opened.adapter if (opened.adapter / "tokenizer.json").is_file() else opened.tokenizer
-    )
-    if tokenizer is None or opened.adapter.name != "model" or not record.is_file():
-        return ()
-    if RunRecord.load(record).settings.task != "chat":
-        return ()
-    return (ChatFormat(load_tokenizer(str(tokenizer))).stop_id,)
 
 
 def _with_base(source: Path, model: Path | None) -> OpenedModel:

@@ -7,6 +7,7 @@ which a run need not wait for if it saves nothing, or not yet.
 import io
 import mmap
 import os
+import re
 import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
@@ -48,6 +49,7 @@ from outpace.training.safe_checkpoint import PlainLoadPlanner, RestrictedReader
 # Errors of saving and loading: DCP wraps those of ranks in a BaseException.
 ERRORS = (Exception, CheckpointException)
 SMALL_BYTES = 8  # torch's stager pins nothing for storages below 5
+_OTHER_BLOCKS = re.compile(r"Size mismatch .* for optimizer\.state\.\S+_scale\b")
 _STATE_OF_MASTER = "state.{}.master"  # in the optimizer's flat state
 
 
@@ -341,8 +343,15 @@ def read_state(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) ->
     try:
         load(state, storage_reader=reader, planner=PlainLoadPlanner(), process_group=group)
     except ERRORS as error:
+        reason = first_reason(error)
+        if _OTHER_BLOCKS.search(reason):
+            raise BadInputError(
+                f"checkpoint {folder} has optimizer states in 8 or 4 bits, in blocks that tensor "
+                "parallelism cuts: another number of ranks in --tp has others and cannot read "
+                "them. Resume with the --tp that saved it."
+            ) from None
         raise BadInputError(
-            f"checkpoint {folder} does not fit this model and optimizer: {first_reason(error)}"
+            f"checkpoint {folder} does not fit this model and optimizer: {reason}"
         ) from None
 
 

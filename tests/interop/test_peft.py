@@ -7,9 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from outpace.data.padded import concatenate_samples
+from outpace.data.tokenizer import train_tokenizer
 from outpace.interop.huggingface import read_weights, spec_from_hf, write_model
 from outpace.interop.models import open_model
 from outpace.interop.peft import adapter_notes, endings, merge_into, write_adapter
+from outpace.interop.untrained_tokens import find_untrained, untrained_token_hints
 from outpace.nn.lora import adapters, add_adapters
 from outpace.nn.transformer import Transformer
 from outpace.records.errors import BadInputError
@@ -323,3 +326,34 @@ def test_what_is_refused(adapted, tmp_path):
     write_model(tmp_path / "narrow", narrow, Transformer(narrow).state_dict(), None)
     with pytest.raises(BadInputError, match="does not fit the model"):
         merged(adapter, tmp_path / "narrow", "fp32")
+
+
+@pytest.mark.parametrize(("change", "found"), [("zero", {3, 5}), ("alike", {3}), ("none", set())])
+def test_tokens_that_the_base_was_not_trained_on_are_found(make_theirs, tmp_path, change, found):
+    theirs = make_theirs("llama-tied-biased")
+    with torch.no_grad():
+        rows = theirs.get_input_embeddings().weight
+        if change == "zero":
+            rows[[3, 5, 7]] = 0
+        elif change == "alike":
+            rows[3] = rows[6]
+    theirs.save_pretrained(tmp_path)
+    assert find_untrained(tmp_path, {3, 4, 5}, {3, 4, 5, 6, 7, 10**6}) == found
+
+
+def test_adapters_of_tokens_that_are_not_trained_are_told(make_theirs, tmp_path):
+    tokenizer = train_tokenizer(["user assistant"] * 3, 300)
+    tokenizer.inner.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    ends = tokenizer.inner.token_to_id("<|im_end|>")
+    theirs = make_theirs("llama-tied-biased")
+    theirs.resize_token_embeddings(400)
+    samples = concatenate_samples(
+        [{"tokens": [70, 71], "targets": [-100, ends]}], {"tokens": 0, "targets": -100}
+    )
+    theirs.save_pretrained(tmp_path / "known")
+    assert untrained_token_hints(tmp_path / "known", tokenizer, [samples]) == []
+    with torch.no_grad():
+        theirs.get_input_embeddings().weight[ends] = 0
+    theirs.save_pretrained(tmp_path / "base")
+    (said,) = untrained_token_hints(tmp_path / "base", tokenizer, [samples])
+    assert "never trained for tokens of the conversations: '<|im_end|>'." in said

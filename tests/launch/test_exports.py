@@ -105,6 +105,18 @@ def test_generation_ends_where_answers_end(home):
     assert said[0, 2:].tolist() == [ids["<|im_end|>"]]
 
 
+def test_a_merged_model_ends_where_answers_end(home, tmp_path):
+    """Also one whose adapter was copied out of its run."""
+    folder, ids = home
+    data = (str(folder / "talk.jsonl"),)
+    model = trained(home, "chat-lora", task="chat", seq_len=48, lora_rank=2, data=data)
+    shutil.copytree(model, tmp_path / "adapter")
+    ends = [ids["<|eom|>"], ids["<|endoftext|>"], ids["<|im_end|>"]]
+    for name, adapter in (("a", folder / "chat-lora"), ("b", tmp_path / "adapter")):
+        merge_adapter(adapter, tmp_path / name, model=None, base=None, dtype="fp32")
+        assert read(tmp_path / name, "generation_config.json")["eos_token_id"] == ends
+
+
 def test_a_tokenizer_without_a_template_gets_the_one_trained_with(home):
     folder, _ = home
     bare = folder / "bare"

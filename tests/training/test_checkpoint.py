@@ -446,3 +446,15 @@ def test_another_model_is_refused(tmp_path, group):
     other = nn.Sequential(nn.Linear(8, 99), nn.Linear(99, 4), nn.Linear(4, 4))
     with pytest.raises(BadInputError, match="does not fit"):
         saver.load(whole[0], other, torch.optim.AdamW(other.parameters()))
+
+
+def test_low_bit_states_in_other_blocks_are_refused_with_the_layout(tmp_path, group):
+    """Tensor parallelism cuts the blocks of numbers that share a scale."""
+
+    def held(blocks):
+        return {"optimizer": {"state.blocks.0.out.weight.exp_avg_scale": torch.ones(4, blocks)}}
+
+    states.write_state(held(2), tmp_path, group)
+    states.read_state(held(2), tmp_path, group)
+    with pytest.raises(BadInputError, match=r"in 8 or 4 bits, .* Resume with the --tp that saved"):
+        states.read_state(held(1), tmp_path, group)

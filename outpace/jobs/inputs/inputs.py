@@ -17,6 +17,7 @@ from outpace.data.seeding import seed_generators
 from outpace.data.sources import files_in_both, open_source, repeated_files
 from outpace.data.tokenizer import Tokenizer, load_tokenizer
 from outpace.interop.classifier import read_classifier
+from outpace.interop.config import read_config
 from outpace.interop.config_out import exported_type
 from outpace.interop.custom_model import (
     CustomModel,
@@ -38,11 +39,11 @@ from outpace.nn.lora import add_adapters, first_value
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.mixed import weights_dtype
 from outpace.nn.nf4 import require_nf4
-from outpace.nn.transformer import Transformer, drawn_transformer, initial_value
+from outpace.nn.transformer import INIT_STD, Transformer, drawn_transformer, initial_value
 from outpace.parallel.deferred_init import fills_later
 from outpace.planner.model.shapes import parameter_shapes
 from outpace.probing.hardware.machine import usable_cores
-from outpace.records.errors import BadInputError
+from outpace.records.errors import BadInputError, excerpt
 from outpace.records.model import ModelSpec
 from outpace.records.places import cache_folder
 from outpace.records.plan import Plan
@@ -209,12 +210,19 @@ def _reading_notes(opened: OpenedModel | None, settings: TrainSettings) -> tuple
     """Return notes on how the model's folder was read."""
     if opened is None:
         return ()
-    if opened.kind != "huggingface" or opened.weights is not None or settings.init is not None:
-        return opened.notes
-    return (
-        *opened.notes,
-        f"{opened.folder} has no weights: the model starts with random ones (--init random)",
-    )
+    notes = list(opened.notes)
+    if opened.kind == "huggingface" and opened.weights is None and settings.init is None:
+        notes.append(
+            f"{opened.folder} has no weights: the model starts with random ones (--init random)"
+        )
+    if opened.folder is not None and (opened.weights is None or settings.init == "random"):
+        std = read_config(opened.folder).get("initializer_range", INIT_STD)
+        if std != INIT_STD:
+            notes.append(
+                f"{opened.folder}: initializer_range {excerpt(std)} is not read: random weights "
+                f"have a standard deviation of {INIT_STD}, and less into the residual stream"
+            )
+    return tuple(notes)
 
 
 def _other_tokenizer_hints(

@@ -93,7 +93,8 @@ def _export(job: Job, model: nn.Module) -> None:
     if isinstance(model, Transformer):
         save, origin = _kept_files(job)
         if job.plan.lora_rank is not None:
-            write_adapter(directory, model, job.plan, _base_weights(job), save)
+            base, ends = _base_weights(job), _stop_ids(job)
+            write_adapter(directory, model, job.plan, base, save, ends)
             return
         dtype = model.head_weight.dtype  # 16-bit weights stay so
         write_model(

@@ -1,0 +1,58 @@
+"""Tokens whose rows in a model's embedding and head were never trained.
+
+Base models have rows for tokens that none of their texts had, such as those of a chat template.
+These rows are zero, or all alike. Adapters change neither matrix, so a model that learns from
+conversations through adapters cannot tell such tokens apart, nor learn to end an answer with one.
+"""
+
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from outpace.data.padded import IGNORED, RaggedSamples
+from outpace.data.tokenizer import Tokenizer
+from outpace.interop.weights import read_token_rows
+from outpace.records.errors import first_names
+
+
+def untrained_token_hints(
+    directory: Path, tokenizer: Tokenizer, parts: Sequence[RaggedSamples]
+) -> list[str]:
+    """Note that the samples have tokens that the weights in `directory` were not trained on."""
+    added = {number: token.content for number, token in _added_tokens(tokenizer).items()}
+    values = [part.values[name] for part in parts for name in ("tokens", "targets")]
+    used = set(np.unique(np.concatenate(values)).tolist()) - {IGNORED}
+    found = find_untrained(directory, used & added.keys(), added.keys())
+    if not found:
+        return []
+    names = first_names([repr(added[number]) for number in sorted(found)])
+    return [
+        f"adapters train neither the embedding nor the head, and in these the base has rows that "
+        f"were never trained for tokens of the conversations: {names}. They are zero or alike, so "
+        "the model hardly learns to write such a token, for example to end an answer. Start from "
+        "an instruct model, train all weights (without --lora-rank), or use a chat template of "
+        "plain text"
+    ]
+
+
+def find_untrained(directory: Path, asked: Collection[int], known: Collection[int]) -> set[int]:
+    """Return the tokens `asked` whose row is zero, or equal to that of another `known` one."""
+    if not asked:
+        return set()
+    numbers = sorted(known)
+    found: set[int] = set()
+    for rows in read_token_rows(directory, numbers):
+        shown = [row.numpy().tobytes() for row in rows]
+        found |= {
+            number
+            for number, row, bits in zip(numbers, rows, shown, strict=False)
+            if number in asked and (not bool(row.any()) or shown.count(bits) > 1)
+        }
+    return found
+
+
+def _added_tokens(tokenizer: Tokenizer) -> dict[int, Any]:
+    found: dict[int, Any] = tokenizer.inner.get_added_tokens_decoder()
+    return found
