@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from outpace.cli.output import tell_hint
 from outpace.cli.parser import Parser, number_type
-from outpace.records.errors import BadInputError
+from outpace.records.errors import BadInputError, shorten
 from outpace.records.run import explain_removed_checkpoint
 from outpace.records.settings import MOST_SEED
 
@@ -33,8 +33,9 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     writer = inference.Writer(arguments.run, sampling, arguments.device, on_hint=tell_hint)
     begin = inference.system_message(arguments.system)
     if arguments.conversations is not None:
-        for messages in inference.questions(arguments.conversations):
-            _print_answer(arguments, messages[-1]["content"], writer.answer([*begin, *messages]))
+        for talk in writer.questions(arguments.conversations):
+            messages = _with_system(begin, talk.messages)
+            _print_answer(arguments, messages[-1]["content"], writer.answer(messages, talk.tools))
         return 0
     if arguments.prompt is None:
         return _answer_lines(writer, begin)
@@ -45,6 +46,16 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         text = writer.continue_text(prompt)
     _print_answer(arguments, prompt, text)
     return 0
+
+
+def _with_system(begin: "Sequence[Message]", messages: "Sequence[Message]") -> "list[Message]":
+    """Put the message of --system first. Raises BadInputError if there is another one."""
+    if begin and messages[0]["role"] == "system":
+        raise BadInputError(
+            f"--system: a conversation of the file has its own system message, "
+            f"{shorten(str(messages[0]['content']), 60)!r}. Leave one of the two out."
+        )
+    return [*begin, *messages]
 
 
 def _check(arguments: argparse.Namespace) -> None:

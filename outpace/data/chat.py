@@ -17,13 +17,20 @@ from typing import Any
 
 import tokenizers
 
-from outpace.data.conversations import LEARNING_KEYS, Conversation, Message, conversation_of
+from outpace.data.content_parts import takes_parts, with_parts
+from outpace.data.conversations import Conversation, Message, Tool, conversation_of
 from outpace.data.isolation import IsolatedError, call_isolated, iterate_isolated
 from outpace.data.padded import IGNORED, RaggedSamples, concatenate_samples
 from outpace.data.row_files import Row, checked_text
+from outpace.data.template_omissions import (
+    answers_of,
+    require_calls_written,
+    unwritten_keys,
+    unwritten_roles,
+)
 from outpace.data.tokenizer import Tokenizer
 from outpace.data.tool_calls import takes_text, with_arguments
-from outpace.records.errors import BadInputError, OutpaceError
+from outpace.records.errors import BadInputError, OutpaceError, shorten
 
 # Limits on processor time and memory of a template, far above what useful ones need.
 _TRIAL_CPU_S, _CONVERSATION_CPU_S = 5.0, 60.0
@@ -42,8 +49,6 @@ DEFAULT_TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
-# Keys of messages that are read elsewhere: tool_calls by _require_calls_written, weights with rows.
-_READ = frozenset({"role", "content", "tool_calls", "tool_call_id"}) | LEARNING_KEYS
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _CLOCK = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 _QUOTED = re.compile(r"(['\"])([\w.-]+)\1")
@@ -124,20 +129,29 @@ class ChatFormat:
         # Without the post-processor, which may trim blanks from the positions of tokens.
         self._inner = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
         self._inner.post_processor = None
+        self._takes_text: dict[str, bool] = {}  # by template
+        self._takes_parts: dict[str, bool] = {}
         self.stop_id, self.stops = self._stop_id()
         names = sorted(tokenizer.special_tokens, key=len, reverse=True)
         self.special_names = re.compile("|".join(map(re.escape, names)) or r"(?!)")
-        self._takes_text: dict[str, bool] = {}  # by template
 
     def _stop_id(self) -> tuple[int, bool]:
         """Return an answer's last special token, or end of text; and whether it ends answers."""
         talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         where = "the first conversation tried, of two messages"
+
+        def encode_trial() -> tuple[list[int], list[bool]]:
+            try:
+                return self.encode(self.render(talk, where))
+            except _HeaderError as error:  # answers in the data may begin so
+                opened = {**talk[1], "content": f"{error.opening}b"}
+                with suppress(BadInputError):
+                    return self.encode(self.render([talk[0], opened], where))
+                raise
+
         # This detects a template that never ends or exhausts memory.
         with self._refusals(where):
-            ids, said = call_isolated(
-                lambda: self.encode(self.render(talk, where)), _TRIAL_CPU_S, _MEMORY_BYTES
-            )
+            ids, said = call_isolated(encode_trial, _TRIAL_CPU_S, _MEMORY_BYTES)
         special = {
             number
             for number, token in self.tokenizer.inner.get_added_tokens_decoder().items()
@@ -147,12 +161,13 @@ class ChatFormat:
         ends = [i for i, target in zip(ids, said, strict=True) if target and i in special]
         return (ends[-1], True) if ends else (self.tokenizer.eos_id, False)
 
-    def prompt(self, messages: Sequence[Message]) -> str:
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
         """Render the conversation so far, with the header of the next answer."""
         where = "the conversation"
+        template = self._tool_template if tools else self._template
         with self._refusals(where):
             return call_isolated(
-                lambda: self._text(messages, True, where, (), self._template),
+                lambda: self._text(messages, True, where, tools, template),
                 _CONVERSATION_CPU_S,
                 _MEMORY_BYTES,
             )
@@ -162,30 +177,34 @@ class ChatFormat:
         messages: Sequence[Message],
         ask: bool,
         where: str,
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[Tool],
         template: str,
     ) -> str:
-        messages = self._with_calls(messages, where, template)
+        messages = self._adapt_messages(messages, where, template)
         return self._apply_template(messages, ask, where, tools, template)
 
-    def _with_calls(
+    def _adapt_messages(
         self, messages: Sequence[Message], where: str, template: str
     ) -> Sequence[Message]:
-        """Return the messages with the arguments of their calls as the template expects them."""
-        if not any(message.get("tool_calls") for message in messages):
-            return messages
-        if template not in self._takes_text:
-            self._takes_text[template] = takes_text(
-                lambda trial: self._apply_template(trial, False, where, (), template)
-            )
-        return with_arguments(messages, self._takes_text[template], where)
+        """Return the messages with contents and arguments of calls as the template takes them."""
+
+        def render(trial: Sequence[Message]) -> str:
+            return self._apply_template(trial, False, where, (), template)
+
+        if any(message.get("tool_calls") for message in messages):
+            if template not in self._takes_text:
+                self._takes_text[template] = takes_text(render)
+            messages = with_arguments(messages, self._takes_text[template], where)
+        if template not in self._takes_parts:
+            self._takes_parts[template] = takes_parts(render)
+        return with_parts(messages) if self._takes_parts[template] else messages
 
     def _apply_template(
         self,
         messages: Sequence[Message],
         ask: bool,
         where: str,
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[Tool],
         template: str,
     ) -> str:
         with self._refusals(where):
@@ -200,7 +219,7 @@ class ChatFormat:
         self,
         messages: Sequence[Message],
         where: str,
-        tools: Sequence[Mapping[str, Any]],
+        tools: Sequence[Tool],
         template: str,
     ) -> str:
         """Render the text before an answer to the messages; most templates need at least one."""
@@ -214,15 +233,13 @@ class ChatFormat:
             "user's or a system message before it, or use a template with {% generation %} blocks."
         )
 
-    def text(
-        self, messages: Sequence[Message], where: str, tools: Sequence[Mapping[str, Any]] = ()
-    ) -> str:
+    def text(self, messages: Sequence[Message], where: str, tools: Sequence[Tool] = ()) -> str:
         """Return only the text that `render` returns."""
         template = _with_fixed_date(self._tool_template if tools else self._template)
         return self._text(messages, False, where, tools, template)
 
     def render(
-        self, messages: Sequence[Message], where: str, tools: Sequence[Mapping[str, Any]] = ()
+        self, messages: Sequence[Message], where: str, tools: Sequence[Tool] = ()
     ) -> RenderedConversation:
         """Return the whole text and the assistant's parts. Raises BadInputError, naming `where`.
 
@@ -232,11 +249,12 @@ class ChatFormat:
         if _MARKED.search(template):
             with self._refusals(where):
                 return self._render_generation_marks(
-                    self._with_calls(messages, where, template), tools, template
+                    self._adapt_messages(messages, where, template), tools, template
                 )
         text = self._text(messages, False, where, tools, template)
-        answers = _answers_of(messages)
+        answers = answers_of(messages)
         spans = []
+        before = through = ""
         for number in answers:
             before = self._text_before(messages[:number], where, tools, template)
             through = self._text(messages[: number + 1], False, where, tools, template)
@@ -246,6 +264,8 @@ class ChatFormat:
         if len(found) == len(spans):
             return RenderedConversation(text, found, answers)
         if spans[-1] is None:
+            asked = self._text(messages[: answers[-1]], False, where, tools, template)
+            _require_header(asked, before, through, where)
             raise BadInputError(
                 f"{where}: what the assistant says cannot be found: the tokenizer's chat template "
                 "renders the beginning of a conversation differently once more follows. Use a "
@@ -255,7 +275,7 @@ class ChatFormat:
         return RenderedConversation(text, (spans[-1],), answers[-1:], whole=False)
 
     def _render_generation_marks(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], template: str
+        self, messages: Sequence[Message], tools: Sequence[Tool], template: str
     ) -> RenderedConversation:
         """Render the text, with the spans that the template marks as the assistant's."""
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -271,8 +291,8 @@ class ChatFormat:
         )
         text = checked_text(texts[0], "a conversation", "the chat template's text")
         spans, answers = tuple((int(start), int(end)) for start, end in places[0]), None
-        if len(spans) == len(_answers_of(messages)):
-            answers = _answers_of(messages)
+        if len(spans) == len(answers_of(messages)):
+            answers = answers_of(messages)
         return RenderedConversation(text, spans, answers)
 
     @contextmanager
@@ -332,9 +352,30 @@ def _mask_spans(places: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
     return found
 
 
-def _answers_of(messages: Sequence[Message]) -> tuple[int, ...]:
-    """Return the numbers of the assistant's messages."""
-    return tuple(n for n, message in enumerate(messages) if message["role"] == "assistant")
+class _HeaderError(BadInputError):
+    """A template's prompt for an answer ends with an `opening` that the answer does not have."""
+
+    opening = ""
+
+
+def _require_header(asked: str, before: str, through: str, where: str) -> None:
+    """Refuse an answer that a template writes behind another header than its prompt has.
+
+    `before` is the conversation `asked` so far with the prompt's header, `through` the conversation
+    through the answer. Raises _HeaderError.
+    """
+    most = min(len(before), len(through))
+    shared = next((at for at in range(most) if before[at] != through[at]), most)
+    if shared < len(asked):
+        return
+    error = _HeaderError(
+        f"{where}: the tokenizer's chat template asks for an answer with {before[len(asked) :]!r}, "
+        f"but writes the answer as {shorten(through[len(asked) :], 80)!r}, so the model would be "
+        "asked in another way than it learns. Let the answers in the data begin as the prompt "
+        "ends, if the template keeps that; or change it in the tokenizer's folder (chat_template)."
+    )
+    error.opening = before[shared:]
+    raise error
 
 
 def _line_of(error: Exception) -> int | None:
@@ -465,65 +506,31 @@ def _encode_row(chat: ChatFormat, row: Row) -> _EncodedMessages:
         mine and not str(one["content"]).strip() and not one.get("tool_calls")
         for one, mine in zip(talk.messages, talk.learnt, strict=True)
     )
-    unwritten = unwritten_roles(
-        talk.messages, rendered.text, lambda others: chat.text(others, row.where, talk.tools)
-    )
-    unread = (*talk.unread, *_unwritten_keys(chat, talk, row.where))
+
+    def render(others: Sequence[Message]) -> str:
+        return chat.text(others, row.where, talk.tools)
+
+    unwritten = unwritten_roles(talk.messages, rendered.text, render)
+    unread = (*talk.unread, *unwritten_keys(talk, render))
     return _EncodedMessages(
-        row.where, ids, said, rendered.whole, _alters(rendered, talk), bool(bare), unwritten,
-        marked, wordless, joined, unread,
+        row.where, ids, said, rendered.whole, _alters_answers(rendered, talk), bool(bare),
+        unwritten, marked, wordless, joined, unread,
     )  # fmt: skip
-
-
-def unwritten_roles(
-    messages: Sequence[Message], whole: str, render: Callable[[Sequence[Message]], str]
-) -> tuple[str, ...]:
-    """Return the roles of messages whose words the template leaves out of the `whole` text.
-
-    The assistant's words are compared where they are learnt. `render` writes other messages.
-    """
-    plain = "".join(whole.split())
-    found: dict[str, None] = {}
-    for number, one in enumerate(messages):
-        words = str(one.get("content") or "")
-        if one["role"] == "assistant" or "".join(words.split()) in plain:
-            continue
-        others = [*messages[:number], {**one, "content": f"{words} {words}"}]
-        with suppress(BadInputError):  # raised by a template on purpose
-            if render([*others, *messages[number + 1 :]]) == whole:
-                found[str(one["role"])] = None
-    return tuple(found)
-
-
-def _unwritten_keys(chat: ChatFormat, talk: Conversation, where: str) -> list[str]:
-    """Return the keys of messages, other than their text, that the template omits."""
-    keys = dict.fromkeys(
-        key
-        for one in talk.messages
-        for key, value in one.items()
-        if key not in _READ and value not in (None, "", [], {})
-    )
-    if not keys:
-        return []
-    whole = chat.text(talk.messages, where, talk.tools)
-    found = []
-    for key in keys:
-        others = [{k: v for k, v in one.items() if k != key} for one in talk.messages]
-        with suppress(BadInputError):  # raised by a template on purpose
-            if chat.text(others, where, talk.tools) == whole:
-                found.append(f"{key!r} of messages")
-    return found
 
 
 def _learnt_spans(
     chat: ChatFormat, rendered: RenderedConversation, talk: Conversation, where: str
 ) -> tuple[Span, ...]:
     """Return the spans of the answers to learn. Raises BadInputError if they are unclear."""
-    answers = _answers_of(talk.messages)
+    answers = answers_of(talk.messages)
+
+    def render(others: Sequence[Message]) -> str:
+        return chat.text(others, where, talk.tools)
+
     for number in answers:
         message = talk.messages[number]
         if message.get("tool_calls") and talk.learnt[number]:
-            _require_calls_written(chat, talk, number, where)
+            require_calls_written(talk, number, where, render)
     if all(talk.learnt[number] for number in rendered.answers or answers):
         return rendered.spans
     if rendered.answers is None:
@@ -535,23 +542,10 @@ def _learnt_spans(
     return tuple(span for number, span in pairs if talk.learnt[number])
 
 
-def _require_calls_written(chat: ChatFormat, talk: Conversation, number: int, where: str) -> None:
-    """Refuse a template that omits the tool calls of a message."""
-    upto = [dict(message) for message in talk.messages[: number + 1]]
-    with_calls = chat.render(upto, where, talk.tools).text
-    del upto[-1]["tool_calls"]
-    if chat.render(upto, where, talk.tools).text == with_calls:
-        raise BadInputError(
-            f"{where}: the assistant calls a tool, and the tokenizer's chat template does not "
-            "write tool_calls: an empty answer would be learnt. Set a chat_template that writes "
-            "them in the tokenizer's folder, or leave such conversations out."
-        )
-
-
-def _alters(rendered: RenderedConversation, talk: Conversation) -> bool:
+def _alters_answers(rendered: RenderedConversation, talk: Conversation) -> bool:
     """Return whether the template omits part of an answer to learn, other than white space."""
     if rendered.answers is None:
-        return len(rendered.spans) < len(_answers_of(talk.messages))
+        return len(rendered.spans) < len(answers_of(talk.messages))
     return any(
         talk.learnt[number]
         and "".join(talk.messages[number]["content"].split())

@@ -17,6 +17,7 @@ from outpace.data.tool_calls import with_arguments
 from outpace.records.errors import BadInputError, quote_names
 
 Message = Mapping[str, Any]
+Tool = Mapping[str, Any]
 
 # Column names of questions and answers in data without lists of messages.
 _PAIRS = (
@@ -68,7 +69,7 @@ class Conversation:
 
     messages: tuple[Message, ...]
     learnt: tuple[bool, ...]
-    tools: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Tool, ...] = ()
     unread: tuple[str, ...] = ()
 
 
@@ -88,7 +89,7 @@ def conversation_of(row: Row, roles: Collection[str] = ()) -> Conversation:
     for name in _SYSTEM:
         if values.get(name):
             found, read = _with_system(found, name, row), [*read, name]
-    tools: tuple[Mapping[str, Any], ...] = ()
+    tools: tuple[Tool, ...] = ()
     for name in _TOOLS:
         if values.get(name):
             tools, read = (*tools, *_tools(values[name], name, row)), [*read, name]
@@ -331,7 +332,7 @@ def _part(part: Any, row: Row) -> str:
     )
 
 
-def _tools(value: Any, name: str, row: Row) -> tuple[Mapping[str, Any], ...]:
+def _tools(value: Any, name: str, row: Row) -> tuple[Tool, ...]:
     """Return the tools of a row, which some data sets store as JSON."""
     if isinstance(value, str):
         try:

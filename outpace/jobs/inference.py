@@ -4,21 +4,22 @@ import math
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from outpace.data.chat import ChatFormat, unwritten_roles
-from outpace.data.conversations import Message, conversation_of
+from outpace.data.chat import ChatFormat
+from outpace.data.conversations import Conversation, Message, Tool, conversation_of
 from outpace.data.corpus import Corpus, prepare
 from outpace.data.loader import Batch, Loader
 from outpace.data.padded import PaddedDataset
 from outpace.data.row_files import read_rows
 from outpace.data.samples import TokenDataset
 from outpace.data.sources import form_of
+from outpace.data.template_omissions import unwritten_parts
 from outpace.data.tokenizer import Tokenizer, load_tokenizer
 from outpace.interop.classifier import known_labels, require_layer, unsupported_task
 from outpace.interop.config import read_config
@@ -89,18 +90,40 @@ class Writer:
         given, ids = self._write(prompt, self._stop_ids, self._tokenizer.opening_ids)
         return self._tokenizer.decode([*given, *ids], cut=self._is_cut(ids))
 
-    def answer(self, messages: Sequence[Message]) -> str:
-        """Generate the assistant's next message, with the tokenizer's chat template."""
+    @property
+    def _chat(self) -> ChatFormat:
         if self._talk is None:
             self._talk = ChatFormat(self._tokenizer)
-        prompt = self._talk.prompt(messages)
-        for role in unwritten_roles(messages, prompt, self._talk.prompt):
+        return self._talk
+
+    def answer(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> str:
+        """Generate the assistant's next message, with the tokenizer's chat template."""
+        chat = self._chat
+        prompt = chat.prompt(messages, tools)
+        for what in unwritten_parts(messages, tools, prompt, chat.prompt):
             self._on_hint(
-                f"the tokenizer's chat template leaves out messages of {role!r}: the answer is "
-                "generated without them. Put their content into the user's message"
+                f"the tokenizer's chat template leaves out {what}: the answer is generated without "
+                "them. Put their content into the user's message"
             )
-        _, ids = self._write(prompt, self._stop_ids | {self._talk.stop_id})
+        _, ids = self._write(prompt, self._stop_ids | {chat.stop_id})
         return self._tokenizer.decode(ids, cut=self._is_cut(ids))
+
+    def questions(self, path: Path) -> list[Conversation]:
+        """Read conversations, in any form that outpace train accepts, up to their last answers.
+
+        Raises BadInputError.
+        """
+        found = []
+        for row, _ in read_rows(path):
+            talk = conversation_of(row, self._chat.roles)
+            messages = talk.messages
+            if messages[-1]["role"] == "assistant":
+                messages = messages[:-1]
+            if messages:
+                found.append(replace(talk, messages=messages))
+        if not found:
+            raise BadInputError(f"{path} holds no conversation to answer.")
+        return found
 
     def _is_cut(self, ids: Sequence[int]) -> bool:
         """Return whether the model would have generated more."""
@@ -169,23 +192,6 @@ def generate(
 def system_message(system: str | None) -> list[Message]:
     """Return a conversation's system message, if there is one."""
     return [] if system is None else [{"role": "system", "content": system}]
-
-
-def questions(path: Path) -> list[list[Message]]:
-    """Read conversations, in any form that outpace train accepts, up to their last answers.
-
-    Raises BadInputError.
-    """
-    found = []
-    for row, _ in read_rows(path):
-        messages = list(conversation_of(row).messages)
-        if messages[-1].get("role") == "assistant":
-            messages.pop()
-        if messages:
-            found.append(messages)
-    if not found:
-        raise BadInputError(f"{path} holds no conversation to answer.")
-    return found
 
 
 def evaluate(

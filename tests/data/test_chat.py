@@ -455,6 +455,48 @@ def test_a_template_in_which_answers_cannot_be_found_is_refused(plain):
         ChatFormat(plain.replace(plain.inner, {"chat_template": SHUFFLED}))
 
 
+# Its prompt opens a block, which answers in a conversation have only if the data write it.
+OPENED = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n<think>\n' }}{% endif %}"
+)
+
+
+def test_a_prompt_that_opens_the_answer_is_told_from_the_answer(plain):
+    chat = ChatFormat(plain.replace(plain.inner, {"chat_template": OPENED}))
+    assert chat.stops
+    thought = row("q", "<think>\nso\n</think>\n\none")
+    assert learnt_of(chat, thought)[1] == "so\n</think>\n\none<|im_end|>\n"
+    said = r"line 1: .* asks for an answer with '.*<think>\\n', but writes the answer as '.*none"
+    for answer in ("none", "so\n</think>\n\nnone"):
+        with pytest.raises(BadInputError, match=said):
+            encode_all(chat, [row("q", answer)], 64)
+    # As R1's, which leaves out what an answer has before its end of thought.
+    left_out = OPENED.replace("m.content", "m.content.split('</think>')[-1]")
+    chat = ChatFormat(plain.replace(plain.inner, {"chat_template": left_out}))
+    with pytest.raises(BadInputError, match=r"asks for an answer with .*but writes the answer as"):
+        encode_all(chat, [thought], 64)
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_a_template_of_parts_gets_parts(plain, marked):
+    """As those of models that see images, which write nothing of a text."""
+    begin, end = ("{% generation %}", "{% endgeneration %}") if marked else ("", "")
+    parts = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+        f"{begin}{{% for p in m.content %}}{{{{ p.text }}}}{{% endfor %}}{end}"
+        "{{ '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    chat = ChatFormat(plain.replace(plain.inner, {"chat_template": parts}))
+    text = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "one"}]
+    listed = [{**one, "content": [{"type": "text", "text": one["content"]}]} for one in text]
+    for messages in (text, listed):
+        whole, learnt, found = learnt_of(chat, Row({"messages": messages}, "line 1"))
+        assert "user\nq<|im_end|>" in whole and "one" in learnt
+        assert not found.altered and not found.unwritten
+
+
 def test_long_conversations_are_cut_and_counted(formats):
     rows = [row("hello", "there"), row("hello " * 40, "there"), row("hello", "there " * 40)]
     found = encode_all(formats[0], rows, 48)

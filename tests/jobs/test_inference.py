@@ -11,6 +11,7 @@ from tokenizers import models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from outpace.data.tokenizer import Tokenizer
+from outpace.jobs import inference
 from outpace.jobs.inference import Sampling, Writer
 
 
@@ -52,3 +53,81 @@ def test_a_prompt_begins_as_the_tokenizer_begins_texts(tmp_path: Path) -> None:
     said = "the prompt has 61 tokens, and the model has 32 positions: only its last 16 tokens were "
     said += "read"
     assert hints[-1].startswith(said)
+
+
+TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+WITH_TOOLS = (
+    "{% if tools %}{{ tools[0].function.name }} {% endif %}{% for m in messages %}"
+    "{{ m.role + ' ' + m.content + ' ' }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.name + ' ' }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
+WITHOUT_TOOLS = "{% for m in messages %}{{ m.role + ' ' + m.content + ' ' }}{% endfor %}"
+
+
+def _chat_model(folder: Path, template: str) -> None:
+    """Write a tiny model whose tokenizer has a token for each word of the conversations."""
+    words = ["</s>", "[UNK]", "user", "system", "assistant", "tool", "critic", "look", "a", "b"]
+    inner = tokenizers.Tokenizer(
+        models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]")
+    )
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    inner.add_special_tokens(["</s>"])
+    Tokenizer(inner, "</s>", {"chat_template": template}).save(folder)
+    model: Any = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=24,
+            vocab_size=10, max_position_embeddings=32, bos_token_id=None, eos_token_id=0,
+        )
+    )  # fmt: skip
+    model.save_pretrained(folder)
+
+
+def _prompts_of(folder: Path, row: dict[str, Any], monkeypatch: Any) -> tuple[list[str], list[str]]:
+    """Return the prompts from which a row of a file is answered, and the hints."""
+    file, hints, prompts = folder / "asked.jsonl", list[str](), list[str]()
+    file.write_text(json.dumps(row) + "\n")
+    writer = Writer(folder, Sampling(1, 0.0, None, 0), "cpu", hints.append)
+    generated = inference.generation.generate
+
+    def record(model: Any, given: list[int], **rules: Any) -> list[int]:
+        prompts.append(writer._tokenizer.inner.decode(given, skip_special_tokens=False))
+        return generated(model, given, **rules)
+
+    monkeypatch.setattr(inference.generation, "generate", record)
+    for talk in writer.questions(file):
+        writer.answer(talk.messages, talk.tools)
+    monkeypatch.undo()
+    return prompts, hints
+
+
+def test_a_prompt_has_all_that_an_answer_depends_on(tmp_path: Path, monkeypatch: Any) -> None:
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    _chat_model(tmp_path, WITH_TOOLS)
+    row = {"messages": talk, "tools": TOOLS}
+    assert _prompts_of(tmp_path, row, monkeypatch) == (["look user a assistant"], [])
+    old = {"messages": talk, "functions": [TOOLS[0]["function"]]}
+    assert _prompts_of(tmp_path, old, monkeypatch) == (["look user a assistant"], [])
+    assert _prompts_of(tmp_path, {"messages": talk}, monkeypatch) == (["user a assistant"], [])
+
+
+def test_what_the_template_leaves_out_of_a_prompt_is_told(tmp_path: Path, monkeypatch: Any) -> None:
+    _chat_model(tmp_path, WITHOUT_TOOLS)
+    call = {"function": {"name": "look", "arguments": {}}}
+    talk = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "b"},
+    ]
+    prompts, hints = _prompts_of(tmp_path, {"messages": talk, "tools": TOOLS}, monkeypatch)
+    assert prompts == ["user a assistant tool b"]
+    said = "the tokenizer's chat template leaves out "
+    assert [hint.removeprefix(said).partition(":")[0] for hint in hints] == [
+        "tools", "calls of tools",
+    ]  # fmt: skip
+
+
+def test_speakers_that_the_template_names_are_answered(tmp_path: Path, monkeypatch: Any) -> None:
+    _chat_model(tmp_path, "{% if messages[-1].role == 'critic' %}a {% endif %}" + WITHOUT_TOOLS)
+    talk = [{"role": "user", "content": "a"}, {"role": "critic", "content": "b"}]
+    assert _prompts_of(tmp_path, {"messages": talk}, monkeypatch)[0] == ["a user a critic b"]

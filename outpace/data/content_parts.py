@@ -1,0 +1,36 @@
+"""Contents of messages in the form that a chat template takes: a text, or a list of parts.
+
+Templates of models that also see images may read lists of parts alone: of a text, they would write
+nothing. All others take texts.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from outpace.records.errors import BadInputError
+
+Messages = Sequence[Mapping[str, Any]]
+
+_WORD = "outpace_word"
+
+
+def takes_parts(render: Callable[[Messages], str]) -> bool:
+    """Return whether a template writes contents only if they are lists of parts.
+
+    `render` writes messages by the template, and raises BadInputError if the template refuses them.
+    """
+    for content in (_WORD, _as_parts(_WORD)):
+        with suppress(BadInputError):
+            if _WORD in render([{"role": "user", "content": content}]):
+                return isinstance(content, list)
+    return False
+
+
+def with_parts(messages: Messages) -> list[dict[str, Any]]:
+    """Return the messages with their texts as lists of one part."""
+    return [{**message, "content": _as_parts(message["content"])} for message in messages]
+
+
+def _as_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text}]
