@@ -1,7 +1,7 @@
 """Labelled texts and pairs of texts, as in GLUE, to samples for a classifier."""
 
 import unicodedata
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from decimal import Decimal
 from pathlib import Path
@@ -174,23 +174,27 @@ def _plain_number(label: str) -> str:
 
 
 def examples_of(
-    rows: Iterable[Row], columns: TextColumns, classes: Sequence[str] = ()
-) -> list[Example]:
-    """Return the texts and labels of rows; numbers of `classes` become their names.
+    parts: Sequence[Sequence[Row]],
+    columns: TextColumns,
+    classes: Sequence[str] = (),
+    known: Sequence[str] = (),
+) -> list[list[Example]]:
+    """Return the texts and labels of the rows of each part; numbers of `classes` become names.
 
-    Raises BadInputError.
-
-    A label of -1 marks a test set without labels, unless rows have -1 and 1 only.
+    A label of -1 marks a test set without labels, unless the parts together have -1 and 1 only, or
+    -1 is among the labels `known` from a stored classifier. Raises BadInputError.
     """
-    rows = list(rows)
-    seen = {_number(row.values.get(columns.label)) for row in rows}
-    signed = not classes and seen == {-1, 1}
+    seen = {_number(row.values.get(columns.label)) for part in parts for row in part}
+    signed = not classes and (seen == {-1, 1} or (seen <= {-1, 1} and "-1" in known))
     return [
-        Example(
-            tuple(_text(row, name) for name in columns.texts),
-            _label(row, columns.label, classes, signed),
-        )
-        for row in rows
+        [
+            Example(
+                tuple(_text(row, name) for name in columns.texts),
+                _label(row, columns.label, classes, signed),
+            )
+            for row in part
+        ]
+        for part in parts
     ]
 
 

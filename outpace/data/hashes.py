@@ -6,7 +6,7 @@ from pathlib import Path
 
 import xxhash
 
-from outpace.data.sources import Source, fingerprint
+from outpace.data.sources import Source, dataset_files, fingerprint, open_dataset, state_of
 from outpace.data.stream import Stream
 from outpace.records.base import keep_memo
 
@@ -16,13 +16,16 @@ _SETTLED_S = 2.0
 
 def cached_fingerprint(source: Source, text_field: str, cache_dir: Path) -> str:
     """Return the source's fingerprint, recomputed when any file's size or time has changed."""
+    files, states, name = source.files, source.states, ""
     if source.kind == "dataset":
+        dataset = open_dataset(source.reference)
+        files, name = dataset_files(dataset), str(dataset._fingerprint)
+        states = tuple(map(state_of, files))
+    if not files:  # a dataset in memory
         return fingerprint(source, text_field)
-    seen = [
-        (str(file.absolute()), *state)
-        for file, state in zip(source.files, source.states, strict=True)
-    ]
-    state = xxhash.xxh3_128_hexdigest(json.dumps([seen, source.kind, text_field]).encode())
+    seen = [(str(file.absolute()), *state) for file, state in zip(files, states, strict=True)]
+    about = [seen, source.kind, text_field, *filter(None, [name])]
+    state = xxhash.xxh3_128_hexdigest(json.dumps(about).encode())
     memo = cache_dir / "hashes" / state
     if memo.is_file():
         return memo.read_text()

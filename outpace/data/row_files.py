@@ -20,7 +20,7 @@ from outpace.data.sources import (
     numbered_lines,
     readable,
 )
-from outpace.records.errors import BadInputError, quote_names
+from outpace.records.errors import BadInputError, json_error, quote_names
 
 _READ_BYTES = 1 << 20
 _QUOTED_CELL = re.compile(r'"(?:[^"]|"")*"')
@@ -238,7 +238,7 @@ def _format_json_error(error: Exception, column: int | None = None) -> str:
     if isinstance(error, json.JSONDecodeError):
         message = error.msg.removesuffix(" at").removesuffix(" starting")
         return f"{message} at column {error.colno if column is None else column}"
-    return str(error)
+    return json_error(error)
 
 
 def _json_lines(file: Path) -> Iterator[tuple[Row, int]]:
@@ -313,6 +313,7 @@ def _json_list(file: Path) -> Iterator[tuple[Row, int]]:
         for number in range(1, 1 << 62):
             text.skip(_SPACES)
             if text.sign() == "]":
+                _require_end(file, text)
                 return
             where = f"{file}, item {number}"
             if number > 1:
@@ -330,6 +331,18 @@ def _json_list(file: Path) -> Iterator[tuple[Row, int]]:
                     "an object"
                 )
             yield Row(values, where), took
+
+
+def _require_end(file: Path, text: "_Text") -> None:
+    """Refuse what follows the list of a file, such as another list, which would go unread."""
+    text.skip("]", 1)
+    text.skip(_SPACES)
+    if text.sign():
+        raise BadInputError(
+            f"{file}, line {text.line()}: something follows the end of the list "
+            f"({text.sign()!r}), as in files that were joined. Join them with `jq -c '.[]'` into a "
+            ".jsonl, or keep one list."
+        )
 
 
 class _Text:
@@ -473,6 +486,11 @@ def _table(
                 _require_distinct(header, f"{file}, line {number}")
                 continue
         where = f"{file}, line {number}"
+        if row == header:
+            raise BadInputError(
+                f"{where} repeats the header, as in files that were joined with theirs. Leave such "
+                f"lines out: awk 'NR == 1 {{h = $0}} NR == 1 || $0 != h' {shlex.quote(str(file))}"
+            )
         if len(row) == len(header):
             yield Row(dict(zip(header, row, strict=True)), where), took
         elif on_left_out is not None:

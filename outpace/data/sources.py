@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, Literal
 import xxhash
 
 from outpace.records.base import refuse_pipe, require_no_pointer
-from outpace.records.errors import BadInputError, excerpt
+from outpace.records.errors import BadInputError, excerpt, json_error
 
 # "text": each file is a document; "rows": files of records with named columns.
 Kind = Literal["text", "rows", "dataset", "tokens"]
@@ -337,8 +337,8 @@ def unread_split_hints(source: Source) -> list[str]:
         return []
     try:
         splits = json.loads(path.read_bytes()).get("splits", [])
-    except (ValueError, AttributeError) as error:
-        raise BadInputError(f"cannot read {path}: {error}") from None
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise BadInputError(f"cannot read {path}: {json_error(error)}") from None
     others = [str(one) for one in splits if one != split]
     if not others:
         return []
@@ -483,14 +483,12 @@ def _split_by_name(names: Sequence[str]) -> str | None:
 
 
 def _of_one_split(splits: Mapping[Path, str | None]) -> list[Path]:
-    """Drop files named as held out if others are named as training data."""
-    if "train" not in splits.values():
-        return list(splits)
-    return [file for file, split in splits.items() if split != "held out"]
+    """Drop files named as held out if there are others."""
+    return [file for file, split in splits.items() if split != "held out"] or list(splits)
 
 
 def _source_of(reference: str, kind: Kind, files: list[Path]) -> Source:
-    states = tuple(map(_state, files))
+    states = tuple(map(state_of, files))
     total = sum(size for size, *_ in states)
     if total == 0:
         raise BadInputError(f"the data at {reference} is empty")
@@ -500,7 +498,8 @@ def _source_of(reference: str, kind: Kind, files: list[Path]) -> Source:
     return Source(reference, kind, tuple(files), total, states)
 
 
-def _state(file: Path) -> State:
+def state_of(file: Path) -> State:
+    """Return a file's size and times. Raises BadInputError."""
     try:
         stat = file.stat()
     except OSError as error:
@@ -511,7 +510,7 @@ def _state(file: Path) -> State:
 def check_unchanged(source: Source) -> None:
     """Raise BadInputError if a file has changed since the source was found."""
     for file, state in zip(source.files, source.states, strict=True):
-        if _state(file) != state:
+        if state_of(file) != state:
             raise BadInputError(
                 f"{file} changed while it was being read, so nothing was kept of it. Run this "
                 "again when it is complete."
@@ -606,9 +605,13 @@ def _is_saved_dataset(path: Path) -> bool:
 def fingerprint(source: Source, text_field: str) -> str:
     """Return a hash of the contents, independent of their location and names."""
     digest = xxhash.xxh3_128()
+    files = source.files
     if source.kind == "dataset":
-        digest.update(str(open_dataset(source.reference)._fingerprint).encode())
-    for file in source.files:
+        # Its own fingerprint is of the code that made it, not of the files which that code read.
+        dataset = open_dataset(source.reference)
+        digest.update(str(dataset._fingerprint).encode())
+        files = dataset_files(dataset)
+    for file in files:
         form = "text" if source.kind == "text" else form_of(file)
         digest.update(f"{form}\0{file.stat().st_size}\0".encode())
         with readable(file) as stream:
@@ -618,32 +621,69 @@ def fingerprint(source: Source, text_field: str) -> str:
     return digest.hexdigest()
 
 
-def open_dataset(reference: str) -> Any:
-    """Open a Hugging Face dataset: hf:NAME[:CONFIG[:SPLIT]], where NAME may be a local path."""
-    import datasets
+def dataset_files(dataset: Any) -> tuple[Path, ...]:
+    """Return the files that hold an opened dataset's rows."""
+    return tuple(Path(one["filename"]) for one in dataset.cache_files)
 
+
+def open_dataset(reference: str) -> Any:
+    """Open a Hugging Face dataset: hf:NAME[:CONFIG[:SPLIT]], where NAME may be a local path.
+
+    Its rows are Python's values, whatever format it was saved with; images and sound are bytes.
+    """
     name, config, split = _dataset_name(reference)
     try:
-        if not _is_saved_dataset(Path(name)):
-            return datasets.load_dataset(name, config or None, split=split)
-        found = datasets.load_from_disk(name)
-        if not isinstance(found, datasets.DatasetDict):
-            if split != "train":  # only the training rows were requested
-                raise BadInputError(
-                    f"the dataset {reference} has no splits, thus no {split!r}; write hf:{name}"
-                )
-            return found
-        if split not in found:
-            raise BadInputError(
-                f"the dataset {reference} has no split {split!r}, but "
-                f"{', '.join(map(repr, found))}; write hf:{name}::SPLIT"
-            )
-        return found[split]
+        return _drop_format(_open_split(reference, name, config, split))
     except BadInputError:
         raise
     except Exception as error:
         reason = " ".join(str(error).split())[:300]
         raise BadInputError(f"the dataset {reference} cannot be opened: {reason}") from None
+
+
+def _open_split(reference: str, name: str, config: str, split: str) -> Any:
+    import datasets
+
+    if not _is_saved_dataset(Path(name)):
+        return datasets.load_dataset(name, config or None, split=split)
+    found = datasets.load_from_disk(name)
+    if not isinstance(found, datasets.DatasetDict):
+        if split != "train":  # only the training rows were requested
+            raise BadInputError(
+                f"the dataset {reference} has no splits, thus no {split!r}; write hf:{name}"
+            )
+        return found
+    if split not in found:
+        raise BadInputError(
+            f"the dataset {reference} has no split {split!r}, but "
+            f"{', '.join(map(repr, found))}; write hf:{name}::SPLIT"
+        )
+    return found[split]
+
+
+def _drop_format(dataset: Any) -> Any:
+    """Return a dataset without a format for other programs, and without decoding media."""
+    import datasets
+
+    features = {name: _without_decoding(kind) for name, kind in dataset.features.items()}
+    formatted = dataset.format["type"] is not None or dataset.format["columns"] != [*features]
+    if not formatted and features == dict(dataset.features):
+        return dataset
+    dataset = dataset.with_format(None)  # a copy
+    dataset.info.features = datasets.Features(features)
+    return dataset
+
+
+def _without_decoding(kind: Any) -> Any:
+    """Return the type of a column whose images, sound and the like stay as they are stored."""
+    if isinstance(kind, dict):
+        return {name: _without_decoding(inner) for name, inner in kind.items()}
+    if hasattr(kind, "feature"):  # a list
+        inner = _without_decoding(kind.feature)
+        return kind if inner == kind.feature else replace(kind, feature=inner)
+    if getattr(kind, "decode", False) and type(kind).__name__ != "Json":
+        return replace(kind, decode=False)
+    return kind
 
 
 def _dataset_name(reference: str) -> tuple[str, str, str]:

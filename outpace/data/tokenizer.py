@@ -20,7 +20,7 @@ from outpace.data.isolation import call_isolated
 from outpace.data.words import words_of
 from outpace.records.base import read_object, require_fetched, require_no_pointer
 from outpace.records.checksums import require_small_files
-from outpace.records.errors import BadInputError, OutpaceError, excerpt, shorten
+from outpace.records.errors import BadInputError, OutpaceError, excerpt, json_error, shorten
 
 END_OF_TEXT = "<|endoftext|>"
 MASKED_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -399,7 +399,8 @@ def load_tokenizer(reference: str) -> Tokenizer:
         refused = isinstance(error, BadInputError) or not isinstance(error, OutpaceError)
         if not (isinstance(error, Exception) and refused) and not is_panic(error):
             raise  # also for signals
-        said = shorten(str(error), 1000)
+        said = json_error(error) if isinstance(error, Exception) else str(error)
+        said = shorten(said, 1000)
         raise BadInputError(f"the tokenizer {path} cannot be read: {said}") from None
     if found is None:
         raise BadInputError(

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Self, TypeVar
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from outpace.records.errors import BadInputError, excerpt, shorten, suggest
+from outpace.records.errors import BadInputError, excerpt, json_error, shorten, suggest
 
 Value = TypeVar("Value")
 OnChange = Callable[[str], None]  # called with a message about a changed file
@@ -193,14 +193,16 @@ def _explain_read_errors(path: Path, kind: str, option: str = "") -> Iterator[No
         yield
     except OSError as error:
         raise BadInputError(f"cannot read {option}{format_path(path)}: {error.strerror}") from None
-    except RecursionError:
+    except RecursionError as error:
         raise BadInputError(
-            f"{format_path(path)} is not {kind} that can be read: it is nested too deeply"
+            f"{format_path(path)} is not {kind} that can be read: {json_error(error)}"
         ) from None
     except ValueError as error:
         require_no_pointer(path)
         line = _line_of(path, str(error)) if kind == "TOML" else ""
-        raise BadInputError(f"{option}{format_path(path)} is not {kind}: {error}{line}") from None
+        raise BadInputError(
+            f"{option}{format_path(path)} is not {kind}: {json_error(error)}{line}"
+        ) from None
 
 
 def _line_of(path: Path, said: str) -> str:

@@ -5,7 +5,9 @@ prints only the message, without a traceback, and exits with the error's `exit_c
 """
 
 import difflib
+import json
 import re
+import sys
 from collections.abc import Iterable, Sequence
 
 from outpace.records.aliases import translate_alias
@@ -88,6 +90,15 @@ def excerpt(value: object) -> str:
         return shorten(repr(value))
     except (RecursionError, ValueError):  # nested too deeply, or too many digits
         return f"a {type(value).__name__} that is too large to show"
+
+
+def json_error(error: Exception) -> str:
+    """Return why a JSON text cannot be read, also where Python's own words are about Python."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
+    if not isinstance(error, json.JSONDecodeError) and "integer string conversion" in str(error):
+        return f"it has a number with more than {sys.get_int_max_str_digits():,} digits"
+    return str(error)
 
 
 def first_names(names: Sequence[str], most: int = 3) -> str:

@@ -9,7 +9,7 @@ from pyarrow import parquet
 
 from outpace.data import classify
 from outpace.data.paraphrases import paraphrases
-from outpace.data.row_files import read_rows
+from outpace.data.row_files import Row, read_rows
 from outpace.data.rows import read_table, split_rows, splits_of
 from outpace.data.tokenizer import train_tokenizer
 from outpace.records.errors import BadInputError
@@ -25,7 +25,7 @@ PAIRS = [("Paris?", "It is.", "entailment"), ("Rome?", "It rains.", "not_entailm
 def examples(table, texts=None, label=None):
     columns = classify.columns_of(table, texts, label)
     classes = table.names.get(columns.label, ())
-    found = classify.examples_of(table.rows, columns, classes)
+    (found,) = classify.examples_of([table.rows], columns, classes)
     return [one.texts for one in found], classify.label_names(found, classes), found
 
 
@@ -130,6 +130,18 @@ def test_minus_one_and_one_are_two_classes_in_this_order(tmp_path):
         examples(read_table(str(tmp_path / "b.csv")))
 
 
+def test_minus_one_is_a_class_in_a_part_that_has_no_other(tmp_path):
+    parts = [[Row({"text": "a", "label": label}, "row 1") for label in part]
+             for part in ((1, -1, 1), (-1, -1), (1,))]  # fmt: skip
+    columns = classify.TextColumns(("text",), "label")
+    found = classify.examples_of(parts, columns)
+    assert [[one.label for one in part] for part in found] == [["1", "-1", "1"], ["-1"] * 2, ["1"]]
+    stored = classify.examples_of(parts[1:2], columns, known=("-1", "1"))
+    assert [one.label for one in stored[0]] == ["-1", "-1"]
+    with pytest.raises(BadInputError, match="has no label"):
+        classify.examples_of(parts[1:2], columns, known=("0", "1"))
+
+
 @pytest.mark.parametrize(
     ("lines", "said"),
     [
@@ -157,6 +169,8 @@ def test_what_cannot_be_learnt_is_refused(tmp_path, lines, said):
         ("a.json", '{"text": ["a", "b"], "label": [1, 0]}', "'text' is list, not .* of 2 rows"),
         ("a.jsonl", '{"text": "a", "label": 1, "label": 0}\n', "line 1: .* key 'label' twice"),
         ("a.csv", "text,label,label\na,1,0\n", "line 1: the header has the column 'label' twice"),
+        ("a.csv", 'text,label\na,1\n"text",label\nb,0\n', "line 3 repeats the header, .*: awk 'NR"),
+        ("a.tsv", "text\tlabel\na\t1\ntext\tlabel\n", "line 3 repeats the header"),
         ("a.csv", 'text,label\na,1\n"' + "b" * 200_000, "line 3: unexpected end of data. Is a"),
     ],
 )
@@ -247,7 +261,7 @@ def test_half_a_surrogate_is_refused_with_its_place(tmp_path, column):
     (tmp_path / "x.jsonl").write_text(json.dumps(row) + "\n")
     with pytest.raises(BadInputError, match=rf"line 1: '{column}' has half of a surrogate pair"):
         table = read_table(str(tmp_path / "x.jsonl"))
-        classify.examples_of(table.rows, classify.columns_of(table, None, None))
+        classify.examples_of([table.rows], classify.columns_of(table, None, None))
 
 
 @pytest.mark.parametrize(
@@ -275,7 +289,7 @@ def test_labels_that_are_written_in_two_ways_are_said(tmp_path, labels, said):
     )
     table = read_table(str(path))
     columns = classify.columns_of(table, None, None)
-    told = "".join(classify.examples_hints([classify.examples_of(table.rows, columns)]))
+    told = "".join(classify.examples_hints(classify.examples_of([table.rows], columns)))
     assert told.startswith(said or "") and bool(told) == (said is not None)
 
 
@@ -289,6 +303,30 @@ def test_long_texts_are_cut_on_the_tokenizers_side(side):
     found = classify.encode(tokenizer, [classify.Example((text,), "x")], ["x"], 4, False)
     kept = found.samples.values["tokens"].tolist()
     assert found.cut == 1 and kept == (whole[:4] if side == "right" else whole[-4:])
+
+
+@pytest.mark.parametrize("format", ["torch", "numpy", "pandas", "arrow"])
+def test_a_dataset_is_read_whatever_its_saved_format(tmp_path, format):
+    """`save_to_disk` keeps the format and the columns that `set_format` chose."""
+    rows = {"text": [f"a {n}" for n in range(9)], "label": [n % 2 for n in range(9)]}
+    whole = datasets.Dataset.from_dict(rows)
+    whole.with_format(format, columns=["label"]).save_to_disk(tmp_path / "saved")
+    table = read_table(str(tmp_path / "saved"))
+    assert [row.values for row in table.rows] == [*whole]
+    assert examples(table)[1] == ("0", "1")
+
+
+@pytest.mark.parametrize("kind", [datasets.Image, datasets.Audio])
+def test_media_beside_texts_are_not_decoded(tmp_path, kind):
+    """Decoding takes libraries and time, and fails where a file is broken."""
+    stored = {"path": None, "bytes": b"broken"}
+    rows = {"text": ["a", "b"], "label": [0, 1], "one": [stored] * 2, "some": [[stored]] * 2}
+    whole = datasets.Dataset.from_dict(rows)
+    typed = {**whole.features, "one": kind(), "some": datasets.List(kind())}
+    whole.cast(datasets.Features(typed)).save_to_disk(tmp_path / "saved")
+    table = read_table(str(tmp_path / "saved"))
+    assert examples(table)[0] == [("a",), ("b",)]
+    assert table.rows[0].values["one"]["bytes"] == b"broken"
 
 
 def test_a_saved_dataset_without_splits_is_not_validated_with_itself(tmp_path):

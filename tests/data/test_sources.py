@@ -82,6 +82,8 @@ def test_json_lines(tmp_path, prepare, ids_of):
         ('{"chosen": "x", "rejected": "y"}', r"line 2 has no field 'text', .*: .*DPO"),
         ('{"body": "x"}', r"line 2 has no field 'text', but 'body'\. Records before it have it"),
         ('["text"]', r"line 2 holds a list; each line has to be an object"),
+        ("[" * 5000 + "]" * 5000, r"line 2 is not JSON: it is nested too deeply\. Each line"),
+        ('{"n": ' + "9" * 5000 + "}", r"line 2 is not JSON: it has a number with more than 4,300 "),
         ('{"text": 3}', r"line 2: 'text' is int, not text"),
         ('{"text": null}', r"line 2: 'text' is null, not text"),
         ('{"text": "ab\\ud800"}', r"line 2: 'text' has half of a surrogate pair.* at character 2"),
@@ -107,6 +109,17 @@ def test_parquet(tmp_path, prepare, ids_of):
     path.write_bytes(b"PAR1 and nothing else")
     with pytest.raises(BadInputError, match="not a readable Parquet file"):
         prepare(path)
+
+
+def test_a_dataset_with_the_fingerprint_of_another_is_another(tmp_path, prepare, ids_of):
+    """As `map` gives it where its function reads a file that has changed since."""
+    import datasets
+
+    for name, text in (("one", A), ("two", B)):
+        found = datasets.Dataset.from_dict({"text": [text]})
+        found._fingerprint = "same"
+        found.save_to_disk(tmp_path / name)
+        assert tokens(prepare(tmp_path / name)) == [ids_of(text)]
 
 
 def test_saved_datasets_and_folders_for_datasets(tmp_path, prepare, ids_of, monkeypatch):
@@ -482,6 +495,13 @@ def test_an_object_in_a_file_of_its_own_is_a_row(tmp_path, prepare, ids_of):
         ("x.json", '[{"text": "a"}, {"text": "b" "c"}]', r"item 2, line 1, is not JSON: .*column"),
         ("x.jsonl", '[\n{"text": "a"}\n{"text": "b"}]', r"item 2 .*a comma .* line 3, not '{'"),
         ("x.json", '[{"text": "a"},', r"item 2, line 1, is not JSON"),
+        ("x.json", '[{"text": "a"}]\n\n[{"text": "b"}]', r"x\.json, line 3: .* the list \('\['\)"),
+        (
+            "x.jsonl",
+            '[{"text": "a"}] {"text": "b"}',
+            r"line 1: something follows .* \('{'\), as in",
+        ),
+        ("x.json", '[{"text": "a"}]]', r"follows the end of the list \('\]'\)"),
         ("x.json", '[{"text": "a"},\n{"text": "b"\n', r"line 2, is not JSON: .* at column 13"),
         (
             "x.json",
@@ -686,6 +706,9 @@ def test_folders_and_names_of_texts_say_splits(tmp_path, prepare, ids_of):
         assert tokens(corpus) == [ids_of(A)]
         assert "are left out" in corpus.hints[0]
     assert tokens(prepare(tmp_path / "rows" / "test")) == [ids_of(B)]
+    (tmp_path / "rows" / "train").rename(tmp_path / "rows" / "part-0")  # as rows of no split
+    corpus = prepare(tmp_path / "rows")
+    assert tokens(corpus) == [ids_of(A)] and "are left out" in corpus.hints[0]
     assert tokens(prepare(tmp_path / "rows" / "*" / "*.jsonl")) == [ids_of(A)]
     (tmp_path / "texts" / "main.py").write_text(A)  # source code, of which tests are part
     assert len(tokens(prepare(tmp_path / "texts"))[0]) == len(ids_of(A, A, B, C))

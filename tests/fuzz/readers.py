@@ -133,7 +133,7 @@ def _rows(folder: Path) -> None:
         for row in table.rows:
             messages_of(row)
     else:
-        examples_of(table.rows, columns_of(table, None, None))
+        examples_of([table.rows], columns_of(table, None, None))
 
 
 def _checkpoint(folder: Path) -> None:

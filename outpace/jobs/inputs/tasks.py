@@ -31,6 +31,7 @@ from outpace.data.rows import (
 from outpace.data.tokenizer import Tokenizer
 from outpace.interop.classifier import known_labels, require_exportable, unsupported_task
 from outpace.interop.models import OpenedModel
+from outpace.interop.untrained_tokens import untrained_token_hints
 from outpace.jobs.defaults import resolve_seq_len
 from outpace.jobs.inputs.tokenizers import task_tokenizer
 from outpace.planner.model.flops import step_flops
@@ -266,6 +267,11 @@ def _chat(request: TaskRequest, *, saved: bool) -> TaskData:
         )
     ]  # fmt: skip
     hints = [*source.hints, *_chat_hints(chat, parts[: source.parts], seq_len, _count(source))]
+    opened = request.model.opened
+    if settings.lora_rank is not None and settings.init != "random":
+        assert opened is not None and opened.weights is not None  # checked with the base
+        encoded = [part.samples for part in parts[:1]]
+        hints += untrained_token_hints(opened.weights, chat.tokenizer, encoded)
     if plain.chat_template is None:
         kept = ", and saved with the model" if saved else ""
         hints.append(f"the tokenizer has no chat template, so outpace's is used{kept}")
@@ -344,14 +350,13 @@ def _classify(request: TaskRequest) -> TaskData:
     assert spec is not None
     columns = classify.columns_of(source.table, settings.text_fields, settings.label_field)
     classes = source.table.names.get(columns.label, ())
-    parts = [
-        classify.examples_of(rows, columns, classes) for rows in (source.train, source.validation)
-    ]
     known: tuple[str, ...] | None = None
     other: str | None = None
     if opened is not None and opened.weights is not None and settings.init != "random":
         other = unsupported_task(opened.weights)
         known = known_labels(opened.weights) if other is None else None
+    rows = (source.train, source.validation)
+    parts = classify.examples_of(rows, columns, classes, known or ())
     kept = None if known is None else classify.with_stored_names(parts, known)
     labels = known if kept and known else classify.label_names(parts[0], classes)
     unnamed, parts = parts[0], kept or parts
