@@ -665,7 +665,7 @@ def _drop_format(dataset: Any) -> Any:
     """Return a dataset without a format for other programs, and without decoding media."""
     import datasets
 
-    features = {name: _without_decoding(kind) for name, kind in dataset.features.items()}
+    features = {name: _keep_stored_media(kind) for name, kind in dataset.features.items()}
     formatted = dataset.format["type"] is not None or dataset.format["columns"] != [*features]
     if not formatted and features == dict(dataset.features):
         return dataset
@@ -674,12 +674,12 @@ def _drop_format(dataset: Any) -> Any:
     return dataset
 
 
-def _without_decoding(kind: Any) -> Any:
+def _keep_stored_media(kind: Any) -> Any:
     """Return the type of a column whose images, sound and the like stay as they are stored."""
     if isinstance(kind, dict):
-        return {name: _without_decoding(inner) for name, inner in kind.items()}
+        return {name: _keep_stored_media(inner) for name, inner in kind.items()}
     if hasattr(kind, "feature"):  # a list
-        inner = _without_decoding(kind.feature)
+        inner = _keep_stored_media(kind.feature)
         return kind if inner == kind.feature else replace(kind, feature=inner)
     if getattr(kind, "decode", False) and type(kind).__name__ != "Json":
         return replace(kind, decode=False)
