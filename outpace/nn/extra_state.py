@@ -14,14 +14,14 @@ from torch import nn
 
 from outpace.records.errors import BadInputError, first_names
 
-_KEY = "_extra_state"  # the last part of its name in a state dict
+EXTRA_STATE = "_extra_state"  # the last part of its name in a state dict
 # Under these names checkpoint_wrapper (offload_wrapper) and torch.compile hold what they wrap.
 _WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
 
 
 def is_extra_state(name: str) -> bool:
     """Return whether a name in a state dict refers to a module's extra state, not to a tensor."""
-    return name.rpartition(".")[2] == _KEY
+    return name.rpartition(".")[2] == EXTRA_STATE
 
 
 def saved_name(name: str) -> str:
@@ -94,9 +94,10 @@ def from_bytes(data: bytes, name: str, device: torch.device | None = None) -> An
 
 
 def _refusal(name: str, why: str) -> BadInputError:
+    of = name.removesuffix(f".{EXTRA_STATE}")
     return BadInputError(
-        f"get_extra_state of {name.removesuffix('.' + _KEY)} returns something other than plain "
-        f"values, {why}. Return tensors, numbers, texts, and lists and dicts of them."
+        f"get_extra_state of {of} returns something other than plain values, {why}. Return "
+        "tensors, numbers, texts, and lists and dicts of them."
     )
 
 

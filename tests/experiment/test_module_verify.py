@@ -282,6 +282,43 @@ def test_blocks_that_save_by_code_of_their_own_resume_in_a_pipeline():
     assert verdict.passed, verdict.reason
 
 
+class Counts(nn.Module):
+    """Scales by a number of calls that is in checkpoints alone, as extra state."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return x * (1 + 0.1 * self.calls)
+
+    def get_extra_state(self):
+        return {"calls": self.calls}
+
+    def set_extra_state(self, state):
+        self.calls = state["calls"]
+
+
+class CountsThroughout(Stack):
+    """Counts in blocks, before them and after."""
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.linear = nn.Sequential(block.linear, Counts())
+        self.stem, self.head = (nn.Sequential(one, Counts()) for one in (self.stem, self.head))
+
+
+@pytest.mark.parametrize("plan", ["mp", "interleaved"])
+def test_extra_state_is_saved_by_the_stages_that_run(plan):
+    if plan == "interleaved":
+        plan = Plan(strategy=plan, micro_batch=4, pp=2, pp_microbatches=2)
+    verdict = verdict_of(CountsThroughout(), plan)
+    assert verdict.passed or "after resuming" not in verdict.reason, verdict.reason
+    assert verdict.passed == (plan == "mp"), verdict.reason  # others count micro-batches
+
+
 class Averaging(Stack):
     """Has a running mean in an attribute, of each rank's own samples."""
 

@@ -7,7 +7,7 @@ Parameters outside of the blocks (embedding, head) are on the first and the last
 gradients are added up over the two.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -33,6 +33,7 @@ from outpace.parallel.custom.stage_blocks import (
     stages_of,
 )
 from outpace.parallel.custom.stage_checkpoints import without_reentry
+from outpace.parallel.custom.stage_saving import StageExtraState, drop_buffers
 from outpace.parallel.fusion import fuse
 from outpace.parallel.layout import Batch, Layout, LayoutRequest, SpreadLayout, StepHooks
 from outpace.parallel.pipeline import CLASSES, Stage
@@ -43,7 +44,6 @@ from outpace.parallel.tensors import (
     all_parameters,
     drop_all_but,
     meta_copy,
-    save_held_alone,
     widen_trained,
 )
 from outpace.records.errors import BadInputError
@@ -133,7 +133,7 @@ class CustomPipeline(SpreadLayout):
         kept = [p for stage in mine for n in parts[stage] for p in all_parameters(blocks[n])]
         kept += rest.values() if any(stage in ends for stage in mine) else []
         drop_all_but([*kept, *model.buffers()], held)
-        _drop_buffers(named_blocks(held, names), {n for s in mine for n in parts[s]})
+        drop_buffers(named_blocks(held, names), {n for s in mine for n in parts[s]})
         self._draws = StageDraws(request.device, group)
         # The last stage uses the objective itself, after the others have copied it.
         self._stages = {
@@ -149,6 +149,7 @@ class CustomPipeline(SpreadLayout):
             )
             for stage in mine
         }
+        self._extra = StageExtraState(held, self._stages, names, len(parts))
         super().__init__(StagedObjective(held, self._stages), group)
         self._rest = set(rest)
         self._shared = self._make_shared(rest)
@@ -187,6 +188,11 @@ class CustomPipeline(SpreadLayout):
         if any(parameter.requires_grad for parameter in all_parameters(self.model)):
             return self.model, optimizer
         return (self.model if self.model.state_dict() else None), None
+
+    def resume_from(self, start_step: int) -> None:
+        """Let all stages have the extra state that the last one has loaded. Collective."""
+        if start_step:
+            self._extra.share(self._at, self._group)
 
     def learn_forms(self, batch: Batch, hooks: StepHooks) -> None:
         """Determine the message forms for the schedule, and which buffers belong to each stage."""
@@ -416,10 +422,10 @@ class CustomPipeline(SpreadLayout):
         return given[0]
 
     def _owner(self, name: str) -> int:
-        """Return the rank that has a parameter or buffer; the first one if two have it."""
-        if name in self._inspection.buffers:
-            return self._ranks_of[-1]
+        """Return the rank that has an entry; of parameters that two have, the first one."""
         rank = self._rank_of_block(name)
+        if name in self._inspection.buffers or (rank is None and is_extra_state(name)):
+            return self._ranks_of[-1]
         return self._ranks_of[0] if rank is None else rank
 
     def _rank_of_block(self, name: str) -> int | None:
@@ -428,16 +434,6 @@ class CustomPipeline(SpreadLayout):
             if any(name.startswith(f"{self._names[number]}.") for number in part):
                 return rank
         return None
-
-
-def _drop_buffers(blocks: Sequence[nn.Module], mine: Collection[int]) -> None:
-    """Remove the buffers of blocks that other ranks run, which alone save and load them."""
-    kept = {part for number in mine for part in blocks[number].modules()}
-    for number, block in enumerate(blocks):
-        for part in () if number in mine else block.modules():
-            if part not in kept:
-                part._buffers.update(dict.fromkeys(part._buffers))
-                save_held_alone(part)
 
 
 _group_as_torch = _backward.get_param_groups
@@ -478,8 +474,7 @@ def apply(request: LayoutRequest) -> Layout:
     if request.plan.compile:
         raise BadInputError(
             "compile cannot be combined with a pipeline of a custom model: a stage is a copy of "
-            "the model "
-            "that leaves its forward early. Leave compile out, or use zero3."
+            "the model that leaves its forward early. Leave compile out, or use zero3."
         )
     refuse_scripted(model, request.plan.strategy)
     stages = stages_of(model, request.blocks, request.plan.strategy, request.plan.pp)
