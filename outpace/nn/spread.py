@@ -15,6 +15,8 @@ from outpace.nn.torch_versions import all_gather_single
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
+_ALONE_BYTES = 1 << 19  # from here on, copies take longer than a message more
+
 
 def is_spread(tensor: Tensor) -> "TypeIs[DTensor]":
     """Return whether a tensor is a DTensor, without loading torch's module for it.
@@ -99,8 +101,28 @@ def split_rows(tensor: Tensor) -> RowSplit | None:
 def gather_rows(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Gather tensors of one dtype that have `split_rows` over the same ranks.
 
-    This uses one message; each result has its own memory. Collective.
+    Large ones in equal parts have a message each, without copies, and all others one; each result
+    has its own memory. Collective.
     """
+    whole = [_gather_alone(tensor) for tensor in tensors]
+    rest = [tensor for tensor, one in zip(tensors, whole, strict=True) if one is None]
+    others = iter(_gather_together(rest) if rest else ())
+    return [next(others) if one is None else one for one in whole]
+
+
+def _gather_alone(tensor: Tensor) -> Tensor | None:
+    """Gather a large tensor that is split into equal parts; None if it is none. Collective."""
+    rows, part = split_rows(tensor), local(tensor)
+    assert rows is not None
+    ranks = rows.group.size()
+    if tensor.numel() * part.itemsize < _ALONE_BYTES or tensor.shape[0] != rows.rows * ranks:
+        return None
+    gathered = part.new_empty(tensor.shape)
+    all_gather_single(gathered.view(-1), part.contiguous().view(-1), rows.group)
+    return gathered
+
+
+def _gather_together(tensors: Sequence[Tensor]) -> list[Tensor]:
     split = [rows for tensor in tensors if (rows := split_rows(tensor)) is not None]
     group, ranks = split[0].group, split[0].group.size()
     sizes = [one.rows * math.prod(t.shape[1:]) for one, t in zip(split, tensors, strict=True)]
