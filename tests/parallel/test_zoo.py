@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from outpace.parallel.parity.cut_difference import explain_counts, explain_cut
+from outpace.parallel.parity.cut_difference import CountDifference, explain_counts, explain_cut
 from outpace.parallel.parity.first_batch_messages import (
     explain_gradient_cut,
     explain_moved_buffers,
@@ -111,7 +111,8 @@ def test_all_are_as_recorded(name):
 def test_what_the_check_says_of_a_cut_is_known_as_that():
     """Else a cell is recorded as wrong, of which the check tells."""
     said = (
-        explain_counts(0.5, 1.0), explain_cut(0.1, "it is cut", "larger micro-batches"),
+        explain_counts(CountDifference(0.5, 1.0)),
+        explain_cut(0.1, "it is cut", "larger micro-batches"),
         explain_gradient_cut(MixedDifference(gradient=0.1, names=("a",))),
         explain_moved_buffers(["a"]), explain_repeated_writes(["a"], 2),
     )  # fmt: skip

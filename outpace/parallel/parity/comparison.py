@@ -216,7 +216,7 @@ class LayoutComparison:
             )
         if not abs(mine - loss) <= self._allowed.loss * max(size, 1e-30):
             return FoundDifference(
-                f"the loss is {mine / count:.6g} instead of {loss / count:.6g}",
+                f"the loss is {mine / (count or 1):.6g} instead of {loss / (count or 1):.6g}",
                 "The loss uses something that this strategy does not pass on, such as a term "
                 "that parts of the module store on themselves, or parameters of other ranks.",
                 abs(mine - loss) / max(size, 1e-30),

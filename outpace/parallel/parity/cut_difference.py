@@ -7,7 +7,7 @@ negatives), one process with the whole batch trains differently from several.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -61,17 +61,25 @@ class FirstPiece:
 
 
 @dataclass(frozen=True)
+class CountDifference:
+    """Count of the loss of samples, and that of their halves together."""
+
+    count: float
+    parts: float
+
+
+@dataclass(frozen=True)
 class CutDifference:
     """Differences between a batch and its parts: in the `loss`, and in `buffers` that change.
 
     `read`: the buffers on which the loss depends. The running statistics of BatchNorm in training
-    are not among them. `counts`: those of a batch and of its halves together, if they differ.
+    are not among them. `counts`: those of a batch and of its halves, if the loss counts no samples.
     """
 
     loss: float = 0.0
     buffers: Names = ()
     read: Names = ()
-    counts: tuple[float, float] | None = None
+    counts: CountDifference | None = None
 
 
 def compare_cut(
@@ -93,6 +101,7 @@ def compare_cut(
     """
     if not passes or (plan.data_parallel == 1 and len(passes) * plan.pp_microbatches == 1):
         return CutDifference()
+    first = None if first is None else _complete(plain, hooks, first)
     if first is None:
         return CutDifference()
     counts = _compare_counts(first, tolerance)
@@ -119,6 +128,19 @@ def compare_cut(
     return CutDifference(apart, _compare_buffers(plain, first, hooks, tolerance), read)
 
 
+def _complete(plain: nn.Module, hooks: StepHooks, first: FirstPiece) -> FirstPiece | None:
+    """Return a piece with its own loss, if that of its halves is known; None if it draws."""
+    if first.mean is not None or first.halves is None or first.two:
+        return first
+    with suppress(Exception), keep_values(model_of(plain).named_parameters()):
+        try:
+            whole = _total_of(plain, hooks, first.drops, [first.piece], alike=False)
+        except _DrawsError:
+            return None
+        return replace(first, mean=_mean(whole), two=[(first.piece, whole)])
+    return first
+
+
 def _run_first(ways: Sequence[_Compare], plain: nn.Module) -> float:
     """Return the result of the first comparison that has one; 0 if none has."""
     for compare in ways:
@@ -137,10 +159,13 @@ def compare_accumulated(
 ) -> str | None:
     """Return a message if a single process's micro-batches have another loss than their batch.
 
-    None if there is one micro-batch, or if nothing can be said.
+    Also if its loss returns a pair whose second value is no count. None if nothing can be said.
     """
     narrowest = min((one.element_size() for one in plain.parameters()), default=4)
     tolerance = halves_tolerance(plan, choose_tolerance(plan, narrowest))
+    counts = _compare_alone(plain, passes, hooks, tolerance)
+    if counts is not None:
+        return explain_counts(counts)
     first = FirstPiece(passes[0], mean=None, halves=None, drops=True, buffers={})
     apart = compare_cut(plain, plan, first, passes, hooks, False, tolerance).loss
     if apart <= tolerance:
@@ -226,21 +251,57 @@ def _compare_buffers(
     return tuple(apart)
 
 
-def _compare_counts(first: FirstPiece, tolerance: float) -> tuple[float, float] | None:
-    """Return the counts of the first piece and of its halves together, if known to differ."""
+def _compare_counts(first: FirstPiece, tolerance: float) -> CountDifference | None:
+    """Compare the counts of the first piece and of its halves together, if known."""
     if not first.two or first.halves is None or first.two[0][0] is not first.piece:
         return None
-    count, parts = first.two[0][1][1], sum(one for _, one in first.halves)
-    return (count, parts) if difference(count, parts) > tolerance else None
+    return _find_count_difference(first.two[0][1], first.halves, tolerance)
 
 
-def explain_counts(count: float, parts: float) -> str:
-    """Return a message about a loss whose second value does not add up over samples."""
+def _compare_alone(
+    plain: nn.Module, passes: Sequence[Batch], hooks: StepHooks, tolerance: float
+) -> CountDifference | None:
+    """Compare the count of the loss of a single process with those of its halves together.
+
+    This is done with a few samples, which may be a special case, and then with the first pass.
+    """
+    found = None
+    with suppress(Exception), keep_values(model_of(plain).named_parameters()):
+        batch = passes[0]
+        if samples_in(batch) == 1 and len(passes) > 1:
+            batch = concatenate(batch, passes[1])
+        samples = samples_in(batch) // 2 * 2
+        for count in sorted({min(_SMALL, samples), samples} - {0}):
+            some = take_first(batch, count)
+            whole, *halves = (
+                _total_of(plain, hooks, True, [piece], alike=False)
+                for piece in (some, *cut(some, 2))
+            )
+            found = _find_count_difference(whole, halves, tolerance)
+            if found is None:
+                break
+    return found
+
+
+def _find_count_difference(
+    whole: Totals, halves: Sequence[Totals], tolerance: float
+) -> CountDifference | None:
+    """Return counts that do not add up over samples, or that are 0 for samples with a loss."""
+    loss_sum, count = whole
+    parts = sum(one for _, one in halves)
+    lacks = count == parts == 0 and loss_sum != 0 and math.isfinite(loss_sum)
+    return CountDifference(count, parts) if lacks or difference(count, parts) > tolerance else None
+
+
+def explain_counts(found: CountDifference) -> str:
+    """Return a message about a loss whose second value is no count."""
+    said = f"of the first samples it is {found.count:.6g}"
+    if found.count or found.parts:
+        said += f", of their two halves {found.parts:.6g} together"
     return (
         "the loss returns a pair, which outpace takes for (sum of losses, count) and divides, but "
-        f"the second is no count: of the first micro-batch it is {count:.6g}, of its two halves "
-        f"{parts:.6g} together. Return the loss alone if it is a mean (and log an accuracy "
-        "elsewhere), or (sum, count), such as (targets != -100).sum()."
+        f"the second is no count: {said}. Return the loss alone if it is a mean (and log an "
+        "accuracy elsewhere), or (sum, count), such as (targets != -100).sum()."
     )
 
 
@@ -327,7 +388,17 @@ def _mean_of(
     pieces: Sequence[Batch],
     alike: bool = True,
 ) -> float:
-    """Return the mean loss of several pieces. Dropout is disabled, and everything is restored.
+    """Return the mean loss of several pieces, as by `_total_of`."""
+    loss_sum, count = _total_of(plain, hooks, drops, pieces, alike)
+    return loss_sum / count if count else loss_sum * math.inf
+
+
+def _total_of(
+    plain: nn.Module, hooks: StepHooks, drops: bool, pieces: Sequence[Batch], alike: bool
+) -> Totals:
+    """Return sum and count of the loss of several pieces.
+
+    Dropout is disabled, and everything is restored.
 
     Raises _DrawsError if numbers are drawn, unless the pieces are `alike`, since other pieces draw
     other numbers.
@@ -343,7 +414,7 @@ def _mean_of(
             totals += torch.stack((loss_sum.double(), count.double()))
         if drops and not alike and not same_random_state(begin, random_state(device)):
             raise _DrawsError
-    return float(totals[0] / totals[1])
+    return float(totals[0]), float(totals[1])
 
 
 def _difference(whole_mean: float, parts_mean: float) -> float | None:

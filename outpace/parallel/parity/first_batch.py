@@ -237,7 +237,7 @@ class FirstBatch:
         least = halves_tolerance(self._plan, allowed)
         mixed = found.mixed
         if counts:
-            self._say(explain_counts(*counts[0]))
+            self._say(explain_counts(counts[0]))
         elif apart > least:
             self._say(self._about_cut(apart, "the batch is cut in two"))
         elif mixed.loss:

@@ -11,7 +11,7 @@ import copy
 import math
 import pickle
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import add
@@ -27,13 +27,11 @@ from outpace.parallel.layout import Batch, StepHooks
 from outpace.parallel.parity.comparison import difference
 from outpace.parallel.parity.loss_scale import note_backwards
 from outpace.parallel.parity.module_state import (
+    ModuleState,
     change_counters,
     is_generator,
-    kept_attributes,
-    preserve_state,
     restore_values,
     shapes_in,
-    undo_draws,
     unsaved_kind,
 )
 from outpace.parallel.parity.moved_parameters import MovedParameters
@@ -118,9 +116,10 @@ def find_kept_state(
     """
     failure: Exception | None = None
     halved = in_halves and samples_in(piece) % 2 == 0
+    begin = ModuleState(plain)
     for batch, before in _choose_samples(piece, other, halved):
         try:
-            found = _Comparison(plain, hooks, alone, writes, drops, share)
+            found = _Comparison(plain, begin, hooks, alone, writes, drops, share)
             state = found.run(batch, before, piece if samples_in(batch) == 1 else batch, other)
             halves = None if found.saw_writes or not halved else found.first_totals
             return replace(
@@ -167,19 +166,20 @@ class _Comparison:
     def __init__(
         self,
         plain: nn.Module,
+        begin: ModuleState,
         hooks: StepHooks,
         alone: bool,
         writes: bool,
         drops: bool,
         share: tuple[int, int],
     ) -> None:
-        self._plain, self._given, self._alone = plain, hooks, alone
-        self._writes, self._drops, self._share = writes, drops, share
+        self._plain, self._begin, self._given, self._alone = plain, begin, hooks, alone
+        self._drops, self._share = drops, share
         self._totals: list[Totals] = []
         # Of the samples, and of the other samples.
         self.first_totals: tuple[Totals, Totals] | None = None
         self._model: nn.Module = plain.model  # type: ignore[assignment]
-        self._watch: MovedParameters | None = None
+        self._watch = None if writes else MovedParameters(self._model.named_parameters())
         self.saw_writes = False  # to parameters or saved buffers
         self.reshaped: set[str] = set()
         self.backwards: set[str] = set()
@@ -192,10 +192,11 @@ class _Comparison:
 
     def run(self, batch: Batch, other: Batch, whole: Batch, more: Batch | None) -> KeptState:
         """Search for state; `whole` has samples that would differ between ranks."""
-        begin = kept_attributes(self._plain)
+        with without_dropout(self._plain) if self._drops else nullcontext():
+            begin = self._begin.attributes()
         fresh, kept = self._loss_after(None, batch)
         left, self._trained_first = self._left, self._trained
-        after, kept_after = self._loss_after(other, batch)
+        after, kept_after = self._loss_after(other, batch, begin)
         alike = _are_alike(left, self._left) and self._trained == self._trained_first
         self.first_totals = self._totals[0], self._totals[1]
         drawn = [n for n, v in kept.items() if n in begin and is_generator(v) and v != begin[n]]
@@ -236,21 +237,26 @@ class _Comparison:
         """Return the values that other samples change and the next ones do not restore."""
         with self._without_effects():
             self._mean(other)
-            left = kept_attributes(self._plain)
+            left = self._begin.attributes()
         return {n for n in {*begin, *left} if begin.get(n) != left.get(n)}
 
-    def _loss_after(self, other: Batch | None, batch: Batch) -> tuple[float, dict[str, Any]]:
-        """Return the mean loss of a batch after another one, and the state kept afterwards."""
+    def _loss_after(
+        self, other: Batch | None, batch: Batch, begin: dict[str, Any] | None = None
+    ) -> tuple[float, dict[str, Any]]:
+        """Return the mean loss of a batch after another one, and the state kept afterwards.
+
+        With the state that was kept before, `begin`, what the other one changes is noted.
+        """
         with self._without_effects():
-            drawn, put_back_draws = random_state(self._device), undo_draws(self._plain)
+            drawn = random_state(self._device)
             if other is not None:
-                before = kept_attributes(self._plain)
                 self._mean(other)
-                now = kept_attributes(self._plain)
-                self._made_first = {n: v for n, v in now.items() if v != before.get(n)}
+                if begin is not None:
+                    now = self._begin.attributes()
+                    self._made_first = {n: v for n, v in now.items() if v != begin.get(n)}
                 set_random_state(drawn, self._device)
-                put_back_draws()
-            return self._mean(batch), kept_attributes(self._plain)
+                self._begin.restore_draws()
+            return self._mean(batch), self._begin.attributes()
 
     def _keeps_weights(self, batch: Batch) -> bool:
         """Return whether a loss depends on what the weights were in the first forward.
@@ -318,11 +324,11 @@ class _Comparison:
         """Return the loss of each forward, and the parameters with gradients after it."""
         forwards = []
         with self._without_effects():
-            drawn, put_back_draws = random_state(self._device), undo_draws(self._plain)
+            drawn = random_state(self._device)
             for _ in range(_FORWARDS):
                 forwards.append((self._mean(batch), self._trained))
                 set_random_state(drawn, self._device)
-                put_back_draws()
+                self._begin.restore_draws()
         return forwards
 
     def _matters(
@@ -376,7 +382,7 @@ class _Comparison:
         with self._without_effects():
             drawn = random_state(self._device)
             self._mean(other)
-            shapes = shapes_in(kept_attributes(self._plain))
+            shapes = shapes_in(self._begin.attributes())
             set_random_state(drawn, self._device)
             return shapes, self._mean(batch)
 
@@ -387,9 +393,8 @@ class _Comparison:
         with ExitStack() as stack:
             if self._drops:
                 stack.enter_context(without_dropout(self._plain))
-            stack.enter_context(preserve_state(self._plain, self._device))
-            if not self._writes:
-                self._watch = MovedParameters(self._model.named_parameters())
+            stack.enter_context(self._begin.preserve(self._device))
+            if self._watch is not None:
                 stack.callback(self._watch.put_back)
                 stack.enter_context(self._watch)
             yield

@@ -23,7 +23,7 @@ from outpace.nn.torch_versions import fsdp_param_groups
 from outpace.nn.uncompiled import has_compiled_parts
 from outpace.parallel.ddp import Replicas
 from outpace.parallel.layout import Batch, Layout, StepHooks
-from outpace.parallel.parity.moved_parameters import find_written
+from outpace.parallel.parity.moved_parameters import find_written, schema_of_write
 from outpace.parallel.rank_objects import gather_objects
 from outpace.parallel.refusals import has_other_cause
 from outpace.parallel.tensors import storage_id
@@ -169,8 +169,8 @@ class _Writes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        schema = getattr(func, "_schema", None)
-        if schema is not None and schema.is_mutable and func.namespace not in _COLLECTIVES:
+        schema = schema_of_write(func)
+        if schema is not None and func.namespace not in _COLLECTIVES:
             for one in find_written(schema, args, kwargs):
                 names = self._watched.get(storage_id(one))
                 if names and not _gathers():

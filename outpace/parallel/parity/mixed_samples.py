@@ -16,7 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from outpace.parallel.batches import concatenate, pack, samples_in, take_first, unpack
+from outpace.parallel.batches import (
+    concatenate,
+    leave_out_first,
+    pack,
+    samples_in,
+    take_first,
+    unpack,
+)
 from outpace.parallel.layout import Batch, StepHooks
 from outpace.parallel.parity.comparison import (
     ComparisonLimits,
@@ -25,8 +32,10 @@ from outpace.parallel.parity.comparison import (
     difference,
     square,
 )
+from outpace.parallel.parity.kept_state import Totals
 from outpace.parallel.parity.module_state import preserve_state
 from outpace.parallel.parity.moved_parameters import MovedParameters
+from outpace.parallel.parity.other_samples import FEWEST, explain_company
 from outpace.parallel.parity.plain_copy import model_of
 from outpace.parallel.parity.user_collectives import NoCollectives
 from outpace.parallel.plain import random_state, same_random_state, without_dropout
@@ -52,7 +61,8 @@ class MixedSamples:
 
     It takes the time of two samples, or four if necessary. `divert` passes the gradients of a
     backward of `plain` to a function, so that the backward stores none; None ends that. `strategy`
-    is named when a collective in the user's code is refused.
+    is named when a collective in the user's code is refused. `piece` is this rank's, or None if its
+    samples are not needed; `order` is the rank's index among those that have a piece.
     """
 
     def __init__(
@@ -65,24 +75,52 @@ class MixedSamples:
         drops: bool,
         strategy: str,
         device: torch.device,
+        piece: Batch | None,
+        order: int,
     ) -> None:
         self._plain, self._names, self._projection = plain, names, projection
         self._divert, self._hooks, self._drops = divert, hooks, drops
         self._strategy = strategy
         self._device = device
+        self._piece, self._order = piece, order
+        self._found: MixedDifference | None = None
+        self._ran: list[tuple[Batch, Totals]] = []  # by this rank at last, with sum and count
 
-    def compare(
-        self, piece: Batch | None, order: int, leave_out: bool, allowed: ComparisonLimits
-    ) -> MixedDifference:
+    def show_none(self, allowed: ComparisonLimits) -> bool:
+        """Return whether samples affect neither each other's losses nor later ones. Collective.
+
+        Besides the comparison, this takes a sample together with those that this rank has run, and
+        before and after them. False if micro-batches are too small to tell.
+        """
+        piece = self._piece
+        few = piece is None or samples_in(piece) < FEWEST
+        if any(gather_objects(few)) or piece is None:
+            return False
+        self._found = self._compare(False, allowed)
+        reason = None
+        if not self._found.loss:
+            sample = leave_out_first(take_first(piece, 3), 2)
+            others: Sequence[tuple[Batch, Totals | None]] = self._ran
+            others = others or [(take_first(piece, 2), None)]
+            reason = explain_company(self._plain, sample, others, self._hooks, allowed.cut)
+        return not (self._found.loss or any(gather_objects(reason)))
+
+    def settle(self, other_cause: bool, allowed: ComparisonLimits) -> MixedDifference:
+        """Return the difference; none if on any rank it may have another cause. Collective."""
+        if self._found is None:
+            return self._compare(other_cause, allowed)
+        return MixedDifference() if any(gather_objects(other_cause)) else self._found
+
+    def _compare(self, leave_out: bool, allowed: ComparisonLimits) -> MixedDifference:
         """Compare the first samples of ranks' micro-batches. Collective.
 
-        `piece` is this rank's, or None if its samples are not needed; `order` is the rank's index
-        among those that have a piece. All ranks skip the comparison if any sets `leave_out`.
+        All ranks skip the comparison if any sets `leave_out`.
 
         A single sample may be a special case, so a difference is confirmed with two samples if
         micro-batches have at least four. If single samples have no loss (as with deviations over
         the batch), two are compared.
         """
+        piece, order = self._piece, self._order
         samples = 0 if piece is None else samples_in(piece)
         sends = samples > 1 and order < _MOST_RANKS and not leave_out
         packed = pack(take_first(piece, _FEW)) if sends else None
@@ -112,13 +150,14 @@ class MixedSamples:
             if fails:
                 found = MixedDifference()
                 continue
-            found = self._compare(sums, allowed)
+            found = self._compare_sums(sums, allowed)
             if not found.loss and not found.gradient:
                 break
         return found
 
     def _add(self, sums: Tensor, pair: Sequence[bytes], count: int, together: bool) -> None:
         """Run the samples of two ranks, together or separately."""
+        self._ran.clear()
         parts = [take_first(unpack(one, self._device), count) for one in pair]
         if together:
             joined = concatenate(*parts)
@@ -150,13 +189,15 @@ class MixedSamples:
                     with watch, self._hooks.cast(), NoCollectives(self._strategy):
                         loss_sum, targets, *_ = self._plain(part)
                     loss_sum.backward()
-                    losses += torch.stack((loss_sum.detach().double(), targets.double()))
+                    totals = torch.stack((loss_sum.detach().double(), targets.double()))
+                    losses += totals
+                    self._ran.append((part, (float(totals[0]), float(totals[1]))))
                     if not same_random_state(begin, random_state(self._device)):
                         sums[_FAILED] = 1  # it draws random numbers
         finally:
             self._divert(None)
 
-    def _compare(self, sums: Tensor, allowed: ComparisonLimits) -> MixedDifference:
+    def _compare_sums(self, sums: Tensor, allowed: ComparisonLimits) -> MixedDifference:
         loss, count, loss_apart, count_apart = sums[_LOSSES].tolist()
         if not count or not count_apart:
             return MixedDifference()

@@ -9,7 +9,7 @@ import math
 import random
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import partial
 from types import MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from outpace.nn.fingerprint import fingerprint
-from outpace.parallel.parity.outer_state import find_places
+from outpace.parallel.parity.outer_state import OuterVariable, find_places
 from outpace.parallel.plain import random_state, set_random_state
 
 _INTERNAL = frozenset({*vars(nn.Module()), "forward"})
@@ -48,32 +48,59 @@ class _Values(NamedTuple):
     fingerprint: int | None
 
 
-@contextmanager
-def preserve_state(module: nn.Module, device: torch.device) -> Iterator[Callable[[], None]]:
-    """Restore a module's state, all generators, and which parameters train at the end.
+class ModuleState:
+    """A module's state as it is now, which can be restored any number of times.
 
-    Call the yielded function to keep the new state instead. Existing gradients are set aside in the
-    meantime. Parameter values are not restored.
+    `attributes` reads what it has become. What the module's code may use is found once.
     """
-    gradients = [(parameter, parameter.grad) for parameter in module.parameters()]
-    trained = [parameter.requires_grad for parameter, _ in gradients]
-    undo = _undo_all(module)
-    drawn = random_state(device)
-    for parameter, _ in gradients:
-        parameter.grad = None
-    kept: list[bool] = []
-    try:
-        yield lambda: kept.append(True)
-    finally:
-        if not kept:
-            with torch.no_grad():
-                for step in undo:
-                    step()
-            set_random_state(drawn, device)
-            for (parameter, gradient), trains in zip(gradients, trained, strict=True):
-                if parameter.requires_grad != trains:
-                    parameter.requires_grad_(trains)
-                parameter.grad = gradient
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module, self._places = module, find_places(module)
+        self._parameters = list(module.parameters())
+        undo = list(_find_undo(module, self._places, self._parameters))
+        self._undo = [place.undo() for place in self._places] + [step for _, step in undo]
+        self._undo_draws = [step for value, step in undo if isinstance(value, _GENERATORS)]
+
+    @contextmanager
+    def preserve(self, device: torch.device) -> Iterator[Callable[[], None]]:
+        """Restore the state, all generators, and which parameters train at the end.
+
+        Call the yielded function to keep the new state instead. Existing gradients are set aside in
+        the meantime. Parameter values are not restored.
+        """
+        gradients = [(p, p.grad, p.requires_grad) for p in self._parameters]
+        drawn = random_state(device)
+        for parameter, _, _ in gradients:
+            parameter.grad = None
+        kept: list[bool] = []
+        try:
+            yield lambda: kept.append(True)
+        finally:
+            if not kept:
+                with torch.no_grad():
+                    for step in self._undo:
+                        step()
+                set_random_state(drawn, device)
+                for parameter, gradient, trains in gradients:
+                    if parameter.requires_grad != trains:
+                        parameter.requires_grad_(trains)
+                    parameter.grad = gradient
+
+    def restore_draws(self) -> None:
+        """Restore the generators of the module's own."""
+        for step in self._undo_draws:
+            step()
+
+    def attributes(self) -> dict[str, Any]:
+        """Return `kept_attributes` of now."""
+        return _list_attributes(self._module, self._places)
+
+
+def preserve_state(
+    module: nn.Module, device: torch.device
+) -> AbstractContextManager[Callable[[], None]]:
+    """Return `ModuleState.preserve` of the module's current state."""
+    return ModuleState(module).preserve(device)
 
 
 def kept_attributes(module: nn.Module) -> dict[str, Any]:
@@ -84,16 +111,21 @@ def kept_attributes(module: nn.Module) -> dict[str, Any]:
     attributes and enclosed variables that functions in the user's files use. Values that are not
     plain attributes are named with their kind in parentheses.
     """
-    seen = {id(part) for part in module.modules()}
+    return _list_attributes(module, find_places(module))
+
+
+def _list_attributes(module: nn.Module, places: Iterable[OuterVariable]) -> dict[str, Any]:
+    parts = list(module.named_modules())
+    seen = {id(part) for _, part in parts}
     found: dict[str, Any] = {}
-    for name, part in module.named_modules():
+    for name, part in parts:
         _find_attributes(part, name, found, seen)
         for buffer, tensor in part._buffers.items():
             kind = unsaved_kind(module, name, part, buffer)
             if kind is not None:
                 path = f"{name}.{buffer}" if name else buffer
                 found[f"{path} ({kind})"] = _comparable(tensor, seen)
-    for place in find_places(module):
+    for place in places:
         inside: dict[str, Any] = {}
         _find_value(place.get(), place.name, inside, seen)
         for name, value in inside.items():
@@ -144,9 +176,8 @@ def unsaved_kind(objective: nn.Module, name: str, part: nn.Module, buffer: str) 
 
 def _find_attributes(holder: Any, name: str, found: dict[str, Any], seen: set[int]) -> None:
     """Add the attributes of a module, or of an object of the user's class, to `found`."""
-    for attribute, value in list(vars(holder).items()):
-        if isinstance(holder, nn.Module) and attribute in _INTERNAL:
-            continue
+    inherent = _INTERNAL if isinstance(holder, nn.Module) else ()
+    for attribute, value in [one for one in vars(holder).items() if one[0] not in inherent]:
         _find_value(value, f"{name}.{attribute}" if name else attribute, found, seen)
 
 
@@ -279,34 +310,22 @@ def _comparable_entry(value: Any, seen: set[int]) -> Any:
     return tuple(inside.items())
 
 
-def undo_draws(module: nn.Module) -> Undo:
-    """Return a function that restores the module's own generators to their current state."""
-    undo = _undo_all(module, only=_GENERATORS)
-
-    def put_back() -> None:
-        for step in undo:
-            step()
-
-    return put_back
-
-
-def _undo_all(module: nn.Module, only: tuple[type, ...] = (object,)) -> list[Undo]:
-    """Return functions that restore what a module's buffers, attributes and functions refer to."""
-    places = find_places(module)
+def _find_undo(
+    module: nn.Module, places: Iterable[OuterVariable], parameters: Iterable[nn.Parameter]
+) -> Iterator[tuple[Any, Undo]]:
+    """Yield what a module's buffers, attributes and functions refer to, and how to restore it."""
     waiting: list[Any] = [*module.modules(), *(place.get() for place in places)]
     # Kept alive, so that ids are not reused.
-    seen: dict[int, Any] = {id(p): p for p in module.parameters()}
-    undo: list[Undo] = [place.undo() for place in places] if only == (object,) else []
+    seen: dict[int, Any] = {id(p): p for p in parameters}
     while waiting:
         value = waiting.pop()
         if id(value) in seen or isinstance(value, str | int | float | bool | None | nn.Parameter):
             continue
         seen[id(value)] = value
-        found = _undo_value(value) if isinstance(value, only) else None
+        found = _undo_value(value)
         if found is not None:
-            undo.append(found)
+            yield value, found
         waiting.extend(_children_of(value))
-    return undo
 
 
 def _children_of(value: Any) -> Iterable[Any]:
@@ -391,8 +410,10 @@ def _undo_tensor(tensor: Tensor) -> Undo | None:
     values, version, gradient = tensor.detach().clone(), tensor._version, _gradient(tensor)
 
     def undo() -> None:
+        nonlocal version
         if tensor._version != version or _is_changed(tensor, values):
             restore_values(tensor, values)
+            version = tensor._version
         if _gradient(tensor) is not gradient:
             tensor.grad = gradient
 

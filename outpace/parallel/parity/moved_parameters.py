@@ -7,6 +7,7 @@ that are written to are copied.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -47,9 +48,10 @@ class MovedParameters(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        self.communicates |= is_collective(func)
-        schema = getattr(func, "_schema", None)
-        if schema is not None and schema.is_mutable:
+        if is_collective(func):
+            self.communicates = True
+        schema = schema_of_write(func)
+        if schema is not None:
             self._record_writes(
                 schema, args, kwargs, func is torch.ops.aten.embedding_renorm_.default
             )
@@ -121,6 +123,13 @@ class MovedParameters(TorchDispatchMode):
         finally:
             if not kept():
                 self.put_back()
+
+
+@cache
+def schema_of_write(operator: Any) -> Any:
+    """Return the schema of an operator that writes to its arguments; None for other operators."""
+    schema = getattr(operator, "_schema", None)
+    return schema if schema is not None and schema.is_mutable else None
 
 
 @contextmanager

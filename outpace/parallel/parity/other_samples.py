@@ -4,8 +4,9 @@ With them the plain pass combines samples otherwise than the plan cuts them, so 
 with the layout shows that nothing depends on which samples are computed together, or before.
 """
 
+import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -24,6 +25,7 @@ from outpace.parallel.batches import (
 )
 from outpace.parallel.layout import Batch, StepHooks
 from outpace.parallel.parity.comparison import difference
+from outpace.parallel.parity.kept_state import Totals
 from outpace.parallel.parity.module_state import (
     buffer_versions,
     hidden_parameters,
@@ -37,7 +39,7 @@ from outpace.parallel.plain import random_state, same_random_state, without_drop
 from outpace.parallel.rank_objects import gather_objects
 
 AFFECTED = "samples affect each other"  # a reason of explain_dependence
-_FEWEST = 4  # samples of a micro-batch, since a single sample may be a special case
+FEWEST = 4  # samples of a micro-batch, since a single sample may be a special case
 
 
 def swap_samples(passes: Sequence[Batch], device: torch.device) -> list[Batch] | None:
@@ -107,7 +109,7 @@ def turn_samples(passes: Sequence[Batch], micro_batches: int) -> list[Batch] | N
 
 def _is_enough(samples: int) -> bool:
     """Return whether a micro-batch has samples for two halves that are no special case."""
-    return samples >= _FEWEST and samples % 2 == 0
+    return samples >= FEWEST and samples % 2 == 0
 
 
 def explain_dependence(
@@ -118,9 +120,69 @@ def explain_dependence(
     They are computed together and one by one. Everything is restored afterwards. `drops`: dropout,
     which is disabled, does not count.
     """
+
+    def compare(run: _Run) -> bool:
+        together = run(few)
+        with torch.no_grad():  # in which forwards take less time
+            parts = [run(one) for one in cut(few, samples_in(few))]
+        return _add_up(together, parts, tolerance)
+
+    return _explain_forwards(plain, hooks, drops, compare)
+
+
+def explain_company(
+    plain: nn.Module,
+    sample: Batch,
+    others: Sequence[tuple[Batch, Totals | None]],
+    hooks: StepHooks,
+    tolerance: float,
+) -> str | None:
+    """Return what a sample depends on besides itself and the weights; None if on nothing.
+
+    `others` are samples with their losses by themselves, if known. The sample is computed before
+    and after all of them together, which has to be the same in all digits, and all together have to
+    have the loss that they have by themselves. Dropout is disabled, and everything is restored
+    afterwards.
+    """
+
+    def compare(run: _Run) -> bool:
+        parts, joined = [run(sample)], sample
+        for other, totals in others:
+            joined = concatenate(joined, other)
+            parts.append(run(other) if totals is None else totals)
+        together = run(joined)
+        return run(sample) == parts[0] and _add_up(together, parts, tolerance)
+
+    return _explain_forwards(plain, hooks, True, compare)
+
+
+_Run = Callable[[Batch], Totals]  # a forward
+
+
+def _add_up(whole: Totals, parts: Sequence[Totals], tolerance: float) -> bool:
+    """Return whether parts have together the mean loss of the whole, and its count."""
+    sums = sum(one for one, _ in parts), sum(count for _, count in parts)
+    if not (whole[1] and sums[1] and math.isfinite(whole[0]) and math.isfinite(sums[0])):
+        return False
+    apart = difference(whole[0] / whole[1], sums[0] / sums[1])
+    return max(apart, difference(whole[1], sums[1])) <= tolerance
+
+
+def _explain_forwards(
+    plain: nn.Module, hooks: StepHooks, drops: bool, compare: Callable[[_Run], bool]
+) -> str | None:
+    """Return why `compare`, which is given a forward without dropout, shows a dependence.
+
+    None if it returns True, and if no forward draws or changes anything.
+    """
     model, device = model_of(plain), next(plain.parameters()).device
     watch = MovedParameters(model.named_parameters())
-    means = []
+
+    def run(batch: Batch) -> Totals:
+        with watch, hooks.cast():
+            loss_sum, count, *_ = plain(batch)
+        return float(loss_sum.detach().double()), float(count.double())
+
     try:
         with (
             watch.put_back_unless(lambda: False),
@@ -132,13 +194,7 @@ def explain_dependence(
             # Warnings about single samples, which do not occur in training.
             warnings.simplefilter("ignore")
             drawn, before = random_state(device), _state_of(plain)
-            for pieces in ([few], cut(few, samples_in(few))):
-                totals = torch.zeros(2, dtype=torch.float64, device=device)
-                for piece in pieces:
-                    with watch, hooks.cast():
-                        loss_sum, count, *_ = plain(piece)
-                    totals += torch.stack((loss_sum.double(), count.double())).detach()
-                means.append(float(totals[0] / totals[1]))
+            independent = compare(run)
             draws = not same_random_state(drawn, random_state(device))
             if draws or (dropout.would_drop and not drops):
                 return "a forward draws random numbers"
@@ -147,9 +203,7 @@ def explain_dependence(
                 return "a forward changes something"
     except Exception as error:  # such as normalisation over a single sample
         return f"a few samples fail ({type(error).__name__})"
-    if any(mean != mean for mean in means) or difference(*means) > tolerance:
-        return AFFECTED
-    return None
+    return None if independent else AFFECTED
 
 
 def find_unsaved_state(plain: nn.Module) -> tuple[Any, ...]:

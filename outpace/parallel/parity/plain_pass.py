@@ -33,7 +33,7 @@ from outpace.parallel.parity.comparison import ComparisonLimits
 from outpace.parallel.parity.cut_difference import FirstPiece, compare_cut, find_read_buffers
 from outpace.parallel.parity.kept_state import KeptState, find_kept_state
 from outpace.parallel.parity.loss_scale import find_unscaled_gradients, has_user_backward
-from outpace.parallel.parity.mixed_samples import MixedDifference, MixedSamples
+from outpace.parallel.parity.mixed_samples import MixedSamples
 from outpace.parallel.parity.module_state import (
     buffer_versions,
     hidden_parameters,
@@ -130,6 +130,7 @@ class PlainPass:
         if self.pieces.share is None:
             passes = []
         state = piece = None
+        asks_few = self.pieces.ranks_per_share == 1 and not self._recombines
         with self._fill(layout, holders) as (plain, found):
             self.release()
             model = model_of(plain)
@@ -141,19 +142,27 @@ class PlainPass:
             watch, hidden = MovedParameters(model.named_parameters()), hidden_parameters(model)
             versions = parameter_versions(hidden)
             pieces = self.pieces.select(passes, in_order)
-            reason = self._run_pieces(plain, found, pieces, hooks, draws, watch)
+            reason = self._run_pieces(plain, found, pieces, hooks, draws, watch, keeps=asks_few)
             found.hidden = [n for n, v in parameter_versions(hidden).items() if versions[n] != v]
             self.synchronised |= watch.communicates  # collectives in user code
             found.take_writes(watch)
             reason = gather_first(reason)
             if reason is not None:
                 return explain_failure(plain, reason, passes, hooks, self.pieces, self.synchronised)
-            if state is None:
-                piece = _reduce(None if found.first is None else found.first[0], found.drops)
-                state = self._find_state(plain, piece, passes, hooks, found.drops)
-            first = self._first_of(found, state, in_order, piece)
+            mixed = MixedSamples(
+                plain, found.names, found.projection, found.divert, hooks, found.drops,
+                self._plan.strategy, found.sums.device, *self.pieces.choose(passes),
+            )  # fmt: skip
+            first = None
+            if asks_few and self._compare_company(found, mixed, allowed):
+                state = KeptState()
+            else:
+                if state is None:
+                    piece = _reduce(None if found.first is None else found.first[0], found.drops)
+                    state = self._find_state(plain, piece, passes, hooks, found.drops)
+                first = self._first_of(found, state, in_order, piece)
             report = self._report(plain, found, state, first, passes, hooks, allowed)
-            found.mixed = self._compare_mixed(plain, found, report, passes, hooks, allowed)
+            found.mixed = mixed.settle(self._has_other_cause(found, report, allowed), allowed)
         # Not inside, where references to the layout's modules lead to the copy.
         named = dict(layout.named_parameters())
         spread = [name for name in found.written if name in named and is_spread(named[name])]
@@ -192,27 +201,28 @@ class PlainPass:
             by_rank, found.hidden,
         )  # fmt: skip
 
-    def _compare_mixed(
-        self,
-        plain: nn.Module,
-        found: PlainSums,
-        report: PlainReport,
-        passes: Sequence[Batch],
-        hooks: StepHooks,
-        allowed: ComparisonLimits,
-    ) -> MixedDifference:
-        """Compare samples of several ranks in one batch and separately. Collective."""
-        # A difference that is reported or refused elsewhere may have the same cause.
-        other_cause = bool(
+    def _compare_company(
+        self, found: PlainSums, mixed: MixedSamples, allowed: ComparisonLimits
+    ) -> bool:
+        """Return whether few samples of several ranks show that nothing affects them. Collective.
+
+        They are not asked where the pass has changed something on any rank.
+        """
+        changed = any((
+            found.keeps, found.written, found.unseen, found.hidden, found.buffers,
+            found.moved_back, found.backwards, found.first is None, self.synchronised,
+        ))  # fmt: skip
+        return not any(gather_objects(changed)) and mixed.show_none(allowed)
+
+    def _has_other_cause(
+        self, found: PlainSums, report: PlainReport, allowed: ComparisonLimits
+    ) -> bool:
+        """Return whether what is reported or refused elsewhere may affect samples, too."""
+        return bool(
             self.synchronised or report.state.is_any or report.made or report.unseen
             or found.written or found.moved_back or report.cut.read
             or report.cut.loss > allowed.cut
         )  # fmt: skip
-        mixed = MixedSamples(
-            plain, found.names, found.projection, found.divert, hooks, found.drops,
-            self._plan.strategy, found.sums.device,
-        )  # fmt: skip
-        return mixed.compare(*self.pieces.choose(passes), other_cause, allowed)
 
     def run_apart(
         self,
@@ -488,10 +498,13 @@ def _give_copies(plain: nn.Module, batches: tuple[Batch, ...]) -> tuple[Batch, .
 
 
 def _reduce(piece: Batch | None, drops: bool) -> Batch | None:
-    """Return half of a piece whose loss is not known without dropout, if that is enough samples."""
+    """Return a part of a piece whose loss is not known without dropout, of at least four samples.
+
+    It is half of the piece, or a quarter where that is enough.
+    """
     if piece is None or not drops or samples_in(piece) % 8:
         return piece
-    return cut(piece, 2)[0]
+    return cut(piece, 2 if samples_in(piece) % 16 else 4)[0]
 
 
 def _find_moved(model: nn.Module, versions: Mapping[str, Any]) -> dict[str, Tensor]:

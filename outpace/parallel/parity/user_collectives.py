@@ -1,5 +1,6 @@
 """Collectives in a user's forward or loss that not all ranks run at the same time."""
 
+from functools import cache
 from typing import Any
 
 import torch.distributed as dist
@@ -12,6 +13,7 @@ COLLECTIVE = "the forward or the loss calls a collective of torch.distributed"
 _NAMESPACES = frozenset({"c10d", "_c10d_functional", "c10d_functional"})
 
 
+@cache
 def is_collective(operator: Any) -> bool:
     """Return whether an operator belongs to torch.distributed."""
     return getattr(operator, "namespace", None) in _NAMESPACES

@@ -1,5 +1,8 @@
 """The check of the first batch tells what ranks and micro-batches change by cutting the batch."""
 
+import itertools
+import os
+
 import pytest
 import torch
 from torch import nn
@@ -185,6 +188,54 @@ def test_losses_of_stateless_modules_that_depend_on_the_cut_are_reported(tmp_pat
     assert said.startswith("the loss of the first batch changes")
 
 
+class QuietIterated(Quiet):
+    """Its numbers cannot be named nor put back."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = itertools.count(1)
+
+    def forward(self, x):
+        return super().forward(x) * (1 + 1e-3 * next(self.numbers))
+
+
+def dropping(make):
+    class Dropping(make):
+        def __init__(self):
+            super().__init__()
+            self.stem = nn.Sequential(self.stem, nn.Dropout(0.3))
+
+    return Dropping
+
+
+@pytest.mark.parametrize(
+    ("make", "loss", "words"),
+    [
+        (Quiet, squares, None),
+        (Quiet, mean_of_positives, "the loss of the first batch changes"),
+        (Quiet, contrast_samples, "the loss of the first batch changes"),
+        (QuietChosen, squares, "the gradient of the first batch changes"),
+        (QuietIterated, squares, "something that outpace cannot name"),
+    ],
+)
+def test_few_samples_of_several_ranks_suffice_where_activations_are_dropped(
+    tmp_path, make, loss, words
+):
+    """Three samples together and by themselves, of which the sample of its own twice."""
+
+    def counted(module, batch):
+        with (tmp_path / f"forward-{os.getpid()}").open("a") as file:
+            file.write(f"{len(batch[0])}\n")
+        return loss(module, batch)
+
+    first, _ = run_first_step(tmp_path, "ddp", dropping(make), counted, samples=16)
+    said = [*first["warnings"], *filter(None, [first.get("refused")])]
+    assert words in said[-1] if words else not said
+    if words is None:
+        logs = [path.read_text().split() for path in tmp_path.glob("forward-*")]
+        assert [sum(map(int, one)) for one in logs] == [8 + 8 + 2 + (1 + 3 + 1)] * 2
+
+
 class RaggedModule(nn.Module):
     """Nodes of graphs, with edges by their numbers."""
 
@@ -241,9 +292,21 @@ def with_accuracy(module, batch):
     return nn.functional.cross_entropy(made, labels), right + 0.1
 
 
-@pytest.mark.parametrize("strategy", ["zero3", "1f1b"])
-def test_a_pair_whose_second_value_is_no_count_is_told(tmp_path, strategy):
-    said, _ = run_first_step(tmp_path, strategy, Quiet, with_accuracy)
+def with_nothing_right(module, batch):
+    return with_accuracy(module, batch)[0], 0.0
+
+
+@pytest.mark.parametrize(
+    ("strategy", "make", "loss"),
+    [
+        ("zero3", Quiet, with_accuracy),
+        ("1f1b", Quiet, with_accuracy),
+        ("ddp", dropping(Quiet), with_accuracy),
+        ("ddp", Quiet, with_nothing_right),
+    ],
+)
+def test_a_pair_whose_second_value_is_no_count_is_told(tmp_path, strategy, make, loss):
+    said, _ = run_first_step(tmp_path, strategy, make, loss, samples=16)
     words = "(sum of losses, count) and divides, but the second is no count"
     assert any(words in sentence for sentence in said["warnings"])
 

@@ -522,8 +522,15 @@ def test_what_is_saved_or_moves_no_loss_is_none(make):
     assert not found.is_any, found
 
 
-def test_what_nobody_can_name_is_found_by_its_loss():
-    found = find_kept_state(objective_of(Iterated), global_batch(), StepHooks(), alone=True)
+class IteratedAndDropping(Iterated):
+    def set_up(self):
+        super().set_up()
+        self.drop = nn.Dropout(0.1)
+
+
+@pytest.mark.parametrize("make", [Iterated, IteratedAndDropping])
+def test_what_nobody_can_name_is_found_by_its_loss(make):
+    found = find_kept_state(objective_of(make), global_batch(), StepHooks(), alone=True)
     assert found.found and found.unseen and found.names == ()
     said = explain_kept_state([found], 1, by_command=True)
     assert "something that outpace cannot name" in said and "generator" in said
@@ -642,6 +649,39 @@ def test_a_loss_that_accumulation_changes_is_told_on_one_process(reduce, micro_b
         )
         model.forward_backward((torch.randn(8, 5),))
     sentences = [str(one.message) for one in seen if "is cut in two" in str(one.message)]
+    assert len(sentences) == (told is not None)
+    assert told is None or told in sentences[0]
+
+
+def draw_mask(errors):
+    kept = torch.rand(errors.shape) < 0.5
+    return (errors * kept).sum(), kept.sum()
+
+
+@pytest.mark.parametrize("micro_batch", [8, 4, 1])
+@pytest.mark.parametrize(
+    ("reduce", "told"),
+    [
+        (lambda errors: (errors.mean(), (errors < 1).float().mean()), "of their two halves"),
+        (lambda errors: (errors.mean(), 0), "of the first samples it is 0. Return"),
+        (lambda errors: (errors.sum(), errors.numel()), None),
+        # Two of four samples have none, so that one of their halves counts 1 for nothing.
+        (lambda errors: (errors[errors < 2].sum(), (errors < 2).sum().clamp(min=1)), None),
+        (draw_mask, None),
+    ],
+    ids=["an accuracy", "nothing right", "a count", "at least one", "drawn at random"],
+)
+def test_a_pair_whose_second_value_is_no_count_is_told_on_one_process(reduce, micro_batch, told):
+    torch.manual_seed(0)
+    module, x = nn.Linear(5, 1), torch.randn(8, 5)
+    plan = outpace.Plan(strategy="single", micro_batch=micro_batch, precision="fp32")
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        model = outpace.parallelize(
+            module, plan, loss=lambda module, batch: reduce(module(batch[0]).square())
+        )
+        model.forward_backward((x,))
+    sentences = [str(one.message) for one in seen if "the second is no count" in str(one.message)]
     assert len(sentences) == (told is not None)
     assert told is None or told in sentences[0]
 
