@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from outpace.jobs.ranks.hang_watchdog import find_culprits
+from outpace.jobs.ranks.hang_culprits import find_culprits
 from outpace.launch.ssh_agent import MARK
 from outpace.records.hang_report import CollectiveEvent, HangReport, RankSnapshot
 from outpace.records.hosts import HostCommand

@@ -10,7 +10,7 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -19,44 +19,39 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from outpace.jobs.ranks.hang_culprits import (
+    FAILED,
+    UNSEEN,
+    RankLostError,
+    find_culprits,
+    format_culprits,
+    has_exited,
+    is_lost,
+    read_process,
+    silent_snapshot,
+)
 from outpace.jobs.ranks.hang_verdict import HangVerdict, HangVerdicts
+from outpace.jobs.ranks.heartbeats import LISTEN_S, Heartbeats
 from outpace.jobs.ranks.process_groups import Groups
-from outpace.jobs.ranks.rank_snapshot import Position, find_position, process_state, snapshot_rank
+from outpace.jobs.ranks.rank_snapshot import Position, find_position, snapshot_rank
 from outpace.jobs.ranks.session import format_mixed
 from outpace.launch.exit_deadline import ExitDeadline
 from outpace.records.errors import (
-    EXIT_HANG,
     EXIT_INTERRUPTED,
     BadInputError,
     InterruptedRunError,
-    OutpaceError,
 )
 from outpace.records.hang_report import HangReport, RankSnapshot
 from outpace.training.guards import StopSignal
 
-_LISTEN_S = 0.5
 # Factor that keeps a rank that waits for a core from being taken for dead.
 _LOOK_S = 4.0
 # Share of the time limit of collectives: ranks are queried if a step takes longer.
 _LONG = 0.8
-# Heartbeats per time limit, and the most seconds between two.
-_BEATS, _MOST_BETWEEN_S = 8, 10.0
 # Seconds that a process has to end by itself after a collective failed because of another rank: the
 # time limit, within these bounds.
 _LEAST_UNWIND_S, _MOST_UNWIND_S = 10.0, 60.0
-# Kernel states of a process that has stopped working, in words.
-_GONE = "is gone: look at its last output, and at its host"
-_UNSEEN = "is gone, or cannot be reached: look at its last output, and at its host"
-_NOT_RUNNING = {
-    "stopped": "is stopped (by SIGSTOP, or a debugger)",
-    "tracing-stop": "is stopped (by a debugger)",
-    "gone": _GONE,
-    "zombie": _GONE,
-    "dead": _GONE,
-}
-_FAILED = "failed by itself: "
-_OVER = (_GONE, _UNSEEN, _FAILED)
-_STORE_LOST = f"the host where all meet {_UNSEEN}"
+_STORE_LOST = f"the host where all meet {UNSEEN}"
 _ASKS = "alive/asks"
 # Key that says that a signal has ended a rank, and how many ranks know it.
 _INTERRUPTED, _KNOWING = "alive/interrupted", "alive/knowing"
@@ -75,18 +70,6 @@ _CONNECTIONS = ("gloo/transport/", "DistNetworkError: ")
 _SOURCE = re.compile(
     r"^(\[[^\]]*\.cc:\d+\]|Got the following error when running the callback: DistNetworkError:) "
 )
-
-
-class RankLostError(OutpaceError):
-    """A rank died, or did not answer in time, while others waited for it.
-
-    `is_running`: its process still exists.
-    """
-
-    def __init__(self, message: str, is_running: bool) -> None:
-        super().__init__(message)
-        self.exit_code = EXIT_HANG if is_running else 1
-        self.on_all_ranks = "rank 0 on " not in message  # rank 0 cannot report it itself
 
 
 @dataclass
@@ -153,18 +136,13 @@ def hang_watchdog(
         if verdict is None:
             watcher.report_failure(f"{type(error).__name__}: {why}")
             raise
-        lost_rank = RankLostError(f"{doing.what}: {verdict} ({why})", _is_process_running(verdict))
+        lost_rank = RankLostError(doing.what, verdict, f" ({why})")
         grace_s = min(max(timeout_s, _LEAST_UNWIND_S), _MOST_UNWIND_S)
         deadline.start(str(lost_rank), lost_rank.exit_code, grace_s)
         raise lost_rank from error
     finally:
         watcher.close()
         own.leave()
-
-
-def _is_process_running(verdict: str) -> bool:
-    """Return whether a verdict is about a rank whose process exists."""
-    return not any(words in verdict for words in _OVER)
 
 
 def _communication(error: RuntimeError) -> bool:
@@ -219,7 +197,7 @@ class _Watchdog:
         self.store.set(f"alive/who/{self.rank}", json.dumps(who))
         # NCCL's watchdog ends a process at the limit without finding the culprit.
         self.ends_silently = "nccl" in str(dist.get_backend_config())
-        self.beats = _Heartbeats(self.rank, len(self.everyone), self.timeout_s)
+        self.beats = Heartbeats(self.rank, len(self.everyone), self.timeout_s)
         self.threads = [
             threading.Thread(target=target, name=name, daemon=True)
             for target, name in ((self._run, "alive"), (self._watch_store, "store deadline"))
@@ -242,7 +220,7 @@ class _Watchdog:
             shared = shared.clone()
         verdicts = HangVerdicts(store)
         with suppress(RuntimeError):  # without the store's rank, waiting ranks find out themselves
-            while not self.over.wait(_LISTEN_S):
+            while not self.over.wait(LISTEN_S):
                 if self.look is not None:
                     self._follow(self.look, verdicts)
                 if (asks := store.add(_ASKS, 0)) > self.answered:
@@ -263,8 +241,8 @@ class _Watchdog:
     def _watch_store(self) -> None:
         """End this process if the store does not answer, since threads that query it block."""
         limit_s = self.timeout_s + 2 * _LOOK_S  # only a query takes that long in `_run`
-        while not self.over.wait(_LISTEN_S):
-            self.store_silent_s += _LISTEN_S  # counted, since this process may have been stopped
+        while not self.over.wait(LISTEN_S):
+            self.store_silent_s += LISTEN_S  # counted, since this process may have been stopped
             if self.store_silent_s > limit_s:
                 self.deadline.end_now(f"{self.doing.what}: {_STORE_LOST}", 1)
                 return
@@ -287,7 +265,7 @@ class _Watchdog:
 
     def _follow(self, look: _HangQuery, verdicts: HangVerdicts) -> None:
         """Forget a query when the wait is over; end the process if nothing else ends the wait."""
-        look.age_s += _LISTEN_S
+        look.age_s += LISTEN_S
         if (self.doing.number, find_position(self.trains)) != (look.number, look.position):
             self._withdraw(verdicts)
             self._restart_clock(look, 0.0)
@@ -299,7 +277,7 @@ class _Watchdog:
                 self._end(standing)
             self.look = None
         elif look.is_author and self.ends_silently and not look.verdict.final:
-            if look.age_s > (1 - _LONG) * self.timeout_s - 2 * _LISTEN_S:
+            if look.age_s > (1 - _LONG) * self.timeout_s - 2 * LISTEN_S:
                 look.verdict = verdicts.finalize(look.verdict) or look.verdict
         elif not look.is_author and verdicts.read() is None:  # its rank is free, this one is not
             self.look = None
@@ -323,7 +301,7 @@ class _Watchdog:
         """
         verdict = verdicts.read()
         key = None if verdict is None else (verdict.number, verdict.sentence)
-        self.seen_s = self.seen_s + _LISTEN_S if key is not None and key == self.seen else 0.0
+        self.seen_s = self.seen_s + LISTEN_S if key is not None and key == self.seen else 0.0
         self.seen = key
         if verdict is None or self.failed is not None:
             return
@@ -361,7 +339,7 @@ class _Watchdog:
             return
         if surplus is not None:
             store.set(_MIXED, format_mixed(surplus))
-            time.sleep(2 * _LISTEN_S)  # the others read it from this rank's store
+            time.sleep(2 * LISTEN_S)  # the others read it from this rank's store
         if store.check([_MIXED]):
             self.deadline.end_now(store.get(_MIXED).decode(), BadInputError.exit_code)
 
@@ -384,8 +362,7 @@ class _Watchdog:
         return self.interrupted
 
     def _end(self, verdict: HangVerdict) -> None:
-        sentence = verdict.sentence
-        lost = RankLostError(f"{self.doing.what}: {sentence}", _is_process_running(sentence))
+        lost = RankLostError(self.doing.what, verdict.sentence)
         self.deadline.end_now(str(lost), lost.exit_code)
 
     def _long(self) -> bool:
@@ -398,7 +375,7 @@ class _Watchdog:
         ranks, host, neighbours = self.groups.ranks, socket.gethostname(), {}
         first = self.rank - ranks.local_rank
         for rank in range(first, first + ranks.local_world_size):
-            who = _read_process(store, rank)
+            who = read_process(store, rank)
             if who.get("host") == host:
                 neighbours[rank] = int(who["pid"])
         found = snapshot_rank(self.rank, self.trains, self.doing.what, neighbours, self.failed)
@@ -424,7 +401,7 @@ class _Watchdog:
         if verdict is None:
             return None
         # If all fail by themselves, none fails because of another.
-        if not lost and (_FAILED in verdict.sentence or self.rank in verdict.blamed):
+        if not lost and (FAILED in verdict.sentence or self.rank in verdict.blamed):
             return None
         if self.rank == 0:
             time.sleep(_LOOK_S)  # it may hold the store, which others still query
@@ -432,7 +409,7 @@ class _Watchdog:
 
     def report_failure(self, error: str) -> None:
         """Tell the ranks that will wait for this one that it has failed."""
-        sentence = f"rank {self.rank} on {socket.gethostname()} {_FAILED}{error}"
+        sentence = f"rank {self.rank} on {socket.gethostname()} {FAILED}{error}"
         fault = HangVerdict(sentence=sentence, by=self.rank, blamed=(self.rank,), final=True)
 
         def write_fault() -> None:
@@ -460,7 +437,7 @@ class _Watchdog:
         known = verdicts.read()
         if known is not None and stands(known):
             return known
-        guilty = [one for one in found if _is_lost(one)]
+        guilty = [one for one in found if is_lost(one)]
         if not guilty and not doubtful:
             # All ranks are there, and still wait for the subject of the verdict.
             settled = None if known is None else verdicts.finalize(known)
@@ -471,7 +448,7 @@ class _Watchdog:
         if not guilty and (doubtful or not any(one.state == "waits" for one in found)):
             return None
         verdict = HangVerdict(
-            sentence=_format_culprits(guilty),
+            sentence=format_culprits(guilty),
             by=self.rank,
             blamed=tuple(one.rank for one in guilty),
             number=asks,
@@ -494,7 +471,7 @@ class _Watchdog:
         while missing and time.monotonic() < until_s:
             time.sleep(0.1)
             missing = [rank for rank in missing if not _has_answered(store, rank, asks)]
-            if all(_has_exited(_read_process(store, rank)) for rank in missing):
+            if all(has_exited(read_process(store, rank)) for rank in missing):
                 break
         found = {
             rank: RankSnapshot.model_validate_json(store.get(f"alive/stands/{rank}"))
@@ -502,52 +479,8 @@ class _Watchdog:
             if rank not in missing
         }
         for rank in missing:
-            found[rank] = _silent_snapshot(rank, _read_process(store, rank), found.values())
+            found[rank] = silent_snapshot(rank, read_process(store, rank), found.values())
         return asks, [found[rank] for rank in self.everyone]
-
-
-class _Heartbeats:
-    """Heartbeats in the store: each rank writes its own, and checks that of the next.
-
-    So the number of queries grows with the number of ranks, not that of pairs. Seconds are counted
-    while this process runs, so a process that was stopped itself suspects no other.
-    """
-
-    def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
-        self._own, self._next = (f"alive/beat/{one % world_size}" for one in (rank, rank + 1))
-        self._alone = world_size == 1
-        self._limit_s = timeout_s
-        self._every_s = min(timeout_s / _BEATS, _MOST_BETWEEN_S)
-        self._number, self._since_own_s, self._since_next_s = 0, self._every_s, 0.0
-        self._last: bytes | None = None
-
-    def send_and_check(self, store: Any) -> bool:
-        """Send this rank's heartbeat when it is due; return whether the next rank's is overdue."""
-        if self._alone:
-            return False
-        self._since_own_s += _LISTEN_S
-        self._since_next_s += _LISTEN_S
-        if self._since_own_s >= self._every_s:
-            self._since_own_s = 0.0
-            self._number += 1
-            store.set(self._own, str(self._number))
-            found = store.get(self._next) if store.check([self._next]) else None
-            if found != self._last or found == _ENDED:
-                self._last = found
-                self.reset()
-        return self._since_next_s >= self._limit_s
-
-    def reset(self) -> None:
-        """Start counting from zero."""
-        self._since_next_s = 0.0
-
-    def end(self, store: Any) -> None:
-        """Announce that no more heartbeats follow, and that nothing is wrong."""
-        if not self._alone:
-            store.set(self._own, _ENDED)
-
-
-_ENDED = b"ended"
 
 
 def _run_with_limit(ask: Callable[[], None], limit_s: float) -> None:
@@ -557,73 +490,6 @@ def _run_with_limit(ask: Callable[[], None], limit_s: float) -> None:
     asking.join(limit_s)
 
 
-def _has_exited(who: dict[str, Any]) -> bool:
-    """Return whether the state of a rank's process on this host shows that it will not answer."""
-    here = who.get("host") == socket.gethostname()
-    return here and process_state(int(who["pid"])) in _NOT_RUNNING
-
-
 def _has_answered(store: Any, rank: int, asks: int) -> bool:
     key = f"alive/answered/{rank}"
     return store.check([key]) and int(store.get(key)) >= asks
-
-
-def _read_process(store: Any, rank: int) -> dict[str, Any]:
-    key = f"alive/who/{rank}"
-    return json.loads(store.get(key)) if store.check([key]) else {}
-
-
-def _silent_snapshot(
-    rank: int, who: dict[str, Any], others: Iterable[RankSnapshot]
-) -> RankSnapshot:
-    """Make a snapshot of a rank that does not answer, from what other ranks on its host see."""
-    host, pid = str(who.get("host", "")), int(who.get("pid", 0))
-    if host == socket.gethostname():
-        seen = process_state(pid)
-    else:
-        seen = next((one.processes[rank] for one in others if rank in one.processes), "unseen")
-    place = _NOT_RUNNING.get(seen, f"does not answer; its process is {seen}")
-    if seen == "unseen":
-        place = _UNSEEN
-    return RankSnapshot(rank=rank, host=host, pid=pid, state="silent", place=place)
-
-
-def _is_lost(one: RankSnapshot) -> bool:
-    """Return whether a silent rank is lost for good, rather than too busy to answer."""
-    return one.state == "silent" and one.place in {*_NOT_RUNNING.values(), _UNSEEN}
-
-
-def find_culprits(found: Sequence[RankSnapshot]) -> list[RankSnapshot]:
-    """Return silent ranks, or else those that have started fewer collectives than others."""
-    silent = [one for one in found if one.state == "silent"]
-    if silent:
-        return silent
-    begun = [{each.group: each.number for each in one.collectives} for one in found]
-    most: dict[str, int] = {}
-    for its in begun:
-        for group, number in its.items():
-            most[group] = max(most.get(group, 0), number)
-    behind = [
-        one
-        for one, its in zip(found, begun, strict=True)
-        if any(number < most[group] for group, number in its.items())
-    ]
-    if behind and len(behind) < len(found):
-        # A rank that waits in another group may wait for one that works.
-        return [one for one in behind if one.state == "works"] or behind
-    working = [one for one in found if one.state == "works"]
-    return working if len(working) < len(found) else []
-
-
-def _format_culprits(guilty: Sequence[RankSnapshot]) -> str:
-    if not guilty:
-        return (
-            "all ranks are running, but not all reached it in time: one hangs, or a connection "
-            "between two is broken"
-        )
-    one = guilty[0]
-    who = f"rank {one.rank}" + (f" on {one.host}" if one.host else "")
-    more = f" (and {len(guilty) - 1} more)" if len(guilty) > 1 else ""
-    if one.state == "silent":
-        return f"{who}{more} {one.place}"
-    return f"{who}{more} does not reach it: in {one.doing}, it is at {one.place}"

@@ -1,0 +1,103 @@
+"""The ranks that keep others waiting, found from the snapshots of all."""
+
+import json
+import socket
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from outpace.jobs.ranks.rank_snapshot import process_state
+from outpace.records.errors import EXIT_HANG, OutpaceError
+from outpace.records.hang_report import RankSnapshot
+
+# Kernel states of a process that has stopped working, in words.
+GONE = "is gone: look at its last output, and at its host"
+UNSEEN = "is gone, or cannot be reached: look at its last output, and at its host"
+_NOT_RUNNING = {
+    "stopped": "is stopped (by SIGSTOP, or a debugger)",
+    "tracing-stop": "is stopped (by a debugger)",
+    "gone": GONE,
+    "zombie": GONE,
+    "dead": GONE,
+}
+FAILED = "failed by itself: "
+
+
+class RankLostError(OutpaceError):
+    """A rank died, or did not answer in time, while others waited for it in the activity `what`.
+
+    `sentence` says which; `why` follows it. The exit code says whether its process still exists.
+    """
+
+    def __init__(self, what: str, sentence: str, why: str = "") -> None:
+        message = f"{what}: {sentence}{why}"
+        super().__init__(message)
+        is_over = any(words in sentence for words in (GONE, UNSEEN, FAILED))
+        self.exit_code = 1 if is_over else EXIT_HANG
+        self.on_all_ranks = "rank 0 on " not in message  # rank 0 cannot report it itself
+
+
+def has_exited(who: dict[str, Any]) -> bool:
+    """Return whether the state of a rank's process on this host shows that it will not answer."""
+    here = who.get("host") == socket.gethostname()
+    return here and process_state(int(who["pid"])) in _NOT_RUNNING
+
+
+def read_process(store: Any, rank: int) -> dict[str, Any]:
+    """Return the host and the process ID that a rank wrote to the store; {} before it did."""
+    key = f"alive/who/{rank}"
+    return json.loads(store.get(key)) if store.check([key]) else {}
+
+
+def silent_snapshot(rank: int, who: dict[str, Any], others: Iterable[RankSnapshot]) -> RankSnapshot:
+    """Make a snapshot of a rank that does not answer, from what other ranks on its host see."""
+    host, pid = str(who.get("host", "")), int(who.get("pid", 0))
+    if host == socket.gethostname():
+        seen = process_state(pid)
+    else:
+        seen = next((one.processes[rank] for one in others if rank in one.processes), "unseen")
+    place = _NOT_RUNNING.get(seen, f"does not answer; its process is {seen}")
+    if seen == "unseen":
+        place = UNSEEN
+    return RankSnapshot(rank=rank, host=host, pid=pid, state="silent", place=place)
+
+
+def is_lost(one: RankSnapshot) -> bool:
+    """Return whether a silent rank is lost for good, rather than too busy to answer."""
+    return one.state == "silent" and one.place in {*_NOT_RUNNING.values(), UNSEEN}
+
+
+def find_culprits(found: Sequence[RankSnapshot]) -> list[RankSnapshot]:
+    """Return silent ranks, or else those that have started fewer collectives than others."""
+    silent = [one for one in found if one.state == "silent"]
+    if silent:
+        return silent
+    begun = [{each.group: each.number for each in one.collectives} for one in found]
+    most: dict[str, int] = {}
+    for its in begun:
+        for group, number in its.items():
+            most[group] = max(most.get(group, 0), number)
+    behind = [
+        one
+        for one, its in zip(found, begun, strict=True)
+        if any(number < most[group] for group, number in its.items())
+    ]
+    if behind and len(behind) < len(found):
+        # A rank that waits in another group may wait for one that works.
+        return [one for one in behind if one.state == "works"] or behind
+    working = [one for one in found if one.state == "works"]
+    return working if len(working) < len(found) else []
+
+
+def format_culprits(guilty: Sequence[RankSnapshot]) -> str:
+    """Say which rank the others wait for, and what it does; if there is none, that one hangs."""
+    if not guilty:
+        return (
+            "all ranks are running, but not all reached it in time: one hangs, or a connection "
+            "between two is broken"
+        )
+    one = guilty[0]
+    who = f"rank {one.rank}" + (f" on {one.host}" if one.host else "")
+    more = f" (and {len(guilty) - 1} more)" if len(guilty) > 1 else ""
+    if one.state == "silent":
+        return f"{who}{more} {one.place}"
+    return f"{who}{more} does not reach it: in {one.doing}, it is at {one.place}"
