@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from outpace.cli.output import output_file, save_output
 from outpace.cli.parser import Parser
-from outpace.cli.plan import add_question
+from outpace.cli.plan import add_question, plan_question
 
 if TYPE_CHECKING:
     from outpace.jobs.planning.calibrate import CalibratedRun
@@ -25,14 +25,8 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Compare logs with plans, print the errors and write the machine; returns 0."""
     arguments = _parser().read(argv)
     from outpace.jobs.planning.calibrate import CalibrationRequest, calibrate_machine
-    from outpace.jobs.planning.request import PlanQuestion
 
-    asked = PlanQuestion(
-        model=arguments.model, machine=arguments.machine, nodes=arguments.nodes,
-        devices_per_node=arguments.devices_per_node, network=arguments.network,
-        seq_len=arguments.seq_len, global_batch=arguments.global_batch,
-        precision=arguments.precision,
-    )  # fmt: skip
+    asked = plan_question(arguments)
     request = CalibrationRequest(
         tuple(arguments.logs), asked, plan=arguments.plan, layout=arguments.layout
     )

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outpace.cli.parser import Parser
-from outpace.cli.plan import ADAPTER_OPTIONS, add_question
+from outpace.cli.plan import ADAPTER_OPTIONS, add_question, plan_question
 
 if TYPE_CHECKING:
     from outpace.planner.problem import PlanningProblem
@@ -53,16 +53,15 @@ def _estimate(
     arguments: argparse.Namespace, file: "PlanFile"
 ) -> "tuple[RankedPlan, PlanningProblem]":
     from outpace.jobs.planning.estimate import estimate
-    from outpace.jobs.planning.request import PlanQuestion
 
     plan = file.plan
-    asked = PlanQuestion(
-        model=arguments.model, machine=arguments.machine, nodes=arguments.nodes,
-        devices_per_node=arguments.devices_per_node, network=arguments.network,
-        host_memory=arguments.host_memory, seq_len=arguments.seq_len or file.seq_len,
-        global_batch=arguments.global_batch or file.global_batch, precision=plan.precision,
+    asked = plan_question(
+        arguments,
+        seq_len=arguments.seq_len or file.seq_len,
+        global_batch=arguments.global_batch or file.global_batch,
+        precision=plan.precision,
         measures=True,
-    )  # fmt: skip
+    )
     trace = arguments.depth == "trace"
     return estimate(asked, plan, str(arguments.plan), trace=trace)
 

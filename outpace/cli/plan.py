@@ -4,9 +4,9 @@ import argparse
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from outpace.cli.output import output_file, save_output, write_output
 from outpace.cli.parser import JoinedList, Parser, byte_size, number_type
@@ -102,37 +102,25 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _read_request(arguments: argparse.Namespace) -> "PlanQuestion":
     from outpace.cli.emitted import AUTOCAST
-    from outpace.jobs.planning.request import PlanQuestion
     from outpace.planner.model.adapters import ADAPTER_NAMES
 
-    return PlanQuestion(
-        model=arguments.model,
-        machine=arguments.machine,
-        nodes=arguments.nodes,
-        devices_per_node=arguments.devices_per_node,
-        network=arguments.network,
-        host_memory=arguments.host_memory,
-        seq_len=arguments.seq_len,
-        global_batch=arguments.global_batch,
-        precision=arguments.precision,
-        keep=arguments.keep,
-        adapters={
-            name: str(value)
-            for name in ADAPTER_NAMES
-            if (value := getattr(arguments, name)) is not None
-        },
-        vary=arguments.vary,
-        most_tp=arguments.max_tp,
-        tokens=arguments.tokens,
-        price=arguments.price,
-        count=arguments.count,
-        trained=arguments.trained,
-        idle=arguments.may_idle,
+    given = {name: getattr(arguments, name) for name in ADAPTER_NAMES}
+    return plan_question(
+        arguments,
+        adapters={name: str(value) for name, value in given.items() if value is not None},
         # A plan's number refers to the list that is shown without --emit.
         autocast=arguments.emit in AUTOCAST and arguments.explain is None,
-        trainer=arguments.trainer,
         measures=True,
     )
+
+
+def plan_question(arguments: argparse.Namespace, **more: Any) -> "PlanQuestion":
+    """Return the question that a command's options ask, with `more` than them or instead."""
+    from outpace.jobs.planning.request import PlanQuestion
+
+    names = {one.name for one in fields(PlanQuestion)}
+    given = {name: value for name, value in vars(arguments).items() if name in names}
+    return PlanQuestion(**{**given, **more})
 
 
 def _defaults(

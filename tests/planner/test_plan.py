@@ -495,7 +495,7 @@ def test_what_is_infeasible_names_the_fewest_nodes_that_do():
          "tp 4 does not divide the 2 key and value heads of qwen2.5-1.5b; tp may be 1 or 2 here"),
         ("gpt2-xl", "tp=2", {}, "tp 2 does not divide the 25 heads of gpt2-xl; tp may be 1 here"),
         ("llama-3-8b", "tp=16", {"nodes": 2}, "tp 16 is more than the devices of a node, 8"),
-        ("llama-3-8b", "tp=4", {"most_tp": 2}, "tp 4 is more than --max-tp, 2"),
+        ("llama-3-8b", "tp=4", {"max_tp": 2}, "tp 4 is more than --max-tp, 2"),
         ("llama-3-8b", "tp=3", {}, "tp 3 does not divide the 8 devices; tp may be 1, 2, 4 or 8"),
         ("llama-3-8b", "ep=2", {}, "ep 2: llama-3-8b has no experts; ep may be 1 here"),
         ("mixtral-8x7b", "ep=16", {"nodes": 2}, "ep 16 does not divide the 8 experts of mixtral"),
@@ -566,7 +566,7 @@ def test_what_is_insisted_on_costs_what_it_costs(keep):
 
 
 def test_the_width_of_tensor_parallelism_may_be_held_down():
-    (row,) = plans(asked("llama-3-8b", global_batch=8, most_tp=1)).insistences
+    (row,) = plans(asked("llama-3-8b", global_batch=8, max_tp=1)).insistences
     assert row.setting == "max-tp 1" and row.slowdown >= 0
 
 

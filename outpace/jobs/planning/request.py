@@ -87,12 +87,12 @@ class PlanQuestion:
     keep: str | None = None
     adapters: Mapping[str, str] = field(default_factory=dict)
     vary: str | None = None
-    most_tp: int | None = None
+    max_tp: int | None = None
     tokens: int | None = None
     price: float | None = None
     count: int = 5
     trained: bool = False
-    idle: bool = False
+    may_idle: bool = False
     autocast: bool = False
     trainer: str | None = None
     measures: bool = False
@@ -125,7 +125,7 @@ def job(asked: PlanQuestion) -> PlanningProblem:
             per_node=cluster.fabric.per_node,
             precision=precision,
             offloaded_precision=None if asked.precision else WHERE_OFFLOADED.get(precision),
-            most_tp=asked.most_tp,
+            most_tp=asked.max_tp,
             keep=keep,
             vary=_vary(asked, keep, cluster, outline),
             trained=asked.trained,
@@ -134,7 +134,7 @@ def job(asked: PlanQuestion) -> PlanningProblem:
         tokens=asked.tokens,
         price=asked.price,
         count=asked.count,
-        idle=asked.idle,
+        idle=asked.may_idle,
     )
     return question if asked.trainer is None else assign_trainer(asked.trainer, question)
 
