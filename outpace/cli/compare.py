@@ -73,9 +73,9 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     if arguments.json:
         print(comparison.model_dump_json(indent=2), flush=True)
     else:
-        from outpace.reporting.terminal.comparison import comparison_text
+        from outpace.reporting.answers.comparison import comparison_answer
 
-        show_result(comparison_text(comparison), folder, "again", comparison.command)
+        show_result(comparison_answer(comparison), folder, "again", comparison.command)
         if comparison.beside:
             print(*map(escape_controls, comparison.beside), sep="\n  ")
     return 0 if any(one.value is not None for one in comparison.outcomes) else 1

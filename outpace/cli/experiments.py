@@ -19,7 +19,7 @@ from outpace.records.plan import Strategy
 from outpace.records.settings import TrainSettings
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
+    from outpace.reporting.render.document import Answer
 
 _VARIABLE = re.compile(r"[A-Z][A-Z0-9_]*")
 # The first file written for a tuning or a comparison.
@@ -67,19 +67,18 @@ def format_now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")
 
 
-def show_result(
-    result: "RenderableType", folder: Path | None, what: str, command: Sequence[str]
-) -> None:
+def show_result(result: "Answer", folder: Path | None, what: str, command: Sequence[str]) -> None:
     """Print a result, where it is saved, and a command to copy, on a separate line.
 
     Without a command, print only where the result is saved.
     """
     from rich.text import Text
 
+    from outpace.reporting.terminal.answer import answer_text
     from outpace.reporting.terminal.console import Console
 
     console = Console()
-    console.print(result)
+    console.print(answer_text(result))
     if folder is not None:
         console.print(Text(f"saved in {folder}" + f"; {what}:" * bool(command)), soft_wrap=True)
         if command:

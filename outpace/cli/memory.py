@@ -148,7 +148,7 @@ def _show(
     arguments: argparse.Namespace,
     origins: Mapping[str, str],
 ) -> None:
-    from outpace.reporting.terminal.defaults import default_words
+    from outpace.reporting.answers.defaults import default_words
     from outpace.reporting.terminal.memory import document, memory_table, step_in_words
 
     plot, out = arguments.plot, arguments.out_file

@@ -62,10 +62,10 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     if arguments.json:
         print(tuning.model_dump_json(indent=2), flush=True)
     else:
-        from outpace.reporting.terminal.tuning import tuning_text
+        from outpace.reporting.answers.tuning import tuning_answer
 
         then = _command(asked, folder) if tuning.fastest is not None else ()
-        show_result(tuning_text(tuning), folder, "then", then)
+        show_result(tuning_answer(tuning), folder, "then", then)
     return 0 if tuning.fastest is not None else 1
 
 
@@ -206,7 +206,7 @@ def _limit_flags(limits: "Limits") -> dict[str, Any]:
 
 def _line(trial: PlanTrial) -> str:
     from outpace.records.units import show_seconds
-    from outpace.reporting.terminal.tuning import disturbance_words
+    from outpace.reporting.answers.tuning import disturbance_words
 
     predicted = f"predicted {show_seconds(trial.predicted_s)}"
     if trial.step_time_s is None:

@@ -234,10 +234,11 @@ def _show(certificate: Certificate, out: Path | None, as_json: bool) -> None:
     if as_json:
         print(certificate.model_dump_json(indent=2), flush=True)
         return
-    from outpace.reporting.terminal.certificate import certificate_table
+    from outpace.reporting.answers.certificate import certificate_answer
+    from outpace.reporting.terminal.answer import answer_text
     from outpace.reporting.terminal.console import Console
 
-    Console().print(certificate_table(certificate))
+    Console().print(answer_text(certificate_answer(certificate)))
 
 
 def choose_words(flag: str, text: str, known: Sequence[Word]) -> list[Word]:

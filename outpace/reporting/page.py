@@ -14,7 +14,7 @@ from markupsafe import Markup
 
 from outpace.records.errors import BadInputError
 from outpace.records.version import __version__
-from outpace.reporting.render.document import Chart, Document
+from outpace.reporting.render.document import Chart, Document, cell_text
 
 _HERE = Path(__file__).parent
 # Plotly's own language; what is drawn by it holds no words of a user's (document.Chart).
@@ -45,6 +45,7 @@ def page(documents: Sequence[Document]) -> str:
         figures=Markup(_json([_for_plotly(figure) for figure in figures])),
         number_of=lambda figure: numbers[id(figure)],
         svg=lambda picture: Markup(picture.svg),
+        text_of=cell_text,
         version=__version__,
         most_rows=_MOST_ROWS,
     )

@@ -9,7 +9,7 @@ from outpace.experiment.sequential import verdict
 from outpace.probing.hardware.machine import identify
 from outpace.records.comparison import Arm, ArmResult, Comparison, Experiment, Outcome
 from outpace.records.errors import BadInputError
-from outpace.reporting.terminal.comparison import verdict_lines
+from outpace.reporting.answers.comparison import verdict_lines
 
 ARMS = tuple(Arm(name=name) for name in "abc")
 

@@ -9,7 +9,7 @@ from outpace.records.measurement import Measurement
 from outpace.records.settings import TrainSettings
 from outpace.records.tuning import PlanTrial
 from outpace.records.utilisation import HostLoad, Load
-from outpace.reporting.terminal.tuning import disturbance_words
+from outpace.reporting.answers.tuning import disturbance_words
 
 
 def proposer_of(**more):

@@ -22,6 +22,7 @@ from outpace.records.topology import Endpoint, Topology
 from outpace.records.tuning import Tuning
 from outpace.records.units import show_seconds
 from outpace.records.utilisation import HostLoad, Load
+from outpace.reporting.answers.tuning import tuning_answer
 from outpace.reporting.data import chrome_trace as trace
 from outpace.reporting.data.prediction import predict
 from outpace.reporting.data.run_folder import read_run
@@ -32,10 +33,18 @@ from outpace.reporting.documents.probe import probe_document
 from outpace.reporting.documents.run import run_document
 from outpace.reporting.documents.tuning import tuning_document
 from outpace.reporting.page import page
-from outpace.reporting.render.document import Chart, DataTable, Number, Paragraph, Picture
+from outpace.reporting.render.document import (
+    Chart,
+    DataTable,
+    Items,
+    Number,
+    Paragraph,
+    Picture,
+    cell_text,
+)
 from outpace.reporting.sections import pipeline
 from outpace.reporting.sections.environment import topology
-from outpace.reporting.terminal.tuning import tuning_text
+from outpace.reporting.terminal.answer import answer_text
 from outpace.training.run_dir import RunDir
 
 
@@ -58,7 +67,7 @@ def figure(document, start):
 
 
 def cells(table):
-    return [[cell.text if isinstance(cell, Number) else cell for cell in row] for row in table.rows]
+    return [[cell_text(cell) for cell in row] for row in table.rows]
 
 
 @pytest.fixture(scope="module")
@@ -441,10 +450,10 @@ def test_plans_have_their_pipelines_timeline_and_intervals(plans):
     planned = figure(document, "The pipeline's timeline")
     assert planned.table.rows[0][0] == "planned"
     costs = next(
-        one for one in parts(document, DataTable) if one.title.startswith("Cost of the fixed")
+        one for one in parts(document, DataTable) if one.title.startswith("Cost of required")
     )
     assert [row[0] for row in costs.rows] == [one.setting for one in answer.insistences]
-    reasons = [one for one in parts(document, DataTable) if one.title.startswith("Families")]
+    reasons = [one for one in parts(document, DataTable) if one.title == "Not taken"]
     assert sum(len(one.rows) for one in reasons) == len(answer.rejected)
 
 
@@ -490,22 +499,24 @@ def test_a_tuning_shows_what_was_predicted_and_what_won(tuning):
     assert cells(times.table)[1][3] == "n/a"
     assert cells(times.table)[0][3] == "+25.0 %"
     console = Console(width=100, file=io.StringIO())
-    console.print(tuning_text(record))
+    console.print(answer_text(tuning_answer(record)))
     assert "+25.0 %" in console.file.getvalue()  # the same sign in a terminal
     trials = next(one for one in parts(document, DataTable) if one.title == "The trials")
-    assert cells(trials)[1][8] == "out of memory"
-    assert cells(trials)[0][3] == "5,000" and "5,000" in console.file.getvalue()
+    assert cells(trials)[0][0] == "1. plan 1 (fastest)" and cells(trials)[1][1] == "failed"
+    assert "plan 2 failed: out of memory" in words(document)
+    assert trials.columns[2] == "tokens/s"
+    assert cells(trials)[0][2] == "5,000" and "5,000" in console.file.getvalue()
     progress = figure(document, "The fastest step")
     assert [row[3].value for row in progress.table.rows] == [0.15, 0.15, 0.15]
     again = tuple(record.trials[of].model_copy(update={"number": number, "raced": True})
                   for of, number in ((0, 4), (2, 5)))  # fmt: skip
     raced = record.model_copy(update={"trials": (*record.trials, *again)})
     assert tuning_document(raced).verdict[0] == "Fastest: plan 1, 150.0 ms a step."
-    console.print(tuning_text(raced))
+    console.print(answer_text(tuning_answer(raced)))
     assert "4. plan 1 (again, as trial 1)" in console.file.getvalue()
     by_samples = tuple(one.model_copy(update={"tokens_per_s": None, "samples_per_s": 12.34})
                        for one in record.trials)  # fmt: skip
-    console.print(tuning_text(record.model_copy(update={"trials": by_samples})))
+    console.print(answer_text(tuning_answer(record.model_copy(update={"trials": by_samples}))))
     assert "samples/s" in console.file.getvalue() and "12.3" in console.file.getvalue()
     nothing = record.model_copy(update={"best": None, "trials": record.trials[1:2]})
     assert tuning_document(nothing).verdict[0].startswith("The only trial did not finish")
@@ -523,7 +534,7 @@ def test_a_tunings_page_names_the_default_model_and_cores_that_others_used(tunin
     sentence = "trials 1, 3: other processes kept 0.6 to 1.2 cores busy meanwhile"
     assert any(one.text.startswith(sentence) for one in parts(document, Paragraph))
     console = Console(width=100, file=io.StringIO())
-    console.print(tuning_text(shared))
+    console.print(answer_text(tuning_answer(shared)))
     assert sentence in " ".join(console.file.getvalue().split())
     assert not any(
         "other processes" in one.text for one in parts(tuning_document(record), Paragraph)
@@ -533,11 +544,13 @@ def test_a_tunings_page_names_the_default_model_and_cores_that_others_used(tunin
 @pytest.mark.slow
 def test_a_certificate_names_what_is_not_equal(certificate):
     document = certificate_document(certificate)
-    assert document.verdict[0].startswith(f"All {len(certificate.verdicts)} plans are equal")
+    assert document.verdict[0] == f"equal to one process ({len(certificate.verdicts)} equal)"
     broken = certificate.verdicts[0].model_copy(update={"passed": False, "reason": "a fault"})
     wrong = certificate_document(certificate.model_copy(update={"verdicts": (broken,)}))
-    assert wrong.verdict[0].startswith("NOT equal")
-    assert wrong.sections[0].parts[0].rows[0][0] == "NOT equal: a fault"
+    assert wrong.verdict[0].startswith("NOT equal to one process: ddp")
+    table, reasons, _ = wrong.sections[0].parts
+    assert cell_text(table.rows[0][0]) == "NOT equal" and isinstance(reasons, Items)
+    assert reasons.rows[0][1] == "ddp: a fault"
 
 
 def test_links_are_drawn_where_they_are_known(run):
@@ -567,3 +580,17 @@ def test_every_figure_is_one_that_plotly_knows(
             go.Figure({"data": [*one.traces], "layout": one.layout})  # raises for what it has not
             assert one.alt.endswith(".") and one.table.rows, one.title
             assert all(len(choice.values) == len(one.traces) for choice in one.choices)
+
+
+def test_a_page_of_plans_that_outpace_does_not_train_says_why_once(plans):
+    answer = Plans.load(plans)
+    listed = [one.model_copy(update={"untrained": "no such model"}) for one in answer.plans]
+    document = plan_document(answer.model_copy(update={"plans": tuple(listed)}))
+    (told,) = [line for line in document.verdict if "Not trained by outpace" in line]
+    assert "no such model. --emit" in told
+    reasons = [text for part in parts(document, Items) for _, text in part.rows]
+    assert len(reasons) == len(listed) and "no such model" not in " ".join(reasons)
+    first = answer.plans[0].model_copy(update={"untrained": None})
+    some = plan_document(answer.model_copy(update={"plans": (first, listed[1])}))
+    one, other = [text for part in parts(some, Items) for _, text in part.rows]
+    assert "Not trained" not in one and other.endswith("Not trained by outpace: no such model.")

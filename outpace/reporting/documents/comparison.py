@@ -7,7 +7,14 @@ import numpy as np
 
 from outpace.records.comparison import ArmResult, Comparison
 from outpace.records.machine import Machine
-from outpace.records.units import show_seconds
+from outpace.reporting.answers.comparison import (
+    arms_parts,
+    comparison_answer,
+    comparison_notes,
+    rounds_of,
+    step_parts,
+    verdict_lines,
+)
 from outpace.reporting.charts.figures import (
     AxisChoice,
     LineSeries,
@@ -25,7 +32,6 @@ from outpace.reporting.charts.palette import colour
 from outpace.reporting.data.prediction import Prediction, predict
 from outpace.reporting.data.run_folder import RunFolder, read_run
 from outpace.reporting.render.document import (
-    Cell,
     Chart,
     DataTable,
     Document,
@@ -37,17 +43,7 @@ from outpace.reporting.render.document import (
     pairs,
 )
 from outpace.reporting.sections import runs as runs_parts
-from outpace.reporting.sections import step_breakdown
 from outpace.reporting.sections.environment import command, machine_table, topology
-from outpace.reporting.terminal.comparison import (
-    Column,
-    column_notes,
-    columns,
-    opening,
-    rounds_of,
-    shared_cores_note,
-    verdict_lines,
-)
 from outpace.training.run_dir import RUN_FILE
 
 _HALF = ", and the middle half of them"
@@ -62,13 +58,13 @@ def comparison_document(
     """Show the claims, their certainty, and differences of arms; runs are read from `folder`."""
     runs = first_runs(comparison, folder)
     names = [one.arm for one in comparison.arms]
-    said = tuple(opening(comparison))
+    said = comparison_answer(comparison)
     trained = (
         _training_sections(comparison, runs, probe) if comparison.experiment.metric is None else ()
     )
     return Document(
         "comparison", " against ".join(names) if len(names) < 4 else f"{len(names)} arms",
-        said, tuple(_facts_of(comparison)),
+        said.verdict, said.facts,
         (
             DocumentSection("How they compare", tuple(_comparison_parts(comparison))), *trained,
             topology(comparison.machine, probe), _environment(comparison, runs),
@@ -87,14 +83,6 @@ def _training_sections(
         "Predicted against measured", tuple(_prediction_parts(comparison, runs, probe))
     )
     yield DocumentSection("Utilisation", tuple(runs_parts.loads(runs)))
-
-
-def _facts_of(comparison: Comparison) -> Iterable[tuple[str, str]]:
-    if not comparison.experiment.in_turn:
-        return []
-    rounds = 1 + max((one.round for one in comparison.outcomes), default=-1)
-    return [("rounds", str(rounds)), ("took", show_seconds(comparison.took_s)),
-            ("why it ended", comparison.stopped)]  # fmt: skip
 
 
 def first_runs(comparison: Comparison, folder: Path | None) -> dict[str, RunFolder]:
@@ -119,14 +107,8 @@ def _comparison_parts(comparison: Comparison) -> Iterable[Part]:
     yield _differences(comparison)
     yield _values(comparison)
     yield _rounds(comparison)
-    yield _table(comparison)
-    notes = column_notes(comparison, columns(comparison))
-    if notes:
-        yield Paragraph(notes)
-    if (shared := shared_cores_note(comparison)) is not None:
-        yield Paragraph(shared)
-    for note in (*comparison.differing, *comparison.beside):
-        yield Paragraph(note)
+    yield from arms_parts(comparison)
+    yield from map(Paragraph, (*comparison_notes(comparison), *comparison.beside))
 
 
 def _differences(comparison: Comparison) -> Chart:
@@ -197,26 +179,12 @@ def _rounds(comparison: Comparison) -> Chart:
                  xaxis=whole)  # fmt: skip
 
 
-def _table(comparison: Comparison) -> DataTable:
-    """Return a table of all known values of each arm."""
-    known = columns(comparison)
-
-    def cell(arm: ArmResult, column: Column) -> Number:
-        value = column.value(arm)
-        return Number(value[0] if isinstance(value, tuple) else value, column.text(arm))
-
-    rows: tuple[tuple[Cell, ...], ...] = tuple(
-        (arm.arm, *(cell(arm, one) for one in known)) for arm in comparison.arms
-    )
-    return DataTable("The arms", ("arm", *(one.name for one in known)), rows)
-
-
 def _parts(comparison: Comparison, runs: dict[str, RunFolder]) -> Iterable[Part]:
-    parts = {arm.arm: arm.parts for arm in comparison.arms if arm.parts is not None}
-    if not parts:
+    parts = step_parts(comparison)
+    if parts is None:
         yield Paragraph("The time by part is not recorded for these arms.")
         return
-    yield step_breakdown.parts_figure("Time of a step by part, at the median of runs", parts)
+    yield parts
     yield from runs_parts.ranks(runs)
 
 

@@ -5,14 +5,19 @@ from collections.abc import Iterable
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import Plans, RankedPlan
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share
+from outpace.reporting.answers.plan import (
+    common_obstacle,
+    plans_head,
+    ranking,
+    rejections,
+    ties,
+)
 from outpace.reporting.charts.figures import bars, join_items, seconds
 from outpace.reporting.render.document import (
-    Cell,
     Chart,
     DataTable,
     Document,
     DocumentSection,
-    Number,
     Paragraph,
     Part,
     pairs,
@@ -20,14 +25,13 @@ from outpace.reporting.render.document import (
 from outpace.reporting.sections import memory_anatomy, pipeline
 from outpace.reporting.sections.environment import command
 from outpace.reporting.sections.estimate import parts_bars
-from outpace.reporting.terminal.plan import plans_head, ties
 
 
 def plan_document(answer: Plans) -> Document:
     """Create a document of the planner's answer."""
     first = answer.plans[0]
     sections = [
-        DocumentSection("How they compare", tuple(_ranking(answer))),
+        DocumentSection("How they compare", (_times(answer), *ranking(answer))),
         DocumentSection("Where the time goes", (parts_bars(
             "Parts of a step", {_name(answer, one): one.estimate for one in answer.plans}
         ),)),
@@ -54,6 +58,7 @@ def _verdict(answer: Plans) -> list[str]:
     return [
         f"{first.listed_title}, {show_seconds(one.step_time_s)} per step, "
         f"{show_count(one.rate[0])} {one.rate[1]}.{fits}",
+        *common_obstacle(answer.plans),
         *_fastest_sentence(answer),
         f"The true time is between {show_seconds(one.low_s)} and {show_seconds(one.high_s)} with "
         f"{one.level:.0%} probability; nothing was measured here.",
@@ -86,11 +91,6 @@ def _facts(answer: Plans) -> list[tuple[str, str]]:
     return [(name, value) for name, value in found.items() if value is not None]
 
 
-def _ranking(answer: Plans) -> Iterable[Part]:
-    yield _times(answer)
-    yield _table(answer)
-
-
 def _times(answer: Plans) -> Chart:
     names = [_name(answer, one) for one in answer.plans]
     each = [one.estimate for one in answer.plans]
@@ -104,29 +104,6 @@ def _times(answer: Plans) -> Chart:
         [one.step_time_s for one in each], seconds([one.high_s for one in each]),
         "time of a step", [(one.low_s, one.high_s) for one in each],
     )  # fmt: skip
-
-
-def _table(answer: Plans) -> DataTable:
-    def row(number: int, planned: RankedPlan) -> tuple[Cell, ...]:
-        one = planned.estimate
-        trained = (
-            ""
-            if planned.untrained is None
-            else (f"Not trainable with outpace: {planned.untrained}.")
-        )
-        return (
-            Number(number, str(number)), planned.listed_title,
-            Number(one.step_time_s, show_seconds(one.step_time_s)),
-            Number(one.rate[0], show_count(one.rate[0])),
-            Number(one.mfu, show_share(one.mfu)), Number(one.hfu, show_share(one.hfu)),
-            Number(one.peak_memory_bytes, show_bytes(one.peak_memory_bytes)),
-            f"{planned.why}.{trained}", planned.identity,
-        )  # fmt: skip
-
-    rows = tuple(row(number, one) for number, one in enumerate(answer.plans, 1))
-    rate = answer.plans[0].estimate.rate[1]
-    columns = ("rank", "plan", "step", rate, "MFU", "HFU", "memory", "why", "batch")
-    return DataTable("The plans", columns, rows)
 
 
 def _pipelines(answer: Plans) -> list[DocumentSection]:
@@ -156,15 +133,9 @@ def _pipelines(answer: Plans) -> list[DocumentSection]:
 
 
 def _rejection_parts(answer: Plans) -> Iterable[Part]:
-    rows = tuple((one.family, one.reason) for one in answer.rejected)
-    if rows:
-        yield DataTable("Families of plans of which none was chosen", ("family", "reason"), rows)
-    else:
+    yield from rejections(answer)
+    if not answer.rejected:
         yield Paragraph("One plan of every family is listed.")
-    costs = tuple((one.setting, Number(one.slowdown, show_share(one.slowdown)))
-                  for one in answer.insistences)  # fmt: skip
-    if costs:
-        yield DataTable("Cost of the fixed settings", ("setting", "more time"), costs)
 
 
 def _machine(answer: Plans) -> Iterable[Part]:

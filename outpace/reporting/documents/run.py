@@ -11,6 +11,7 @@ from outpace.records.measurement import Measurement, StepTimeCheck, TimeParts
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share
 from outpace.records.utilisation import average, disturbance
 from outpace.reporting.charts.figures import counts, prediction_bars, seconds, sizes
+from outpace.reporting.charts.step_parts import parts_figure
 from outpace.reporting.data import chrome_trace
 from outpace.reporting.data.prediction import Prediction, predict
 from outpace.reporting.data.run_folder import RunFolder
@@ -279,7 +280,7 @@ def _time(run: RunFolder) -> DocumentSection:
     if ranks:
         parts.append(step_breakdown.by_rank(ranks))
     elif own is not None:
-        parts.append(step_breakdown.parts_figure("Time of a step by part", {"rank 0": own}))
+        parts.append(parts_figure("Time of a step by part", {"rank 0": own}))
         if run.record.plan.world_size > 1:
             parts.append(Paragraph("This run recorded only the times of rank 0."))
     return DocumentSection(

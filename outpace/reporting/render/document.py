@@ -1,8 +1,10 @@
 """A report before rendering: a verdict, and sections of paragraphs, tables and charts."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+Style = Literal["bold", "dim", "green", "red", "yellow"]
 
 
 @dataclass(frozen=True)
@@ -13,17 +15,35 @@ class Number:
     text: str
 
 
-Cell = str | Number
+@dataclass(frozen=True)
+class StyledText:
+    """A text that a terminal shows in a style, or as a shorter `sign`."""
+
+    text: str
+    style: Style
+    sign: str = ""
+
+
+Cell = str | Number | StyledText
+
+
+def cell_text(cell: Cell) -> str:
+    """Return the text of a cell."""
+    return cell if isinstance(cell, str) else cell.text
 
 
 @dataclass(frozen=True)
 class DataTable:
-    """Rows with a cell for each column; columns without any content are left out."""
+    """Rows with a cell for each column; columns without any content are left out.
+
+    `terminal`: the columns that a terminal shows, with their names there; {} for all.
+    """
 
     kind: ClassVar[str] = "table"
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[Cell, ...], ...]
+    terminal: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         lengths = {len(row) for row in self.rows} - {len(self.columns)}
@@ -76,10 +96,19 @@ class Picture:
 
 @dataclass(frozen=True)
 class Paragraph:
-    """A paragraph of text."""
+    """A paragraph of text, in a terminal in a style."""
 
     kind: ClassVar[str] = "words"
     text: str
+    style: Style | None = None
+
+
+@dataclass(frozen=True)
+class Items:
+    """Sentences, each after a mark: a number, a bullet, or the sign of an outcome."""
+
+    kind: ClassVar[str] = "items"
+    rows: tuple[tuple[Cell, str], ...]
 
 
 @dataclass(frozen=True)
@@ -91,7 +120,16 @@ class Code:
     text: str
 
 
-Part = DataTable | Chart | Picture | Paragraph | Code
+Part = DataTable | Chart | Picture | Paragraph | Items | Code
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A result as a terminal shows it and as its document begins: a verdict, facts and parts."""
+
+    verdict: tuple[str, ...]
+    facts: tuple[tuple[str, str], ...]
+    parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True)

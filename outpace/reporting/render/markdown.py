@@ -6,16 +6,17 @@ import re
 from collections.abc import Iterator, Sequence
 
 from outpace.reporting.render.document import (
-    Cell,
     Chart,
     Code,
     DataTable,
     Document,
     DocumentSection,
+    Items,
     Number,
     Paragraph,
     Part,
     Picture,
+    cell_text,
 )
 
 # Characters with a meaning in Markdown, or in HTML within it.
@@ -44,6 +45,9 @@ def _document(document: Document) -> Iterator[str]:
 def _part(part: Part) -> Iterator[str]:
     if isinstance(part, Paragraph):
         yield f"{_text(part.text)}\n"
+    elif isinstance(part, Items):
+        yield from (f"- {_text(f'{cell_text(mark)} {text}')}" for mark, text in part.rows)
+        yield ""
     elif isinstance(part, Code):
         longest = max(map(len, re.findall("`+", part.text)), default=0)
         fence = "`" * max(3, longest + 1)
@@ -62,12 +66,8 @@ def _table(table: DataTable) -> Iterator[str]:
     yield f"| {' | '.join(map(_text, table.columns))} |"
     yield f"|{'|'.join([' --- '] * len(table.columns))}|"
     for row in table.rows:
-        yield f"| {' | '.join(_text(_cell_text(cell)) for cell in row)} |"
+        yield f"| {' | '.join(_text(cell_text(cell)) for cell in row)} |"
     yield ""
-
-
-def _cell_text(cell: Cell) -> str:
-    return cell.text if isinstance(cell, Number) else cell
 
 
 def _text(words: str) -> str:
@@ -106,7 +106,7 @@ def _cells(table: DataTable) -> Iterator[tuple[str, str, str, str]]:
     for number, row in enumerate(table.rows):
         for column, cell in zip(table.columns, row, strict=True):
             value = cell.value if isinstance(cell, Number) else None
-            yield str(number), column, "" if value is None else repr(value), _cell_text(cell)
+            yield str(number), column, "" if value is None else repr(value), cell_text(cell)
 
 
 def _safe(text: str) -> str:

@@ -1,36 +1,18 @@
-"""The time of a step by part, and by rank if that was recorded."""
+"""The time of a step by part and rank, and how it varies."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from outpace.records.measurement import PARTS, TimeParts
-from outpace.records.units import show_seconds, show_share
+from outpace.records.units import show_seconds
 from outpace.reporting.charts import palette
-from outpace.reporting.charts.figures import bars, join_items, seconds, stacked_bars
+from outpace.reporting.charts.figures import bars, seconds
+from outpace.reporting.charts.step_parts import parts_figure
 from outpace.reporting.data.step_log import StepLog
 from outpace.reporting.render.document import Chart
 
 _MOST_RANKS = 24
-
-
-def parts_figure(title: str, parts: Mapping[str, TimeParts]) -> Chart:
-    """Draw a bar per name, made of a step's parts."""
-    unit = seconds([one.total_s for one in parts.values()])
-    alt = join_items([f"{name}: {in_words(one)}" for name, one in parts.items()])
-    return stacked_bars(
-        title, alt, list(parts),
-        {part: [getattr(one, f"{part}_s") for one in parts.values()] for part in PARTS},
-        unit, "time of a step", palette.PARTS,
-    )  # fmt: skip
-
-
-def in_words(parts: TimeParts) -> str:
-    """Format the parts that take at least 1 % of a step: "backward 53.5 %, forward 45.1 %"."""
-    whole = parts.total_s or 1.0
-    found = {part: getattr(parts, f"{part}_s") / whole for part in PARTS}
-    said = sorted(((share, part) for part, share in found.items() if share >= 0.01), reverse=True)
-    return ", ".join(f"{part} {show_share(share)}" for share, part in said)
 
 
 def by_rank(parts: Sequence[TimeParts]) -> Chart:

@@ -11,9 +11,17 @@ from outpace.planner.explain.titles import PARTS
 from outpace.planner.model.outline import parameters
 from outpace.planner.problem import PlanningProblem
 from outpace.records.estimate import Estimate, MeasuredCase, Plans, RankedPlan
-from outpace.records.outline import OUTLINE_FORMATS
-from outpace.records.units import show_bytes, show_count, show_seconds, show_share, show_size
-from outpace.reporting.terminal.defaults import default_words
+from outpace.records.units import show_bytes, show_count, show_seconds, show_share
+from outpace.reporting.answers.plan import (
+    budget_words,
+    common_obstacle,
+    plans_head,
+    ranking,
+    rejections,
+    ties,
+)
+from outpace.reporting.render.document import Items
+from outpace.reporting.terminal.answer import part_text
 
 _BAR = 24
 _LEAST_TITLE = 16  # columns; in 80, the widest figures leave 18
@@ -21,27 +29,15 @@ _LEAST_TITLE = 16  # columns; in 80, the widest figures leave 18
 
 def plans_text(answer: Plans) -> Group:
     """Format plans with their reasons, the time and memory of the first, and rejected families."""
-    obstacle = common_obstacle(answer.plans)
     parts: list[RenderableType] = [Text(plans_head(answer))]
-    parts += [Text(line) for line in _host_need(answer.plans[0].estimate)]
-    if obstacle is not None:
-        parts.append(Text(_untrained_line(obstacle)))
-    parts.append(_ranking_table(answer.plans))
+    told = [*_host_need(answer.plans[0].estimate), *common_obstacle(answer.plans)]
+    parts += [Text(line) for line in told]
+    parts += [part_text(part, _LEAST_TITLE) for part in ranking(answer)]
     parts += [Text(line) for line in ties(answer.plans)]
-    for number, planned in enumerate(answer.plans, 1):
-        own = None if obstacle else planned.untrained
-        mark = f" Not trained by outpace: {own}." if own else ""
-        budget = _budget(planned.estimate)
-        parts.append(_item(f"{number}.", f"{planned.why}.{budget}{mark}"))
     parts += [Text(""), *_detail(answer.plans[0])]
     parts += cases_text(answer.plans[0].cases)
-    if answer.insistences:
-        parts.append(Text("\nCost of required settings, compared with the best plan without them:"))
-        parts += [Text(f"  {one.setting}: {_slower(one.slowdown)}") for one in answer.insistences]
-    if answer.rejected:
-        parts.append(Text("\nNot taken:"))
-        parts += [_item("  •", f"{one.family}: {one.reason}") for one in answer.rejected]
-    parts += [Text(""), *(_item("•", note) for note in (*answer.notes, _interval_note(answer)))]
+    parts += [part_text(part) for part in rejections(answer)]
+    parts += [Text(""), _bullets((*answer.notes, _interval_note(answer)))]
     return Group(*parts)
 
 
@@ -49,23 +45,17 @@ def cases_text(cases: Sequence[MeasuredCase]) -> list[RenderableType]:
     """Format the nearest published steps with their predictions, one or two lines each."""
     if not cases:
         return []
-    lines: list[RenderableType] = [Text("\nNearest published steps:")]
+    lines = []
     for one in cases:
         devices = "device" if one.devices == 1 else "devices"
         rate = one.tokens_per_device_s
         each = "" if rate is None else f" ({show_count(rate)} tokens/s a device)"
-        lines.append(_item(
-            "  •", f"{one.model}, {one.devices:,} {devices} of {one.chip}, {one.seq_len:,} tokens, "
+        lines.append(
+            f"{one.model}, {one.devices:,} {devices} of {one.chip}, {one.seq_len:,} tokens, "
             f"{one.stack}, {one.layout}: measured {show_seconds(one.measured_s)}{each}, predicted "
             f"{show_seconds(one.predicted_s)} ({one.error:+.0%}; {one.source})".replace("%;", " %;")
-        ))  # fmt: skip
-    return lines
-
-
-def common_obstacle(plans: Sequence[RankedPlan]) -> str | None:
-    """Return the reason why outpace cannot train any of the plans, if it is the same for all."""
-    first = plans[0].untrained
-    return first if all(planned.untrained == first for planned in plans) else None
+        )
+    return [Text("\nNearest published steps:"), _bullets(lines, "  •")]
 
 
 def _host_need(one: Estimate) -> list[str]:
@@ -78,44 +68,8 @@ def _host_need(one: Estimate) -> list[str]:
     ]
 
 
-def _untrained_line(obstacle: str) -> str:
-    return (
-        f"Not trained by outpace: {obstacle}. --emit {', '.join(OUTLINE_FORMATS[:-1])} or "
-        f"{OUTLINE_FORMATS[-1]} writes a plan for another trainer."
-    )
-
-
-def ties(plans: Sequence[RankedPlan]) -> list[str]:
-    """Name the plans that the estimate cannot distinguish from the first."""
-    first = plans[0].estimate
-    alike = [number for number, one in enumerate(plans, 1)
-             if one.estimate.step_time_s <= first.high_s]  # fmt: skip
-    if len(alike) < 2:
-        return []
-    return [
-        f"Plans {_range(alike)} are within the {first.level * 100:.0f} % interval of the first: "
-        "measure before choosing among them."
-    ]
-
-
-def _range(numbers: Sequence[int]) -> str:
-    """Format numbers as "1 to 5", or "1, 2 and 4"."""
-    if numbers[-1] - numbers[0] == len(numbers) - 1 and len(numbers) > 2:
-        return f"{numbers[0]} to {numbers[-1]}"
-    return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
-
-
-def _item(mark: str, text: str) -> Table:
-    """Format a list item with its further lines indented."""
-    table = Table.grid(padding=(0, 1, 0, 0))
-    table.add_column(no_wrap=True)
-    table.add_column(overflow="fold")
-    table.add_row(mark, text)
-    return table
-
-
-def _slower(slowdown: float) -> str:
-    return "nothing" if slowdown < 5e-4 else f"{show_share(slowdown)} more time"
+def _bullets(lines: Sequence[str], mark: str = "•") -> RenderableType:
+    return part_text(Items(tuple((mark, line) for line in lines)))
 
 
 _RATES = {
@@ -136,72 +90,6 @@ def _interval_note(answer: Plans) -> str:
     )
 
 
-def plans_head(answer: Plans) -> str:
-    """Describe the planning question in one to three sentences."""
-    world = answer.nodes * answer.devices_per_node
-    idle, used = answer.idle_nodes, answer.nodes - answer.idle_nodes
-    spare = f" {used} of the {answer.nodes} nodes are used, {idle} stay idle." if idle else ""
-    product = f"{answer.nodes} × {answer.devices_per_node} = {world:,} devices"
-    sequences = f"sequences of {answer.seq_len:,}, " if answer.reads_tokens else ""
-    return (
-        f"{answer.model}, {show_count(answer.parameters)} parameters, on "
-        f"{'1 device' if world == 1 else product}{_device_memory_words(answer)} "
-        f"({answer.machine}); {sequences}"
-        f"global batch {answer.global_batch:,}.{spare} "
-        f"{answer.considered:,} plans considered.{default_words(answer.defaults)}"
-    )
-
-
-def _device_memory_words(answer: Plans) -> str:
-    """Format a device's memory: as advertised, and as left by the driver."""
-    memory, nominal = answer.plans[0].estimate.memory_bytes, answer.nominal_memory_bytes
-    if memory is None:
-        return ""
-    if nominal is None or nominal == memory:
-        return f" of {show_bytes(memory)}"
-    return f" of {show_size(nominal)}, {show_bytes(memory)} of it usable"
-
-
-def _ranking_table(plans: Sequence[RankedPlan]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
-    table.add_column("", justify="right")
-    table.add_column("plan", overflow="fold", min_width=_LEAST_TITLE)
-    columns = _figures([planned.estimate for planned in plans])
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    marked = common_obstacle(plans) is None  # otherwise it is printed above the table
-    for number, planned in enumerate(plans, 1):
-        title = planned.listed_title + (" †" if marked and planned.untrained else "")
-        table.add_row(str(number), title, *(column[number - 1] for column in columns.values()))
-    if marked and any(planned.untrained for planned in plans):
-        table.caption, table.caption_justify = "† outpace itself does not train it.", "left"
-    return table
-
-
-def _figures(plans: Sequence[Estimate]) -> dict[str, list[str]]:
-    """Return the columns of the ranking that distinguish these plans."""
-    found = {
-        "step": [show_seconds(one.step_time_s) for one in plans],
-        plans[0].rate[1]: [show_count(one.rate[0]) for one in plans],
-    }
-    if any(one.mfu is not None for one in plans):
-        found["MFU"] = [show_share(one.mfu) for one in plans]
-    if any(one.hfu != one.mfu for one in plans):
-        found["HFU"] = [show_share(one.hfu) for one in plans]
-    found["memory"] = [show_bytes(one.peak_memory_bytes) for one in plans]
-    return found
-
-
-def _budget(one: Estimate) -> str:
-    """Return time and cost for the budget of tokens, if given."""
-    if one.tokens is None or one.time_s is None:
-        return ""
-    days = one.time_s / 86400
-    took = f"{days:,.1f} days" if days >= 1 else show_seconds(one.time_s)
-    cost = "" if one.cost is None else f", at a cost of {one.cost:,.0f}"
-    return f" {show_count(one.tokens)} tokens: {took}{cost}."
-
-
 def _detail(planned: RankedPlan) -> list[RenderableType]:
     one = planned.estimate
     lines: list[RenderableType] = [
@@ -213,7 +101,7 @@ def _detail(planned: RankedPlan) -> list[RenderableType]:
         _bars("  where the time goes", {PARTS[k]: v for k, v in one.parts_s.items()}, show_seconds),
         _bars("  where a device's memory goes", _memory(one), show_bytes),
     ]
-    return lines + [_item(" ", line) for line in _offload_notes(one)]
+    return [*lines, _bullets(_offload_notes(one), " ")]
 
 
 def _offloading(one: Estimate) -> list[str]:
@@ -298,10 +186,12 @@ def explanation_text(answer: Plans, number: int) -> Group:
         *_detail(planned),
         Text(
             f"  The fullest rank needs {show_bytes(one.peak_memory_bytes)} of {fits}.\n"
-            f"  {_rates(one)}.{_budget(one)}"
+            f"  {_rates(one)}.{budget_words(planned)}"
         ),
-        *(_item("  •", line) for line in _offloading(one)),
-        *(_item("  •", f"{axis}: {link}") for axis, link in planned.placement.items()),
+        _bullets(
+            [*_offloading(one), *(f"{axis}: {link}" for axis, link in planned.placement.items())],
+            "  •",
+        ),
     ]
     if planned.untrained:
         lines.append(Text(f"  Not trained by outpace: {planned.untrained}."))
@@ -325,7 +215,7 @@ def plan_text(planned: RankedPlan, notes: Sequence[str] = ()) -> Group:
         lines.append(Text(f"  Not trained by outpace: {planned.untrained}."))
     lines += cases_text(planned.cases)
     notes = (*notes, *(f"Extrapolated: {one}." for one in planned.extrapolated))
-    return Group(*lines, *(_item("•", note) for note in notes))
+    return Group(*lines, _bullets(notes))
 
 
 def scaling(rows: Sequence[tuple[int, int, RankedPlan | None]], question: PlanningProblem) -> Group:
@@ -374,7 +264,7 @@ def scaling(rows: Sequence[tuple[int, int, RankedPlan | None]], question: Planni
         f"{question.cluster.name}; {sequences}global batch {wanted.global_batch:,} in every row."
     )
     parts = (Text(head), table, Text(" ".join(caption)))
-    return Group(*parts, *(_item("•", note) for note in notes))
+    return Group(*parts, _bullets(notes))
 
 
 _LINEAR = 1.005  # of the first row's rate: above, more than rounding has been gained

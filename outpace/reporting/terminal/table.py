@@ -10,22 +10,23 @@ from rich.table import Table
 from rich.text import Text
 
 _ANY_WIDTH = 10_000
-_NAME_WIDTH = 24  # least width of long names
+NAME_WIDTH = 24  # least width of long names
 
 
 class NarrowTable:
     """A table with a row per name. Columns that do not fit follow in tables below, or are left out.
 
     `figures`: cells by column, the most important columns first. `left_out`: the note about columns
-    that are left out; without it, they follow below.
+    that are left out; without it, they follow below. Long names are folded to `name_width` columns
+    at least.
     """
 
     def __init__(
         self, head: str, names: Sequence[Text], figures: Mapping[str, Sequence[str | Text]],
-        left_out: str | None = None,
+        left_out: str | None = None, name_width: int = NAME_WIDTH,
     ) -> None:  # fmt: skip
         self.head, self.names, self.figures = head, names, figures
-        self.left_out = left_out
+        self.left_out, self.name_width = left_out, name_width
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         tables = list(self._tables(console, options))
@@ -51,7 +52,7 @@ class NarrowTable:
         """Return the width needed for complete figures and the shortest allowed names."""
         wide = options.update(max_width=_ANY_WIDTH)
         whole = Measurement.get(console, wide, self._table(columns)).maximum
-        return whole - max(self._longest - _NAME_WIDTH, 0)
+        return whole - max(self._longest - self.name_width, 0)
 
     @property
     def _longest(self) -> int:
@@ -60,7 +61,7 @@ class NarrowTable:
 
     def _table(self, columns: Sequence[str]) -> Table:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column(self.head, overflow="fold", min_width=min(self._longest, _NAME_WIDTH))
+        table.add_column(self.head, overflow="fold", min_width=min(self._longest, self.name_width))
         for name in columns:
             table.add_column(name, justify="right", no_wrap=True)
         for place, own in enumerate(self.names):

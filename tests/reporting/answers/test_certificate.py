@@ -5,7 +5,8 @@ import io
 import pytest
 
 from outpace.records.certificate import Certificate, ParityVerdict
-from outpace.reporting.terminal.certificate import certificate_table
+from outpace.reporting.answers.certificate import certificate_answer
+from outpace.reporting.terminal.answer import answer_text
 from outpace.reporting.terminal.console import Console
 
 STATE = (
@@ -26,11 +27,11 @@ def verdict(strategy, *, passed=False, refused=False, reason=None, cause=None):
 def shown(verdicts, width, skipped=None):
     certificate = Certificate.model_construct(
         verdicts=tuple(verdicts), model=None, module="mine.py:build", notes=(), processes=2,
-        steps=3, global_batch=8, seq_len=None, skipped=skipped or {},
+        steps=3, global_batch=8, seq_len=None, skipped=skipped or {}, date="2026-11-30",
     )  # fmt: skip
     out = io.StringIO()
-    Console(file=out, width=width).print(certificate_table(certificate))
-    return out.getvalue()
+    Console(file=out, width=width).print(answer_text(certificate_answer(certificate)))
+    return out.getvalue().lstrip()
 
 
 REFUSED = [
@@ -60,7 +61,7 @@ def test_what_differs_is_in_the_verdict_and_keeps_its_strategy_name():
     fault = "the gradient of a.weight is zero"
     told = [verdict("ddp", reason=fault), REFUSED[2]]
     text = shown(told, 120)
-    assert text.startswith("mine.py:build: NOT equal to one process (1 NOT equal, 1 refused)")
+    assert text.startswith("mine.py:build: NOT equal to one process: ddp (1 NOT equal, 1 refused)")
     words = " ".join(text.split())
     assert f"✗ ddp: {fault}" in words and "under strategy zero3 each rank" in words
     assert words.index("ddp: the gradient") < words.index("zero3 refused")

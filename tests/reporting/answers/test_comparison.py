@@ -11,9 +11,10 @@ from outpace.experiment.sequential import verdict
 from outpace.records.comparison import Arm, ArmResult, Comparison, Experiment, Outcome
 from outpace.records.machine import Machine
 from outpace.records.measurement import TimeParts
+from outpace.reporting.answers.comparison import comparison_answer
 from outpace.reporting.documents.comparison import comparison_document
 from outpace.reporting.render.document import Chart, Paragraph
-from outpace.reporting.terminal.comparison import comparison_text
+from outpace.reporting.terminal.answer import answer_text
 
 
 def compared(steps_s, rounds=12):
@@ -42,7 +43,7 @@ def compared(steps_s, rounds=12):
 
 def printed(comparison, width):
     console = Console(width=width, file=io.StringIO())
-    console.print(comparison_text(comparison))
+    console.print(answer_text(comparison_answer(comparison)))
     return console.file.getvalue()
 
 

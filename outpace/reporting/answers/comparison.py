@@ -1,16 +1,13 @@
-"""A comparison in a terminal: the verdict first, then each arm's step time."""
+"""A comparison: the verdict first, then each arm's figures."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
 from outpace.records.comparison import ArmResult, Comparison, remaining_arms
-from outpace.records.measurement import PARTS
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share
-from outpace.reporting.terminal.table import NarrowTable
+from outpace.reporting.charts.step_parts import parts_figure
+from outpace.reporting.render.document import Answer, Cell, Chart, DataTable, Number, Paragraph
 
 
 @dataclass(frozen=True)
@@ -26,13 +23,14 @@ class Column:
         owner = arm if hasattr(arm, self.attribute) else arm.verdict
         return getattr(owner, self.attribute, None)
 
-    def text(self, arm: ArmResult) -> str:
-        """Return the arm's figure as text."""
+    def cell(self, arm: ArmResult) -> Number:
+        """Return the arm's figure as a cell, sorted by the lower end of an interval."""
         value = self.value(arm)
-        return "–" if value is None else self.show(value)
+        shown = "–" if value is None else self.show(value)
+        return Number(value[0] if isinstance(value, tuple) else value, shown)
 
 
-_FIGURES = (
+_COLUMNS = (
     Column("metric", "metric", lambda value: f"{value:.6g}"),
     Column("step", "step_time_s", show_seconds),
     Column("ratio", "slowdown", lambda value: f"{1 + value:.3f}"),
@@ -43,16 +41,12 @@ _FIGURES = (
     Column("memory", "peak_memory_bytes", show_bytes),
     Column("loss", "final_loss", lambda value: f"{value:.4f}"),
     Column("per M tokens", "price_per_million_tokens", lambda value: f"{value:.4g}"),
-)
-# Throughput, traffic and utilisation of arms.
-_LOAD = (
     Column("samples/s", "samples_per_s", lambda value: f"{value:,.1f}"),
     Column("sent a step", "sent_bytes", show_bytes),
     Column("idle", "idle_share", show_share),
     Column("GPU busy", "device_utilisation", show_share),
     Column("cores busy", "core_utilisation", show_share),
 )
-
 
 # Notes on columns with unclear names.
 _NOTES = {
@@ -147,50 +141,54 @@ def _excluded_arms(comparison: Comparison) -> dict[str, str | None]:
     }
 
 
-def comparison_text(comparison: Comparison) -> RenderableType:
-    """Format a comparison for a terminal."""
-    said = opening(comparison)
-    parts: list[RenderableType] = [Text(), *(Text(line, style="bold") for line in said)]
-    parts += [Text(), *_arms(comparison, _FIGURES)]
-    if any(arm.parts for arm in comparison.arms):
-        parts += [Text(), _parts(comparison)]
-    if _known_columns(comparison, _LOAD):
-        parts += [Text(), *_arms(comparison, _LOAD)]
+def comparison_answer(comparison: Comparison) -> Answer:
+    """Say which arms may be claimed to be faster, and show the figures of all."""
+    parts = step_parts(comparison)
     notes = [comparison.losses] if comparison.losses else []
-    notes += comparison.differing
-    if (shared := shared_cores_note(comparison)) is not None:
-        notes.append(shared)
-    parts += [Text(), *(Text(note) for note in (*notes, stop_sentence(comparison)))]
-    return Group(*parts)
+    return Answer(
+        tuple(opening(comparison)), tuple(_facts(comparison)),
+        (
+            *arms_parts(comparison), *([] if parts is None else [parts]),
+            *(Paragraph(note) for note in (*notes, *comparison_notes(comparison))),
+        ),
+    )  # fmt: skip
 
 
-def stop_sentence(comparison: Comparison) -> str:
-    """Say how much was run, and why the comparison stopped."""
+def _facts(comparison: Comparison) -> list[tuple[str, str]]:
     if not comparison.experiment.in_turn:
-        return f"Nothing was run: {comparison.stopped}."
+        return []
     rounds = 1 + max((one.round for one in comparison.outcomes), default=-1)
-    count = "1 round" if rounds == 1 else f"{rounds} rounds"
-    return f"{count} in {show_seconds(comparison.took_s)}: {comparison.stopped}."
+    return [("rounds", str(rounds)), ("took", show_seconds(comparison.took_s)),
+            ("why it ended", comparison.stopped)]  # fmt: skip
 
 
-def _arms(comparison: Comparison, of: Sequence[Column]) -> Iterator[RenderableType]:
-    """Tabulate the arms: columns with any known value, and remarks about them."""
-    kept = _known_columns(comparison, of)
-    figures = {one.name: [one.text(arm) for arm in comparison.arms] for one in kept}
-    yield NarrowTable("", [Text(arm.arm) for arm in comparison.arms], figures)
-    notes = column_notes(comparison, kept)
-    if notes:
-        yield Text(notes, style="dim")
+def arms_parts(comparison: Comparison) -> list[DataTable | Paragraph]:
+    """Tabulate all known figures of each arm, with notes on their names."""
+    arms = comparison.arms
+    known = [one for one in _COLUMNS if any(one.value(arm) is not None for arm in arms)]
+    rows: tuple[tuple[Cell, ...], ...] = tuple(
+        (arm.arm, *(one.cell(arm) for one in known)) for arm in arms
+    )
+    names = ("arm", *(one.name for one in known))
+    table = DataTable("The arms", names, rows, {**dict(zip(names, names, strict=True)), "arm": ""})
+    words = {"first": arms[0].arm, "rounds": rounds_of(comparison)}
+    notes = " ".join(_NOTES[name].format(**words) for name in names if name in _NOTES)
+    return [table, *([Paragraph(notes, style="dim")] if notes else [])]
 
 
-def column_notes(comparison: Comparison, of: Sequence[Column]) -> str:
-    """Return notes on columns whose names are not self-explanatory."""
-    first = comparison.arms[0].arm
-    words = {"first": first, "rounds": rounds_of(comparison)}
-    return " ".join(_NOTES[one.name].format(**words) for one in of if one.name in _NOTES)
+def step_parts(comparison: Comparison) -> Chart | None:
+    """Draw the parts of each arm's step; None if none is known."""
+    parts = {arm.arm: arm.parts for arm in comparison.arms if arm.parts is not None}
+    return parts_figure("Time of a step by part, at the median of runs", parts) if parts else None
 
 
-def shared_cores_note(comparison: Comparison) -> str | None:
+def comparison_notes(comparison: Comparison) -> list[str]:
+    """Return what else differs, and whether other processes used the arms' cores."""
+    shared = _shared_cores_note(comparison)
+    return [*comparison.differing, *([] if shared is None else [shared])]
+
+
+def _shared_cores_note(comparison: Comparison) -> str | None:
     """Return a note if other processes used the arms' cores; otherwise None."""
     used = [one.other_cores for one in comparison.arms if one.other_cores is not None]
     if not used or not comparison.experiment.in_turn:
@@ -207,23 +205,3 @@ def shared_cores_note(comparison: Comparison) -> str | None:
 def rounds_of(comparison: Comparison) -> str:
     """Return the word for rounds; for finished runs, the word for parts."""
     return "rounds" if comparison.experiment.in_turn else "parts"
-
-
-def columns(comparison: Comparison) -> list[Column]:
-    """Return the columns that have any known value."""
-    return _known_columns(comparison, (*_FIGURES, *_LOAD))
-
-
-def _known_columns(comparison: Comparison, of: Sequence[Column]) -> list[Column]:
-    return [
-        column for column in of if any(column.value(arm) is not None for arm in comparison.arms)
-    ]
-
-
-def _parts(comparison: Comparison) -> RenderableType:
-    """Return a table of a step's parts by arm."""
-    known = [(arm.arm, arm.parts) for arm in comparison.arms if arm.parts is not None]
-    figures = {
-        part: [show_seconds(getattr(own, f"{part}_s")) for _, own in known] for part in PARTS
-    }
-    return NarrowTable("of a step", [Text(name) for name, _ in known], figures)

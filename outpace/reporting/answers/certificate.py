@@ -1,0 +1,128 @@
+"""A certificate: the verdict, a row for each plan, and each reason once."""
+
+import re
+from collections.abc import Iterator
+
+from outpace.records.certificate import Certificate, ParityVerdict
+from outpace.records.units import show_bytes
+from outpace.reporting.render.document import (
+    Answer,
+    DataTable,
+    Items,
+    Number,
+    Paragraph,
+    Part,
+    Style,
+    StyledText,
+)
+
+
+def certificate_answer(certificate: Certificate) -> Answer:
+    """Say what was proved equal to one process, how closely, and how it was tried.
+
+    A row shows how closely the plan agrees with the reference, and the bytes that the busiest rank
+    sends.
+    """
+    reasons = tuple(_reasons(certificate))
+    parts: list[Part] = [_table(certificate), *([Items(reasons)] if reasons else [])]
+    return Answer(
+        (_verdict(certificate),), (), (*parts, Paragraph(_trial(certificate), style="dim"))
+    )
+
+
+def _table(certificate: Certificate) -> DataTable:
+    heads = {"verdict": "", "strategy": "strategy", "mesh": "", "off by": "off by"}
+    if len({verdict.precision for verdict in certificate.verdicts}) > 1:
+        heads["precision"] = ""
+    if certificate.module is None:  # bytes on the wire are counted
+        heads |= {"busiest rank sends": "sends", "by formula": "by formula"}
+    rows = tuple(
+        (
+            _outcome(one), one.strategy, StyledText(one.mesh, "dim"), one.precision,
+            _power(one.worst_relative_difference), _power(one.tolerance),
+            Number(one.bytes_on_wire, show_bytes(one.bytes_on_wire)), _formula(one),
+        )
+        for one in certificate.verdicts
+    )  # fmt: skip
+    columns = ("verdict", "strategy", "mesh", "precision", "off by", "allowed",
+               "busiest rank sends", "by formula")  # fmt: skip
+    return DataTable("Plans compared with a single process", columns, rows, heads)
+
+
+def _outcome(verdict: ParityVerdict) -> StyledText:
+    if verdict.refused:
+        return StyledText("refused", "yellow", "–")
+    return (
+        StyledText("equal", "green", "✓") if verdict.passed else StyledText("NOT equal", "red", "✗")
+    )
+
+
+def _power(value: float | None) -> Number:
+    return Number(value, "n/a" if value is None else f"{value:.1e}")
+
+
+def _formula(verdict: ParityVerdict) -> Number:
+    nbytes = verdict.bytes_formula
+    same = nbytes is not None and nbytes == verdict.bytes_on_wire
+    return Number(nbytes, "the same" if same else show_bytes(nbytes))
+
+
+def _reasons(certificate: Certificate) -> Iterator[tuple[StyledText, str]]:
+    """Yield the reasons of failures, refusals and notes, each once with all its strategies."""
+    verdicts = certificate.verdicts
+    kinds: tuple[tuple[str, Style, str, list[tuple[str, str | None]]], ...] = (
+        ("✗", "red", "", [(v.strategy, v.reason) for v in verdicts if not v.refused]),
+        ("–", "yellow", " refused", [(v.strategy, v.reason) for v in verdicts if v.refused]),
+        ("✓", "green", "", [(v.strategy, v.cause) for v in verdicts
+                            if not v.reason and not v.refused]),
+        ("–", "dim", " skipped", [*certificate.skipped.items()]),
+    )  # fmt: skip
+    for sign, style, what, reasons in kinds:
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for strategy, reason in reasons:
+            if reason:
+                groups.setdefault(_without_name(strategy, reason), []).append((strategy, reason))
+        for shared, alike in groups.items():
+            names = dict.fromkeys(strategy for strategy, _ in alike)
+            text = shared if len(names) > 1 else alike[0][1]
+            yield StyledText(sign, style), f"{', '.join(names)}{what}: {text}"
+
+
+def _without_name(strategy: str, reason: str) -> str:
+    """Return a reason without the strategy's name, for use with several strategies."""
+    name = rf"strategy {re.escape(strategy)}"
+    named = re.sub(rf"\bunder {name}\b", "under these strategies", reason)
+    return re.sub(rf"^{name} does not\b", "these strategies do not", named)
+
+
+def _verdict(certificate: Certificate) -> str:
+    """Return the result in a line: the numbers of equal, different and refused plans."""
+    verdicts = certificate.verdicts
+    wrong = [one.strategy for one in verdicts if not one.passed and not one.refused]
+    counts = {
+        "equal": sum(one.passed for one in verdicts),
+        "NOT equal": len(wrong),
+        "refused": sum(one.refused for one in verdicts),
+        "skipped": len(certificate.skipped),
+    }
+    found = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
+    whole = "equal to one process"
+    if wrong:
+        whole = f"NOT equal to one process: {', '.join(dict.fromkeys(wrong))}"
+    elif not counts["equal"]:
+        whole = "nothing was proved"
+    elif counts["refused"]:
+        whole += ", or refused"
+    subject = "" if certificate.module is None else f"{certificate.module}: "
+    return f"{subject}{whole} ({found})"
+
+
+def _trial(certificate: Certificate) -> str:
+    """Describe the trial that the verdicts are based on."""
+    tolerances = {verdict.precision: verdict.tolerance for verdict in certificate.verdicts}
+    allowed = ", ".join(f"{name} {tolerance:.1g}" for name, tolerance in tolerances.items())
+    samples, length = certificate.global_batch, certificate.seq_len
+    batch = f"{samples} samples" if length is None else f"{samples} × {length} tokens"
+    parts = [f"{certificate.processes} processes", f"tolerance {allowed}"]
+    parts += [f"{certificate.steps} steps of {batch}", *certificate.notes, certificate.date]
+    return " · ".join(parts)

@@ -1,0 +1,136 @@
+"""The planner's answer: the question, ranked plans with their reasons, and what was not taken."""
+
+from collections.abc import Iterator, Sequence
+
+from outpace.records.estimate import Plans, RankedPlan
+from outpace.records.outline import OUTLINE_FORMATS
+from outpace.records.units import show_bytes, show_count, show_seconds, show_share, show_size
+from outpace.reporting.answers.defaults import default_words
+from outpace.reporting.render.document import Cell, DataTable, Items, Number, Paragraph, Part
+
+_UNTRAINED = "† outpace itself does not train it."
+
+
+def plans_head(answer: Plans) -> str:
+    """Describe the planning question in one to three sentences."""
+    world = answer.nodes * answer.devices_per_node
+    idle, used = answer.idle_nodes, answer.nodes - answer.idle_nodes
+    spare = f" {used} of the {answer.nodes} nodes are used, {idle} stay idle." if idle else ""
+    product = f"{answer.nodes} × {answer.devices_per_node} = {world:,} devices"
+    sequences = f"sequences of {answer.seq_len:,}, " if answer.reads_tokens else ""
+    return (
+        f"{answer.model}, {show_count(answer.parameters)} parameters, on "
+        f"{'1 device' if world == 1 else product}{_device_memory_words(answer)} "
+        f"({answer.machine}); {sequences}"
+        f"global batch {answer.global_batch:,}.{spare} "
+        f"{answer.considered:,} plans considered.{default_words(answer.defaults)}"
+    )
+
+
+def _device_memory_words(answer: Plans) -> str:
+    """Format a device's memory: as advertised, and as left by the driver."""
+    memory, nominal = answer.plans[0].estimate.memory_bytes, answer.nominal_memory_bytes
+    if memory is None:
+        return ""
+    if nominal is None or nominal == memory:
+        return f" of {show_bytes(memory)}"
+    return f" of {show_size(nominal)}, {show_bytes(memory)} of it usable"
+
+
+def common_obstacle(plans: Sequence[RankedPlan]) -> list[str]:
+    """Return the reason why outpace cannot train any of the plans, if it is the same for all."""
+    obstacle = plans[0].untrained
+    if obstacle is None or any(planned.untrained != obstacle for planned in plans):
+        return []
+    return [
+        f"Not trained by outpace: {obstacle}. --emit {', '.join(OUTLINE_FORMATS[:-1])} or "
+        f"{OUTLINE_FORMATS[-1]} writes a plan for another trainer."
+    ]
+
+
+def ranking(answer: Plans) -> Iterator[Part]:
+    """Yield the table of plans, and the reason for each."""
+    marks = not common_obstacle(answer.plans)  # which are told above the table
+    marked = marks and any(one.untrained for one in answer.plans)
+    yield _table(answer, marked)
+    if marked:
+        yield Paragraph(_UNTRAINED)
+    reasons = []
+    for number, planned in enumerate(answer.plans, 1):
+        own = planned.untrained if marks else None
+        mark = f" Not trained by outpace: {own}." if own else ""
+        reasons.append((f"{number}.", f"{planned.why}.{budget_words(planned)}{mark}"))
+    yield Items(tuple(reasons))
+
+
+def _table(answer: Plans, marked: bool) -> DataTable:
+    """Tabulate the figures that distinguish the plans."""
+    each = [planned.estimate for planned in answer.plans]
+    names = ["plan", "step", each[0].rate[1]]
+    names += ["MFU"] * any(one.mfu is not None for one in each)
+    names += ["HFU"] * any(one.hfu != one.mfu for one in each)
+    names.append("memory")
+
+    def row(number: int, planned: RankedPlan) -> tuple[Cell, ...]:
+        one = planned.estimate
+        title = f"{number}. {planned.listed_title}" + " †" * (marked and bool(planned.untrained))
+        cells: dict[str, Cell] = {
+            "plan": title,
+            "step": Number(one.step_time_s, show_seconds(one.step_time_s)),
+            names[2]: Number(one.rate[0], show_count(one.rate[0])),
+            "MFU": Number(one.mfu, show_share(one.mfu)),
+            "HFU": Number(one.hfu, show_share(one.hfu)),
+            "memory": Number(one.peak_memory_bytes, show_bytes(one.peak_memory_bytes)),
+        }
+        return (*(cells[name] for name in names), planned.identity)
+
+    rows = tuple(row(number, one) for number, one in enumerate(answer.plans, 1))
+    return DataTable("The plans", (*names, "batch"), rows, {name: name for name in names})
+
+
+def ties(plans: Sequence[RankedPlan]) -> list[str]:
+    """Name the plans that the estimate cannot distinguish from the first."""
+    first = plans[0].estimate
+    alike = [number for number, one in enumerate(plans, 1)
+             if one.estimate.step_time_s <= first.high_s]  # fmt: skip
+    if len(alike) < 2:
+        return []
+    return [
+        f"Plans {_range(alike)} are within the {first.level * 100:.0f} % interval of the first: "
+        "measure before choosing among them."
+    ]
+
+
+def _range(numbers: Sequence[int]) -> str:
+    """Format numbers as "1 to 5", or "1, 2 and 4"."""
+    if numbers[-1] - numbers[0] == len(numbers) - 1 and len(numbers) > 2:
+        return f"{numbers[0]} to {numbers[-1]}"
+    return f"{', '.join(map(str, numbers[:-1]))} and {numbers[-1]}"
+
+
+def budget_words(planned: RankedPlan) -> str:
+    """Return time and cost for the budget of tokens, after a space; "" if none was given."""
+    one = planned.estimate
+    if one.tokens is None or one.time_s is None:
+        return ""
+    days = one.time_s / 86400
+    took = f"{days:,.1f} days" if days >= 1 else show_seconds(one.time_s)
+    cost = "" if one.cost is None else f", at a cost of {one.cost:,.0f}"
+    return f" {show_count(one.tokens)} tokens: {took}{cost}."
+
+
+def rejections(answer: Plans) -> Iterator[DataTable]:
+    """Yield the cost of required settings, and the families of plans that were not taken."""
+    if answer.insistences:
+        costs = tuple(
+            (one.setting, Number(one.slowdown, _slower(one.slowdown))) for one in answer.insistences
+        )
+        title = "Cost of required settings, compared with the best plan without them"
+        yield DataTable(title, ("setting", "cost"), costs)
+    if answer.rejected:
+        rows = tuple((one.family, one.reason) for one in answer.rejected)
+        yield DataTable("Not taken", ("family", "reason"), rows)
+
+
+def _slower(slowdown: float) -> str:
+    return "nothing" if slowdown < 5e-4 else f"{show_share(slowdown)} more time"
