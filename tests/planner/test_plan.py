@@ -89,6 +89,16 @@ def test_the_first_plan_is_the_simplest_of_those_as_fast():
                       1).plan == fast.plan  # fmt: skip
 
 
+def test_the_fastest_does_not_depend_on_how_many_plans_are_listed():
+    """With fewer micro-batches than ranks, pipelines are not taken for faster than they are."""
+    wanted = {"nodes": 4, "seq_len": 4096, "global_batch": 8}
+    answers = [plans(asked("llama-3-70b", "hgx-h200", count=n, **wanted)) for n in (1, 3, 8)]
+    first, *others = [one.plan_for("recommended") for one in answers]
+    assert all(other.plan == first.plan for other in others)
+    took = [min(one.estimate.step_time_s for one in answer.plans) for answer in answers[1:]]
+    assert took[0] == took[1] <= first.estimate.step_time_s
+
+
 def test_the_fastest_comes_first_if_plans_with_more_memory_free_need_an_axis_more():
     """A zero-bubble pipeline leaves 11 % free, ZeRO-3 with recomputation 7 %."""
     wanted = {"seq_len": 1024, "global_batch": 32}

@@ -509,11 +509,31 @@ def _smallest(plans: PlanBatch, floor: Floats, needs: Needs, least: _Least | Non
 
 
 def _time_limits(fastest: dict[int, float], count: int, kinds: Ints) -> Floats:
-    """Return the most seconds with which a plan of each of `kinds` is still considered."""
-    worst = sorted(fastest.values())[count - 1] if len(fastest) >= count else np.inf
+    """Return the most seconds with which a plan of each of `kinds` is still considered.
+
+    Kinds without a pipeline compete with each other alone (see `_whole_count`).
+    """
+    whole = {own: took for own, took in fastest.items() if not _has_pipeline(own)}
+    worst_s, whole_s = _worst_s(fastest, count), _worst_s(whole, _whole_count(count))
     each, place = np.unique(kinds, return_inverse=True)
-    limits = [min(worst, fastest.get(int(one), np.inf)) for one in each]
+    limits = [
+        min(worst_s if _has_pipeline(own) else max(worst_s, whole_s), fastest.get(own, np.inf))
+        for own in map(int, each)
+    ]
     return np.array(limits, float)[place] * _NEAR
+
+
+def _worst_s(fastest: dict[int, float], count: int) -> float:
+    """Return the seconds of the last of the `count` fastest kinds; infinity if there are fewer."""
+    return sorted(fastest.values())[count - 1] if len(fastest) >= count else np.inf
+
+
+def _whole_count(count: int) -> int:
+    """Return how many kinds without pipelines are kept beside the `count` fastest.
+
+    Pipelines may become slower by simulation.
+    """
+    return max(1, count // 2)
 
 
 def _pieces(seconds: Floats) -> Iterator[Ints]:
@@ -533,9 +553,14 @@ def _first_of(kinds: Ints, seconds: Floats) -> Ints:
 def kinds(c: PlanBatch) -> Ints:
     """Return an index for each combination of family, split axes and ZeRO level."""
     found = family(c)
-    for split in (c.tp > 1, c.cp > 1, c.pp > 1, c.ep > 1, c.dp_replicate > 1):
+    for split in (c.tp > 1, c.cp > 1, c.ep > 1, c.dp_replicate > 1, c.pp > 1):
         found = found * 2 + split
     return found * 4 + c.zero
+
+
+def _has_pipeline(kind: int) -> bool:
+    """Return whether plans of a kind (see `kinds`) have several stages."""
+    return bool(kind // 4 % 2)
 
 
 def _ranking_s(c: PlanBatch, seconds: Floats) -> Floats:
@@ -565,10 +590,9 @@ def _finish_search(
     order_s = _ranking_s(columns, seconds)
     ranked = inside[_first_of(kinds(columns)[inside], order_s[inside])]
     ranked = ranked[np.argsort(order_s[ranked], kind="stable")]
-    # Pipelines may become slower by simulation, so plans without one are kept as finalists, too.
     finalists = np.zeros(len(ranked), bool)
     finalists[:count] = True
-    finalists[np.flatnonzero(columns.pp[ranked] == 1)[: max(1, count // 2)]] = True
+    finalists[np.flatnonzero(columns.pp[ranked] == 1)[: _whole_count(count)]] = True
     ranked = ranked[finalists]
     best, smallest = {}, {}
     for place in np.unique(of_family):

@@ -121,19 +121,24 @@ def bubble_s(setup: StepTimeSetup, pipeline: PipelineTime, weights: Floats) -> F
 
     For gpipe and 1f1b it is a micro-batch's time through all ranks except the slowest, and with v
     stages per rank 1/v of this (arXiv 2104.04473, §2.2). Split backwards fill most of it: of 1f1b's
-    (p−1)(F+I+W), zb leaves (p−1)(F+I−W)/v, and zbv leaves (p−1)(F+I−2W), which is 0 if all three
-    are equal (Qi et al., arXiv 2401.10241, table 1); dualpipev leaves the same. `weights` is W's
-    share of a pass.
+    (p−1)(F+I+W), zb leaves (p−1)(F+I−W)/v (Qi et al., arXiv 2401.10241, table 1). zbv and dualpipev
+    leave as much: the table's (p−1)(F+I−2W) does not count the forwards until the last rank begins
+    (§6). With fewer micro-batches than ranks, looping schedules also wait for the first one to come
+    around, and along a V, all wait for the way through its stages. `weights` is W's share of a
+    pass.
     """
     c = setup.columns
-    left = np.where(c.schedule_in("zb"), np.maximum(1 - 2 * weights, 0.0), 1.0)
-    none_left = np.maximum(1 - 3 * weights, 0.0)
-    left = np.where(c.schedule_in("zbv", "dualpipev"), none_left, left)
+    split = c.schedule_in("zb", "zbv", "dualpipev")
+    left = np.where(split, np.maximum(1 - 2 * weights, 0.0), 1.0)
     waits = np.maximum(pipeline.way_s - pipeline.compute_s, 0.0) / c.stages_per_rank * left
+    rank_s, busy = pipeline.way_s / c.pp, c.microbatches * pipeline.pace_s
+    laps = np.where(split, 0, c.stages_per_rank - 1) * np.maximum(c.pp - c.microbatches, 0)
+    waits = waits + laps * rank_s / c.stages_per_rank
+    along_v = rank_s * ((c.pp + c.microbatches - 1) * (1 - weights) + weights)
+    waits = np.where(c.schedule_in("zbv", "dualpipev"), np.maximum(waits, along_v - busy), waits)
     alone = pipeline.way_s * c.microbatches - c.microbatches * pipeline.pace_s
     waits = np.where(c.schedule_in("mp"), np.maximum(alone, 0.0), waits)
     # Ranks that share a core run faster while others wait.
-    busy = c.microbatches * pipeline.pace_s
     waits = np.maximum((busy + waits) / setup.device.sharers - busy, 0.0)
     return np.where(c.pp > 1, waits, 0.0)
 
