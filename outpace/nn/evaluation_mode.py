@@ -5,18 +5,38 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from outpace.records.errors import BadInputError
+
 
 @contextmanager
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
     """Put every part of `module` in evaluation mode, and restore each part's mode afterwards.
 
-    `module.train()` would also change parts that a user keeps in evaluation mode, such as a frozen
-    BatchNorm. Parts that are added in the meantime stay unchanged.
+    Methods `eval` and `train` of a user's own run both times: some merge adapters into weights for
+    an evaluation, and take them out for training. Parts that a user keeps in evaluation mode, such
+    as a frozen BatchNorm, are put back into it. Parts that are added in the meantime stay
+    unchanged. Raises BadInputError if a user's method fails.
     """
     modes = {part: part.training for part in module.modules()}
-    module.eval()
+    _switch(module, training=False)
     try:
         yield
     finally:
-        for part, mode in modes.items():
-            part.training = mode
+        if any(modes.values()):
+            _switch(module, training=True)
+        for part, mode in modes.items():  # parents first, whose methods change their parts
+            if part.training != mode:
+                _switch(part, mode)
+
+
+def _switch(module: nn.Module, training: bool) -> None:
+    try:
+        module.train() if training else module.eval()
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as e:
+        said = str(e).strip().splitlines() or [""]
+        raise BadInputError(
+            f"the module's {'train()' if training else 'eval()'} failed with {type(e).__name__}: "
+            f"{said[0][:200]}. If it does not in one process, it uses parameters of which this "
+            "rank holds a shard, or none. Let the forward do it (if self.training), or use "
+            "strategy ddp or zero1."
+        ) from e

@@ -73,13 +73,15 @@ def compiler_reads_before_it_writes() -> bool:
 
 
 def without_buffers() -> dict[str, Any]:
-    """Return the arguments that stop DistributedDataParallel from sending buffers before a forward.
+    """Return the arguments that stop DistributedDataParallel from sending parameters and buffers.
+
+    It sends both when it is made, and buffers before each forward.
 
     torch 2.13 has another name for the option, and warns about the old one.
     """
     known = signature(DistributedDataParallel).parameters
     name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-    return {name: False}
+    return {name: False, "init_sync": False}
 
 
 def without_saved_tensor_hooks() -> dict[str, Any]:

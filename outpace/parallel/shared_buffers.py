@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from outpace.nn.fingerprint import fingerprint
-from outpace.parallel.tensors import by_dtype, concatenate, spread
+from outpace.parallel.tensors import as_numbers, by_dtype, concatenate, spread
 
 _FIRST_STEPS = 2  # one may be the check of the first batch, which restores buffers
 
@@ -105,7 +105,7 @@ class SharedBuffers:
         if not self._shared:  # walking all modules takes time in each step
             return
         held = [
-            _as_numbers(b)
+            as_numbers(b)
             for name, b in self._initial_buffers()
             if name in self._shared and b.numel()
         ]
@@ -113,10 +113,3 @@ class SharedBuffers:
             message = concatenate(alike)
             dist.broadcast(message, group=self._group, group_src=0)
             spread(message, alike)
-
-
-def _as_numbers(buffer: Tensor) -> Tensor:
-    """Return a view whose values can be sent."""
-    if buffer.is_complex():
-        return torch.view_as_real(buffer)
-    return buffer.view(torch.uint8) if buffer.dtype == torch.bool else buffer

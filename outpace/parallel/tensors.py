@@ -1,9 +1,11 @@
 """Tensors on several ranks: copies of the same values, and messages made of many tensors."""
 
 import copy
+import hashlib
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from types import MethodType
 from typing import Any, TypeGuard
 
@@ -14,10 +16,12 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
 from outpace.nn.spread import is_spread, local, whole
+from outpace.parallel.rank_objects import gather_objects
 from outpace.records.errors import BadInputError, first_names
 
 __all__ = [
     "all_parameters",
+    "as_numbers",
     "by_dtype",
     "concatenate",
     "copies",
@@ -188,13 +192,21 @@ def _share_uncopyable(module: nn.Module, memo: dict[int, Any]) -> None:
                 memo[id(value)] = value
 
 
+# gloo and NCCL know neither 16-bit integers nor the larger unsigned ones.
+_SENT_AS = {
+    torch.int16: torch.float16, torch.uint16: torch.float16, torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}  # fmt: skip
+
+
 @torch.no_grad()
 def make_equal(module: nn.Module) -> None:
     """Copy rank 0's parameters and buffers to all ranks. Collective.
 
-    Raises BadInputError for sparse tensors.
+    Raises BadInputError for sparse tensors, and for ranks that have built different modules.
     """
     named = [*module.named_parameters(), *module.named_buffers()]
+    _require_alike(named)
     sparse = [name.removeprefix("model.") for name, t in named if t.layout != torch.strided]
     if sparse:
         raise BadInputError(
@@ -203,7 +215,39 @@ def make_equal(module: nn.Module) -> None:
             "the forward makes the sparse tensor."
         )
     for _, tensor in named:
-        dist.broadcast(tensor, 0)
+        if tensor.numel():
+            dist.broadcast(as_numbers(tensor), 0)
+
+
+def as_numbers(tensor: Tensor) -> Tensor:
+    """Return a view of the values in a dtype that every backend sends, which keeps all bits."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    one_byte = tensor.itemsize == 1 and tensor.dtype not in (torch.int8, torch.uint8)
+    sent_as = torch.uint8 if one_byte else _SENT_AS.get(tensor.dtype)
+    return tensor if sent_as is None else tensor.view(sent_as)
+
+
+def _require_alike(named: Sequence[tuple[str, Tensor]]) -> None:
+    """Refuse tensors with other names or forms, or in another order, than rank 0's. Collective.
+
+    A set of texts is iterated in an order of each process's own.
+    """
+    forms = [f"{n.removeprefix('model.')} of shape {tuple(t.shape)} ({t.dtype})" for n, t in named]
+    digest = hashlib.sha256("\n".join(forms).encode()).hexdigest()
+    if len(set(gather_objects(digest))) == 1:
+        return
+    first, *others = gather_objects(forms)
+    rank, theirs = next((r, some) for r, some in enumerate(others, 1) if some != first)
+    pairs = zip_longest(first, theirs, fillvalue="nothing more")
+    place, (known, other) = next(one for one in enumerate(pairs, 1) if one[1][0] != one[1][1])
+    error = BadInputError(
+        f"rank {rank} has built another module than rank 0: parameter or buffer {place} is {other} "
+        f"there, and {known} on rank 0. Build the same on all ranks, with parts in the same order: "
+        "a set of names is iterated in another order by each process, so use sorted(names)."
+    )
+    error.on_all_ranks = True
+    raise error
 
 
 def by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:

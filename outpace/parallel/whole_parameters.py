@@ -71,10 +71,10 @@ def explain_shards(error: Exception) -> BadInputError | None:
     """Return advice if a user's code has used or copied a shard; None for other errors."""
     if _MIXED in str(error):
         return BadInputError(
-            "the module or its loss uses parameters of a block outside of the block's forward, "
-            "where this rank holds a shard of them. Use module.parameters() in a separate loss "
-            "function, treat the model as one block with blocks=[] (parallelize), or use strategy "
-            "ddp or zero1."
+            "the module or its loss uses parameters of a block outside of a call of the block, "
+            "where this rank holds a shard of them. Call blocks themselves (layer(x), not "
+            "layer.forward(x)), use module.parameters() in a separate loss function, treat the "
+            "model as one block with blocks=[] (parallelize), or use strategy ddp or zero1."
         )
     if _COPIED in str(error):
         return BadInputError(

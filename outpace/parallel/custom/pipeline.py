@@ -26,7 +26,7 @@ from outpace.parallel.batchnorm import by_micro_batch, commit
 from outpace.parallel.blocks import flat, named_blocks, parameters_outside, refuse_scripted
 from outpace.parallel.custom.message import Message, receive, send
 from outpace.parallel.custom.pipeline_inspection import PipelineInspection
-from outpace.parallel.custom.stage import CustomStage, StagedObjective, copy_structure
+from outpace.parallel.custom.stage import CustomStage, copy_structure
 from outpace.parallel.custom.stage_blocks import (
     require_separate_blocks,
     require_split_backward,
@@ -34,6 +34,7 @@ from outpace.parallel.custom.stage_blocks import (
 )
 from outpace.parallel.custom.stage_checkpoints import without_reentry
 from outpace.parallel.custom.stage_saving import StageExtraState, drop_buffers
+from outpace.parallel.custom.staged_objective import StagedObjective
 from outpace.parallel.fusion import fuse
 from outpace.parallel.layout import Batch, Layout, LayoutRequest, SpreadLayout, StepHooks
 from outpace.parallel.pipeline import CLASSES, Stage

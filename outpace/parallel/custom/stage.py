@@ -467,22 +467,3 @@ def _form_of(leaf: Any) -> Any:
     if isinstance(leaf, Tensor):
         return leaf.detach().to("meta")
     return leaf if is_constant(leaf) else None
-
-
-class StagedObjective(nn.Module):
-    """This rank's stages of an objective; `model` has their parameters, by the user's names."""
-
-    def __init__(self, model: nn.Module, stages: Mapping[int, CustomStage]) -> None:
-        super().__init__()
-        self.model = model
-        self.stages = nn.ModuleList(stages.values())
-
-    @property
-    def sums(self) -> Sequence[str]:
-        """The additional sums of the objective in an evaluation."""
-        return getattr(self.stages[0].objective, "sums", ())
-
-    def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
-        """Return the objective's metrics."""
-        found: dict[str, float] = self.stages[0].objective.metrics(sums, count)  # type: ignore[operator,union-attr]
-        return found

@@ -5,7 +5,7 @@ negatives), one process with the whole batch trains differently from several.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,13 +26,11 @@ from outpace.parallel.parity.kept_state import Totals
 from outpace.parallel.parity.module_state import preserve_state
 from outpace.parallel.parity.moved_parameters import keep_values
 from outpace.parallel.parity.plain_copy import model_of
+from outpace.parallel.parity.read_buffers import Names, find_read_buffers
 from outpace.parallel.plain import random_state, same_random_state, without_dropout
 from outpace.records.plan import Plan
 
-Names = tuple[str, ...]
-_FEW = 2  # samples
 _SMALL = 4  # samples, of fewer than which halves may be a special case
-_MOST_NAMED = 32  # buffers that are tried one by one
 _MeanOf = Callable[[Sequence[Batch]], float]  # returns the mean loss of several pieces
 _Compare = Callable[[], float | None]  # returns a difference, if it can be computed
 
@@ -122,7 +120,8 @@ def compare_cut(
         apart = _run_first((partial(_compare_other_parts, mean_of, first),), plain)
     if apart > tolerance:
         return CutDifference(apart)
-    read = find_read_buffers(plain, hooks, first.drops, first.buffers, first.piece)
+    asked = plain, hooks, first.drops, first.buffers, first.piece
+    read = find_read_buffers(*asked, later=not synchronised)
     if not read:
         return CutDifference(apart)
     return CutDifference(apart, _compare_buffers(plain, first, hooks, tolerance), read)
@@ -195,36 +194,6 @@ def explain_cut(apart: float, how: str, cure: str) -> str:
         "same, return (sum, count) from the loss where it is a mean over something other than "
         f"samples, such as targets that are not padding, or use {cure}"
     )
-
-
-def find_read_buffers(
-    plain: nn.Module, hooks: StepHooks, drops: bool, moved: Mapping[str, Tensor], piece: Batch
-) -> Names:
-    """Return the `moved` buffers whose changes affect the loss of a few samples of a piece.
-
-    Each forward draws the same numbers.
-    """
-    if not moved:
-        return ()
-    few = [take_first(piece, _FEW)]
-    held = dict(model_of(plain).named_buffers())
-    device = next(plain.parameters()).device
-
-    def mean_with(names: Iterable[str]) -> float:
-        with preserve_state(plain, device), torch.no_grad():
-            for name in names:
-                held[name].copy_(moved[name])
-            return _mean_of(plain, hooks, drops, few)
-
-    try:
-        with keep_values(model_of(plain).named_parameters()):
-            before = mean_with(())
-            if mean_with(moved) == before:
-                return ()
-            some = list(moved)[:_MOST_NAMED]
-            return tuple(name for name in some if mean_with([name]) != before) or tuple(moved)
-    except Exception:  # such as normalisation over too few samples
-        return ()
 
 
 def _compare_buffers(

@@ -24,6 +24,7 @@ from outpace.nn.uncompiled import has_compiled_parts, run_eagerly
 from outpace.parallel.batches import BatchCopies
 from outpace.parallel.blocks import Blocks
 from outpace.parallel.layout import Batch, Layout, StepHooks
+from outpace.parallel.parity.build_difference import explain_builds
 from outpace.parallel.parity.comparison import (
     SINGLE,
     ComparisonLimits,
@@ -319,6 +320,8 @@ class FirstBatch:
         by_rank = max(report.by_rank for report in found.reports)
         if by_rank > SINGLE.loss:
             raise _on_all_ranks(f"{explain_rank_dependence(by_rank)} {WAYS_OUT[self._by_command]}")
+        if found.builds.apart > SINGLE.loss:
+            raise _on_all_ranks(f"{explain_builds(found.builds)} {WAYS_OUT[self._by_command]}")
         backwards = sorted({name for report in found.reports for name in report.state.backwards})
         if backwards:
             raise _on_all_ranks(explain_backwards(backwards))

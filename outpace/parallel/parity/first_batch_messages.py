@@ -41,11 +41,12 @@ def explain_moved_buffers(names: Sequence[str]) -> str:
     """Return a message about running averages that no rank has over all samples."""
     what, it = ("a buffer", "it") if len(names) == 1 else ("buffers", "them")
     return (
-        f"the forward moves {first_names(names)}, {what} on which the "
-        "loss depends. Ranks and micro-batches see parts of the batch, so that one process "
-        "over the whole batch would train otherwise: each rank moves its own, each step begins "
-        f"with rank 0's, and each micro-batch moves {it} once. Gather what moves {it} over the "
-        "ranks (torch.distributed.all_reduce in the forward), and have one micro-batch a step."
+        f"the forward moves {first_names(names)}, {what} on which the loss or its gradient "
+        "depends, at once or some steps later. Ranks and micro-batches see parts of the batch, so "
+        "that one process over the whole batch would train otherwise: each rank moves its own, "
+        f"each step begins with rank 0's, and each micro-batch moves {it} once. Gather what moves "
+        f"{it} over the ranks (torch.distributed.all_reduce in the forward), and have one "
+        "micro-batch a step."
     )
 
 

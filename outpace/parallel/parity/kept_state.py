@@ -25,11 +25,14 @@ from outpace.nn.extra_state import parts_with_extra_state
 from outpace.parallel.batches import concatenate, copy_batch, cut, samples_in, take_first
 from outpace.parallel.layout import Batch, StepHooks
 from outpace.parallel.parity.comparison import difference
+from outpace.parallel.parity.gradient_measure import GradientMeasure
 from outpace.parallel.parity.loss_scale import note_backwards
 from outpace.parallel.parity.module_state import (
     ModuleState,
     change_counters,
+    has_lists,
     is_generator,
+    lengthen_lists,
     restore_values,
     shapes_in,
     unsaved_kind,
@@ -40,6 +43,7 @@ from outpace.parallel.tensors import all_parameters
 
 _FEW = 2  # samples
 _FORWARDS = 9  # in a row, for state such as a queue that is used only once it has some entries
+_ENTRIES = 1_000  # that are added to lists, for what is used once it is long
 _LATER = (17, 107, 709, 1_009, 10_007)  # numbers of calls that a counter is set to
 _MULTIPLE = 252_000  # a common multiple of 1 to 10, 100 and 1,000
 _ROUNDING = 1e-4  # relative difference of losses by kernels that are not deterministic
@@ -63,7 +67,7 @@ class KeptState:
     `halves`: sum and count of the loss of each half of the piece, if known and if the first half
     leaves nothing that may affect the other. `reshaped`: saved buffers whose shape a forward
     changes. `backwards`: parameters to whose gradients the forward or the loss adds by a backward
-    of its own.
+    of its own. `of_gradient`: the gradient depends on the state, and the loss does not.
     """
 
     found: bool = False
@@ -76,6 +80,7 @@ class KeptState:
     halves: tuple[Totals, Totals] | None = None
     reshaped: tuple[str, ...] = ()
     backwards: tuple[str, ...] = ()
+    of_gradient: bool = False
 
     @property
     def is_any(self) -> bool:
@@ -121,6 +126,11 @@ def find_kept_state(
         try:
             found = _Comparison(plain, begin, hooks, alone, writes, drops, share)
             state = found.run(batch, before, piece if samples_in(batch) == 1 else batch, other)
+            if found.unused and not state.found:
+                given = plain, begin, hooks, alone, writes, drops, share
+                state = _find_by_gradient(
+                    _Comparison(*given, by_gradient=True), piece, other, state
+                )
             halves = None if found.saw_writes or not halved else found.first_totals
             return replace(
                 state, writes=found.saw_writes, halves=halves,
@@ -160,8 +170,23 @@ def _choose_samples(
     yield piece, piece
 
 
+def _find_by_gradient(
+    search: "_Comparison", piece: Batch, other: Batch | None, state: KeptState
+) -> KeptState:
+    """Return the state on which only the gradient of a few samples depends, or else `state`."""
+    batch, before = next(_choose_samples(piece, other, halved=False))
+    with suppress(Exception):  # such as normalisation over too few samples
+        found = search.run(batch, before, piece if samples_in(batch) == 1 else batch, other)
+        if found.found and not found.unseen:
+            return replace(found, of_gradient=True)
+    return state
+
+
 class _Comparison:
-    """Losses of an objective, with and without preceding other samples."""
+    """Losses of an objective, with and without preceding other samples.
+
+    `by_gradient`: a measure of the loss's gradients is compared in place of the loss.
+    """
 
     def __init__(
         self,
@@ -172,6 +197,7 @@ class _Comparison:
         writes: bool,
         drops: bool,
         share: tuple[int, int],
+        by_gradient: bool = False,
     ) -> None:
         self._plain, self._begin, self._given, self._alone = plain, begin, hooks, alone
         self._drops, self._share = drops, share
@@ -180,6 +206,10 @@ class _Comparison:
         self.first_totals: tuple[Totals, Totals] | None = None
         self._model: nn.Module = plain.model  # type: ignore[assignment]
         self._watch = None if writes else MovedParameters(self._model.named_parameters())
+        self._measure = GradientMeasure(self._model) if by_gradient else None
+        self._is_exact = not by_gradient  # a backward's kernels round otherwise each time
+        self._measures = True  # whether the next forwards' gradients are measured
+        self.unused: set[str] = set()  # state that changes, and that no loss depends on
         self.saw_writes = False  # to parameters or saved buffers
         self.reshaped: set[str] = set()
         self.backwards: set[str] = set()
@@ -205,12 +235,15 @@ class _Comparison:
         changed -= set(generators)
         if not (math.isfinite(fresh) and math.isfinite(after)):
             return KeptState(generators=generators)
+        if not self._is_exact and difference(after, fresh) <= _ROUNDING:
+            after = fresh
         if fresh == after and changed and not alike:
             return KeptState(True, tuple(sorted(changed)), generators)
         if fresh == after:
             later = self._find_later_by_few(changed, batch, fresh) if changed else None
             made = {n for n, v in self._made_first.items() if v == kept.get(n)}
             made -= {*changed, *generators}
+            self.unused = changed
             if later is None and made and self._keeps_weights(batch):
                 later = tuple(sorted(made))
             return KeptState(later is not None, later or (), generators)
@@ -250,7 +283,9 @@ class _Comparison:
         with self._without_effects():
             drawn = random_state(self._device)
             if other is not None:
+                self._measures = False
                 self._mean(other)
+                self._measures = True
                 if begin is not None:
                     now = self._begin.attributes()
                     self._made_first = {n: v for n, v in now.items() if v != begin.get(n)}
@@ -305,7 +340,29 @@ class _Comparison:
             if self._matters(sorted(changed), change, batch, fresh):
                 alone = self._matter_alone(changed, change, batch, fresh)
                 return alone or tuple(sorted(changed))
+        if not number and self._is_changed_by_lists(sorted(changed), batch, fresh):
+            alone = tuple(n for n in changed if self._is_changed_by_lists([n], batch, fresh))
+            return tuple(sorted(alone)) or tuple(sorted(changed))
         return None
+
+    def _is_changed_by_lists(self, names: Sequence[str], batch: Batch, fresh: float) -> bool:
+        """Return whether a batch has another loss once lists of these names are long."""
+        names = [name for name in names if has_lists(self._plain, name)]
+        if not names:
+            return False
+        with self._without_effects():
+            drawn = random_state(self._device)
+            self._measures = False
+            self._mean(batch)
+            self._measures = True
+            if not sum(lengthen_lists(self._plain, name, _ENTRIES) for name in names):
+                return False
+            set_random_state(drawn, self._device)
+            self._begin.restore_draws()
+            try:
+                return difference(self._mean(batch), fresh) > _ROUNDING
+            except Exception:  # a list that has to be as long as another
+                return False
 
     def _count_calls(self, batch: Batch, fresh: float) -> int:
         """Return after how many forwards a batch has another loss; 0 if it never has.
@@ -316,17 +373,19 @@ class _Comparison:
         for calls, (loss, trained) in enumerate(forwards):
             if difference(loss, fresh) > _ROUNDING or trained != self._trained_first:
                 return calls
-            if loss != fresh and self._forwards_in_a_row(batch) == forwards:
+            if self._is_exact and loss != fresh and self._forwards_in_a_row(batch) == forwards:
                 return calls
         return 0
 
     def _forwards_in_a_row(self, batch: Batch) -> list[tuple[float, set[str]]]:
         """Return the loss of each forward, and the parameters with gradients after it."""
-        forwards = []
+        forwards: list[tuple[float, set[str]]] = []
         with self._without_effects():
             drawn = random_state(self._device)
-            for _ in range(_FORWARDS):
-                forwards.append((self._mean(batch), self._trained))
+            for call in range(_FORWARDS):
+                self._measures = call in (0, 1, _FORWARDS - 1)
+                loss = self._mean(batch)
+                forwards.append((loss if self._measures else forwards[0][0], self._trained))
                 set_random_state(drawn, self._device)
                 self._begin.restore_draws()
         return forwards
@@ -347,7 +406,8 @@ class _Comparison:
                 return True
         if difference(loss, fresh) > _ROUNDING or self._trained != self._trained_first:
             return True
-        return loss != fresh and self._loss_after(None, batch)[0] == fresh
+        changes = self._is_exact and loss != fresh
+        return changes and self._loss_after(None, batch)[0] == fresh
 
     def _matter_alone(
         self, names: set[str], change: Callable[[Any], Any], batch: Batch, fresh: float
@@ -409,6 +469,9 @@ class _Comparison:
                 loss_sum, count, *_ = self._plain(copy_batch(batch))
             except Exception as error:
                 raise (_FirstForwardError(error) if is_first else error) from error
+        measured = None
+        if self._measure is not None:
+            measured = self._measure.take(loss_sum) if self._measures else math.nan
         totals = float(loss_sum.detach().double()), float(count.double())
         self._totals.append(totals)
         self._trained = {n for n, p in self._model.named_parameters() if p.requires_grad}
@@ -416,6 +479,8 @@ class _Comparison:
             self._watch.put_back()
             self.saw_writes |= bool(self._watch.written)
         put_back()
+        if measured is not None:
+            return measured
         return totals[0] / totals[1] if totals[1] else math.nan
 
     def _put_back_saved(self) -> Callable[[], None]:

@@ -23,7 +23,12 @@ from outpace.nn.torch_versions import fsdp_param_groups
 from outpace.nn.uncompiled import has_compiled_parts
 from outpace.parallel.ddp import Replicas
 from outpace.parallel.layout import Batch, Layout, StepHooks
-from outpace.parallel.parity.moved_parameters import find_written, schema_of_write
+from outpace.parallel.parity.moved_parameters import (
+    explain_lost_value,
+    find_written,
+    is_lost_value,
+    schema_of_write,
+)
 from outpace.parallel.rank_objects import gather_objects
 from outpace.parallel.refusals import has_other_cause
 from outpace.parallel.tensors import storage_id
@@ -84,6 +89,9 @@ class LaterWrites:
         except RuntimeError as error:
             if not has_other_cause(error) and self._find_writes():
                 raise self._refusal(sorted(self._written)) from error
+            if is_lost_value(error) and self._plan.pp > 1:
+                said = explain_lost_value((), self._plan.strategy)
+                raise BadInputError(f"{said} {self._ways_out}") from error
             raise
         if self._find_writes():
             self._refuse_unequal()

@@ -7,6 +7,7 @@ objects of the user's classes), variables outside of the module that its functio
 
 import math
 import random
+import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -35,6 +36,7 @@ _GENERATOR = object()
 _GENERATORS = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState)
 _MOST_ENTRIES = 10_000  # above, a container is compared only by its length
 _MOST_COUNTERS = 100  # above, a container's entries are not taken for counters
+_VARIED = 1.125  # the factor of a list's new entries
 _MOST_NUMBERS = 1_000_000  # above, only a sample of the values is compared
 
 Undo = Callable[[], None]
@@ -200,7 +202,8 @@ def _comparable(value: Any, seen: set[int]) -> Any:
     if isinstance(value, Tensor):
         return _Values(str(value.dtype), tuple(value.shape), fingerprint(_sample_of(value)))
     if isinstance(value, np.ndarray):
-        found = None if _is_constant(value) else hash(_sample_of(value).tobytes())
+        # Not `hash`, which is another one in each process.
+        found = None if _is_constant(value) else zlib.crc32(_sample_of(value).tobytes())
         return _Values(str(value.dtype), value.shape, found)
     if isinstance(value, random.Random):
         return _GENERATOR, hash(value.getstate())
@@ -236,14 +239,44 @@ def change_counters(module: nn.Module, name: str, change: Callable[[Any], Any]) 
 
     These include tensors and arrays with a single number, and entries of dicts and lists.
     """
+    return bool(sum(_change(value, put, change) for value, put in _find_named(module, name)))
+
+
+def has_lists(module: nn.Module, name: str) -> bool:
+    """Return whether the attribute `name` is a list, or may hold some."""
+    values = (value for value, _ in _find_named(module, name))
+    return any(type(value) in (*_SEQUENCES, *_MAPPINGS) for value in values)
+
+
+def lengthen_lists(module: nn.Module, name: str, entries: int) -> bool:
+    """Lengthen lists in the attribute `name` by their last entry; return whether there are any.
+
+    Numbers that are added are somewhat larger.
+    """
+    values = [value for value, _ in _find_named(module, name)]
+    values += [one for value in values if type(value) in _MAPPINGS for one in value.values()]
+    lists = [one for one in values if type(one) in _SEQUENCES and one]
+    for one in lists:
+        one.extend([_vary(one[-1])] * entries)
+    return bool(lists)
+
+
+def _vary(entry: Any) -> Any:
+    """Return a number or a tensor that is somewhat larger; anything else as it is."""
+    floating = isinstance(entry, Tensor) and entry.is_floating_point()
+    return entry * _VARIED if floating or type(entry) is float else entry
+
+
+def _find_named(module: nn.Module, name: str) -> list[tuple[Any, Callable[[Any], None]]]:
+    """Return the values of this name in `kept_attributes`, each with a function that sets it."""
     places = [p for p in find_places(module) if name == f"{p.name} ({p.kind})"]
     if places:
-        return bool(sum(_change(place.get(), place.put, change) for place in places))
+        return [(place.get(), place.put) for place in places]
     *holders, attribute = name.partition(" (")[0].split(".")
     holder: Any = module
     for one in holders:
         holder = vars(holder).get(one, getattr(holder, one, None))
-    return _change(getattr(holder, attribute, None), partial(setattr, holder, attribute), change)
+    return [(getattr(holder, attribute, None), partial(setattr, holder, attribute))]
 
 
 def _change(value: Any, put: Callable[[Any], None], change: Callable[[Any], Any]) -> bool:

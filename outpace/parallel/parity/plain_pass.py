@@ -29,8 +29,9 @@ from outpace.parallel.batchnorm import SynchronisedBatchNorm
 from outpace.parallel.blocks import Blocks, flat, named_blocks
 from outpace.parallel.gradient_hooks import accumulation_hooks, add_hooks, gradient_hooks
 from outpace.parallel.layout import Batch, Layout, StepHooks
+from outpace.parallel.parity.build_difference import compare_builds, may_differ_by_process
 from outpace.parallel.parity.comparison import ComparisonLimits
-from outpace.parallel.parity.cut_difference import FirstPiece, compare_cut, find_read_buffers
+from outpace.parallel.parity.cut_difference import FirstPiece, compare_cut
 from outpace.parallel.parity.kept_state import KeptState, find_kept_state
 from outpace.parallel.parity.loss_scale import find_unscaled_gradients, has_user_backward
 from outpace.parallel.parity.mixed_samples import MixedSamples
@@ -64,6 +65,7 @@ from outpace.parallel.parity.plain_failure import (
 from outpace.parallel.parity.plain_pieces import Pieces
 from outpace.parallel.parity.plain_sums import PlainReport, PlainSums
 from outpace.parallel.parity.rank_dependence import compare_ranks, may_ask_for_rank
+from outpace.parallel.parity.read_buffers import find_read_buffers
 from outpace.parallel.parity.user_collectives import NoCollectives
 from outpace.parallel.plain import has_dropout, without_dropout
 from outpace.parallel.rank_objects import gather_objects
@@ -99,6 +101,7 @@ class PlainPass:
         hooked = any(gradient for gradient, _ in self._hooks.values())
         self._has_hooks = hooked or in_use.mentions("register_hook")  # hooks on activations
         self._asks_for_rank = may_ask_for_rank(in_use)
+        self._by_process = may_differ_by_process(in_use)
         try:
             self._copy = meta_copy(objective, _buffers_of_loss(objective))
             self._copy.register_forward_pre_hook(_give_copies)
@@ -149,6 +152,9 @@ class PlainPass:
             reason = gather_first(reason)
             if reason is not None:
                 return explain_failure(plain, reason, passes, hooks, self.pieces, self.synchronised)
+            if not any(gather_objects(self.synchronised or self._asks_for_rank)):
+                asked = passes, hooks, found.drops, self._plan.strategy, self._by_process
+                found.builds = compare_builds(plain, *asked)
             mixed = MixedSamples(
                 plain, found.names, found.projection, found.divert, hooks, found.drops,
                 self._plan.strategy, found.sums.device, *self.pieces.choose(passes),

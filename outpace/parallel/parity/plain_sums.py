@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from outpace.nn.spread import is_spread, local
 from outpace.parallel.layout import Batch, Layout
+from outpace.parallel.parity.build_difference import BuildDifference
 from outpace.parallel.parity.comparison import Projection, Taker, square
 from outpace.parallel.parity.cut_difference import CutDifference
 from outpace.parallel.parity.kept_state import KeptState, Totals
@@ -75,6 +76,7 @@ class PlainSums:
         self.backwards: set[str] = set()  # parameters that a forward's own backward has reached
         self.reports: list[PlainReport] = []  # of all ranks
         self.mixed = MixedDifference()  # equal on all ranks
+        self.builds = BuildDifference()  # likewise
         self._taker: Taker | None = None
         self._places = {name: number for number, name in enumerate(names)}
         self._products: list[Tensor | None] = [None] * len(names)

@@ -32,8 +32,8 @@ def explain_kept_state(
         either = _EITHER if all(one.unseen for one in states) else ""
         said.append(
             f"the forward or the loss keeps {name_attributes(names)} from step to step{either}, "
-            f"and the loss depends on it. {CURE} Until then: "
-            f"{_explain_loss(by_command, resumed)}{own}"
+            f"and {_name_dependent(states)} depends on it. {CURE} Until then: "
+            f"{_explain_loss(by_command, resumed, _are_of_gradient(states))}{own}"
         )
     drawn = sorted({name for one in found for name in one.generators})
     if drawn:
@@ -47,17 +47,24 @@ def explain_kept_state(
     return " ".join(said)
 
 
-def _explain_loss(by_command: bool, resumed: bool) -> str:
+def _are_of_gradient(found: Sequence[KeptState]) -> bool:
+    return all(one.of_gradient for one in found)
+
+
+def _name_dependent(found: Sequence[KeptState]) -> str:
+    return "the gradient, though not the loss," if _are_of_gradient(found) else "the loss"
+
+
+def _explain_loss(by_command: bool, resumed: bool, of_gradient: bool) -> str:
     if not by_command:
-        return (
-            "state_dict() of the module does not contain it, so whoever loads that computes "
-            "different losses."
-        )
+        does = "trains otherwise" if of_gradient else "computes different losses"
+        return f"state_dict() of the module does not contain it, so whoever loads that {does}."
     this = "this resumed run" if resumed else "a resumed run"
-    return (
-        f"no checkpoint or exported model contains it, so {this} starts with its initial value. "
-        "Its losses, and those of outpace eval, differ from those without an interruption."
-    )
+    begins = f"no checkpoint or exported model contains it, so {this} starts with its initial value"
+    if of_gradient:
+        return f"{begins}, and trains otherwise than one without an interruption."
+    differ = "differ from those without an interruption"
+    return f"{begins}. Its losses, and those of outpace eval, {differ}."
 
 
 _EITHER = (
@@ -80,7 +87,7 @@ def explain_evaluated_state(found: KeptState) -> str | None:
 
     The state is searched on the evaluation data, in training mode.
     """
-    if not found.found or found.unseen:
+    if not found.found or found.unseen or found.of_gradient:
         return None
     return (
         f"in training the forward or the loss keeps {name_attributes(found.names)} from step to "
@@ -103,11 +110,12 @@ def explain_state_apart(found: Sequence[KeptState], strategy: str, ways_out: str
     """Return a refusal for state that would make ranks compute different losses."""
     states = [one for one in found if one.apart]
     apart = max(one.apart for one in states)
+    what = "gradient" if _are_of_gradient(states) else "loss"
     return (
         f"the forward or the loss keeps {name_attributes(_names_of(states))} from step to step, "
-        f"and the loss depends on it: under strategy {strategy} each rank would keep its own, for "
-        f"its own samples, which changes the loss of the next batch by {100 * apart:.2g} %, and "
-        f"no checkpoint contains it. {CURE} {ways_out}"
+        f"and {_name_dependent(states)} depends on it: under strategy {strategy} each rank would "
+        f"keep its own, for its own samples, which changes the {what} of the next batch by "
+        f"{100 * apart:.2g} %, and no checkpoint contains it. {CURE} {ways_out}"
     )
 
 
@@ -124,7 +132,8 @@ def explain_state_of_wrong(found: Sequence[KeptState]) -> str | None:
     if not states:
         return None
     return (
-        f"The loss depends on {name_attributes(_names_of(states))}, which the forward or the loss "
+        f"{_name_dependent(states).capitalize()} depends on "
+        f"{name_attributes(_names_of(states))}, which the forward or the loss "
         f"keeps from step to step, and which differs on ranks from that in one process. {CURE}"
     )
 

@@ -476,7 +476,7 @@ def test_ranks_that_share_the_look_find_what_one_finds(make):
 
 
 @pytest.mark.parametrize(
-    ("make", "number", "samples"), [(Base, 0, 12), (Counting, 0, 32), (Counting, 1, 28)]
+    ("make", "number", "samples"), [(Base, 0, 12), (Counting, 0, 56), (Counting, 1, 48)]
 )
 def test_forwards_are_few_and_give_the_losses_of_halves(tmp_path, make, number, samples):
     """Of a micro-batch of 8; a step's forward and backward are 24."""

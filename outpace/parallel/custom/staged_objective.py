@@ -1,0 +1,52 @@
+"""This rank's stages of a custom model's objective, as one module."""
+
+from collections.abc import Mapping, Sequence
+from typing import Self
+
+from torch import nn
+
+from outpace.nn.fingerprint import fingerprint
+from outpace.parallel.custom.stage import CustomStage
+from outpace.records.errors import BadInputError, first_names
+
+
+class StagedObjective(nn.Module):
+    """This rank's stages of an objective; `model` has their parameters, by the user's names."""
+
+    def __init__(self, model: nn.Module, stages: Mapping[int, CustomStage]) -> None:
+        super().__init__()
+        self.model = model
+        self.stages = nn.ModuleList(stages.values())
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch all stages' modes. Raises BadInputError if a user's method writes to parameters.
+
+        Each stage has a copy of the module, so that it would write once for each.
+        """
+        own = any(type(part).train is not nn.Module.train for part in self.model.modules())
+        before = _print_parameters(self.model) if own else {}
+        super().train(mode)
+        now = _print_parameters(self.model) if own else {}
+        written = sorted(name for name, one in before.items() if now.get(name) != one)
+        if written:
+            raise BadInputError(
+                f"the module's {'train' if mode else 'eval'}() changes the values of "
+                f"{first_names(written)}, and stages of a pipeline have copies of the module, each "
+                "of which would change them. Compute with other values in the forward (if "
+                "self.training), or use strategy ddp or zero1."
+            )
+        return self
+
+    @property
+    def sums(self) -> Sequence[str]:
+        """The additional sums of the objective in an evaluation."""
+        return getattr(self.stages[0].objective, "sums", ())
+
+    def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:
+        """Return the objective's metrics."""
+        found: dict[str, float] = self.stages[0].objective.metrics(sums, count)  # type: ignore[operator,union-attr]
+        return found
+
+
+def _print_parameters(model: nn.Module) -> dict[str, int | None]:
+    return {name: fingerprint(parameter) for name, parameter in model.named_parameters()}

@@ -1,0 +1,122 @@
+"""Modules that ranks have built differently in what no rank sends to others.
+
+All ranks start from rank 0's parameters and buffers. A random projection in a plain attribute is
+another one on each rank whose generator is seeded otherwise, and `hash` of a text is another number
+in each process. A copy on the same rank computes the same, so that a comparison with it shows
+nothing: here all ranks compute the same samples.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from outpace.parallel.batches import pack, samples_in, take_first, unpack
+from outpace.parallel.layout import Batch, StepHooks
+from outpace.parallel.parity.comparison import difference
+from outpace.parallel.parity.module_state import is_generator, kept_attributes, preserve_state
+from outpace.parallel.parity.moved_parameters import keep_values
+from outpace.parallel.parity.names_in_use import NamesInUse
+from outpace.parallel.parity.plain_copy import model_of
+from outpace.parallel.parity.state_messages import name_attributes
+from outpace.parallel.parity.user_collectives import NoCollectives
+from outpace.parallel.plain import without_dropout
+from outpace.parallel.rank_objects import gather_objects
+
+_FEW = 2  # samples
+# What functions return other values in other processes.
+_BY_PROCESS = ("hash", "urandom", "getpid", "gethostname", "uuid1", "uuid4", "SystemRandom")
+
+
+@dataclass(frozen=True)
+class BuildDifference:
+    """Relative difference of ranks' losses of the same samples, and attributes that differ."""
+
+    apart: float = 0.0
+    names: tuple[str, ...] = ()
+
+
+def may_differ_by_process(in_use: NamesInUse) -> bool:
+    """Return whether code that a step reaches names what is another value in each process."""
+    return any(in_use.mentions(name) for name in _BY_PROCESS)
+
+
+def compare_builds(
+    plain: nn.Module,
+    passes: Sequence[Batch],
+    hooks: StepHooks,
+    drops: bool,
+    strategy: str,
+    suspected: bool,
+) -> BuildDifference:
+    """Return how the ranks' copies of a module with the same weights differ. Collective.
+
+    A forward of two samples is run only where attributes differ, or any rank has `suspected` it,
+    and not where generators of the module's own do, from which ranks draw numbers of their own.
+    """
+    told = gather_objects((kept_attributes(plain), suspected))
+    attributes = [one for one, _ in told]
+    names = sorted(
+        name
+        for name in {name for one in attributes for name in one}
+        if any(one.get(name) != attributes[0].get(name) for one in attributes)
+    )
+    own_draws = any(is_generator(one.get(name)) for name in names for one in attributes)
+    if own_draws or not (names or any(one for _, one in told)):
+        return BuildDifference()
+    device = next(plain.parameters()).device
+    few = take_first(passes[0], min(_FEW, samples_in(passes[0]))) if passes else None
+    sent: list[Any] = gather_objects(None if few is None else pack(few))
+    packed = next((one for one in sent if one is not None), None)
+    losses = gather_objects(_compute_loss(plain, packed, device, hooks, drops, strategy))
+    known = [loss for loss in losses if math.isfinite(loss)]
+    apart = max((difference(loss, known[0]) for loss in known), default=0.0)
+    return BuildDifference(apart, tuple(names))
+
+
+def _compute_loss(
+    plain: nn.Module,
+    packed: bytes | None,
+    device: torch.device,
+    hooks: StepHooks,
+    drops: bool,
+    strategy: str,
+) -> float:
+    """Return the mean loss of samples, drawing what all ranks draw; NaN if there is none."""
+    dropping = without_dropout(plain) if drops else nullcontext()
+    with (
+        suppress(Exception),  # such as normalisation over too few samples
+        keep_values(model_of(plain).named_parameters()),
+        preserve_state(plain, device),
+        dropping,
+        torch.enable_grad(),
+    ):
+        if packed is not None:
+            torch.manual_seed(0)
+            random.seed(0)
+            np.random.seed(0)
+            with hooks.cast(), NoCollectives(strategy):
+                loss_sum, count, *_ = plain(unpack(packed, device))
+            return float(loss_sum.detach().double() / count.double())
+    return math.nan
+
+
+def explain_builds(found: BuildDifference) -> str:
+    """Return a message about ranks whose modules compute different losses."""
+    if found.names:
+        cause = f"they have different values of {name_attributes(found.names)}, which they do not "
+        cause += "send each other"
+    else:
+        cause = "its code uses what is another value in each process (hash() of a text)"
+    return (
+        f"ranks compute losses of the same samples that differ by {100 * found.apart:.2g} %, with "
+        f"the same parameters and buffers: {cause}. Keep what __init__ draws or measures in a "
+        "registered buffer (self.register_buffer(name, tensor)), or seed its generators alike on "
+        "all ranks (NumPy's and Python's, too), and use zlib.crc32 in place of hash."
+    )

@@ -1,0 +1,66 @@
+"""Number that changes with a loss's gradient, for effects that the loss itself does not show.
+
+A gradient that is reversed by a factor that grows, or features that are detached until some step,
+change how a module trains, but no loss of given weights.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from outpace.parallel.parity.comparison import Projection, square
+from outpace.parallel.tensors import all_parameters
+
+
+class GradientMeasure:
+    """Measure of the gradients of a model's trained parameters, all in one number.
+
+    It is their inner product with random weights plus twice their norm, so that a product that
+    cancels is not nothing but rounding.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        parameters = all_parameters(model)
+        largest = max((p.numel() for p in parameters), default=1)
+        device = parameters[0].device if parameters else torch.device("cpu")
+        self._parameters, self._projection = parameters, Projection(largest, device)
+
+    def take(self, loss: Tensor) -> float:
+        """Return the measure of a loss's gradients, each of which is given up at once.
+
+        None is stored in `.grad`, and no hook on accumulated gradients runs.
+        """
+        product = torch.zeros((), dtype=torch.float64, device=loss.device)
+        squares = torch.zeros_like(product)
+
+        def measure(gradients: Sequence[Tensor | None]) -> tuple[None]:
+            for gradient in gradients:
+                if gradient is not None:
+                    product.add_(self._projection.project(gradient))
+                    squares.add_(square(gradient))
+            return (None,)
+
+        # Kept alive, since reentrant checkpoints make their graphs in the backward.
+        nodes = [get_gradient_edge(p).node for p in self._parameters if p.requires_grad]
+        with ExitStack() as stack:
+            for node in nodes:
+                stack.callback(node.register_prehook(measure).remove)
+            for parameter in self._parameters:
+                stack.enter_context(_without_accumulation_hooks(parameter))
+            loss.backward()
+        return float(product + 2 * squares.sqrt())
+
+
+@contextmanager
+def _without_accumulation_hooks(parameter: nn.Parameter) -> Iterator[None]:
+    """Run no hook on an accumulated gradient inside the context; it would find none."""
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
+    kept = dict(hooks)
+    hooks.clear()
+    try:
+        yield
+    finally:
+        hooks.update(kept)

@@ -1,0 +1,175 @@
+"""Saved buffers on which a module's training depends, at once or some steps later.
+
+A bank of embeddings may be read once it is full, a running mean after a warm-up that another
+buffer counts, and a factor may change the gradient alone. One process moves such buffers once a
+step, by all samples; ranks and micro-batches do so by their own.
+"""
+
+from collections.abc import Iterable, Mapping
+from contextlib import nullcontext, suppress
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from outpace.parallel.batches import copy_batch, take_first
+from outpace.parallel.layout import Batch, StepHooks
+from outpace.parallel.parity.comparison import difference
+from outpace.parallel.parity.gradient_measure import GradientMeasure
+from outpace.parallel.parity.module_state import preserve_state
+from outpace.parallel.parity.moved_parameters import keep_values
+from outpace.parallel.parity.plain_copy import model_of
+from outpace.parallel.plain import random_state, set_random_state, without_dropout
+
+Names = tuple[str, ...]
+_Outcome = tuple[float, float]  # a mean loss, and the measure of its gradients
+_FEW = 2  # samples
+_MOST_NAMED = 32  # buffers that are tried one by one
+_FORWARDS = 8  # in a row, for a bank that is read once it has some rows
+_CALLS = (17, 107, 709, 1_009, 10_007, 251_999, 252_000)  # to whose values buffers are moved on
+_ROUNDING = 1e-4  # relative difference by kernels that are not deterministic
+
+
+def find_read_buffers(
+    plain: nn.Module,
+    hooks: StepHooks,
+    drops: bool,
+    moved: Mapping[str, Tensor],
+    piece: Batch,
+    later: bool = True,
+) -> Names:
+    """Return the `moved` buffers on which training by a few samples of a piece depends.
+
+    Their new values affect the loss; with `later`, also those that affect its gradient, or do so
+    some steps later, for which ranks may run unequal numbers of forwards. Each forward draws the
+    same numbers.
+    """
+    if not moved:
+        return ()
+    try:
+        with keep_values(model_of(plain).named_parameters()):
+            search = _Search(plain, hooks, drops, moved, take_first(piece, _FEW))
+            return search.find_now() or (search.find_later() if later else ())
+    except Exception:  # such as normalisation over too few samples
+        return ()
+
+
+class _Search:
+    def __init__(
+        self,
+        plain: nn.Module,
+        hooks: StepHooks,
+        drops: bool,
+        moved: Mapping[str, Tensor],
+        few: Batch,
+    ) -> None:
+        self._plain, self._hooks, self._drops, self._few = plain, hooks, drops, few
+        self._model = model_of(plain)
+        self._held = dict(self._model.named_buffers())
+        self._device = next(plain.parameters()).device
+        self._moved = moved
+        self._measure = GradientMeasure(self._model)
+
+    def find_now(self) -> Names:
+        """Return the buffers whose new values change the loss."""
+        moved = self._moved
+        before, _ = self._run({}, gradient=False)
+        if self._run(moved, gradient=False)[0] == before:
+            return ()
+        some = list(moved)[:_MOST_NAMED]
+        alone = (n for n in some if self._run({n: moved[n]}, gradient=False)[0] != before)
+        return tuple(alone) or tuple(moved)
+
+    def find_later(self) -> Names:
+        """Return the buffers whose new values change the gradient, or whose later ones matter."""
+        names = list(self._list_unknown())
+        if not names:
+            return ()
+        begin = {name: self._held[name].detach().clone() for name in names}
+        moved = {name: self._moved[name] for name in names}
+        fresh = self._run({})
+        found = self._list_used(moved, begin, fresh)
+        for number, calls in enumerate(() if found else _CALLS):
+            with suppress(Exception):  # such as a row after the last one
+                later = {
+                    name: _move_on(begin[name], moved[name], calls, alike=number % 2 == 0)
+                    for name in names
+                }
+                if all(later[name] is moved[name] for name in names):
+                    break  # none of them counts
+                found = found or self._list_used(later, begin, fresh)
+        if found:
+            return found
+        after = self._values_after()
+        return self._list_used(after, {n: self._held[n].detach().clone() for n in after}, fresh)
+
+    def _list_unknown(self) -> Iterable[str]:
+        """Return the moved buffers except torch's own statistics, which training never reads."""
+        known = {
+            id(buffer)
+            for part in self._model.modules()
+            if isinstance(part, _NormBase) and type(part).__module__.startswith("torch.nn")
+            for buffer in part.buffers(recurse=False)
+        }
+        return [name for name in self._moved if id(self._held[name]) not in known]
+
+    def _list_used(
+        self, values: Mapping[str, Tensor], begin: Mapping[str, Tensor], fresh: _Outcome
+    ) -> Names:
+        """Return which of the values change the outcome; without one of them it is another."""
+        outcome = self._run(values)
+        if not _are_apart(outcome, fresh):
+            return ()
+        some = list(values)[:_MOST_NAMED]
+        without = {name: self._run({**values, name: begin[name]}) for name in some}
+        return tuple(n for n in some if _are_apart(without[n], outcome)) or tuple(values)
+
+    def _run(self, values: Mapping[str, Tensor], gradient: bool = True) -> _Outcome:
+        """Return the outcome with some buffers' values, and restore everything."""
+        dropping = without_dropout(self._plain) if self._drops else nullcontext()
+        with preserve_state(self._plain, self._device), dropping:
+            with torch.no_grad():
+                for name, value in values.items():
+                    self._held[name].copy_(value)
+            with torch.set_grad_enabled(gradient), self._hooks.cast():
+                loss_sum, count, *_ = self._plain(copy_batch(self._few))
+            mean = float(loss_sum.detach().double() / count.double())
+            return mean, self._measure.take(loss_sum) if gradient else 0.0
+
+    def _values_after(self) -> dict[str, Tensor]:
+        """Return the values of saved buffers that several forwards change."""
+        dropping = without_dropout(self._plain) if self._drops else nullcontext()
+        with preserve_state(self._plain, self._device), dropping, torch.no_grad():
+            begin = {name: buffer.detach().clone() for name, buffer in self._held.items()}
+            drawn = random_state(self._device)
+            for _ in range(_FORWARDS):
+                set_random_state(drawn, self._device)
+                with self._hooks.cast():
+                    self._plain(copy_batch(self._few))
+            now = dict(self._model.named_buffers())
+            return {
+                name: now[name].detach().clone()
+                for name in self._model.state_dict().keys() & now.keys()
+                if name in self._moved or not torch.equal(now[name], begin[name])
+            }
+
+
+def _are_apart(one: _Outcome, other: _Outcome) -> bool:
+    return any(difference(*pair) > _ROUNDING for pair in zip(one, other, strict=True))
+
+
+def _move_on(begin: Tensor, moved: Tensor, calls: int, alike: bool) -> Tensor:
+    """Return the value of a counter after many calls; other buffers are as after the first.
+
+    Counters are whole numbers, or a single number (a share of progress). `alike`: entries that the
+    first call does not count (of classes without a sample) are counted as fast as others.
+    """
+    if moved.dtype == torch.bool or moved.is_complex():
+        return moved
+    wide = begin.double(), moved.double()
+    if moved.numel() > 1 and any(bool((one != one.round()).any()) for one in wide):
+        return moved
+    step = wide[1] - wide[0]
+    if alike and step.numel():
+        step = torch.where(step == 0, step.max(), step)
+    return (wide[0] + calls * step).to(moved.dtype)
