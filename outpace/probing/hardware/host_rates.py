@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 from outpace.records.host_rates import HostRates
 
@@ -22,15 +22,24 @@ _AT_LEAST_S = 0.4
 
 
 def measure_host_rates(threads: int) -> HostRates | None:
-    """Measure the rates of `threads` cores together; None if that is not possible."""
+    """Measure the rates of `threads` cores together, once in a process; None if that is impossible.
+
+    Several plans made by one program thus rest on the same rates.
+    """
     try:
-        ended = subprocess.run(
-            [sys.executable, "-m", __name__, str(threads)],
-            capture_output=True, text=True, timeout=_LIMIT_S, check=True,
-        )  # fmt: skip
-        return HostRates.parse(json.loads(ended.stdout.splitlines()[-1]), "the host's rates")
+        return _measure_separately(threads)
     except (OSError, subprocess.SubprocessError, ValueError, IndexError):
         return None
+
+
+@cache
+def _measure_separately(threads: int) -> HostRates:
+    """Measure in a separate process. Raises if it fails, so that failures are not kept."""
+    ended = subprocess.run(
+        [sys.executable, "-m", __name__, str(threads)],
+        capture_output=True, text=True, timeout=_LIMIT_S, check=True,
+    )  # fmt: skip
+    return HostRates.parse(json.loads(ended.stdout.splitlines()[-1]), "the host's rates")
 
 
 def measure_rates(threads: int) -> HostRates:
