@@ -81,9 +81,46 @@ def _unfrozen() -> Iterator[None]:
     gc.unfreeze()
 
 
+class Running:
+    """A process of the tests' fork server, with what tests use of `subprocess.Popen`."""
+
+    def __init__(self, process: Any, words: list[str], out: Path, err: Path) -> None:
+        self._process, self.args, self._texts = process, words, (out, err)
+        self.returncode: int | None = None
+        process.start()
+        self.pid: int = process.pid
+
+    def poll(self) -> int | None:
+        """The exit code, negative for a signal; None while it runs."""
+        if self.returncode is None and self._process.exitcode is not None:
+            self.returncode = self._process.exitcode
+            self._process.close()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            self._process.join(timeout)
+        code = self.poll()
+        if code is None:
+            raise subprocess.TimeoutExpired(self.args, timeout or 0.0, self._texts[0].read_text())
+        return code
+
+    def communicate(self, timeout: float | None = None) -> tuple[str, str]:
+        self.wait(timeout)
+        out, err = (path.read_text() for path in self._texts)
+        return out, err
+
+    def send_signal(self, signum: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
 @pytest.fixture(scope="session")
-def command(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
-    """`command("outpace", "train", "--steps=1")`: what `subprocess.run` returns, in less time.
+def started(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Running]:
+    """`started("outpace", "train", "--steps=1")`: what `subprocess.Popen` returns, in less time.
 
     In the place of "outpace" also the path of a script. The process is forked from one that has
     imported torch, so that what torch reads of the environment when it is imported is not seen.
@@ -91,13 +128,12 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(IMPORTED))
     forkserver.ensure_running()  # before a test that asks for it changes the environment
-    said = tmp_path_factory.mktemp("said")
 
-    def run(
-        *words: object, timeout: float = 550.0, cwd: Path | None = None,
-        env: Mapping[str, str] | None = None, check: bool = False,
-    ) -> subprocess.CompletedProcess[str]:  # fmt: skip
-        out, err = said / "out", said / "err"
+    def start(
+        *words: object, cwd: Path | None = None, env: Mapping[str, str] | None = None
+    ) -> Running:
+        folder = tmp_path_factory.mktemp("said")
+        out, err = folder / "out", folder / "err"
         out.write_text("")
         err.write_text("")
         asked = {
@@ -108,16 +144,27 @@ def command(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
             "err": str(err),
         }
         process = context.Process(target=runpy.run_path, args=(SERVED, {"request": asked}))
-        process.start()
-        process.join(timeout)
-        if process.exitcode is None:
+        return Running(process, [str(word) for word in words], out, err)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def command(started: Callable[..., Running]) -> Callable[..., Any]:
+    """`command("outpace", "train", "--steps=1")`: what `subprocess.run` returns, as `started`."""
+
+    def run(
+        *words: object, timeout: float = 550.0, cwd: Path | None = None,
+        env: Mapping[str, str] | None = None, check: bool = False,
+    ) -> subprocess.CompletedProcess[str]:  # fmt: skip
+        process = started(*words, cwd=cwd, env=env)
+        try:
+            out, err = process.communicate(timeout)
+        except subprocess.TimeoutExpired:
             process.kill()
-            process.join()
-            raise subprocess.TimeoutExpired(asked["words"], timeout, out.read_text())
-        done = subprocess.CompletedProcess(
-            asked["words"], process.exitcode, out.read_text(), err.read_text()
-        )
-        process.close()
+            process.wait()
+            raise
+        done = subprocess.CompletedProcess(process.args, process.wait(), out, err)
         if check:
             assert done.returncode == 0, done.stdout + done.stderr
         return done

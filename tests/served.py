@@ -3,6 +3,7 @@
 Starting Python with torch takes seconds; a fork of a process that has imported it, milliseconds.
 """
 
+import gc
 import os
 import runpy
 import sys
@@ -12,6 +13,7 @@ from typing import Any
 
 
 def serve(request: Mapping[str, Any]) -> None:
+    gc.freeze()  # as after an import of torch: a collection would copy all pages of the server's
     os.environ.clear()
     os.environ.update(request["environment"])
     os.chdir(request["folder"])

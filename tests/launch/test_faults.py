@@ -193,14 +193,11 @@ def test_ranks_end_when_their_launcher_falls_silent(tmp_path):
     assert list((tmp_path / "run" / "checkpoints").glob("step-*/complete.json"))
 
 
-def test_a_finished_run_is_not_trained_again(tmp_path):
-    words = (*TINY, "--steps", 3, "--out", "run", "--auto-resume", "--json")
-    first = run(*words, cwd=tmp_path)
-    again = run(*words, cwd=tmp_path)
-    assert first[0] == again[0] == 0, again[2]
-    assert json.loads(first[1]) == json.loads(again[1])
-    code, _, errors = run(*TINY, "--steps", 5, "--out", "run", "--auto-resume", cwd=tmp_path)
-    assert code == 0, errors
+def test_a_finished_run_is_not_trained_again(tmp_path, command):
+    words = ("outpace", *TINY, "--out", "run", "--auto-resume", "--steps")
+    first, again = (command(*words, 3, "--json", cwd=tmp_path, check=True) for _ in range(2))
+    assert json.loads(first.stdout) == json.loads(again.stdout)
+    command(*words, 5, cwd=tmp_path, check=True)
     assert steps(tmp_path / "run") == 5
 
 
@@ -245,10 +242,11 @@ def test_a_stopped_rank_is_named(tmp_path):
     assert "is stopped" in page and "what each rank was doing: run/standstill.html" in errors
 
 
-def test_a_hanging_rank_is_named_with_its_line_of_code(tmp_path):
+def test_a_hanging_rank_is_named_with_its_line_of_code(tmp_path, command):
     words = (*TINY, *odd(tmp_path, "time.sleep(1000)"), "--steps", 30, "--comm-timeout-s", 8)
-    code, _, errors = run(*words, "--out", "run", cwd=tmp_path)
-    assert code == 5
+    ended = command("outpace", *words, "--out", "run", cwd=tmp_path)
+    errors = ended.stderr
+    assert ended.returncode == 5
     assert "rank 1 on" in errors and "time.sleep(1000)" in errors and "in step 10" in errors
     found = HangReport.load(tmp_path / "run" / "standstill.json")
     assert [one.state for one in found.ranks] == ["waits", "works"]
@@ -266,10 +264,12 @@ def test_a_straggler_is_named_during_training(tmp_path):
     assert "rank 0 on" not in errors
 
 
-def test_a_nan_loss_on_one_rank_ends_all_ranks(tmp_path):
+def test_a_nan_loss_on_one_rank_ends_all_ranks(tmp_path, command):
     words = (*TINY, *odd(tmp_path, "return self.head(self.table(ids)) * float('nan')"))
-    code, _, errors = run(*words, "--steps", 30, "--max-restarts", 2, "--out", "run", cwd=tmp_path)
-    assert code == 3 and "the loss became nan at step 10" in errors and "Resuming" not in errors
+    words = (*words, "--steps", 30, "--max-restarts", 2, "--out", "run")
+    ended = command("outpace", *words, cwd=tmp_path)
+    assert ended.returncode == 3 and "the loss became nan at step 10" in ended.stderr
+    assert "Resuming" not in ended.stderr
 
 
 @pytest.mark.slow
@@ -287,18 +287,17 @@ def test_two_trainings_on_one_machine_do_not_mix(tmp_path):
     assert len(losses[0]) == 8 and losses[0] == losses[1]
 
 
-def test_a_port_in_use_is_named(tmp_path):
+def test_a_port_in_use_is_named(tmp_path, command):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
         place = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2",
                  "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
-        process = start(*TINY, "--steps", 4, "--comm-timeout-s", 20, cwd=tmp_path,
-                        env={**os.environ, **place})  # fmt: skip
-        _, errors = process.communicate(timeout=100)
-    assert process.returncode == 2, errors
-    assert f"port {port}" in errors and "Traceback" not in errors
+        ended = command("outpace", *TINY, "--steps", 4, "--comm-timeout-s", 20, cwd=tmp_path,
+                        env={**os.environ, **place}, timeout=100)  # fmt: skip
+    assert ended.returncode == 2, ended.stderr
+    assert f"port {port}" in ended.stderr and "Traceback" not in ended.stderr
 
 
 @pytest.mark.slow

@@ -1,10 +1,10 @@
 """Real processes, started by torch's elastic launcher in a process of its own."""
 
 import signal
-import subprocess
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,16 +39,13 @@ sys.exit(_fail("interrupted; saved", 75, [], os.environ))
 """
 
 
-def launch(worker: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, worker],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+@pytest.fixture
+def launch(started: Callable[..., Any], tmp_path: Path) -> Callable[[str], Any]:
+    (tmp_path / "launcher.py").write_text(LAUNCHER)
+    return lambda worker: started(tmp_path / "launcher.py", worker)
 
 
-def end(launcher: subprocess.Popen[str]) -> tuple[int, str]:
+def end(launcher: Any) -> tuple[int, str]:
     output, errors = launcher.communicate(timeout=60)
     assert "Traceback" not in errors
     return launcher.returncode, output
@@ -61,7 +58,9 @@ def wait_for(*paths: Path) -> None:
         time.sleep(0.02)
 
 
-def test_every_rank_has_the_environment_of_its_place(tmp_path: Path) -> None:
+def test_every_rank_has_the_environment_of_its_place(
+    tmp_path: Path, launch: Callable[[str], Any]
+) -> None:
     worker = f"""
 import os
 from pathlib import Path
@@ -76,7 +75,7 @@ Path({str(tmp_path)!r}, os.environ["RANK"]).write_text(" ".join(os.environ[n] fo
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGUSR2])
 def test_a_signal_reaches_each_rank_once_and_a_slow_rank_may_finish(
-    signum: signal.Signals, tmp_path: Path
+    signum: signal.Signals, tmp_path: Path, launch: Callable[[str], Any]
 ) -> None:
     launcher = launch(WORKER.format(folder=str(tmp_path), saving_s=1.5))
     wait_for(tmp_path / "ready-0", tmp_path / "ready-1")
@@ -88,7 +87,9 @@ def test_a_signal_reaches_each_rank_once_and_a_slow_rank_may_finish(
         assert (tmp_path / f"saved-{rank}").read_text() == f"[{signum.value}]"
 
 
-def test_a_second_signal_ends_the_ranks_at_once(tmp_path: Path) -> None:
+def test_a_second_signal_ends_the_ranks_at_once(
+    tmp_path: Path, launch: Callable[[str], Any]
+) -> None:
     launcher = launch(WORKER.format(folder=str(tmp_path), saving_s=60))
     wait_for(tmp_path / "ready-0", tmp_path / "ready-1")
     launcher.send_signal(signal.SIGTERM)
@@ -101,7 +102,7 @@ def test_a_second_signal_ends_the_ranks_at_once(tmp_path: Path) -> None:
     assert not (tmp_path / "saved-0").exists()  # as it would be had it been waited for
 
 
-def test_a_killed_rank_is_named() -> None:
+def test_a_killed_rank_is_named(launch: Callable[[str], Any]) -> None:
     worker = """
 import os, signal, time
 if os.environ["RANK"] == "1":
@@ -113,7 +114,7 @@ time.sleep(60)
     assert "rank 1 was killed by SIGKILL" in output
 
 
-def test_an_error_on_one_rank_is_shown_with_its_rank() -> None:
+def test_an_error_on_one_rank_is_shown_with_its_rank(launch: Callable[[str], Any]) -> None:
     worker = """
 import os, sys, time
 from outpace.cli.main import _fail
@@ -124,7 +125,9 @@ time.sleep(60)
     assert end(launch(worker)) == (2, "rank 1: shard 3 is damaged\n")
 
 
-def test_what_names_the_rank_to_blame_gets_no_other_rank_before_it() -> None:
+def test_what_names_the_rank_to_blame_gets_no_other_rank_before_it(
+    launch: Callable[[str], Any],
+) -> None:
     worker = """
 import os, sys, time
 from outpace.cli.main import _fail
@@ -135,7 +138,7 @@ time.sleep(60)
     assert end(launch(worker)) == (4, "out of memory: rank 0 needs more\n")
 
 
-def test_a_message_of_all_ranks_is_shown_once() -> None:
+def test_a_message_of_all_ranks_is_shown_once(launch: Callable[[str], Any]) -> None:
     worker = """
 import os, sys, time
 from outpace.cli.main import _fail

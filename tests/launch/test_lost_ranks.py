@@ -50,19 +50,26 @@ CASES = [
 ]  # fmt: skip
 
 
-def start(*words, cwd, **environ):
-    return subprocess.Popen(
-        [sys.executable, "-m", "outpace", *map(str, words)], cwd=cwd, stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE, text=True, start_new_session=True, env={**os.environ, **environ},
-    )  # fmt: skip
+@pytest.fixture
+def start(started):
+    def run(*words, cwd, **environ):
+        return started("outpace", *words, cwd=cwd, env={**os.environ, **environ})
+
+    return run
 
 
-def start_ranks(*words, cwd, world_size=2, **environ):
+@pytest.fixture
+def start_ranks(start):
     """Ranks that no launcher looks after."""
-    place = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
-             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **environ}  # fmt: skip
-    return [start(*words, cwd=cwd, RANK=str(rank), LOCAL_RANK=str(rank), **place)
-            for rank in range(world_size)]  # fmt: skip
+
+    def run(*words, cwd, world_size=2, **environ):
+        place = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+                 **environ}  # fmt: skip
+        return [start(*words, cwd=cwd, RANK=str(rank), LOCAL_RANK=str(rank), **place)
+                for rank in range(world_size)]  # fmt: skip
+
+    return run
 
 
 def find_ranks(launcher):
@@ -131,7 +138,7 @@ def wait_until_gone(processes):
 
 
 @pytest.mark.parametrize(("strategy", "moment", "signum", "victim"), CASES)
-def test_all_end_when_a_rank_is_lost(tmp_path, words, strategy, moment, signum, victim):
+def test_all_end_when_a_rank_is_lost(tmp_path, words, strategy, moment, signum, victim, start):
     pipeline = ("--pp-microbatches", 4) if strategy in ("gpipe", "1f1b", "zb", "zbv") else ()
     if strategy in ("zb", "zbv"):  # two stages on each rank
         (tmp_path / "model.json").write_text(DEEP)
@@ -153,7 +160,7 @@ def test_all_end_when_a_rank_is_lost(tmp_path, words, strategy, moment, signum, 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize("victim", [0, 1])
-def test_ranks_end_without_a_launcher_too(tmp_path, words, moment, victim):
+def test_ranks_end_without_a_launcher_too(tmp_path, words, moment, victim, start_ranks):
     """The stopped rank 0 has the store where all meet, and answers nobody."""
     processes = start_ranks(*words, "--strategy", "ddp", "--out", "run", cwd=tmp_path)
     wait_for(moment, tmp_path / "run")
@@ -168,8 +175,15 @@ def test_ranks_end_without_a_launcher_too(tmp_path, words, moment, victim):
 
 
 def test_ranks_end_with_their_launcher(tmp_path, words):
-    """After SIGKILL, which it cannot pass on; they save first, and nothing goes on unseen."""
-    launcher = start(*words, "--steps", 5000, "--nproc", 2, "--out", "run", cwd=tmp_path)
+    """After SIGKILL, which it cannot pass on; they save first, and nothing goes on unseen.
+
+    In a process of its own: what torch logs is set before it is imported.
+    """
+    more = ("--steps", 5000, "--nproc", 2, "--out", "run")
+    launcher = subprocess.Popen(
+        [sys.executable, "-m", "outpace", *map(str, (*words, *more))], cwd=tmp_path,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
     ranks = find_ranks(launcher)
     wait_for("step", tmp_path / "run")
     launcher.kill()
@@ -203,12 +217,18 @@ def server(answer):
         listening.shutdown(socket.SHUT_RDWR)
 
 
-def rank_alone(words, cwd, rank=1, **environ):
+@pytest.fixture
+def rank_alone(start):
     """Exit code and words of one rank of two, of which the other is not there."""
-    place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
-             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **environ}  # fmt: skip
-    (found,) = end_in_time([start(*words, "--comm-timeout-s", 2, cwd=cwd, **place)])
-    return found
+
+    def run(words, cwd, rank=1, **environ):
+        place = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
+                 "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
+                 "MASTER_PORT": str(free_port()), **environ}  # fmt: skip
+        (found,) = end_in_time([start(*words, "--comm-timeout-s", 2, cwd=cwd, **place)])
+        return found
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -219,7 +239,7 @@ def rank_alone(words, cwd, rank=1, **environ):
         pytest.param(b"HTTP/1.1 400 Bad Request\r\n\r\n", "another program", id="http"),
     ],
 )  # fmt: skip
-def test_a_rank_does_not_wait_for_another_program(tmp_path, words, answer, said):
+def test_a_rank_does_not_wait_for_another_program(tmp_path, words, answer, said, rank_alone):
     with server(answer) as port:
         code, errors = rank_alone(words, tmp_path, MASTER_PORT=port)
     assert code == 1 and said in errors and "rank 1 does not find the others" in errors
@@ -241,14 +261,16 @@ def test_a_rank_does_not_wait_for_another_program(tmp_path, words, answer, said)
                      id="an address that nobody answers at", marks=pytest.mark.slow),
     ],
 )  # fmt: skip
-def test_a_rank_does_not_wait_for_ever_to_meet(tmp_path, words, rank, environ, code, said):
+def test_a_rank_does_not_wait_for_ever_to_meet(
+    tmp_path, words, rank, environ, code, said, rank_alone
+):
     found, errors = rank_alone(words, tmp_path, rank, **environ)
     assert found == code and said in errors, errors
     assert "Traceback" not in errors
 
 
 @pytest.mark.slow
-def test_a_signal_is_heard_while_a_rank_waits_for_the_others(tmp_path, words):
+def test_a_signal_is_heard_while_a_rank_waits_for_the_others(tmp_path, words, start):
     place = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2",
              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}  # fmt: skip
     process = start(*words, "--comm-timeout-s", 600, cwd=Path(tmp_path), **place)
@@ -285,7 +307,7 @@ def build():
                 pytest.param((0, 1), id="both", marks=pytest.mark.slow),
                 pytest.param((), id="the launcher", marks=pytest.mark.slow)],
 )  # fmt: skip
-def test_a_signal_within_the_first_step_ends_all_ranks(tmp_path, victims):
+def test_a_signal_within_the_first_step_ends_all_ranks(tmp_path, victims, start, start_ranks):
     (tmp_path / "waiting.py").write_text(WAITING)
     words = ("train", "--model", "waiting.py:build", "--global-batch", 4, "--steps", 2,
              "--precision", "fp32", "--threads", 1, "--device", "cpu", "--strategy", "ddp",
@@ -337,7 +359,7 @@ def build():
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_rank_ends_the_evaluation_of_all_and_saves(tmp_path):
+def test_a_signal_to_one_rank_ends_the_evaluation_of_all_and_saves(tmp_path, start_ranks):
     (tmp_path / "evaluating.py").write_text(EVALUATING)
     processes = start_ranks(
         "train", "--model", "evaluating.py:build", "--global-batch", 2, "--steps", 4,
@@ -362,7 +384,9 @@ def test_a_signal_to_one_rank_ends_the_evaluation_of_all_and_saves(tmp_path):
 @pytest.mark.parametrize(
     ("nproc", "signum"), [(1, signal.SIGINT), (2, signal.SIGTERM)], ids=["one rank", "one of two"]
 )
-def test_a_signal_ends_the_final_evaluation_and_the_run_can_be_finished(tmp_path, nproc, signum):
+def test_a_signal_ends_the_final_evaluation_and_the_run_can_be_finished(
+    tmp_path, nproc, signum, start, start_ranks
+):
     (tmp_path / "evaluating.py").write_text(EVALUATING)
     words = ("train", "--model", "evaluating.py:build", "--global-batch", 2, "--steps", 2,
              "--precision", "fp32", "--threads", 1, "--device", "cpu", "--out", "run")  # fmt: skip
@@ -413,7 +437,7 @@ def build():
 
 
 @pytest.mark.slow
-def test_a_signal_while_a_rank_comes_late_to_the_end_says_what_was_saved(tmp_path):
+def test_a_signal_while_a_rank_comes_late_to_the_end_says_what_was_saved(tmp_path, start_ranks):
     (tmp_path / "busy.py").write_text(BUSY)
     processes = start_ranks(
         "train", "--model", "busy.py:build", "--global-batch", 8, "--steps", 2, "--precision",
@@ -454,7 +478,7 @@ def build():
 
 
 @pytest.mark.slow
-def test_a_signal_while_the_model_is_written_leaves_nothing_of_it(tmp_path):
+def test_a_signal_while_the_model_is_written_leaves_nothing_of_it(tmp_path, start):
     (tmp_path / "exporting.py").write_text(EXPORTING.replace("TEMPORARY", TEMPORARY_PREFIX))
     words = ("train", "--model", "exporting.py:build", "--global-batch", 2, "--steps", 2,
              "--precision", "fp32", "--threads", 1, "--device", "cpu", "--out", "run")  # fmt: skip
@@ -503,7 +527,7 @@ def build():
     ],
     ids=["lost", "fails"],
 )
-def test_a_verdict_by_which_nobody_ended_is_forgotten(tmp_path, then, found):
+def test_a_verdict_by_which_nobody_ended_is_forgotten(tmp_path, then, found, start_ranks):
     """The rank that it names is there, and finds out what went wrong since."""
     (tmp_path / "late.py").write_text(LATE.format(then=then))
     processes = start_ranks(
@@ -550,7 +574,7 @@ def build():
 
 
 @pytest.mark.slow
-def test_a_step_longer_than_ranks_wait_goes_on_while_its_collectives_do(tmp_path):
+def test_a_step_longer_than_ranks_wait_goes_on_while_its_collectives_do(tmp_path, start_ranks):
     (tmp_path / "long.py").write_text(LONG_STEP.format(sleep_s=TIMEOUT_S / 2))
     processes = start_ranks(
         "train", "--model", "long.py:build", "--global-batch", 8, "--pp-microbatches", 8,
@@ -572,7 +596,7 @@ def build():
 
 
 @pytest.mark.slow
-def test_ranks_whose_data_differ_in_length_are_refused(tmp_path):
+def test_ranks_whose_data_differ_in_length_are_refused(tmp_path, start_ranks):
     """Each would take its share of an order of its own: some samples twice, others never."""
     (tmp_path / "unequal.py").write_text(UNEQUAL)
     processes = start_ranks(
@@ -586,7 +610,7 @@ def test_ranks_whose_data_differ_in_length_are_refused(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_two_jobs_at_one_port_do_not_mix(tmp_path, words):
+def test_two_jobs_at_one_port_do_not_mix(tmp_path, words, start_ranks):
     """Rank 1 of the second comes with that of the first; its rank 0 finds the port in use."""
     place, few = {"MASTER_PORT": str(free_port())}, (*words, "--steps", 2)
     first, second = (
@@ -602,7 +626,7 @@ def test_two_jobs_at_one_port_do_not_mix(tmp_path, words):
     assert "found another job at this MASTER_ADDR" in refused_1 and "SLURM_JOB_ID=1" in refused_1
 
 
-def test_a_rank_that_comes_twice_is_refused_and_rank_0_says_so(tmp_path, words):
+def test_a_rank_that_comes_twice_is_refused_and_rank_0_says_so(tmp_path, words, start, start_ranks):
     """Either may be of another job: nothing is trained, unless it comes after training began."""
     place = {"MASTER_PORT": str(free_port())}
     processes = start_ranks(*words, "--out", "run", cwd=tmp_path, **place)
