@@ -31,6 +31,10 @@ TINY = {
 class Steps(outpace.Callback):
     def __init__(self) -> None:
         self.losses: list[float] = []
+        self.stages: list[str] = []
+
+    def on_stage(self, message: str) -> None:
+        self.stages.append(message)
 
     def on_step(self, record: outpace.StepRecord) -> None:
         self.losses.append(record.loss)
@@ -50,6 +54,8 @@ def test_train_returns_a_measurement_and_tells_callbacks(
     )
     assert isinstance(result, outpace.Measurement)
     assert len(steps.losses) == 3
+    for which in ("initial", "final"):
+        assert f"measuring the {which} loss on 8 samples" in steps.stages
     assert result.final_loss == steps.losses[-1]
     assert capsys.readouterr() == ("", "")
     origins = json.loads(Path(result.run, "run.json").read_text())["origins"]

@@ -127,7 +127,7 @@ class PreparedRun:
 
     def _conclude(self, train_s: float, seen: Mapping[str, Any]) -> Measurement:
         """Measure the final loss, write the model and summarise. Collective."""
-        notify(self.job.callbacks, "on_stage", "measuring the final loss")
+        notify(self.job.callbacks, "on_stage", _evaluation_stage(self.job, "final"))
         self.job.doing.begin("the final evaluation")
         final = self.measure(self.job.total_steps)
         return finish(self.job, self.loop, self.parameters, self.initial, final, train_s, seen)
@@ -550,9 +550,7 @@ def _evaluate(
     data = job.inputs.eval_data
     if data is None or job.settings.eval_batches == 0:
         return None
-    most = len(data) if job.inputs.labels is not None else DEFAULT_EVAL_SAMPLES
-    if job.settings.eval_batches is not None:
-        most = job.settings.eval_batches * job.settings.global_batch
+    most = _held_out_samples(job)
     batch = job.plan.samples_read * job.plan.readers
     if isinstance(data, (PaddedDataset, TokenDataset)):
         data = data.single_pass(most, batch)
@@ -573,6 +571,24 @@ def _evaluate(
         loader.close()
 
 
+def _held_out_samples(job: Job) -> int:
+    """Return the most samples that an evaluation may read."""
+    if job.settings.eval_batches is not None:
+        return job.settings.eval_batches * job.settings.global_batch
+    data = job.inputs.eval_data
+    return DEFAULT_EVAL_SAMPLES if job.inputs.labels is None or data is None else len(data)
+
+
+def _evaluation_stage(job: Job, which: str) -> str:
+    """Describe an evaluation, with its length: on a processor it may take longer than training."""
+    stage, data = f"measuring the {which} loss", job.inputs.eval_data
+    if data is None or job.settings.eval_batches == 0:
+        return stage
+    samples = min(_held_out_samples(job), len(data))
+    fewer = "" if job.settings.eval_batches is not None else " (for fewer: --eval-batches)"
+    return f"{stage} on {samples:,} sample{'s' * (samples != 1)}{fewer}"
+
+
 def _initial_evaluation(
     job: Job, start_step: int, measure: Callable[[int], Evaluation | None], layout: Layout
 ) -> Evaluation | None:
@@ -582,7 +598,7 @@ def _initial_evaluation(
     """
     if start_step > 0:
         return job.groups.run_on_rank_0(lambda: job.run_dir.evaluation(0))
-    notify(job.callbacks, "on_stage", "measuring the initial loss")
+    notify(job.callbacks, "on_stage", _evaluation_stage(job, "initial"))
     own = job.inputs.custom_model is not None
     with preserve_state(layout.objective, job.device) if own else nullcontext():
         initial = measure(0)
