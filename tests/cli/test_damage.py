@@ -183,7 +183,7 @@ def try_case(
     gc.unfreeze()  # each training's groups have threads, which end when they are collected
 
 
-@pytest.mark.parametrize("turn", [0, 3])
+@pytest.mark.parametrize("turn", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_each_file_damaged_in_some_way_before_a_resume(
     finished: Callable[[str], Path], short: list[str], tmp_path: Path, turn: int
 ) -> None:
