@@ -79,7 +79,13 @@ def open_model(reference: str, cache_dir: Path | None = None) -> OpenedModel:
 
 
 def _open_preset(name: str) -> OpenedModel:
-    return OpenedModel("preset", preset(name), None, None, None, name)
+    notes: tuple[str, ...] = ()
+    if (Path(name) / CONFIG_FILE).is_file():
+        notes = (
+            f"--model {name} is the preset, which has no weights; the folder of this name is "
+            f"--model ./{name}",
+        )
+    return OpenedModel("preset", preset(name), None, None, None, name, notes=notes)
 
 
 def _place(reference: str) -> Path:

@@ -226,3 +226,12 @@ def test_a_folder_is_written_where_permissions_cannot_be_changed(
     with whole_folder(tmp_path / "model", "config.json") as folder:
         (folder / "config.json").write_text("{}")
     assert (tmp_path / "model" / "config.json").read_text() == "{}"
+
+
+def test_a_folder_with_a_presets_name_is_told_from_the_preset(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert open_model("gpt2").notes == ()
+    (tmp_path / "gpt2").mkdir()
+    (tmp_path / "gpt2" / "config.json").write_text("{}")
+    (said,) = open_model("gpt2").notes
+    assert "is the preset, which has no weights" in said and said.endswith("--model ./gpt2")

@@ -10,6 +10,7 @@ import transformers
 from tokenizers import models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
+from outpace.cli.main import main
 from outpace.data.tokenizer import Tokenizer
 from outpace.jobs import inference
 from outpace.jobs.inference import Sampling, Writer
@@ -131,3 +132,14 @@ def test_speakers_that_the_template_names_are_answered(tmp_path: Path, monkeypat
     _chat_model(tmp_path, "{% if messages[-1].role == 'critic' %}a {% endif %}" + WITHOUT_TOOLS)
     talk = [{"role": "user", "content": "a"}, {"role": "critic", "content": "b"}]
     assert _prompts_of(tmp_path, {"messages": talk}, monkeypatch)[0] == ["a user a critic b"]
+
+
+def test_a_second_system_message_is_refused(tmp_path: Path, capsys: Any) -> None:
+    _chat_model(tmp_path, WITHOUT_TOOLS)
+    talk = [{"role": "system", "content": "a"}, {"role": "user", "content": "b"}]
+    (tmp_path / "asked.jsonl").write_text(json.dumps({"messages": talk}) + "\n")
+    asked = ["generate", f"--run={tmp_path}", f"--conversations={tmp_path / 'asked.jsonl'}"]
+    assert main([*asked, "--max-new-tokens=1"]) == 0
+    capsys.readouterr()
+    assert main([*asked, "--system=b"]) == 2
+    assert "has its own system message, 'a'. Leave one of the two out" in capsys.readouterr().err
