@@ -12,13 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from outpace.nn.spread import is_spread, local
 from outpace.parallel.parity.user_collectives import is_collective
 from outpace.parallel.tensors import has_memory
-from outpace.records.errors import first_names
+from outpace.records.errors import BadInputError, first_names
 
 NEEDED_BEFORE = "other micro-batches in flight need the old value"
 
@@ -56,6 +57,11 @@ class MovedParameters(TorchDispatchMode):
                 schema, args, kwargs, func is torch.ops.aten.embedding_renorm_.default
             )
         return func(*args, **kwargs)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        if isinstance(error, TracedOperatorError):
+            torch._dynamo.reset()  # which gives up for good what it meets under a mode
 
     def _record_writes(
         self, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any], by_samples: bool
@@ -125,9 +131,28 @@ class MovedParameters(TorchDispatchMode):
                 self.put_back()
 
 
+class TracedOperatorError(BadInputError):
+    """An operator that the compiler has to trace, called where operators are observed."""
+
+
+# Operators with branches or bodies that torch's compiler traces.
+_TRACED = {"cond": "cond", "while_loop": "while_loop", "map_impl": "map", "scan": "scan",
+           "associative_scan": "associative_scan"}  # fmt: skip
+
+
 @cache
 def schema_of_write(operator: Any) -> Any:
-    """Return the schema of an operator that writes to its arguments; None for other operators."""
+    """Return the schema of an operator that writes to its arguments; None for other operators.
+
+    Raises TracedOperatorError for one whose branches are traced: run without the compiler, as where
+    operators are observed, the parameters in them get no gradient.
+    """
+    if isinstance(operator, HigherOrderOperator) and operator.name() in _TRACED:
+        raise TracedOperatorError(
+            f"the forward or the loss calls torch's {_TRACED[operator.name()]}, which torch's "
+            "compiler has to trace, and where outpace observes operators it cannot. Use a branch "
+            "or a loop of Python, or torch.where"
+        )
     schema = getattr(operator, "_schema", None)
     return schema if schema is not None and schema.is_mutable else None
 

@@ -167,6 +167,31 @@ def test_the_check_of_a_stateless_module_costs_one_pass_and_four_samples(tmp_pat
     assert [sum(map(int, one)) for one in counted] == [8 + 8 + 4] * 2
 
 
+class Branching(nn.Module):
+    """Chooses a layer by torch.cond, which torch's compiler traces."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other = nn.Linear(5, 3), nn.Linear(5, 3)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, self.one.forward, self.other.forward, (x,))
+
+
+def test_operators_that_the_compiler_traces_are_named(tmp_path):
+    """Where operators are observed, their branches would have no gradients."""
+    first, _ = run_first_step(tmp_path, "ddp", Branching)
+    [said] = first["warnings"]
+    assert "was not compared" in said and "calls torch's cond, which" in said
+    module = Branching()
+    alone = outpace.parallelize(module, Plan(strategy="single", micro_batch=8), loss=squares)
+    alone.forward_backward(global_batch())
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in module.parameters())
+    with pytest.raises(BadInputError, match="calls torch's cond, which"):
+        outpace.verify(Branching(), loss=squares, batch=global_batch(), plans=["ddp"])
+
+
 class Known(nn.Module):
     """Knows itself, which no copy does."""
 
