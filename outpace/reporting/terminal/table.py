@@ -11,11 +11,13 @@ from rich.text import Text
 
 _ANY_WIDTH = 10_000
 NAME_WIDTH = 24  # least width of long names
+_MOST_BESIDE = 4  # more names have a row each, where they are easier to compare
 
 
 class NarrowTable:
     """A table with a row per name. Columns that do not fit follow in tables below, or are left out.
 
+    Up to four names get a column each instead, if that makes one table of several.
     `figures`: cells by column, the most important columns first. `left_out`: the note about columns
     that are left out; without it, they follow below. Long names are folded to `name_width` columns
     at least.
@@ -31,6 +33,14 @@ class NarrowTable:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         tables = list(self._tables(console, options))
         if self.left_out is None:
+            transposed = self._transpose()
+            needed = Measurement.get(
+                console, options.update(max_width=_ANY_WIDTH), transposed
+            ).minimum
+            few = 1 < len(self.names) <= _MOST_BESIDE
+            if len(tables) > 1 and few and needed <= options.max_width:
+                yield transposed
+                return
             yield from (self._table(columns) for columns in tables)
             return
         yield self._table(tables[0])
@@ -66,4 +76,18 @@ class NarrowTable:
             table.add_column(name, justify="right", no_wrap=True)
         for place, own in enumerate(self.names):
             table.add_row(own, *(self.figures[column][place] for column in columns))
+        return table
+
+    def _transpose(self) -> Table:
+        """Return a table with a column per name, whose words may be on lines of their own."""
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        table.add_column(
+            self.head, overflow="fold", min_width=max(map(cell_len, self.figures), default=0)
+        )
+        for place, name in enumerate(self.names):
+            widths = [Text.assemble(row[place]).cell_len for row in self.figures.values()]
+            words = [cell_len(word) for word in name.plain.split()]
+            table.add_column(name, justify="right", min_width=max([*widths, *words], default=0))
+        for label, cells in self.figures.items():
+            table.add_row(label, *cells)
         return table

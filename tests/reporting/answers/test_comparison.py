@@ -65,6 +65,19 @@ def test_names_and_figures_are_whole_at_any_width(width):
 
 
 @pytest.mark.parametrize(
+    ("arms", "width", "tables"), [(2, 60, 2), (4, 80, 2), (5, 80, 3), (2, 240, 2)]
+)
+def test_few_arms_are_side_by_side_where_columns_do_not_fit(arms, width, tables):
+    """In one table, beside that of a step's parts; more arms have a row each, in two."""
+    said = printed(compared({f"arm {n}": 1 + n for n in range(arms)}), width).splitlines()
+    assert max(map(len, said)) <= width
+    assert sum("───" in line for line in said) == tables
+    rows = [line.split() for line in said]
+    turned = ["MFU", *(["41.7", "%"] * arms)] in rows
+    assert turned is (arms <= 4 and width < 240)
+
+
+@pytest.mark.parametrize(
     ("steps_s", "rounds", "line"),
     [
         ({"a": 1.0, "b": 1.2, "c": 1.1}, 12, "Fastest: a, claimed against every other arm."),
