@@ -36,6 +36,8 @@ from outpace.records.errors import BadInputError, OutpaceError, shorten
 _TRIAL_CPU_S, _CONVERSATION_CPU_S = 5.0, 60.0
 _MEMORY_BYTES = 2 << 30
 
+# Characters of an answer that a prompt's header may have written, such as <think>.
+_HEADER_CHARACTERS = 64
 Span = tuple[int, int]  # characters [start, end) of a text
 
 # Default for tokenizers without a template. Its marks are plain text, so it needs no new tokens,
@@ -548,7 +550,17 @@ def _alters_answers(rendered: RenderedConversation, talk: Conversation) -> bool:
         return len(rendered.spans) < len(answers_of(talk.messages))
     return any(
         talk.learnt[number]
-        and "".join(talk.messages[number]["content"].split())
-        not in "".join(rendered.text[start:end].split())
+        and not _is_written(
+            talk.messages[number]["content"], rendered.text[:start], rendered.text[start:end]
+        )
         for number, (start, end) in zip(rendered.answers, rendered.spans, strict=True)
+    )
+
+
+def _is_written(content: str, before: str, span: str) -> bool:
+    """Return whether an answer is in its span, or begins in the prompt's header `before` it."""
+    words, header, answer = ("".join(text.split()) for text in (content, before, span))
+    return any(
+        header.endswith(words[:begun]) and words[begun:] in answer
+        for begun in range(min(len(words), _HEADER_CHARACTERS) + 1)
     )

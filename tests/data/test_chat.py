@@ -466,7 +466,8 @@ def test_a_prompt_that_opens_the_answer_is_told_from_the_answer(plain):
     chat = ChatFormat(plain.replace(plain.inner, {"chat_template": OPENED}))
     assert chat.stops
     thought = row("q", "<think>\nso\n</think>\n\none")
-    assert learnt_of(chat, thought)[1] == "so\n</think>\n\none<|im_end|>\n"
+    _, learnt, found = learnt_of(chat, thought)
+    assert learnt == "so\n</think>\n\none<|im_end|>\n" and not found.altered
     said = r"line 1: .* asks for an answer with '.*<think>\\n', but writes the answer as '.*none"
     for answer in ("none", "so\n</think>\n\nnone"):
         with pytest.raises(BadInputError, match=said):
