@@ -375,6 +375,16 @@ def software(row: Row) -> SoftwareStack:
         return found.model_copy(update={"blocks_launches": True, "overlaps": False})
     if "CUDA graphs" in row["notes"]:  # NVIDIA's recipes of MLPerf: LAYER_CUDA_GRAPH
         return found.model_copy(update={"graphs": "step"})
+    # llm-foundry's older tables are of torch 1.13 (sweep.sh before b2a43a1472), and checkpoints of
+    # transformers 4 are reentrant: all of a block is computed again.
+    older = row.source == "llm-foundry" and "MP PURE" in row["precision"]
+    if older or row.framework.stack == "Trainer":
+        found = found.model_copy(update={"stops_early": False})
+    if row.framework.stack == "torchtitan":
+        # Until 2025-08-29 checkpoints stopped early, and products in 8 bits (aten._scaled_mm) were
+        # not in the list of what selective recomputation saves (9dec370, parallelize_llama.py).
+        again = "all" if eight(row) else found.repeats_products
+        found = found.model_copy(update={"stops_early": True, "repeats_products": again})
     # transformers 4.4x, and fms-acceleration's experts by Triton in the place of its loop; its
     # kernels from unsloth: norms, rotations, activations, the loss.
     changes: dict[str, str] = {}

@@ -358,6 +358,16 @@ COLLECTIVE_SOURCE = (
     "num_sm), NCCL's rings on DGX A100 24 channels; DeepEP's all-to-alls are fastest with 20 to 24"
 )
 
+# How many times as long products take beside a collective on chips where cuBLAS has a block of
+# threads for every multiprocessor, which computes several tiles: blocks that a collective keeps out
+# run after all others. Blackwell's are scheduled as multiprocessors become free.
+PERSISTENT_PRODUCTS: Mapping[Architecture, float] = MappingProxyType({"hopper": 2.0})
+PERSISTENT_SOURCE = (
+    "H100, FSDP: cuBLAS's products take twice as long beside NCCL's kernels, which occupy a tenth "
+    "of the multiprocessors (pytorch/pytorch issue 143988, pull request 144974); Blackwell: "
+    "NVIDIA/cutlass, media/docs/cpp/blackwell_cluster_launch_control.md"
+)
+
 # Standard deviation of the clocks of equal accelerators under load, relative to their median. The
 # study's variability is the distance between a box plot's whiskers, four interquartile ranges, over
 # the median (its artifact, plot_script/plot_aggregated.py); the quartiles of a normal variable are

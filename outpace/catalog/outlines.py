@@ -147,6 +147,7 @@ def _gemmas() -> Iterator[Outline]:
         attention = _heads(heads, kv_heads, head_dim)
         common: dict[str, Any] = {
             "layers": layers // 2, "mlp": Mlp(width=width, gated=True), "norms": 4,
+            "norm_last": True,
         }  # fmt: skip
         stacks = (
             Stack(

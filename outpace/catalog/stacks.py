@@ -9,8 +9,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Literal
 
-from pydantic import NonNegativeFloat
-
 from outpace.records.base import Record
 
 # Norms and rotations without a compiler: one kernel each; single torch operators; or fused with
@@ -36,7 +34,8 @@ class SoftwareStack(Record):
     """Traits of a training program.
 
     `attention`: the kernel that it uses where a model allows fused attention.
-    `recomputed_products`: a block's forward products that its selective recomputation repeats.
+    `repeats_products`: what its selective recomputation repeats of a block's products: none, every
+    second one in 16 bits (`second_products`), or all.
     `collectives`: whether a block's parameters are gathered, and its gradients summed, at once or
     one by one. `overlaps`: these run during computation. `broadcasts`: under ZeRO-1, ranks send new
     parameters one after the other. `fuses_dropout`: bias, dropout and the residual sum are one
@@ -48,13 +47,16 @@ class SoftwareStack(Record):
     products that give weights' gradients add them to fp32 buffers. `copies_units`: what ranks
     gather is copied out into parameters, and gradients into what is reduced. `blocks_launches`: the
     host waits for each kernel before it launches the next (CUDA_LAUNCH_BLOCKING=1). `casts`: how
-    operands of products in 8 bits are cast.
+    operands of products in 8 bits are cast. `stops_early`: recomputation ends when all that a
+    backward reads is there, so that a block's last product is not repeated (torch's checkpoint
+    without `use_reentrant`, since torch 2.1: torch/utils/checkpoint.py, set_checkpoint_early_stop).
+    Blocks compiled by torch never repeat what nothing reads.
     """
 
     name: str
     attention: Attention = "fused"
     elementwise: Elementwise = "kernels"
-    recomputed_products: NonNegativeFloat = 0.0
+    repeats_products: Literal["none", "second", "all"] = "none"
     collectives: Literal["blocks", "parameters"] = "blocks"
     overlaps: bool = True
     broadcasts: bool = False
@@ -69,6 +71,7 @@ class SoftwareStack(Record):
     copies_units: bool = False
     blocks_launches: bool = False
     casts: Casts = "separate"
+    stops_early: bool = False
     source: str
 
 
@@ -78,16 +81,18 @@ def _stacks(*found: SoftwareStack) -> Mapping[str, SoftwareStack]:
 
 STACKS: Mapping[str, SoftwareStack] = _stacks(
     SoftwareStack(
-        name="outpace", broadcasts=True, copies_units=True,
-        source="outpace/nn, outpace/parallel; torch's fully_shard, as torchtitan",
+        name="outpace", broadcasts=True, copies_units=True, stops_early=True,
+        source="outpace/nn (model_options.py: torch's checkpoint, use_reentrant=False), "
+        "outpace/parallel; torch's fully_shard, as torchtitan",
     ),
     SoftwareStack(
-        name="torchtitan", elementwise="operators", recomputed_products=0.5, copies_units=True,
+        name="torchtitan", elementwise="operators", repeats_products="second", copies_units=True,
         source="pytorch/torchtitan b5bcd76c66: torchtitan/models/llama/model.py (nn.RMSNorm, "
-        "rotations by complex numbers in fp32, F.scaled_dot_product_attention), parallelisms/"
-        "parallelize_llama.py: of a block's products every second one is saved by selective "
-        "recomputation (op), attention is; FSDP2 gathers and sums by blocks, with prefetching "
-        "(torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py: foreach_all_gather_copy_out by "
+        "rotations by complex numbers in fp32, F.scaled_dot_product_attention), distributed/"
+        "activation_checkpoint.py: of a block's aten.mm every second one is saved by selective "
+        "recomputation (op), attention and products in 8 bits are; early_stop is False since "
+        "2025-08-29 (25413d224); FSDP2 gathers and sums by blocks, with prefetching (torch/"
+        "distributed/fsdp/_fully_shard/_fsdp_collectives.py: foreach_all_gather_copy_out by "
         "split_with_sizes_copy, foreach_reduce_scatter_copy_in by chunk_cat into the dtype of the "
         "sum); experts' tokens by all_to_all_single (its standard dispatcher; DeepEP's is to be "
         "chosen)",
@@ -134,8 +139,10 @@ STACKS: Mapping[str, SoftwareStack] = _stacks(
     ),
     SoftwareStack(
         name="accelerate", attention="fused", elementwise="operators", copies_units=True,
+        stops_early=True,
         source="huggingface/accelerate, FSDP2 (fully_shard) over transformers' modules: RMS norms "
-        "and rotations of several operators, SDPA",
+        "and rotations of several operators, SDPA; utils/fsdp_utils.py, fsdp2_apply_ac: torch's "
+        "checkpoint_wrapper, which is not reentrant by default",
     ),
     SoftwareStack(
         name="nanotron", attention="flash2", elementwise="fused", collectives="parameters",
@@ -152,14 +159,16 @@ STACKS: Mapping[str, SoftwareStack] = _stacks(
         "(overlap_sync_param is off in configs/7B_sft.py); flash-attn's attention, apex's norms",
     ),
     SoftwareStack(
-        name="composer", attention="flash2", casts="delayed",
+        name="composer", attention="flash2", casts="delayed", stops_early=True,
         source="mosaicml/llm-foundry 12a631913c: low-precision layer norms, FSDP by blocks; "
-        "amp_fp8 by Transformer Engine, with DelayedScaling (composer/core/precision.py)",
+        "scripts/train/benchmarking/submit_benchmarks.py: activation_checkpointing_reentrant is "
+        "False; amp_fp8 by Transformer Engine, with DelayedScaling (composer/core/precision.py)",
     ),
     SoftwareStack(
-        name="trainer", attention="fused", elementwise="operators",
+        name="trainer", attention="fused", elementwise="operators", stops_early=True,
         source="huggingface/transformers: models/llama/modeling_llama.py (norms and rotations of "
-        "several operators), SDPA",
+        "several operators), SDPA; modeling_utils.py: use_reentrant is False unless it is set "
+        "(5.23; True in 4)",
     ),
 )  # fmt: skip
 OUTPACE = STACKS["outpace"]

@@ -248,6 +248,7 @@ def _llama_like(
             attention=made.model_copy(update={"window": window}),
             mlp=chosen,
             norms=norms,
+            norm_last=norms > 2,
             dropout=values.drops("attention_dropout", "resid_pdrop"),
         )
         for layer, window in enumerate(windows)
@@ -414,6 +415,7 @@ def _bert(values: _Values) -> dict[str, Any]:
     read = _gpt_like(
         values, values.positive_int("intermediate_size"), outside=outside, causal=False,
         dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob"),
+        stack={"norm_last": True},
     )  # fmt: skip
     transform = ProductShape(name="head transform", inputs=hidden, outputs=hidden)
     return {**read, "learned_positions": positions, "head_products": (transform,)}

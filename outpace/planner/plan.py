@@ -475,8 +475,11 @@ def _estimate(
     trained = None if adapters is None else adapters.trained_parameters(job.outline)
     flops = step_flops(job.outline, wanted.seq_len, samples, trained)
     shares: dict[str, float] = dict(zip(MODES, map(float, row.modes[0]), strict=True))
-    shares["selective"] *= job.stack.recomputed_products
-    again = recomputed_flops(job.outline, wanted.seq_len, samples, shares) / flops
+    eight = to_plan(row, 0).precision == "fp8"
+    shares["selective"] *= job.stack.repeats_products == "second" and not eight
+    stops = (job.stack.stops_early or bool(row.compile[0])) and adapters is None
+    again = recomputed_flops(job.outline, wanted.seq_len, samples, shares, stops_early=stops)
+    again /= flops
     peak = device.peak_flops_per_s.get(dtype_of(to_plan(row, 0).precision))
     mfu = None if peak is None else flops / seconds / peak / ranks
     low, high, _, level = _interval(job)

@@ -112,6 +112,7 @@ class Stack(Record):
     seq_len: PositiveInt | None = None
     dropout: bool = False
     parallel: bool = entry("MLP parallel to attention (GPT-NeoX, Phi)", False)
+    norm_last: bool = entry("whether the MLP's result is normalised (BERT, Gemma 2)", False)
 
 
 class Outline(Record):

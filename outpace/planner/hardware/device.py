@@ -36,9 +36,10 @@ class DeviceRates:
     `attention_backward` are fractions of the rate of 16-bit products; `attention_narrow` is the
     fraction of that for heads of width 64. An optimizer reaches `optimizer_share` of the memory
     bandwidth. `hides` is the fraction of a collective that can overlap with computation; 0 if the
-    same cores do both. `spread` is the standard deviation of the clocks of devices of this kind,
-    relative to the median. `sharers` ranks share a core: while some wait, the others are faster
-    accordingly. `unit_s` is the host time to gather or reduce one sharding unit. `piecewise`:
+    same cores do both. Beside a collective, products take `beside_collectives` times as long; 1 if
+    they are slowed like all else. `spread` is the standard deviation of the clocks of devices of
+    this kind, relative to the median. `sharers` ranks share a core: while some wait, the others are
+    faster accordingly. `unit_s` is the host time to gather or reduce a sharding unit. `piecewise`:
     rotary embeddings, and RMS norms of tensors split over tp, consist of several operators; other
     RMS norms are a single operator of this package (nn.norms). `attention_rates` are the FLOP/s in
     fp32 and bf16 to which attention's fractions refer, if they differ from those of products.
@@ -73,6 +74,7 @@ class DeviceRates:
     unaligned: float = 1.0
     optimizer_share: float = 1.0
     hides: float = 1.0
+    beside_collectives: float = 1.0
     spread: float = 0.0
     sharers: float = 1.0
     unit_s: float = 0.0
@@ -177,10 +179,12 @@ def of_accelerator(chip: Accelerator) -> DeviceRates:
         any_fp8_layout=efficiency.takes_any_fp8_layout(chip),
         uneven_experts=efficiency.uneven_load(chip),
         hides=1 - efficiency.COLLECTIVE_MULTIPROCESSORS / (chip.multiprocessors or 132),
+        beside_collectives=efficiency.PERSISTENT_PRODUCTS.get(chip.architecture, 1.0),
         spread=efficiency.DEVICE_SPREAD,
         sources=(curve.source, attention.source, efficiency.MEMORY_SOURCE,
                  efficiency.OPERATOR_SOURCE, efficiency.BACKWARD_SOURCE,
-                 efficiency.COLLECTIVE_SOURCE, efficiency.DEVICE_SPREAD_SOURCE),
+                 efficiency.COLLECTIVE_SOURCE, efficiency.PERSISTENT_SOURCE,
+                 efficiency.DEVICE_SPREAD_SOURCE),
     )  # fmt: skip
 
 

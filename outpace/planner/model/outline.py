@@ -1,7 +1,7 @@
 """The outline of a model that outpace builds, and the parts of an outline's layers."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from outpace.planner.model.shapes import parameter_shapes
@@ -46,6 +46,7 @@ def outline(spec: ModelSpec, name: str) -> Outline:
             mlp=Mlp(width=spec.ffn, gated=spec.gated, bias=spec.mlp_bias),
             norm_bias=spec.norm == "layernorm",
             dropout=spec.dropout > 0,
+            norm_last=not spec.norm_first,
         )
         for count, window in ((spec.layers - windowed, None), (windowed, spec.sliding_window))
         if count
@@ -106,6 +107,45 @@ def weights(stack: Stack, hidden: int) -> Iterator[Weight]:
         if product.weighted:
             for _ in range(product.count):
                 yield Weight(product.name, product.inputs, product.outputs, "none")
+
+
+def reads_last_product(stack: Stack) -> bool:
+    """Return whether a backward reads the result of a layer's last product, the MLP's.
+
+    The sum into the residual stream reads nothing, but dropout, a norm and experts' weights do.
+    """
+    mlp = stack.mlp
+    return stack.dropout or stack.norm_last or mlp is None or mlp.experts > 0
+
+
+def second_products(stack: Stack, hidden: int) -> Mapping[str, float]:
+    """Return for each weight the share of its outputs in every second product of a layer.
+
+    Queries, keys and values are separate products here, as are a gate and what it multiplies.
+    Experts, whose products are not counted with the others, are taken by half.
+    """
+    shares, count = {}, 0
+    for weight in weights(stack, hidden):
+        if weight.experts:
+            shares[weight.name] = 0.5
+            continue
+        parts, repeated = _parts(stack, weight), 0
+        for outputs in parts:
+            count += 1
+            repeated += outputs if count % 2 == 0 else 0
+        shares[weight.name] = repeated / sum(parts)
+    return shares
+
+
+def _parts(stack: Stack, weight: Weight) -> Sequence[int]:
+    """Return the outputs of the separate products by which other programs compute a weight's."""
+    attention, mlp = stack.attention, stack.mlp
+    if weight.name == "qkv" and attention is not None:
+        queries, keys = (n * attention.head_dim for n in (attention.heads, attention.kv_heads))
+        return queries, keys, weight.outputs - queries - keys
+    if weight.name in ("up", "shared up") and mlp is not None and mlp.gated:
+        return weight.outputs // 2, weight.outputs // 2
+    return (weight.outputs,)
 
 
 def _attention(attention: AttentionShape, hidden: int, which: str) -> Iterator[Weight]:

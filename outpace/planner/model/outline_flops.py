@@ -3,7 +3,12 @@
 from collections.abc import Mapping, Sequence
 
 from outpace.planner.model.flops import keys_reached
-from outpace.planner.model.outline import Weight, weights
+from outpace.planner.model.outline import (
+    Weight,
+    reads_last_product,
+    second_products,
+    weights,
+)
 from outpace.records.outline import AttentionShape, Outline, ProductShape, Stack
 
 
@@ -42,13 +47,18 @@ def step_flops(outline: Outline, seq_len: int, samples: int, adapters: int | Non
 
 
 def recomputed_flops(
-    outline: Outline, seq_len: int, samples: int, shares: Mapping[str, float]
+    outline: Outline,
+    seq_len: int,
+    samples: int,
+    shares: Mapping[str, float],
+    *,
+    stops_early: bool = False,
 ) -> float:
     """Return the FLOPs that checkpointed layers recompute in one backward.
 
     `shares` are three shares of layers: those that repeat the whole forward ("full"), those that
-    repeat all except attention itself ("attention"), and those that repeat the products of the
-    trainer's selective mode ("selective").
+    repeat all except attention itself ("attention"), and those that repeat every second product
+    ("selective"). `stops_early`: the last product is left out if nothing reads its result.
     """
     total, seen = 0.0, seq_len
     for stack in outline.stacks:
@@ -57,12 +67,24 @@ def recomputed_flops(
             layer_flops(stack, outline.hidden, length, seen, attention=attention)
             for attention in (True, False)
         )
+        if stops_early and stack.mlp is not None and not reads_last_product(stack):
+            last = 2 * length * outline.hidden * stack.mlp.width
+            whole, products = whole - last, products - last
         again = shares.get("full", 0.0) * whole + shares.get("attention", 0.0) * products
-        again += shares.get("selective", 0.0) * products
+        again += shares.get("selective", 0.0) * _second_flops(stack, outline.hidden, length, seen)
         total += stack.layers * again
         if stack.cross_attention is None:
             seen = length
     return samples * total
+
+
+def _second_flops(stack: Stack, hidden: int, length: int, seen: int) -> float:
+    """Return the FLOPs of every second product of a layer's weights."""
+    shares, total = second_products(stack, hidden), 0.0
+    for weight in weights(stack, hidden):
+        rows = seen if weight.name == "cross kv" else length
+        total += shares[weight.name] * 2 * rows * _token_elements(weight)
+    return total
 
 
 def layer_flops(

@@ -6,7 +6,7 @@ from statistics import NormalDist
 import numpy as np
 
 from outpace.planner.model.outline import weights
-from outpace.planner.plan_columns import MODES, Floats
+from outpace.planner.plan_columns import MODES, Floats, Ints
 from outpace.planner.step_time.passes import StepPasses
 from outpace.planner.step_time.pipeline import PipelineTime
 from outpace.planner.step_time.setup import FP32, StepTimeSetup
@@ -22,6 +22,18 @@ class _Collectives:
     gather: Floats
     weights: Floats
     replicas: Floats
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """Seconds of a micro-batch's forward or backward, and the share of products in it."""
+
+    seconds: Floats
+    products: Floats
+
+    def of_layers(self, count: Floats) -> "_Pass":
+        """Return the pass through as many layers as this one is through a single one."""
+        return _Pass(count * self.seconds, self.products)
 
 
 def ring_s(setup: StepTimeSetup, passes: StepPasses) -> Floats:
@@ -99,13 +111,19 @@ def exposed_data_s(setup: StepTimeSetup, passes: StepPasses, pipeline: PipelineT
     If a pipeline's ranks differ, another one may become the slowest because of its exposed time.
     """
     c, collectives = setup.columns, _collectives(setup)
-    ahead_s, back_s = passes.forward("seconds"), passes.backward("seconds")
+    ahead, back = (
+        _Pass(seconds, np.clip(products_s / np.maximum(seconds, 1e-30), 0.0, 1.0))
+        for seconds, products_s in (
+            (passes.forward("seconds"), passes.forward("products_s")),
+            (passes.backward("seconds"), passes.backward("products_s")),
+        )
+    )
     busy = setup.micro * pipeline.pace_s
     exposed: Floats = np.max(
         [
             setup.micro * seconds
             - busy
-            + _zero_exposed_s(setup, collectives, count * ahead_s, count * back_s)
+            + _zero_exposed_s(setup, collectives, ahead.of_layers(count), back.of_layers(count))
             for seconds, count in pipeline.ranks
         ],
         axis=0,
@@ -181,7 +199,7 @@ def _pieces(setup: StepTimeSetup) -> Floats:
     return np.maximum(setup.layers, 1.0) * each + 1
 
 
-def _zero_exposed_s(setup: StepTimeSetup, of: _Collectives, ahead: Floats, back: Floats) -> Floats:
+def _zero_exposed_s(setup: StepTimeSetup, of: _Collectives, ahead: _Pass, back: _Pass) -> Floats:
     """Return the time that the passes of one micro-batch leave exposed, by ZeRO level."""
     c = setup.columns
     buckets, units = _buckets(setup, of.grads), np.maximum(setup.layers, 1.0)
@@ -198,14 +216,21 @@ def _zero_exposed_s(setup: StepTimeSetup, of: _Collectives, ahead: Floats, back:
     zero1 = _beside_stages_s(setup, states, back, buckets) + plain
     # Per layer: a gather before each forward and backward, a reduction after it.
     sums = of.scatter + of.replicas
-    gathered = setup.exposed_s(of.gather, shared * ahead, units + 1)
-    zero3 = rounds * (gathered + setup.exposed_s(of.gather + sums, shared * back, units + 1))
-    zero2 = rounds * (gathered + setup.exposed_s(sums, shared * back, units + 1))
+    gathered = _beside_s(setup, of.gather, ahead, shared, units + 1)
+    zero3 = rounds * (gathered + _beside_s(setup, of.gather + sums, back, shared, units + 1))
+    zero2 = rounds * (gathered + _beside_s(setup, sums, back, shared, units + 1))
     levels = [c.zero == level for level in (1, 2, 3)]
     return np.select(levels, [zero1 + own_gather, zero2, zero3], plain)
 
 
-def _beside_stages_s(setup: StepTimeSetup, comm_s: Floats, pass_s: Floats, units: Floats) -> Floats:
+def _beside_s(
+    setup: StepTimeSetup, comm_s: Floats, beside: _Pass, times: Floats | Ints, units: Floats
+) -> Floats:
+    """Return the part of collectives that `times` a pass leaves exposed."""
+    return setup.exposed_s(comm_s, times * beside.seconds, units, beside.products)
+
+
+def _beside_stages_s(setup: StepTimeSetup, comm_s: Floats, beside: _Pass, units: Floats) -> Floats:
     """Return the part of gradient sums, or of gathers, that a micro-batch's passes leave exposed.
 
     Interleaved stages have separate collectives: a stage's parameters are gathered during the
@@ -216,11 +241,10 @@ def _beside_stages_s(setup: StepTimeSetup, comm_s: Floats, pass_s: Floats, units
     c, stack = setup.columns, setup.question.stack
     apart = c.schedule_in("interleaved") & stack.sums_by_stages
     stages = np.where(apart, c.stages_per_rank, 1)
-    first = setup.exposed_s(comm_s / stages, pass_s / stages, np.maximum(units / stages, 1.0))
+    first = _beside_s(setup, comm_s / stages, beside, 1 / stages, np.maximum(units / stages, 1.0))
     others = (stages - 1) / stages
-    hidden_s = np.minimum(comm_s, np.minimum(c.microbatches, c.pp) * pass_s) * others
-    hides = setup.device.hides if stack.overlaps else 0.0
-    return first + comm_s * others - hides * hidden_s
+    hidden_s = np.minimum(comm_s, np.minimum(c.microbatches, c.pp) * beside.seconds) * others
+    return first + comm_s * others - setup.hides(beside.products) * hidden_s
 
 
 def _buckets(setup: StepTimeSetup, grads: Floats) -> Floats:

@@ -15,7 +15,13 @@ import numpy as np
 from outpace.catalog import efficiency
 from outpace.catalog.stacks import Casts, Dispatcher, Elementwise, Experts, Graphs
 from outpace.planner.hardware.device import DeviceRates, sustained_product_s
-from outpace.planner.model.outline import Weight, seen_length, weights
+from outpace.planner.model.outline import (
+    Weight,
+    reads_last_product,
+    second_products,
+    seen_length,
+    weights,
+)
 from outpace.planner.plan_columns import Bools, Floats
 from outpace.planner.step_time.adapters import Adapters, adapter_s, unpacking_s
 from outpace.records.outline import AttentionShape, Mlp, Outline, ProductShape, Stack
@@ -64,7 +70,10 @@ class LayerWork:
     """Device seconds by kind, and operators that the host launches, forward and backward.
 
     `inner` is the attention within a forward, which some modes of recomputation skip or repeat
-    alone; `products` are the seconds of a forward's matrix products with weights.
+    alone; `products` are the seconds of a forward's matrix products with weights. `last` is the
+    product that a recomputation leaves out if it ends when all that a backward reads is there, and
+    `second` are every second product, which torchtitan's selective recomputation repeats, but for
+    those in 8 bits.
     """
 
     forward_s: Floats
@@ -77,6 +86,8 @@ class LayerWork:
     attention_back_s: Floats
     inner_s: Floats
     inner_operators: Floats
+    last_s: Floats
+    second_s: Floats
 
 
 # Time of a norm per byte over that of a triad, both measured on the same H200.
@@ -162,11 +173,15 @@ def layer(
     length = stack.seq_len or seq_len
     seen = seen_length(outline, stack, seq_len)
     tokens = cells.samples * length / cells.cp
-    forward = backward = into = np.zeros_like(tokens)
+    forward = backward = into = last = second = np.zeros_like(tokens)
+    shares = second_products(stack, outline.hidden)
     for weight in weights(stack.model_copy(update={"other": ()}), outline.hidden):
         rows = cells.samples * seen / cells.cp if weight.name == "cross kv" else tokens
         one, inputs, grads = _weight(device, cells, weight, rows)
         forward, backward, into = forward + one, backward + inputs + grads, into + grads
+        second = second + np.where(_in_float8(device, cells), 0.0, shares[weight.name] * one)
+        if weight.name == "down":
+            last = np.where(_is_unread(device, stack, cells), one, 0.0)
     for one, inputs, grads in _products(device, cells, stack.other, length):
         forward, backward, into = forward + one, backward + inputs + grads, into + grads
     products = forward
@@ -196,7 +211,22 @@ def layer(
         attention_back_s=inner_back,
         inner_s=inner,
         inner_operators=np.full_like(tokens, inner_operators),
+        last_s=last,
+        second_s=second,
     )
+
+
+def _is_unread(device: DeviceRates, stack: Stack, cells: Cells) -> Bools:
+    """Return for which plans a backward reads nothing of the MLP's last product and what follows.
+
+    A product keeps its operands before it is computed. But products in 8 bits and of packed weights
+    keep theirs afterwards, unless they are compiled, and an adapter of this product follows it.
+    """
+    reads, adapters = reads_last_product(stack), cells.adapters
+    if adapters is not None:
+        reads = reads or "down" in adapters.targets or adapters.base_bytes is not None
+    unread: Bools = (cells.compiled | ~_in_float8(device, cells)) & (not reads)
+    return unread
 
 
 def _calls(

@@ -46,13 +46,15 @@ class PassTime:
 class _TensorCollectives:
     """Collectives over the ranks of tp: seconds of sums, and the number that the host launches.
 
-    `gather_s` and `scatter_s`: gathers of hidden states, and reduce-scatters.
+    `gather_s` and `scatter_s`: gathers of hidden states, and reduce-scatters. `last_s`: what sums
+    up a layer's output.
     """
 
     sums_s: Floats
     calls: Floats
     gather_s: Floats
     scatter_s: Floats
+    last_s: Floats
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,7 @@ def step_passes(setup: StepTimeSetup) -> StepPasses:
             calls=count * one.calls + inputs,
             gather_s=inputs * one.gather_s,
             scatter_s=inputs * one.scatter_s,
+            last_s=one.last_s,
         )
         forwards.append(_forward(setup, w, tensor))
         backwards.append(_backward(setup, w, tensor))
@@ -171,17 +174,22 @@ def _backward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) ->
 
     They recompute a whole block, or all except attention; "selective" repeats memory-bound
     operators such as norms and activations, and only those products that the stack's selective mode
-    repeats.
+    repeats. Some stacks leave out a block's last product, and its sum over tp.
     """
     modes = {name: setup.columns.modes[:, place] for place, name in enumerate(MODES)}
     full, dense = modes["full"], modes["attention"]
-    most = full + dense
+    most, stack = full + dense, setup.question.stack
+    compiled = setup.columns.compile & (stack.elementwise != "fused")  # else Transformer Engine
+    last_s = np.where(compiled | stack.stops_early, w.last_s, 0.0)
     light_s = np.maximum(w.forward_s - w.products_s - w.inner_s, 0.0)
-    some = modes["selective"] * setup.question.stack.recomputed_products
-    again_s = most * w.forward_s - dense * w.inner_s + modes["selective"] * light_s
-    again_s = again_s + some * w.products_s
+    none_s = np.zeros_like(last_s)
+    repeated = {"none": none_s, "second": w.second_s, "all": w.products_s - last_s}
+    second_s = modes["selective"] * repeated[stack.repeats_products]
+    again_s = most * (w.forward_s - last_s) - dense * w.inner_s + modes["selective"] * light_s
+    again_s = again_s + second_s
     again = most * (w.forward_operators + _CHECKPOINT_OPERATORS) - dense * w.inner_operators
-    again_tensor_s = _tensor_s(setup, tensor.sums_s, w.products_s) + tensor.gather_s
+    sums_s = tensor.sums_s - np.where(last_s > 0, tensor.last_s, 0.0)
+    again_tensor_s = _tensor_s(setup, sums_s, w.products_s - last_s) + tensor.gather_s
     # Frozen weights have no gradients.
     own = 2.0 if setup.question.adapters is None else 1.0
     tensor_s = _tensor_s(setup, tensor.sums_s, own * w.products_s) + tensor.scatter_s
@@ -190,7 +198,7 @@ def _backward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) ->
         device_s=w.backward_s + again_s,
         host_s=_launched_s(setup, launched),
         tensor_s=tensor_s + most * again_tensor_s,
-        products_s=(own + most + some) * w.products_s,
+        products_s=(own + most) * w.products_s - most * last_s + second_s,
         attention_s=w.attention_back_s + full * w.attention_s,
         weights_s=w.weights_s,
         alone=_is_alone(setup),
@@ -223,7 +231,8 @@ def _tensor_collectives(setup: StepTimeSetup) -> _TensorCollectives:
     )
     calls = np.where(c.tp > 1, np.where(c.sequence_parallel, 2.0, 1.0), 0.0)
     sums_s = np.where(c.sequence_parallel, gather_s + scatter_s, whole)
-    return _TensorCollectives(sums_s, calls, gather_s, scatter_s)
+    last_s = np.where(c.sequence_parallel, scatter_s, whole)
+    return _TensorCollectives(sums_s, calls, gather_s, scatter_s, last_s)
 
 
 def _tensor_s(setup: StepTimeSetup, sums_s: Floats, products_s: Floats) -> Floats:

@@ -127,11 +127,28 @@ class StepTimeSetup:
         """Return each plan's value from its cell."""
         return np.broadcast_to(values, self.cells.rate.shape)[self.cell]
 
-    def exposed_s(self, comm_s: Floats, compute_s: Floats, units: Floats) -> Floats:
-        """Return the exposed time of communication in equal parts, of which all but one overlap."""
+    def hides(self, products: Floats | float) -> Floats:
+        """Return the share of a collective that passes hide, of which `products` are a share.
+
+        All kernels lack the multiprocessors that it takes. Products that are persistent kernels
+        take `beside_collectives` times as long.
+        """
+        if not self.question.stack.overlaps:
+            return np.zeros(len(self.columns))
+        hides, slower = self.device.hides, self.device.beside_collectives
+        shared: Floats = hides + products * (np.minimum(hides, 1 / slower) - hides)
+        return np.broadcast_to(shared, len(self.columns))
+
+    def exposed_s(
+        self, comm_s: Floats, compute_s: Floats, units: Floats, products: Floats | float = 0.0
+    ) -> Floats:
+        """Return the exposed time of communication in equal parts, of which all but one overlap.
+
+        `products`: the share of products, other than those that leave it multiprocessors, in what
+        is computed meanwhile.
+        """
         exposed = np.maximum(comm_s / units, comm_s - compute_s * (units - 1) / units)
-        hides = self.device.hides if self.question.stack.overlaps else 0.0
-        return comm_s - hides * (comm_s - exposed)
+        return comm_s - self.hides(products) * (comm_s - exposed)
 
 
 def set_up(question: StepTimeQuestion, columns: PlanBatch) -> StepTimeSetup:

@@ -5,10 +5,17 @@ import pytest
 from outpace.catalog.models import PRESETS
 from outpace.catalog.outlines import OUTLINES
 from outpace.planner.model import flops
-from outpace.planner.model.outline import layer_parameters, outline, parameters, weights
-from outpace.planner.model.outline_flops import forward_flops, layer_flops
+from outpace.planner.model.outline import (
+    layer_parameters,
+    outline,
+    parameters,
+    second_products,
+    weights,
+)
+from outpace.planner.model.outline_flops import forward_flops, layer_flops, recomputed_flops
 from outpace.records.errors import BadInputError
 from outpace.records.outline import AttentionShape, Mlp, Outline, ProductShape, Stack
+from outpace.records.plan import Checkpointing
 
 HEADS = AttentionShape(heads=4, kv_heads=2, head_dim=8, value_dim=8)
 
@@ -54,6 +61,25 @@ def test_experts() -> None:
     assert layer_parameters(stack, 32) == 32 * 4 + 4 * 3 * 32 * 24 + 3 * 32 * 40 + 32
     used = 32 * 4 + 2 * 3 * 32 * 24 + 3 * 32 * 40 + 32
     assert layer_flops(stack, 32, length=7, seen=7) == 2 * 7 * used
+
+
+def test_every_second_product_is_keys_the_output_and_half_of_a_gated_mlp() -> None:
+    found = outline(PRESETS["llama-3-8b"].spec, "llama-3-8b")
+    shares = second_products(found.stacks[0], found.hidden)
+    assert shares == {"qkv": 1024 / 6144, "out": 1.0, "up": 0.5, "down": 0.0}
+    plain = outline(PRESETS["gpt2"].spec, "gpt2")  # queries, keys, values, output, up, down
+    shares = second_products(plain.stacks[0], plain.hidden)
+    assert shares == {"qkv": 1 / 3, "out": 1.0, "up": 0.0, "down": 1.0}
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "gpt2", "bert-base"])
+@pytest.mark.parametrize("mode", ["full", "attention"])
+def test_an_outline_recomputes_what_a_trained_block_does(name: str, mode: Checkpointing) -> None:
+    """As counted in torch's own steps (tests/planner/model/test_flops.py)."""
+    spec = PRESETS[name].spec
+    again = recomputed_flops(outline(spec, name), 256, 2, {mode: 1.0}, stops_early=True)
+    own = sum(flops.recomputed_flops(spec, 256, mode, layer) for layer in range(spec.layers))
+    assert again == 2 * own
 
 
 def test_cross_attention_sees_another_length() -> None:

@@ -79,7 +79,12 @@ def words_asked(plan, need, limit):
 
 @pytest.mark.parametrize(
     ("model", "machine", "batch"),
-    [("gpt2-medium", "hgx-a100", 64), ("gpt2-xl", "4xrtx-3090", 32), ("gpt2-xl", "rtx-4090", 8)],
+    [
+        ("gpt2-medium", "hgx-a100", 64),
+        ("gpt2-xl", "4xrtx-3090", 16),
+        ("gpt2-xl", "4xrtx-3090", 32),
+        ("gpt2-xl", "rtx-4090", 8),
+    ],
 )
 def test_the_simplest_and_the_leanest_are_those_of_trying_everything(model, machine, batch):
     question, wanted, limit = asked(model, machine, 1, batch)

@@ -56,7 +56,9 @@ def test_frozen_weights_have_two_products_and_adapters_three():
     assert sum(found.values()) - found["optimizer_s"] == pytest.approx(expected, rel=1e-6)
     again = step(replace(question, adapters=ON_UP), micro_batch=8, checkpointing="full")
     assert again["products_s"] == pytest.approx(
-        2 * tokens * (3 * frozen + 4 * adapter) / RATE, rel=0.01
+        # Of the blocks' second forward, the last product is left out.
+        2 * tokens * (2.5 * frozen + 4 * adapter) / RATE,
+        rel=0.01,
     )
 
 

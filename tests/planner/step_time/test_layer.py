@@ -130,6 +130,23 @@ def test_experts_are_products_of_their_tokens():
     assert real[8] < real[1]
 
 
+def test_a_layers_last_product_is_left_out_where_nothing_reads_its_result():
+    model = of("llama-3-8b")
+    stack, flops = model.stacks[0], 2 * 8192 * 4096 * 14336
+
+    def last_s(device=FLAT, changed=stack, **values):
+        return float(layer(device, model, changed, cells(**values), 8192, "fused").last_s[0])
+
+    assert last_s() == pytest.approx(flops / RATE)
+    assert last_s(tp=4) == pytest.approx(flops / RATE / 4)
+    experts = stack.mlp.model_copy(update={"experts": 8, "active": 2})
+    for read in ({"dropout": True}, {"norm_last": True}, {"mlp": experts}):
+        assert last_s(changed=stack.model_copy(update=read)) == 0
+    # What keeps operands in 8 bits keeps them when its product is computed.
+    eager, tight = (last_s(H100, rate=H100.rate("fp8"), compiled=c) for c in (0, 1))
+    assert eager == 0 < tight
+
+
 def test_the_host_launches_fewer_operators_when_compiled_or_fused():
     model = of("gpt2")
     eager = works(H100, model, 1024, "fused")[0][1]
