@@ -237,7 +237,7 @@ def estimate(
     from outpace.records.plan import PlanFile
 
     if not isinstance(plan, (Plan, str, Path)):
-        raise BadInputError(f"plan is {plan!r}. Give an outpace.Plan, or a file that has one.")
+        raise BadInputError(f"plan is {plan!r}. Give an outpace.Plan, or a file that contains one.")
     if isinstance(plan, Plan):
         name, file = "the plan", PlanFile.from_plan(plan, seq_len, global_batch)
     else:
@@ -261,7 +261,7 @@ def memory(
     """Trace where memory goes in a training step of the fullest rank, or of `rank`, in bytes.
 
     `model` may be "file.py:build". `machine` is a name in the catalog; None stands for `nproc`
-    processes on CPUs. Other keywords are those of `train`.
+    processes on CPUs. Other keywords are as for `train`.
 
     >>> outpace.memory("outpace-tiny", "rtx-4090", seq_len=64).peak_memory_bytes > 0
     True

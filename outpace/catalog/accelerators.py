@@ -3,7 +3,7 @@
 The peaks are without sparsity: half of the figures that a datasheet prints "with sparsity". 16-bit
 rates are those with fp32 accumulation, as training uses it. An AMD Instinct MI250X is two devices
 (GCDs) with a process each: figures are for one device (half of the module's), except the power,
-which is the module's. AMD's fp32 rate is that of its matrix cores.
+which is the module's. AMD's fp32 rate is its matrix cores' rate.
 """
 
 import re

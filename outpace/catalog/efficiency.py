@@ -583,7 +583,7 @@ def product_curve(accelerator: Accelerator) -> ProductCurve:
 
 
 def dispatch_rate(accelerator: Accelerator) -> DispatchRate:
-    """Return that of the accelerator, or of the nearest one that was measured."""
+    """Return the accelerator's dispatch rate, or the rate of the most similar measured one."""
     if accelerator.name.startswith(("GB200", "GB300")):
         return _DISPATCH_RACK
     return _DISPATCH_B200 if accelerator.architecture == "blackwell" else _DISPATCH_HOPPER

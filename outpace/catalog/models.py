@@ -244,7 +244,7 @@ def untrained_model(reference: str) -> BadInputError | None:
         return None
     return BadInputError(
         f"{OUTLINES[name].untrained}: it trains no {name}, and builds and traces only what it "
-        "trains. Its time, memory and layouts are told by outpace plan and outpace estimate: "
+        "trains. outpace plan and outpace estimate predict its time, memory and layouts: "
         f"outpace plan --model {name} --machine NAME"
     )
 

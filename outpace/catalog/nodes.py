@@ -136,7 +136,7 @@ def find_node(name: str, accelerators: Mapping[str, Accelerator]) -> Node:
 
 
 def _find(name: str, accelerators: Mapping[str, Accelerator]) -> Node | None:
-    """Return the named machine or accelerators; None if the catalog has none of that name."""
+    """Return the named machine or accelerators; None if the name is not in the catalog."""
     wanted = _slug(name)
     if wanted in NODES:
         return NODES[wanted]
@@ -326,9 +326,9 @@ def _several_hosts(asked: _MachineName, chip: Accelerator) -> str:
 
 
 def _find_several(name: str, wanted: str, accelerators: Mapping[str, Accelerator]) -> Node | None:
-    """Return the machine of a number and a name that are in no accelerator's form ("4090x4").
+    """Find a machine by a number and a name that the usual form does not match ("4090x4").
 
-    Raises BadInputError for several machines ("128xdgx-h100"), with the words for them.
+    Raises BadInputError, which names the options to use, for several machines ("128xdgx-h100").
     """
     for pattern, places in ((_COUNT_FIRST, (1, 2)), (_COUNT_LAST, (2, 1)), (_NUMBER_LAST, (2, 1))):
         found = pattern.fullmatch(wanted)

@@ -27,9 +27,9 @@ def _gpt_like(
     positions: int, *, width: int | None = None, head_dim: int | None = None, bias: bool = True,
     outside: int = 0, tied: bool = True, learned: int = 0, dropout: bool = False, **stack: Any,
 ) -> Outline:  # fmt: skip
-    """Make the outline of a GPT-like model: layer norms, and an MLP of two products.
+    """Make the outline of a GPT-like model: layer norms, and an MLP with two weight matrices.
 
-    `outside`: the number of parameters outside of layers, without the final norm.
+    `outside`: the number of parameters outside the layers, not counting the final norm.
     """
     attention = _heads(heads, heads, head_dim or hidden // heads, qkv_bias=bias, out_bias=bias)
     block = Stack(

@@ -59,9 +59,9 @@ def _parser() -> Parser:
     add("--model", "MODEL", str,
         "preset, spec or Hugging Face directory; also bloom-176b", required=True)  # fmt: skip
     add("--plan", "FILE.json", Path, "show only this plan")
-    add("--machine", "NAME", str, "machine of the catalog: hgx-h100, aws-p5, …")
+    add("--machine", "NAME", str, "machine from the catalog: hgx-h100, aws-p5, …")
     add("--probe", "FILE.json", Path,
-        "record of outpace probe: rates, and links if it ran on several nodes")  # fmt: skip
+        "file from outpace probe --out: rates, and links if it ran on several nodes")  # fmt: skip
     add("--nodes", "N", number_type(int, 1, _MOST_NODES),
         "number of machines (default: 1)", default=1)  # fmt: skip
     add("--devices-per-node", "N", whole, "ranks per machine (default: the machine's)")

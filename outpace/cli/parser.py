@@ -117,7 +117,7 @@ def _suggest_option(word: str, flags: list[str]) -> str:
 
 
 class JoinedList(argparse.Action):
-    """Join by commas the values of an option that is given several times."""
+    """Argparse action that joins the values of a repeated option with commas."""
 
     def __call__(
         self,
@@ -219,7 +219,7 @@ def read_duration(text: str) -> float:
 
 
 def duration_type(low: float) -> Callable[[str], float]:
-    """Return a converter for argparse for a duration of at least `low` seconds."""
+    """Return an argparse type for durations of at least `low` seconds."""
 
     def convert(text: str) -> float:
         try:

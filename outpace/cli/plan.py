@@ -26,7 +26,7 @@ _ABOUT = (
 )
 _EPILOG = (
     "Considers every layout: data, sharded, tensor, context, expert and pipeline parallelism, "
-    "micro-batches, recomputation and offloading. --machine is a name of the catalog, an "
+    "micro-batches, recomputation and offloading. --machine is a name from the catalog, an "
     "accelerator or the machine.json of outpace probe. Derivations: docs/concepts/planner.md. "
     "Prediction errors: docs/results/accuracy.md."
 )

@@ -124,7 +124,7 @@ def _format(asked: str | None, out: Path | None) -> str:
 
 
 def _read_subject(path: Path) -> _Subject:
-    """Read what is at the path. Raises BadInputError."""
+    """Read a run's folder or a result file. Raises BadInputError."""
     if path.is_dir():
         if (path / _RUN).is_file():
             return _Subject(path, None)

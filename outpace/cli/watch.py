@@ -33,7 +33,7 @@ _TAIL_BYTES = 1 << 14
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Watch; returns 0, 130 if --for was cut short, or the command's exit code."""
+    """Watch; returns 0, 130 if interrupted before --for had passed, or the command's exit code."""
     at = argv.index("--") if "--" in argv else len(argv)
     words, command = argv[:at], argv[at + 1 :]
     arguments = _parser().read(words)

@@ -270,7 +270,7 @@ class ChatFormat:
             _require_header(asked, before, through, where)
             raise BadInputError(
                 f"{where}: what the assistant says cannot be found: the tokenizer's chat template "
-                "renders the beginning of a conversation differently once more follows. Use a "
+                "renders the start of a conversation differently if more messages follow. Use a "
                 "template with {% generation %} blocks, or set chat_template in the tokenizer's "
                 "folder."
             )

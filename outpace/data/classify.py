@@ -71,7 +71,7 @@ def columns_of(table: Table, texts: tuple[str, ...] | None, label: str | None) -
 
 
 def _partition_of(table: Table, wanted: Sequence[str]) -> str:
-    """Return what to do if a column is in the names of folders, as Hive and Spark write it."""
+    """Return advice if a column is part of the folders' names, as Hive and Spark write it."""
     folders = Path(table.rows[0].where.rpartition(", row ")[0]).parts[:-1]
     for part in folders:
         name = part.partition("=")[0]
@@ -333,7 +333,7 @@ def _gpt_pairs(tokenizer: Tokenizer) -> Any:
 
 @dataclass(frozen=True)
 class EncodedSamples:
-    """Samples, with the number that were longer than allowed and were cut."""
+    """Samples, with the number that were truncated because they were too long."""
 
     samples: RaggedSamples
     cut: int
@@ -346,7 +346,7 @@ def encode(
     seq_len: int,
     segments: bool,
 ) -> EncodedSamples:
-    """Return token ids of the examples, cutting a pair's longer text first.
+    """Return token ids of the examples, truncating a pair's longer text first.
 
     Raises BadInputError for a label that is not among `labels`, or if no text would be left.
     """
@@ -375,7 +375,7 @@ def encode(
 
 
 def _truncate(tokenizer: Tokenizer, text: str | tuple[str, ...], seq_len: int) -> Any:
-    """Encode a text or a pair, cutting the longer of the two first, as transformers does."""
+    """Encode a text or a pair, truncating the longer of the two first, as transformers does."""
     inner = tokenizer.inner
     inner.enable_truncation(seq_len, strategy="longest_first", direction=tokenizer.truncation_side)
     try:

@@ -76,7 +76,7 @@ class Encoders:
 
 
 class _Helper:
-    """One child process."""
+    """A child process that tokenises texts."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._process: subprocess.Popen[bytes] | None = None

@@ -22,7 +22,7 @@ def documents_name(split: str) -> str:
 
 
 class File(Record):
-    """A file as written."""
+    """Size in bytes and xxh3_128 checksum of a file when it was written."""
 
     bytes: NonNegativeInt
     xxh3_128: str

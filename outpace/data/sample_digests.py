@@ -51,7 +51,7 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Digest:
-    """Digest of a sample: that of its numbers in order, or of its texts if it has no numbers."""
+    """Digest of a sample's numbers in order, or of its texts if it has no numbers."""
 
     leaves: tuple[Leaf, ...]
     texts: str | None

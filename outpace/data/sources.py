@@ -399,7 +399,7 @@ def files_in_both(train: Source, held_out: Source) -> list[Path]:
 
 
 def repeated_files(source: Source) -> list[Path]:
-    """Return files of rows or tokens whose complete contents are those of an earlier one.
+    """Return files of rows or tokens with the same contents as an earlier file.
 
     If there are very many files, only the first are checked.
     """
@@ -442,7 +442,7 @@ def _ends_of(file: Path, size: int) -> tuple[int, str, str]:
 
 
 def require_tokens(file: Path, head: bytes) -> None:
-    """Refuse a .bin whose first bytes are those of another kind of file."""
+    """Refuse a .bin whose first bytes belong to another kind of file."""
     if (kind := binary_kind(head)) is not None:
         raise BadInputError(
             f"{file} is {kind}, not token ids. Write them as uint16 or uint32 without a "

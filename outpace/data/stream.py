@@ -252,7 +252,7 @@ def _plain_stream(path: Path) -> Stream:
     """Read a .bin without an index, whose document starts are unknown.
 
     Files of llm.c have a header (256 int32: magic number, version, number of tokens). Files without
-    one, as nanoGPT's, have 16 bits per id, or 32 or 64 if the upper bits of each such word are
+    one, such as nanoGPT's, have 16 bits per id, or 32 or 64 if the upper bits of each word are
     clear.
     """
     size = path.stat().st_size

@@ -84,10 +84,10 @@ def _decode(decoder: codecs.IncrementalDecoder, block: bytes, file: Path, read: 
 
 
 def _border(text: str, begin: int, end: int) -> int:
-    """Return the last position in [begin, end) where a text can be cut; 0 if there is none.
+    """Return the last position in [begin, end) where a text can be split; 0 if there is none.
 
     The best position is between two lines with no white space around the break: tokenizers join
-    white space across lines, and some join a line break with following signs, but none joins a
+    white space across lines, and some join a line break with punctuation, but none joins a
     character, one line break and a letter or digit. In text without lines, it is before the space
     between two words.
     """

@@ -185,7 +185,7 @@ class Tokenizer:
         )  # fmt: skip
 
     def with_length(self, positions: int) -> "Tokenizer":
-        """Return it with a model's positions as maximum length, unless it has one.
+        """Return the tokenizer with a model's positions as maximum length, unless it has one.
 
         transformers cuts longer texts only at that, and a model fails beyond its positions.
         """

@@ -118,7 +118,7 @@ def worker_troubles(
 ) -> Iterator[None]:
     """Raise a BadInputError with advice for errors that torch raises about `workers`.
 
-    `exit_codes` are those of the workers, None for a running one. `elsewhere`: the code does not
+    `exit_codes`: the workers' exit codes, None if running. `elsewhere`: the code does not
     wait for a batch; torch may report the end of a worker at any point, by a signal.
     """
     try:
@@ -170,7 +170,7 @@ def _explain_failure(
 
 
 def _suggest_main_guard() -> str:
-    """Say what a script has to do if workers run it again as they start."""
+    """Explain the __main__ guard that a script needs, because each worker runs it at its start."""
     method = multiprocessing.get_start_method()
     if method == "fork":
         return ""

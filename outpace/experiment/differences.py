@@ -65,7 +65,7 @@ def _differs_clearly(name: str, values: Sequence[str]) -> bool:
 
 
 def _values_of(record: RunRecord) -> dict[str, str]:
-    """Return all that may explain a difference, the most likely explanations first."""
+    """Return all possible explanations of a difference, the most likely ones first."""
     plan = {name: _show_value(getattr(record.plan, name)) for name in Plan.model_fields}
     settings = {
         name: _show_value(getattr(record.settings, name))

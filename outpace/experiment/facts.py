@@ -166,7 +166,7 @@ def _is_asked(arms: Sequence[Arm], names: Sequence[str]) -> bool:
 
 
 def other_numbers(one: RunRecord, other: RunRecord) -> list[str]:
-    """Return the names of facts that make runs of the same training compute other numbers."""
+    """Return the names of facts that make runs of the same training compute different numbers."""
     mine, its = _numbers(one), _numbers(other)
     return [name for name in mine if mine[name] != its[name]]
 
@@ -181,7 +181,7 @@ def _numbers(record: RunRecord) -> dict[str, Any]:
 
 
 def _dropout_source(record: RunRecord) -> tuple[Any, ...] | None:
-    """Return what decides dropout's draws; None without dropout (custom models excepted)."""
+    """Return the settings that determine dropout's masks; None without, or for custom models."""
     plan = record.plan
     if not plan.lora_dropout and (record.model is None or not record.model.dropout):
         return None

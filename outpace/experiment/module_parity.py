@@ -218,7 +218,7 @@ def _step(
 
 @dataclass
 class RankFindings:
-    """Findings of one rank, on its own tensors or on those of all ranks.
+    """Findings of one rank, on its own tensors or on all ranks' tensors.
 
     `whole` and `cut` are the differences from the two references, by (kind, name, step); `held` are
     the gradients on this rank in the first step. `unmatched` says why a tensor has no counterpart

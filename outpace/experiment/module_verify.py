@@ -375,7 +375,7 @@ class _Bench:
         return self._trial.samples // plan.data_parallel // plan.micro_batch
 
     def _cut_reference(self, way: _Cut) -> bool:
-        """Return whether this cut has a reference: a module may not train on so few samples."""
+        """Return whether this split has a reference: a module may not train on so few samples."""
         if way not in self._courses and not self._reference(way).fine:
             self._courses[way] = Path()
         return self._courses[way] != Path()
@@ -520,7 +520,7 @@ CUT = (
 
 
 def _explain_cut(facts: ReferenceFacts) -> str:
-    """Explain a difference if one process with the same cut of the batch computes the same."""
+    """Explain a difference if one process that splits the batch alike computes the same."""
     if facts.written:
         what = f"writes to {first_names(facts.written)}"
     elif facts.state_of_ranks.found:

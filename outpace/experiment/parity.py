@@ -307,7 +307,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor of a step, and its distance from that of the reference."""
+    """A tensor of a step, and its distance from the reference's tensor."""
 
     step: int
     kind: str

@@ -167,7 +167,7 @@ def _of_result(result: Measurement) -> dict[str, Any]:
 
 
 def _of_steps(folder: Path, record: RunRecord, on_change: OnChange) -> dict[str, Any]:
-    """Return medians over the latest steps, without warm-up and those of another layout."""
+    """Return medians over the latest steps, without warm-up and without steps of another layout."""
     steps = latest_steps(folder / METRICS_FILE, on_change)
     if not steps:
         return {}

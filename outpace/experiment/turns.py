@@ -62,7 +62,7 @@ class TurnTraining:
 
 @dataclass(frozen=True)
 class TurnResult:
-    """Result of a training in turns, with the seconds of each counted step, by turn."""
+    """Result of a run that trained in turns, with the seconds of each counted step, by turn."""
 
     result: Measurement | RunFailure
     turns: tuple[tuple[float, ...], ...]

@@ -197,7 +197,7 @@ def _stem(config_class: str) -> str:
 
 
 def _check_dimensions(values: Mapping[str, Any], where: str, *, strict: bool) -> None:
-    """Refuse dimensions that are neither a positive whole number nor a list of these by layer.
+    """Refuse dimensions that are neither a positive integer nor a list of one per layer.
 
     `strict`: refuse lists too, which no family that outpace trains has.
     """

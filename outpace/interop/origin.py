@@ -89,7 +89,7 @@ def with_stops(ids: TokenIds, stops: Sequence[int]) -> TokenIds:
 
 
 def write_generation_config(folder: Path, config: Any, source: Path | None) -> None:
-    """Write generation_config.json: that of `source`, with the config's special ids.
+    """Write generation_config.json as in `source`, with the config's special ids.
 
     If `source` is None or has none, transformers derives it from the config. Sampling settings of
     the source are kept.

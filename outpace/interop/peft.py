@@ -209,9 +209,9 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def fingerprint_config(folder: Path) -> str:
-    """Return what an adapter's config says of its matrices and their scale, in one order.
+    """Return the settings of an adapter's matrices and their scale as JSON with sorted keys.
 
-    Without the base's name, a path that hosts may write otherwise. Raises BadInputError.
+    Without the base's name, a path that may differ between hosts. Raises BadInputError.
     """
     config = read_adapter_config(folder)
     found = {name: config[name] for name in _OF_MATRICES if config.get(name)}
@@ -227,9 +227,8 @@ def _check_form(values: Mapping[str, Any], path: Path) -> None:
     if begun not in _BEGINNINGS:
         raise BadInputError(
             f"{path}: init_lora_weights is {excerpt(begun)}: its initialisation may have changed "
-            "the base model's weights, so that the adapter belongs to other ones. Merge it with "
-            "peft "
-            "(merge_and_unload), or save it for the base model with "
+            "the base model's weights, so the adapter does not fit the original weights. Merge it "
+            "with peft (merge_and_unload), or save it for the base model with "
             "path_initial_model_for_weight_conversion."
         )
     for name, value in values.items():
@@ -282,7 +281,7 @@ def base_of(folder: Path) -> Path:
 
 
 def named_base(folder: Path) -> str:
-    """Return what an adapter's config calls its base, or "". Raises BadInputError."""
+    """Return the base model's name in an adapter's config, or "". Raises BadInputError."""
     return str(read_adapter_config(folder).get("base_model_name_or_path") or "")
 
 
@@ -299,7 +298,7 @@ def merge_into(
 ) -> None:
     """Add an adapter to the `weights` read from `base` (outpace's names), in place: W + s·B·A.
 
-    `form` is that of W, by default the one with which the adapter was trained, so that the result
+    `form` is W's form, by default the one with which the adapter was trained, so that the result
     computes what was trained: weights in 4 bits are then dequantized. Raises BadInputError for an
     adapter of another model.
     """
@@ -357,7 +356,7 @@ def adapter_notes(folder: Path) -> tuple[str, ...]:
 
 
 def read_note(folder: Path) -> AdapterNote | None:
-    """Return what outpace wrote about an adapter; None for one of another program."""
+    """Return outpace's record of an adapter; None if another program wrote the adapter."""
     path = folder / NOTE
     return AdapterNote.load(path) if path.is_file() else None
 

@@ -529,7 +529,7 @@ def _seconds(row: Mapping[str, object], name: str, path: Path) -> float:
         return value
     raise BadInputError(
         f"{path}: {name} in log_history is {_show_value(value)}; it has to be a number of seconds "
-        "above 0. Is the file damaged? Then give the console's output."
+        "above 0. If the file is damaged, give the console output instead."
     )
 
 

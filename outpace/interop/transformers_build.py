@@ -259,7 +259,7 @@ def _auto_class(config: Any) -> tuple[bool, Any] | None:
 
 
 def _positions(config: Any) -> int | None:
-    """Return the longest sequence, by the config or by that of its decoder."""
+    """Return the longest sequence in tokens, from the config or its decoder's config."""
     for part in (config, getattr(config, "decoder", None)):
         for name in _POSITIONS:
             value = config_value(part, name)

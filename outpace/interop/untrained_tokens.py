@@ -38,7 +38,7 @@ def untrained_token_hints(
 
 
 def find_untrained(directory: Path, asked: Collection[int], known: Collection[int]) -> set[int]:
-    """Return the tokens `asked` whose row is zero, or equal to that of another `known` one."""
+    """Return the tokens in `asked` whose row is zero or equals another row of `known`."""
     if not asked:
         return set()
     numbers = sorted(known)

@@ -122,7 +122,7 @@ class Writer:
             if messages:
                 found.append(replace(talk, messages=messages))
         if not found:
-            raise BadInputError(f"{path} holds no conversation to answer.")
+            raise BadInputError(f"{path} contains no conversation to answer.")
         return found
 
     def _is_cut(self, ids: Sequence[int]) -> bool:

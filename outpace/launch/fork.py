@@ -42,7 +42,7 @@ def can_fork(device: str) -> bool:
 
 
 def name_rank(rank: int) -> None:
-    """Set this process's name to that of a rank, for `top` and `outpace watch`."""
+    """Name this process after its rank, for `top` and `outpace watch`."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_SET_NAME, f"{RANK_NAME}{rank}".encode(), 0, 0, 0)
 

@@ -17,7 +17,7 @@ _MOST_HOSTS = 1 << 20
 def expand(text: str) -> Iterator[str]:
     """Yield the hosts of a list, in order. Raises BadInputError for a malformed one.
 
-    The result is that of `scontrol show hostnames`, but some names that SLURM allows are refused
+    The result equals `scontrol show hostnames`, but some names that SLURM allows are refused
     (text after the last brackets; boxes, which only some builds know). The last brackets vary
     fastest, and numbers have as many digits as the first of their range.
     """

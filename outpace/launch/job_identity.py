@@ -1,4 +1,4 @@
-"""Variables that all processes of one job share, and those of another job do not."""
+"""Environment variables that identify a job: equal for its processes, different in other jobs."""
 
 from collections.abc import Mapping
 

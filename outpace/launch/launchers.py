@@ -16,7 +16,7 @@ class Launcher:
 
     @property
     def names(self) -> tuple[str, str, str, str]:
-        """Return all four names."""
+        """Names of the variables of the rank, world size, local rank and local world size."""
         return self.rank, self.world_size, self.local_rank, self.local_world_size
 
 

@@ -52,7 +52,7 @@ SAME_SIGNAL_S = 0.5
 
 
 class WorkerError(OutpaceError):
-    """A rank failed; `exit_code` is that of the rank.
+    """A rank failed; `exit_code` is the rank's.
 
     `lost`: the end was not requested and no setting is to blame, so another attempt may succeed.
     """
@@ -191,7 +191,7 @@ def _shut_down_in_time() -> Iterator[None]:
 
 
 def _by_themselves(failures: "Mapping[int, ProcessFailure]") -> dict[int, int]:
-    """Return exit codes without those of ranks that elastic killed because they ignored SIGTERM."""
+    """Return exit codes, except of ranks that elastic killed because they ignored SIGTERM."""
     late_s = min(failure.timestamp for failure in failures.values()) + _SHUTDOWN_S
     return {
         rank: failure.exitcode

@@ -105,7 +105,7 @@ def _find_obstacles(
     between: tuple[float, float],
     tokens: dict[str, Path],
 ) -> Iterator[str]:
-    """Yield what prevents training on a host. `tokens`: files that identify folders."""
+    """Yield obstacles to training on a host. `tokens`: files that identify folders."""
     for name in _SAME:
         its, other = answer.versions.get(name), first[1].versions.get(name)
         if its != other:

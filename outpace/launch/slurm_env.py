@@ -1,6 +1,6 @@
 """Variables that SLURM's srun sets for each of its tasks, in torchrun's terms.
 
-The names are those of "OUTPUT ENVIRONMENT VARIABLES" in srun(1). A batch script also has some of
+The names are from "OUTPUT ENVIRONMENT VARIABLES" in srun(1). A batch script also has some of
 them, but is not a rank: only tasks that srun starts have those of a step.
 """
 

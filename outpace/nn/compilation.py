@@ -46,7 +46,7 @@ class Compilation:
     def say_failure(self) -> None:
         """Report that forwards are eager from here on, and why."""
         self._on_failure(
-            f"torch.compile fails on this model ({self.failure}), so it is trained without it. "
+            f"torch.compile fails on this model ({self.failure}), so it trains uncompiled. "
             "Avoid the attempt with --no-compile."
         )
 

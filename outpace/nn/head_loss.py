@@ -156,7 +156,7 @@ def _eager_loss_and_gradient(
     vocab: int,
     targets_logits_N: Tensor | None = None,
 ) -> Tensor:
-    """Compute both with one softmax: log Σ exp is the largest logit minus its log softmax."""
+    """Compute loss and gradient with one softmax: log Σ exp = largest logit − its log softmax."""
     logits_NP[:, vocab:] = -torch.inf
     own_N = _targets_logits(logits_NP, columns_N) if targets_logits_N is None else targets_logits_N
     loss = own_N.new_zeros(())
@@ -210,8 +210,8 @@ class CompiledPass:
                 return self._eager(*args)
             self._failed = True
             warnings.warn(
-                f"torch.compile fails on the loss ({error_summary(error)}), so it is computed "
-                "without it. Avoid the attempt with --no-compile.",
+                f"torch.compile fails on the loss ({error_summary(error)}), so the loss runs "
+                "uncompiled. Avoid the attempt with --no-compile.",
                 stacklevel=2,
             )
             return self._eager(*args)
@@ -527,7 +527,7 @@ def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """Add `left` @ `right` to `total`, at least in fp32, within the product."""
+    """Return `total` + `left` @ `right` in at least fp32, accumulated by the matmul kernel."""
     wide = torch.promote_types(left.dtype, torch.float32)
     if total is None:
         return wide_product(left, right, wide)

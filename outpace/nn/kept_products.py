@@ -123,7 +123,7 @@ def can_keep_products(
 def keep_products(
     block: Block, x_BSD: Tensor, sees: Visibility, rotary: Tables | None = None, *_: Any
 ) -> Tensor:
-    """Run the block's forward, (B, S, D) to (B, S, D), without dropout."""
+    """Run a block's forward, (B, S, D) to (B, S, D), without dropout, keeping its products."""
     attention, mlp, spec = block.attention, block.mlp, block.attention.spec
     x_ND = x_BSD.flatten(0, -2)  # rows, as products have them: a view for all rather than for each
     low, again = _apply_norm(block.attention_norm, x_ND)

@@ -60,7 +60,7 @@ class LoraLinear(Linear):
         return self.frozen_product(x) + F.linear(low * self.scale, self.lora_b)
 
     def base_weight(self) -> Tensor:
-        """Return W, (out, in)."""
+        """Return the frozen weight W, (out, in)."""
         return self.weight
 
 
@@ -140,7 +140,7 @@ def first_value(
 ) -> Tensor | None:
     """Return the initial value of the adapter of this name; None for another parameter.
 
-    `shapes` are those of the transformer's parameters without adapters.
+    `shapes`: shapes of the transformer's parameters without adapters.
     """
     module, _, kind = name.rpartition(".")
     if rank is None or kind not in ("lora_a", "lora_b"):
@@ -167,7 +167,7 @@ def adapters(model: nn.Module) -> dict[str, tuple[Tensor, Tensor, float]]:
 
 
 def parameter_counts(model: nn.Module) -> tuple[int, int]:
-    """Return the number of all weights, in any format, and that of the trained ones."""
+    """Return the number of all weights, in any format, and the number of trained ones."""
     in_4_bits = [module for module in model.modules() if isinstance(module, NF4Linear)]
     parts = {id(part) for module in in_4_bits for part in module._parts()}
     counted = sum(p.numel() for p in model.parameters() if id(p) not in parts)

@@ -126,7 +126,7 @@ def linear_loss_sum(
 ) -> Tensor:
     """Return the sum over targets of −log softmax(hidden · weightᵀ + bias)[target], with gradient.
 
-    The sum is fp32. Targets of −100 are ignored; if all are, the loss is 0. `dtype` is that of the
+    The sum is fp32. Targets of −100 are ignored; if all are, the loss is 0. `dtype`: dtype of the
     products, `runs_on` the kind of device to choose for (None: the tensors'), `passes` those of an
     accelerator.
     """

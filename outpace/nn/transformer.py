@@ -118,8 +118,8 @@ class Transformer(nn.Module):
     Weights are a pure function of (spec, seed). On the meta device, none are drawn: allocate memory
     with `to_empty` and call `reset_parameters`, or load a state dict with `assign=True`.
     `blocks_of_masks`: whether masks are blocks if the device has a (compiled) kernel for them; else
-    they are S × S values. `runs_on`: the kind of device to choose for; by default, that of the
-    tensors.
+    they are S × S values. `runs_on`: the kind of device to choose for; by default, the tensors'
+    device.
     """
 
     head_bias: nn.Parameter | None

@@ -29,7 +29,7 @@ class CompiledStep:
         self._fails = False
 
     def __call__(self, kind: Hashable, *arguments: Any) -> None:
-        """Step one parameter."""
+        """Update one parameter in place."""
         if self._fails:
             self._function(*arguments)
         elif kind in self._compiled:

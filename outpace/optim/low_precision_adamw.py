@@ -160,7 +160,7 @@ class LowPrecisionAdamW(KeepsDtypes):
         self._stepped.clear()
 
     def _parts_together(self, stepped: list[nn.Parameter]) -> "_StepParts":
-        """Return the local parts of parameters: those of the last step, if none has moved."""
+        """Return the local parts of parameters, reusing the last step's if none has moved."""
         weights = [local(parameter) for parameter in stepped]
         held = [one for parameter in stepped for one in self.state[parameter].values()]
         known = self._stepped.get(stepped[0])
@@ -175,7 +175,7 @@ class LowPrecisionAdamW(KeepsDtypes):
         return known
 
     def _part(self, parameter: nn.Parameter) -> "_Part":
-        """Return the local part of a parameter: that of the last step, if it has not moved."""
+        """Return the local part of a parameter, reusing the last step's if it has not moved."""
         state, weight = self.state[parameter], local(parameter)
         part = self._parts.get(parameter)
         if part is None or not part.lies_in(weight, state):
@@ -274,7 +274,7 @@ class _Part:
     """Part of a parameter on this rank.
 
     `counted`: its random numbers for rounding are counter-based (`random_words`), not drawn.
-    `address` is that of the weight, None if it has no memory; `held` are the stored moments.
+    `address`: address of the weight, None if it has no memory; `held`: the stored moments.
     """
 
     parameter: nn.Parameter
@@ -351,7 +351,7 @@ class _StepParts:
         return step_counts(self._steps_P.add_(1))
 
     def batches(self, gradients: list[Tensor], counts: list[float]) -> "list[_Batch]":
-        """Return the batches of a step: those of the last step, if gradients are alike."""
+        """Return the batches of a step, reusing the last step's if gradients have the same form."""
         kinds = [(one.dtype, one.is_contiguous()) for one in gradients]
         given = kinds, [count - counts[0] for count in counts]
         if given != self._given:
@@ -398,7 +398,7 @@ def _make_batches(
 
 
 def _flat(tensors: list[Tensor]) -> Tensor:
-    """Return all values as a vector."""
+    """Return the values of all tensors as one vector, (n,)."""
     if len(tensors) == 1:
         return tensors[0].view(-1)
     flat: Tensor = torch._utils._flatten_dense_tensors(tensors)

@@ -194,7 +194,7 @@ def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _copy(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
-    """Copy tensors into those of another dtype, in one pass over all of them."""
+    """Copy tensors into tensors of another dtype, in one pass over all of them."""
     into, of = list(targets), list(sources)
     if into:
         torch._foreach_copy_(into, of)

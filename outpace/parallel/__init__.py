@@ -38,7 +38,7 @@ def apply(request: LayoutRequest) -> Layout:
     traits = TRAITS[strategy]
     if is_custom and request.plan.world_size > 1:
         make_equal(request.objective)  # the user's builder may draw random numbers
-    # A custom model is cut by the names of its parts.
+    # A custom model is split by the names of its parts.
     file = (traits.custom_module if is_custom else None) or traits.module
     if strategy == "single" and gathers(plan, request.device):
         file = "sharded"

@@ -1,4 +1,4 @@
-"""Batches of any structure, cut by their samples."""
+"""Batches of any structure, split by samples."""
 
 import copy
 import pickle
@@ -28,7 +28,7 @@ from outpace.records.errors import BadInputError
 
 
 class SampleList(list[Any]):
-    """A list with an entry for each sample, marked when it is first cut.
+    """A list with an entry for each sample, marked when it is first split.
 
     Parts of it have as few entries as other lists, and so have the tensors that it may hold.
     """
@@ -103,7 +103,7 @@ def _is_one_sample(entry: Any) -> bool:
 
 
 def _refuse_ragged(plain: Any, first: Tensor) -> None:
-    """Raise BadInputError for a list of samples of different lengths, which cannot be cut.
+    """Raise BadInputError for a list of samples of different lengths, which cannot be split.
 
     Beside the `first` tensor of the batch, a list with as many entries can.
     """
@@ -131,7 +131,7 @@ def cut(batch: Batch, parts: int) -> list[Batch]:
 
     A tensor or an array holds samples if its first dimension equals the number of samples in the
     batch, and so does a list or tuple of as many texts, records, lists or tensors. Lists of numbers
-    do not. Raises BadInputError for an object with samples that cannot be cut.
+    do not. Raises BadInputError for an object with samples that cannot be split.
     """
     flat = _flatten(batch)
     size = flat.samples // parts
@@ -330,7 +330,7 @@ def take_apart(passes: Sequence[Batch], place: int, places: int) -> list[Batch] 
 
 
 def explain_lengths(batch: Batch) -> str:
-    """Explain how a batch is cut if some tensors have lengths other than the number of samples.
+    """Explain how a batch is split if some tensors' lengths are not the number of samples.
 
     The text is empty if there are no such tensors.
     """
@@ -348,7 +348,7 @@ def explain_lengths(batch: Batch) -> str:
 
 
 def concatenate(one: Batch, other: Batch) -> Batch | None:
-    """Join two batches; values shared by all samples are those of `one`.
+    """Join two batches; values shared by all samples are taken from `one`.
 
     None if they cannot be joined, because they differ in structure or in lengths.
     """

@@ -1,4 +1,4 @@
-"""Batch normalisation (Ioffe and Szegedy, arXiv 1502.03167) for batches that are cut into parts.
+"""Batch normalisation (Ioffe and Szegedy, arXiv 1502.03167) for batches that are split into parts.
 
 Over replicas, statistics are those of each replica's samples, as under DistributedDataParallel, or
 of all replicas' samples together. In a pipeline they are those of each micro-batch during training,

@@ -131,7 +131,7 @@ class Replicas(Layout):
         return totals
 
     def resume_from(self, start_step: int) -> None:
-        """Set PowerSGD's step count to that of the run."""
+        """Set PowerSGD's step count to the run's."""
         if self.use is not None:
             self.use.steps = start_step
         if self.low_rank is not None:

@@ -222,7 +222,7 @@ class Threads(nn.Module):
         self.parallel = nn.DataParallel(Outputs(objective))
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the objective's totals."""
+        """Return the sum of losses and the number of targets of a micro-batch, both scalars."""
         shared = {name: part for name, part in batch.items() if name != "targets"}
         objective: LanguageModelObjective = self.parallel.module.objective
         return objective.loss_from_hidden(self.parallel(shared), batch["targets"])

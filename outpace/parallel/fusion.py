@@ -63,7 +63,7 @@ def fuse(
 ) -> list[FusedGradients]:
     """Create buffers of at most `limit_bytes` for gradients of parameters in the given order.
 
-    A larger parameter gets its own buffer. `dtype` is that of the buffers; None means that of the
+    A larger parameter gets its own buffer. `dtype`: dtype of the buffers; None means that of the
     parameters.
     """
     groups: list[list[nn.Parameter]] = []

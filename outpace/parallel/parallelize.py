@@ -202,9 +202,9 @@ def parallelize(
 
     `sync_batchnorm`: replicas normalise with the statistics of all their samples together.
 
-    `check`: before the first step, forward and backward of its batch are compared with those of the
-    plain module: the loss, and which parameters get which gradients. A difference is refused. If
-    only cutting the batch makes a difference, a warning says how large it is. A warning names state
+    `check`: before the first step, forward and backward of its batch are compared with the plain
+    module's: the loss, and which parameters get which gradients. A difference is refused. If
+    only splitting the batch makes a difference, a warning says how large it is. It also names state
     that state_dict() does not contain, also on a single process. "off" disables the check. Raises
     BadInputError for unsupported requests, on all ranks if one of them refuses.
     """
@@ -290,8 +290,8 @@ def _check(module: nn.Module, plan: Plan, loss: Loss | None) -> None:
     if plan.precision in WEIGHTS or plan.precision == "fp8":
         raise BadInputError(
             f"parallelize lays out the module as it is, so precision {plan.precision} must "
-            "already be in it: convert it first (module.bfloat16(), torchao's float8), with "
-            "precision fp32, or use outpace train."
+            "already be in it. Convert the module first (module.bfloat16(), torchao's float8) and "
+            "pass precision fp32, or use outpace train."
         )
     if plan.optimizer_in_backward:
         raise BadInputError(

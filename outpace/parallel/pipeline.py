@@ -127,7 +127,7 @@ class PipelineLayout(SpreadLayout):
         return first if self._rank == last else last
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Compute the step's gradients. Each batch is cut into the pipeline's micro-batches."""
+        """Compute the step's gradients. Each batch is split into the pipeline's micro-batches."""
         # A loss scaler sets its scale in the first call, and only the last stage has a loss.
         hooks.scale(torch.zeros((), device=self._device()))
         totals = torch.zeros(2, dtype=torch.float64, device=self._device())

@@ -180,7 +180,7 @@ def _wide_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _widen_storage(tensor: Tensor) -> Tensor:
-    """Return all numbers in a tensor's storage, in the wide dtype."""
+    """Return all elements of a tensor's storage, in the wide dtype."""
     numbers = tensor.untyped_storage().nbytes() // tensor.itemsize
     return tensor.detach().as_strided((numbers,), (1,), 0).to(_wide_dtype(tensor))
 

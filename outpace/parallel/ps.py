@@ -136,7 +136,7 @@ class Worker(Role):
         return totals
 
     def _buffers(self) -> list[tuple[int, Tensor]]:
-        """Yield each buffer with the server that sums it."""
+        """Return pairs of the server that sums a buffer, and the buffer."""
         pairs = zip(self._servers, self._fused, strict=True)
         return [(server, fused.buffer) for server, share in pairs for fused in share]
 

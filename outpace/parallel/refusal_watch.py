@@ -41,7 +41,7 @@ class RefusalWatch:
         self._since_s = time.monotonic()
 
     def leave(self) -> None:
-        """End the call."""
+        """End the call, after which this rank waits for no other."""
         self._since_s = None
 
     def _poll(self) -> None:

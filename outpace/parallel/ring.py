@@ -24,7 +24,7 @@ from outpace.parallel.tensors import make_equal
 def ring_all_reduce(buffer: Tensor, group: dist.ProcessGroup) -> None:
     """Sum `buffer` (one dimension, any length) over the ranks of `group`, in place.
 
-    The buffer is cut into N pieces and sent around in 2(N − 1) steps, one piece each. In the first
+    The buffer is split into N pieces, which are sent around in 2(N − 1) steps. In the first
     N − 1, a rank adds the piece from its left neighbour to its own, until it has the sum of one
     piece (reduce-scatter). In the next N − 1, the sums are passed on (all-gather). So each rank
     sends 2(N − 1)/N of the buffer (Patarasuk and Yuan 2009, §3). Each sum is computed on one rank

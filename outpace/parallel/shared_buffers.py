@@ -1,4 +1,4 @@
-"""Buffers of a user's module on data-parallel ranks, which all use those of rank 0.
+"""Buffers of a user's module on data-parallel ranks, which all use rank 0's values.
 
 Every step, evaluation and checkpoint starts with rank 0's buffers, as under
 DistributedDataParallel, so that a run does not depend on when it is evaluated or saved, and a

@@ -117,7 +117,7 @@ def _list_tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _list_attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
-    """Yield plain attributes of a module's parts, except of those of torch's classes.
+    """Yield plain attributes of a module's parts, except parts of torch's own classes.
 
     The list of a recurrent net's parameters, which torch renews, is left out in subclasses too.
     """
@@ -176,7 +176,7 @@ def _overlap(one: Tensor, other: Tensor) -> bool:
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor in its storage, and the one after its last."""
+    """Return the byte range of a tensor in its storage: first byte, and last byte + 1."""
     begin = int(tensor.itemsize * tensor.storage_offset())
     if not tensor.numel():
         return begin, begin

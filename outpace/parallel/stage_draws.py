@@ -62,7 +62,7 @@ class StageDraws:
     def step(self) -> Iterator[None]:
         """Draw the key of a step. At the end, generators are in the state after this draw.
 
-        A shared key is that of the first stage's rank. Collective then.
+        A shared key is taken from the first stage's rank; the call is then collective.
         """
         if not (self.drawn or self.shared):
             yield
@@ -80,7 +80,7 @@ class StageDraws:
         self._first = first
 
     def seed(self, place: int, micro_batch: int) -> None:
-        """Seed random numbers for a micro-batch of a pass, at the begin of stage `place`.
+        """Seed random numbers for a micro-batch of a pass, at the start of stage `place`.
 
         With a shared key, `place` is the number of blocks that came before.
         It does nothing between steps.

@@ -299,7 +299,7 @@ class _UnusedParameters(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, *parameters: Tensor) -> Tensor:
-        """Return zero."""
+        """Return a tensor of zeros like `given`."""
         return torch.zeros_like(given)
 
     @staticmethod
@@ -310,11 +310,11 @@ class _UnusedParameters(torch.autograd.Function):
 
 
 class _JoinedLoss(torch.autograd.Function):
-    """A loss joined with numbers whose backward must run together with that of the loss."""
+    """A loss joined with numbers whose backward must run together with the loss's."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *tokens: Tensor) -> Tensor:
-        """Return the loss."""
+        """Return a copy of the loss, a scalar."""
         ctx.forms = [torch.empty_like(token, device="meta") for token in tokens]
         ctx.device = tokens[0].device
         return loss.clone()

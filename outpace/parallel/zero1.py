@@ -81,7 +81,7 @@ class SharedStates(Replicas):
 
     @torch.no_grad()
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace weights with fp32 copies; each rank sends those of its share to the others."""
+        """Replace weights with fp32 copies; each rank sends its share of them to the others."""
         assert isinstance(optimizer, ZeroRedundancyOptimizer)
         kept = dict(master_weights(optimizer.optim))
         rank = dist.get_rank()

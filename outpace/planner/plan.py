@@ -165,7 +165,7 @@ def _extrapolated_note(planned: RankedPlan) -> list[str]:
 
 
 def _host_memory_note(job: PlanningProblem, used: PlanningProblem) -> list[str]:
-    """Return what is assumed of a host whose memory is not known, where plans may offload to it."""
+    """Return a note on the assumed host memory, if it is unknown and plans may offload to it."""
     if len(job.by_assumption()) == 1:
         return []
     unknown = f"How much memory a host of {job.cluster.name} has is not known"
@@ -241,7 +241,7 @@ _MUCH_OF_STEP = 0.25  # of its time
 
 
 def _batch_note(planned: RankedPlan) -> list[str]:
-    """Return what a step of offloading takes whatever its batch, where that is much of the step."""
+    """Return a note on the part of offloading's time that no batch size changes, if it is large."""
     one = planned.estimate
     fixed_s = sum(
         part.exposed_s for part in one.offloading if part.what in ("optimizer", "host step", "disk")
@@ -322,7 +322,7 @@ def _slow_alternatives(found: SearchResult) -> tuple[bool, bool]:
 
 
 def list_places(found: SearchResult) -> list[tuple[int, tuple[Role, ...]]]:
-    """Return the plans to list, those with a role first, then those of other kinds."""
+    """Return the plans to list: plans with a role first, then plans of other kinds."""
     roles: list[tuple[int, Role]] = [
         (found.simplest, "recommended"), (found.fastest, "fastest"),
         (found.leanest, "with headroom" if found.roomier else "leanest"),

@@ -118,7 +118,7 @@ class Verdict(Record):
 
     @property
     def _slower(self) -> bool:
-        """Return the direction of the claim: that of most rounds, if it was recorded."""
+        """Return whether "slower" is the claim: as most rounds recorded it, else by the median."""
         return (self.slowdown or 0.0) > 0 if self.slower is None else self.slower
 
     def words(

@@ -85,7 +85,7 @@ def compiled_region(plan: Plan) -> Region:
 def graph_obstacle(plan: Plan, dropout: float = 0.0) -> str | None:
     """Return what prevents a plan's passes from being CUDA graphs; None if nothing does.
 
-    A graph does the same work each time, and all of it at once. `dropout` is that of the model.
+    A graph does the same work each time, and all of it at once. `dropout`: the model's rate.
     """
     if plan.recomputes and (dropout > 0 or plan.lora_dropout > 0):
         # The second of two graphs would draw other numbers than the first.

@@ -31,7 +31,7 @@ class Estimate(Record):
     `step_time_s` lies between `low_s` and `high_s` with probability `level`, based on the errors on
     published or measured steps. `parts_s` add up to the step; `memory` adds up to
     `peak_memory_bytes`, on the device of the rank that needs the most. Offloaded memory is counted
-    separately, on a node's host or its disks: that rank's amount times the ranks of a node. MFU
+    separately, per node, in host memory or on disk: that rank's bytes times the ranks per node. MFU
     counts the FLOPs that the model needs, and HFU also those of recomputation, both relative to the
     dense peak; None if no peak is known.
     """

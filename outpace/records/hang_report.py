@@ -10,7 +10,7 @@ State = Literal["waits", "works", "silent"]
 
 
 class CollectiveEvent(Record):
-    """A collective in torch's flight recorder. `number` counts those of its group, from 1."""
+    """A collective in torch's flight recorder. `number` counts its group's collectives from 1."""
 
     group: str
     number: int

@@ -34,7 +34,7 @@ class TimeParts(Record):
 
     @classmethod
     def of_steps(cls, seconds: Mapping[str, Sequence[float]]) -> Self:
-        """Return the parts of a step of median length, from those of each step; they add up to it.
+        """Return the parts of a median step, computed from each step's parts; they add up to it.
 
         Each is its mean over the half of the steps whose length is nearest the median, scaled to
         the median: the medians of the parts would not add up to the length of a step.
@@ -51,7 +51,7 @@ class TimeParts(Record):
 
     @property
     def total_s(self) -> float:
-        """The whole step."""
+        """Time of the whole step in seconds."""
         return float(sum(getattr(self, f"{part}_s") for part in PARTS))
 
     @property

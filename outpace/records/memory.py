@@ -58,7 +58,7 @@ class MemoryAccount(Record):
     allocator had given out, including the kernels' own memory; `resident_bytes` is the growth of
     the process. `reserved_bytes` is what CUDA's allocator holds for tensors, `unseen_bytes` is
     memory outside of tensors (contexts, libraries), and `library_bytes` the planner's formula for
-    it; None if unknown. `flops` are those of matrix products in one step on this rank, including
+    it; None if unknown. `flops`: FLOPs of matrix products in one step on this rank, including
     recomputation; `bytes_moved` is what its operators read and write.
     """
 
@@ -96,7 +96,7 @@ class MemoryAccount(Record):
 class MemoryUse(Record):
     """A rank's memory in a run, traced and measured; None where it is not (yet) measured.
 
-    For measurements, `peak` is that of one step, and the bytes of the allocator or process are for
+    For measurements, `peak` covers one step, and the bytes of the allocator or process are for
     the whole run.
     """
 

@@ -48,7 +48,7 @@ class NetworkCost(Record):
 
 
 class Need(Record):
-    """Requirements of one plan.
+    """Network bandwidth that one plan needs.
 
     `compute_s`: the time of a step with its bubble on an infinitely fast network.
 

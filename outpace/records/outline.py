@@ -58,7 +58,7 @@ class AttentionShape(Record):
 class Mlp(Record):
     """The MLP of a layer, or experts of which each token uses `active`.
 
-    `width` is that of one expert; `shared` is that of shared experts, which all tokens use.
+    `width`: width of one expert; `shared`: width of shared experts, which all tokens use.
     """
 
     width: PositiveInt
@@ -94,7 +94,7 @@ class ProductShape(Record):
 
 
 class Stack(Record):
-    """Equal layers, not necessarily adjacent. A `seq_len` of None is that of the training sequence.
+    """Equal layers, not necessarily adjacent. `seq_len` is None for the training's own length.
 
     The keys and values of cross-attention come from the last preceding stack that has none (T5's
     encoder). `other` holds products and parameters outside attention and MLP (traced modules).

@@ -409,7 +409,7 @@ class Plan(Record):
 
     @property
     def samples_read(self) -> int:
-        """Number of samples that a reader reads at once; under dp, those of all ranks."""
+        """Number of samples that a reader reads at once; under dp, for all ranks together."""
         return self.samples_per_pass * self.data_parallel // self.readers
 
     def data_rank(self, rank: int) -> int | None:
@@ -578,5 +578,5 @@ class PlanFile(Plan):
 
     @property
     def plan(self) -> Plan:
-        """Return the plan alone."""
+        """Return the plan without its sequence length and global batch."""
         return Plan(**self.model_dump(include=set(Plan.model_fields)))

@@ -26,7 +26,7 @@ class ProgressDisplay(Protocol):
 class LinkFit(Record):
     """A collective's time on an axis of ranks: latency + traffic / bandwidth, fitted over sizes.
 
-    Traffic is counted as by nccl-tests for busbw, so that the bandwidth is that of the link,
+    Traffic is counted as by nccl-tests for busbw, so the result is the link's bandwidth,
     whatever the collective and the number of ranks.
     """
 

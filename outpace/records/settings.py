@@ -242,7 +242,7 @@ class TrainSettings(Record):
     )
     checkpointing: Checkpointing = _computation(
         "activations to recompute: full keeps only a block's input, attention also the output "
-        "of its attention, selective also those of matrix products",
+        "of its attention, selective also the outputs of matrix products",
         "none",
     )
     checkpoint_every: PositiveInt = _computation("checkpoint every K-th block, from the first", 1)

@@ -226,7 +226,7 @@ class CpuTopology(Record):
         return len(cpu_set(self.cpus))
 
     def cores_of(self, cpus: frozenset[int]) -> int:
-        """Return the number of cores of these CPUs, or that of CPUs if it is unknown."""
+        """Return the number of cores of these CPUs, or the number of CPUs if that is unknown."""
         if not self.siblings:
             return len(cpus)
         return sum(1 for core in self.siblings if cpu_set(core) & cpus)

@@ -27,7 +27,7 @@ MemoryKind = Literal["allocated", "reserved", "resident"]
 class LoggedRun(Record):
     """A run as described by a trainer's log. None stands for what the log does not say.
 
-    `steps` were averaged, leaving out the warm-up. Memory is that of the fullest rank in the log.
+    `steps` were averaged, leaving out the warm-up. Memory is the highest of any rank in the log.
     """
 
     trainer: TrainerName

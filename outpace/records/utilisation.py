@@ -333,7 +333,7 @@ class ThinnedLoads:
 
     @property
     def period_s(self) -> float:
-        """Current time between points."""
+        """Current time between points, in seconds."""
         return self.base_period_s * self._each
 
     @property

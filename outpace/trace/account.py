@@ -50,7 +50,7 @@ def account(
 ) -> MemoryAccount:
     """Trace the first two steps of `rank` under fake tensors.
 
-    `settings` are those of the optimizer; without an `accelerator`, the memory is that of the CPU.
+    `settings`: the optimizer's settings; without an `accelerator`, the memory is the CPU's.
     The allocator has the accelerator's `usable_bytes` minus contexts and buffers of collectives.
     Raises BadInputError for a plan that cannot be applied.
     """
@@ -92,7 +92,7 @@ def shallow_depths(spec: ModelSpec, plan: Plan) -> tuple[int, int] | None:
 
 
 def at_depth(work: Workload, layers: int) -> Workload:
-    """Return the same training with fewer layers."""
+    """Return the same training run with fewer layers."""
     spec = work.spec.model_copy(update={"layers": layers})
     return Workload(spec, work.plan, work.seq_len, work.accumulation, work.settings)
 

@@ -12,7 +12,7 @@ import torch
 
 
 class Allocations:
-    """Count of allocations and frees in the context, by this thread and by that of the backward.
+    """Count of allocations and frees in the context, by this thread and the backward's thread.
 
     `peak_bytes`: the most that was live at any time. `left_bytes`: the bytes live at the end.
     Earlier allocations do not count unless they are freed. Internal allocations of kernels are also

@@ -153,7 +153,7 @@ class _Nodes(fx.Interpreter):
         inputs.clear()
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Return the next input."""
+        """Return the region's next input, in place of a placeholder."""
         return self._inputs.pop()
 
     def run_node(self, n: fx.Node) -> Any:

@@ -1,4 +1,4 @@
-"""Memory use of CUDA devices where it differs from that of CPU kernels, as explicit rules.
+"""Explicit rules for where CUDA kernels use memory differently from CPU kernels.
 
 The trace runs the CPU's operators. On CUDA, fused attention saves the same tensors (inputs, output,
 an fp32 log-sum-exp per query), and autocast casts the same operators of outpace's models. The

@@ -300,7 +300,7 @@ def _experts(
 
 
 def _place(one: ProductCall) -> str:
-    """Return the module that has the product's weight, or the one around it."""
+    """Return the module that owns the product's weight, or its parent."""
     return str(one.weight).removesuffix(".weight").rpartition(".")[0]
 
 

@@ -106,7 +106,7 @@ class ModuleTracing:
     def fill_layer(
         self, stack: Stack, rest: list[ProductCall], places: Places, path: str, names: list[str]
     ) -> Stack:
-        """Add the products of a layer to its stack; `places` are those of attentions among them."""
+        """Add the products of a layer to its stack; `places` are positions of its attentions."""
         products = self.products(rest, path, names, self._rows(stack))
         return stack.model_copy(update={"other": tuple(products)})
 
@@ -199,7 +199,7 @@ class ModuleTracing:
         )
 
     def _length(self, done: Sequence[ProductCall | AttentionCall]) -> int:
-        """Return the tokens of a sample: those of its input, or the rows of most of the work."""
+        """Return the tokens of a sample: its input's, or the rows of most of the work."""
         work: Counter[int] = Counter()
         for one in done:
             if isinstance(one, ProductCall):

@@ -39,7 +39,7 @@ LayOut = Callable[[LayoutRequest, Any], Layout]
 class Workload:
     """Training to trace: `accumulation` passes of `plan.samples_per_pass` samples make a step.
 
-    `settings` are those of the optimizer.
+    `settings`: the optimizer's settings.
     """
 
     spec: ModelSpec
@@ -195,7 +195,7 @@ def _scale_loss(loss_sum: Tensor) -> Tensor:
 
 
 def states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield all tensors of an optimizer's state, including that of an optimizer within it."""
+    """Yield all tensors of an optimizer's state, including an inner optimizer's."""
     within = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer has one
     for state in within.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))

@@ -74,7 +74,7 @@ def _fake_group(new_group: Any, *args: Any, backend: str = "", **kwargs: Any) ->
 
 
 class _DoneWork:
-    """Work whose future has a result, unlike that of the fake group."""
+    """Finished work whose future has a result, unlike the fake process group's."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor

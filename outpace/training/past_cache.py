@@ -49,7 +49,7 @@ class DirectWriter:
         return self._written + self._used
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Write all of the data."""
+        """Write all bytes of `data`; return their number."""
         left = memoryview(data).cast("B")
         count = len(left)
         while left:

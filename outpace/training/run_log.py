@@ -91,7 +91,7 @@ def read_log(path: Path, kind: type[Entry]) -> RunLog[Entry]:
 
 
 def _order(lines: Sequence[Line[Entry]]) -> list[Line[Entry]]:
-    """Keep lines with increasing steps; of two out of order, the one that fits its neighbours."""
+    """Keep lines with increasing steps; of two out of order, keep the better fitting one."""
     kept: list[Line[Entry]] = []
     for line, after in zip_longest(lines, lines[1:]):
         before = kept[-1].record.step if kept else -1
@@ -103,7 +103,7 @@ def _order(lines: Sequence[Line[Entry]]) -> list[Line[Entry]]:
 
 
 def _damage(numbers: Sequence[int], changed: set[int], kind: type[Entry]) -> str:
-    """Describe damaged lines; if all of them were only changed, not cut, say so."""
+    """Describe damaged lines, and say so if all of them were changed rather than truncated."""
     what = "step" if issubclass(kind, StepRecord) else "evaluation"
     shown = ", ".join(map(str, numbers[:_SHOWN]))
     more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""

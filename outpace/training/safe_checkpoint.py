@@ -68,7 +68,7 @@ _IN_PYTHON: Any = pickle._Unpickler
 
 
 def _build(unpickler: Any) -> None:
-    """Set an unpickled object's state, but never that of a class or of another live object."""
+    """Set an unpickled object's state, but never a class's or another live object's."""
     made = unpickler.stack[-2]
     if isinstance(made, type) or not is_dataclass(made):
         raise pickle.UnpicklingError(f"it would change {made!r}")

@@ -347,7 +347,7 @@ def read_state(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) ->
         if _OTHER_BLOCKS.search(reason):
             raise BadInputError(
                 f"checkpoint {folder} has optimizer states in 8 or 4 bits, in blocks that tensor "
-                "parallelism cuts: another number of ranks in --tp has others and cannot read "
+                "parallelism splits: with another --tp the blocks differ, so that it cannot read "
                 "them. Resume with the --tp that saved it."
             ) from None
         raise BadInputError(

@@ -67,7 +67,7 @@ class RankReports:
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of a step. `loss_scale` is that of fp16 in this step."""
+    """Figures of a step. `loss_scale` is this step's scale for fp16."""
 
     loss_sum: float
     count: float  # targets in the global batch
@@ -109,7 +109,7 @@ class Stepper:
 
     `expected_targets` is the number of targets in a global batch: exact if `targets_known`,
     otherwise an estimate that is corrected before the optimizer steps. `on_gradients` is called
-    when a step's gradients are complete, before they are clipped. `queue` is that of the device,
+    when a step's gradients are complete, before they are clipped. `queue` is the device's,
     unless another is given.
     """
 

@@ -72,7 +72,7 @@ class BusyTime:
             self._running.append(marks)
 
     def pop_seconds(self) -> float:
-        """Return the seconds since the last call; on a GPU, those of the latest finished step.
+        """Return the seconds since the last call; on a GPU, of the latest finished step.
 
         It is -1 if unknown. This does not wait.
         """

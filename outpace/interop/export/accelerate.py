@@ -236,7 +236,7 @@ def _megatron(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
 
 
 def _in_the_script(request: ExportRequest, kind: Kind) -> list[str]:
-    """Say what Accelerate leaves to the user's script."""
+    """List the settings that Accelerate leaves to the user's script."""
     plan = request.plan
     samples = f"{plan.micro_batch} sample{'s' if plan.micro_batch > 1 else ''}"
     batch = f"The script's data loader gives {samples} at once"

@@ -104,7 +104,7 @@ class ExportedPlan:
 class RecomputedBlocks:
     """The blocks that recompute their activations, as far as a single mode can express them.
 
-    `mode` is that of most of these blocks, and `count` is their number. `every` is K if they are
+    `mode` is what most of these blocks use, and `count` is their number. `every` is K if they are
     every K-th block from the first, and None otherwise.
     """
 

@@ -56,7 +56,7 @@ NOT_CLASSIFY: dict[Strategy, str] = {
 
 @dataclass(frozen=True)
 class TaskData:
-    """Samples of a task. `labels` are those of a classifier; `hints` are notes for the user."""
+    """Samples of a task. `labels` are a classifier's classes; `hints` are notes for the user."""
 
     tokenizer: Tokenizer
     train: PaddedDataset

@@ -173,7 +173,7 @@ class MemoryFit:
     def proposals(
         self, plan: Plan, short: Shortage, resumes: bool = False, search_s: float = SEARCH_S
     ) -> list[Proposal]:
-        """Return the cheapest changes that fit, with a margin if the prediction was too low.
+        """Return the cheapest changes that fit, with a margin for a prediction that was too low.
 
         `resumes`: the run resumes from a checkpoint, so its optimizer state cannot change.
         """

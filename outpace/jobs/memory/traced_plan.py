@@ -15,7 +15,7 @@ from outpace.records.settings import TrainSettings
 
 
 def use_traced_memory(planned: RankedPlan, model: str, job: PlanningProblem) -> RankedPlan:
-    """Replace the formula's memory by that of a trace.
+    """Replace the formula's memory with the traced memory.
 
     Raises BadInputError for plans and models that outpace cannot train.
     """

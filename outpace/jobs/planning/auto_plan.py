@@ -125,7 +125,7 @@ def _values(plan: Plan, settings: TrainSettings) -> dict[str, Any]:
 def _tuned_step_time(
     path: Path, plan: Plan, settings: TrainSettings, say: Callable[[str], None]
 ) -> float | None:
-    """Return a step's time from the tuning beside the plan, if it is for the same training."""
+    """Return the step time in seconds from the tuning beside the plan, if the run is the same."""
     beside = path.parent / TUNING_FILE
     if not beside.is_file():
         return None
@@ -221,7 +221,7 @@ def candidate_world_sizes(machine: Machine) -> list[int]:
 
 
 def _require_known(settings: TrainSettings, origins: Mapping[str, str]) -> None:
-    """Refuse settings that no plan of the planner has, or whose time it does not know."""
+    """Refuse settings that the planner cannot plan or cannot predict the time of."""
     what = None
     for name in Plan.model_fields:
         field = TrainSettings.model_fields.get(name)

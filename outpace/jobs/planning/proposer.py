@@ -124,7 +124,7 @@ class Proposer:
         return found
 
     def _learn_once(self, trials: Sequence[PlanTrial]) -> "_Lessons":
-        """Return what all trials together show, computed once."""
+        """Return the lessons of all trials together, computed once."""
         if tuple(trials) not in self._told:
             self._told[tuple(trials)] = self._learn(trials)
         return self._told[tuple(trials)]

@@ -77,7 +77,7 @@ class _Run:
         return replace(self.place, buffers=Buffers(buffers.device, buffers.rank))
 
     def note_turns(self, what: str, turns: Turns[T]) -> Turns[T]:
-        """Record what these turns measure."""
+        """Record which collectives and sizes these turns measure."""
 
         @contextmanager
         def note() -> Iterator[None]:
@@ -219,7 +219,7 @@ def _note_case(doing: RankActivity, case: Case) -> Case:
 
 
 def _rank_speeds(run: _Run) -> Turns[ProbeSection]:
-    """Measure the speed of each rank, next to those of the others."""
+    """Measure the speed of each rank while the others compute too."""
     work, budget_s = work_of(run.place.buffers.device), _RANKS * run.budget_s
     figures = yield from ranks_figures(work, run.place, run.clock, run.rounds, budget_s)
     return ProbeSection(tuple(figures), advice=tuple(rank_advice(figures)))

@@ -17,7 +17,7 @@ _NONE = "none"
 
 
 class HangVerdict(Record):
-    """The `blamed` ranks.
+    """The ranks that keep others waiting (`blamed`), and a sentence about them.
 
     `by` is the rank that asked, `number` that of its query, 0 without one.
     """

@@ -155,7 +155,7 @@ def _communication(error: RuntimeError) -> bool:
 class _HangQuery:
     """A query of all ranks by one that has waited for a long time, and its verdict.
 
-    `number` is that of the activity, `position` its line. `is_author`: this rank reached the
+    `number` is the activity's, `position` its line. `is_author`: this rank reached the
     verdict, rather than another waiting rank.
     """
 
@@ -295,7 +295,7 @@ class _Watchdog:
             verdicts.replace(look.verdict, None)
 
     def _heed_verdict(self, verdicts: HangVerdicts) -> None:
-        """End with the others if this rank does not notice by itself.
+        """End this rank on a verdict that it has not noticed by itself.
 
         A verdict because of which no rank ends is dropped, since the rank that asked is lost.
         """

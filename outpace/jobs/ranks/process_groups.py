@@ -47,7 +47,7 @@ class Fact:
 
 @dataclass(frozen=True)
 class Groups:
-    """Process groups.
+    """Process groups of a job, which a context creates and destroys.
 
     `control` carries the small host messages of each step, `saving` those of checkpoints.
 
@@ -208,7 +208,7 @@ def _open_store(ranks: Ranks, timeout: timedelta, apart: bool) -> Store:
 
 
 def _wait_for_name(host: str, limit_s: float) -> float:
-    """Wait until a host name has an address, such as that of a starting pod; returns the seconds.
+    """Wait until a host name resolves, as for a starting pod; return the seconds that took.
 
     Raises BadInputError if it gets none within the limit.
     """

@@ -37,7 +37,7 @@ _APART = (
 
 
 class _Arrival(Record):
-    """A process that joins: its token, rank and job, where it runs, and if it was restarted."""
+    """A process that joins: its token, rank and job, its host, and whether it was restarted."""
 
     token: str
     rank: int
@@ -53,7 +53,7 @@ class _Arrival(Record):
         return f"process {self.pid} on {self.host}"
 
     def find_difference(self, other: "_Arrival") -> str | None:
-        """Return what shows that another process belongs to another job, or None."""
+        """Return the difference that shows that a process belongs to another job, or None."""
         if self.world_size != other.world_size:
             return f"a world of {other.world_size} processes, not {self.world_size}"
         for name, value in self.job.items():
@@ -117,7 +117,7 @@ class Session:
 
 
 def format_mixed(surplus: str) -> str:
-    """Return what to say, before anything is trained, of a process that came too many."""
+    """Return the error for a process that joins a full job before the first step."""
     return f"{surplus}: the ranks of two jobs may be mixed. {_APART}, and start them again."
 
 
@@ -209,7 +209,7 @@ def _read_arrival(store: Store, key: str) -> _Arrival | None:
 
 
 def _parse(shown: str) -> _Arrival | None:
-    """Return what a process showed; None for those of another version of outpace."""
+    """Parse a process's arrival; None if another version of outpace wrote it."""
     try:
         return _Arrival.model_validate_json(shown)
     except ValidationError:

@@ -390,7 +390,7 @@ def _optimizer(
 
 
 def _open_logs(job: Job, record: RunRecord, start_step: int | None = None) -> None:
-    """Start the run's logs, on rank 0. `start_step` is that of a resumed run."""
+    """Start the run's logs, on rank 0. `start_step` is the step at which a run was resumed."""
     if job.ranks.rank == 0:
         logged = LoggerContext(
             job.run_dir, record, start_step, partial(notify, job.callbacks, "on_hint")

@@ -77,7 +77,7 @@ def decide(
 
 
 def by_times(eager_s: float, compiled_s: float, once_s: float, total_steps: int) -> Decision:
-    """Decide by step times, eager and compiled, and the one-time cost of compiling."""
+    """Decide whether to compile a run: whether its steps save more time than compiling takes."""
     saved_s = max(eager_s - compiled_s, _SAVED_SHARE * eager_s)
     steps = once_s / saved_s
     expected = (

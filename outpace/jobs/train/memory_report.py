@@ -79,7 +79,7 @@ class Looker:
         self._watched = summarise_strips(strips, self._job.plan, self._job.ranks.rank, Rules())
 
     def finish(self) -> None:
-        """Gather the ranks' measurements; show and write those of the fullest rank. Collective."""
+        """Gather all measurements; show and save the rank with the highest peak. Collective."""
         job = self._job
         said = gather_objects(self._measure(), job.groups.control)
         if job.ranks.rank != 0:

@@ -90,7 +90,7 @@ class Stragglers:
 
 
 def equal_ranks(plan: Plan) -> list[tuple[int, ...]]:
-    """Group ranks that do the same work: those of one pipeline stage, but not parameter servers."""
+    """Group ranks that do the same work: the ranks of a pipeline stage, no parameter servers."""
     if plan.servers:
         return []
     size = plan.world_size // plan.pp

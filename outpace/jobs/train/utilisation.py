@@ -38,7 +38,7 @@ class Recording:
 
     @property
     def latest(self) -> Load | None:
-        """Return the latest utilisation of this rank's host; None on all ranks but its first."""
+        """Return the latest utilisation of this host; None except on the host's first rank."""
         return None if self._recorder is None else self._recorder.latest
 
     def close(self) -> None:

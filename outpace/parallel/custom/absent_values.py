@@ -1,4 +1,4 @@
-"""NaN in the place of values that a pipeline stage does not have, without memory."""
+"""NaN in place of values that a pipeline stage does not have, without memory."""
 
 import math
 from collections.abc import Mapping, Sequence

@@ -113,9 +113,9 @@ def _same_state(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
 
 
 class UnsentValue(Tensor):
-    """NaN in the place of a block's value that does not travel to a stage; notes its use.
+    """NaN in place of a block's value that is not sent to a stage; records its use.
 
-    `used` gets the key of each value that an operation takes.
+    `used` collects the keys of the values that operations read.
     """
 
     key: Key

@@ -93,7 +93,7 @@ def refuse_dtypes(message: Message, name: str) -> BadInputError | None:
 
 
 def refuse_transforms(name: str, output: Any) -> None:
-    """Refuse an output that torch.func wraps: the wrappers end with the forward that is left.
+    """Refuse an output that torch.func wraps: a wrapper is invalid outside its transform.
 
     So do tangents of derivatives in forward mode. Raises BadInputError.
     """
@@ -124,7 +124,7 @@ def send(message: Message | None, group: dist.ProcessGroup, to: int) -> None:
 
 
 def receive(device: torch.device, group: dist.ProcessGroup, source: int) -> Message | None:
-    """Receive what `send` sent."""
+    """Receive a message from rank `source` of the group; None is a refusal."""
     told: list[Message | None] = [None]
     with warnings.catch_warnings():  # raised by torch when it unpickles its own types
         warnings.simplefilter("ignore", FutureWarning)

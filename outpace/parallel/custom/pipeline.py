@@ -1,4 +1,4 @@
-"""Pipelines of a custom model, cut at given or detected blocks.
+"""Pipelines of a custom model, split at given or detected blocks.
 
 Stages are in stage.py, the inspection by the first batch in pipeline_inspection.py. This module
 cuts the model, and sends messages between stages as the schedule requires.
@@ -210,7 +210,7 @@ class CustomPipeline(SpreadLayout):
         self._inspection.learn_alone(whole, cut(batch, self._plan.pp_microbatches)[0], hooks)
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Compute the step's gradients; each batch is cut into the pipeline's micro-batches."""
+        """Compute the step's gradients; each batch is split into the pipeline's micro-batches."""
         # A loss scaler sets its scale in the first call, and only the last stage has a loss.
         hooks.scale(torch.zeros((), device=self._at))
         totals = torch.zeros(2, dtype=torch.float64, device=self._at)

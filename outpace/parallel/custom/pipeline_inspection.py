@@ -228,7 +228,7 @@ class PipelineInspection:
     def _compare(
         self, batch: Batch, hooks: StepHooks, outputs: Mapping[int, "Message | Tensor | None"]
     ) -> None:
-        """Refuse a pipeline whose loss differs from that of one process. Raises BadInputError."""
+        """Refuse a pipeline whose loss differs from one process's. Raises BadInputError."""
         last = len(self._parts) - 1
         refusal: str | None = None
         if self._ranks_of[last] != self._rank:

@@ -240,7 +240,7 @@ class CustomStage(nn.Module):
         return {name: id(part) for name, part in model.named_modules(remove_duplicate=False)}
 
     def _require_places(self, before: Mapping[str, int]) -> None:
-        """Refuse a forward that puts other modules in the place of some. Raises BadInputError."""
+        """Refuse a forward that replaces modules with others. Raises BadInputError."""
         now = self._places()
         moved = [name for name, part in before.items() if now.get(name) != part]
         if moved:

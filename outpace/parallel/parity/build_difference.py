@@ -43,7 +43,7 @@ class BuildDifference:
 
 
 def may_differ_by_process(in_use: NamesInUse) -> bool:
-    """Return whether code that a step reaches names what is another value in each process."""
+    """Return whether code that a step reaches uses values that differ between processes."""
     return any(in_use.mentions(name) for name in _BY_PROCESS)
 
 

@@ -110,7 +110,7 @@ class Projection:
     """
 
     def __init__(self, largest: int, device: torch.device) -> None:
-        """Draw weights for up to `largest` numbers, those of the largest gradient."""
+        """Draw weights for up to `largest` numbers, the size of the largest gradient."""
         drawn = torch.Generator().manual_seed(0)
         count = max(1, min(_WEIGHTS, largest))
         sizes = torch.rand(count, generator=drawn, dtype=torch.float64) + 0.5

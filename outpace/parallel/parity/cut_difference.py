@@ -1,4 +1,4 @@
-"""Difference between a batch's loss and that of its parts, caused by ranks and micro-batches.
+"""Difference between the loss of a batch and of its parts, caused by splitting it.
 
 If a loss is not a mean over samples, or samples see each other (batch normalisation, in-batch
 negatives), one process with the whole batch trains differently from several.
@@ -60,7 +60,7 @@ class FirstPiece:
 
 @dataclass(frozen=True)
 class CountDifference:
-    """Count of the loss of samples, and that of their halves together."""
+    """Number of targets of some samples as a whole, and summed over their two halves."""
 
     count: float
     parts: float
@@ -89,7 +89,7 @@ def compare_cut(
     synchronised: bool,
     tolerance: float,
 ) -> CutDifference:
-    """Compare the loss of a batch with that of its two halves, if the batch is cut.
+    """Compare the loss of a batch with the loss of its two halves, if the batch is split.
 
     Their effects on buffers are compared if the losses agree.
 
@@ -128,7 +128,7 @@ def compare_cut(
 
 
 def _complete(plain: nn.Module, hooks: StepHooks, first: FirstPiece) -> FirstPiece | None:
-    """Return a piece with its own loss, if that of its halves is known; None if it draws."""
+    """Return a piece with its own loss, if its halves' loss is known; None if it draws."""
     if first.mean is not None or first.halves is None or first.two:
         return first
     with suppress(Exception), keep_values(model_of(plain).named_parameters()):
@@ -170,8 +170,9 @@ def compare_accumulated(
     if apart <= tolerance:
         return None
     return explain_cut(
-        apart, "a micro-batch is cut in two, so the whole batch at once, or other micro-batches, "
-        "would train otherwise", "larger micro-batches where samples see each other (BatchNorm)",
+        apart, "a micro-batch is split in two, so the whole batch or other micro-batches "
+        "would train differently",
+        "larger micro-batches where samples affect each other (BatchNorm)",
     )  # fmt: skip
 
 
@@ -179,9 +180,9 @@ _HALF, _NEARLY = 0.5, 1e-3  # relative difference of a summed loss when its batc
 
 
 def explain_cut(apart: float, how: str, cure: str) -> str:
-    """Return a message about a loss that changes by the share `apart` when a batch is cut.
+    """Return a warning that splitting a batch changes the loss by the share `apart`.
 
-    `cure` is what helps where samples see each other.
+    `cure` is the remedy if samples affect each other.
     """
     changes = f"the loss of the first batch changes by {100 * apart:.2g} % when {how}"
     if abs(apart - _HALF) < _NEARLY:
@@ -190,8 +191,8 @@ def explain_cut(apart: float, how: str, cure: str) -> str:
             "mean. To train the same, return the mean (reduction='mean'), or (sum, count)"
         )
     return (
-        f"{changes}: the loss is no mean over samples, or samples see each other. To train the "
-        "same, return (sum, count) from the loss where it is a mean over something other than "
+        f"{changes}: the loss is not a mean over samples, or samples affect each other. To train "
+        "the same, return (sum, count) from the loss where it is a mean over something other than "
         f"samples, such as targets that are not padding, or use {cure}"
     )
 
@@ -230,7 +231,7 @@ def _compare_counts(first: FirstPiece, tolerance: float) -> CountDifference | No
 def _compare_alone(
     plain: nn.Module, passes: Sequence[Batch], hooks: StepHooks, tolerance: float
 ) -> CountDifference | None:
-    """Compare the count of the loss of a single process with those of its halves together.
+    """Compare a single process's number of targets with the sum over the batch's halves.
 
     This is done with a few samples, which may be a special case, and then with the first pass.
     """
@@ -292,7 +293,7 @@ def _compare_halves(mean_of: _MeanOf, first: FirstPiece) -> float | None:
 def _compare_other_parts(mean_of: _MeanOf, first: FirstPiece) -> float | None:
     """Compare the first piece with parts that were not compared; None if there are none.
 
-    A limit on a batch's loss may change neither this piece nor two of its parts.
+    A loss that is limited per batch may be below its limit in this piece and in two of its parts.
     """
     piece, samples = first.piece, samples_in(first.piece)
     if samples % 4:

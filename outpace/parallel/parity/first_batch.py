@@ -1,13 +1,13 @@
 """Check of the first global batch: a strategy compared with the plain module, before any step.
 
-A copy of the user's module, taken before it is laid out, runs forward and backward on the same
-samples, cut as the plan cuts them; every rank takes a part of the pieces. Then the layout does the
-same. Compared are the sums of losses and, of each parameter's gradient, a projection
-(comparison.py), and what the forward itself writes to parameters. Generators stay as they are;
-buffers, and weights that the forward changes, are put back. Where the plain module drops what the
-layout drops, what the layout did is the first step's, and is not done again: all stays as it has
-become. Tensor-parallel ranks drop otherwise; their plain pass takes samples together otherwise than
-the layout, so that equality also shows what further forwards are asked about else.
+A copy of the user's module, made before it is laid out, runs forward and backward on the same
+samples, split as in the plan; every rank takes a part of the pieces. Then the layout does the
+same. The check compares the sums of losses, a projection of each parameter's gradient
+(comparison.py), and what the forward itself writes to parameters. Generators are unchanged;
+buffers, and weights that the forward changes, are restored. If the plain module and the layout use
+the same dropout masks, the layout's pass becomes the first step and is not repeated.
+Tensor-parallel ranks use different masks. Their plain pass combines samples differently from the
+layout, so if the results are equal, no further forwards are needed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -157,7 +157,7 @@ class FirstBatch:
         parts = parts_tolerance(self._plan, allowed)
         asked = layout, passes, StepHooks(hooks.cast), holders
         apart = self._plain.run_apart(*asked, parts)
-        loss_apart = 0.0  # between samples that are combined otherwise
+        loss_apart = 0.0  # between samples that are combined differently
         if apart is not None:
             ready()
             near = replace(allowed, loss=min(allowed.loss, parts.cut))
@@ -231,7 +231,7 @@ class FirstBatch:
         """Report differences from one process over the whole batch that are not errors.
 
         `count` is the number of micro-batches in a step, `loss_apart` the difference of the loss
-        from that of the same samples combined otherwise.
+        from that of the same samples combined differently.
         """
         apart = max(report.cut.loss for report in found.reports)
         counts = [report.cut.counts for report in found.reports if report.cut.counts]
@@ -240,7 +240,7 @@ class FirstBatch:
         if counts:
             self._say(explain_counts(counts[0]))
         elif apart > least:
-            self._say(self._about_cut(apart, "the batch is cut in two"))
+            self._say(self._about_cut(apart, "the batch is split in two"))
         elif mixed.loss:
             self._say(self._about_cut(mixed.loss, BY_THEMSELVES))
         elif mixed.gradient:
@@ -250,7 +250,7 @@ class FirstBatch:
             if moved:
                 self._say(explain_moved_buffers(moved))
             elif loss_apart > max(least, allowed.loss) and not (found.written or found.states):
-                self._say(self._about_cut(loss_apart, "its samples are combined otherwise"))
+                self._say(self._about_cut(loss_apart, "its samples are combined differently"))
         if found.written and count > 1:
             self._say(explain_repeated_writes(sorted(found.written), count))
         states = found.states
@@ -311,7 +311,7 @@ class FirstBatch:
             raise _on_all_ranks(self._explain_moves(apart, _BY_SAMPLES))
 
     def _require_one_loss(self, found: PlainSums) -> None:
-        """Refuse a loss that is another on other ranks, or gradients that do not grow with it.
+        """Refuse a loss that differs between ranks, or gradients that do not scale with it.
 
         The latter include those of a backward that the loss runs itself.
 
@@ -481,8 +481,8 @@ class FirstBatch:
             else f"sync_batchnorm=True{where} where the module has BatchNorm"
         )
         return explain_cut(
-            apart, f"{how}, as ranks and micro-batches cut it, so one process over the whole "
-            "batch would train otherwise", cure,
+            apart, f"{how}, as ranks and micro-batches split it, so one process over the whole "
+            "batch would train differently", cure,
         )  # fmt: skip
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from outpace.parallel.parity.mixed_samples import MixedDifference
 from outpace.records.errors import first_names
 
-BY_THEMSELVES = "samples of it are computed by themselves"
+BY_THEMSELVES = "its samples are computed one by one"
 
 WAYS_OUT = {
     True: "Use another --strategy (outpace verify --model says which are equal to one process), or "
@@ -16,11 +16,11 @@ WAYS_OUT = {
 
 
 def explain_gradient_cut(mixed: MixedDifference) -> str:
-    """Return a message about gradients that depend on the cut although the loss does not."""
+    """Return a warning that splitting the batch changes gradients but not the loss."""
     return (
         f"the gradient of the first batch changes when {BY_THEMSELVES}, as ranks and "
-        f"micro-batches cut it, though the loss does not: that of {first_names(mixed.names)} by "
-        f"{100 * mixed.gradient:.2g} %. So one process over the whole batch would train otherwise: "
+        f"micro-batches split it, though the loss does not ({first_names(mixed.names)}: by "
+        f"{100 * mixed.gradient:.2g} %). So one process over the whole batch trains differently: "
         "something is decided for all samples of a batch at once (a route or a detach by the first "
         "one, a mask over all, a gradient that is clipped or centred in the backward). "
         "To train the same, decide it for each sample by itself, and clip gradients in the step."
@@ -28,7 +28,7 @@ def explain_gradient_cut(mixed: MixedDifference) -> str:
 
 
 def explain_hidden(names: Sequence[str]) -> str:
-    """Return a message about a forward that trains a module which no one knows of."""
+    """Return a message about a forward that trains a module that is not registered."""
     return (
         f"the module's forward changes the values of {first_names(names)}, which belong to a "
         "module in a plain attribute: no checkpoint contains them, and each micro-batch changes "
@@ -43,7 +43,7 @@ def explain_moved_buffers(names: Sequence[str]) -> str:
     return (
         f"the forward moves {first_names(names)}, {what} on which the loss or its gradient "
         "depends, at once or some steps later. Ranks and micro-batches see parts of the batch, so "
-        "that one process over the whole batch would train otherwise: each rank moves its own, "
+        "one process over the whole batch would train differently: each rank changes its own, "
         f"each step begins with rank 0's, and each micro-batch moves {it} once. Gather what moves "
         f"{it} over the ranks (torch.distributed.all_reduce in the forward), and have one "
         "micro-batch a step."

@@ -207,7 +207,7 @@ class _Comparison:
         self._model: nn.Module = plain.model  # type: ignore[assignment]
         self._watch = None if writes else MovedParameters(self._model.named_parameters())
         self._measure = GradientMeasure(self._model) if by_gradient else None
-        self._is_exact = not by_gradient  # a backward's kernels round otherwise each time
+        self._is_exact = not by_gradient  # a backward's kernels round differently each time
         self._measures = True  # whether the next forwards' gradients are measured
         self.unused: set[str] = set()  # state that changes, and that no loss depends on
         self.saw_writes = False  # to parameters or saved buffers

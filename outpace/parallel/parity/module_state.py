@@ -94,7 +94,7 @@ class ModuleState:
             step()
 
     def attributes(self) -> dict[str, Any]:
-        """Return `kept_attributes` of now."""
+        """Return the current `kept_attributes`."""
         return _list_attributes(self._module, self._places)
 
 
@@ -362,7 +362,7 @@ def _find_undo(
 
 
 def _children_of(value: Any) -> Iterable[Any]:
-    """Return the values inside a value that may change."""
+    """Return the attributes, items or elements of a value, which may change."""
     if isinstance(value, nn.Module):
         attributes = [one for name, one in vars(value).items() if name not in _INTERNAL]
         return [*attributes, *value._buffers.values()]

@@ -101,7 +101,7 @@ class MovedParameters(TorchDispatchMode):
         }
 
     def put_back(self) -> dict[str, Tensor]:
-        """Restore all values; return the values that they had in the meantime, by name."""
+        """Restore all parameters; return the values that were replaced, by parameter name."""
         moved = {name: now.clone() for name, now in self.changes().items()}
         for name in {*moved, *self.replaced} & self._before.keys():
             held, before = self._before[name]

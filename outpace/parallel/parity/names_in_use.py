@@ -105,7 +105,7 @@ def _functions_in(value: Any) -> Iterator[FunctionType]:
 
 
 def _functions_among(values: Collection[Any]) -> list[FunctionType]:
-    """Return functions, and those of objects that are called like functions."""
+    """Return functions, including the `__call__` of callable objects."""
     found = [function for value in values for function in _functions_in(value)]
     for value in values:
         if isinstance(value, nn.Module):  # such as a criterion

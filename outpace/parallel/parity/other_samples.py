@@ -1,6 +1,6 @@
 """Samples of other ranks in a rank's first batch, and whether a few samples affect each other.
 
-With them the plain pass combines samples otherwise than the plan cuts them, so that one comparison
+With them the plain pass combines samples differently from the plan, so that one comparison
 with the layout shows that nothing depends on which samples are computed together, or before.
 """
 
@@ -71,7 +71,7 @@ def swap_samples(passes: Sequence[Batch], device: torch.device) -> list[Batch] |
 
 
 def _send_around(sent: Sequence[bytes], sizes: Sequence[int], device: torch.device) -> list[bytes]:
-    """Return what the next rank sends, of these sizes, and send to the previous one. Collective.
+    """Send to the previous rank, and return tensors of these sizes from the next one. Collective.
 
     No rank holds the samples of all.
     """
@@ -89,7 +89,7 @@ def _send_around(sent: Sequence[bytes], sizes: Sequence[int], device: torch.devi
 
 
 def turn_samples(passes: Sequence[Batch], micro_batches: int) -> list[Batch] | None:
-    """Return a pipeline's micro-batches, each with the one before's last sample at its begin.
+    """Return a pipeline's micro-batches, each starting with the last sample of the previous one.
 
     The first one begins with the last sample of all. None if micro-batches have fewer than four
     samples, or an odd number, or if samples cannot be combined.

@@ -78,7 +78,7 @@ def explain_failure(
     pieces: Pieces,
     synchronised: bool,
 ) -> PlainFailure:
-    """Check whether the module fails because a batch is cut, or not cut alike. Collective.
+    """Check whether the module fails because a batch is split, or split unevenly. Collective.
 
     That is the case if the copy runs on the whole batch. If this cannot be tried, it may be.
     """

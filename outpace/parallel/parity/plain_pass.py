@@ -1,10 +1,9 @@
 """The plain module's forward and backward of a first global batch, before any step.
 
-A copy of the user's module, taken before it is laid out, runs on the same samples, cut as the plan
-cuts them; every rank takes a part of the pieces. What it draws at random is what the layout will
-draw, where each rank has samples of its own, and of a pipeline's stages (stage_draws.py); else
-nothing is dropped. Generators, buffers, and weights that the forward changes are as they were
-afterwards.
+A copy of the user's module, made before it is laid out, runs on the same samples, split as in the
+plan; every rank takes a part of the pieces. If each rank has its own samples, or in a pipeline
+(stage_draws.py), the copy draws the random numbers that the layout will draw; otherwise, dropout is
+disabled. Afterwards, generators, buffers, and weights that the forward changes are restored.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -238,7 +237,7 @@ class PlainPass:
         holders: Sequence[ModuleDtypes],
         allowed: ComparisonLimits,
     ) -> PlainSums | None:
-        """Return the sums of this rank's part of all samples, combined otherwise. Collective.
+        """Return the sums of this rank's part of all samples, combined differently. Collective.
 
         If the layout, which runs whole micro-batches, computes the same, then samples do not affect
         each other, nor do previous calls. None if samples cannot be separated, if a few of them
@@ -248,7 +247,7 @@ class PlainPass:
         if not self._recombines:
             return None
         parts = self._recombine(passes, layout._device())
-        reason = None if parts else "samples cannot be combined otherwise"
+        reason = None if parts else "samples cannot be combined differently"
         if gather_first(reason) is not None or parts is None:
             return None
         with self._fill(layout, holders) as (plain, found):
@@ -272,9 +271,9 @@ class PlainPass:
 
     @property
     def _recombines(self) -> bool:
-        """Return whether the plain pass may combine samples otherwise than the plan does.
+        """Return whether the plain pass may combine samples differently from the plan.
 
-        In 16 bits, parts round otherwise by more than most strategies may; and what is dropped at
+        In 16 bits, parts round differently by more than most strategies may; and what is dropped at
         random is the layout's in the same batches alone.
         """
         plan = self._plan
@@ -484,7 +483,7 @@ def _run_backward(
 ) -> None:
     """Run a piece's backward and count it; record the buffers that it changes.
 
-    `versions` are those of buffers before all pieces.
+    `versions`: versions of buffers before all pieces.
     """
     first, moved = found.first is None, _find_moved(model, versions)
     if not number:

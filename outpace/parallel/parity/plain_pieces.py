@@ -37,7 +37,7 @@ class Pieces:
         return rank % plan.tp if plan.tp > 1 else rank // (plan.world_size // plan.pp)
 
     def is_cut(self, passes: Sequence[Batch]) -> bool:
-        """Return whether ranks or micro-batches cut the batch."""
+        """Return whether ranks or micro-batches split the batch."""
         return self._plan.data_parallel * self._plan.pp_microbatches * len(passes) > 1
 
     def find_first(self, passes: Sequence[Batch]) -> Batch | None:

@@ -127,7 +127,7 @@ class PlainSums:
         self.sums[3 + len(self.names) :] = made
 
     def count(self, number: int, piece: Batch, loss_sum: Tensor, count: Tensor) -> None:
-        """Count a finished piece."""
+        """Add a finished piece's loss and number of targets to the sums."""
         totals = torch.stack((loss_sum.double(), count.double(), loss_sum.abs().double()))
         self.sums[:3] += totals
         if self.first is None:

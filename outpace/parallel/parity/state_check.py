@@ -15,7 +15,7 @@ from outpace.records.plan import Plan
 
 
 class StateCheck:
-    """One-time search for what makes a user's module or loss train otherwise than it seems.
+    """One-time search for hidden state that changes how a user's module or loss trains.
 
     This is state outside of checkpoints, and a loss that changes when a batch is accumulated in
     micro-batches. It is the counterpart of FirstBatch for a single process. `say` is called with a

@@ -57,13 +57,13 @@ def _name_dependent(found: Sequence[KeptState]) -> str:
 
 def _explain_loss(by_command: bool, resumed: bool, of_gradient: bool) -> str:
     if not by_command:
-        does = "trains otherwise" if of_gradient else "computes different losses"
+        does = "trains differently" if of_gradient else "computes different losses"
         return f"state_dict() of the module does not contain it, so whoever loads that {does}."
     this = "this resumed run" if resumed else "a resumed run"
     begins = f"no checkpoint or exported model contains it, so {this} starts with its initial value"
     if of_gradient:
-        return f"{begins}, and trains otherwise than one without an interruption."
-    differ = "differ from those without an interruption"
+        return f"{begins}, and trains differently from an uninterrupted run."
+    differ = "differ from an uninterrupted run's"
     return f"{begins}. Its losses, and those of outpace eval, {differ}."
 
 

@@ -198,7 +198,7 @@ def _dispatch_rate(node: Node, share: float, across_share: float) -> efficiency.
 
 
 def _use_devices(fabric: Fabric, node: Node, devices: int) -> Fabric:
-    """Return the links between some of a node's devices, without those of a mesh to the others."""
+    """Return the links between some of a node's devices; in a mesh, only links among these."""
     found = replace(fabric, per_node=devices)
     if node.topology != "mesh" or node.device_link is None or devices == 1:
         return found
@@ -414,7 +414,7 @@ class _ProbeFigures:
         return {shape: statistics.median(seconds) for shape, seconds in found.items()}
 
     def launch_s(self) -> float | None:
-        """Return the time to launch an operator: that of the smallest products."""
+        """Return the time to launch an operator, in seconds: the time of the smallest products."""
         small = [
             seconds
             for dtype in _DTYPES

@@ -32,7 +32,7 @@ _SLOPE = 0.05  # step of logarithms, for derivatives
 
 @dataclass(frozen=True)
 class SeenStep:
-    """A measured step."""
+    """A measured step: its plan, batch and time."""
 
     outline: Outline
     seq_len: int

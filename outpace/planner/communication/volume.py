@@ -247,7 +247,7 @@ def _sharded_traffic(work: StepOnRank, tally: Tally) -> None:
 
 
 def _units(named: Mapping[str, Shape]) -> dict[str, list[Shape]]:
-    """Return what is gathered at once: each block by its number, and the rest under ""."""
+    """Return the units that are gathered at once: blocks by number, and the rest under ""."""
     units: dict[str, list[Shape]] = {}
     for name, shape in named.items():
         block = name.split(".")[1] if name.startswith("blocks.") else ""

@@ -32,7 +32,7 @@ def contradictions(wanted: SearchRequest) -> list[str]:
 
 
 def _required_items(wanted: SearchRequest) -> dict[str, Any]:
-    """Return the required options by name; those of adapters are one."""
+    """Return the required options by name; all adapter options count as one."""
     items = {name: value for name, value in wanted.keep.items() if name not in ADAPTER_NAMES}
     adapters = {name: value for name, value in wanted.keep.items() if name in ADAPTER_NAMES}
     if adapters:

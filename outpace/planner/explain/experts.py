@@ -53,7 +53,7 @@ def expert_notes(job: PlanningProblem, found: SearchResult, listed: Sequence[int
 def _expert_parallelism(
     job: PlanningProblem, found: SearchResult, listed: Sequence[int]
 ) -> list[str]:
-    """Return what the fastest plan with expert parallelism takes, unless one is listed."""
+    """Describe the fastest plan with expert parallelism, unless one is listed."""
     if found.layouts is None or (found.columns.ep[list(listed)] > 1).any():
         return []
     divided = np.flatnonzero(found.layouts.ep > 1)

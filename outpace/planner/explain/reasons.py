@@ -72,7 +72,7 @@ def explain_plan(
 
 
 def _advantage(job: PlanningProblem, found: SearchResult, place: int) -> str:
-    """Return what a plan about as fast as the fastest is preferred for: effort or memory."""
+    """Return why a plan about as fast as the fastest is preferred: less effort or memory."""
     plainest = next(iter(memory_options(job.wanted)))
     efforts = count_effort(
         found.columns.select([place, found.fastest]), plainest, job.question.other_program
@@ -89,7 +89,7 @@ def _advantage(job: PlanningProblem, found: SearchResult, place: int) -> str:
 
 
 def _risk_of_fastest(job: PlanningProblem, found: SearchResult, place: int) -> str | None:
-    """Return what the fastest plan risks that another does not: offloads or full memory."""
+    """Return the fastest plan's risks that another plan avoids: offloading or full memory."""
     theirs, mine = (
         _offload_places(to_plan(found.columns, one)) for one in (found.fastest, place)
     )  # fmt: skip
@@ -104,7 +104,7 @@ def _risk_of_fastest(job: PlanningProblem, found: SearchResult, place: int) -> s
 
 
 def _offload_places(plan: Plan) -> list[str]:
-    """Return what a plan offloads."""
+    """Return the kinds of data that a plan offloads."""
     names = ("activations", "parameters", "optimizer")
     return [name for name in names if getattr(plan, f"offload_{name}") != "none"]
 

@@ -65,7 +65,7 @@ def plan_options(plan: Plan) -> list[str]:
 
 
 def varied_options(plan: Plan, vary: Mapping[str, Any]) -> list[str]:
-    """Describe those of a plan's varied settings that differ from the default."""
+    """Describe the plan's varied settings that differ from the default."""
     words = {
         "precision": plan.precision,
         "optimizer": plan.optimizer,

@@ -100,7 +100,7 @@ def cheapest(
 
 
 def _ceil(wanted: float, each: float) -> int:
-    """Return how many of `each` reach `wanted`; an impossibly large number if `each` is 0."""
+    """Return how many times `each` reaches `wanted`; an impossibly large number if `each` is 0."""
     if wanted <= 0:
         return 0
     return int(-(-wanted // each)) if each > 0 else 2**62

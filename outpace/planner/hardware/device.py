@@ -96,7 +96,7 @@ class DeviceRates:
     sources: tuple[str, ...] = ()
 
     def is_fp8(self, rate: Floats) -> Bools:
-        """Return whether a rate of products is that of fp8, which is twice the rate of 16 bits."""
+        """Return whether products run at the rate of fp8, which is twice the rate of 16 bits."""
         return rate > 1.5 * self.rate("bf16")
 
     def rate(self, dtype: str) -> float:

@@ -502,7 +502,7 @@ def _copy_bytes(step: AdapterMemory, every: Ints, place: int) -> Floats:
 def _pass_over_others(
     timeline: MemoryTimeline, step: AdapterMemory, count: int, given: Floats, copied: Floats
 ) -> None:
-    """Add what `count` blocks leave and release; `given` and `copied` are those of other blocks."""
+    """Add what `count` blocks leave and release; `given` and `copied` describe other blocks."""
     c, layers = step.columns, step.outline.layers
     every = recompute_interval(c, layers)
     plain = share_of(c, "none") * layers

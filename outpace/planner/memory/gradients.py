@@ -78,5 +78,5 @@ def add_gradient(
 
 
 def offload_gradients(timeline: MemoryTimeline, setup: MemorySetup, nbytes: Floats) -> None:
-    """Add gradients of weights in host memory to the host; ignore those of other weights."""
+    """Add gradients of weights in host memory to the host; ignore all other gradients."""
     timeline.offload(np.where(setup.gradients_on_host, nbytes, 0.0), False)

@@ -101,7 +101,7 @@ def _add_sums(timeline: MemoryTimeline, rank: RankSetup) -> None:
 def _add_gradients(timeline: MemoryTimeline, rank: RankSetup) -> None:
     """Add accumulated gradients outside of buckets.
 
-    Those of weights on the host are copied there as soon as they are reduced. In a pipeline,
+    If weights are on the host, their gradients are copied there once reduced. In a pipeline,
     sharded gradients stay whole until the last micro-batch.
     """
     setup, c, s = rank.setup, rank.setup.columns, rank.setup.sizes

@@ -115,7 +115,7 @@ class RankSetup:
 
     @cached_property
     def recomputation(self) -> Recomputation:
-        """Return what the rank's blocks recompute."""
+        """Return the recomputation mode of the rank's blocks."""
         setup, place = self.setup, self.place
         recomputed = 1 - share_of(setup.columns, "none")
         local = place.again / np.maximum(recomputed, 1e-9)

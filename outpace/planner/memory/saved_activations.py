@@ -182,7 +182,7 @@ def layer(
     mask = np.where(device == "cpu", item, 1) if stack.dropout else zero
     # LayerNorm keeps a mean and a deviation of each token, RMSNorm (nn.norms) one number. Of spread
     # tensors torch makes RMSNorm of single operators, which keep what is normalised before it is
-    # scaled as well, for the scale's gradient; in 16 bits its input in fp32 in the place of the
+    # scaled as well, for the scale's gradient; in 16 bits its input in fp32 in place of the
     # residual stream's own.
     numbers = 2 if stack.norm_bias else 1
     composed = (columns.tp > 1) & (not stack.norm_bias)

@@ -45,7 +45,7 @@ class MemoryTimeline:
         self.record_peak()
 
     def free(self, kind: Kind, nbytes: Amount) -> None:
-        """Release memory."""
+        """Free `nbytes` of memory of this kind in each plan."""
         self.pass_over(kind, -nbytes)
 
     def pass_over(self, kind: Kind, nbytes: Amount) -> None:

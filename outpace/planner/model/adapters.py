@@ -45,7 +45,7 @@ class Matrix(NamedTuple):
 class AdapterSettings:
     """Adapters that a plan trains, with all weights frozen in the format `base`.
 
-    The fields are those of a plan, without the prefix `lora_`.
+    The fields are a plan's, without the prefix `lora_`.
     """
 
     rank: int

@@ -47,7 +47,7 @@ def head_weights(spec: ModelSpec) -> int:
 
 
 def keys_reached(keys: int, window: int | None, causal: bool) -> int:
-    """Return the keys counted per query: all, or those of its window (both ways if not causal)."""
+    """Return the keys counted per query: all, or its window (both directions if not causal)."""
     if window is None:
         return keys
     return min(keys, (1 if causal else 2) * (window - 1) + 1)

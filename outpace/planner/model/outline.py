@@ -231,7 +231,7 @@ def parameters(outline: Outline) -> int:
 
 
 def head_in_layers(outline: Outline) -> float:
-    """Return the multiply-adds of the head's products relative to those of an average layer."""
+    """Return the multiply-adds of the head's products relative to an average layer's."""
     block = sum(
         stack.layers * w.inputs * w.outputs * (w.active if w.experts else 1)
         for stack in outline.stacks

@@ -74,8 +74,8 @@ class Site:
         self.probe: Machine | None = None
         if asked.machine is None and asked.probe is None:
             raise BadInputError(
-                "no machine is given. Name one of the catalog, as in --machine hgx-h100, or give "
-                "a record of outpace probe: --probe machine.json."
+                "no machine is given. Name one from the catalog (--machine hgx-h100), or pass the "
+                "file that outpace probe --out wrote (--probe machine.json)."
             )
         if asked.machine is not None:
             self.node = find_node(asked.machine, ACCELERATORS)

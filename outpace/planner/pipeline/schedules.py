@@ -222,7 +222,7 @@ def _zero_bubble_v(rank: int, ranks: int, microbatches: int, each: int) -> list[
 def _dual_pipe_v(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
     """Order DualPipe (DeepSeek-AI, arXiv 2412.19437, §3.2.1), cut in half into a V.
 
-    The steps are those of github.com/deepseek-ai/DualPipe, which numbers them from 1 to 8. It pairs
+    The steps follow github.com/deepseek-ai/DualPipe, which numbers them from 1 to 8. It pairs
     a forward of one stage with a backward of the other; torch runs the two one after the other.
     """
     behind = ranks - 1 - rank

@@ -92,7 +92,7 @@ class Wiring:
     def run(
         self, seconds: Callable[[Action], float], transfer_s: float
     ) -> tuple[list[float], list[float]]:
-        """Return the start and the end of each action; the arguments are those of `simulate`."""
+        """Return the start and the end of each action; takes the arguments of `simulate`."""
         took = list(map(seconds, self.actions))
         free_s = [0.0] * self.ranks
         begins: list[float] = []

@@ -162,7 +162,7 @@ def is_worth_room(one: PlanBatch, other: PlanBatch, plainest: Options, trains_al
     """Return whether one plan is simpler than another by as much as less free memory counts.
 
     It then comes first even if only the other leaves memory free: a tensor or pipeline axis is too
-    high a price for the last tenth of memory. The arguments are those of `count_effort`.
+    high a price for the last tenth of memory. Takes the arguments of `count_effort`.
     """
     mine, theirs = (count_effort(plan, plainest, trains_all)[0] for plan in (one, other))
     return bool(mine + _TIGHT <= theirs)

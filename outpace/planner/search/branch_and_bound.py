@@ -496,7 +496,7 @@ def _smaller(plans: PlanBatch, need: Floats, least: _Least | None) -> _Least | N
 def _smallest(plans: PlanBatch, floor: Floats, needs: Needs, least: _Least | None) -> _Least | None:
     """Return the plan that needs the least memory, or `least`, among those whose `floor` is lower.
 
-    `plans` are those that recompute the most: plans that recompute less need no less.
+    `plans` recompute as much as possible; recomputing less would not reduce their memory.
     """
     order, size = np.lexsort((plans.micro_batch, floor)), _FEW
     while len(order):

@@ -15,7 +15,7 @@ Needs = Callable[[PlanBatch], Floats]
 def remember(needs: Needs, known: dict[bytes, float]) -> Needs:
     """Return `needs` that looks each plan up in `known` first, and adds it there.
 
-    Alternatives are chosen among plans most of which the search has looked at.
+    The search has already computed the memory of most plans among which it picks alternatives.
     """
 
     def look_up(columns: PlanBatch) -> Floats:

@@ -189,7 +189,7 @@ def expand_timed(
     seconds: Callable[[PlanBatch], Floats],
     able: Callable[[PlanBatch], Bools] | None = None,
 ) -> tuple[PlanBatch, Floats]:
-    """Return what `expand` does, only plans that are `able` to fit, and each one's seconds.
+    """Return the plans of `expand` that are `able` to fit, and the step time of each in seconds.
 
     A loss in chunks takes as long as the whole one, beside the same permanent tensors, so that of
     plans which differ in nothing else one is looked at.

@@ -176,7 +176,7 @@ def _simt_product_s(device: DeviceRates, rows: Floats, columns: Floats, inner: F
 def unpacking_s(
     device: DeviceRates, adapters: Adapters, elements: Floats, item: Floats
 ) -> tuple[Floats, Floats]:
-    """Return seconds to unpack frozen weights before a product, and before that of its gradient.
+    """Return the seconds to unpack frozen weights before a product, and before its gradient's.
 
     Kernels such as those of bitsandbytes and GPTQ read packed weights and write them in the dtype
     of the product.

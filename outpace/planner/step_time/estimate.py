@@ -63,7 +63,7 @@ class StepTimes:
 class _Passes:
     """Seconds of the device's work in all passes of a step, as the mean over ranks.
 
-    `busy` is that of the slowest rank, which all others wait for.
+    `busy`: seconds of the slowest rank, which all others wait for.
     """
 
     products: Floats

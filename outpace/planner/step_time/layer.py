@@ -35,13 +35,13 @@ Kernel = Literal["fused", "flash2", "flash3", "cudnn", "triton", "unfused"]
 class Cells:
     """Distinct combinations of what a layer's time depends on, one entry each.
 
-    `rate` is the FLOP/s of its products, `item` the bytes of their numbers, `wide` those of the
-    residual stream, and `samples` the number in a micro-batch. `fused`: attention is fused.
+    `rate`: FLOP/s of its products; `item`: bytes per operand element; `wide`: per element of the
+    residual stream; `samples`: number in a micro-batch. `fused`: attention is fused.
     `norm_split` ranks divide norms and the residual stream (sequence parallelism), `etp` ranks
     divide each expert. `elementwise`: how a program without a compiler computes elementwise
     operations; `fuses_dropout`, `dispatcher`, `experts`, `graphs`, `fuses_accumulation` and `casts`
     are also traits of the program (catalog.stacks). `uneven`: some experts have most of the tokens.
-    `adapters` are those trained on frozen weights.
+    `adapters`: the adapters trained beside frozen weights.
     """
 
     rate: Floats
@@ -234,7 +234,7 @@ def _calls(
 ) -> tuple[Floats, Floats]:
     """Return the operators launched for an uncompiled layer, forward and backward.
 
-    `operators` are those of its forward on one rank, in 16 bits, with all weights trained.
+    `operators`: operators of its forward on one rank, in 16 bits, with all weights trained.
     """
     more: Floats | float = _backward_operators(outline, stack)
     names = [weight.name for weight in weights(stack, outline.hidden)]
@@ -371,7 +371,7 @@ def _frozen_weight(
     device: DeviceRates, cells: Cells, weight: Weight, shape: tuple[Floats, Floats, Floats],
     products: tuple[Floats, Floats],
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
-    """Return what `_weight` does for a weight without a gradient, with its adapters."""
+    """Return the terms of `_weight` for a weight without a gradient, with its adapters."""
     assert cells.adapters is not None
     one, inputs = products
     grads = np.zeros_like(one)
@@ -417,7 +417,7 @@ def _scaling_s(
 
 
 def _engine_cast_s(device: DeviceRates, cells: Cells) -> tuple[float, float]:
-    """Return seconds of Transformer Engine's cast of a number from 16 bits, and those of no number.
+    """Return the seconds that Transformer Engine's cast from 16 bits takes per value and per call.
 
     Trained weights' gradients need a second copy: of blocks along columns, which have their own
     scales, or transposed where products take transposed operands only.
@@ -432,7 +432,7 @@ def _engine_cast_s(device: DeviceRates, cells: Cells) -> tuple[float, float]:
 def _products(
     device: DeviceRates, cells: Cells, products: Sequence[ProductShape], length: int
 ) -> Iterator[tuple[Floats, Floats, Floats]]:
-    """Yield what `_weight` returns for products that are not split."""
+    """Yield the terms of `_weight` for products that are not split."""
     for product in products:
         tokens = cells.samples * (product.positions or length) / cells.cp
         weight = Weight(product.name, product.inputs, product.outputs, "none")
@@ -514,7 +514,7 @@ def _keys_seen(device: DeviceRates, attention: AttentionShape, keys: int) -> int
 
 
 def _attention_rate(device: DeviceRates, cells: Cells) -> Floats:
-    """Return the FLOP/s of attention: in 16 bits also under fp8; in fp32, that of products."""
+    """Return the FLOP/s of attention: under fp8 the 16-bit rate, in fp32 the products' rate."""
     if device.attention_rates:
         low, full = device.attention_rates["bf16"], device.attention_rates["fp32"]
         return np.where(cells.item < 4, low, full)
@@ -563,7 +563,7 @@ def _routing_traffic(outline: Outline, stack: Stack, cells: Cells) -> tuple[Floa
 def _compiled_traffic(
     outline: Outline, stack: Stack, cells: Cells, fused: bool
 ) -> tuple[Floats, Floats]:
-    """Return what `_layer_traffic` does, for Inductor's kernels on a GPU.
+    """Return the bytes of `_layer_traffic` for Inductor's kernels on a GPU.
 
     Inductor fuses elementwise operations with a reduction over the same rows
     (torch/_inductor/scheduler.py). A sum into the residual stream, the norm after it and the cast
@@ -688,7 +688,7 @@ def _operators(outline: Outline, stack: Stack, fused: bool) -> tuple[float, floa
 
 
 def _backward_operators(outline: Outline, stack: Stack) -> float:
-    """Return the number of operators in a backward in addition to those of the forward.
+    """Return how many more operators a backward has than its forward.
 
     A product has two gradients, a bias has a sum, and every parameter's gradient is stored or
     accumulated.

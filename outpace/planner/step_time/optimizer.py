@@ -75,7 +75,7 @@ def _on_gpu(
 ) -> tuple[Floats, Floats]:
     """Return bytes per parameter, and operators for any tensors, of outpace's steps on a GPU.
 
-    `moved` are those of single operators.
+    `moved`: bytes moved by single operators.
     """
     fixed = np.where(c.precision_in(*MASTERS) & ~c.holds_masters(), _MASTERS, 0.0) + _CLIPPING
     nbytes = _COMPILED_BYTES[c.optimizer]

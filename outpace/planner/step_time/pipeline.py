@@ -88,7 +88,7 @@ def _split_layers(setup: StepTimeSetup, stages: Ints) -> tuple[Floats, Floats, F
 def stages_of_plan(setup: StepTimeSetup, passes: StepPasses) -> Stages:
     """Return the stages of the first plan: its blocks, the embedding first and the head last.
 
-    The weights' part of a backward is that of their gradients.
+    The weights' part of a backward computes their gradients.
     """
     c, layers = setup.columns, setup.outline.layers
     ahead, back = float(passes.forward("seconds")[0]), float(passes.backward("seconds")[0])

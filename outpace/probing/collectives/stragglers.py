@@ -96,7 +96,7 @@ def slow_links(seconds: Mapping[Pair, Sequence[float]]) -> SlowLinks:
 
 
 def _slower_ones(ratios: Mapping[Who, Sequence[float]], slower: float) -> list[Slowness[Who]]:
-    """Return ranks whose interval lies above those of the others, slowest first."""
+    """Return ranks whose interval lies above all other intervals, slowest first."""
     found = []
     for who, of in ratios.items():
         if len(of) < _LEAST_ROUNDS:

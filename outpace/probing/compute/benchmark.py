@@ -38,7 +38,7 @@ def probe_matmul(
 ) -> Turns[ProbeSection]:
     """Time matrix products on a device.
 
-    `features` are those of its processor. Raises WrongResultError.
+    `features`: features of its processor. Raises WrongResultError.
 
     `tokens`: the number in a model's products; None for as many as keep a call short.
     """

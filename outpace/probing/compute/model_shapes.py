@@ -45,7 +45,7 @@ def vocabulary_cases(on: Bench, dtype: Dtype, spec: ModelSpec, tokens: int) -> l
 def _of_head(
     on: Bench, dtype: Dtype, vocab: int, hidden: int, tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the head's input and its weight."""
+    """Return the head's input, (tokens, hidden), and its weight, (vocab, hidden)."""
     pool = on.pools[dtype]
     return pool[: tokens * hidden].view(tokens, hidden), pool[-vocab * hidden :].view(vocab, hidden)
 
@@ -67,7 +67,7 @@ def _head(on: Bench, dtype: Dtype, vocab: int, hidden: int, tokens: int) -> Call
 def _wrong_head(
     on: Bench, dtype: Dtype, vocab: int, hidden: int, tokens: int, found: Head
 ) -> str | None:
-    """Check rows of each product, with the forward's result as input of the backward."""
+    """Describe the first wrong product of the head and its gradients; None if all are right."""
     x_TH, w_VH = _of_head(on, dtype, vocab, hidden, tokens)
     g_TV, dw_VH, dx_TH = found
     return (

@@ -120,7 +120,7 @@ def _residual(x: np.ndarray, t: np.ndarray) -> float:
 
 
 def _fit(x: np.ndarray, t: np.ndarray) -> tuple[float, float]:
-    """Fit t to a straight line in x by least squares; return the residual and the slope."""
+    """Fit a straight line to t(x) by least squares; return the residual and the slope."""
     design = np.stack([np.ones_like(x), x], axis=1)
     solved, *_ = np.linalg.lstsq(design, t, rcond=None)
     return float(((t - design @ solved) ** 2).sum()), float(solved[1])

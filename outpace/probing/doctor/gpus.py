@@ -266,7 +266,7 @@ def visible(inventory: Inventory) -> Iterator[Finding]:
             "high",
             "of several slices (MIG), CUDA uses only the first",
             said,
-            "start one training for each slice, or train on whole GPUs (nvidia-smi -mig 0 as root)",
+            "start one run for each slice, or train on whole GPUs (nvidia-smi -mig 0 as root)",
         )
     elif len(shown) < len(words):
         odd = words[len(shown)]

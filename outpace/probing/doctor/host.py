@@ -245,7 +245,7 @@ def other_programs(inventory: Inventory) -> Iterator[Finding]:
     """Find programs that use the cores now, which slow steps and disturb measurements."""
     busy, count = inventory.other_busy_cores, len(_usable(inventory))
     if busy is None:
-        raise UnknownFactError("the load of the cores could not be read")
+        raise UnknownFactError("outpace could not read the load of the cores")
     if busy < max(0.3, 0.05 * count):
         return
     names = join_names(

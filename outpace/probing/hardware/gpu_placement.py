@@ -214,7 +214,7 @@ def bottleneck(topology: Topology) -> str | None:
 def _times(
     topology: Topology, nvlink_bytes_per_s: float | None, slot_bytes_per_s: float | None
 ) -> float | None:
-    """Return a PCIe slot's time relative to that of the best NVLinks; None if there are none."""
+    """Return a PCIe slot's time relative to the best NVLinks' time; None without NVLinks."""
     pairs = combinations(topology.gpus, 2)
     most = max((nvlinks(topology.link_between(*pair)) for pair in pairs), default=0)
     if not most or nvlink_bytes_per_s is None or slot_bytes_per_s is None:

@@ -77,7 +77,7 @@ def changes() -> str | None:
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Select the variables that affect computation or communication, except those of the launch.
+    """Select the variables that affect computation or communication, except launch variables.
 
     Variables that contain a secret are left out: by their names, or if they have an address with a
     password.

@@ -327,7 +327,7 @@ class _BatchKeys:
 
 
 def _difference(batch: Any, reference: Any) -> str | None:
-    """Compare the batch with that of another loader."""
+    """Compare the batch with another loader's batch."""
     both = zip(tree_leaves(batch), tree_leaves(reference), strict=True)
     for a, b in both:
         if isinstance(a, Tensor) and not torch.equal(a, b):

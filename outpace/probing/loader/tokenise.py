@@ -109,7 +109,7 @@ class _Run:
         return "its ids are not the tokenizer's"
 
     def close(self) -> None:
-        """End the processes."""
+        """End the tokenising processes."""
         self._open.close()
 
 

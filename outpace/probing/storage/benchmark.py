@@ -290,7 +290,7 @@ class _NewFile:
         return _difference(held, self._data)
 
     def close(self) -> None:
-        """Remove the file."""
+        """Remove the test file."""
         if self._file is not None:
             os.close(self._file)
             self._file = None

@@ -67,7 +67,7 @@ class LoadRecorder:
 
     @property
     def latest(self) -> Load | None:
-        """Return the newest load."""
+        """Return the latest sample; None before the first."""
         return self._latest
 
     @property

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 # Okabe and Ito, "Color Universal Design" (2008), but for two: their yellow (#F0E442) has a contrast
-# of 1.3 with white, this one of 3.2; and grey is in the place of black, which dark pages hide.
+# of 1.3 with white, this one of 3.2; and grey replaces black, which dark pages hide.
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 SKY, PINK, YELLOW, GREY = "#56B4E9", "#CC79A7", "#A39100", "#999999"
 LIGHT_BLUE, LIGHT_RED, LIGHT_GREY, DARK_GREY = "#8FD3F4", "#F3A683", "#BBBBBB", "#6B6B6B"

@@ -204,7 +204,7 @@ def first_step_words(measured: Measurement | None) -> str | None:
 
 
 def _full_measurement(run: RunFolder) -> Measurement | None:
-    """Return the measurement if it has all timed steps: those of a last resume may be fewer."""
+    """Return the measurement if it covers all timed steps, not only those since a resume."""
     measured = run.measurement
     return measured if measured and measured.start_step == run.record.start_step else None
 
@@ -396,7 +396,7 @@ def _prediction_figures(one: Estimate, run: RunFolder) -> list[Part]:
 
 
 def _memory_beside(predicted: float, run: RunFolder) -> list[Part]:
-    """Compare a GPU allocator's memory, or on a CPU that of tensors, with the prediction."""
+    """Compare a GPU allocator's memory, or tensors' memory on a CPU, with the prediction."""
     measured, title = peak_memory(run), "Peak memory"
     if run.record.device == "cpu":
         account = run.memory.measured if run.memory is not None else None

@@ -132,7 +132,7 @@ def loss_by_arm(runs: Mapping[str, StepLog]) -> Chart:
 
 
 def step_times(steps: StepLog, median_s: float) -> Chart:
-    """Draw the time of every step; `median_s` is that of the steps that are timed."""
+    """Draw the time of every step; `median_s` is the median of the timed steps."""
     values = steps["step_time_s"]
     unit, along = seconds([float(np.nanpercentile(values, 99))]), axis_choices(steps)
     low, high = (float(np.nanpercentile(values, share)) for share in (5, 95))

@@ -21,7 +21,7 @@ from outpace.reporting.terminal.table import NAME_WIDTH, NarrowTable
 
 
 def answer_text(answer: Answer) -> Group:
-    """Format an answer for a terminal; of a chart, its table is shown."""
+    """Format an answer for a terminal; charts are shown as tables."""
     verdict = [Text(line, style="bold") for line in answer.verdict]
     facts = "; ".join(f"{name}: {value}" for name, value in answer.facts)
     parts = [part_text(part) for part in answer.parts]

@@ -20,13 +20,13 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def runtime_name(measurement: Measurement) -> str:
-    """Name what `train_runtime` measures; in a resumed run, that of its last part."""
+    """Return the label of `train_runtime`; in a resumed run, it covers the last part only."""
     started = measurement.start_step
     return f"training since step {started:,}" if started else "training time"
 
 
 def first_step_name(measurement: Measurement) -> str:
-    """Name what `first_step_s` measures; in a resumed run, the first step of its last part."""
+    """Return the label of `first_step_s`; in a resumed run, the first step since the resume."""
     return f"time to step {measurement.start_step + 1:,}"
 
 

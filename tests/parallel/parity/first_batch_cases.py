@@ -160,7 +160,7 @@ def contrast(module, batch):
 
 
 class Quiet(nn.Module):
-    """Blocks that drop nothing and move nothing, so that samples may be combined otherwise."""
+    """Blocks that drop nothing and move nothing, so that samples may be combined differently."""
 
     def __init__(self):
         super().__init__()

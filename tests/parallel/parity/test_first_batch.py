@@ -219,7 +219,7 @@ def test_a_module_whose_copy_fails_is_reported_as_not_compared(tmp_path):
             model.forward_backward(model.share(batch))
         said = [str(one.message) for one in heard if "not compared" in str(one.message)]
         assert len(said) == (rank.ranks.rank == 0)
-        assert all("fails (KeyError: 'not me')" in s and "is cut" not in s for s in said)
+        assert all("fails (KeyError: 'not me')" in s and "is split" not in s for s in said)
 
     ends = run_forked(2, act, 240.0, tmp_path / "job")
     assert all(end.fine for end in ends), [end.said for end in ends]

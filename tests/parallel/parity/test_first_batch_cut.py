@@ -42,11 +42,11 @@ def first_entry(module, batch):
 
 
 def test_a_module_that_refuses_half_a_batch_still_trains(tmp_path):
-    """A micro-batch of 2 samples is cut in two by the check alone, which then joins two of them."""
+    """The check alone splits a micro-batch of 2 samples in two, and then joins two of them."""
     both = run_first_step(tmp_path, "ddp", Narrow, first_entry)
     for said in both:
         assert "loss" in said and said["passes"] == 1 and said["restored"]
-    assert "when the batch is cut in two" in both[0]["warnings"][0]
+    assert "when the batch is split in two" in both[0]["warnings"][0]
 
 
 class NormalisedStack(Stack):
@@ -60,7 +60,7 @@ class NormalisedStack(Stack):
 
 def test_micro_batches_of_one_sample_are_compared_in_pairs(tmp_path):
     first, _ = run_first_step(tmp_path, "ddp", Stack, contrast, change={"micro_batch": 1})
-    assert "when the batch is cut in two" in first["warnings"][0]
+    assert "when the batch is split in two" in first["warnings"][0]
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_loss_that_depends_on_the_cut_is_reported_once_with_the_cure(
     first, second = run_first_step(tmp_path, "zero2", make, loss, **sync)
     assert second["warnings"] == [] and "refused" not in first
     [said] = first["warnings"]
-    assert "when the batch is cut in two" in said and "(sum, count)" in said
+    assert "when the batch is split in two" in said and "(sum, count)" in said
     assert ("larger micro-batches" if options else "sync_batchnorm=True") in said
 
 
@@ -158,7 +158,7 @@ class QuietCentred(Quiet):
 def test_gradients_of_stateless_modules_that_depend_on_the_cut_are_reported(
     tmp_path, make, strategy
 ):
-    """Their samples are combined otherwise first, with one of another rank or micro-batch."""
+    """Their samples are combined differently first, with one of another rank or micro-batch."""
     first, second = run_first_step(tmp_path, strategy, make, change={"micro_batch": 4}, samples=16)
     assert second["warnings"] == [] and "refused" not in first
     [said] = first["warnings"]
@@ -278,7 +278,7 @@ def missing_as_nan(module, batch):
 def test_a_mean_over_missing_targets_is_found_by_quarters_of_a_micro_batch(tmp_path):
     change = {"micro_batch": 4, "pp_microbatches": 2}
     first, _ = run_first_step(tmp_path, "gpipe", loss=missing_as_nan, change=change)
-    assert "when the batch is cut in two" in first["warnings"][0]
+    assert "when the batch is split in two" in first["warnings"][0]
 
 
 @pytest.mark.parametrize("strategy", ["zero3", "1f1b"])

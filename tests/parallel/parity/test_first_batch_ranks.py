@@ -45,7 +45,7 @@ def test_collectives_in_user_code_are_reported_or_refused(tmp_path, strategy):
     options = {"layouts": layouts} if strategy == "tp" else {}
     first, second = run_first_step(tmp_path, strategy, Wide, gathered, **options)
     if strategy == "ddp":
-        assert "refused" not in first and "cut in two" in first["warnings"][0]
+        assert "refused" not in first and "split in two" in first["warnings"][0]
     else:
         assert first["refused"] == second["refused"]
         assert "calls a collective of torch.distributed (allgather)" in first["refused"]
@@ -172,7 +172,7 @@ def round_the_loss(layout):
     [
         (round_the_loss, squares, "", ""),
         (drop_one_gradient, squares, "blocks.1.up.weight has no gradient", ""),
-        (None, contrast, "", "when the batch is cut in two"),
+        (None, contrast, "", "when the batch is split in two"),
         pytest.param(drop_a_term, with_term, "the loss is", "", marks=pytest.mark.slow),
     ],
 )

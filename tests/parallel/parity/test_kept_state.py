@@ -632,7 +632,7 @@ class ReadingAttribute(Base):
     [
         (lambda errors: errors.sum(), 4, "it seems to be a sum over samples"),
         (lambda errors: errors.sum(), 1, "it seems to be a sum over samples"),
-        (lambda errors: errors.mean() ** 2, 4, "the loss is no mean over samples"),
+        (lambda errors: errors.mean() ** 2, 4, "the loss is not a mean over samples"),
         (lambda errors: errors.mean(), 4, None),
         (lambda errors: (errors.sum(), errors.numel()), 4, None),
         (lambda errors: errors.sum(), 8, None),  # one micro-batch: nothing is cut
@@ -648,7 +648,7 @@ def test_a_loss_that_accumulation_changes_is_told_on_one_process(reduce, micro_b
             nn.Linear(5, 1), plan, loss=lambda module, batch: reduce(module(batch[0]).square())
         )
         model.forward_backward((torch.randn(8, 5),))
-    sentences = [str(one.message) for one in seen if "is cut in two" in str(one.message)]
+    sentences = [str(one.message) for one in seen if "is split in two" in str(one.message)]
     assert len(sentences) == (told is not None)
     assert told is None or told in sentences[0]
 
