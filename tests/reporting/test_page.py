@@ -17,8 +17,10 @@ from outpace.reporting.render.document import (
     DataTable,
     Document,
     DocumentSection,
+    Items,
     Number,
     Paragraph,
+    StyledText,
 )
 from outpace.reporting.render.markdown import markdown, table_csv
 
@@ -34,7 +36,8 @@ def document(words):
     )
     figure = Chart(words, words, ({"type": "bar", "x": [1.0], "name": words, "text": [words]},),
                     {"title": {"text": words}}, table)  # fmt: skip
-    section = DocumentSection(words, (Paragraph(words), Code(words, words), table, figure))
+    sentences = (Paragraph(words), Items(((words, words),)))
+    section = DocumentSection(words, (*sentences, Code(words, words), table, figure))
     return Document("run", words, (words, words), ((words, words),), (section,))
 
 
@@ -166,12 +169,13 @@ def test_code_stays_in_its_fence():
 
 
 @given(TEXT)
-def test_csv_holds_every_cell_once(words):
+def test_csv_holds_every_cell_and_sentence_once(words):
     rows = list(csv.DictReader(io.StringIO(table_csv([document(words)]))))
     cells = [row for row in rows if row["section"] not in ("verdict", "facts")]
-    assert len(rows) == 3 + 8
+    assert len(rows) == 3 + 2 + 8
     if words not in ("verdict", "facts"):
-        assert [row["value"] for row in cells] == ["", "1.5", "", ""] * 2
+        assert [row["value"] for row in cells] == ["", "", *["", "1.5", "", ""] * 2]
+        assert cells[0]["text"] == cells[1]["text"] == cells[1]["column"]
 
 
 def test_csv_has_nothing_that_a_spreadsheet_computes():
@@ -182,7 +186,8 @@ def test_csv_has_nothing_that_a_spreadsheet_computes():
 
 
 def test_a_column_without_content_is_left_out():
-    table = DataTable("a", ("b", "c", "d"), (("e", "", Number(None, "–")), ("f", "", "")))
+    rows = (("e", StyledText("", "dim"), Number(None, "–")), ("f", "", ""))
+    table = DataTable("a", ("b", "c", "d"), rows)
     assert table.columns == ("b", "d") and [row[0] for row in table.rows] == ["e", "f"]
     assert DataTable("a", ("b", "c"), ()).columns == ("b", "c")
 

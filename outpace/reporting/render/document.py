@@ -51,7 +51,11 @@ class DataTable:
             raise ValueError(f"{self.title}: rows of {lengths} cells, {len(self.columns)} columns")
         if not self.rows:
             return
-        kept = [place for place in range(len(self.columns)) if any(row[place] for row in self.rows)]
+        kept = [
+            place
+            for place in range(len(self.columns))
+            if any(cell_text(row[place]) for row in self.rows)
+        ]
         object.__setattr__(self, "columns", tuple(self.columns[place] for place in kept))
         rows = tuple(tuple(row[place] for place in kept) for row in self.rows)
         object.__setattr__(self, "rows", rows)

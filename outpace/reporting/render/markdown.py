@@ -10,7 +10,6 @@ from outpace.reporting.render.document import (
     Code,
     DataTable,
     Document,
-    DocumentSection,
     Items,
     Number,
     Paragraph,
@@ -76,7 +75,7 @@ def _text(words: str) -> str:
 
 
 def table_csv(documents: Sequence[Document]) -> str:
-    """Return every cell of every table as a line: its position, its number, and its text."""
+    """Return every cell of every table, and every sentence, as a line: where, number and text."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(_COLUMNS)
@@ -87,19 +86,23 @@ def table_csv(documents: Sequence[Document]) -> str:
         for name, value in document.facts:
             writer.writerow(map(_safe, (document.title, "facts", "", "0", name, "", value)))
         for section in document.sections:
-            for table in _tables(section):
-                for place in _cells(table):
-                    where = (document.title, section.title, table.title)
-                    writer.writerow(map(_safe, (*where, *place)))
+            for part in section.parts:
+                for place in _lines(part):
+                    writer.writerow(map(_safe, (document.title, section.title, *place)))
     return file.getvalue()
 
 
-def _tables(section: DocumentSection) -> Iterator[DataTable]:
-    for part in section.parts:
-        if isinstance(part, DataTable):
-            yield part
-        elif isinstance(part, Chart):
-            yield part.table
+def _lines(part: Part) -> Iterator[tuple[str, ...]]:
+    """Yield a part's lines, from the title of a table on."""
+    if isinstance(part, Paragraph):
+        yield "", "0", "", "", part.text
+    elif isinstance(part, Items):
+        for number, (mark, text) in enumerate(part.rows):
+            yield "", str(number), cell_text(mark), "", text
+    elif isinstance(part, DataTable | Chart):
+        table = part.table if isinstance(part, Chart) else part
+        for cell in _cells(table):
+            yield table.title, *cell
 
 
 def _cells(table: DataTable) -> Iterator[tuple[str, str, str, str]]:
