@@ -41,6 +41,7 @@ from outpace.planner.search.branch_and_bound import (
 from outpace.planner.search.simulate_finalists import order, simulate_pipelines
 from outpace.planner.search.space import SearchRequest, to_plan
 from outpace.planner.step_time.estimate import StepTimes, estimate, offloading
+from outpace.planner.step_time.setup import set_up
 from outpace.records.errors import BadInputError
 from outpace.records.estimate import Estimate, KeptOption, OffloadingPart, Plans, RankedPlan, Role
 from outpace.records.optimizers import LOW, OptimizerName
@@ -477,7 +478,7 @@ def _estimate(
     shares: dict[str, float] = dict(zip(MODES, map(float, row.modes[0]), strict=True))
     eight = to_plan(row, 0).precision == "fp8"
     shares["selective"] *= job.stack.repeats_products == "second" and not eight
-    stops = (job.stack.stops_early or bool(row.compile[0])) and adapters is None
+    stops = bool(set_up(job.question, row).stops_early[0])
     again = recomputed_flops(job.outline, wanted.seq_len, samples, shares, stops_early=stops)
     again /= flops
     peak = device.peak_flops_per_s.get(dtype_of(to_plan(row, 0).precision))

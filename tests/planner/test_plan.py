@@ -13,7 +13,8 @@ from outpace.jobs.memory.query import question as memory_question
 from outpace.jobs.planning.request import PlanQuestion, job
 from outpace.planner import plan as planner
 from outpace.planner.explain.axis_links import axis_links
-from outpace.planner.model.outline_flops import forward_flops
+from outpace.planner.model.adapters import AdapterSettings
+from outpace.planner.model.outline_flops import forward_flops, step_flops
 from outpace.planner.plan import estimate_plan, plans, throughput
 from outpace.planner.search.alternatives import CROWDED, LEAN, ROOMY
 from outpace.records.errors import BadInputError
@@ -555,6 +556,33 @@ def test_hfu_counts_what_checkpointed_blocks_repeat_and_no_head(mode, attention)
     again = forward_flops(outline, 2048, 1, attention=attention) - head - last
     ratio = 1 + again / (3 * forward_flops(outline, 2048, 1))
     assert said.hfu / said.mfu == pytest.approx(ratio) and ratio < 4 / 3 - 0.03
+
+
+@pytest.mark.parametrize(
+    ("options", "leaves_out"),
+    [
+        ({"lora_rank": 8, "lora_targets": ("q", "v")}, True),
+        ({"lora_rank": 8, "lora_targets": ("down",)}, False),
+        ({"lora_rank": 8, "lora_targets": ("q",), "base": "nf4"}, False),
+        ({"precision": "fp8"}, False),  # keeps operands when it computes a product
+        ({"precision": "fp8", "compile": True}, True),
+    ],
+)
+def test_hfu_counts_the_last_product_where_the_step_time_does(options, leaves_out):
+    question = asked("llama-3.2-1b", devices_per_node=1, seq_len=2048, global_batch=4)
+    plan = Plan(**{"micro_batch": 4, "precision": "bf16", "checkpointing": "full"} | options)
+    said = estimate_plan(question, plan).estimate
+    outline = question.outline
+    adapters = AdapterSettings.from_plan(plan)
+    trained = None if adapters is None else adapters.trained_parameters(outline)
+    head = 2 * 2048 * outline.table_width * outline.outputs
+    last = sum(2 * 2048 * outline.hidden * s.mlp.width * s.layers for s in outline.stacks)
+    again = forward_flops(outline, 2048, 1) - head - leaves_out * last
+    ratio = 1 + 4 * again / step_flops(outline, 2048, 4, trained)
+    assert said.hfu / said.mfu == pytest.approx(ratio)
+    repeats_all = replace(question, stack=question.stack.model_copy(update={"stops_early": False}))
+    others_s = estimate_plan(repeats_all, plan).estimate.parts_s["products_s"]
+    assert (said.parts_s["products_s"] < others_s) is (leaves_out and not plan.compile)
 
 
 def test_what_nobody_trains_is_not_planned_for_as_trained():

@@ -71,9 +71,8 @@ class LayerWork:
 
     `inner` is the attention within a forward, which some modes of recomputation skip or repeat
     alone; `products` are the seconds of a forward's matrix products with weights. `last` is the
-    product that a recomputation leaves out if it ends when all that a backward reads is there, and
-    `second` are every second product, which torchtitan's selective recomputation repeats, but for
-    those in 8 bits.
+    MLP's last product, if no backward reads its result (0 otherwise), and `second` are every second
+    product, which torchtitan's selective recomputation repeats, but for those in 8 bits.
     """
 
     forward_s: Floats
@@ -180,8 +179,8 @@ def layer(
         one, inputs, grads = _weight(device, cells, weight, rows)
         forward, backward, into = forward + one, backward + inputs + grads, into + grads
         second = second + np.where(_in_float8(device, cells), 0.0, shares[weight.name] * one)
-        if weight.name == "down":
-            last = np.where(_is_unread(device, stack, cells), one, 0.0)
+        if weight.name == "down" and not reads_last_product(stack):
+            last = one
     for one, inputs, grads in _products(device, cells, stack.other, length):
         forward, backward, into = forward + one, backward + inputs + grads, into + grads
     products = forward
@@ -214,19 +213,6 @@ def layer(
         last_s=last,
         second_s=second,
     )
-
-
-def _is_unread(device: DeviceRates, stack: Stack, cells: Cells) -> Bools:
-    """Return for which plans a backward reads nothing of the MLP's last product and what follows.
-
-    A product keeps its operands before it is computed. But products in 8 bits and of packed weights
-    keep theirs afterwards, unless they are compiled, and an adapter of this product follows it.
-    """
-    reads, adapters = reads_last_product(stack), cells.adapters
-    if adapters is not None:
-        reads = reads or "down" in adapters.targets or adapters.base_bytes is not None
-    unread: Bools = (cells.compiled | ~_in_float8(device, cells)) & (not reads)
-    return unread
 
 
 def _calls(

@@ -179,8 +179,7 @@ def _backward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) ->
     modes = {name: setup.columns.modes[:, place] for place, name in enumerate(MODES)}
     full, dense = modes["full"], modes["attention"]
     most, stack = full + dense, setup.question.stack
-    compiled = setup.columns.compile & (stack.elementwise != "fused")  # else Transformer Engine
-    last_s = np.where(compiled | stack.stops_early, w.last_s, 0.0)
+    last_s = np.where(setup.stops_early, w.last_s, 0.0)
     light_s = np.maximum(w.forward_s - w.products_s - w.inner_s, 0.0)
     none_s = np.zeros_like(last_s)
     repeated = {"none": none_s, "second": w.second_s, "all": w.products_s - last_s}

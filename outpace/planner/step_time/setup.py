@@ -127,6 +127,21 @@ class StepTimeSetup:
         """Return each plan's value from its cell."""
         return np.broadcast_to(values, self.cells.rate.shape)[self.cell]
 
+    @property
+    def stops_early(self) -> Bools:
+        """Return for which plans a recomputation leaves out a last product that nothing reads.
+
+        Blocks that torch compiles do; Transformer Engine's are not compiled. A checkpoint that
+        stops early ends when all operands are kept. A product keeps its own before it is computed,
+        but in 8 bits and of packed weights afterwards, and an adapter of this product follows it.
+        """
+        c, stack, adapters = self.columns, self.question.stack, self.question.adapters
+        if adapters is not None and ("down" in adapters.targets or adapters.base_bytes is not None):
+            return np.zeros(len(c), bool)
+        compiled = c.compile & (stack.elementwise != "fused")
+        stops: Bools = compiled | (stack.stops_early & ~c.precision_in("fp8"))
+        return stops
+
     def hides(self, products: Floats | float) -> Floats:
         """Return the share of a collective that passes hide, of which `products` are a share.
 
