@@ -31,20 +31,20 @@ def certificate_answer(certificate: Certificate) -> Answer:
 
 
 def _table(certificate: Certificate) -> DataTable:
-    heads = {"verdict": "", "strategy": "strategy", "mesh": "", "off by": "off by"}
+    heads = {"verdict": "", "strategy": "strategy", "mesh": "mesh", "off by": "off by"}
     if len({verdict.precision for verdict in certificate.verdicts}) > 1:
-        heads["precision"] = ""
+        heads["precision"] = "in"
     if certificate.module is None:  # bytes on the wire are counted
         heads |= {"busiest rank sends": "sends", "by formula": "by formula"}
     rows = tuple(
         (
-            _outcome(one), one.strategy, StyledText(one.mesh, "dim"), one.precision,
+            _outcome(one), one.strategy, one.precision, StyledText(one.mesh, "dim"),
             _power(one.worst_relative_difference), _power(one.tolerance),
             Number(one.bytes_on_wire, show_bytes(one.bytes_on_wire)), _formula(one),
         )
         for one in certificate.verdicts
     )  # fmt: skip
-    columns = ("verdict", "strategy", "mesh", "precision", "off by", "allowed",
+    columns = ("verdict", "strategy", "precision", "mesh", "off by", "allowed",
                "busiest rank sends", "by formula")  # fmt: skip
     return DataTable("Plans compared with a single process", columns, rows, heads)
 

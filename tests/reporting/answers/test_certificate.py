@@ -69,3 +69,15 @@ def test_what_differs_is_in_the_verdict_and_keeps_its_strategy_name():
 
 def test_nothing_is_equal_where_all_is_refused():
     assert shown(REFUSED, 80).startswith("mine.py:build: nothing was proved (3 refused)")
+
+
+def test_precisions_stand_beside_their_strategies_where_a_long_mesh_is_folded():
+    mesh = "dp_replicate 2 × dp_shard 2 × tp 2 × pp 2 × cp 2"
+    told = [verdict("3d", passed=True).model_copy(update={"mesh": mesh, "precision": one})
+            for one in ("fp64", "bf16")]  # fmt: skip
+    rows = [line.split() for line in shown(told, 60).splitlines()]
+    assert [row[:3] for row in rows if row[:1] == ["✓"]] == [
+        ["✓", "3d", "fp64"],
+        ["✓", "3d", "bf16"],
+    ]
+    assert ["strategy", "in", "mesh", "off", "by"] in rows
