@@ -559,8 +559,11 @@ def _alters_answers(rendered: RenderedConversation, talk: Conversation) -> bool:
 
 def _is_written(content: str, before: str, span: str) -> bool:
     """Return whether an answer is in its span, or begins in the prompt's header `before` it."""
-    words, header, answer = ("".join(text.split()) for text in (content, before, span))
+    words, answer = ("".join(text.split()) for text in (content, span))
+    if words in answer:
+        return True
+    header = "".join(before.split())
     return any(
         header.endswith(words[:begun]) and words[begun:] in answer
-        for begun in range(min(len(words), _HEADER_CHARACTERS) + 1)
+        for begun in range(1, min(len(words), _HEADER_CHARACTERS) + 1)
     )

@@ -11,10 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from outpace.data.padded import IGNORED, RaggedSamples
+from outpace.data.padded import RaggedSamples
 from outpace.data.tokenizer import Tokenizer
 from outpace.interop.weights import read_token_rows
 from outpace.records.errors import first_names
+
+_PIECE = 1 << 20  # tokens that are looked at together
 
 
 def untrained_token_hints(
@@ -22,9 +24,7 @@ def untrained_token_hints(
 ) -> list[str]:
     """Note that the samples have tokens that the weights in `directory` were not trained on."""
     added = {number: token.content for number, token in _added_tokens(tokenizer).items()}
-    values = [part.values[name] for part in parts for name in ("tokens", "targets")]
-    used = set(np.unique(np.concatenate(values)).tolist()) - {IGNORED}
-    found = find_untrained(directory, used & added.keys(), added.keys())
+    found = find_untrained(directory, _find_used(parts, added.keys()), added.keys())
     if not found:
         return []
     names = first_names([repr(added[number]) for number in sorted(found)])
@@ -35,6 +35,16 @@ def untrained_token_hints(
         "an instruct model, train all weights (without --lora-rank), or use a chat template of "
         "plain text"
     ]
+
+
+def _find_used(parts: Sequence[RaggedSamples], asked: Collection[int]) -> set[int]:
+    """Return which of the tokens asked for are in the samples, by pieces of these."""
+    is_used = np.zeros(max(asked, default=0) + 1, bool)
+    for values in (part.values[name] for part in parts for name in ("tokens", "targets")):
+        for begin in range(0, len(values), _PIECE):
+            piece = values[begin : begin + _PIECE]
+            is_used[piece[(piece >= 0) & (piece < len(is_used))]] = True
+    return {number for number in asked if is_used[number]}
 
 
 def find_untrained(directory: Path, asked: Collection[int], known: Collection[int]) -> set[int]:

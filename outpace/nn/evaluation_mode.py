@@ -14,8 +14,8 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
 
     Methods `eval` and `train` of a user's own run both times: some merge adapters into weights for
     an evaluation, and take them out for training. Parts that a user keeps in evaluation mode, such
-    as a frozen BatchNorm, are put back into it. Parts that are added in the meantime stay
-    unchanged. Raises BadInputError if a user's method fails.
+    as a frozen BatchNorm, are put back into it. Parts that are added in the meantime get the mode
+    of what they are in. Raises BadInputError if a user's method fails.
     """
     modes = {part: part.training for part in module.modules()}
     _switch(module, training=False)

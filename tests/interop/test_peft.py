@@ -1,13 +1,15 @@
 """Adapters cross to PEFT and back: the same logits on both sides."""
 
 import json
+import tracemalloc
 
+import numpy as np
 import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from outpace.data.padded import concatenate_samples
+from outpace.data.padded import RaggedSamples, concatenate_samples
 from outpace.data.tokenizer import train_tokenizer
 from outpace.interop.huggingface import read_weights, spec_from_hf, write_model
 from outpace.interop.models import open_model
@@ -357,3 +359,17 @@ def test_adapters_of_tokens_that_are_not_trained_are_told(make_theirs, tmp_path)
     theirs.save_pretrained(tmp_path / "base")
     (said,) = untrained_token_hints(tmp_path / "base", tokenizer, [samples])
     assert "never trained for tokens of the conversations: '<|im_end|>'." in said
+
+
+def test_the_tokens_of_long_data_are_not_copied(tmp_path):
+    tokenizer = train_tokenizer(["user assistant"] * 3, 300)
+    tokenizer.inner.add_special_tokens(["<|im_end|>"])
+    tokens = np.full(6_000_000, 70, np.int32)
+    values = {"tokens": tokens, "targets": tokens}
+    samples = RaggedSamples(np.array([0, len(tokens)]), values, {"tokens": 0, "targets": -100})
+    tracemalloc.start()
+    try:
+        assert untrained_token_hints(tmp_path, tokenizer, [samples]) == []
+        assert tracemalloc.get_traced_memory()[1] < tokens.nbytes
+    finally:
+        tracemalloc.stop()

@@ -67,7 +67,7 @@ def compare_builds(
         for name in {name for one in attributes for name in one}
         if any(one.get(name) != attributes[0].get(name) for one in attributes)
     )
-    own_draws = any(is_generator(one.get(name)) for name in names for one in attributes)
+    own_draws = any(_holds_generator(one.get(name)) for name in names for one in attributes)
     if own_draws or not (names or any(one for _, one in told)):
         return BuildDifference()
     device = next(plain.parameters()).device
@@ -78,6 +78,12 @@ def compare_builds(
     known = [loss for loss in losses if math.isfinite(loss)]
     apart = max((difference(loss, known[0]) for loss in known), default=0.0)
     return BuildDifference(apart, tuple(names))
+
+
+def _holds_generator(comparable: Any) -> bool:
+    """Return whether a value in `kept_attributes` is a generator, or a container that has one."""
+    inside = comparable if isinstance(comparable, tuple) else ()
+    return is_generator(comparable) or any(map(_holds_generator, inside))
 
 
 def _compute_loss(

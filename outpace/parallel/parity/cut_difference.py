@@ -202,23 +202,28 @@ def _compare_buffers(
 ) -> Names:
     """Return the floating-point buffers that the first piece changes differently from its halves.
 
-    Counters of calls change once with the piece, and twice with its halves.
+    Counters of calls, which each half alone changes as the piece does, are left out.
     """
     if first.drops or samples_in(first.piece) % 2:
         return ()
     device = next(plain.parameters()).device
-    apart = []
+    floating = {n: b for n, b in first.buffers.items() if b.is_floating_point()}
+
+    def differ_after(pieces: Sequence[Batch]) -> set[str]:
+        with preserve_state(plain, device):
+            for piece in pieces:
+                plain(piece)
+            now = dict(model_of(plain).named_buffers())
+            off = {n: relative(now[n], whole, largest(whole)) for n, whole in floating.items()}
+        return {name for name, one in off.items() if one is None or one > tolerance}
+
     kept = keep_values(model_of(plain).named_parameters())
-    with kept, preserve_state(plain, device), torch.no_grad(), suppress(Exception), hooks.cast():
-        for piece in cut(first.piece, 2):
-            plain(piece)
-        halves = dict(model_of(plain).named_buffers())
-        floating = {n: b for n, b in first.buffers.items() if b.is_floating_point()}
-        for name, whole in floating.items():
-            off = relative(halves[name], whole, largest(whole))
-            if off is None or off > tolerance:
-                apart.append(name)
-    return tuple(apart)
+    with kept, torch.no_grad(), suppress(Exception), hooks.cast():
+        halves = cut(first.piece, 2)
+        apart = differ_after(halves)
+        by_samples = {n for half in halves if apart for n in differ_after([half])}
+        return tuple(name for name in floating if name in apart & by_samples)
+    return ()
 
 
 def _compare_counts(first: FirstPiece, tolerance: float) -> CountDifference | None:

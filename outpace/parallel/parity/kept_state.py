@@ -26,13 +26,12 @@ from outpace.parallel.batches import concatenate, copy_batch, cut, samples_in, t
 from outpace.parallel.layout import Batch, StepHooks
 from outpace.parallel.parity.comparison import difference
 from outpace.parallel.parity.gradient_measure import GradientMeasure
+from outpace.parallel.parity.index_bounds import require_bounds
+from outpace.parallel.parity.later_attributes import change_counters, has_lists, lengthen_lists
 from outpace.parallel.parity.loss_scale import note_backwards
 from outpace.parallel.parity.module_state import (
     ModuleState,
-    change_counters,
-    has_lists,
     is_generator,
-    lengthen_lists,
     restore_values,
     shapes_in,
     unsaved_kind,
@@ -360,7 +359,8 @@ class _Comparison:
             set_random_state(drawn, self._device)
             self._begin.restore_draws()
             try:
-                return difference(self._mean(batch), fresh) > _ROUNDING
+                with require_bounds(self._device):
+                    return difference(self._mean(batch), fresh) > _ROUNDING
             except Exception:  # a list that has to be as long as another
                 return False
 
@@ -401,7 +401,8 @@ class _Comparison:
             if not sum(change_counters(self._plain, name, change) for name in names):
                 return False
             try:
-                loss = self._mean(batch)
+                with require_bounds(self._device):
+                    loss = self._mean(batch)
             except Exception:  # such as an index past the end of a list
                 return True
         if difference(loss, fresh) > _ROUNDING or self._trained != self._trained_first:

@@ -5,12 +5,11 @@ objects of the user's classes), variables outside of the module that its functio
 (outer_state.py), training modes, and the generators of torch, Python and NumPy.
 """
 
-import math
 import random
 import zlib
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from types import MethodType, ModuleType
 from typing import Any, NamedTuple
@@ -30,13 +29,10 @@ _HOOKS = (
     "_forward_hooks_with_kwargs", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called",
 )  # fmt: skip
 _LIBRARIES = frozenset({"builtins", "functools", "numpy", "outpace", "torch"})
-_MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
-_SEQUENCES = (list, deque)
-_GENERATOR = object()
+MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
+SEQUENCES = (list, deque)
 _GENERATORS = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState)
 _MOST_ENTRIES = 10_000  # above, a container is compared only by its length
-_MOST_COUNTERS = 100  # above, a container's entries are not taken for counters
-_VARIED = 1.125  # the factor of a list's new entries
 _MOST_NUMBERS = 1_000_000  # above, only a sample of the values is compared
 
 Undo = Callable[[], None]
@@ -48,6 +44,12 @@ class _Values(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
     fingerprint: int | None
+
+
+class _Draws(NamedTuple):
+    """The state of a random generator, in a comparable form, which ranks may send each other."""
+
+    state: Any
 
 
 class ModuleState:
@@ -203,17 +205,17 @@ def _comparable(value: Any, seen: set[int]) -> Any:
         return _Values(str(value.dtype), tuple(value.shape), fingerprint(_sample_of(value)))
     if isinstance(value, np.ndarray):
         # Not `hash`, which is another one in each process.
-        found = None if _is_constant(value) else zlib.crc32(_sample_of(value).tobytes())
+        found = None if is_constant(value) else zlib.crc32(_sample_of(value).tobytes())
         return _Values(str(value.dtype), value.shape, found)
     if isinstance(value, random.Random):
-        return _GENERATOR, hash(value.getstate())
+        return _Draws(zlib.crc32(repr(value.getstate()).encode()))  # see above
     if isinstance(value, torch.Generator):
-        return _GENERATOR, fingerprint(value.get_state())
+        return _Draws(fingerprint(value.get_state()))
     if isinstance(value, np.random.Generator):
-        return _GENERATOR, repr(value.bit_generator.state)
+        return _Draws(repr(value.bit_generator.state))
     if isinstance(value, np.random.RandomState):
-        return _GENERATOR, repr(value.get_state(legacy=False))
-    if isinstance(value, tuple) or type(value) in (*_MAPPINGS, *_SEQUENCES, set):
+        return _Draws(repr(value.get_state(legacy=False)))
+    if isinstance(value, tuple) or type(value) in (*MAPPINGS, *SEQUENCES, set):
         return _comparable_container(value, seen)
     return type(value).__name__
 
@@ -229,86 +231,14 @@ def _sample_of(value: Any) -> Any:
     return value.reshape(-1)[:: size // _MOST_NUMBERS + 1 | 1]
 
 
-def _is_constant(array: Any) -> bool:
+def is_constant(array: Any) -> bool:
     """Return whether an array is never written to: of a mapped file, or read-only."""
     return isinstance(array, np.memmap) or not array.flags.writeable
 
 
-def change_counters(module: nn.Module, name: str, change: Callable[[Any], Any]) -> bool:
-    """Change integers in the attribute `name` of `kept_attributes`; return whether there are any.
-
-    These include tensors and arrays with a single number, and entries of dicts and lists.
-    """
-    return bool(sum(_change(value, put, change) for value, put in _find_named(module, name)))
-
-
-def has_lists(module: nn.Module, name: str) -> bool:
-    """Return whether the attribute `name` is a list, or may hold some."""
-    values = (value for value, _ in _find_named(module, name))
-    return any(type(value) in (*_SEQUENCES, *_MAPPINGS) for value in values)
-
-
-def lengthen_lists(module: nn.Module, name: str, entries: int) -> bool:
-    """Lengthen lists in the attribute `name` by their last entry; return whether there are any.
-
-    Numbers that are added are somewhat larger.
-    """
-    values = [value for value, _ in _find_named(module, name)]
-    values += [one for value in values if type(value) in _MAPPINGS for one in value.values()]
-    lists = [one for one in values if type(one) in _SEQUENCES and one]
-    for one in lists:
-        one.extend([_vary(one[-1])] * entries)
-    return bool(lists)
-
-
-def _vary(entry: Any) -> Any:
-    """Return a number or a tensor that is somewhat larger; anything else as it is."""
-    floating = isinstance(entry, Tensor) and entry.is_floating_point()
-    return entry * _VARIED if floating or type(entry) is float else entry
-
-
-def _find_named(module: nn.Module, name: str) -> list[tuple[Any, Callable[[Any], None]]]:
-    """Return the values of this name in `kept_attributes`, each with a function that sets it."""
-    places = [p for p in find_places(module) if name == f"{p.name} ({p.kind})"]
-    if places:
-        return [(place.get(), place.put) for place in places]
-    *holders, attribute = name.partition(" (")[0].split(".")
-    holder: Any = module
-    for one in holders:
-        holder = vars(holder).get(one, getattr(holder, one, None))
-    return [(getattr(holder, attribute, None), partial(setattr, holder, attribute))]
-
-
-def _change(value: Any, put: Callable[[Any], None], change: Callable[[Any], Any]) -> bool:
-    """Change a value, by `put` or in place, if it is a whole number or holds some."""
-    if type(value) in (*_MAPPINGS, *_SEQUENCES):
-        keys = list(value) if type(value) in _MAPPINGS else range(len(value))
-        if len(value) > _MOST_COUNTERS:
-            return False
-        return bool(sum(_change(value[k], partial(value.__setitem__, k), change) for k in keys))
-    if isinstance(value, Tensor | np.ndarray):
-        if isinstance(value, nn.Parameter) or math.prod(value.shape) != 1:
-            return False
-        number = value.item()
-        if not _is_whole(number) or (isinstance(value, np.ndarray) and _is_constant(value)):
-            return False
-        with torch.no_grad(), suppress(RuntimeError, OverflowError):  # more than uint8 can hold
-            value[...] = change(number)
-            return True
-        return False
-    if not (_is_whole(value) or isinstance(value, np.integer)):
-        return False
-    put(type(value)(change(value)))
-    return True
-
-
-def _is_whole(value: Any) -> bool:
-    return type(value) is int or (type(value) is float and value.is_integer())
-
-
 def is_generator(comparable: Any) -> bool:
     """Return whether an attribute's value in `kept_attributes` belongs to a random generator."""
-    return isinstance(comparable, tuple) and bool(comparable) and comparable[0] is _GENERATOR
+    return isinstance(comparable, _Draws)
 
 
 def shapes_in(comparable: Any) -> Any:
@@ -324,7 +254,7 @@ def _comparable_container(value: Any, seen: set[int]) -> Any:
     if id(value) in seen or len(value) > _MOST_ENTRIES:
         return type(value).__name__, len(value)
     seen.add(id(value))
-    if type(value) in _MAPPINGS:
+    if type(value) in MAPPINGS:
         return tuple((repr(key), _comparable_entry(one, seen)) for key, one in value.items())
     if type(value) is set:
         return frozenset(map(repr, value))
@@ -366,9 +296,9 @@ def _children_of(value: Any) -> Iterable[Any]:
     if isinstance(value, nn.Module):
         attributes = [one for name, one in vars(value).items() if name not in _INTERNAL]
         return [*attributes, *value._buffers.values()]
-    if type(value) in _MAPPINGS:
+    if type(value) in MAPPINGS:
         return list(value.values())
-    if isinstance(value, tuple) or type(value) in _SEQUENCES:
+    if isinstance(value, tuple) or type(value) in SEQUENCES:
         return list(value)
     if isinstance(value, MethodType):
         return [value.__self__]
@@ -381,10 +311,10 @@ def _undo_value(value: Any) -> Undo | None:
         return _undo_module(value)
     if isinstance(value, Tensor):
         return _undo_tensor(value)
-    if type(value) in (*_MAPPINGS, *_SEQUENCES, set):
-        return _undo_container(value, list(value.items() if type(value) in _MAPPINGS else value))
+    if type(value) in (*MAPPINGS, *SEQUENCES, set):
+        return _undo_container(value, list(value.items() if type(value) in MAPPINGS else value))
     if isinstance(value, np.ndarray):
-        return None if _is_constant(value) else _undo_array(value, value.copy())
+        return None if is_constant(value) else _undo_array(value, value.copy())
     if isinstance(value, random.Random):
         drawn = value.getstate()
         return lambda: value.setstate(drawn)

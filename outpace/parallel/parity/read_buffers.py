@@ -16,6 +16,7 @@ from outpace.parallel.batches import copy_batch, take_first
 from outpace.parallel.layout import Batch, StepHooks
 from outpace.parallel.parity.comparison import difference
 from outpace.parallel.parity.gradient_measure import GradientMeasure
+from outpace.parallel.parity.index_bounds import require_bounds
 from outpace.parallel.parity.module_state import preserve_state
 from outpace.parallel.parity.moved_parameters import keep_values
 from outpace.parallel.parity.plain_copy import model_of
@@ -131,7 +132,8 @@ class _Search:
             with torch.no_grad():
                 for name, value in values.items():
                     self._held[name].copy_(value)
-            with torch.set_grad_enabled(gradient), self._hooks.cast():
+            bounds = require_bounds(self._device)
+            with torch.set_grad_enabled(gradient), self._hooks.cast(), bounds:
                 loss_sum, count, *_ = self._plain(copy_batch(self._few))
             mean = float(loss_sum.detach().double() / count.double())
             return mean, self._measure.take(loss_sum) if gradient else 0.0
@@ -144,7 +146,7 @@ class _Search:
             drawn = random_state(self._device)
             for _ in range(_FORWARDS):
                 set_random_state(drawn, self._device)
-                with self._hooks.cast():
+                with self._hooks.cast(), require_bounds(self._device):
                     self._plain(copy_batch(self._few))
             now = dict(self._model.named_buffers())
             return {

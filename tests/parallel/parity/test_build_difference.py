@@ -72,6 +72,25 @@ def test_what_is_another_number_in_each_process_is_refused(tmp_path, monkeypatch
     assert all(end.refused for end in ends) and "hash() of a text" in ends[0].said
 
 
+class Noisy(Waves):
+    """Draws from generators of its own, which each rank seeds otherwise, as for augmentation."""
+
+    def __init__(self, seed, kind):
+        super().__init__(0)
+        drawn = torch.Generator().manual_seed(seed)
+        self.drawn = {"plain": drawn, "listed": [drawn], "named": {"a": (drawn,)}}[kind]
+
+    def forward(self, x):
+        (drawn,) = torch.utils._pytree.tree_leaves(self.drawn)
+        return super().forward(x + torch.randn(x.shape, generator=drawn))
+
+
+@pytest.mark.parametrize("kind", ["plain", "listed", "named"])
+def test_generators_that_each_rank_seeds_otherwise_are_no_other_module(tmp_path, kind):
+    ends = train(tmp_path, lambda rank: Noisy(rank, kind))
+    assert not any("ranks compute losses" in (end.said or "") for end in ends), ends
+
+
 def heads(names):
     module = Waves(0)
     module.heads = nn.ModuleDict({name: nn.Linear(4, 4) for name in names})

@@ -66,6 +66,28 @@ def test_buffers_that_samples_change_and_the_loss_reads_are_reported(tmp_path):
     assert "the forward moves" in said and "codes" in said and "each step begins with" in said
 
 
+class Annealed(Stack):
+    """A factor that each call increases, whatever its samples."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("progress", torch.zeros(()))
+
+    def forward(self, x):
+        self.progress += 0.125
+        return super().forward(x) * (1 + self.progress)
+
+
+@pytest.mark.parametrize(("micro_batch", "told"), [(4, False), (2, True)])
+def test_a_share_of_progress_is_reported_if_several_micro_batches_move_it(
+    tmp_path, micro_batch, told
+):
+    change = {"micro_batch": micro_batch}  # of the four samples of a rank
+    first, _ = run_first_step(tmp_path, "ddp", Annealed, change=change)
+    assert "refused" not in first
+    assert ["the forward moves progress" in said for said in first["warnings"]] == [True] * told
+
+
 class Clamped(Stack):
     """Keeps a weight small in its forward, by what it is or by what it is given."""
 

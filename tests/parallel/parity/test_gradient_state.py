@@ -7,7 +7,9 @@ from torch.utils.checkpoint import checkpoint
 
 from outpace.interop.custom_model import CustomModel, CustomObjective, build_custom_model
 from outpace.parallel.layout import StepHooks
+from outpace.parallel.parity import read_buffers
 from outpace.parallel.parity.gradient_measure import GradientMeasure
+from outpace.parallel.parity.index_bounds import IndexBounds
 from outpace.parallel.parity.kept_state import find_kept_state
 from outpace.parallel.parity.read_buffers import find_read_buffers
 from outpace.parallel.parity.state_messages import (
@@ -230,3 +232,51 @@ def test_buffers_that_matter_later_or_in_the_gradient_are_read(make):
     assert set(find_read_buffers(*asked)) == READ[make]
     assert find_read_buffers(*asked, later=False) == ()
     assert all(torch.equal(b, begin[n]) for n, b in objective.model.named_buffers())
+
+
+ROWS = torch.zeros(4, 3)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda at: ROWS[at],
+        lambda at: ROWS[:, at],
+        lambda at: ROWS.clone().index_put_((at,), torch.zeros(3)),
+        lambda at: ROWS.index_select(0, at),
+        lambda at: ROWS.clone().index_copy_(0, at, torch.zeros(1, 3)),
+        lambda at: ROWS.gather(-1, at[:, None]),
+        lambda at: ROWS.clone().scatter_add_(0, at[:, None], torch.ones(1, 1)),
+        lambda at: nn.functional.embedding(at, ROWS),
+    ],
+)
+def test_indices_that_would_end_work_on_a_gpu_are_refused(use):
+    with IndexBounds():
+        use(torch.tensor([2]))
+        ROWS[torch.tensor([-1])], ROWS[ROWS > 0], ROWS[torch.zeros(4, dtype=torch.bool), [2]]
+        with pytest.raises(IndexError, match="outside of a dimension"):
+            use(torch.tensor([4]))
+
+
+class Looked(Base):
+    """Reads the row of a table for each step; there is none for late ones."""
+
+    def set_up(self):
+        self.register_buffer("step", torch.zeros(1, dtype=torch.int64))
+
+    def finish(self, y):
+        try:
+            made = self.head(y) + ROWS[self.step]
+        except IndexError as error:
+            print(error)  # a list would be restored
+            raise
+        self.step += 1
+        return made
+
+
+def test_forwards_of_late_steps_use_no_index_that_a_gpu_cannot(monkeypatch, capsys):
+    monkeypatch.setattr(read_buffers, "require_bounds", lambda device: IndexBounds())
+    moved = {"step": torch.ones(1, dtype=torch.int64)}
+    find_read_buffers(objective_of(Looked), StepHooks(), False, moved, global_batch())
+    said = capsys.readouterr().out.splitlines()
+    assert said and all("outside of a dimension" in one for one in said)

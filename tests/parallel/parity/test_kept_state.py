@@ -20,6 +20,7 @@ from outpace.parallel.batches import cut, samples_in
 from outpace.parallel.layout import StepHooks
 from outpace.parallel.parity import module_state
 from outpace.parallel.parity.kept_state import find_kept_state
+from outpace.parallel.parity.later_attributes import lengthen_lists
 from outpace.parallel.parity.module_state import kept_attributes, preserve_state
 from outpace.parallel.parity.state_messages import explain_kept_state
 
@@ -821,3 +822,10 @@ def test_weights_of_the_first_forward_are_state(make, names):
     found = find_kept_state(objective, torch.randn(4, 5), StepHooks(), alone=False)
     assert found.names == names and found.found == bool(names) and not found.writes
     assert all(torch.equal(p, before[name]) for name, p in objective.named_parameters())
+
+
+def test_lists_are_lengthened_by_what_memory_holds():
+    module = nn.Module()
+    module.few, module.large = [1.0], [(torch.zeros(1 << 20), torch.zeros(1 << 20))]
+    assert lengthen_lists(module, "few", 1000) and len(module.few) == 1001
+    assert lengthen_lists(module, "large", 1000) and len(module.large) == 1 + 32

@@ -1,0 +1,55 @@
+"""Refusal of indices outside of a tensor, before a GPU meets them.
+
+An index that is too large ends all work of a process on its GPU (a device-side assertion), where a
+CPU raises an error. Forwards that are run with counters of much later steps may have some.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+# Operators by the place of their indices.
+_LISTS = frozenset({"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"})
+_ALONG = frozenset({
+    "index_select", "index_add", "index_add_", "index_copy", "index_copy_", "index_fill",
+    "index_fill_", "index_reduce", "index_reduce_", "gather", "scatter", "scatter_", "scatter_add",
+    "scatter_add_", "scatter_reduce", "scatter_reduce_",
+})  # fmt: skip
+_ROWS = frozenset({"embedding", "_embedding_bag", "_embedding_bag_forward_only"})
+
+
+def require_bounds(device: torch.device) -> AbstractContextManager[Any]:
+    """Return a context in which indices outside of a tensor raise IndexError on a GPU, too."""
+    return nullcontext() if device.type == "cpu" else IndexBounds()  # type: ignore[no-untyped-call]
+
+
+class IndexBounds(TorchDispatchMode):
+    """Compare indices with the sizes of what they are used on; each comparison waits for a GPU."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "namespace", None) == "aten":
+            for indices, least, size in _indices_of(func.overloadpacket.__name__, args):
+                if indices.numel() and (int(indices.min()) < least or int(indices.max()) >= size):
+                    raise IndexError(f"an index is outside of a dimension with size {size}")
+        return func(*args, **(kwargs or {}))
+
+
+def _indices_of(name: str, args: tuple[Any, ...]) -> Iterator[tuple[Tensor, int, int]]:
+    """Yield an operator's indices, each with the least one allowed and the dimension's size."""
+    if name in _LISTS:
+        dim = 0
+        for one in args[1]:
+            is_mask = one is not None and one.dtype in (torch.bool, torch.uint8)
+            if one is not None and not is_mask:
+                yield one, -args[0].shape[dim], args[0].shape[dim]
+            dim += one.ndim if is_mask else 1
+    elif name in _ALONG and args[0].ndim:
+        yield args[2], 0, args[0].shape[args[1]]
+    elif name in _ROWS:
+        yield args[1], 0, args[0].shape[0]
