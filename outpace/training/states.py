@@ -347,8 +347,8 @@ def read_state(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) ->
         if _OTHER_BLOCKS.search(reason):
             raise BadInputError(
                 f"checkpoint {folder} has optimizer states in 8 or 4 bits, in blocks that tensor "
-                "parallelism splits: with another --tp the blocks differ, so that it cannot read "
-                "them. Resume with the --tp that saved it."
+                "parallelism splits: with another --tp, the blocks differ and cannot be read. "
+                "Resume with the --tp that saved it."
             ) from None
         raise BadInputError(
             f"checkpoint {folder} does not fit this model and optimizer: {reason}"
