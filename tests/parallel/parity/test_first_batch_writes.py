@@ -67,7 +67,7 @@ def test_buffers_that_samples_change_and_the_loss_reads_are_reported(tmp_path):
 
 
 class Annealed(Stack):
-    """A factor that each call increases, whatever its samples."""
+    """A share of progress that each call increases, whatever its samples, and that counts late."""
 
     def __init__(self):
         super().__init__()
@@ -75,7 +75,7 @@ class Annealed(Stack):
 
     def forward(self, x):
         self.progress += 0.125
-        return super().forward(x) * (1 + self.progress)
+        return super().forward(x) * (1 + (self.progress > 2))
 
 
 @pytest.mark.parametrize(("micro_batch", "told"), [(4, False), (2, True)])
@@ -85,7 +85,7 @@ def test_a_share_of_progress_is_reported_if_several_micro_batches_move_it(
     change = {"micro_batch": micro_batch}  # of the four samples of a rank
     first, _ = run_first_step(tmp_path, "ddp", Annealed, change=change)
     assert "refused" not in first
-    assert ["the forward moves progress" in said for said in first["warnings"]] == [True] * told
+    assert any("the forward moves progress" in said for said in first["warnings"]) == told, first
 
 
 class Clamped(Stack):
