@@ -6,11 +6,9 @@ language or of `console`.
 
 import io
 import json
-import os
 import re
 import shlex
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -151,12 +149,9 @@ def test_command(line, home, monkeypatch, capfd):
 
 
 @pytest.mark.parametrize("program", programs())
-def test_program(program, home):
+def test_program(program, home, tmp_path, command):
     short = ", seq_len=16, eval_batches=1, sample_tokens=0, cache_dir='cache'"
     program = program.replace("steps=200", f"steps=2{short}").replace('"gpt2"', '"outpace-tiny"')
-    environment = {**os.environ, "PYTHONWARNINGS": "error::DeprecationWarning:__main__"}
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=home, capture_output=True, text=True, timeout=120,
-        env=environment, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    strict = "import warnings; warnings.filterwarnings('error', '', DeprecationWarning, '__main__')"
+    (tmp_path / "program.py").write_text(f"{strict}\n{program}")
+    command(tmp_path / "program.py", cwd=home, timeout=120, check=True)

@@ -21,19 +21,23 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 @pytest.fixture
-def command(corpus, token_cache):
-    """The command line of a tiny run, without its --out."""
+def words(corpus, token_cache):
+    """The words of a tiny run, with its --out."""
 
-    def make(out: Path, *flags: str, launcher=()):
-        outpace = ["-m", "outpace", "train", f"--data={corpus}", f"--cache-dir={token_cache}"]
-        return [sys.executable, *launcher, *outpace, *FLAGS, f"--out={out}", *flags]
+    def make(out: Path, *flags: str):
+        folders = [f"--data={corpus}", f"--cache-dir={token_cache}", f"--out={out}"]
+        return ["train", *folders, *FLAGS, *flags]
 
     return make
 
 
-def do(arguments, **options):
+def line(words, launcher=()):
+    return [sys.executable, *launcher, "-m", "outpace", *words]
+
+
+def do(words, launcher=()):
     return subprocess.run(
-        arguments, capture_output=True, text=True, timeout=240, check=False, **options
+        line(words, launcher), capture_output=True, text=True, timeout=240, check=False
     )
 
 
@@ -47,10 +51,11 @@ def weights(run: Path):
     return load_file(run / "model" / "model.safetensors")
 
 
-def start(arguments):
+def start(words):
     return subprocess.Popen(
-        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
+        line(words), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
 
 
 def wait_for_step(run: Path, step: int, process) -> None:
@@ -80,11 +85,13 @@ def wait_for_more(run: Path, process) -> None:
     wait_for_step(run, 3, process)
 
 
-def test_two_ranks_train_like_one_and_one_process_can_resume_their_run(tmp_path, command):
-    one = do(command(tmp_path / "one", "--steps=6"))
-    assert one.returncode == 0, one.stderr
-    two = do(command(tmp_path / "two", "--steps=6", "--nproc=2", "--save-every=3", "--keep=9"))
-    assert two.returncode == 0, two.stderr
+def test_two_ranks_train_like_one_and_one_process_can_resume_their_run(tmp_path, words, command):
+    command("outpace", *words(tmp_path / "one", "--steps=6"), check=True)
+    command(
+        "outpace",
+        *words(tmp_path / "two", "--steps=6", "--nproc=2", "--save-every=3", "--keep=9"),
+        check=True,
+    )
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     ours, theirs = weights(tmp_path / "two"), weights(tmp_path / "one")
     for name, tensor in ours.items():
@@ -93,22 +100,21 @@ def test_two_ranks_train_like_one_and_one_process_can_resume_their_run(tmp_path,
     for step in (6,):
         for file in (tmp_path / "two" / "checkpoints" / f"step-{step}").iterdir():
             file.unlink()
-    resumed = do(command(tmp_path / "two", "--steps=6", "--resume", "--nproc=1"))
-    assert resumed.returncode == 0, resumed.stderr
+    command("outpace", *words(tmp_path / "two", "--steps=6", "--resume", "--nproc=1"), check=True)
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
 
 
 @pytest.mark.slow
-def test_masked_tokens_are_weighted_over_the_whole_global_batch(tmp_path, command):
+def test_masked_tokens_are_weighted_over_the_whole_global_batch(tmp_path, words):
     """Ranks and micro-batches have different numbers of masked tokens; none may count more."""
     (tmp_path / "bert.json").write_text(
         '{"family": "bert", "layers": 1, "hidden": 32, "heads": 2, "vocab": 512, '
         '"max_positions": 64}'
     )
     model = f"--model={tmp_path / 'bert.json'}"
-    one = do([*command(tmp_path / "one", "--steps=3"), model])
+    one = do([*words(tmp_path / "one", "--steps=3"), model])
     assert one.returncode == 0, one.stderr
-    two = do([*command(tmp_path / "two", "--steps=3", "--nproc=2", "--micro-batch=2"), model])
+    two = do([*words(tmp_path / "two", "--steps=3", "--nproc=2", "--micro-batch=2"), model])
     assert two.returncode == 0, two.stderr
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     ours, theirs = weights(tmp_path / "two"), weights(tmp_path / "one")
@@ -117,9 +123,9 @@ def test_masked_tokens_are_weighted_over_the_whole_global_batch(tmp_path, comman
 
 
 @pytest.mark.slow
-def test_training_under_torchrun_prints_only_json_on_stdout(tmp_path, command):
+def test_training_under_torchrun_prints_only_json_on_stdout(tmp_path, words):
     flags = ("--steps=3", "--json", "--micro-batch=2", "--compress-gradients=bf16")
-    done = do(command(tmp_path / "run", *flags, launcher=TORCHRUN))
+    done = do(words(tmp_path / "run", *flags), TORCHRUN)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert result["world_size"] == 2
@@ -128,10 +134,10 @@ def test_training_under_torchrun_prints_only_json_on_stdout(tmp_path, command):
 
 
 @pytest.mark.slow
-def test_sigterm_to_the_launcher_saves_and_exits_with_75(tmp_path, command):
-    whole = do(command(tmp_path / "whole", "--steps=60", "--nproc=2"))
+def test_sigterm_to_the_launcher_saves_and_exits_with_75(tmp_path, words):
+    whole = do(words(tmp_path / "whole", "--steps=60", "--nproc=2"))
     assert whole.returncode == 0, whole.stderr
-    process = start(command(tmp_path / "cut", "--steps=60", "--nproc=2"))
+    process = start(words(tmp_path / "cut", "--steps=60", "--nproc=2"))
     wait_for_step(tmp_path / "cut", 5, process)
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=120)
@@ -140,7 +146,7 @@ def test_sigterm_to_the_launcher_saves_and_exits_with_75(tmp_path, command):
     assert "Traceback" not in errors
     done = len(losses(tmp_path / "cut"))
     assert 5 <= done < 60
-    resumed = do(command(tmp_path / "cut", "--steps=60", "--nproc=2", "--resume"))
+    resumed = do(words(tmp_path / "cut", "--steps=60", "--nproc=2", "--resume"))
     assert resumed.returncode == 0, resumed.stderr
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     ours, theirs = weights(tmp_path / "cut"), weights(tmp_path / "whole")
@@ -148,11 +154,11 @@ def test_sigterm_to_the_launcher_saves_and_exits_with_75(tmp_path, command):
 
 
 @pytest.mark.slow
-def test_a_run_that_is_trained_is_not_gone_on_with_until_that_has_ended(tmp_path, command):
+def test_a_run_that_is_trained_is_not_gone_on_with_until_that_has_ended(tmp_path, words):
     """Two queued jobs with one --out: the second would write over the first's files."""
-    first = start(command(tmp_path / "run", "--steps=5000"))
+    first = start(words(tmp_path / "run", "--steps=5000"))
     wait_for_step(tmp_path / "run", 3, first)
-    again = command(tmp_path / "run", "--steps=5000", "--auto-resume", "--comm-timeout-s=1")
+    again = words(tmp_path / "run", "--steps=5000", "--auto-resume", "--comm-timeout-s=1")
     refused = do(again)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr
     assert (
@@ -160,7 +166,7 @@ def test_a_run_that_is_trained_is_not_gone_on_with_until_that_has_ended(tmp_path
         in refused.stderr
     )
     assert first.poll() is None
-    second = start(command(tmp_path / "run", "--steps=5000", "--auto-resume"))
+    second = start(words(tmp_path / "run", "--steps=5000", "--auto-resume"))
     while "waiting for up to 300 s for it to end" not in (line := second.stderr.readline()):
         assert line, second.communicate()
     first.kill()
@@ -193,10 +199,10 @@ def build():
 
 
 @pytest.mark.slow
-def test_a_second_signal_ends_at_once(tmp_path, command):
+def test_a_second_signal_ends_at_once(tmp_path, words):
     (tmp_path / "slow.py").write_text(SLOW)
     model = f"--model={tmp_path / 'slow.py'}:build"
-    process = start([*command(tmp_path / "run", "--steps=50"), model])
+    process = start([*words(tmp_path / "run", "--steps=50"), model])
     wait_for_step(tmp_path / "run", 1, process)
     process.send_signal(signal.SIGTERM)
     time.sleep(0.7)
@@ -206,19 +212,19 @@ def test_a_second_signal_ends_at_once(tmp_path, command):
 
 
 @pytest.mark.slow
-def test_kill_9_during_a_save_keeps_the_previous_checkpoint(tmp_path, command):
+def test_kill_9_during_a_save_keeps_the_previous_checkpoint(tmp_path, words):
     """Saves at every step, so a kill at any moment lands in or beside one."""
     flags = ("--steps=30", "--save-every=1")
-    whole = do(command(tmp_path / "whole", *flags))
+    whole = do(words(tmp_path / "whole", *flags))
     assert whole.returncode == 0, whole.stderr
     for kill_at in (4, 17):
         resume = ("--resume",) if (tmp_path / "cut" / "run.json").is_file() else ()
-        process = start(command(tmp_path / "cut", *flags, *resume))
+        process = start(words(tmp_path / "cut", *flags, *resume))
         wait_for_step(tmp_path / "cut", kill_at, process)
         time.sleep(0.003 * kill_at)
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate(timeout=30)
-    resumed = do(command(tmp_path / "cut", *flags, "--resume"))
+    resumed = do(words(tmp_path / "cut", *flags, "--resume"))
     assert resumed.returncode == 0, resumed.stderr
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     ours, theirs = weights(tmp_path / "cut"), weights(tmp_path / "whole")
@@ -228,16 +234,16 @@ def test_kill_9_during_a_save_keeps_the_previous_checkpoint(tmp_path, command):
     assert partial == []
 
 
-def test_a_terminal_that_closes_saves_and_ends_the_run(command, tmp_path):
+def test_a_terminal_that_closes_saves_and_ends_the_run(words, tmp_path):
     """As when a window or a connection over ssh is closed: the shell's group gets SIGHUP."""
     ours, theirs = os.openpty()
     begin = (
         "import fcntl, os, sys, termios; os.setsid(); fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
         "os.execv(sys.executable, sys.argv[1:])"
     )
-    words = command(tmp_path / "run", "--steps=100000", "--save-every=100000")
+    started = line(words(tmp_path / "run", "--steps=100000", "--save-every=100000"))
     process = subprocess.Popen(
-        [sys.executable, "-c", begin, *words], stdin=theirs, stdout=theirs, stderr=theirs
+        [sys.executable, "-c", begin, *started], stdin=theirs, stdout=theirs, stderr=theirs
     )
     os.close(theirs)
     os.set_blocking(ours, False)
@@ -265,11 +271,12 @@ def small_disk(tmp_path):
         pytest.skip("mounting a small file system needs root")
     mount = tmp_path / "disk"
     mount.mkdir()
-    made = do(["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(mount)])
+    mounting = ["mount", "-t", "tmpfs", "-o", "size=40m", "tmpfs", str(mount)]
+    made = subprocess.run(mounting, capture_output=True, text=True, check=False)
     if made.returncode != 0:
         pytest.skip(f"cannot mount a small file system: {made.stderr.strip()}")
     yield mount
-    do(["umount", str(mount)])
+    subprocess.run(["umount", str(mount)], check=False)
 
 
 def fill(disk, leave):
@@ -286,11 +293,10 @@ def fill(disk, leave):
 
 
 @pytest.mark.root
-def test_a_full_disk_is_reported_and_leaves_no_partial_files(small_disk, command):
-    done = do(command(small_disk / "run", "--steps=6"))
-    assert done.returncode == 0, done.stderr
+def test_a_full_disk_is_reported_and_leaves_no_partial_files(small_disk, words, command):
+    command("outpace", *words(small_disk / "run", "--steps=6"), check=True)
     fill(small_disk, leave=64 << 10)
-    again = do(command(small_disk / "again", "--steps=6"))
+    again = command("outpace", *words(small_disk / "again", "--steps=6"))
     assert again.returncode == 2, again.stderr
     assert "full" in again.stderr
     assert "Traceback" not in again.stderr
@@ -299,9 +305,9 @@ def test_a_full_disk_is_reported_and_leaves_no_partial_files(small_disk, command
 
 @pytest.mark.root
 @pytest.mark.slow
-def test_a_disk_that_fills_during_a_run_keeps_the_last_checkpoint(small_disk, command):
+def test_a_disk_that_fills_during_a_run_keeps_the_last_checkpoint(small_disk, words):
     """Training goes on without the checkpoints that do not fit, and says so."""
-    process = start(command(small_disk / "run", "--steps=400", "--save-every=20", "--keep=2"))
+    process = start(words(small_disk / "run", "--steps=400", "--save-every=20", "--keep=2"))
     wait_for_step(small_disk / "run", 45, process)
     fill(small_disk, leave=400 << 10)
     _, errors = process.communicate(timeout=200)

@@ -80,9 +80,9 @@ def test_fp16_recomputation_and_dropout_work_in_a_pipeline(text, tmp_path):
 
 
 @pytest.mark.gloo
-def test_a_model_that_cannot_be_cut_is_refused_with_what_to_use(text):
-    tiny = ["train", "--model=outpace-tiny", "--data", text / "*.txt", "--nproc=2"]
-    done = do(*tiny, "--strategy=interleaved", "--out", text / "refused")
+def test_a_model_that_cannot_be_cut_is_refused_with_what_to_use(text, command):
+    tiny = ["outpace", "train", "--model=outpace-tiny", "--data", text / "*.txt", "--nproc=2"]
+    done = command(*tiny, "--strategy=interleaved", "--out", text / "refused")
     assert done.returncode == 2
     assert "4 stages, but the model has 2 layers. Use gpipe or 1f1b" in done.stderr
     assert not (text / "refused").exists()
