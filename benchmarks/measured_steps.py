@@ -17,8 +17,8 @@ KINDS = HERE / "results" / "planner_kinds.json"
 KEPT = HERE.parent / "outpace" / "catalog" / "measured_steps.json"
 COLUMNS = (
     "model", "parameters", "experts", "chip", "architecture", "devices", "seq_len", "global_batch",
-    "stack", "layout", "zero", "tp", "pp", "cp", "ep", "offloads", "measured_s", "predicted_s",
-    "source",
+    "stack", "layout", "precision", "zero", "tp", "pp", "cp", "ep", "offloads", "measured_s",
+    "predicted_s", "source",
 )  # fmt: skip
 
 
@@ -29,9 +29,19 @@ def _cells(one: dict[str, Any], row: published.Row) -> list[Any]:
     return [
         model, _parameters(row), one["mlp"] == "experts", published.chip(row).name, one["chip"],
         row.optional("n_gpus", 1), row.number("seq"), row.number("global_batch"), one["stack"],
-        one["plan"], published.zero_level(row), *axes, row["offload"] not in ("", "none"),
-        one["measured_s"], one["predicted_s"], one["source"],
+        one["plan"], _precision(row), published.zero_level(row), *axes,
+        row["offload"] not in ("", "none"), one["measured_s"], one["predicted_s"], one["source"],
     ]  # fmt: skip
+
+
+def _precision(row: published.Row) -> str:
+    """The dtype of matrix products as published: "16 bits" where only this is stated."""
+    said = row["precision"].casefold()
+    if published.eight(row):
+        return "MXFP8" if "mx" in said else "fp8"
+    if "bf16" in said or "bfloat16" in said:
+        return "bf16"
+    return "fp16" if "fp16" in said else "16 bits" if "16" in said else "fp32"
 
 
 def _parameters(row: published.Row) -> float:

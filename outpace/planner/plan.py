@@ -12,6 +12,7 @@ from outpace.catalog.accelerators import ACCELERATORS
 from outpace.planner.calibration.measured_cases import (
     Likeness,
     extrapolations,
+    faster_case,
     nearest_cases,
     spread_beyond,
 )
@@ -46,6 +47,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.estimate import Estimate, KeptOption, OffloadingPart, Plans, RankedPlan, Role
 from outpace.records.optimizers import LOW, OptimizerName
 from outpace.records.plan import Plan
+from outpace.records.precisions import PRECISION_TRAITS
 from outpace.records.units import show_bytes, show_count, show_seconds
 
 _FINALISTS = 2  # times the number of shown plans
@@ -90,6 +92,7 @@ def plans(job: PlanningProblem) -> Plans:
             _interval(job).explanation,
             *_uncertainties(planned),
             *_extrapolated_note(planned[0]),
+            *_faster_case_note(used, found, planned[0]),
             *expert_notes(used, found, listed),
             *_small_states_note(used, planned[0]),
             *_adapter_notes(job, planned),
@@ -163,6 +166,20 @@ def _extrapolated_note(planned: RankedPlan) -> list[str]:
         return []
     wider = ", so the interval is wider" if spread_beyond(planned.extrapolated) > 1 else ""
     return [f"Extrapolated: {'; '.join(planned.extrapolated)}{wider}."]
+
+
+def _faster_case_note(job: PlanningProblem, found: SearchResult, planned: RankedPlan) -> list[str]:
+    """Return a note on a published step that is listed, and faster in fewer bits."""
+    plan, least_s = to_plan(found.columns, found.fastest), _seconds(found)
+    batch = job.wanted.global_batch
+    case = faster_case(likeness(job, plan), planned.cases, batch, least_s)
+    if case is None:
+        return []
+    return [
+        f"The published step of {case.stack} ({show_seconds(case.measured_s)}) is faster than the "
+        f"fastest plan ({show_seconds(least_s)}) because its matrix products are in "
+        f"{case.precision}, the plan's in {PRECISION_TRAITS[plan.precision].products}."
+    ]
 
 
 def _host_memory_note(job: PlanningProblem, used: PlanningProblem) -> list[str]:

@@ -21,6 +21,9 @@ def test_cases_like_a_plan_are_listed(capsys, monkeypatch, tmp_path):
     text = capsys.readouterr().out
     assert "Nearest published steps:" in text and "Extrapolated: no measurement" in text
     assert all(one["model"] in text for one in answer["cases"])
+    for one in answer["cases"]:
+        asked = f"{one['seq_len']:,} tokens × {one['global_batch']:,}, {one['precision']}, "
+        assert asked in " ".join(text.split())
     assert max(map(len, text.splitlines())) <= 80
     # Without a model and a machine the plan alone is compared.
     assert main(["accuracy", f"--like={file}"]) == 0

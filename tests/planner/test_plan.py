@@ -285,6 +285,14 @@ def test_a_plan_that_offloads_stands_beside_small_states_that_do_not():
     assert not [note for note in kept.notes if note.startswith("Without offloading, --keep ")]
 
 
+def test_a_published_step_that_is_faster_in_fewer_bits_is_noted():
+    wanted = {"nodes": 4, "seq_len": 4096, "global_batch": 32, "keep": "tp=8,pp=4"}
+    (told,) = [note for note in plans(asked("llama-3-70b", **wanted)).notes if "published step of"
+               in note]  # fmt: skip
+    assert "Megatron-Bridge (3.16 s) is faster than the fastest plan" in told
+    assert told.endswith("because its matrix products are in fp8, the plan's in bf16.")
+
+
 def test_a_leaner_plan_is_beside_one_that_fills_memory():
     """However slow: the fastest of those that leave a tenth of it free."""
     job = asked("llama-3.1-8b", "rtx-4090", seq_len=1024, global_batch=4,

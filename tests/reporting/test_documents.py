@@ -455,6 +455,9 @@ def test_plans_have_their_pipelines_timeline_and_intervals(plans):
     assert [row[0] for row in costs.rows] == [one.setting for one in answer.insistences]
     reasons = [one for one in parts(document, DataTable) if one.title == "Not taken"]
     assert sum(len(one.rows) for one in reasons) == len(answer.rejected)
+    (steps,) = [one for one in document.sections if one.title == "Nearest published steps"]
+    for case, (_, line) in zip(answer.plans[0].cases, steps.parts[0].rows, strict=True):
+        assert line.startswith(f"{case.model}, ") and f", {case.precision}, " in line
 
 
 def test_a_recommended_plan_is_not_said_to_be_the_fastest(plans):

@@ -14,6 +14,7 @@ from typing import Any
 
 from outpace.records.estimate import MeasuredCase
 from outpace.records.plan import Plan
+from outpace.records.precisions import PRECISION_TRAITS
 from outpace.records.strategies import TRAITS
 
 # Software in the rows, by the planned stack.
@@ -109,6 +110,36 @@ def _distance(like: Likeness, row: Mapping[str, Any]) -> float:
         split = (size >= 2, row[name] >= 2) if name == "zero" else (size > 1, row[name] > 1)
         far += _OTHER_AXIS * (split[0] != split[1])
     return far
+
+
+def faster_case(
+    like: Likeness, cases: Sequence[MeasuredCase], global_batch: int, step_time_s: float
+) -> MeasuredCase | None:
+    """Return the fastest case of `like`'s model, devices, length and batch with fewer bits.
+
+    It has to be faster than `like`'s plan, which takes `step_time_s`. None if there is none.
+    """
+    if like.plan is None:
+        return None
+    bits = _BITS[PRECISION_TRAITS[like.plan.precision].products]
+    wanted = (like.chip, like.devices, like.seq_len, global_batch)
+    found = [
+        one for one in cases
+        if (one.chip, one.devices, one.seq_len, one.global_batch) == wanted
+        and math.isclose(one.parameters or 0.0, like.parameters or 0.0, rel_tol=_SAME_MODEL)
+        and _bits_of(one) < bits and one.measured_s < step_time_s
+    ]  # fmt: skip
+    return min(found, key=lambda one: one.measured_s, default=None)
+
+
+_SAME_MODEL = 0.01  # of its parameters: names of one model differ, and the table rounds to 0.5 %
+_BITS: Mapping[str, int] = {"fp32": 32, "tf32": 32, "bf16": 16, "fp16": 16, "fp8": 8}
+
+
+def _bits_of(case: MeasuredCase) -> int:
+    """Return the bits of a case's matrix products; 32 if unknown."""
+    said = case.precision or "fp32"
+    return 8 if "fp8" in said.lower() else 16 if "16" in said else 32
 
 
 def extrapolations(like: Likeness) -> tuple[str, ...]:

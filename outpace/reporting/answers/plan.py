@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from outpace.records.estimate import Plans, RankedPlan
+from outpace.records.estimate import MeasuredCase, Plans, RankedPlan
 from outpace.records.outline import OUTLINE_FORMATS
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share, show_size
 from outpace.reporting.answers.defaults import default_words
@@ -99,6 +99,23 @@ def ties(plans: Sequence[RankedPlan]) -> list[str]:
         f"Plans {_range(alike)} are within the {first.level * 100:.0f} % interval of the first: "
         "measure before choosing among them."
     ]
+
+
+def case_lines(cases: Sequence[MeasuredCase]) -> list[str]:
+    """Describe published steps, each with its prediction."""
+    lines = []
+    for one in cases:
+        devices = "device" if one.devices == 1 else "devices"
+        rate, batch = one.tokens_per_device_s, one.global_batch
+        each = "" if rate is None else f" ({show_count(rate)} tokens/s a device)"
+        asked = f"{one.seq_len:,} tokens" + ("" if batch is None else f" × {batch:,}")
+        precision = "" if one.precision is None else f", {one.precision}"
+        lines.append(
+            f"{one.model}, {one.devices:,} {devices} of {one.chip}, {asked}{precision}, "
+            f"{one.stack}, {one.layout}: measured {show_seconds(one.measured_s)}{each}, predicted "
+            f"{show_seconds(one.predicted_s)} ({one.error:+.0%}; {one.source})".replace("%;", " %;")
+        )
+    return lines
 
 
 def _range(numbers: Sequence[int]) -> str:

@@ -6,6 +6,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.estimate import Plans, RankedPlan
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share
 from outpace.reporting.answers.plan import (
+    case_lines,
     common_obstacle,
     plans_head,
     ranking,
@@ -18,6 +19,7 @@ from outpace.reporting.render.document import (
     DataTable,
     Document,
     DocumentSection,
+    Items,
     Paragraph,
     Part,
     pairs,
@@ -40,6 +42,7 @@ def plan_document(answer: Plans) -> Document:
             first.estimate.memory_bytes,
         ),)),
         *_pipelines(answer),
+        *_nearest_steps(first),
         DocumentSection("Rejected plans", tuple(_rejection_parts(answer))),
         DocumentSection("Links and machine", tuple(_machine(answer))),
     ]  # fmt: skip
@@ -130,6 +133,12 @@ def _pipelines(answer: Plans) -> list[DocumentSection]:
     return [
         DocumentSection("Pipeline", (Paragraph(about), figure, pipeline.bubbles(plan, shown, ())))
     ]
+
+
+def _nearest_steps(first: RankedPlan) -> list[DocumentSection]:
+    lines = case_lines(first.cases)
+    items = Items(tuple(("•", line) for line in lines))
+    return [DocumentSection("Nearest published steps", (items,))] if lines else []
 
 
 def _rejection_parts(answer: Plans) -> Iterable[Part]:

@@ -14,6 +14,7 @@ from outpace.records.estimate import Estimate, MeasuredCase, Plans, RankedPlan
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share
 from outpace.reporting.answers.plan import (
     budget_words,
+    case_lines,
     common_obstacle,
     plans_head,
     ranking,
@@ -45,17 +46,7 @@ def cases_text(cases: Sequence[MeasuredCase]) -> list[RenderableType]:
     """Format the nearest published steps with their predictions, one or two lines each."""
     if not cases:
         return []
-    lines = []
-    for one in cases:
-        devices = "device" if one.devices == 1 else "devices"
-        rate = one.tokens_per_device_s
-        each = "" if rate is None else f" ({show_count(rate)} tokens/s a device)"
-        lines.append(
-            f"{one.model}, {one.devices:,} {devices} of {one.chip}, {one.seq_len:,} tokens, "
-            f"{one.stack}, {one.layout}: measured {show_seconds(one.measured_s)}{each}, predicted "
-            f"{show_seconds(one.predicted_s)} ({one.error:+.0%}; {one.source})".replace("%;", " %;")
-        )
-    return [Text("\nNearest published steps:"), _bullets(lines, "  •")]
+    return [Text("\nNearest published steps:"), _bullets(case_lines(cases), "  •")]
 
 
 def _host_need(one: Estimate) -> list[str]:

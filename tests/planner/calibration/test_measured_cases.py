@@ -10,6 +10,7 @@ from outpace.jobs.planning.request import PlanQuestion, job
 from outpace.planner.calibration.measured_cases import (
     Likeness,
     extrapolations,
+    faster_case,
     measured_rows,
     nearest_cases,
     spread_beyond,
@@ -45,6 +46,27 @@ def test_cases_are_of_the_chip_the_model_and_the_program():
     assert {one.model for one in experts}.isdisjoint({one.model for one in nearest_cases(LLAMA)})
     pairs = [(one.source, one.model) for one in nearest_cases(LLAMA, 20)]
     assert len(set(pairs)) == 20  # rows of one sweep do not fill the list
+
+
+def test_a_published_step_in_fewer_bits_is_named_where_it_is_faster():
+    """Llama 3 70B by Megatron-Bridge, 32 samples of 4,096 on 32 H100: 3.16 s in fp8."""
+    plan = Plan(strategy="zero3", dp_shard=32, precision="bf16-master")
+    like = Likeness(32, plan, 70.55, False, "H100 SXM", "hopper", 4096)
+    cases = nearest_cases(like, 10)
+    case = faster_case(like, cases, 32, 4.2)
+    assert case.precision == "fp8" and case.measured_s == pytest.approx(3.16, abs=0.01)
+    assert faster_case(like, cases, 32, 3.1) is None
+    assert faster_case(like, cases, 64, 4.2) is None
+    for changed in ({"parameters": 8.03}, {"devices": 64}, {"chip": "H200"}, {"seq_len": 8192},
+                    {"plan": Plan(precision="fp8")}):  # fmt: skip
+        assert faster_case(replace(like, **changed), cases, 32, 4.2) is None, changed
+
+
+def test_cases_state_their_precision():
+    kinds = {row["precision"] for row in measured_rows()}
+    assert kinds == {"fp8", "MXFP8", "bf16", "fp16", "16 bits"}
+    mixed = [row for row in measured_rows() if row["source"] == "llm-foundry"]
+    assert {row["precision"] for row in mixed} == {"bf16", "fp8"}
 
 
 @pytest.mark.parametrize(
