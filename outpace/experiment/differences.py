@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import median
 
 from outpace.experiment.facts import facts_of
+from outpace.experiment.past_runs import result_of
 from outpace.experiment.results import step_times_of
 from outpace.records.comparison import ArmResult
 from outpace.records.measurement import PARTS, Measurement
@@ -33,14 +34,21 @@ def differences(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> tuple
     found = _values(records)
     told = ", ".join(f"{name} {_change(values)}" for name, values in found.items())
     first = f"They differ in: {told}." if told else "Nothing that was recorded about them differs."
-    resumed = [
-        f"{name} was resumed after step {record.start_step:,} with another plan, machine or "
-        "version: its times are those of the steps since then."
-        for name, record in zip(runs, records, strict=True)
-        if record.start_step
-    ]
     rest = (*_part(results), *_slow_steps(runs, results), *_other_programs(runs))
-    return first, *resumed, *rest
+    return first, *_resume_notes(runs, records), *rest
+
+
+def _resume_notes(runs: Mapping[str, Path], records: Sequence[RunRecord]) -> list[str]:
+    """Name the runs whose times leave out the steps before a resume."""
+    told = []
+    for (name, run), record in zip(runs.items(), records, strict=True):
+        if begin := record.last_untimed_step(result_of(run, record)):
+            changed = " with another plan, machine or version" * (begin == record.start_step)
+            told.append(
+                f"{name} was resumed after step {begin:,}{changed}: its times are those of the "
+                "steps since then."
+            )
+    return told
 
 
 def _change(values: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from outpace.probing.utilisation.sampler import open_files
 from outpace.records.base import OnChange, Record, refuse_pipe
 from outpace.records.errors import BadInputError
 from outpace.records.lines import ChangedLineError, strip_checksum
-from outpace.records.measurement import WARMUP_STEPS, Measurement, StepRecord
+from outpace.records.measurement import Measurement, StepRecord
 from outpace.records.past import PastRun
 from outpace.records.plan import Plan
 from outpace.records.run import Failure, RunRecord
@@ -130,7 +130,7 @@ def read_past_run(folder: Path, trouble: OSError | None = None) -> PastRunFolder
         figures = {} if result is None else _of_result(result)
         if result is None:
             figures = _of_steps(folder, record, changed.append)
-        elif result.start_step and result.steps - result.start_step <= WARMUP_STEPS:
+        elif record.last_untimed_step(result) != result.start_step:
             timed = _of_steps(folder, record, changed.append)
             figures |= {name: timed.get(name) for name in _TIMED}
         failure = _failure(folder) if result is None else None

@@ -25,6 +25,7 @@ _MILLION = 1e6
 # that there is none.
 _AGREE: Mapping[str, float] = {"fp32": 0.01, "fp64": 0.01}
 _AGREE_LOW = 0.05
+_RATES = ("step_time_s", "tokens_per_s", "samples_per_s", "model_flops_per_s", "mfu")
 _OF_A_STEP = ("step_time_s", "samples", "loss")  # fields that are read
 T = TypeVar("T", int, float)
 
@@ -62,9 +63,18 @@ def results(
 
 
 def _finished_result(run: Path) -> Measurement | None:
-    """Return a run's result; None if it is not a run, is not finished, or is running now."""
+    """Return a run's result; None if it is not a run, is not finished, or is running now.
+
+    Its times and rates are of `timed_steps_of`, also if the last resume left only warm-up.
+    """
     path = run / RUN_FILE
-    return result_of(run, RunRecord.load(path)) if path.is_file() else None
+    if not path.is_file() or (result := result_of(run, record := RunRecord.load(path))) is None:
+        return None
+    if record.last_untimed_step(result) == result.start_step or not (steps := timed_steps_of(run)):
+        return result
+    parts = {name: [float(one.get(name) or 0) for one in steps] for name in TimeParts.model_fields}
+    medians = {name: _median([one.get(name) for one in steps]) for name in _RATES}
+    return result.model_copy(update={**medians, "parts": TimeParts.of_steps(parts)})
 
 
 def _median_figures(runs: Sequence[Measurement], price: float | None) -> dict[str, Any]:
@@ -81,8 +91,7 @@ def _median_figures(runs: Sequence[Measurement], price: float | None) -> dict[st
         per_million = price * paid / 3600 / tokens_per_s * _MILLION
     parts = {name: [getattr(run.parts, name) for run in runs] for name in TimeParts.model_fields}
     return {
-        **{name: median_of(name) for name in ("step_time_s", "tokens_per_s", "samples_per_s",
-                                       "model_flops_per_s", "mfu", "final_loss")},
+        **{name: median_of(name) for name in (*_RATES, "final_loss")},
         **{name: None if (count := median_of(name)) is None else round(count)
            for name in ("peak_memory_bytes", "sent_bytes")},
         "idle_share": _median([_idle_share(run) for run in runs]),
@@ -155,19 +164,24 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
     return found
 
 
-def step_times_of(run: Path, warm_up: bool = False) -> list[float]:
-    """Return the seconds of each step in the layout and on the machine of the run's record.
+def timed_steps_of(run: Path, warm_up: bool = False) -> list[dict[str, Any]]:
+    """Return the steps that a run's times and rates are of (`RunRecord.last_untimed_step`).
 
     `warm_up`: with the first steps after the start and after each resume. Raises BadInputError like
     `steps_of`.
     """
     record = RunRecord.load(run / RUN_FILE)
+    begin = record.last_untimed_step(result_of(run, record))
     return [
-        float(step["step_time_s"])
+        step
         for number, step in enumerate(steps_of(run), 1)
-        if (at := step.get("step", number)) > record.start_step
-        and (warm_up or not record.is_warm_up(at))
+        if (at := step.get("step", number)) > begin and (warm_up or not record.is_warm_up(at))
     ]
+
+
+def step_times_of(run: Path, warm_up: bool = False) -> list[float]:
+    """Return the seconds of each step in `timed_steps_of`."""
+    return [float(step["step_time_s"]) for step in timed_steps_of(run, warm_up)]
 
 
 def _is_number(value: Any) -> bool:

@@ -20,7 +20,7 @@ from typing import Any, TypeGuard
 
 from outpace.records.base import read_object
 from outpace.records.errors import BadInputError, shorten
-from outpace.records.measurement import WARMUP_STEPS
+from outpace.records.measurement import WARMUP_STEPS, Measurement
 from outpace.records.run import RunRecord
 from outpace.records.training_log import LoggedRun
 
@@ -147,6 +147,7 @@ def _last(pattern: str, lines: Iterable[str]) -> int | None:
 
 def _read_outpace(path: Path) -> LoggedRun:
     record = RunRecord.load(path / "run.json")
+    begin = record.last_untimed_step(_finished_result(path / "result.json", record))
     rows = []
     for line in _read_text(path / "metrics.jsonl").splitlines():
         try:
@@ -155,16 +156,13 @@ def _read_outpace(path: Path) -> LoggedRun:
             continue  # the last line of a killed run
         if isinstance(row, dict) and _is_possible(row.get("step_time_s")):
             step = row.get("step")
-            # Those before the run was resumed may be of another layout.
-            if not _is_possible(step) or step > record.start_step:
+            if not _is_possible(step) or step > begin:
                 rows.append(row)
     steady = [row for row in rows if not record.is_warm_up(int(row.get("step") or 0))]
     if len(steady) <= WARMUP_STEPS:
         steady = rows
     if not steady:
-        since = (
-            f" since it was resumed after step {record.start_step:,}" if record.start_step else ""
-        )
+        since = f" since it was resumed after step {begin:,}" if begin else ""
         raise BadInputError(f"{path}: the run has no steps yet{since}.")
     told = [row.get("peak_memory_bytes") for row in rows]
     memory = [int(value) for value in told if _is_possible(value)]
@@ -177,6 +175,12 @@ def _read_outpace(path: Path) -> LoggedRun:
         parameters=record.parameters,
         memory_kind="allocated" if record.device.startswith("cuda") else "resident",
     )  # fmt: skip
+
+
+def _finished_result(path: Path, record: RunRecord) -> Measurement | None:
+    """Return the result of a run that has done all its steps, else None."""
+    result = Measurement.load(path) if path.is_file() else None
+    return result if result is not None and result.steps == record.total_steps else None
 
 
 def _is_possible(value: object) -> TypeGuard[float]:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from outpace.records.base import Record, entry
 from outpace.records.machine import Machine
-from outpace.records.measurement import WARMUP_STEPS
+from outpace.records.measurement import WARMUP_STEPS, Measurement
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
@@ -75,6 +75,16 @@ class RunRecord(Record):
         """
         moved = [int(one.get("step", 0)) for one in self.resumes if one.get("changed", True)]
         return moved[-1] if moved else 0
+
+    def last_untimed_step(self, result: Measurement | None) -> int:
+        """Return the step after which a run's steps count in its times and rates; or 0.
+
+        Those of a finished run are of the steps after its last resume, as its `result` is, unless
+        all of these are warm-up; else those after `start_step`.
+        """
+        if result is None or result.steps - result.start_step <= WARMUP_STEPS:
+            return self.start_step
+        return result.start_step
 
     def is_warm_up(self, step: int) -> bool:
         """Return whether a step is one of the first after the start or after a resume."""

@@ -12,6 +12,8 @@ import pytest
 from outpace.cli.main import main
 from outpace.interop.training_logs import read_log
 from outpace.records.measurement import WARMUP_STEPS
+from outpace.reporting.data.run_folder import read_run
+from outpace.reporting.documents.run import run_document
 from outpace.reporting.render.screenshot import BROWSERS
 
 
@@ -157,40 +159,75 @@ def test_of_a_resumed_run_the_steps_since_are_timed(run, capsys, tmp_path, monke
     assert (logged.step_time_s, logged.steps) == (0.5, 20 - WARMUP_STEPS)
 
 
-def test_of_a_run_that_resumed_unchanged_the_steps_before_are_timed(
-    run, capsys, tmp_path, monkeypatch
-):
-    """Two steps before its end a run was preempted: the two since then are warm-up."""
-    monkeypatch.setenv("COLUMNS", "400")
-    first, resumed = copied(run, tmp_path / "a"), copied(run, tmp_path / "b")
+def resumed_unchanged(run, folders, at, before_s, after_s):
+    """Two copies of a run with 40 steps of `before_s`; the other was resumed after step `at`."""
     last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
     last.pop("xxh3_64")  # changed on purpose
-    for folder, at in ((first, 40), (resumed, 38)):
+    for folder, begin in zip(folders, (40, at), strict=True):
         steps = [
-            {**last, "step": step, "step_time_s": 0.5 if step <= at else 30.0}
+            {**last, "step": step, "step_time_s": before_s if step <= begin else after_s}
             for step in range(1, 41)
         ]
         (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in steps))
         result = json.loads((folder / "result.json").read_text())
         result.pop("xxh3_128")
-        changes = {"steps": 40} if at == 40 else {"steps": 40, "start_step": 38}
-        changes["step_time_s"] = 0.5 if at == 40 else 30.0
+        changes = {"steps": 40} if begin == 40 else {"steps": 40, "start_step": begin}
+        changes["step_time_s"] = before_s if begin == 40 else after_s
         (folder / "result.json").write_text(json.dumps({**result, **changes}))
         record = json.loads((folder / "run.json").read_text())
         record.pop("xxh3_128")
         record["total_steps"] = 40
-        resume = {"at": record["started"], "ranks": 1, "step": 38, "changed": []}
-        record["resumes"] = [resume] if at < 40 else []
+        resume = {"at": record["started"], "ranks": 1, "step": begin, "changed": []}
+        record["resumes"] = [resume] if begin < 40 else []
         (folder / "run.json").write_text(json.dumps(record))
-    assert main(["compare", str(first), str(resumed), "--json"]) == 0
+
+
+def told_of_both(folders, capsys):
+    """The comparison of two runs, and of the second one its row and the facts of its report."""
+    assert main(["compare", *map(str, folders), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
+    assert main(["runs", str(folders[1]), "--json"]) == 0
+    row = json.loads(capsys.readouterr().out)
+    return told, row, dict(run_document(read_run(folders[1])).facts)
+
+
+def test_of_a_run_whose_steps_since_its_resume_are_warm_up_those_before_are_timed(
+    run, capsys, tmp_path, monkeypatch
+):
+    """Two steps before its end a run was preempted."""
+    monkeypatch.setenv("COLUMNS", "400")
+    folders = copied(run, tmp_path / "a"), copied(run, tmp_path / "b")
+    resumed_unchanged(run, folders, 38, 0.5, 30.0)
+    told, row, facts = told_of_both(folders, capsys)
     assert {one["value"] for one in told["outcomes"]} == {0.5}
+    assert [arm["step_time_s"] for arm in told["arms"]] == [0.5, 0.5]
     since = "its times are those of the steps since then"
     assert not any(since in one for one in told["differences"])
-    assert main(["runs", str(resumed), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["step_time_s"] == 0.5
-    logged = read_log(resumed)
+    assert row["step_time_s"] == 0.5 and facts["median step"] == "500.0 ms"
+    logged = read_log(folders[1])
     assert (logged.step_time_s, logged.steps) == (0.5, 38 - WARMUP_STEPS)
+
+
+def test_one_set_of_steps_is_timed_of_a_run_that_was_resumed_unchanged(
+    run, capsys, tmp_path, monkeypatch
+):
+    """Stopped after step 20 on a busy machine, then resumed: its result is of the steps since."""
+    monkeypatch.setenv("COLUMNS", "400")
+    folders = copied(run, tmp_path / "a"), copied(run, tmp_path / "b")
+    resumed_unchanged(run, folders, 20, 2.0, 0.5)
+    told, row, facts = told_of_both(folders, capsys)
+    assert [arm["step_time_s"] for arm in told["arms"]] == [2.0, 0.5]
+    name = told["arms"][1]["arm"]
+    assert {one["value"] for one in told["outcomes"] if one["arm"] == name} == {0.5}
+    assert told["arms"][1]["verdict"]["slowdown"] == pytest.approx(0.5 / 2.0 - 1)
+    assert (
+        f"{name} was resumed after step 20: its times are those of the steps since then."
+        in told["differences"]
+    )
+    assert not any("went to slower steps" in one for one in told["differences"])
+    assert row["step_time_s"] == 0.5 and facts["median step"] == "500.0 ms"
+    logged = read_log(folders[1])
+    assert (logged.step_time_s, logged.steps) == (0.5, 20 - WARMUP_STEPS)
 
 
 def test_cores_that_others_used_and_factors_are_told(run, capsys, tmp_path, monkeypatch):

@@ -137,19 +137,33 @@ def test_times_of_a_resumed_run_are_named_by_its_last_part(run, of_run):
     assert " a step since it was resumed after step 4: " in resumed.verdict[1]
 
 
-def test_speed_of_a_run_resumed_as_it_was_is_that_of_all_of_its_steps(run):
-    """result.json has the steps after the last resume only, metrics.jsonl all of them."""
+def resumed_as_it_was(run, step):
+    """A run whose result has a step of 1000 s and a token each second after `step` of 8 steps."""
     found = read_run(run)
-    record = found.record.model_copy(update={"resumes": ({"step": 4, "changed": []},)})
-    measured = found.measurement.model_copy(
-        update={"start_step": 4, "step_time_s": 1e3, "tokens_per_s": 1.0}
-    )
-    of_all = run_document(replace(found, measurement=measured, record=record))
+    record = found.record.model_copy(update={"resumes": ({"step": step, "changed": []},)})
+    last = {"start_step": step, "step_time_s": 1e3, "tokens_per_s": 1.0}
+    return replace(found, record=record, measurement=found.measurement.model_copy(update=last))
+
+
+def test_speed_of_a_run_resumed_as_it_was_is_that_of_its_result(run):
+    """The training's summary and `outpace runs` show the steps after the last resume, too."""
+    resumed = resumed_as_it_was(run, 4)
+    assert list(resumed.timed_steps["step"]) == [5, 6, 7, 8]
+    document = run_document(resumed)
+    facts = dict(document.facts)
+    assert facts["median step"] == show_seconds(1e3)
+    assert facts["median throughput"].split() == ["1", "tokens/s"]
+    assert " a step since it was resumed after step 4: " in document.verdict[1]
+
+
+def test_speed_of_a_run_with_only_warm_up_since_its_resume_is_that_of_all_its_steps(run):
+    resumed = resumed_as_it_was(run, 6)
+    of_all = run_document(resumed)
+    middle_s = float(np.median(resumed.timed_steps.steady("step_time_s")))
+    assert list(resumed.timed_steps["step"])[:6] == [1, 2, 3, 4, 5, 6]
     facts = dict(of_all.facts)
-    timed = replace(found, record=record).timed_steps
-    middle_s = float(np.median(timed.steady("step_time_s")))
-    assert facts["median step"] == show_seconds(middle_s)
-    assert facts["median throughput"] != "1.00 tokens/s" and "since it was" not in of_all.verdict[1]
+    assert facts["median step"] == show_seconds(middle_s) != show_seconds(1e3)
+    assert facts["median throughput"].split()[0] != "1" and "since it" not in of_all.verdict[1]
 
 
 def test_a_report_has_one_median_step_and_one_set_of_its_parts(run, of_run):

@@ -47,9 +47,14 @@ class RunFolder:
         return self.path.resolve().name
 
     @property
+    def last_untimed_step(self) -> int:
+        """Return the step after which steps count in times and rates; or 0."""
+        return self.record.last_untimed_step(self.measurement)
+
+    @property
     def timed_steps(self) -> StepLog:
-        """The steps in the record's layout, without the first one after each later resume."""
-        begun, steps = self.record.start_step, self.steps["step"]
+        """The steps that times and rates are of, without the first after each later resume."""
+        begun, steps = self.last_untimed_step, self.steps["step"]
         warm = [s > begun + WARMUP_STEPS and self.record.is_warm_up(int(s)) for s in steps]
         return self.steps.select((steps > begun) & ~np.array(warm, bool))
 

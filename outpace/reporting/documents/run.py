@@ -119,8 +119,8 @@ def _speed(run: RunFolder) -> list[str]:
     speed = f"{show_seconds(step_time_s)} a step"
     if tokens is not None:
         speed = f"{show_count(tokens)} tokens/s, {speed}"
-    if run.record.start_step:
-        speed = f"{speed} since it was resumed after step {run.record.start_step:,}"
+    if run.last_untimed_step:
+        speed = f"{speed} since it was resumed after step {run.last_untimed_step:,}"
     lost = lost if most_s > 0.01 * parts.total_s else ""
     return [f"{speed}: {share} of it in forwards, backwards and the optimizer{lost}."]
 
@@ -204,9 +204,9 @@ def first_step_words(measured: Measurement | None) -> str | None:
 
 
 def _full_measurement(run: RunFolder) -> Measurement | None:
-    """Return the measurement if it covers all timed steps, not only those since a resume."""
+    """Return the measurement if its times are those of the timed steps, not of warm-up alone."""
     measured = run.measurement
-    return measured if measured and measured.start_step == run.record.start_step else None
+    return measured if measured and measured.start_step == run.last_untimed_step else None
 
 
 def step_time(run: RunFolder) -> float | None:
