@@ -18,6 +18,7 @@ Batch = Any
 
 
 _STEPS_LOCATED = 32
+_SAMPLES_LOCATED = 2**17
 _ENDED = object()
 _OWN = 0x6F776E  # separates these seeds from those of steps
 
@@ -166,10 +167,11 @@ class _Slots:
         self._slots = firsts[:, None] + np.arange(micro_batch)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        # Handle many steps at a time: a permutation costs about as much for one sample as for
-        # hundreds.
-        for begin in range(self._steps.start, self._steps.stop, _STEPS_LOCATED):
-            steps = np.arange(begin, min(begin + _STEPS_LOCATED, self._steps.stop))
+        # Handle many steps at a time, unless they are large: a permutation costs about as much for
+        # one sample as for hundreds.
+        many = min(_STEPS_LOCATED, max(1, _SAMPLES_LOCATED // self._slots.size))
+        for begin in range(self._steps.start, self._steps.stop, many):
+            steps = np.arange(begin, min(begin + many, self._steps.stop))
             positions = steps[:, None, None] * self._global_batch + self._slots
             keys = self._dataset.locate(self._seed, positions.reshape(-1))
             for first in range(0, len(keys), self._slots.shape[1]):

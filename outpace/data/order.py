@@ -22,15 +22,18 @@ def samples_at(seed: int, positions: Index, n_samples: int) -> Index:
     is a pass over all samples, each pass in a different order.
     """
     passes, places = np.divmod(positions, n_samples)
-    found = np.empty_like(positions)
-    for number in np.unique(passes):
-        chosen = passes == number
-        found[chosen] = permute(places[chosen], n_samples, _key(seed, int(number)))
-    return found
+    numbers, of_numbers = np.unique(passes, return_inverse=True)
+    keys = [_key(seed, int(number)) for number in numbers]
+    if len(keys) <= 1:
+        return permute(places, n_samples, keys[0]) if keys else places
+    return permute(places, n_samples, np.stack(keys, axis=1)[:, of_numbers])
 
 
 def permute(places: Index, size: int, key: NDArray[np.uint64]) -> Index:
-    """Map each of the `places` with a keyed permutation of [0, size)."""
+    """Map each of the `places` with a keyed permutation of [0, size).
+
+    `key`: a number for each round, (rounds,), or others for each place, (rounds, places).
+    """
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half_bits) - 1)
     values = places.astype(np.uint64)
@@ -38,7 +41,7 @@ def permute(places: Index, size: int, key: NDArray[np.uint64]) -> Index:
     # The network permutes a power of four; repeat until the value is below the size.
     while outside.any():
         left, right = values[outside] >> np.uint64(half_bits), values[outside] & mask
-        for round_key in key:
+        for round_key in key if key.ndim == 1 else key[:, outside]:
             left, right = right, left ^ (_mix(right ^ round_key) & mask)
         values[outside] = (left << np.uint64(half_bits)) | right
         outside = values >= np.uint64(size)
@@ -66,13 +69,14 @@ def mixture_at(seed: int, positions: Index, counts: tuple[int, ...]) -> tuple[In
     pattern = np.repeat(np.arange(len(counts)), counts)
     blocks, places = np.divmod(positions, block_size)
     source, rank = np.empty_like(positions), np.empty_like(positions)
-    for number in np.unique(blocks):
+    by_block = np.argsort(blocks, kind="stable")
+    numbers, begins = np.unique(blocks[by_block], return_index=True)
+    for number, chosen in zip(numbers, np.split(by_block, begins[1:]), strict=False):
         order = permute(np.arange(block_size), block_size, _key(seed ^ 0x6D6978, int(number)))
         shuffled = pattern[order]
         ranks = np.empty(block_size, dtype=np.int64)
         for k, count in enumerate(counts):
             ranks[shuffled == k] = int(number) * count + np.arange(count)
-        chosen = blocks == number
         source[chosen], rank[chosen] = shuffled[places[chosen]], ranks[places[chosen]]
     return source, rank
 

@@ -3,6 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outpace.data import order
+from outpace.data.loader import _Slots
 from outpace.data.order import block_counts, block_size_for, mixture_at, samples_at
 
 law = settings(max_examples=50)
@@ -72,3 +74,43 @@ def test_a_mixture_is_a_function_of_the_position():
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 16, 17])
 def test_small_sets_work(size):
     assert sorted(samples_at(0, np.arange(size), size)) == list(range(size))
+
+
+def counted(monkeypatch):
+    """The numbers of places that each call of `permute` maps."""
+    calls, permute = [], order.permute
+
+    def recorded(places, size, key):
+        calls.append(len(places))
+        return permute(places, size, key)
+
+    monkeypatch.setattr(order, "permute", recorded)
+    return calls
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+def test_many_passes_are_permuted_at_once_and_as_each_alone(size, monkeypatch):
+    """Each pass took a look at all positions: a step of a million samples took minutes."""
+    positions = np.random.default_rng(0).permutation(3000)
+    calls = counted(monkeypatch)
+    found = samples_at(5, positions, size)
+    assert calls == [3000]
+    alone = [int(samples_at(5, positions[at : at + 1], size)[0]) for at in range(300)]
+    assert found[:300].tolist() == alone
+
+
+def test_a_loader_locates_no_more_steps_at_once_than_are_few_samples():
+    calls = []
+
+    class Counted:
+        def __len__(self):
+            return 10
+
+        def locate(self, seed, positions):
+            calls.append(len(positions))
+            return positions.tolist()
+
+    for batch, most in ((2**17, 2**17), (2**18, 2**18), (2**15, 2**17), (4, 32 * 4)):
+        calls.clear()
+        next(iter(_Slots(Counted(), 0, batch, batch, 0, 1, 0, 100)))
+        assert calls == [most]

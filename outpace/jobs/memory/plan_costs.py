@@ -24,6 +24,10 @@ _SHARE = 0.05
 _HEAP_BYTES = 3 * 32 * _MIB
 # Code that is loaded only for the optimizer, for saving and for exporting.
 _LATER_CODE_BYTES = 32 * _MIB
+# Tokens of a micro-batch that are traced: of chunks of logits, which have 512 tokens on a CPU and
+# 4096 or more on devices.
+_MOST_TOKENS_CPU = 64 * 512
+_MOST_TOKENS = 128 * 4096
 
 
 def slack_bytes(tensor_bytes: int, device: torch.device) -> int:
@@ -79,6 +83,44 @@ def accounts_to_ask(
     ]
 
 
+def account_of_samples(account: Account, ask: TraceRequest) -> AccountSummary:
+    """Return a rank's account; that of many samples at once from those of fewer.
+
+    A trace takes as long as a pass has chunks of logits. Memory and time grow by the same amount
+    with each further sample once there are many chunks.
+    """
+    tokens = _MOST_TOKENS_CPU if ask.accelerator is None else _MOST_TOKENS
+    high = max(2, tokens // ask.seq_len)
+    if ask.plan.micro_batch <= high:
+        return account(ask)
+    low = high // 2
+    one, other = (account(_with_micro_batch(ask, samples)) for samples in (low, high))
+    more = (ask.plan.micro_batch - low) / (high - low)
+
+    def extrapolate(first: float, second: float) -> float:
+        return first + (second - first) * more
+
+    kinds = {**one.by_kind, **other.by_kind}
+    timed = None not in (one.step_s, other.step_s)
+    return AccountSummary(
+        peak_memory_bytes=round(extrapolate(one.peak_memory_bytes, other.peak_memory_bytes)),
+        needed_bytes=round(extrapolate(one.needed_bytes, other.needed_bytes)),
+        by_kind={
+            kind: round(extrapolate(one.by_kind.get(kind, 0), other.by_kind.get(kind, 0)))
+            for kind in kinds
+        },
+        step_s=extrapolate(one.step_s or 0.0, other.step_s or 0.0) if timed else None,
+    )
+
+
+def _with_micro_batch(ask: TraceRequest, samples: int) -> TraceRequest:
+    """Return the request with as many passes, each of micro-batches of `samples`."""
+    plan = ask.plan.model_copy(update={"micro_batch": samples})
+    batch = plan.samples_per_pass * plan.data_parallel * ask.accumulation
+    settings = ask.settings.model_copy(update={"global_batch": batch})
+    return ask.model_copy(update={"plan": plan, "settings": settings})
+
+
 def _cost(
     account: Account,
     settings: TrainSettings,
@@ -87,7 +129,8 @@ def _cost(
     seq_len: int,
     site: JobSite,
 ) -> Cost:
-    found = [account(ask) for ask in accounts_to_ask(settings, spec, plan, seq_len, site)]
+    asked = accounts_to_ask(settings, spec, plan, seq_len, site)
+    found = [account_of_samples(account, ask) for ask in asked]
     saved = [_save_bytes(one, plan, site.device) for one in found]
     fullest = max(found, key=lambda one: one.needed_bytes)
     return Cost(

@@ -10,9 +10,16 @@ import torch
 
 from outpace.catalog.accelerators import ACCELERATORS, find_accelerator
 from outpace.catalog.models import preset
+from outpace.jobs.memory import plan_costs
 from outpace.jobs.memory.fit import MemoryFit
 from outpace.jobs.memory.step_time import step_time_s
-from outpace.jobs.memory.trace_worker import AccountSummary, TraceRequest, serve, time_of
+from outpace.jobs.memory.trace_worker import (
+    AccountSummary,
+    TraceRequest,
+    account_of,
+    serve,
+    time_of,
+)
 from outpace.jobs.ranks.oom_guard import Shortage
 from outpace.planner.calibration.cluster import of_host
 from outpace.planner.fit.proposals import change_plan
@@ -50,18 +57,56 @@ def fitting(machine, settings=SETTINGS):
     return MemoryFit(settings, Ranks(), torch.device("cpu"), machine, SPEC, 64, account)
 
 
-def planned_s(machine, plan, adapters=None):
+def planned_s(machine, plan, adapters=None, batch=16):
     question = StepTimeQuestion(
         outline(SPEC, "tiny"), 64, of_host(machine, 1).device, of_host(machine, 1).fabric,
         adapters=adapters,
     )  # fmt: skip
-    return float(estimate(question, of_plans([plan], 16, SPEC.layers)).step_s[0])
+    return float(estimate(question, of_plans([plan], batch, SPEC.layers)).step_s[0])
 
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where no probe's file is
     return identify(find_accelerator)
+
+
+def test_a_trace_of_many_samples_takes_no_longer_than_one_of_few(machine):
+    """A micro-batch of a million samples had half a million chunks of logits to trace."""
+    traced = []
+
+    def recorded(ask):
+        traced.append(ask.plan.micro_batch * ask.seq_len)
+        return account(ask)
+
+    settings = SETTINGS.model_copy(update={"global_batch": 10**6})
+    fit = MemoryFit(settings, Ranks(), torch.device("cpu"), machine, SPEC, 64, recorded)
+    cost = fit.predict(Plan(micro_batch=10**6))
+    assert 0 < max(traced) <= 2**15 and len(traced) == 2
+    assert cost.tensor_bytes == 10**6 * GIB
+    of_all = planned_s(machine, Plan(micro_batch=10**6), batch=10**6)
+    assert cost.step_s == pytest.approx(of_all, rel=0.02)
+
+
+def test_an_account_extended_from_fewer_samples_is_that_of_the_trace(monkeypatch):
+    def traced(ask):
+        found = account_of(ask)
+        return AccountSummary(
+            peak_memory_bytes=found.peak_memory_bytes, needed_bytes=found.needed_bytes,
+            by_kind=found.peak.by_kind, step_s=None,
+        )  # fmt: skip
+
+    ask = TraceRequest(
+        spec=SPEC, plan=Plan(micro_batch=192), seq_len=64, accumulation=2, rank=0,
+        settings=SETTINGS, accelerator=None, ranks_per_host=1,
+    )  # fmt: skip
+    monkeypatch.setattr(plan_costs, "_MOST_TOKENS_CPU", 64 * 64)
+    extended, whole = plan_costs.account_of_samples(traced, ask), traced(ask)
+    assert extended.peak_memory_bytes == pytest.approx(whole.peak_memory_bytes, rel=0.01)
+    assert extended.needed_bytes == pytest.approx(whole.needed_bytes, rel=0.01)
+    assert extended.by_kind.keys() == whole.by_kind.keys()
+    for kind, size in whole.by_kind.items():
+        assert extended.by_kind[kind] == pytest.approx(size, rel=0.02), kind
 
 
 def test_a_proposal_is_as_much_slower_as_the_planner_says(machine):
