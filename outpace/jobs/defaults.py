@@ -299,11 +299,23 @@ def _whole_share(settings: TrainSettings, sizes: Mapping[str, int]) -> int:
     if settings.global_batch % shares:
         lower = settings.global_batch // shares * shares
         possible = join_or(batch for batch in (lower, lower + shares) if batch)
+        fewer = _fewer_processes(settings, sizes)
         raise BadInputError(
             f"global batch {settings.global_batch} cannot be divided among {shares} "
-            f"data-parallel ranks; {possible} can."
+            f"data-parallel ranks. Use --global-batch {possible}{fewer}."
         )
     return settings.global_batch // shares
+
+
+def _fewer_processes(settings: TrainSettings, sizes: Mapping[str, int]) -> str:
+    """Suggest the most processes on this host that divide the global batch, if there are some."""
+    shares = sizes["dp_replicate"] * sizes["dp_shard"]
+    if settings.dp_replicate is not None or settings.dp_shard is not None:
+        return ""
+    fewer = max(share for share in range(1, shares) if settings.global_batch % share == 0)
+    processes = math.prod(sizes.values()) // shares * fewer
+    is_one_host = settings.nproc == math.prod(sizes.values())
+    return f", or --nproc {processes}" if is_one_host and fewer > 1 else ""
 
 
 def resolve_lr(settings: TrainSettings, stored: bool) -> float:

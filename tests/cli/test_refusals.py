@@ -9,6 +9,7 @@ import torch
 
 from outpace.cli.main import main
 from outpace.records.base import format_path
+from outpace.records.plan import Plan, PlanFile
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
 
@@ -35,6 +36,20 @@ def test_a_file_that_is_not_there_is_named_with_its_option(
 ) -> None:
     path = tmp_path / "none.json"
     assert f"cannot read {option} {path}" in refused(capsys, *words, path)
+
+
+def test_adapters_of_a_plan_are_refused_as_the_plans(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--lora-rank` was never typed."""
+    file = PlanFile.from_plan(Plan(lora_rank=16, lora_alpha=16.0), 64, 8)
+    (path := tmp_path / "lora.json").write_text(file.model_dump_json())
+    words = ["train", "--model=outpace-tiny", f"--out={tmp_path / 'run'}", "--steps=1"]
+    said = " ".join(refused(capsys, *words, f"--plan={path}").split())
+    assert f"lora_rank 16 of plan {path} trains adapters of trained weights" in said
+    assert "--lora-rank" not in said and "a plan without adapters" in said
+    typed = " ".join(refused(capsys, *words, "--lora-rank=16").split())
+    assert "--lora-rank 16 trains adapters" in typed and "a plan without" not in typed
 
 
 @pytest.mark.parametrize("text", ["steps = 3\nlr = 1e-3\nsteps = 4\n", "[a]\nb = 1\n[a]\nc = 2\n"])

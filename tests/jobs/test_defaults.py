@@ -1,8 +1,11 @@
 """From what was asked for to a layout."""
 
 import pytest
+import torch
 
-from outpace.jobs.defaults import with_axes_that_fit
+from outpace.catalog.accelerators import find_accelerator
+from outpace.jobs.defaults import resolve_plan, with_axes_that_fit
+from outpace.probing.hardware.machine import identify
 from outpace.records.errors import BadInputError
 from outpace.records.plan import AXES, fill_axes
 from outpace.records.ranks import Ranks
@@ -38,3 +41,22 @@ def test_axes_of_more_ranks_than_there_are(axis):
     said = rf"{axis} 2 needs 2 processes, but there is 1\. Start 2 \(--nproc 2\), or leave {flag}"
     with pytest.raises(BadInputError, match=said):
         fill_axes("single", 1, asked)
+
+
+@pytest.mark.parametrize(
+    ("asked", "remedy"),
+    [
+        ({"global_batch": 16}, "--global-batch 64, or --nproc 16."),
+        ({"global_batch": 100}, "--global-batch 64 or 128, or --nproc 50."),
+        ({"global_batch": 12, "tp": 2, "strategy": "3d"}, "--global-batch 32, or --nproc 24."),
+        ({"global_batch": 1}, "--global-batch 64."),
+        ({"global_batch": 16, "dp_shard": 64}, "--global-batch 64."),
+        ({"global_batch": 16, "nproc": 32}, "--global-batch 64."),  # of two hosts
+    ],
+)
+def test_a_batch_that_ranks_cannot_share_is_refused_with_what_divides(asked, remedy):
+    settings = TrainSettings.parse({"nproc": 64, **asked}, "test")
+    ranks = Ranks(world_size=64, local_world_size=settings.nproc)
+    with pytest.raises(BadInputError) as refused:
+        resolve_plan(settings, ranks, torch.device("cpu"), identify(find_accelerator))
+    assert str(refused.value).endswith(f"data-parallel ranks. Use {remedy}")

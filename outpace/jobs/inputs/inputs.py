@@ -2,9 +2,10 @@
 
 import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -32,7 +33,7 @@ from outpace.interop.peft import merge_into
 from outpace.interop.tokenizer_class import export_difference, source_difference
 from outpace.interop.weights import unread_weights
 from outpace.jobs.defaults import resolve_seq_len
-from outpace.jobs.inputs.tasks import TaskModel, held_out_part, load_task_inputs
+from outpace.jobs.inputs.tasks import TaskModel, held_out_part, load_task_inputs, name_adapters
 from outpace.jobs.inputs.tokenizers import tokenizer_for
 from outpace.nn.classifier import ClassificationObjective, Classifier
 from outpace.nn.lora import add_adapters, first_value
@@ -114,13 +115,18 @@ def gather(
     callbacks: Sequence[Callback],
     plan: Plan | None = None,
     device_type: str = "cpu",
+    origins: Mapping[str, str] = MappingProxyType({}),
 ) -> TrainingInputs:
-    """Open the model and prepare the data. Raises BadInputError if something does not fit."""
+    """Open the model and prepare the data. Raises BadInputError if something does not fit.
+
+    `origins`: where settings come from, for messages.
+    """
     opened = None if live is not None else open_model(settings.model, cache_dir)
     custom_model = _custom_model(opened, live, settings.seed)
     _require_read_weights(opened, settings)
     if settings.lora_rank is not None:
-        _require_base(settings, opened, custom_model)
+        asked = name_adapters(settings.lora_rank, origins)
+        _require_base(settings, opened, custom_model, asked)
     spec = None if opened is None or opened.spec is None else _with_dropout(opened.spec, settings)
     name = opened.name if opened is not None else "own"
     if custom_model is not None and settings.init is not None:
@@ -316,20 +322,23 @@ def _require_read_weights(opened: OpenedModel | None, settings: TrainSettings) -
 
 
 def _require_base(
-    settings: TrainSettings, opened: OpenedModel | None, custom_model: CustomModel | None
+    settings: TrainSettings,
+    opened: OpenedModel | None,
+    custom_model: CustomModel | None,
+    asked: str,
 ) -> None:
-    """Refuse a base model with which adapters cannot be trained."""
-    asked = f"--lora-rank {settings.lora_rank}"
+    """Refuse a base model with which adapters cannot be trained; `asked` names their setting."""
     if custom_model is not None or opened is None:
         raise BadInputError(
             f"{asked} applies to outpace's and Hugging Face models. In a custom model, freeze "
             "the weights that are not to be trained (requires_grad)."
         )
     if not _starts_pretrained(opened, settings) and settings.init != "random":
+        other = "" if asked.startswith("-") else ", or a plan without adapters"
         raise BadInputError(
             f"{asked} trains adapters of trained weights, but {opened.name} would start with "
-            "random ones, which stay frozen. Give a Hugging Face directory or a run with "
-            "--model; to measure only speed or memory, add --init random."
+            f"random ones, which stay frozen. Give a Hugging Face directory or a run with "
+            f"--model{other}; to measure only speed or memory, add --init random."
         )
     if opened.adapter is not None:
         raise BadInputError(

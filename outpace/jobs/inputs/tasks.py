@@ -3,7 +3,7 @@
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -68,7 +68,13 @@ class TaskData:
     hints: tuple[str, ...]
 
 
-def check_task(settings: TrainSettings, plan: Plan) -> None:
+def name_adapters(rank: int, origins: Mapping[str, str]) -> str:
+    """Name the setting that asks for adapters of this rank, as the user gave it."""
+    origin = origins.get("lora_rank", "")
+    return f"lora_rank {rank} of {origin}" if origin.startswith("plan ") else f"--lora-rank {rank}"
+
+
+def check_task(settings: TrainSettings, plan: Plan, origins: Mapping[str, str]) -> None:
     """Refuse a strategy that cannot train the task. Raises BadInputError."""
     task = settings.task
     if task == "classify" and plan.strategy in NOT_CLASSIFY:
@@ -76,10 +82,11 @@ def check_task(settings: TrainSettings, plan: Plan) -> None:
             f"--task classify: strategy {plan.strategy} {NOT_CLASSIFY[plan.strategy]}."
         )
     if task == "classify" and plan.lora_rank is not None:
+        asked = name_adapters(plan.lora_rank, origins)
+        other = "Leave --lora-rank out" if asked.startswith("-") else "Give a plan without adapters"
         raise BadInputError(
-            f"--lora-rank {plan.lora_rank} --task classify: a classifier's new layers are "
-            "trained fully, which an adapter cannot store. Leave --lora-rank out, or use "
-            "--task chat."
+            f"{asked} with --task classify: a classifier's new layers are trained fully, which an "
+            f"adapter cannot store. {other}, or use --task chat."
         )
     if settings.padding == "dynamic" and TRAITS[plan.strategy].one_shape:
         raise BadInputError(

@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -124,12 +124,13 @@ def prepare_run(settings: TrainSettings, context: RunContext) -> Iterator[Prepar
             )
         stack.enter_context(fp32_products(plan.precision, device))
         is_custom = context.model is not None or names_code(settings.model)
-        _require_possible(settings, plan, ranks, device, is_custom)
+        _require_possible(settings, plan, ranks, device, is_custom, context.origins)
         notify(heard, "on_stage", "preparing data")
         cache_dir = cache_folder(settings.cache_dir, os.environ)
         inputs = gather(
-            settings, context.model, cache_dir, usable_cores(), heard, plan, device.type
-        )
+            settings, context.model, cache_dir, usable_cores(), heard, plan, device.type,
+            context.origins,
+        )  # fmt: skip
         settings = settings.model_copy(
             update={"lr": resolve_lr(settings, inputs.starts_from_stored(settings))}
         )
@@ -250,10 +251,15 @@ def _keep(run_dir: RunDir, explain: Callable[[Path], None] | None, found: HangRe
 
 
 def _require_possible(
-    settings: TrainSettings, plan: Plan, ranks: Ranks, device: torch.device, is_custom: bool
+    settings: TrainSettings,
+    plan: Plan,
+    ranks: Ranks,
+    device: torch.device,
+    is_custom: bool,
+    origins: Mapping[str, str],
 ) -> None:
     """Refuse impossible requests before the data are prepared, which may take a long time."""
-    check_task(settings, plan)
+    check_task(settings, plan, origins)
     takes_cuda_graphs(settings, plan, device, is_custom)
     require(plan, device)
     if plan.precision == "fp8":

@@ -15,6 +15,7 @@ from outpace.data.sources import form_of
 from outpace.interop.training_logs import read_trainer_rate
 from outpace.interop.user_file import code_fingerprint
 from outpace.interop.weights import fingerprint
+from outpace.jobs.inputs.tasks import name_adapters
 from outpace.jobs.train.context import Job
 from outpace.nn.torch_versions import VERSION
 from outpace.probing.doctor.gpus import read_visible
@@ -355,9 +356,10 @@ def run_info(
         )
         width = None if job.inputs.spec is None else job.inputs.spec.hidden
         if width is not None and job.plan.lora_rank > width:
+            asked = name_adapters(job.plan.lora_rank, record.origins)
             hints.append(
-                f"--lora-rank {job.plan.lora_rank} is above the model's width of {width}: its "
-                f"adapters can express no more than those of rank {width}. 8 to 64 are usual"
+                f"{asked} is above the model's width of {width}: its adapters can express no more "
+                f"than those of rank {width}. 8 to 64 are usual"
             )
     level = job.settings.precision
     if level is not None and level in MEANS:
