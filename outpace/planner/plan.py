@@ -27,9 +27,10 @@ from outpace.planner.memory import peak as memory
 from outpace.planner.model.adapters import ADAPTER_NAMES, ADAPTER_STRATEGIES, can_plan_adapters
 from outpace.planner.model.outline import parameters
 from outpace.planner.model.outline_flops import forward_flops, recomputed_flops, step_flops
-from outpace.planner.plan_columns import MODES, Floats, PlanBatch, of_plans
+from outpace.planner.plan_columns import MODES, Floats, Ints, PlanBatch, of_plans
 from outpace.planner.problem import PlanningProblem
 from outpace.planner.remedies import explain_misfit
+from outpace.planner.search.alternatives import ROOMY
 from outpace.planner.search.branch_and_bound import (
     SearchResult,
     fastest,
@@ -65,7 +66,7 @@ def plans(job: PlanningProblem) -> Plans:
     used, found = _fastest(job)
     if not len(found.ranked):
         raise BadInputError(explain_misfit(job, found))
-    found = _add_alternatives(used, found)
+    found = _drop_needless_headroom(used, _add_alternatives(used, found))
     shown = list_places(found)[: job.count]
     listed = [place for place, _ in shown]
     planned = [_describe_plan(used, found, place, roles, listed) for place, roles in shown]
@@ -305,9 +306,14 @@ def _search(job: PlanningProblem) -> SearchResult:
 def _add_alternatives(job: PlanningProblem, found: SearchResult) -> SearchResult:
     """Add the simplest and the leanest plans that are about as fast, with simulated pipelines.
 
-    If a simulated pipeline is slower than allowed, the best plan without a pipeline replaces it.
+    If a simulated pipeline is slower than allowed, the best plan without a pipeline replaces it. If
+    one is faster than the fastest, it becomes the fastest, and others are sought for it.
     """
     found = _find_simulated_alternatives(job, found)
+    faster = _faster_alternatives(found)
+    if len(faster):
+        ranked = order(found.times, np.concatenate([found.ranked, faster]))
+        return _add_alternatives(job, replace(found, ranked=ranked))
     slow = _slow_alternatives(found)
     if not any(slow) or found.layouts is None:
         return found
@@ -318,6 +324,7 @@ def _add_alternatives(job: PlanningProblem, found: SearchResult) -> SearchResult
         again,
         simplest=again.simplest if slow[0] else found.simplest,
         leanest=again.leanest if slow[1] else found.leanest,
+        roomier=again.roomier if slow[1] else found.roomier,
         layouts=found.layouts,
         bound=found.bound,
     )
@@ -330,6 +337,19 @@ def _find_simulated_alternatives(job: PlanningProblem, found: SearchResult) -> S
     places = np.array([found.simplest, found.leanest])
     times = simulate_pipelines(job.question, found.columns, found.times, places)
     return replace(found, times=times)
+
+
+def _faster_alternatives(found: SearchResult) -> Ints:
+    """Return the simplest and the leanest plans that are faster than the fastest, if any."""
+    places = np.array([found.simplest, found.leanest])
+    return np.unique(places[found.times.step_s[places] < found.times.step_s[found.fastest]])
+
+
+def _drop_needless_headroom(job: PlanningProblem, found: SearchResult) -> SearchResult:
+    """Drop the plan with headroom if the recommended one leaves as much memory free."""
+    if found.roomier and found.needs[found.simplest] <= ROOMY * job.limit:
+        return replace(found, leanest=-1, roomier=False)
+    return found
 
 
 def _slow_alternatives(found: SearchResult) -> tuple[bool, bool]:
@@ -348,6 +368,8 @@ def list_places(found: SearchResult) -> list[tuple[int, tuple[Role, ...]]]:
     fastest = to_plan(found.columns, found.fastest)
     listed: dict[str, tuple[int, tuple[Role, ...]]] = {}
     for place, role in roles:
+        if place < 0:
+            continue
         plan = to_plan(found.columns, place)
         key = plan.model_dump_json()
         first, own = listed.get(key, (found.fastest if plan == fastest else place, ()))

@@ -113,8 +113,8 @@ class RankedPlan(Record):
 
     `roles` say why it is listed: `recommended`, the simplest with the most free memory among those
     about as fast as the fastest; `fastest`; `leanest`, the one with the least memory among those
-    that are nearly as fast; `with headroom`, if those all fill a device's memory, the fastest that
-    does not. A plan without a role is the fastest of another kind.
+    that are nearly as fast; `with headroom`, if those and the recommended one fill a device's
+    memory, the fastest that does not. A plan without a role is the fastest of another kind.
     """
 
     title: str

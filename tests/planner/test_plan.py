@@ -294,17 +294,47 @@ def test_a_published_step_that_is_faster_in_fewer_bits_is_noted():
 
 
 def test_a_leaner_plan_is_beside_one_that_fills_memory():
-    """However slow: the fastest of those that leave a tenth of it free."""
+    """The fastest of those that leave a tenth of it free, if the recommended one does not."""
     job = asked("llama-3.1-8b", "rtx-4090", seq_len=1024, global_batch=4,
                 keep="lora_rank=16,base=nf4,compile=false,micro_batch=4")  # fmt: skip
     need = max(one.estimate.peak_memory_bytes for one in plans(job).plans)
-    device = replace(job.cluster.device, memory_bytes=need + 30 * 2**20)
+    device = replace(job.cluster.device, memory_bytes=round(need / 0.95))
     answer = plans(replace(job, cluster=replace(job.cluster, device=device)))
+    assert answer.plans[0].estimate.peak_memory_bytes > ROOMY * device.memory_bytes
     fast, lean = answer.plan_for("fastest"), answer.plan_for("with headroom")
     assert answer.plan_for("leanest") is None
-    assert fast.estimate.peak_memory_bytes > 0.99 * device.memory_bytes
+    assert fast.estimate.peak_memory_bytes > 0.94 * device.memory_bytes
     assert lean.estimate.peak_memory_bytes < 0.9 * device.memory_bytes
     assert "the fastest that leaves 10.0 % of a device's free" in lean.why
+
+
+def test_no_plan_with_headroom_is_beside_a_recommended_one_that_has_it():
+    answer = plans(asked("llama-3.1-8b", "rtx-4090", keep="lora_rank=16",
+                         seq_len=2048, global_batch=4))  # fmt: skip
+    first, fast = answer.plans
+    assert first.roles == ("recommended",) and fast.roles == ("fastest",)
+    assert first.estimate.peak_memory_bytes <= ROOMY * first.estimate.memory_bytes
+    assert "slower than the fastest, which leaves only" in first.why
+
+
+def test_a_leaner_pipeline_that_simulates_faster_becomes_the_fastest(monkeypatch):
+    """Only the simulation of alternatives shows it; none is then faster than the fastest."""
+    real, names = planner._find_simulated_alternatives, []
+
+    def find(job, found):
+        found = real(job, found)
+        if not names:
+            names.append(found.leanest)
+            step_s = found.times.step_s[found.leanest] - found.times.step_s[found.fastest]
+            found.times.products_s[found.leanest] -= step_s + 1e-3
+        return found
+
+    monkeypatch.setattr(planner, "_find_simulated_alternatives", find)
+    question = asked("gpt2-xl", "4xrtx-3090", global_batch=16, keep="compile=false")
+    answer = plans(question)
+    fast = answer.plan_for("fastest")
+    assert fast.estimate.step_time_s == min(one.estimate.step_time_s for one in answer.plans)
+    assert not any("-" in re.sub(r"[^ ]-[^ ]", "", one.why) for one in answer.plans)
 
 
 def test_what_does_not_fit_is_told_what_to_change_first():
