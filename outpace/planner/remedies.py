@@ -24,7 +24,7 @@ from outpace.records.units import show_count
 def explain_misfit(job: PlanningProblem, found: SearchResult) -> str:
     """Explain why nothing fits, and name the smallest machine that would suffice."""
     if not found.smallest:
-        return impossible(job.wanted)
+        return impossible(job.wanted, job.question.other_program)
     needs = {name: float(found.needs[spot]) for name, spot in found.smallest.items()}
     place = found.smallest[min(needs, key=lambda name: needs[name])]
     return (

@@ -10,13 +10,16 @@ from hypothesis import strategies as st
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.nodes import find_node
 from outpace.jobs.memory.query import question as memory_question
+from outpace.jobs.planning.export_format import _compare_with_fastest
 from outpace.jobs.planning.request import PlanQuestion, job
 from outpace.planner import plan as planner
 from outpace.planner.explain.axis_links import axis_links
+from outpace.planner.explain.reasons import explain_plan
 from outpace.planner.model.adapters import AdapterSettings
 from outpace.planner.model.outline_flops import forward_flops, step_flops
 from outpace.planner.plan import estimate_plan, plans, throughput
 from outpace.planner.search.alternatives import CROWDED, LEAN, ROOMY
+from outpace.planner.search.branch_and_bound import add_plans
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
@@ -250,6 +253,15 @@ def test_options_that_contradict_each_other_are_named_with_what_goes_with_them()
     assert "checkpointing=none and checkpoint_every=2 contradict each other" in said
 
 
+def test_options_that_another_trainer_may_have_do_not_contradict_each_other():
+    """Megatron trains in fp8 with tensor parallelism."""
+    with pytest.raises(BadInputError) as caught:
+        plans(asked("llama-3-8b", nodes=1, keep="tp=8", precision="fp8", trainer="megatron"))
+    said = str(caught.value)
+    assert "outpace does not predict tp=8 and precision=fp8 together" in said
+    assert "contradict" not in said and "With tp=8, precision may be fp32, tf32, bf16" in said
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -315,6 +327,25 @@ def test_no_plan_with_headroom_is_beside_a_recommended_one_that_has_it():
     assert first.roles == ("recommended",) and fast.roles == ("fastest",)
     assert first.estimate.peak_memory_bytes <= ROOMY * first.estimate.memory_bytes
     assert "slower than the fastest, which leaves only" in first.why
+
+
+def test_a_plan_that_takes_as_long_as_the_fastest_is_not_slower():
+    job = asked("llama-3.1-8b", "rtx-4090", keep="lora_rank=16", seq_len=2048, global_batch=4)
+    answer = plans(job)
+    first, fast = answer.plans
+    assert _compare_with_fastest(fast, answer) == ""
+    told = _compare_with_fastest(first, answer)
+    assert re.fullmatch(r"; [1-9][\d.]* % slower than plan 2, the fastest", told)
+    alike = first.model_copy(update={"estimate": fast.estimate})
+    assert _compare_with_fastest(alike, answer) == "; as fast as plan 2, the fastest"
+
+    _, found = planner._fastest(job)
+    twin = found.columns.select([found.fastest])
+    found = add_plans(job.question, found, twin, job.checked_bytes)
+    for role in ("leanest", "with headroom"):
+        place = len(found.columns) - 1
+        why = explain_plan(job, found, place, (role,), [found.fastest, place])
+        assert why.endswith("; as fast as the fastest")
 
 
 def test_a_leaner_pipeline_that_simulates_faster_becomes_the_fastest(monkeypatch):

@@ -100,8 +100,9 @@ def pick_plan(
     number = same[0] if same else None
     which = "Written" if number is None else f"Plan {number}"
     why = (
-        f"{which}, the fastest of {considered:,} that {name} can express: {found.title}; "
-        f"{_slower_than_fastest(found, answer)}. {obstacle} --explain 1 writes plan 1 anyway."
+        f"{which}, the fastest of {considered:,} that {name} can express: "
+        f"{found.title}{_compare_with_fastest(found, answer)}. {obstacle} --explain 1 writes plan "
+        "1 anyway."
     )
     return _pick(name, there, found, model, number, why)
 
@@ -189,11 +190,14 @@ def _reason_for_first(name: str, job: PlanningProblem, first: RankedPlan, found:
     )
 
 
-def _slower_than_fastest(found: RankedPlan, answer: Plans) -> str:
+def _compare_with_fastest(found: RankedPlan, answer: Plans) -> str:
+    """Compare the written plan with the fastest, after a semicolon; "" if it is the fastest."""
     fastest = answer.plan_for("fastest") or answer.plans[0]
-    slower = max(0.0, found.estimate.step_time_s / fastest.estimate.step_time_s - 1)
-    number = answer.plans.index(fastest) + 1
-    return f"{show_share(slower)} slower than plan {number}, the {join_and(fastest.roles)}"
+    if found.plan == fastest.plan:
+        return ""
+    slower = found.estimate.step_time_s / fastest.estimate.step_time_s - 1
+    how = "as fast as" if slower < _ALIKE else f"{show_share(slower)} slower than"
+    return f"; {how} plan {answer.plans.index(fastest) + 1}, the {join_and(fastest.roles)}"
 
 
 def _estimate_written(

@@ -38,6 +38,7 @@ from outpace.planner.search.space import VARIED, SearchRequest
 from outpace.probing.hardware.host_rates import measure_host_rates
 from outpace.probing.hardware.machine import identify
 from outpace.records.errors import BadInputError, join_or, suggest
+from outpace.records.hardware import Node
 from outpace.records.machine import Machine
 from outpace.records.optimizers import LOW
 from outpace.records.outline import Outline
@@ -214,10 +215,20 @@ def _cluster(asked: PlanQuestion) -> Cluster:
     node = find_node(asked.machine, ACCELERATORS)
     if asked.devices_per_node is not None and asked.devices_per_node > node.processes:
         raise BadInputError(
-            f"--devices-per-node {asked.devices_per_node}: {node.name} has {node.processes}."
+            f"--devices-per-node {asked.devices_per_node}: {node.name} has {node.processes}. "
+            f"{_larger_node(node, asked.devices_per_node)}"
         )
     network = None if asked.network is None else read_network(asked.network)
     return of_catalog(node, asked.nodes, network, asked.devices_per_node)
+
+
+def _larger_node(node: Node, devices: int) -> str:
+    """Say how to ask for nodes with that many devices of the same kind, if there are any."""
+    try:
+        name = find_node(f"{devices}x{node.accelerator}", ACCELERATORS).name
+    except BadInputError:
+        return f"Use at most {node.processes}, and more --nodes."
+    return f"For nodes with {devices}, write --machine {name}."
 
 
 def _set_host_memory(cluster: Cluster, nbytes: int | None) -> Cluster:

@@ -17,8 +17,11 @@ _VALUES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def contradictions(wanted: SearchRequest) -> list[str]:
-    """Return a sentence for each smallest set of required options that no plan can have."""
+def contradictions(wanted: SearchRequest, other_program: bool = False) -> list[str]:
+    """Return a sentence for each smallest set of required options that no plan can have.
+
+    `other_program`: the trainer is not outpace, and may train what is not planned for.
+    """
     items = _required_items(wanted)
     for count in range(1, _MOST_OPTIONS + 1):
         found = [
@@ -27,7 +30,10 @@ def contradictions(wanted: SearchRequest) -> list[str]:
             if not has_plans(_with_items(wanted, {name: items[name] for name in some}))
         ]
         if found:
-            return [_describe(wanted, {name: items[name] for name in some}) for some in found]
+            return [
+                _describe(wanted, {name: items[name] for name in some}, other_program)
+                for some in found
+            ]
     return []
 
 
@@ -57,14 +63,22 @@ def _with_items(wanted: SearchRequest, items: Mapping[str, Any]) -> SearchReques
     )  # fmt: skip
 
 
-def _describe(wanted: SearchRequest, items: Mapping[str, Any]) -> str:
-    """Return which options contradict each other, and the values that go with the others."""
+def _describe(wanted: SearchRequest, items: Mapping[str, Any], other_program: bool) -> str:
+    """Return which options contradict each other, and the values that go with the others.
+
+    Options that only outpace cannot combine do not contradict each other for another trainer.
+    """
     named = {
         name: f"--lora-rank {value['lora_rank']}" if name == "adapters" else f"{name}={value}"
         for name, value in items.items()
     }
     if len(named) == 1:
         begin = f"no plan can have {next(iter(named.values()))}"
+    elif other_program and "precision" in items:
+        begin = (
+            f"outpace does not predict {join_and(named.values())} together, whether the trainer "
+            "has them or not"
+        )
     else:
         begin = f"{join_and(named.values())} contradict each other"
     return ". ".join([begin, *_list_allowed_values(wanted, items, named)])

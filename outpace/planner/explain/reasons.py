@@ -59,13 +59,13 @@ def explain_plan(
         free = show_share(1 - ROOMY)
         return (
             f"with headroom: {room} of memory, the fastest that leaves {free} of a device's free; "
-            f"{slower}"
+            f"{as_fast}"
         )
     if "leanest" in roles:
         most = show_share(LEAN - 1)
         offloads = _offload_places(to_plan(found.columns, found.fastest))
         those = "plans" if offloads else "plans without offloading"
-        return f"leanest: {room} of memory, the least of {those} up to {most} slower; {slower}"
+        return f"leanest: {room} of memory, the least of {those} up to {most} slower; {as_fast}"
     if as_fast != slower:
         return as_fast
     return f"{slower}: {_largest_gap(found, place, found.fastest)}"
@@ -238,8 +238,11 @@ def lacks(job: PlanningProblem, columns: PlanBatch, place: int) -> str:
     return f"needs {show_bytes(away)} of a node's {show_bytes(host)} of host memory"
 
 
-def impossible(wanted: SearchRequest) -> str:
-    """Explain why no plan is possible, and suggest other axis sizes or batches."""
+def impossible(wanted: SearchRequest, other_program: bool = False) -> str:
+    """Explain why no plan is possible, and suggest other axis sizes or batches.
+
+    `other_program`: the trainer is not outpace.
+    """
     kept = f", with {_format_kept(wanted)}" if wanted.keep else ""
     devices = "1 device" if wanted.world == 1 else f"{wanted.world} devices"
     begin = f"no plan can be laid out: {devices} and a global batch of {wanted.global_batch}{kept}."
@@ -247,7 +250,7 @@ def impossible(wanted: SearchRequest) -> str:
     wrong = ". ".join(_wrong_sizes(wanted))
     if not wrong:
         near = nearest_batches(wanted)
-        wrong = "" if near else ". ".join(contradictions(wanted))
+        wrong = "" if near else ". ".join(contradictions(wanted, other_program))
     if wrong:
         return f"{begin.removesuffix('.')}: {wrong}."
     if near:
