@@ -42,6 +42,8 @@ RANDOM_LR = 1e-3
 STORED_LR = 5e-5  # as in transformers.Trainer
 LORA_LR = 2e-4  # Dettmers et al., arXiv 2305.14314, table 9: 7B and 13B
 
+_MANY_PASSES = 10  # over the data in a step
+
 
 def resolve_device(settings: TrainSettings, ranks: Ranks) -> torch.device:
     """Return the device of this rank. Raises BadInputError if the machine does not have it."""
@@ -316,6 +318,17 @@ def _fewer_processes(settings: TrainSettings, sizes: Mapping[str, int]) -> str:
     processes = math.prod(sizes.values()) // shares * fewer
     is_one_host = settings.nproc == math.prod(sizes.values())
     return f", or --nproc {processes}" if is_one_host and fewer > 1 else ""
+
+
+def note_passes(global_batch: int, samples: int) -> str | None:
+    """Say how often a step reads the data; None if that is less than ten times."""
+    passes = global_batch / max(samples, 1)
+    if passes < _MANY_PASSES:
+        return None
+    return (
+        f"each step reads the {samples:,} samples of the data {passes:,.0f} times "
+        f"(--global-batch {global_batch})"
+    )
 
 
 def resolve_lr(settings: TrainSettings, stored: bool) -> float:

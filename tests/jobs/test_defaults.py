@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from outpace.catalog.accelerators import find_accelerator
-from outpace.jobs.defaults import resolve_plan, with_axes_that_fit
+from outpace.jobs.defaults import note_passes, resolve_plan, with_axes_that_fit
 from outpace.probing.hardware.machine import identify
 from outpace.records.errors import BadInputError
 from outpace.records.plan import AXES, fill_axes
@@ -60,3 +60,10 @@ def test_a_batch_that_ranks_cannot_share_is_refused_with_what_divides(asked, rem
     with pytest.raises(BadInputError) as refused:
         resolve_plan(settings, ranks, torch.device("cpu"), identify(find_accelerator))
     assert str(refused.value).endswith(f"data-parallel ranks. Use {remedy}")
+
+
+def test_a_step_that_reads_the_data_many_times_is_noted():
+    assert note_passes(10**6, 535) == (
+        "each step reads the 535 samples of the data 1,869 times (--global-batch 1000000)"
+    )
+    assert note_passes(99, 10) is None and note_passes(100, 10) is not None

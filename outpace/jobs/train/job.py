@@ -17,6 +17,7 @@ from outpace.interop.peft import ADAPTER_CONFIG, ADAPTER_WEIGHTS, fingerprint_co
 from outpace.interop.user_file import code_fingerprint
 from outpace.interop.weights import fingerprint_files, weight_files
 from outpace.jobs.defaults import (
+    note_passes,
     resolve_device,
     resolve_lr,
     resolve_out,
@@ -134,7 +135,7 @@ def prepare_run(settings: TrainSettings, context: RunContext) -> Iterator[Prepar
         settings = settings.model_copy(
             update={"lr": resolve_lr(settings, inputs.starts_from_stored(settings))}
         )
-        total_steps = resolve_steps(settings, len(inputs.train_data), inputs.seq_len)
+        total_steps = _resolve_length(settings, inputs, heard)
         plan = with_powersgd_start(plan, settings, total_steps)
         groups = stack.enter_context(
             process_groups(ranks, device, settings.comm_timeout_s, backend)
@@ -248,6 +249,16 @@ def _keep(run_dir: RunDir, explain: Callable[[Path], None] | None, found: HangRe
     found.save(path)
     if explain is not None:
         explain(path)
+
+
+def _resolve_length(
+    settings: TrainSettings, inputs: TrainingInputs, heard: Sequence[Callback]
+) -> int:
+    """Return the number of steps; note if each of them reads the data many times."""
+    samples = len(inputs.train_data)
+    if note := note_passes(settings.global_batch, samples):
+        notify(heard, "on_hint", note)
+    return resolve_steps(settings, samples, inputs.seq_len)
 
 
 def _require_possible(

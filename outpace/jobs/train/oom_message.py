@@ -35,6 +35,7 @@ class OomMessage:
         short = self._fitting.shortage(self._job.plan)
         if short is None:
             return
+        notify(self._job.callbacks, "on_stage", "searching settings that fit the memory")
         text = self.format(short, search_s=SEARCH_BEFORE_S)
         if self._fitting.is_certain(self._job.plan):
             raise OutOfMemoryError(text)
