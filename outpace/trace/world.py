@@ -50,6 +50,7 @@ def one_rank(rank: int, world_size: int, ranks_per_host: int = 8) -> Iterator[Ra
 def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
     """Yield stand-ins for functions that would wait for an answer, or read missing memory."""
     yield dist, "broadcast_object_list", lambda *_, **__: None
+    yield dist, "all_gather_object", _gather_equal
     yield dist, "all_reduce", _with_future(dist.all_reduce)
     yield dist, "new_group", partial(_fake_group, dist.new_group)
     # It compares sizes, in a tensor that grows with their number.
@@ -71,6 +72,11 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
 
 def _fake_group(new_group: Any, *args: Any, backend: str = "", **kwargs: Any) -> Any:
     return new_group(*args, **kwargs)  # whatever backend: there is no store to meet others in
+
+
+def _gather_equal(gathered: list[Any], value: Any, group: Any = None) -> None:
+    """Fill `gathered` with this rank's object, as if all ranks had sent equal ones."""
+    gathered[:] = [value] * len(gathered)
 
 
 class _DoneWork:

@@ -451,7 +451,7 @@ def test_a_template_that_rewrites_earlier_answers_shows_the_last(plain):
 
 
 def test_a_template_in_which_answers_cannot_be_found_is_refused(plain):
-    with pytest.raises(BadInputError, match="renders the beginning of a conversation differently"):
+    with pytest.raises(BadInputError, match="renders the start of a conversation differently"):
         ChatFormat(plain.replace(plain.inner, {"chat_template": SHUFFLED}))
 
 

@@ -129,7 +129,7 @@ PLANTED = [
     (settings(CUDA_VISIBLE_DEVICES="GPU-1111,0"), "visible GPUs", "high", "numbers from 0 to 1"),
     (settings(CUDA_VISIBLE_DEVICES="0,GPU-1111"), "visible GPUs", "high", "numbers from 0 to 1"),
     (settings(CUDA_VISIBLE_DEVICES="MIG-1,GPU-2"), "visible GPUs", "high", "numbers from 0 to 1"),
-    (settings(CUDA_VISIBLE_DEVICES="MIG-1,MIG-2"), "visible GPUs", "high", "one training for"),
+    (settings(CUDA_VISIBLE_DEVICES="MIG-1,MIG-2"), "visible GPUs", "high", "one run for each"),
     ({"topology": topology("dgx-1-v100"), **settings(CUDA_VISIBLE_DEVICES="0,0")},
      "visible GPUs", "severe", "numbers from 0 to 7"),
     ({"cpu_quota": 1.5}, "CPU quota", "severe", "OMP_NUM_THREADS=1"),
