@@ -15,6 +15,7 @@ from outpace.data.sources import form_of
 from outpace.interop.training_logs import read_trainer_rate
 from outpace.interop.user_file import code_fingerprint
 from outpace.interop.weights import fingerprint
+from outpace.jobs.defaults import note_passes
 from outpace.jobs.inputs.tasks import name_adapters
 from outpace.jobs.train.context import Job
 from outpace.nn.torch_versions import VERSION
@@ -415,7 +416,7 @@ def _repetitions(job: Job) -> list[str]:
     """Return hints on data that are repeated more often than their share of the run suggests."""
     data, batch = job.inputs.train_data, job.settings.global_batch
     hints = []
-    if batch > len(data):
+    if batch > len(data) and note_passes(batch, len(data)) is None:  # else it was said at once
         hints.append(
             f"the global batch of {batch} is larger than the {len(data)} samples of the data, "
             f"so a step uses each of them up to {math.ceil(batch / len(data))} times"
