@@ -307,7 +307,7 @@ READERS: Mapping[str, Reader] = MappingProxyType({
                                        "_read_bert", "_read_llama_like", "_read_biases",
                                        "_read_windows", "_read_rope")}),
         Reader("adapter", documents.adapters, _adapter, {
-            "outpace.interop.peft": ("read_adapter_config", "base_of", "merge_into", "_note",
+            "outpace.interop.peft": ("read_adapter_config", "base_of", "merge_into", "read_note",
                                      "_read_pairs", "_scale", "_check_alphas", "_directory"),
             "outpace.interop.config": ("read_config",)}),
         Reader("tokenizer", documents.tokenizers, _tokenizer, {
