@@ -33,7 +33,7 @@ def test_parts_that_a_user_put_in_evaluation_mode_stay_in_it():
     assert layout.objective.training and layout.freed == 1
 
 
-class Merged(nn.Linear):
+class MergingLinear(nn.Linear):
     """Adds an adapter to its weight in evaluation mode, as loralib does, and counts the changes."""
 
     def __init__(self):
@@ -50,7 +50,7 @@ class Merged(nn.Linear):
 
 
 def test_methods_that_switch_modes_run_both_times():
-    module = nn.Sequential(Merged(), Merged())
+    module = nn.Sequential(MergingLinear(), MergingLinear())
     module[1].eval()  # which a user keeps merged in training
     before = [part.weight.detach().clone() for part in module]
     with evaluation_mode(module):

@@ -9,7 +9,7 @@ nothing: here all ranks compute the same samples.
 import math
 import random
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +20,11 @@ from torch import nn
 from outpace.parallel.batches import pack, samples_in, take_first, unpack
 from outpace.parallel.layout import Batch, StepHooks
 from outpace.parallel.parity.comparison import difference
-from outpace.parallel.parity.module_state import is_generator, kept_attributes, preserve_state
-from outpace.parallel.parity.moved_parameters import keep_values
+from outpace.parallel.parity.module_state import is_generator, kept_attributes
 from outpace.parallel.parity.names_in_use import NamesInUse
-from outpace.parallel.parity.plain_copy import model_of
 from outpace.parallel.parity.state_messages import name_attributes
+from outpace.parallel.parity.trial_forward import trial_forward
 from outpace.parallel.parity.user_collectives import NoCollectives
-from outpace.parallel.plain import without_dropout
 from outpace.parallel.rank_objects import gather_objects
 
 _FEW = 2  # samples
@@ -95,14 +93,7 @@ def _compute_loss(
     strategy: str,
 ) -> float:
     """Return the mean loss of samples, drawing what all ranks draw; NaN if there is none."""
-    dropping = without_dropout(plain) if drops else nullcontext()
-    with (
-        suppress(Exception),  # such as normalisation over too few samples
-        keep_values(model_of(plain).named_parameters()),
-        preserve_state(plain, device),
-        dropping,
-        torch.enable_grad(),
-    ):
+    with suppress(Exception), trial_forward(plain, drops):  # too few samples to normalise over, say
         if packed is not None:
             torch.manual_seed(0)
             random.seed(0)

@@ -6,7 +6,7 @@ whatever the loss is scaled by), and hooks that clip gradients, do.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 
 import torch
 from torch import Tensor, nn
@@ -14,11 +14,8 @@ from torch import Tensor, nn
 from outpace.parallel.batches import take_first
 from outpace.parallel.layout import Batch, StepHooks
 from outpace.parallel.parity.comparison import SINGLE, ComparisonLimits, Projection, Taker
-from outpace.parallel.parity.module_state import preserve_state
-from outpace.parallel.parity.moved_parameters import keep_values
-from outpace.parallel.parity.plain_copy import model_of
+from outpace.parallel.parity.trial_forward import trial_forward
 from outpace.parallel.parity.user_collectives import NoCollectives
-from outpace.parallel.plain import without_dropout
 from outpace.parallel.tensors import graph_nodes, is_in_python
 from outpace.records.errors import first_names
 
@@ -48,8 +45,6 @@ def find_unscaled_gradients(
     `divert` passes the gradients of a backward of `plain` to a function. Runs a few samples of a
     `piece` forward once, and backward twice or three times. Empty if they cannot be run.
     """
-    device = next(plain.parameters()).device
-    dropping = without_dropout(plain) if drops else nullcontext()
 
     def run_backward(loss: Tensor, scale: float) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -66,13 +61,7 @@ def find_unscaled_gradients(
             divert(None)
         return found
 
-    with (
-        suppress(Exception),  # such as normalisation over too few samples
-        keep_values(model_of(plain).named_parameters()),
-        preserve_state(plain, device),
-        dropping,
-        torch.enable_grad(),
-    ):
+    with suppress(Exception), trial_forward(plain, drops):  # too few samples to normalise over, say
         with hooks.cast(), NoCollectives(strategy):  # other ranks may run no forward
             loss_sum, *_ = plain(take_first(piece, _FEW))
         whole, scaled = run_backward(loss_sum, 1.0), run_backward(loss_sum, _SCALE)

@@ -7,11 +7,10 @@ rank does the same, so that a comparison with it shows nothing.
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import distributed_c10d
@@ -19,12 +18,10 @@ from torch.distributed import distributed_c10d
 from outpace.parallel.batches import take_first
 from outpace.parallel.layout import Batch, StepHooks
 from outpace.parallel.parity.comparison import difference
-from outpace.parallel.parity.module_state import preserve_state
-from outpace.parallel.parity.moved_parameters import keep_values
 from outpace.parallel.parity.names_in_use import NamesInUse
-from outpace.parallel.parity.plain_copy import model_of
+from outpace.parallel.parity.trial_forward import trial_forward
 from outpace.parallel.parity.user_collectives import NoCollectives
-from outpace.parallel.plain import random_state, set_random_state, without_dropout
+from outpace.parallel.plain import random_state, set_random_state
 
 _FEW = 2  # samples
 _FUNCTIONS = ("get_rank", "get_world_size", "get_node_local_rank")
@@ -49,13 +46,10 @@ def compare_ranks(
     def loss_as(rank: int, world_size: int) -> float:
         set_random_state(begin, device)
         with (
-            keep_values(model_of(plain).named_parameters()),
-            preserve_state(plain, device),
-            without_dropout(plain) if drops else nullcontext(),
+            trial_forward(plain, drops),
             _act_as(rank, world_size),
             hooks.cast(),
             NoCollectives(strategy),
-            torch.enable_grad(),
         ):
             loss_sum, count, *_ = plain(few)
         return float(loss_sum.detach().double() / count.double())

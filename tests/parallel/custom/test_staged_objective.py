@@ -11,7 +11,7 @@ from outpace.launch.forked_job import run_forked
 pytestmark = pytest.mark.gloo
 
 
-class Averaged(nn.Module):
+class AverageWeights(nn.Module):
     """Puts running averages in the place of its head's weights for an evaluation."""
 
     def __init__(self):
@@ -44,7 +44,7 @@ def squares(module, batch):
 def test_methods_that_write_to_parameters_are_refused_in_stages(tmp_path, strategy, said):
     def act(rank):
         torch.manual_seed(0)
-        module = Averaged()
+        module = AverageWeights()
         model = outpace.parallelize(module, plan_for_module(strategy, 2, 8), loss=squares)
         batch = torch.randn(8, 4, generator=torch.Generator().manual_seed(3))
         before = float(model.forward_backward(model.share(batch)))

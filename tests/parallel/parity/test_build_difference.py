@@ -55,7 +55,7 @@ def test_attributes_that_differ_and_do_not_matter_train(tmp_path):
     assert [end.said for end in ends] == [None, None]
 
 
-class Hashed(Waves):
+class HashWaves(Waves):
     def forward(self, x):
         return super().forward(x) * (1 + hash("name") % 2)
 
@@ -66,7 +66,7 @@ def test_what_is_another_number_in_each_process_is_refused(tmp_path, monkeypatch
     def build(rank):
         # Forked processes have one key of hashes.
         monkeypatch.setattr("builtins.hash", lambda one: rank if one == "name" else known(one))
-        return Hashed(0)
+        return HashWaves(0)
 
     ends = train(tmp_path, build)
     assert all(end.refused for end in ends) and "hash() of a text" in ends[0].said

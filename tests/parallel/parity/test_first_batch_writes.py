@@ -66,7 +66,7 @@ def test_buffers_that_samples_change_and_the_loss_reads_are_reported(tmp_path):
     assert "the forward moves" in said and "codes" in said and "each step begins with" in said
 
 
-class Annealed(Stack):
+class AnnealingStack(Stack):
     """A share of progress that each call increases, whatever its samples, and that counts late."""
 
     def __init__(self):
@@ -83,7 +83,7 @@ def test_a_share_of_progress_is_reported_if_several_micro_batches_move_it(
     tmp_path, micro_batch, told
 ):
     change = {"micro_batch": micro_batch}  # of the four samples of a rank
-    first, _ = run_first_step(tmp_path, "ddp", Annealed, change=change)
+    first, _ = run_first_step(tmp_path, "ddp", AnnealingStack, change=change)
     assert "refused" not in first
     assert any("the forward moves progress" in said for said in first["warnings"]) == told, first
 
@@ -148,7 +148,7 @@ def test_embeddings_with_max_norm_are_refused(tmp_path, strategy, longest):
         assert "Change parameters between steps" in said["refused"]
 
 
-class Followed(Stack):
+class FollowerStack(Stack):
     """Has a frozen teacher, which follows the head's weight in each forward."""
 
     def __init__(self):
@@ -163,7 +163,7 @@ class Followed(Stack):
 
 @pytest.mark.parametrize(("micro_batch", "times"), [(4, None), (2, "2 times a step")])
 def test_parameters_that_each_micro_batch_changes_are_reported(tmp_path, micro_batch, times):
-    found = run_first_step(tmp_path, "ddp", Followed, change={"micro_batch": micro_batch})
+    found = run_first_step(tmp_path, "ddp", FollowerStack, change={"micro_batch": micro_batch})
     told = [one for one in found[0]["warnings"] if "the forward writes to" in one]
     assert len(told) == (times is not None), found
     for one in told:

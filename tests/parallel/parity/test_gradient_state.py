@@ -19,7 +19,7 @@ from outpace.parallel.parity.state_messages import (
 )
 
 
-class Scaled(torch.autograd.Function):
+class GradientScale(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, factor):
         ctx.factor = factor
@@ -48,15 +48,15 @@ class Base(nn.Module):
         return self.head(y)
 
 
-class Reversed(Base):
+class GradientReversal(Base):
     """As in DANN: the factor of the reversed gradient grows."""
 
     def finish(self, y):
         self.calls += 1
-        return self.head(Scaled.apply(y, -0.1 * self.calls))
+        return self.head(GradientScale.apply(y, -0.1 * self.calls))
 
 
-class Detached(Base):
+class DetachedFeatures(Base):
     """The head alone is trained until the hundredth call."""
 
     def finish(self, y):
@@ -64,7 +64,7 @@ class Detached(Base):
         return self.head(y.detach() if self.calls < 100 else y)
 
 
-class Followed(Base):
+class FollowerModel(Base):
     """A gradient is scaled by a mean of what each rank has seen."""
 
     def set_up(self):
@@ -72,10 +72,10 @@ class Followed(Base):
 
     def finish(self, y):
         before, self.mean = self.mean, 0.5 * self.mean + 0.5 * float(y.detach().abs().mean())
-        return self.head(Scaled.apply(y, before))
+        return self.head(GradientScale.apply(y, before))
 
 
-class Logged(Base):
+class LoggingModel(Base):
     """Losses in a list, and a counter, that nothing depends on."""
 
     def set_up(self):
@@ -115,7 +115,8 @@ def test_a_measure_follows_gradients_and_stores_none():
 
 
 @pytest.mark.parametrize(
-    ("make", "name"), [(Reversed, "calls"), (Detached, "calls"), (Followed, "mean")]
+    ("make", "name"),
+    [(GradientReversal, "calls"), (DetachedFeatures, "calls"), (FollowerModel, "mean")],
 )
 def test_state_that_changes_gradients_alone_is_found(make, name):
     found = search(make)
@@ -126,14 +127,14 @@ def test_state_that_changes_gradients_alone_is_found(make, name):
     assert explain_evaluated_state(found) is None  # an evaluation has no gradient
 
 
-@pytest.mark.parametrize("make", [Base, Logged])
+@pytest.mark.parametrize("make", [Base, LoggingModel])
 def test_what_changes_no_gradient_is_no_state(make):
     assert not search(make).is_any
 
 
 def test_state_of_a_ranks_own_samples_is_told_apart_from_counters():
-    assert search(Reversed, alone=False).apart == 0
-    found = search(Followed, alone=False)
+    assert search(GradientReversal, alone=False).apart == 0
+    found = search(FollowerModel, alone=False)
     assert found.apart > 1e-3
     assert "which changes the gradient of the next batch" in explain_state_apart([found], "ddp", "")
 
@@ -157,7 +158,7 @@ class Bank(Base):
         return made
 
 
-class Filled(Bank):
+class FilledBank(Bank):
     """The same, by rows that are not zero: no counter tells."""
 
     def finish(self, y):
@@ -170,7 +171,7 @@ class Filled(Bank):
         return made
 
 
-class Warmed(Base):
+class WarmUpModel(Base):
     """A mean that is subtracted from the fiftieth call on."""
 
     def set_up(self):
@@ -184,7 +185,7 @@ class Warmed(Base):
         return self.head(y - self.mean if float(self.calls) > 50 else y)
 
 
-class Progressed(Warmed):
+class ProgressModel(WarmUpModel):
     """The same, by a share of the whole."""
 
     def finish(self, y):
@@ -203,10 +204,10 @@ class ScaledBySaved(Base):
     def finish(self, y):
         before = float(self.mean)
         self.mean.lerp_(y.detach().abs().mean(), 0.5)
-        return self.head(Scaled.apply(y, before))
+        return self.head(GradientScale.apply(y, before))
 
 
-class Normalised(Base):
+class NormalisedModel(Base):
     def set_up(self):
         self.norm = nn.BatchNorm1d(3)
 
@@ -215,8 +216,8 @@ class Normalised(Base):
 
 
 READ = {
-    Bank: {"bank", "written"}, Filled: {"bank"}, Warmed: {"mean", "calls"},
-    Progressed: {"mean", "calls"}, ScaledBySaved: {"mean"}, Normalised: set(),
+    Bank: {"bank", "written"}, FilledBank: {"bank"}, WarmUpModel: {"mean", "calls"},
+    ProgressModel: {"mean", "calls"}, ScaledBySaved: {"mean"}, NormalisedModel: set(),
 }  # fmt: skip
 
 
@@ -258,7 +259,7 @@ def test_indices_that_would_end_work_on_a_gpu_are_refused(use):
             use(torch.tensor([4]))
 
 
-class Looked(Base):
+class LookupModel(Base):
     """Reads the row of a table for each step; there is none for late ones."""
 
     def set_up(self):
@@ -277,6 +278,6 @@ class Looked(Base):
 def test_forwards_of_late_steps_use_no_index_that_a_gpu_cannot(monkeypatch, capsys):
     monkeypatch.setattr(read_buffers, "require_bounds", lambda device: IndexBounds())
     moved = {"step": torch.ones(1, dtype=torch.int64)}
-    find_read_buffers(objective_of(Looked), StepHooks(), False, moved, global_batch())
+    find_read_buffers(objective_of(LookupModel), StepHooks(), False, moved, global_batch())
     said = capsys.readouterr().out.splitlines()
     assert said and all("outside of a dimension" in one for one in said)

@@ -1,0 +1,27 @@
+"""A forward and backward of a module that leave nothing behind."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import torch
+from torch import nn
+
+from outpace.parallel.parity.module_state import preserve_state
+from outpace.parallel.parity.moved_parameters import keep_values
+from outpace.parallel.parity.plain_copy import model_of
+from outpace.parallel.plain import without_dropout
+
+
+@contextmanager
+def trial_forward(plain: nn.Module, drops: bool) -> Iterator[None]:
+    """Restore parameters and state on exit; gradients are recorded, and no dropout if it `drops`.
+
+    The module has parameters, whose device is that of its state.
+    """
+    with (
+        keep_values(model_of(plain).named_parameters()),
+        preserve_state(plain, next(plain.parameters()).device),
+        without_dropout(plain) if drops else nullcontext(),
+        torch.enable_grad(),
+    ):
+        yield
