@@ -312,7 +312,9 @@ def test_losses_can_be_put_over_tokens_and_zoomed(opened):
     tokens = tab.run(reach)
     assert tokens > 1000 > steps
     assert tab.run("document.querySelector('.xtitle').textContent") == "tokens (tokens)"
-    box = tab.page.query_selector(".choices + .plot .nsewdrag").bounding_box()
+    area = tab.page.query_selector(".choices + .plot .nsewdrag")
+    area.scroll_into_view_if_needed()  # findings above it may leave half of it below the window
+    box = area.bounding_box()
     y = box["y"] + box["height"] / 2
     tab.page.mouse.move(box["x"] + 50, y)
     tab.page.mouse.down()
