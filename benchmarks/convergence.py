@@ -39,7 +39,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "O3": {"precision": "O3"},
     "fp8": {"precision": "fp8"},
 }
-# fp16 products take over 100 times as long on a CPU, and fp8 has none there.
+# fp16 matmuls take over 100 times as long on a CPU, and fp8 has none there.
 GPU_ONLY = ("O1", "O2", "O3", "fp8")
 SHAPE = {"model": "outpace-tiny", "seq_len": 128, "global_batch": 8}
 STEPS, SEEDS = 400, 3

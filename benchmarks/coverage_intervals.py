@@ -64,7 +64,7 @@ def _interval(ratios: Mapping[str, Sequence[float]], level: float) -> tuple[floa
 
 # Of a kind that has an interval of its own: sources, and rows of all of them.
 LEAST_SOURCES, LEAST_ROWS = 3, 20
-# Whose experts are a loop in Python, where plans have grouped products.
+# Whose experts are a loop in Python, where plans have grouped matmuls.
 _LOOPS = ("Trainer",)
 
 

@@ -37,7 +37,7 @@ def ratios(heat: dict[str, Any], name: str) -> list[float]:
 
 
 def shares(heat: dict[str, Any]) -> list[float]:
-    """Return the share of the best matrix product for each turn in which that was steady."""
+    """Return the share of the best matmul for each turn in which that was steady."""
     pairs = zip(heat["turns_s"][OURS], heat["best_products_flops_per_s"], strict=False)
     return [heat["model_flops"] / median(own) / best for own, best in pairs if best is not None]
 
@@ -68,7 +68,7 @@ def _speed(heat: dict[str, Any]) -> Iterator[list[str]]:
 def _shares(heat: dict[str, Any]) -> Iterator[list[str]]:
     found = shares(heat)
     if found:
-        yield [f"≥ {SHARE:.2f} of the best matrix product", heat_title(heat),
+        yield [f"≥ {SHARE:.2f} of the best matmul", heat_title(heat),
                f"{_told(found, 3)}{mark(median(found) >= SHARE)}"]  # fmt: skip
 
 

@@ -49,7 +49,7 @@ def _steps(sections: dict[str, Any]) -> str:
     if not rows:
         return ""
     head = ["model, batch", "", "step", "tokens/s", "speed / handwritten loop",
-            "MFU, share of best product", "predicted step, by the catalog", "by the probe",
+            "MFU, share of best matmul", "predicted step, by the catalog", "by the probe",
             "memory", "traced"]  # fmt: skip
     return table(head, rows)
 
@@ -163,11 +163,11 @@ def _card(sections: dict[str, Any]) -> str:
         return ""
     best = _rows(sections, "ceilings").get("bf16 products", {})
     rate = best.get("best_flops_per_s")
-    product = "" if rate is None else f" Its best product in bf16: {rate / 1e12:.0f} TFLOP/s."
+    matmul = "" if rate is None else f" Its best matmul in bf16: {rate / 1e12:.0f} TFLOP/s."
     return (
         f"{device['name']}, {device['memory_bytes'] / _GIB:.0f} GiB, power limit "
         f"{device.get('power.limit', 'n/a')}, driver {device.get('driver_version', 'n/a')}, cuDNN "
-        f"{device['cudnn']}.{product}\n"
+        f"{device['cudnn']}.{matmul}\n"
     )
 
 

@@ -7,9 +7,9 @@ from pages import stand, table
 
 OURS = "outpace"
 # What is asked of the race: tokens/s, memory and the way to the first step, beside peers; the
-# share of the best matrix product; two processes beside one.
+# share of the best matmul; two processes beside one.
 FASTER, LEANER, SOONER, SHARE, TWO = 1.15, 0.70, 0.6, 0.70, 0.95
-# Best products of machines that are as fast.
+# Best matmuls of machines that are as fast.
 ALIKE = 1.1
 # How long a pick may take beside the best by hand; late steps beside early ones.
 PICKED, FLAT = 1.02, 1.02
@@ -48,8 +48,8 @@ def beside(heat: dict[str, Any], measure: str, largest: bool = True) -> float | 
     return None if own is None or best is None else own[measure] / best[1]
 
 
-def share_of_best_product(heat: dict[str, Any]) -> float | None:
-    """Return the share of the machine's best matrix product; None if that was not steady."""
+def share_of_best_matmul(heat: dict[str, Any]) -> float | None:
+    """Return the share of the machine's best matmul; None if that was not steady."""
     own, best = ran(heat).get(OURS), heat["best_product_flops_per_s"]
     if own is None or best is None:
         return None
@@ -87,7 +87,7 @@ def _heats(heats: dict[str, Any]) -> Iterator[str]:
 def _when(heat: dict[str, Any]) -> str:
     """The day, and how fast the machine was."""
     best = heat["best_product_flops_per_s"]
-    rate = "" if best is None else f", best matrix product {best / 1e9:,.0f} GFLOP/s"
+    rate = "" if best is None else f", best matmul {best / 1e9:,.0f} GFLOP/s"
     return f" ({heat['date'][:10]}{rate})"
 
 
@@ -155,9 +155,9 @@ def _speed(heats: dict[str, Any]) -> Iterator[list[str]]:
 
 def _shares(heats: dict[str, Any]) -> Iterator[list[str]]:
     for heat in heats.values():
-        share = share_of_best_product(heat)
+        share = share_of_best_matmul(heat)
         if share is not None and heat["case"] in "abc" and heat["processes"] == 1:
-            yield [f"≥ {SHARE:.2f} of the best matrix product", heat_title(heat),
+            yield [f"≥ {SHARE:.2f} of the best matmul", heat_title(heat),
                    f"{share:.3f}{mark(share >= SHARE)}"]  # fmt: skip
 
 

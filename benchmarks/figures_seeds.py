@@ -299,7 +299,7 @@ def tiles(result: dict[str, Any]) -> str:
     )
     return "\n".join((
         "The planner, A100, bf16, m × n × k:\n",
-        table(["of", "product", "time", "rate"], rows),
+        table(["of", "matmul", "time", "rate"], rows),
         f"Measured, {measured['rows']} × n × {measured['depth']}, fp32. {found}\n",
         table(["n", "median", "time per work, the first = 1 (95 %)"], columns),
         table(["", "size", "median", "time per work, the first = 1 (95 %)"], others),

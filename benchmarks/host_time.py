@@ -8,7 +8,7 @@ A GPU that computes faster than its host gives it work waits for the host: Pytho
 dispatch are then what a step takes. Here nothing is left to compute: 12 layers of width 24 and 16
 tokens under bf16 autocast on one thread of a CPU. outpace takes the way that it takes on CUDA:
 torch's fused attention, GELU and norms in place of its operators for CPUs, queries, keys and values
-by one product, the loss for `cuda`, Muon's matrices turned in batches, SGD as one kernel; what a
+by one matmul, the loss for `cuda`, Muon's matrices turned in batches, SGD as one kernel; what a
 GPU compiles is eager.
 Steps (forward, backward, clipping, optimizer) of both alternate, A B, B A, in one process; of
 several ranks in each of two processes. What is timed is the time of the process on cores, which
@@ -39,7 +39,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from outpace.jobs.ranks.process_groups import process_groups
-from outpace.nn import block, kept_products
+from outpace.nn import block, kept_matmuls
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.mixed import make_mixed
 from outpace.nn.model_options import apply_options
@@ -108,14 +108,14 @@ class Operators(TorchDispatchMode):
 def as_on_cuda() -> Iterator[None]:
     """Choose no operators that are for CPUs, and step parameters by operators over all of them."""
     before, together = block.suits_operator, build.steps_together
-    for module in (block, kept_products):
+    for module in (block, kept_matmuls):
         module.suits_operator = lambda *_: False
     build.steps_together = lambda _: True
     try:
         yield
     finally:
         build.steps_together = together
-        for module in (block, kept_products):
+        for module in (block, kept_matmuls):
             module.suits_operator = before
 
 

@@ -35,7 +35,7 @@ def _cells(one: dict[str, Any], row: published.Row) -> list[Any]:
 
 
 def _precision(row: published.Row) -> str:
-    """The dtype of matrix products as published: "16 bits" where only this is stated."""
+    """The dtype of matmuls as published: "16 bits" where only this is stated."""
     said = row["precision"].casefold()
     if published.eight(row):
         return "MXFP8" if "mx" in said else "fp8"

@@ -325,10 +325,10 @@ def _traced(row: Row) -> tuple[float, float]:
 
 
 def _inputs_of_quantised(row: Row) -> int:
-    """Bytes of what bitsandbytes keeps of each quantised product's input, though it is frozen.
+    """Bytes of what bitsandbytes keeps of each quantised matmul's input, though it is frozen.
 
     bitsandbytes 0.41.1 (litgpt, tutorials/resource-tables.md), autograd/_functions.py, MatMul4Bit.
-    What queries, keys and values read, the MLP's first products and its last; attention's output
+    What queries, keys and values read, the MLP's first matmuls and its last; attention's output
     is kept by attention.
     """
     model = _of_adapters(row)

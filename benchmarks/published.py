@@ -191,13 +191,13 @@ def rows(*paths: Path) -> list[Row]:
 def published_flops(row: Row) -> float:
     """A step's FLOPs by the formula with which a row's TFLOP/s were published.
 
-    Megatron-Core counts the products of the experts that a token goes through, and half of the
+    Megatron-Core counts the matmuls of the experts that a token goes through, and half of the
     scores (megatron/training/training.py, num_floating_point_operations: core_attn_flops / 2).
     """
     if row.framework.memory == "megatron" and outline(row).experts:
         model, length, samples = outline(row), row.number("seq"), row.number("global_batch")
-        products = forward_flops(model, length, samples, attention=False)
-        return 3.0 * (products + forward_flops(model, length, samples)) / 2
+        matmuls = forward_flops(model, length, samples, attention=False)
+        return 3.0 * (matmuls + forward_flops(model, length, samples)) / 2
     layers, hidden, length = row.number("layers"), row.number("hidden"), row.number("seq")
     vocab = padded(row)
     tokens = row.number("global_batch") * length
@@ -206,12 +206,12 @@ def published_flops(row: Row) -> float:
             1 + length / (6 * hidden) + vocab / (16 * layers * hidden)
         )  # fmt: skip
     width = row.optional("ffn", 4 * hidden)
-    products = 4 * hidden**2 + 2 * hidden * width + 2 * length * hidden
-    return 6.0 * tokens * (layers * products + hidden * vocab)
+    matmuls = 4 * hidden**2 + 2 * hidden * width + 2 * length * hidden
+    return 6.0 * tokens * (layers * matmuls + hidden * vocab)
 
 
 def least_s(row: Row, question: StepTimeQuestion) -> float:
-    """Return seconds of a row's products alone at the chip's peak rate; of frozen weights, two."""
+    """Return seconds of a row's matmuls alone at the chip's peak rate; of frozen weights, two."""
     peak = question.device.peak_flops_per_s
     rate = peak.get("fp8", peak["bf16"]) if eight(row) else peak["bf16"]
     passes = 3 if question.adapters is None else 2
@@ -349,7 +349,7 @@ def _kept_adapters(row: Row) -> Literal["low", "cast", "fp32"]:
 
     In fp32 since 0.12 of July 2024 (autocast_adapter_dtype), which trl 0.13 came after; inputs are
     cast to that first (but not those of packed weights, where something is autocast:
-    peft/tuners/lora/bnb.py, Linear4bit). Where nothing is autocast, products are in fp32, too
+    peft/tuners/lora/bnb.py, Linear4bit). Where nothing is autocast, matmuls are in fp32, too
     (scripts/benchmarks/scenarios.yaml of fms-acceleration, standard-peft: torch_dtype bfloat16 and
     no bf16; PEFT's method_comparison: use_amp false).
     """
@@ -381,10 +381,10 @@ def software(row: Row) -> SoftwareStack:
     if older or row.framework.stack == "Trainer":
         found = found.model_copy(update={"stops_early": False})
     if row.framework.stack == "torchtitan":
-        # Until 2025-08-29 checkpoints stopped early, and products in 8 bits (aten._scaled_mm) were
+        # Until 2025-08-29 checkpoints stopped early, and matmuls in 8 bits (aten._scaled_mm) were
         # not in the list of what selective recomputation saves (9dec370, parallelize_llama.py).
-        again = "all" if eight(row) else found.repeats_products
-        found = found.model_copy(update={"stops_early": True, "repeats_products": again})
+        again = "all" if eight(row) else found.repeats_matmuls
+        found = found.model_copy(update={"stops_early": True, "repeats_matmuls": again})
     # transformers 4.4x, and fms-acceleration's experts by Triton in the place of its loop; its
     # kernels from unsloth: norms, rotations, activations, the loss.
     changes: dict[str, str] = {}
@@ -437,7 +437,7 @@ def precision(row: Row) -> dict[str, Any]:
 
     Megatron's 16-bit training, of either kind, has 16-bit weights and fp32 masters
     (megatron/core/optimizer/optimizer.py: Float16OptimizerWithFloat16Params), which is fp16-master
-    here; bf16 would be fp32 weights, cast at their use. Of fp8 `columns` sets the products.
+    here; bf16 would be fp32 weights, cast at their use. Of fp8 `columns` sets the matmuls.
     """
     said = row["precision"].casefold()
     if not row.framework.masters and not _TRAINED_WHOLE.search(row["task"]):
@@ -454,13 +454,13 @@ def precision(row: Row) -> dict[str, Any]:
 
 
 def eight(row: Row) -> bool:
-    """Whether products are in eight bits, by whatever scales."""
+    """Whether matmuls are in eight bits, by whatever scales."""
     said = row["precision"].casefold()
     return "fp8" in said or "float8" in said
 
 
 def columns(row: Row, found: Sequence[Plan], layers: int, *, times: bool) -> PlanBatch:
-    """Plans' columns. For `times` products of eight bits are said, and another's fused AdamW.
+    """Plans' columns. For `times` matmuls of eight bits are said, and another's fused AdamW.
 
     A plan of ours refuses eight bits beside tensor parallelism, which others have; what they keep
     in memory is what 16 bits keep.
@@ -604,7 +604,7 @@ def _recomputation(said: str) -> tuple[str, ...]:
     )
     if nothing or "selective-attention" in said:
         return ("none",)
-    # Megatron's names of modules: all of an MLP or of experts is more than what selects no product.
+    # Megatron's names of modules: all of an MLP or of experts is more than what selects no matmul.
     modules = set(re.findall(r"[a-z_]+", said)) - {"selective"}
     return ("attention",) if modules & {"moe", "mlp"} else ("selective",)
 
@@ -659,7 +659,7 @@ def _product(
 
 
 def _overlaps_tensor(row: Row) -> bool:
-    """Whether tensor parallelism's collectives proceed beside its products.
+    """Whether tensor parallelism's collectives proceed beside its matmuls.
 
     NVIDIA's recipes of MLPerf have TP_COMM_OVERLAP=True, those of Megatron-Bridge
     CommOverlapConfig(tp_comm_overlap=True).

@@ -28,10 +28,10 @@ class Framework:
     `stack` is the name of the software in tables. `kernel` is of attention where a row does not
     say. `bucket_mib` of gradients. `padding`: the vocabulary is filled up to a multiple of this
     times tp. `pipelines`: it has axes of its own, and stages of equal numbers of blocks.
-    `masters`: 16-bit weights have fp32 masters. `memory`: whose habits it has. `engine`: products
+    `masters`: 16-bit weights have fp32 masters. `memory`: whose habits it has. `engine`: matmuls
     in eight bits are Transformer Engine's, which casts in kernels of its own. `whole_experts`: its
     recipes have expert tensor parallelism of 1. `recipes`: rows are of Megatron-Bridge's recipes
-    (`published_recipes`). `compiles_eight`: where rows have products in eight bits and do not say
+    (`published_recipes`). `compiles_eight`: where rows have matmuls in eight bits and do not say
     whether they are compiled, they are.
     """
 

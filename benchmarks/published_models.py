@@ -15,7 +15,7 @@ from megatron_tests import TABLE
 from outpace.catalog.models import PRESETS
 from outpace.catalog.outlines import OUTLINES
 from outpace.planner.model.outline import outline as preset_outline
-from outpace.records.outline import AttentionShape, Mlp, Outline, ProductShape, Stack
+from outpace.records.outline import AttentionShape, MatmulShape, Mlp, Outline, Stack
 
 _HEAD = 128  # width of a head where their number is not said
 # How rows spell models of the catalog.
@@ -128,7 +128,7 @@ def stated_outline(
         )
         for layers, mlp in mlps
     )  # fmt: skip
-    transform = ProductShape(name="head transform", inputs=hidden, outputs=hidden)
+    transform = MatmulShape(name="head transform", inputs=hidden, outputs=hidden)
     learned = not plain and gpt_positions
     return Outline(
         name=values["model"] or arch,
@@ -140,7 +140,7 @@ def stated_outline(
         learned_positions=seq if learned else 0,
         max_positions=seq,
         outside_parameters=hidden if plain else 2 * hidden,
-        head_products=(transform,) if bert else (),
+        head_matmuls=(transform,) if bert else (),
     )
 
 

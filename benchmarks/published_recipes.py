@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from outpace.catalog.stacks import SoftwareStack
-from outpace.records.outline import Outline, ProductShape
+from outpace.records.outline import MatmulShape, Outline
 
 TABLE = Path(__file__).parent / "data" / "bridge-recipes.csv"
 # The release of a table: "§25.11 NeMo Container".
@@ -34,7 +34,7 @@ def recipe_recomputation(model: Outline, source: str, gpu: str, precision: str) 
     """Return the mode of recomputation of a model's recipe.
 
     Llama's and Qwen3's have none (recompute_granularity None; of Llama 3 8B on H100 5 of 32 layers,
-    which is left out). What others name are modules that have hardly any products: mla_up_proj,
+    which is left out). What others name are modules that have hardly any matmuls: mla_up_proj,
     layernorm, moe_act, or the MLP of layers without experts.
     """
     return _find_recipe(model, source, gpu, precision).get("recompute", "none")
@@ -44,19 +44,19 @@ def recipe_outline(model: Outline) -> Outline:
     """Return a model as its recipes train it.
 
     DeepSeek-V3 predicts the token after the next, too (recipes/deepseek/deepseek_v3.py:
-    mtp_num_layers = 1): a layer more, behind a product that joins the hidden states with the
+    mtp_num_layers = 1): a layer more, behind a matmul that joins the hidden states with the
     tokens' embeddings, and the head once more, with the same weights.
     """
     if model.name != "deepseek-v3":
         return model
-    joined = ProductShape(name="joined", inputs=2 * model.hidden, outputs=model.hidden)
+    joined = MatmulShape(name="joined", inputs=2 * model.hidden, outputs=model.hidden)
     layer = model.stacks[-1].model_copy(
         update={"name": "predicts one token more", "layers": 1, "other": (joined,), "norms": 4}
     )
-    again = ProductShape(
+    again = MatmulShape(
         name="head once more", inputs=model.hidden, outputs=model.outputs, weighted=False
     )
-    return model.model_copy(update={"stacks": (*model.stacks, layer), "head_products": (again,)})
+    return model.model_copy(update={"stacks": (*model.stacks, layer), "head_matmuls": (again,)})
 
 
 def recipe_stack(

@@ -5,7 +5,7 @@ notes each storage's birth and death in order; `reserved` plays them through the
 CUDA allocator, which gives what the driver sees: reserved, not only allocated.
 
 Tensors lie on the CPU here, so `CudaRules` does what CUDA's dispatch does otherwise:
-- autocast's lists (torch 1.8, aten/src/ATen/autocast_mode.cpp): products in half precision;
+- autocast's lists (torch 1.8, aten/src/ATen/autocast_mode.cpp): matmuls in half precision;
   softmax, layer norm, losses and, until 2021, GELU in fp32 (pytorch/pytorch#59639 names it);
 - autocast's cache: a half copy of each weight until autocast is left. The graph holds it longer;
 - dropout keeps a mask of one byte an element;
@@ -83,7 +83,7 @@ class CudaRules(TorchFunctionMode):
         if not _is(value, torch.float32):
             return value
         if not (value.is_leaf and value.requires_grad):
-            return value.to(self._low)  # activations are cast anew by each product
+            return value.to(self._low)  # activations are cast anew by each matmul
         if id(value) not in self._casts:
             self._casts[id(value)] = value.to(self._low)
         return self._casts[id(value)]

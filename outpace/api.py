@@ -333,7 +333,7 @@ def probe(
     out: str | Path | None = None,
     **settings: Any,
 ) -> "Machine":
-    """Measure this machine: its matrix products, memory, links, disks and data loading.
+    """Measure this machine: its matmuls, memory, links, disks and data loading.
 
     `sections` are any of "matmul", "memory", "storage", "loader", "collectives" and "steps";
     without any, all are measured. `quick` takes less than a minute, and with `budget_s` it takes

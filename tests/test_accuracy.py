@@ -234,7 +234,7 @@ def test_rows_of_recipes_are_asked_as_their_recipes_set_them(accuracy):
 
 
 def test_deepseek_v3_predicts_one_token_more_in_its_recipes(accuracy):
-    """A layer more, a product before it, and the head again with its own weights."""
+    """A layer more, a matmul before it, and the head again with its own weights."""
     rows = {row.id: row for row in accuracy.published.rows(*accuracy.published.ALL)}
     plain, trained = OUTLINES["deepseek-v3"], accuracy.published.outline(rows["444"])
     assert trained.layers == 62

@@ -83,7 +83,7 @@ def test_loss_scale_backs_off_and_grows():
 
 
 class Scorer(nn.Module):
-    """What CUDA's rules treat apart: a product, GELU, dropout, softmax, a loss."""
+    """What CUDA's rules treat apart: a matmul, GELU, dropout, softmax, a loss."""
 
     def __init__(self) -> None:
         super().__init__()

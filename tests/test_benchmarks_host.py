@@ -31,7 +31,7 @@ def test_a_step_asks_of_the_host_what_transformers_does(host_time):
             step()
     known = host_time.count_operators(theirs)
     assert host_time.count_operators(found["plain"]) <= 1.2 * known
-    # Norms and activations anew, and casts of weights; no product.
+    # Norms and activations anew, and casts of weights; no matmul.
     assert host_time.count_operators(found["selective"]) <= 1.5 * known
 
 

@@ -178,7 +178,7 @@ def test_the_tables_say_what_was_reached():
         two = {**heat, "processes": 2, "best_product_flops_per_s": rate}
         assert ("2 processes ≥" in targets({"heats": {"a-1": heat, "a-2": two}})) == shown
     shown = peers(result)
-    assert "**(a) small, 1 process, bf16** (2026-11-22, best matrix product 0 GFLOP/s)" in shown
+    assert "**(a) small, 1 process, bf16** (2026-11-22, best matmul 0 GFLOP/s)" in shown
     assert "| **outpace** | 120 | 1.00 | 1,024 MiB | 3.0 s | 9.0 s |" in shown
     assert "With torch 2.13.0, transformers 5.0." in shown and "`python x.py`" in shown
     assert "wrong (other losses)" in shown and "| broken | failed |" in shown

@@ -94,16 +94,16 @@ def rate(check: Check, amount: float, call: Callable[[], object]) -> dict[str, A
 
 
 def ceilings(check: Check) -> None:
-    """Products, copies, and the head of GPT-2 with and without padding."""
-    check.row("bf16 products", 3.0, lambda: _products(check))
+    """Matmuls, copies, and the head of GPT-2 with and without padding."""
+    check.row("bf16 products", 3.0, lambda: _matmuls(check))
     if check.cuda:
-        check.row("fp8 products", 3.0, lambda: _fp8_products(check))
+        check.row("fp8 products", 3.0, lambda: _fp8_matmuls(check))
     check.row("copies", 3.0, lambda: _copies(check))
     for vocab in (512,) if check.small else (50257, 50304):
         check.row(f"head of {vocab:,}", 3.0, lambda vocab=vocab: _head(check, vocab))
 
 
-def _products(check: Check) -> dict[str, Any]:
+def _matmuls(check: Check) -> dict[str, Any]:
     found = {}
     for size in (128,) if check.small else (4096, 8192):
         a, b = (torch.randn(size, size, device=check.device, dtype=torch.bfloat16)
@@ -112,14 +112,14 @@ def _products(check: Check) -> dict[str, Any]:
     return {**found, "best_flops_per_s": max(one["rate"] for one in found.values())}
 
 
-def _fp8_products(check: Check) -> dict[str, Any]:
+def _fp8_matmuls(check: Check) -> dict[str, Any]:
     size, one = 8192, torch.ones((), device="cuda")
     a, b = (torch.randn(size, size, device="cuda").to(torch.float8_e4m3fn) for _ in range(2))
 
-    def product(fast: bool) -> object:
+    def matmul(fast: bool) -> object:
         return torch._scaled_mm(a, b.t(), one, one, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
-    return {f"fast accumulation {fast}": rate(check, 2 * size**3, lambda fast=fast: product(fast))
+    return {f"fast accumulation {fast}": rate(check, 2 * size**3, lambda fast=fast: matmul(fast))
             for fast in (False, True)}  # fmt: skip
 
 

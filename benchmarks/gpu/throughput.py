@@ -138,7 +138,7 @@ def _peak_bytes(check: Check, run: Trained, windows: Windows, hand: HandLoop | N
 
 
 def _rates(check: Check, run: Trained, step_s: float) -> Row:
-    """Model FLOP/s by the wall clock, as shares of the catalog's peak and of the best product."""
+    """Model FLOP/s by the wall clock, as shares of the catalog's peak and of the best matmul."""
     said = run.measurement
     if said.model_flops_per_s is None or said.step_time_s is None:
         return {"model_flops_per_s": None, "mfu": None, "of_best_product": None}

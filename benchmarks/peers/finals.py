@@ -11,7 +11,7 @@ changes for all. The step in which one was stopped is not counted.
 steps: outpace and the best peers of the heat, two where memory has room; of two processes also
     outpace on one. Ratios are those of each turn's median steps.
 first steps: outpace and Trainer, from command to the first step's line, several times in turn.
-best product: of one process, before each turn, for the share of it that outpace reaches.
+best matmul: of one process, before each turn, for the share of it that outpace reaches.
 Records results/finals-bf16.json (or -fp32, as the race), heat by heat.
 """
 
@@ -156,7 +156,7 @@ def final(
     count = race.WARMUP + turns * (steps + SPARE)
     place = folder / "cases" / f"{heat.case.name}-{recorded['precision']}-{count}"
     cases.write(heat.case, place, count, recorded["precision"])
-    products: list[float | None] = []
+    matmuls: list[float | None] = []
 
     def lines_of(heat: race.Heat, names: Sequence[str], count: int) -> dict[str, Line]:
         peers = [peer for peer in entrants.PEERS[heat.kind] if peer.name in names]
@@ -164,23 +164,23 @@ def final(
         words, log = lines[entrants.OURS]
         return {**lines, entrants.OURS: ([*words, *PATIENT], log)}
 
-    def measure_product() -> None:
+    def measure_matmul() -> None:
         if heat.processes == 1 and not heat.case.labelled:
             best = race.best_products_flops_per_s(folder)
-            products.append(best.get(recorded["precision"]))
+            matmuls.append(best.get(recorded["precision"]))
 
     first_s = first_steps_s(lines_of(heat, [RIVAL], 1), folder, STARTS)
     lines = lines_of(heat, names, count)
     if alone is not None:
         lines[ALONE] = lines_of(race.Heat(heat.case, 1), [], count)[entrants.OURS]
     race.clear(folder)
-    took, losses = take_turns(lines, turns, steps, measure_product)
+    took, losses = take_turns(lines, turns, steps, measure_matmul)
     return {
         "case": heat.case.name, "title": heat.case.title, "processes": heat.processes,
         "kind": heat.kind, "precision": recorded["precision"],
         "tokens": heat.case.batch * heat.case.seq_len, "model_flops": recorded["model_flops"],
         "turns_s": took, "losses": losses, "same_losses": _same(losses),
-        "first_steps_s": first_s, "best_products_flops_per_s": products,
+        "first_steps_s": first_s, "best_products_flops_per_s": matmuls,
     }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ down each case, and runs all in turn, in another order each round. Of every run 
 each step's line was there is seen from outside, in the same way for all, and so is the memory of
 its processes (of the largest; workers of a compiler and launchers are smaller). Tokens/s are those
 of the median step after warm-up; peers that do not compute the plain loop's losses are not counted.
-What is recorded is kept; --anew begins from nothing. Before each case the best matrix product is
+What is recorded is kept; --anew begins from nothing. Before each case the best matmul is
 measured. The precision is what the machine multiplies faster in, bf16 or fp32: each has a record of
 its own, since a machine without bf16 is another.
 """
@@ -40,7 +40,7 @@ from outpace.records.machine import Machine  # noqa: E402
 
 WARMUP, COUNTED, ROUNDS = 2, 13, 2  # steps of each run: 30 of each entrant in two rounds
 LIMIT_S = 900.0
-# Beside the plain loop's losses: bf16's rounding differs from one order of products to another.
+# Beside the plain loop's losses: bf16's rounding differs from one order of matmuls to another.
 FIRST_LOSS, LATER_LOSS = 0.005, 0.03
 PRECISIONS = ("bf16", "fp32")
 RUNS = "runs"  # below the folder
@@ -104,7 +104,7 @@ def _flops(metrics: Path) -> float:
 
 
 def best_products_flops_per_s(folder: Path) -> dict[str, float]:
-    """The machine's best matrix product by precision (MAMF), as `outpace probe` finds it.
+    """The machine's best matmul by precision (MAMF), as `outpace probe` finds it.
 
     Without those that were not steady.
     """

@@ -15,7 +15,7 @@ from claims import THROUGHPUT, Claim, Experiment, run
 
 BATCH, ROUNDS = 4, 10
 SEQ_LEN = 1024
-# Model, machine, its devices, and what products are computed in: where the plain batch fills the
+# Model, machine, its devices, and what matmuls are computed in: where the plain batch fills the
 # device, where one sample is all that fits, and where a slow link is waited for in every step.
 CASES = (
     ("gpt2-xl", "a100-sxm-80-gb", 1, "bf16"),

@@ -1,9 +1,9 @@
-"""Divisibility, and tile and wave quantisation: products whose sizes are a little off.
+"""Divisibility, and tile and wave quantisation: matmuls whose sizes are a little off.
 
     python benchmarks/seeds/s10_tiles.py            # records results/seeds_tiles.json
     python benchmarks/seeds/s10_tiles.py --quick    # small; records nothing
 
-Products of n columns, n growing by small steps, and the head of GPT-2 with 50,257 outputs and with
+Matmuls of n columns, n growing by small steps, and the head of GPT-2 with 50,257 outputs and with
 numbers above it that are divisible by more, take turns on one thread.
 """
 
@@ -43,7 +43,7 @@ CLAIMS = (
 
 
 def predict(quick: bool) -> dict[str, Any]:
-    """Rates of products in bf16 on an A100: over waves, and of heads."""
+    """Rates of matmuls in bf16 on an A100: over waves, and of heads."""
     from outpace.catalog.accelerators import ACCELERATORS
     from outpace.catalog.nodes import find_node
     from outpace.planner.calibration.cluster import of_catalog
@@ -56,14 +56,14 @@ def predict(quick: bool) -> dict[str, Any]:
 
 
 def on_device(device: Any, m: int, n: int, k: int) -> dict[str, float]:
-    """Seconds and FLOP/s of a product."""
+    """Seconds and FLOP/s of a matmul."""
     import numpy as np
 
-    from outpace.planner.hardware.device import product_s
+    from outpace.planner.hardware.device import matmul_s
 
     m_, n_, k_ = (np.array([float(size)]) for size in (m, n, k))
     seconds = float(
-        product_s(device, np.array([device.rate("bf16")]), m_, n_, k_, np.array([2.0]))[0]
+        matmul_s(device, np.array([device.rate("bf16")]), m_, n_, k_, np.array([2.0]))[0]
     )
     return {"seconds": seconds, "flops_per_s": 2.0 * m * n * k / seconds}
 
@@ -78,9 +78,9 @@ def measure(quick: bool) -> dict[str, Any]:
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        columns = timed({n: product(ROWS, n, DEPTH) for n in COLUMNS[::many]}, rounds)
-        depths = timed({k: product(ROWS, 256, k) for k in ODD}, rounds)
-        heads = timed({n: product(TOKENS, n, WIDTH) for n in VOCABULARIES}, max(2, rounds // 4))
+        columns = timed({n: matmul(ROWS, n, DEPTH) for n in COLUMNS[::many]}, rounds)
+        depths = timed({k: matmul(ROWS, 256, k) for k in ODD}, rounds)
+        heads = timed({n: matmul(TOKENS, n, WIDTH) for n in VOCABULARIES}, max(2, rounds // 4))
     finally:
         torch.set_num_threads(before)
     steps = find_tile([*columns], [one["median_s"] for one in columns.values()])
@@ -91,8 +91,8 @@ def measure(quick: bool) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def product(m: int, n: int, k: int) -> Callable[[], object]:
-    """A product in fp32, ready to be taken."""
+def matmul(m: int, n: int, k: int) -> Callable[[], object]:
+    """A matmul in fp32, ready to be taken."""
     import torch
 
     drawn = torch.Generator().manual_seed(0)
@@ -101,15 +101,15 @@ def product(m: int, n: int, k: int) -> Callable[[], object]:
     return lambda: torch.mm(left, right, out=out)
 
 
-def timed(products: dict[int, Callable[[], object]], rounds: int) -> dict[int, dict[str, Any]]:
+def timed(matmuls: dict[int, Callable[[], object]], rounds: int) -> dict[int, dict[str, Any]]:
     """In turn; each beside the first of its round, for its size."""
     from alternating import alternating
     from overhead import interval
 
-    took = alternating({str(size): call for size, call in products.items()}, rounds)
-    first = next(iter(products))
+    took = alternating({str(size): call for size, call in matmuls.items()}, rounds)
+    first = next(iter(matmuls))
     found = {}
-    for size in products:
+    for size in matmuls:
         seconds: Sequence[float] = took[str(size)]
         pairs = zip(seconds, took[str(first)], strict=True)
         # Above 1: takes longer than its share of the work.

@@ -23,7 +23,7 @@ PAPERS: dict[Architecture, str] = {
 
 
 class Card(NamedTuple):
-    """A card; `low` is the rate of 16-bit products, `reported_mib` the memory by nvidia-smi."""
+    """A card; `low` is the rate of 16-bit matmuls, `reported_mib` the memory by nvidia-smi."""
 
     name: str
     driver_name: str

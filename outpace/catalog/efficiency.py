@@ -15,13 +15,13 @@ from outpace.records.base import Record
 from outpace.records.hardware import Accelerator, Architecture, LinkKind
 
 
-class ProductCurve(Record):
-    """Matrix products on one architecture, modelled as tiles that multiprocessors take in waves.
+class MatmulCurve(Record):
+    """Matmuls on one architecture, modelled as tiles that multiprocessors take in waves.
 
     A full wave of the best tiles reaches `share` of the dense peak, and `share_fp8` of the peak in
     fp8. Tiles of 128 by 64 and of 64 by 64 reach `half_tile` and `quarter_tile` of that rate. In 16
     bits, a tile takes as long as if its inner dimension were longer by `fill` (to fill its pipeline
-    and write its results). The smallest product takes `fixed_s`. No product is faster than `limit`
+    and write its results). The smallest matmul takes `fixed_s`. No matmul is faster than `limit`
     of the best rate, where even a short one reaches the board's power limit; under the load of a
     training step, none is faster than `sustained`, or `sustained_fp8`, of the dense peaks.
     """
@@ -59,9 +59,9 @@ _TABLES = (
     "mean error on the half of the shapes that was kept: {}"
 )
 # A training step is a sustained load: under it, H200 and B200 are at their power limits, and
-# products of a second and more are slower than short ones.
+# matmuls of a second and more are slower than short ones.
 _SUSTAINED = (
-    "; sustained: the rate that no product of a second or more exceeds ({}, vllm 0.22.0), mean "
+    "; sustained: the rate that no matmul of a second or more exceeds ({}, vllm 0.22.0), mean "
     "error on the half kept {}"
 )
 # On an A100 operands of a step are not in its L2 cache: of 256.5 TFLOP/s that it sustains (16384³,
@@ -71,13 +71,13 @@ _COLD = "; sustained: 233.6 TFLOP/s, cuBLAS with a cold cache (Triton's tutorial
 _MAMF = "stas00/ml-engineering, compute/accelerator, Maximum Achievable Matmul FLOPS: {}"
 _LIKE = "plateau of {}; what of it is sustained as on H200; shape of {}"
 
-_AMPERE = ProductCurve(
+_AMPERE = MatmulCurve(
     share=0.865, share_fp8=0.865, half_tile=0.808, quarter_tile=0.549, fill=145, fixed_s=2.6e-6,
     sustained=233.6 / 312, sustained_fp8=233.6 / 312,
     source=_TABLES.format("A100 6.3 %") + _COLD,
 )  # fmt: skip
 # fp8 on H100: 1382 of 1979 TFLOP/s after 10,000 repetitions (Azure/AI-benchmarking-guide 0126c300).
-_HOPPER = ProductCurve(
+_HOPPER = MatmulCurve(
     share=0.859, share_fp8=0.81, half_tile=0.99, quarter_tile=0.3, fill=165, fixed_s=2.3e-6,
     sustained=0.675, sustained_fp8=1382.2 / 1979,
     source=_TABLES.format("H100 6.6 %, H200 6.9 %; fp8 3.9 %")
@@ -85,12 +85,12 @@ _HOPPER = ProductCurve(
     + "; in fp8 H100, 1382 of 1979 TFLOP/s after 10,000 repetitions "
     "(Azure/AI-benchmarking-guide 0126c300)",
 )  # fmt: skip
-_B200 = ProductCurve(
+_B200 = MatmulCurve(
     share=0.74, share_fp8=0.73, half_tile=1.0, quarter_tile=0.589, fill=84, fixed_s=2.15e-6,
     sustained=0.595, sustained_fp8=0.57,
     source=_TABLES.format("B200 7.0 %, fp8 5.0 %") + _SUSTAINED.format("B200", "7.1 %, fp8 4.9 %"),
 )  # fmt: skip
-_GB200 = ProductCurve(
+_GB200 = MatmulCurve(
     share=0.775, share_fp8=0.63, half_tile=1.0, quarter_tile=0.29, fill=108, fixed_s=2.35e-6,
     sustained=0.55, sustained_fp8=0.51,
     source=_TABLES.format("GB200 10 %, fp8 5.1 %")
@@ -109,15 +109,15 @@ def _power_share(power_w: float, reference_w: float) -> float:
     return share
 
 
-def _blackwell_ultra(power_w: float) -> ProductCurve:
-    """Return the curve of a B300 or GB300, for which no sustained products have been measured.
+def _blackwell_ultra(power_w: float) -> MatmulCurve:
+    """Return the curve of a B300 or GB300, for which no sustained matmuls have been measured.
 
-    Assume B200's ratio of sustained to short products, scaled to the board's own power limit.
+    Assume B200's ratio of sustained to short matmuls, scaled to the board's own power limit.
     """
     reference_w = ACCELERATORS["B200"].power_w
     more = _power_share(power_w, reference_w)
     share, share_fp8 = 0.81, 0.763
-    return ProductCurve(
+    return MatmulCurve(
         share=share, share_fp8=share_fp8, half_tile=1.0, quarter_tile=0.581, fill=72,
         fixed_s=2.3e-6, sustained=share * min(1.0, _B200.sustained / _B200.share * more),
         sustained_fp8=share_fp8 * min(1.0, _B200.sustained_fp8 / _B200.share_fp8 * more),
@@ -128,14 +128,14 @@ def _blackwell_ultra(power_w: float) -> ProductCurve:
 
 
 _B300, _GB300 = (_blackwell_ultra(ACCELERATORS[name].power_w) for name in ("B300", "GB300"))
-# L40S and the RTX cards: no product was measured for a second; L40S reaches its 350 W in short
+# L40S and the RTX cards: no matmul was measured for a second; L40S reaches its 350 W in short
 # ones.
-_ADA = ProductCurve(
+_ADA = MatmulCurve(
     share=0.835, share_fp8=0.57, half_tile=0.938, quarter_tile=1.0, fill=412, fixed_s=1.1e-6,
     limit=0.589 / 0.835, sustained=0.589, sustained_fp8=0.57,
     source=_TABLES.format("L40S 9.9 %, fp8 12 %"),
 )  # fmt: skip
-_RTX_BLACKWELL = ProductCurve(
+_RTX_BLACKWELL = MatmulCurve(
     share=0.85, share_fp8=0.778, half_tile=0.931, quarter_tile=0.69, fill=158, fixed_s=1.4e-6,
     sustained=0.85, sustained_fp8=0.778,
     source=_TABLES.format("RTX PRO 6000 Blackwell Server 6.0 %, fp8 7.9 %"),
@@ -150,7 +150,7 @@ _GEFORCE_ADA = _RTX_BLACKWELL.model_copy(
 _HELD = _HOPPER.sustained / (794.5 / 989.5)
 
 
-def _copy_curve(share: float, what: str, shape: ProductCurve, whose: str) -> ProductCurve:
+def _copy_curve(share: float, what: str, shape: MatmulCurve, whose: str) -> MatmulCurve:
     values = {
         "share": share, "share_fp8": share, "sustained": share * _HELD,
         "sustained_fp8": share * _HELD, "source": _LIKE.format(_MAMF.format(what), whose),
@@ -158,7 +158,7 @@ def _copy_curve(share: float, what: str, shape: ProductCurve, whose: str) -> Pro
     return shape.model_copy(update=values)
 
 
-PRODUCTS: Mapping[Architecture, ProductCurve] = MappingProxyType(
+MATMULS: Mapping[Architecture, MatmulCurve] = MappingProxyType(
     {
         **{
             old: _AMPERE.model_copy(update={"source": f"as Ampere: {_AMPERE.source}"})
@@ -174,7 +174,7 @@ PRODUCTS: Mapping[Architecture, ProductCurve] = MappingProxyType(
     }
 )
 # Chips that were measured themselves, by prefixes of names.
-_PRODUCTS_OF: Mapping[str, ProductCurve] = MappingProxyType(
+_MATMULS_OF: Mapping[str, MatmulCurve] = MappingProxyType(
     {"GB200": _GB200, "GB300": _GB300, "B300": _B300}
 )
 
@@ -358,12 +358,12 @@ COLLECTIVE_SOURCE = (
     "num_sm), NCCL's rings on DGX A100 24 channels; DeepEP's all-to-alls are fastest with 20 to 24"
 )
 
-# How many times as long products take beside a collective on chips where cuBLAS has a block of
+# How many times as long matmuls take beside a collective on chips where cuBLAS has a block of
 # threads for every multiprocessor, which computes several tiles: blocks that a collective keeps out
 # run after all others. Blackwell's are scheduled as multiprocessors become free.
-PERSISTENT_PRODUCTS: Mapping[Architecture, float] = MappingProxyType({"hopper": 2.0})
+PERSISTENT_MATMULS: Mapping[Architecture, float] = MappingProxyType({"hopper": 2.0})
 PERSISTENT_SOURCE = (
-    "H100, FSDP: cuBLAS's products take twice as long beside NCCL's kernels, which occupy a tenth "
+    "H100, FSDP: cuBLAS's matmuls take twice as long beside NCCL's kernels, which occupy a tenth "
     "of the multiprocessors (pytorch/pytorch issue 143988, pull request 144974); Blackwell: "
     "NVIDIA/cutlass, media/docs/cpp/blackwell_cluster_launch_control.md"
 )
@@ -436,9 +436,9 @@ _DISPATCH_RACK = DispatchRate(
     source=_DISPATCH.format("GB200 and GB300", "6.0 %") + "; share of the link: HybridEP on 8 to "
     "36 × GB200 with 32 multiprocessors (deepseek-ai/DeepEP 94a9f8f, README_Hybrid-EP.md)",
 )  # fmt: skip
-# Measured slowdown of grouped products whose load over experts follows a power law of 1.2: on one
+# Measured slowdown of grouped matmuls whose load over experts follows a power law of 1.2: on one
 # rank, and on the slowest of ranks that share the experts. Plans assume an even load. Of CUTLASS's
-# products alone, as those that train: medians over all kernels differ by chip for their kernels
+# matmuls alone, as those that train: medians over all kernels differ by chip for their kernels
 # (1.83 on H100, 1.55 on B200, where TensorRT-LLM's own serve 1.33).
 UNEVEN: Mapping[Architecture, tuple[float, float]] = MappingProxyType(
     {
@@ -455,7 +455,7 @@ UNEVEN_SOURCE = (
     "CUTLASS kernels); others as H100"
 )
 
-# Slowdown of Triton's grouped products relative to those by tiles, including data movement.
+# Slowdown of Triton's grouped matmuls relative to those by tiles, including data movement.
 TRITON_EXPERTS: Mapping[Architecture, float] = MappingProxyType(
     {
         **dict.fromkeys(("pascal", "volta", "turing", "ampere", "cdna2"), 1 / 0.54),
@@ -496,7 +496,7 @@ OPERATOR_SOURCE = (
     "(pytorch/pytorch issue 82793)"
 )
 # Guesses for a CPU that was not measured: its clock under wide vectors, the share of its peak that
-# products reach, and its memory. A plan based on them says so.
+# matmuls reach, and its memory. A plan based on them says so.
 CPU_CLOCK_HZ = 2.5e9
 CPU_SHARE = 0.5
 CPU_MEMORY_BYTES_PER_S = 15e9
@@ -570,16 +570,16 @@ NCCL_SOURCE = (
 )
 
 
-def product_curve(accelerator: Accelerator) -> ProductCurve:
+def matmul_curve(accelerator: Accelerator) -> MatmulCurve:
     """Return the curve of the accelerator, or of its architecture."""
     if _is_rtx_blackwell(accelerator):
         return _RTX_BLACKWELL
     if _is_geforce_ada(accelerator):
         return _GEFORCE_ADA
-    for start, curve in _PRODUCTS_OF.items():
+    for start, curve in _MATMULS_OF.items():
         if accelerator.name.startswith(start):
             return curve
-    return PRODUCTS[accelerator.architecture]
+    return MATMULS[accelerator.architecture]
 
 
 def dispatch_rate(accelerator: Accelerator) -> DispatchRate:
@@ -597,13 +597,13 @@ def power_share(accelerator: Accelerator) -> float:
 
 
 def overlaps_tiles(accelerator: Accelerator) -> bool:
-    """Return whether products write a tile's results while they compute the next tile.
+    """Return whether matmuls write a tile's results while they compute the next tile.
 
     Documented: on Blackwell's datacenter chips accumulators are in tensor memory, and dedicated
     warps write a tile while others compute the next one into the other half of that memory
     (jax-ml/jax, blackwell_matmul.md of Pallas, "Dedicated epilogue warpgroup"). On Hopper,
     cooperative kernels use all warp groups for one tile; only ping-pong kernels overlap a tile's
-    epilogue with another's products (NVIDIA/cutlass, media/docs/cpp/efficient_gemm.md). On Ampere
+    epilogue with another's matmuls (NVIDIA/cutlass, media/docs/cpp/efficient_gemm.md). On Ampere
     the accumulators fill at least half of the registers, so few blocks share a multiprocessor (same
     file). In public traces of H100, names of cuBLAS's largest kernels contain "coopA" or "coopB"
     (nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NNT).
@@ -616,14 +616,14 @@ def overlaps_tiles(accelerator: Accelerator) -> bool:
 
 
 def uneven_load(accelerator: Accelerator) -> tuple[float, float]:
-    """Return how many times as long uneven products take, on one rank and on the slowest one."""
+    """Return how many times as long uneven matmuls take, on one rank and on the slowest one."""
     if _is_rtx_blackwell(accelerator):
         return _UNEVEN_RTX_BLACKWELL
     return UNEVEN[accelerator.architecture]
 
 
 def takes_any_fp8_layout(accelerator: Accelerator) -> bool:
-    """Return whether fp8 products take operands that are not transposed (sm100, sm103).
+    """Return whether fp8 matmuls take operands that are not transposed (sm100, sm103).
 
     Those of Hopper and of sm120 take transposed copies (NVIDIA/TransformerEngine 0064fbd6,
     nvte_is_non_tn_fp8_gemm_supported).

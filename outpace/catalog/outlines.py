@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from outpace.records.outline import AttentionShape, Mlp, Outline, ProductShape, Stack
+from outpace.records.outline import AttentionShape, MatmulShape, Mlp, Outline, Stack
 
 _HF = "config.json of {} on Hugging Face"
 
@@ -206,10 +206,10 @@ def _vits() -> Iterator[Outline]:
             norm_bias=True,
             seq_len=patches + 1,
         )
-        cut = ProductShape(name="patches", inputs=3 * 16 * 16, outputs=hidden, positions=patches)
+        cut = MatmulShape(name="patches", inputs=3 * 16 * 16, outputs=hidden, positions=patches)
         yield Outline(
             name=f"vit-{size}-16", hidden=hidden, stacks=(stack,), vocab=0, outputs=classes,
-            learned_positions=patches + 1, embed_products=(cut,), predicted=1,
+            learned_positions=patches + 1, embed_matmuls=(cut,), predicted=1,
             # The patches' bias, the class token, the final norm, the classifier's bias.
             outside_parameters=4 * hidden + classes, max_positions=patches + 1,
             source=_HF.format(f"google/vit-{published}-patch16-224"), untrained=_no_family("ViT"),

@@ -70,7 +70,7 @@ def vector_bits(features: Collection[str], dtype: Dtype) -> int | None:
 def flops_per_cycle(features: Collection[str], dtype: Dtype) -> ValueRange | None:
     """Return the peak FLOP per cycle of one core with these features (as in Machine.cpu_features).
 
-    None if no known feature computes in this dtype: a processor without bf16 products converts them
+    None if no known feature computes in this dtype: a processor without bf16 matmuls converts them
     to fp32, and no peak is published for that.
     """
     rates = (p.flops_per_cycle.get(dtype) for p in PROCESSORS if p.feature in features)

@@ -21,11 +21,11 @@ Dispatcher = Literal["allgather", "alltoall", "deepep"]
 # What is replayed as CUDA graphs, rather than launched by the host: routers; attention, routers and
 # dense MLPs, but not experts and their all-to-alls, whose sizes the host has to know; or all.
 Graphs = Literal["none", "routers", "blocks", "step"]
-# How operands of products in 8 bits are cast: by separate kernels for the largest number, the cast
+# How operands of matmuls in 8 bits are cast: by separate kernels for the largest number, the cast
 # and the transposed copy; or by Transformer Engine's kernel, which writes both copies, with scales
 # from steps before, of this step (largest numbers are found first), or of blocks (MXFP8).
 Casts = Literal["separate", "delayed", "current", "blocks"]
-# Products of experts: all of a layer at once; by Triton's kernels (scattermoe); or one after
+# Matmuls of experts: all of a layer at once; by Triton's kernels (scattermoe); or one after
 # another in Python, each with a slice of all experts' weights (transformers 4's GraniteMoe).
 Experts = Literal["grouped", "triton", "loop"]
 
@@ -34,21 +34,21 @@ class SoftwareStack(Record):
     """Traits of a training program.
 
     `attention`: the kernel that it uses where a model allows fused attention.
-    `repeats_products`: what its selective recomputation repeats of a block's products: none, every
-    second one in 16 bits (`second_products`), or all.
+    `repeats_matmuls`: what its selective recomputation repeats of a block's matmuls: none, every
+    second one in 16 bits (`second_matmuls`), or all.
     `collectives`: whether a block's parameters are gathered, and its gradients summed, at once or
     one by one. `overlaps`: these run during computation. `broadcasts`: under ZeRO-1, ranks send new
     parameters one after the other. `fuses_dropout`: bias, dropout and the residual sum are one
     kernel. `dispatcher`: how tokens reach experts, during computation of another micro-batch if
     `overlaps_dispatch`. `graphs`: what is replayed as CUDA graphs. `sums_by_stages`: each
     interleaved stage sums gradients and gathers parameters during passes of the others. `experts`:
-    how their products are computed. `gathers_for_adapters`: if a product overlaps the gather of its
+    how their matmuls are computed. `gathers_for_adapters`: if a matmul overlaps the gather of its
     input over tensor parallelism, an adapter on it gathers the input again. `fuses_accumulation`:
-    products that give weights' gradients add them to fp32 buffers. `copies_units`: what ranks
+    matmuls that give weights' gradients add them to fp32 buffers. `copies_units`: what ranks
     gather is copied out into parameters, and gradients into what is reduced. `blocks_launches`: the
     host waits for each kernel before it launches the next (CUDA_LAUNCH_BLOCKING=1). `casts`: how
-    operands of products in 8 bits are cast. `stops_early`: recomputation ends when all that a
-    backward reads is there, so that a block's last product is not repeated (torch's checkpoint
+    operands of matmuls in 8 bits are cast. `stops_early`: recomputation ends when all that a
+    backward reads is there, so that a block's last matmul is not repeated (torch's checkpoint
     without `use_reentrant`, since torch 2.1: torch/utils/checkpoint.py, set_checkpoint_early_stop).
     Blocks compiled by torch never repeat what nothing reads.
     """
@@ -56,7 +56,7 @@ class SoftwareStack(Record):
     name: str
     attention: Attention = "fused"
     elementwise: Elementwise = "kernels"
-    repeats_products: Literal["none", "second", "all"] = "none"
+    repeats_matmuls: Literal["none", "second", "all"] = "none"
     collectives: Literal["blocks", "parameters"] = "blocks"
     overlaps: bool = True
     broadcasts: bool = False
@@ -86,11 +86,11 @@ STACKS: Mapping[str, SoftwareStack] = _stacks(
         "outpace/parallel; torch's fully_shard, as torchtitan",
     ),
     SoftwareStack(
-        name="torchtitan", elementwise="operators", repeats_products="second", copies_units=True,
+        name="torchtitan", elementwise="operators", repeats_matmuls="second", copies_units=True,
         source="pytorch/torchtitan b5bcd76c66: torchtitan/models/llama/model.py (nn.RMSNorm, "
         "rotations by complex numbers in fp32, F.scaled_dot_product_attention), distributed/"
         "activation_checkpoint.py: of a block's aten.mm every second one is saved by selective "
-        "recomputation (op), attention and products in 8 bits are; early_stop is False since "
+        "recomputation (op), attention and matmuls in 8 bits are; early_stop is False since "
         "2025-08-29 (25413d224); FSDP2 gathers and sums by blocks, with prefetching (torch/"
         "distributed/fsdp/_fully_shard/_fsdp_collectives.py: foreach_all_gather_copy_out by "
         "split_with_sizes_copy, foreach_reduce_scatter_copy_in by chunk_cat into the dtype of the "

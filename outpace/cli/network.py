@@ -88,7 +88,7 @@ def _parser() -> Parser:
         "activation checkpointing: none, selective, attention or full (default: none)",
         default="none", choices=get_args(Checkpointing))  # fmt: skip
     add("--share", "X", number_type(float, 0.01, 1),
-        "share of the catalog's peak that products reach, without a probe (default: what published "
+        "share of the catalog's peak that matmuls reach, without a probe (default: what published "
         "measurements say)")  # fmt: skip
     add("--tolerance", "X", above,
         f"share of a step that the network may cost (default: {TOLERANCE:g})", default=TOLERANCE

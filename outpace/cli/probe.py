@@ -27,7 +27,7 @@ _AS_IN_TRAINING = ("device", "nproc", "backend", "data", "text_field", "tokenize
                    "micro_batch", "offload_dir")  # fmt: skip
 _DEFAULT_MODEL = "gpt2"
 
-_ABOUT = "Measure what this machine achieves: matrix products, memory, links, disks, data loading."
+_ABOUT = "Measure what this machine achieves: matmuls, memory, links, disks, data loading."
 _EPILOG = (
     f"SECTION is one of {', '.join(SECTIONS)}, or all (the default). Run it by itself for this "
     "host's devices, or under torchrun on all hosts that you will use. First stop everything "
@@ -151,9 +151,9 @@ def _parser() -> Parser:
         "Python's own source code)", action="append")  # fmt: skip
     add("--text-field", "KEY", str, "key of the text in --data (default: text)")
     add("--seq-len", "N", number_type(int, 1),
-        "tokens per sample, for loading and for the model's matrix products")  # fmt: skip
+        "tokens per sample, for loading and for the model's matmuls")  # fmt: skip
     add("--micro-batch", "N", number_type(int, 1),
-        "samples per batch, for loading and for the model's matrix products")  # fmt: skip
+        "samples per batch, for loading and for the model's matmuls")  # fmt: skip
     add("--tokenizer", "T", str, "tokenizer to measure")
     add("--checkpoint-dir", "DIR", Path,
         "directory whose disk to measure for checkpoints (default: the current one)",

@@ -16,7 +16,7 @@ ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8}
 # Results in a block that depend on each other, each rounded: norm, q·k·v, rotation, scores,
 # softmax, mix, output, sum; norm, up, activation, gating, down, sum.
 _ROUNDINGS_PER_BLOCK = 14
-_BACKWARD = 2  # two products for each one of the forward
+_BACKWARD = 2  # two matmuls for each one of the forward
 _COMPARED_KINDS = 5  # used parameter, gradient, two moments, parameter
 # Probability that rounding alone pushes any of the compared numbers beyond the tolerance.
 _FALSE_ALARM = 1e-6
@@ -61,7 +61,7 @@ def tolerance_of(plan: Plan, spec: ModelSpec, *, tokens: int, steps: int) -> Tol
     fp32 = sigmas * spread * math.sqrt(terms) * ROUNDOFF["fp32"]
     if precision == "fp32":
         return Tolerance(fp32, floor=1 / spread)
-    # Products are summed in fp32 and rounded once. Parameters are fp32, or rounded from it for use:
+    # Matmuls are summed in fp32 and rounded once. Parameters are fp32, or rounded from it for use:
     # on either side of a rounding boundary they differ by one last bit.
     low = sigmas * spread * ROUNDOFF["bf16"]
     held = fp32 / low

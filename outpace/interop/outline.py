@@ -29,7 +29,7 @@ from outpace.records.base import explain
 from outpace.records.errors import BadInputError, excerpt
 from outpace.records.model import ModelSpec
 from outpace.records.model_families import FAMILIES
-from outpace.records.outline import AttentionShape, Mlp, Outline, ProductShape, Stack
+from outpace.records.outline import AttentionShape, MatmulShape, Mlp, Outline, Stack
 
 # More is a typing error.
 _MOST_LAYERS, _MOST = 100_000, 2**32
@@ -375,7 +375,7 @@ def _gpt_like(
     stack: Mapping[str, Any] = MappingProxyType({}),
     **attention: Any,
 ) -> dict[str, Any]:
-    """Return layers with layer norms and an MLP of two products.
+    """Return layers with layer norms and an MLP of two matmuls.
 
     `outside`: the number of parameters outside of layers, without the final norm.
     """
@@ -417,8 +417,8 @@ def _bert(values: _Values) -> dict[str, Any]:
         dropouts=("hidden_dropout_prob", "attention_probs_dropout_prob"),
         stack={"norm_last": True},
     )  # fmt: skip
-    transform = ProductShape(name="head transform", inputs=hidden, outputs=hidden)
-    return {**read, "learned_positions": positions, "head_products": (transform,)}
+    transform = MatmulShape(name="head transform", inputs=hidden, outputs=hidden)
+    return {**read, "learned_positions": positions, "head_matmuls": (transform,)}
 
 
 def _gpt_neox(values: _Values) -> dict[str, Any]:
@@ -477,8 +477,8 @@ def _opt(values: _Values) -> dict[str, Any]:
     read["learned_positions"] = values.positive_int("max_position_embeddings") + 2
     if narrow != hidden:
         read["embedding_width"] = narrow
-        read["embed_products"] = (ProductShape(name="project in", inputs=narrow, outputs=hidden),)
-        read["head_products"] = (ProductShape(name="project out", inputs=hidden, outputs=narrow),)
+        read["embed_matmuls"] = (MatmulShape(name="project in", inputs=narrow, outputs=hidden),)
+        read["head_matmuls"] = (MatmulShape(name="project out", inputs=hidden, outputs=narrow),)
     return read
 
 
@@ -500,7 +500,7 @@ def _vit(values: _Values) -> dict[str, Any]:
         dropout=values.drops("hidden_dropout_prob", "attention_probs_dropout_prob"),
     )
     inputs = values.positive_int("num_channels", 3) * patch[0] * patch[1]
-    cut = ProductShape(name="patches", inputs=inputs, outputs=hidden, positions=patches)
+    cut = MatmulShape(name="patches", inputs=inputs, outputs=hidden, positions=patches)
     return {
         "hidden": hidden,
         "stacks": (stack,),
@@ -509,7 +509,7 @@ def _vit(values: _Values) -> dict[str, Any]:
         "learned_positions": patches + 1,
         # The patches' bias, the class token, the final norm, the classifier's bias.
         "outside_parameters": 4 * hidden + classes,
-        "embed_products": (cut,),
+        "embed_matmuls": (cut,),
         "predicted": 1,
         "max_positions": patches + 1,
     }

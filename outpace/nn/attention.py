@@ -1,8 +1,8 @@
 """Attention on a CPU in 16 bits, by blocks of queries whose scores stay in the caches.
 
 torch's fused kernel for CPUs multiplies 16-bit tiles that are too small for the processor's units,
-and in a bf16 step takes several times as long as batched products do (docs/development/log.md).
-Here the products are batched, block by block, so that only a part of the scores exists at any time
+and in a bf16 step takes several times as long as batched matmuls do (docs/development/log.md).
+Here the matmuls are batched, block by block, so that only a part of the scores exists at any time
 and a causal block does not read later keys. As in the fused kernels, the backward recomputes the
 scores instead of keeping them (Dao et al., arXiv 2205.14135, algorithm 4).
 
@@ -86,13 +86,13 @@ class _Parts:
     def _by_group(self, x: Tensor) -> Tensor:
         return x.view(x.shape[0], self.kv_heads, self.group, *x.shape[2:])
 
-    def scaled_product(self, left: Tensor, right: Tensor) -> Tensor:
+    def scaled_matmul(self, left: Tensor, right: Tensor) -> Tensor:
         """left · right / √C: scores, and the gradients that come through them."""
         return torch.baddbmm(self._none, left, right, beta=0, alpha=self._scale)
 
     def probabilities(self, q: Tensor, k: Tensor, block: _Block) -> Tensor:
         """softmax(q · kᵀ / √C) over the keys that each query sees, (n, G·R, T of the block)."""
-        scores = self.scaled_product(q, k.transpose(1, 2))
+        scores = self.scaled_matmul(q, k.transpose(1, 2))
         rows = block.queries.stop - block.queries.start
         if self._later is not None:
             own = scores.view(-1, rows, block.keys)[:, :, block.queries]
@@ -139,8 +139,8 @@ def _attention_backward(
         v_part = torch.bmm(seen.transpose(1, 2), own)
         seen_grad = torch.bmm(own, parts.of_keys(v, block).transpose(1, 2))
         scores_grad = torch._softmax_backward_data(seen_grad, seen, -1, seen.dtype)
-        parts.put_queries(q_grad, block, parts.scaled_product(scores_grad, keys))
-        k_part = parts.scaled_product(scores_grad.transpose(1, 2), queries)
+        parts.put_queries(q_grad, block, parts.scaled_matmul(scores_grad, keys))
+        k_part = parts.scaled_matmul(scores_grad.transpose(1, 2), queries)
         for whole, part in zip(sums, (k_part, v_part), strict=True):
             place = whole[block.entries, block.kv_heads, : block.keys]
             (place.add_ if several else place.copy_)(part.view(place.shape))

@@ -2,7 +2,7 @@
 
 torch's chunked operator multiplies in fp32 on CPUs, which takes several times as long as in bf16 on
 processors with units for it; with whole logits, autograd keeps fp32 copies of them and a gradient
-for each copy (docs/development/log.md). Here the products are in 16 bits, as under autocast, and
+for each copy (docs/development/log.md). Here the matmuls are in 16 bits, as under autocast, and
 softmax is computed in fp32 for some rows at a time, whose gradient then replaces their logits.
 
 Legend: N tokens (B·S), D hidden width, V vocabulary.
@@ -18,7 +18,7 @@ from outpace.nn.operators import operator
 
 IGNORED = -100
 BLOCK_BYTES = 2 << 20  # of rows in fp32: they stay in the cache from the first pass to the last
-# Of the head at a time: its products are faster, and what is cast for them lies in the cache.
+# Of the head at a time: its matmuls are faster, and what is cast for them lies in the cache.
 HEAD_ROWS = 2048
 
 
@@ -92,7 +92,7 @@ def _low_loss_backward(
 ) -> list[Tensor]:
     """Compute gradients of `hidden`, `weight` (if it `trains`) and `bias`, in their dtypes.
 
-    `loss_grad` scales the products while they are in fp32. The parts of `hidden`'s gradient from
+    `loss_grad` scales the matmuls while they are in fp32. The parts of `hidden`'s gradient from
     pieces of the head are rounded to bf16 and summed in fp32.
     """
     scale = loss_grad.item()
@@ -102,9 +102,9 @@ def _low_loss_backward(
         operand, weight_grad = hidden.to(torch.bfloat16), torch.empty_like(weight)
     for block, rows in _of_head(weight):
         its_grad = logits_grad[:, block]
-        hidden_grad += _product(its_grad, rows, scale)
+        hidden_grad += _matmul(its_grad, rows, scale)
         if operand is not None and weight_grad is not None:
-            weight_grad[block] = _product(its_grad.T, operand, scale)
+            weight_grad[block] = _matmul(its_grad.T, operand, scale)
         del rows
     grads = [hidden_grad.to(hidden.dtype)]
     if weight_grad is not None:
@@ -137,10 +137,10 @@ def temporary_bytes(hidden: Tensor, weight: Tensor) -> int:
 def backward_temporary_bytes(hidden: Tensor, weight: Tensor, trains: bool) -> int:
     """Return the bytes that its backward allocates internally, whether the head `trains` or not."""
     total = 4 * hidden.numel() * (hidden.dtype != torch.float32)
-    product = 2 * hidden.numel()
+    matmul = 2 * hidden.numel()
     if trains:
-        product = max(product, 2 * min(HEAD_ROWS, weight.shape[0]) * weight.shape[1])
-    return total + _cast_bytes(weight) + product + trains * _operand_bytes(hidden)
+        matmul = max(matmul, 2 * min(HEAD_ROWS, weight.shape[0]) * weight.shape[1])
+    return total + _cast_bytes(weight) + matmul + trains * _operand_bytes(hidden)
 
 
 def _operand_bytes(hidden: Tensor) -> int:
@@ -158,7 +158,7 @@ def _rows(vocab: int) -> int:
     return max(1, BLOCK_BYTES // (4 * vocab))
 
 
-def _product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+def _matmul(left: Tensor, right: Tensor, scale: float) -> Tensor:
     return torch.addmm(left.new_zeros(()), left, right, beta=0, alpha=scale)
 
 

@@ -43,8 +43,8 @@ def joined_weight(layers: Sequence[nn.Linear]) -> Tensor:
     return torch.cat(weights) if len(weights) > 1 else weights[0]
 
 
-def joined_product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
-    """Return the concatenated outputs of several linear layers for `x`, by one product.
+def joined_matmul(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
+    """Return the concatenated outputs of several linear layers for `x`, by one matmul.
 
     Joining the weights moves far less memory than it saves, since `x` and its gradient are read and
     written only once.
@@ -55,22 +55,22 @@ def joined_product(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
 
 
 def joined_linear(x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-    """Apply several linear layers to `x` by one product; return the output of each.
+    """Apply several linear layers to `x` by one matmul; return the output of each.
 
     The joined weights are not kept for the backward, which joins them again. Otherwise, those of
     all layers would be held at once, and in unsharded form if weights are sharded.
     """
     if torch.compiler.is_compiling() or not (x.requires_grad and torch.is_grad_enabled()):
-        return split_product(joined_product(x, layers), layers)
-    rows = joined_product(x.flatten(0, -2), layers)
+        return split_matmul(joined_matmul(x, layers), layers)
+    rows = joined_matmul(x.flatten(0, -2), layers)
     dtype = rows.dtype
     remake_operands(rows, None, lambda: joined_weight(layers).to(dtype).t())
-    return split_product(rows.view(*x.shape[:-1], -1), layers)
+    return split_matmul(rows.view(*x.shape[:-1], -1), layers)
 
 
-def split_product(product: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-    """Split the joined product of several layers into each layer's part."""
-    return torch.split(product, [len(layer.weight) for layer in layers], dim=-1)
+def split_matmul(matmul: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
+    """Split the joined matmul of several layers into each layer's part."""
+    return torch.split(matmul, [len(layer.weight) for layer in layers], dim=-1)
 
 
 def make_norm(spec: ModelSpec) -> nn.LayerNorm | nn.RMSNorm:
@@ -93,8 +93,8 @@ def activate(spec: ModelSpec, x: Tensor) -> Tensor:
 def to_autocast_dtype(x: Tensor) -> Tensor:
     """Return `x` in autocast's dtype if autocast is on.
 
-    Autocast casts an activation again for each matrix product that reads it; a cast before several
-    products makes one copy, and one is saved for backward.
+    Autocast casts an activation again for each matmul that reads it; a cast before several
+    matmuls makes one copy, and one is saved for backward.
     """
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
@@ -156,7 +156,7 @@ class Attention(nn.Module):
 
     Vaswani et al., arXiv 1706.03762, §3.2.2; grouped queries: Ainslie et al., arXiv 2305.13245.
     `mix` computes the weighted sums of values; a strategy may replace it. `joins`: whether queries,
-    keys and values are one product (None: on an accelerator).
+    keys and values are one matmul (None: on an accelerator).
     """
 
     mix: Mixing
@@ -196,7 +196,7 @@ class Attention(nn.Module):
         return out
 
     def can_join(self, x: Tensor) -> bool:
-        """Return whether one product can replace three: no layer is split, adapted or has hooks."""
+        """Return whether one matmul can replace three: no layer is split, adapted or has hooks."""
         wanted = x.device.type not in ("cpu", "meta") if self.joins is None else self.joins
         return wanted and all(is_plain(part) for part in (self.q, self.k, self.v))
 

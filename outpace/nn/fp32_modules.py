@@ -1,6 +1,6 @@
 """Norms and embeddings over gathered 16-bit weights, computed in fp32 as under autocast.
 
-Autocast expects weights in fp32: it casts those of products and leaves the others. Ranks that shard
+Autocast expects weights in fp32: it casts those of matmuls and leaves the others. Ranks that shard
 parameters gather them in 16 bits (`parallel.fsdp`). torch's norms refuse 16-bit weights with an
 fp32 input, and the embedding would put a transformer's whole residual stream into 16 bits.
 """

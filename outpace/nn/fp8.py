@@ -1,8 +1,8 @@
-"""Matrix products of blocks in float8, by torchao.
+"""Matmuls of blocks in float8, by torchao.
 
 Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433: e4m3 for weights and
 activations, e5m2 for gradients. Each tensor is scaled by its largest magnitude, computed for each
-product ("dynamic" scaling).
+matmul ("dynamic" scaling).
 """
 
 from collections.abc import Sequence
@@ -18,10 +18,10 @@ _MULTIPLE = 16  # of both sizes of a matrix, for the hardware's kernels
 
 
 def require_fp8(device: torch.device) -> None:
-    """Raise BadInputError if the device has no float8 products."""
+    """Raise BadInputError if the device has no float8 matmuls."""
     if device.type != "cuda":
         raise BadInputError(
-            f"--precision fp8 needs a GPU with float8 matrix products (NVIDIA, compute capability "
+            f"--precision fp8 needs a GPU with float8 matmuls (NVIDIA, compute capability "
             f"{'.'.join(map(str, _LEAST))} or more), but the device is {device.type}. Use "
             "--precision bf16."
         )
@@ -29,13 +29,13 @@ def require_fp8(device: torch.device) -> None:
     if found < _LEAST:
         raise BadInputError(
             f"--precision fp8 needs a GPU of compute capability {'.'.join(map(str, _LEAST))} or "
-            f"more (float8 matrix products); this one has {'.'.join(map(str, found))}. Use "
+            f"more (float8 matmuls); this one has {'.'.join(map(str, found))}. Use "
             "--precision bf16."
         )
 
 
 def apply_fp8(blocks: Sequence[nn.Module], emulate: bool = False) -> None:
-    """Replace products of the blocks' linear layers by float8 products; names and weights stay.
+    """Replace matmuls of the blocks' linear layers by float8 matmuls; names and weights stay.
 
     Layers with a size that is not a multiple of 16 stay as they are. `emulate` computes the
     hardware's results in fp32, for tests.

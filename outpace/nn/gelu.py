@@ -1,7 +1,7 @@
 """GELU's tanh form on a CPU in 16 bits, with its derivative computed in the forward.
 
 torch's kernels compute a tanh for the value and another for the derivative, each of which takes as
-long as a product of a small model (docs/development/log.md). Here one sigmoid serves both: some
+long as a matmul of a small model (docs/development/log.md). Here one sigmoid serves both: some
 elements at a time are computed in fp32, in the cache, and the derivative is kept instead of the
 input, so the backward is one multiplication.
 

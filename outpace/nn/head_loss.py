@@ -1,7 +1,7 @@
-"""The loss of a large vocabulary on an accelerator: padded products, and one copy of the logits.
+"""The loss of a large vocabulary on an accelerator: padded matmuls, and one copy of the logits.
 
-The logits, of a few GiB, dominate a loss's memory and, besides products, its time. Here they exist
-once, in the dtype of the products (16 bits in mixed precision), and are overwritten by their
+The logits, of a few GiB, dominate a loss's memory and, besides matmuls, its time. Here they exist
+once, in the dtype of the matmuls (16 bits in mixed precision), and are overwritten by their
 gradient. There are two methods:
 
 - whole: the forward computes all logits and reads them once, for log Σ exp; the backward overwrites
@@ -12,12 +12,12 @@ gradient. There are two methods:
 
 The vocabulary is padded to a multiple of `PADDED_TO`: cuBLAS's kernels for Hopper need rows of 16
 bytes, and GPT-2's head of 50,257 took 5 to 6.4 times as long as one of 50,304 (H200, 2026-11-27).
-The padding consists of zero rows in the copy of the head that products read; its logits do not
-count, and it is never stored. The head's gradient is summed in fp32 by cuBLAS, within one product,
-or by a product per chunk that adds to the sum so far.
+The padding consists of zero rows in the copy of the head that matmuls read; its logits do not
+count, and it is never stored. The head's gradient is summed in fp32 by cuBLAS, within one matmul,
+or by a matmul per chunk that adds to the sum so far.
 
 `LogitsFunctions` read and write the logits, compiled by torch.compile (two kernels, static shapes)
-or eager. Either way, products are cuBLAS's.
+or eager. Either way, matmuls are cuBLAS's.
 
 Legend: N tokens (B·S), D hidden width, V vocabulary (or this rank's part), P = V padded.
 """
@@ -33,7 +33,7 @@ from torch.autograd.function import once_differentiable
 
 from outpace.nn.bf16_loss import IGNORED
 from outpace.nn.compilation import copy_with_code
-from outpace.nn.torch_versions import add_wide_product, compiler_reads_before_it_writes
+from outpace.nn.torch_versions import add_wide_matmul, compiler_reads_before_it_writes
 from outpace.records.errors import error_summary
 
 PADDED_TO = 64  # elements: 128 bytes of 16 bits, a line of the cache
@@ -279,7 +279,7 @@ def head_loss_sum(
 ) -> Tensor:
     """Return the sum of −log softmax(hidden · weightᵀ + bias)[target], in fp32 or wider.
 
-    It has a gradient. `dtype` is that of products and logits (None: fp32, or the operands' if
+    It has a gradient. `dtype` is that of matmuls and logits (None: fp32, or the operands' if
     wider). `kind`: "plain" computes all logits at once, "chunked" `CHUNK_ROWS` rows at a time, and
     "auto" decides by size.
     """
@@ -361,7 +361,7 @@ class _WholeLoss(torch.autograd.Function):
         combine: Combine | None,
     ) -> Tensor:
         operand, head = hidden.detach().to(dtype), padded_head(weight, dtype)
-        logits = _product(operand, head, bias)
+        logits = _matmul(operand, head, bias)
         lse, own = passes.scores(logits, columns, len(weight))
         if combine is not None:
             lse, own = combine(lse, own)
@@ -417,7 +417,7 @@ def _whole_gradients(
         of_hidden = torch.mm(logits, kept.head).to(ctx.dtypes[0])
         kept.head = None  # before the head's gradient is made
     if 1 in asked:
-        of_weight = wide_product(logits.t(), kept.operand, ctx.dtypes[1])[: ctx.vocab]
+        of_weight = wide_matmul(logits.t(), kept.operand, ctx.dtypes[1])[: ctx.vocab]
     if 2 in asked:
         of_bias = logits.sum(0, dtype=kept.lse.dtype)[: ctx.vocab].to(ctx.dtypes[2])
     kept.due -= asked
@@ -450,12 +450,12 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, max(len(hidden), 1), rows):
             part = slice(start, start + rows)
             operand = hidden[part].detach().to(dtype)
-            logits = _product(operand, head, bias)
+            logits = _matmul(operand, head, bias)
             losses.append(passes.loss_and_gradient(logits, columns[part], counts[part], vocab))
             if hidden_grad is not None:
                 _multiply_into(hidden_grad[part], logits, head)
             if of_weight:
-                weight_grad = _add_product(weight_grad, logits.t(), operand)
+                weight_grad = _add_matmul(weight_grad, logits.t(), operand)
             if of_bias:
                 added = logits.sum(0, dtype=losses[0].dtype)
                 bias_grad = added if bias_grad is None else bias_grad.add_(added)
@@ -487,7 +487,7 @@ def _loss_alone(
     loss = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
     for start in range(0, len(hidden), max(rows, 1)):
         part = slice(start, start + rows)
-        logits = _product(hidden[part].to(dtype), head, bias)
+        logits = _matmul(hidden[part].to(dtype), head, bias)
         lse, own = EAGER.scores(logits, columns[part], len(weight))
         del logits
         loss += ((lse - own) * counts[part]).sum()
@@ -495,7 +495,7 @@ def _loss_alone(
 
 
 def padded_head(weight_VD: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the head (P, D) in the products' dtype, with rows of zeros added if needed."""
+    """Return the head (P, D) in the matmuls' dtype, with rows of zeros added if needed."""
     vocab, width = weight_VD.shape
     rows = padded_width(vocab)
     if rows == vocab:
@@ -506,7 +506,7 @@ def padded_head(weight_VD: Tensor, dtype: torch.dtype) -> Tensor:
     return head_PD
 
 
-def _product(operand_ND: Tensor, head_PD: Tensor, bias_V: Tensor | None) -> Tensor:
+def _matmul(operand_ND: Tensor, head_PD: Tensor, bias_V: Tensor | None) -> Tensor:
     """Compute logits (N, P)."""
     if bias_V is None:
         return torch.mm(operand_ND, head_PD.t())
@@ -515,7 +515,7 @@ def _product(operand_ND: Tensor, head_PD: Tensor, bias_V: Tensor | None) -> Tens
     return torch.addmm(bias_P, operand_ND, head_PD.t())
 
 
-def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+def wide_matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute `left` @ `right` in `dtype`, which cuBLAS writes from fp32 sums unrounded."""
     if dtype == left.dtype:
         return torch.mm(left, right)
@@ -526,20 +526,20 @@ def wide_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mm(left, right, out_dtype=torch.float32)
 
 
-def _add_product(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
+def _add_matmul(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
     """Return `total` + `left` @ `right` in at least fp32, accumulated by the matmul kernel."""
     wide = torch.promote_types(left.dtype, torch.float32)
     if total is None:
-        return wide_product(left, right, wide)
+        return wide_matmul(left, right, wide)
     if left.dtype == wide:
         return total.addmm_(left, right)
     if not _multiplies_wide(left):
         return total.addmm_(left.float(), right.float())
-    return add_wide_product(total, left, right)
+    return add_wide_matmul(total, left, right)
 
 
 def _multiplies_wide(operand: Tensor) -> bool:
-    """Return whether the device has 16-bit products with fp32 results; so do traced tensors."""
+    """Return whether the device has 16-bit matmuls with fp32 results; so do traced tensors."""
     return operand.device.type == "cuda" or type(operand) is not Tensor
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from outpace.nn.block import Linear
-from outpace.nn.nf4 import PARTS, NF4Product, dequantize, quantize
+from outpace.nn.nf4 import PARTS, NF4Matmul, dequantize, quantize
 from outpace.nn.transformer import Transformer, stream
 from outpace.records.errors import BadInputError
 from outpace.records.plan import LoraTarget, Plan
@@ -48,16 +48,16 @@ class LoraLinear(Linear):
         self.register_parameter("lora_a", a)
         self.register_parameter("lora_b", b)
 
-    def frozen_product(self, x: Tensor) -> Tensor:
+    def frozen_output(self, x: Tensor) -> Tensor:
         """Compute W x + b."""
         return F.linear(x, self.weight, self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (…, in) to (…, out)."""
         if self.lora_a is None or self.lora_b is None:
-            return self.frozen_product(x)
+            return self.frozen_output(x)
         low = F.linear(F.dropout(x, self.dropout, self.training), self.lora_a)
-        return self.frozen_product(x) + F.linear(low * self.scale, self.lora_b)
+        return self.frozen_output(x) + F.linear(low * self.scale, self.lora_b)
 
     def base_weight(self) -> Tensor:
         """Return the frozen weight W, (out, in)."""
@@ -77,9 +77,9 @@ class NF4Linear(LoraLinear):
     def _parts(self) -> list[Tensor]:
         return [self.get_parameter(name) for name in PARTS]
 
-    def frozen_product(self, x: Tensor) -> Tensor:
-        product: Tensor = NF4Product.apply(x, self.shape, *self._parts())  # type: ignore[no-untyped-call]
-        return product if self.bias is None else product + self.bias.to(product.dtype)
+    def frozen_output(self, x: Tensor) -> Tensor:
+        output: Tensor = NF4Matmul.apply(x, self.shape, *self._parts())  # type: ignore[no-untyped-call]
+        return output if self.bias is None else output + self.bias.to(output.dtype)
 
     def base_weight(self) -> Tensor:
         """Return W, (out, in), as used in the computation."""

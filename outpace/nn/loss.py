@@ -39,7 +39,7 @@ LOW_LOGITS_BYTES_CPU = 256 * 2**20
 class LanguageModelObjective(nn.Module):
     """A transformer with its loss, for a strategy to wrap.
 
-    `compute_dtype` is the dtype of the head's products (None: fp32), since the chunked operator
+    `compute_dtype` is the dtype of the head's matmuls (None: fp32), since the chunked operator
     ignores autocast. `loss`: "plain" holds all logits, "chunked" never does, "auto" decides by
     their size; `runs_on` is the kind of device to decide for, if tensors are traced on another.
     `compiles`: whether torch.compile generates the kernels over the logits, on an accelerator;
@@ -127,7 +127,7 @@ def linear_loss_sum(
     """Return the sum over targets of −log softmax(hidden · weightᵀ + bias)[target], with gradient.
 
     The sum is fp32. Targets of −100 are ignored; if all are, the loss is 0. `dtype`: dtype of the
-    products, `runs_on` the kind of device to choose for (None: the tensors'), `passes` those of an
+    matmuls, `runs_on` the kind of device to choose for (None: the tensors'), `passes` those of an
     accelerator.
     """
     if (runs_on or hidden_ND.device.type) not in _CPUS:
@@ -171,7 +171,7 @@ def prefers_chunks(rows: int, vocab: int) -> bool:
 def _plain_sum(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, low: torch.dtype | None
 ) -> Tensor:
-    """Compute all logits at once: products in `low`, softmax and sum in fp32 (through autocast)."""
+    """Compute all logits at once: matmuls in `low`, softmax and sum in fp32 (through autocast)."""
     with torch.autocast(hidden.device.type, dtype=low, enabled=low is not None):
         if low is None:
             hidden = to_fp32(hidden)
@@ -189,9 +189,9 @@ def _scale_once(ctx: Any, loss_grad: Tensor) -> list[Tensor | None]:
 
 
 class ChunkedSum(torch.autograd.Function):
-    """The sum of losses on a CPU by chunks of rows: products in bf16, fp32 sums and gradients.
+    """The sum of losses on a CPU by chunks of rows: matmuls in bf16, fp32 sums and gradients.
 
-    It costs the three matrix products of the plain loss. Gradients are computed in the forward and
+    It costs the three matmuls of the plain loss. Gradients are computed in the forward and
     only scaled in the backward, so a second backward raises an error.
     """
 

@@ -21,7 +21,7 @@ from outpace.records.precisions import (
 )
 
 _LOW: Mapping[LowDtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Of matrix products outside of fp8's blocks, None for that of the weights.
+# Of matmuls outside of fp8's blocks, None for that of the weights.
 DTYPES: Mapping[Precision, torch.dtype | None] = {
     name: None if traits.low is None else _LOW[traits.low]
     for name, traits in PRECISION_TRAITS.items()
@@ -53,11 +53,11 @@ class MixedPrecision:
 
 
 @contextmanager
-def fp32_products(precision: Precision, device: torch.device) -> Iterator[None]:
-    """Let CUDA round fp32 operands to TF32 for products, if a precision asks for it.
+def fp32_matmuls(precision: Precision, device: torch.device) -> Iterator[None]:
+    """Let CUDA round fp32 operands to TF32 for matmuls, if a precision asks for it.
 
     TF32 has fp32's range and 10 bits of its 23 (NVIDIA, "A100 Tensor Core GPU Architecture", 2020).
-    Raises BadInputError on devices without such products.
+    Raises BadInputError on devices without such matmuls.
     """
     if precision != "tf32":
         yield

@@ -1,6 +1,6 @@
 """Options of any model made of repeated blocks: float8, checkpointing, offloading, torch.compile.
 
-All of them work in place and keep parameter names. Float8 products replace modules, so they come
+All of them work in place and keep parameter names. Float8 matmuls replace modules, so they come
 first; then checkpointing, so that the compiler sees what is recomputed; offloading is last, since
 its hooks for saved tensors are outside a compiled block.
 """
@@ -25,7 +25,7 @@ from outpace.nn.attention import attention
 from outpace.nn.block import Block
 from outpace.nn.compilation import compile_forwards
 from outpace.nn.fp8 import apply_fp8
-from outpace.nn.kept_products import can_keep_products, keep_products
+from outpace.nn.kept_matmuls import can_keep_matmuls, keep_matmuls
 from outpace.nn.offload import DiskStore, HostStore, offload_activations, require_place
 from outpace.nn.recomputed_buffers import BufferKeeper
 from outpace.nn.scratch import Scratch
@@ -101,11 +101,11 @@ def apply_checkpointing(
     `mode` is one mode for all blocks, or one for each. `blocks` are detected if not given.
 
     Chen et al., arXiv 1604.06174. "full" keeps only a block's input. "attention" also keeps the
-    output of fused attention. "selective" keeps the outputs of matrix products too, and recomputes
+    output of fused attention. "selective" keeps the outputs of matmuls too, and recomputes
     the cheap operators between them (Korthikanti et al., arXiv 2205.05198, §5, with the opposite
     choice: fused attention keeps no scores, so its output is cheap to keep). Recomputation draws
     the same random numbers. For outpace's own blocks, "selective" needs no policy that is called
-    for each operator (`kept_products`); `by_policy` uses it nevertheless, for offloading, which has
+    for each operator (`kept_matmuls`); `by_policy` uses it nevertheless, for offloading, which has
     to see all saved tensors.
     """
     if mode == "none":
@@ -192,8 +192,8 @@ def _is_cache(value: Any) -> bool:
 def _kept_or_checkpointed(
     block: Block, checkpointed: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    if torch.is_grad_enabled() and not kwargs and can_keep_products(block, *args):
-        return keep_products(block, *args)
+    if torch.is_grad_enabled() and not kwargs and can_keep_matmuls(block, *args):
+        return keep_matmuls(block, *args)
     return checkpointed(*args, **kwargs)
 
 
@@ -209,9 +209,9 @@ def _selective_contexts(kept: frozenset[Any]) -> Contexts:
     return contexts
 
 
-# Batched products are left out on purpose: where attention is not fused they make the scores,
+# Batched matmuls are left out on purpose: where attention is not fused they make the scores,
 # (B, H, S, S), which is what checkpointing is to be rid of.
-_PRODUCTS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
+_MATMULS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
 _ATTENTION = frozenset(
     {
         torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -224,7 +224,7 @@ _ATTENTION = frozenset(
         attention.overload,
     }
 )
-_SELECTED = _ATTENTION | _PRODUCTS  # one set for all blocks, for the compiler tells sets apart
+_SELECTED = _ATTENTION | _MATMULS  # one set for all blocks, for the compiler tells sets apart
 
 
 def apply_options(

@@ -80,10 +80,10 @@ def dequantize(parts: list[Tensor], shape: torch.Size, dtype: torch.dtype) -> Te
     return made.to(dtype)
 
 
-class NF4Product(torch.autograd.Function):
+class NF4Matmul(torch.autograd.Function):
     """x · Wᵀ with a frozen 4-bit W, which is dequantized again in the backward and never kept.
 
-    bitsandbytes has such a product for 16 and 32 bits. This one also computes in fp64, so that the
+    bitsandbytes has such a matmul for 16 and 32 bits. This one also computes in fp64, so that the
     code that is verified is the code that trains.
     """
 

@@ -1,7 +1,7 @@
-"""Saved tensors of a linear product, replaced by functions that compute them again.
+"""Saved tensors of a linear matmul, replaced by functions that compute them again.
 
 `torch.autograd.graph.saved_tensors_hooks` would call Python for each tensor saved within it. Here
-only one tensor is replaced, after the product.
+only one tensor is replaced, after the matmul.
 """
 
 from collections.abc import Callable
@@ -10,23 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The nodes of a product's backward, and what they call its input (rows, (N, in)). The weight, as
+# The nodes of a matmul's backward, and what they call its input (rows, (N, in)). The weight, as
 # it is multiplied, (in, out), is `mat2` to both.
 _INPUTS = {"AddmmBackward0": "_raw_saved_mat1", "MmBackward0": "_raw_saved_self"}
 
 
 def remake_operands(
-    product: Tensor,
+    matmul: Tensor,
     make_input: Callable[[], Tensor] | None,
     make_weight: Callable[[], Tensor] | None,
 ) -> None:
-    """Make the backward of `product`, `F.linear` of rows, call functions for its operands.
+    """Make the backward of `matmul`, `F.linear` of rows, call functions for its operands.
 
     None leaves an operand unchanged. An operand must have been saved: an input if the weight is
     trained, a weight if the input has a gradient. Nothing changes if torch does not compute the
-    product as for plain tensors, or if other hooks hold saved tensors (checkpointing, offloading).
+    matmul as for plain tensors, or if other hooks hold saved tensors (checkpointing, offloading).
     """
-    node = product.grad_fn
+    node = matmul.grad_fn
     name = _INPUTS.get(type(node).__name__)
     if name is None or has_hooks():
         return

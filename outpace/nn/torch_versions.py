@@ -52,10 +52,10 @@ def reduce_scatter_single(
     return dist.reduce_scatter_tensor(output, whole, group=group, async_op=async_op)
 
 
-def add_wide_product(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Add the product of two 16-bit tensors to `total` in fp32, inside cuBLAS's product.
+def add_wide_matmul(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """Add the matmul of two 16-bit tensors to `total` in fp32, inside cuBLAS's matmul.
 
-    Fake tensors do not support it before torch 2.13: they get the product alone, which is the same
+    Fake tensors do not support it before torch 2.13: they get the matmul alone, which is the same
     work.
     """
     if torch_release() < (2, 13) and type(total) is not Tensor:

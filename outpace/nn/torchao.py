@@ -1,4 +1,4 @@
-"""torchao, an optional package: low-bit formats and float8 matrix products."""
+"""torchao, an optional package: low-bit formats and float8 matmuls."""
 
 import logging
 from importlib import import_module

@@ -170,7 +170,7 @@ def _estimate(
     row = _blend(means[0], over_columns, new)
     column = _blend(means[1], over_rows, new)
     mean = _sum_over_ranks(row.sum(-2, keepdim=True), parameter, last - 1) / rows
-    # No matrix product, which TF32 would round.
+    # No matmul, which TF32 would round.
     return (row * column).div_(mean.clamp_(min=least))
 
 

@@ -7,7 +7,7 @@ decay serve both.
 
 The momentum of a sharded or split matrix stays sharded. In each step its update is gathered, and
 every rank orthogonalises it and keeps its share of the result: one all-gather per matrix, and the
-products of the iteration on every rank.
+matmuls of the iteration on every rank.
 """
 
 import re

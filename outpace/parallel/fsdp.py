@@ -1,9 +1,9 @@
 """Modules whose parameters `fully_shard` shards, and the collectives of their ranks.
 
-In mixed precision, parameters are gathered in the 16-bit dtype of products and gradients are
+In mixed precision, parameters are gathered in the 16-bit dtype of matmuls and gradients are
 reduced in fp32, as in `records.precisions.SHARD_DTYPES`; shards and their accumulated gradients are
 fp32. Inputs of units are not cast: autocast stays on around them, so that tensors that are not
-operands of products (the residual stream, position tables, a user's batch) keep their dtype.
+operands of matmuls (the residual stream, position tables, a user's batch) keep their dtype.
 
 On a CPU, gloo would send every parameter twice and every gradient once while the ranks wait, so
 ranks of one host read each other's memory instead (`parallel.peer_memory`).

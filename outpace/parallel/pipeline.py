@@ -175,7 +175,7 @@ class PipelineLayout(SpreadLayout):
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Return the dtype of hidden states between blocks, whatever the dtype of products."""
+        """Return the dtype of hidden states between blocks, whatever the dtype of matmuls."""
         return next(self.model.parameters()).dtype
 
     def _scaled_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:

@@ -65,7 +65,7 @@ class Dropout:
 
 
 def choose_ring_kernel(q_BHSC: Tensor, drops: Dropout, runs_on: str | None = None) -> RingKernel:
-    """Return FlashAttention if it is available on the GPU, otherwise products with chunked scores.
+    """Return FlashAttention if it is available on the GPU, otherwise matmuls with chunked scores.
 
     `runs_on`: the kind of device to choose for, if it differs from that of the queries.
     """
@@ -117,7 +117,7 @@ class Flash:
 
 @dataclass(frozen=True)
 class Scores:
-    """Products in fp32 (fp64 for fp64), for a few rows of scores at a time, with dropout."""
+    """Matmuls in fp32 (fp64 for fp64), for a few rows of scores at a time, with dropout."""
 
     drops: Dropout
 

@@ -5,7 +5,7 @@ computes the logits of its rows. For the loss, only a few numbers per token are 
 logit, the sum of exponentials and the target's logit.
 
 On an accelerator the loss is that of `nn.head_loss` for this rank's rows: logits are held once, in
-the dtype of the products, nothing waits for the device, and ranks combine the maximum of log Σ exp
+the dtype of the matmuls, nothing waits for the device, and ranks combine the maximum of log Σ exp
 of each rank's logits, the sum of their exp, and the target's logit.
 
 Legend: N tokens (B·S), D hidden width, V vocabulary, P this rank's part of it.
@@ -49,7 +49,7 @@ def split_linear_loss_sum(
 
     `hidden_ND` and `targets_N` are the same on all ranks of the group, and so is the loss. The
     gradient of `hidden_ND` is this rank's share: the sum over the group is the whole gradient.
-    `passes` are those of an accelerator, None on a CPU; `dtype` is that of its products (None: at
+    `passes` are those of an accelerator, None on a CPU; `dtype` is that of its matmuls (None: at
     least fp32).
     """
     if passes is not None:

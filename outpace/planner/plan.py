@@ -178,8 +178,8 @@ def _faster_case_note(job: PlanningProblem, found: SearchResult, planned: Ranked
         return []
     return [
         f"The published step of {case.stack} ({show_seconds(case.measured_s)}) is faster than the "
-        f"fastest plan ({show_seconds(least_s)}) because its matrix products are in "
-        f"{case.precision}, the plan's in {PRECISION_TRAITS[plan.precision].products}."
+        f"fastest plan ({show_seconds(least_s)}) because its matmuls are in "
+        f"{case.precision}, the plan's in {PRECISION_TRAITS[plan.precision].matmuls}."
     ]
 
 
@@ -423,7 +423,7 @@ def _smaller_clusters(job: PlanningProblem) -> list[int]:
 
 
 def _least_s(job: PlanningProblem, nodes: int) -> float:
-    """Return a lower bound of the step time on `nodes` nodes: all products at the best rate."""
+    """Return a lower bound of the step time on `nodes` nodes: all matmuls at the best rate."""
     wanted = job.wanted
     passes = 3 if wanted.adapters is None else 2  # frozen weights have no gradients
     flops = passes * forward_flops(
@@ -516,7 +516,7 @@ def _estimate(
     flops = step_flops(job.outline, wanted.seq_len, samples, trained)
     shares: dict[str, float] = dict(zip(MODES, map(float, row.modes[0]), strict=True))
     eight = to_plan(row, 0).precision == "fp8"
-    shares["selective"] *= job.stack.repeats_products == "second" and not eight
+    shares["selective"] *= job.stack.repeats_matmuls == "second" and not eight
     stops = bool(set_up(job.question, row).stops_early[0])
     again = recomputed_flops(job.outline, wanted.seq_len, samples, shares, stops_early=stops)
     again /= flops

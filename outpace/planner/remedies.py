@@ -81,7 +81,7 @@ def _without_options(job: PlanningProblem) -> Iterator[str]:
 
 
 def _offloadable_precision(wanted: SearchRequest) -> Precision | None:
-    """Return the precision of the same products whose states can be offloaded, if it is another."""
+    """Return the precision of the same matmuls whose states can be offloaded, if it is another."""
     plain = PRECISION_TRAITS[wanted.precision].low
     decided = "precision" in {*wanted.keep, *wanted.vary} or wanted.offloaded_precision is not None
     return None if decided or plain == wanted.precision else plain

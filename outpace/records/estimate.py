@@ -89,7 +89,7 @@ class MeasuredCase(Record):
     global_batch: PositiveInt | None = entry("samples per step", None)
     stack: str = Field(description="the trainer")
     layout: str
-    precision: str | None = entry('of matrix products; "16 bits" if only this was published', None)
+    precision: str | None = entry('of matmuls; "16 bits" if only this was published', None)
     parameters: PositiveFloat | None = entry("billions", None)
     measured_s: PositiveFloat
     predicted_s: PositiveFloat

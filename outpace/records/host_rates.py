@@ -8,5 +8,5 @@ from outpace.records.base import Record
 class HostRates(Record):
     """Rates of all cores that may be used together."""
 
-    flops_per_s: dict[str, PositiveFloat] = Field(description="FLOP/s of matrix products, by dtype")
+    flops_per_s: dict[str, PositiveFloat] = Field(description="FLOP/s of matmuls, by dtype")
     memory_bytes_per_s: PositiveFloat = Field(description="bytes read and written")

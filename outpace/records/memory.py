@@ -58,7 +58,7 @@ class MemoryAccount(Record):
     allocator had given out, including the kernels' own memory; `resident_bytes` is the growth of
     the process. `reserved_bytes` is what CUDA's allocator holds for tensors, `unseen_bytes` is
     memory outside of tensors (contexts, libraries), and `library_bytes` the planner's formula for
-    it; None if unknown. `flops`: FLOPs of matrix products in one step on this rank, including
+    it; None if unknown. `flops`: FLOPs of matmuls in one step on this rank, including
     recomputation; `bytes_moved` is what its operators read and write.
     """
 

@@ -76,15 +76,15 @@ class Mlp(Record):
         return self
 
 
-class ProductShape(Record):
-    """Matrix products of `inputs` by `outputs`: `count` of them, each with its own weight."""
+class MatmulShape(Record):
+    """Matmuls of `inputs` by `outputs`: `count` of them, each with its own weight."""
 
     name: str
     inputs: PositiveInt
     outputs: PositiveInt
     count: PositiveInt = 1
     positions: PositiveInt | None = entry("rows per sample (None: the sequence's)")
-    uses: PositiveInt = entry("products with the same weight in a forward pass", 1)
+    uses: PositiveInt = entry("matmuls with the same weight in a forward pass", 1)
     weighted: bool = entry("false: without a weight, or with one that is counted elsewhere", True)
 
     @property
@@ -97,7 +97,7 @@ class Stack(Record):
     """Equal layers, not necessarily adjacent. `seq_len` is None for the training's own length.
 
     The keys and values of cross-attention come from the last preceding stack that has none (T5's
-    encoder). `other` holds products and parameters outside attention and MLP (traced modules).
+    encoder). `other` holds matmuls and parameters outside attention and MLP (traced modules).
     """
 
     name: str = "layers"
@@ -105,7 +105,7 @@ class Stack(Record):
     attention: AttentionShape | None = None
     cross_attention: AttentionShape | None = None
     mlp: Mlp | None = None
-    other: tuple[ProductShape, ...] = ()
+    other: tuple[MatmulShape, ...] = ()
     other_parameters: NonNegativeInt = 0
     norms: NonNegativeInt = entry("norms of a layer, as a multiple of the hidden width", 2)
     norm_bias: bool = False
@@ -119,8 +119,8 @@ class Outline(Record):
     """A model's layers, embedding and head.
 
     `untrained` says why outpace does not train the model, None if it does. `outputs` are the
-    columns of the head's product (0 without a head), over `predicted` positions of a sequence (None
-    means all). Embedding and head have the width `embedding_width` if there are products between
+    columns of the head's matmul (0 without a head), over `predicted` positions of a sequence (None
+    means all). Embedding and head have the width `embedding_width` if there are matmuls between
     them and the layers (OPT-350m). `notes` say where the dimensions come from, if the user should
     know.
     """
@@ -136,8 +136,12 @@ class Outline(Record):
     outside_parameters: NonNegativeInt = entry(
         "parameters besides embeddings, positions and head: norms, transforms, patches", 0
     )
-    embed_products: tuple[ProductShape, ...] = entry("width before the layers", ())
-    head_products: tuple[ProductShape, ...] = entry("width before the head", ())
+    embed_matmuls: tuple[MatmulShape, ...] = Field(
+        default=(), alias="embed_products", description="width before the layers"
+    )
+    head_matmuls: tuple[MatmulShape, ...] = Field(
+        default=(), alias="head_products", description="width before the head"
+    )
     predicted: PositiveInt | None = None
     max_positions: PositiveInt
     source: str = ""

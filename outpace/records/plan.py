@@ -62,7 +62,7 @@ class Plan(Record):
     `pp_microbatches` of them in flight, and under 3d the schedule is `pp_schedule`. `checkpointing`
     applies to every block, or to each `checkpoint_every`-th from the first; `checkpoint_layers`, if
     given, sets it block by block instead. `sequence_parallel` belongs to tp; with `async_tp` its
-    collectives run in parts, during the products before or after them. fp64 is for proofs.
+    collectives run in parts, during the matmuls before or after them. fp64 is for proofs.
     Parameter servers are ranks outside of the axes; with `server_updates` they run the optimizer,
     else workers do. Each worker has `worker_devices` ranks. `virtual_stages` are a pipeline's
     stages on each rank (None: the default of its schedule), split so that the slowest is as fast as

@@ -26,7 +26,7 @@ LEVELS: Mapping[str, Precision] = {
 }
 MEANS: Mapping[str, str] = {
     "O0": "everything in fp32",
-    "O1": "weights in fp32, matrix products in fp16 by autocast, a dynamic loss scale",
+    "O1": "weights in fp32, matmuls in fp16 by autocast, a dynamic loss scale",
     "O2": "weights and gradients in fp16, fp32 master weights in the optimizer, a dynamic loss "
     "scale (norms are fp16 here, with fp32 inside)",
     "O3": "weights and gradients in fp16, no loss scale; AdamW's moments in bf16, which has the "
@@ -45,8 +45,8 @@ class ShardDtypes(NamedTuple):
 class PrecisionTraits:
     """Traits of a precision.
 
-    `products`: the dtype of matrix products on a device that supports it; under fp8, everything
-    except products of blocks uses `low`. `low`: the 16-bit dtype in which the forward pass
+    `matmuls`: the dtype of matmuls on a device that supports it; under fp8, everything
+    except matmuls of blocks uses `low`. `low`: the 16-bit dtype in which the forward pass
     computes, None if it computes in the dtype of the weights. `weights`: the dtype in which weights
     are stored. `masters`: the optimizer also keeps fp32 weights, updates those, and rounds the
     others from them. `scaled`: the loss is multiplied by a dynamic scale. `shards`: see
@@ -55,7 +55,7 @@ class PrecisionTraits:
     offloading.
     """
 
-    products: Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
+    matmuls: Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
     low: LowDtype | None = None
     weights: Literal["fp64", "fp32", "bf16", "fp16"] = "fp32"
     masters: bool = False
@@ -79,12 +79,12 @@ class PrecisionTraits:
 
     @property
     def operand_bytes(self) -> int:
-        """Bytes per number of the product operands that the forward pass keeps."""
+        """Bytes per number of the matmul operands that the forward pass keeps."""
         return self.weight_bytes if self.low is None else 2
 
 
 PRECISION_TRAITS: Mapping[Precision, PrecisionTraits] = {
-    "fp64": PrecisionTraits("fp32", weights="fp64"),  # hardware has no other products than fp32's
+    "fp64": PrecisionTraits("fp32", weights="fp64"),  # hardware has no other matmuls than fp32's
     "fp32": PrecisionTraits("fp32"),
     "tf32": PrecisionTraits("tf32"),  # of fp32 operands, rounded on their way into tensor cores
     "bf16": PrecisionTraits("bf16", "bf16", shards=ShardDtypes("bf16", "fp32")),
@@ -123,8 +123,8 @@ COMPUTES_IN_BF16 = precisions_that(lambda traits: traits.low == "bf16")
 COMPUTES_IN_FP16 = precisions_that(lambda traits: traits.low == "fp16")
 SCALED = precisions_that(lambda traits: traits.scaled)
 # Under `fully_shard` (ZeRO-2, ZeRO-3, HSDP, 3d, one rank's offloaded parameters), where these are
-# not the dtype of the weights: parameters are gathered as products read them, and gradients, which
-# products make in that dtype, are added up over ranks and micro-batches in fp32 (torch's
+# not the dtype of the weights: parameters are gathered as matmuls read them, and gradients, which
+# matmuls make in that dtype, are added up over ranks and micro-batches in fp32 (torch's
 # MixedPrecisionPolicy). A unit that has weights of integers (nf4) sends all as it is.
 SHARD_DTYPES: Mapping[Precision, ShardDtypes] = {
     name: traits.shards for name, traits in PRECISION_TRAITS.items() if traits.shards is not None

@@ -114,7 +114,7 @@ class ProbeRecord(Record):
         return None
 
     def best_rate(self, dtype: str) -> Figure | None:
-        """The best matrix product's FLOP/s on one device (MAMF)."""
+        """The best matmul's FLOP/s on one device (MAMF)."""
         return self.find("matmul", "best", dtype=dtype)
 
     @property

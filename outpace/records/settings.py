@@ -230,7 +230,7 @@ class TrainSettings(Record):
     )
 
     precision: AskedPrecision | None = _computation(
-        "precision of matrix products (default: bf16 if the device has it, on a GPU "
+        "precision of matmuls (default: bf16 if the device has it, on a GPU "
         "bf16-master, else fp32); tf32: fp32 rounded for tensor cores; bf16-pure and "
         "fp16-pure: weights as well; bf16-master and fp16-master: also fp32 copies of the "
         "weights in the optimizer; fp8: in blocks, on hardware that has it; O0 to O3: Apex's "
@@ -242,7 +242,7 @@ class TrainSettings(Record):
     )
     checkpointing: Checkpointing = _computation(
         "activations to recompute: full keeps only a block's input, attention also the output "
-        "of its attention, selective also the outputs of matrix products",
+        "of its attention, selective also the outputs of matmuls",
         "none",
     )
     checkpoint_every: PositiveInt = _computation("checkpoint every K-th block, from the first", 1)

@@ -5,7 +5,7 @@ backward and what the backward recomputes (min-cut rematerialization; Horace He,
 recomputation with AOTAutograd", 2022), on the graph that AOTAutograd traces with Inductor's
 decompositions. The two graphs then run node by node under fake tensors. One rule of Inductor's
 fusion is used: elementwise results are written to memory only if an operator that is not fused
-reads them (a matrix product, attention), or the graph returns them; otherwise they stay in
+reads them (a matmul, attention), or the graph returns them; otherwise they stay in
 registers.
 """
 
@@ -39,7 +39,7 @@ def trace_compiled(model: nn.Module, plan: Plan, watch: AllocationTracer) -> Non
     """Run the compiled forwards of a model, and of its parts, as their compiled graphs.
 
     They are traced as eager if blocks are recomputed (which works the same in a compiled forward),
-    if saved tensors are offloaded, if tensors are split, and if products are in fp8.
+    if saved tensors are offloaded, if tensors are split, and if matmuls are in fp8.
     """
     if (
         plan.recomputes

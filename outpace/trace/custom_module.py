@@ -68,7 +68,7 @@ class ModuleWorkload:
         return rules.functions(self.drops, self.plan)
 
     def make_mixed(self) -> MixedPrecision:
-        """Return the mixed precision of the products."""
+        """Return the mixed precision of the matmuls."""
         plan, cache = self.plan, keeps_casts(self.settings.autocast_cache, True)
         return make_mixed(plan.precision, CPU, cache, True, plan.fully_shards)
 

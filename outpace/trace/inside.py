@@ -63,7 +63,7 @@ class TemporaryBytes:
 
 
 def _attention_flops(query: Tensor, key: Tensor) -> int:
-    """Return the FLOPs of one product of queries and keys, if each query sees all keys."""
+    """Return the FLOPs of one matmul of queries and keys, if each query sees all keys."""
     batch, heads, queries, width = query.shape
     return 2 * batch * heads * queries * key.shape[2] * width
 

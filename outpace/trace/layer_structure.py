@@ -1,7 +1,7 @@
-"""Attention, MLP and experts of a traced layer, recognised by the shapes of its products.
+"""Attention, MLP and experts of a traced layer, recognised by the shapes of its matmuls.
 
 Recognised parts are split by tensor and expert parallelism and planned like outpace's own layers;
-of other products, only the size is known.
+of other matmuls, only the size is known.
 """
 
 from collections import Counter
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outpace.records.outline import AttentionShape, Mlp, Stack
-from outpace.trace.products import ProductCall
+from outpace.trace.matmuls import MatmulCall
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class LayerWeights:
     rows: int
     cross_rows: int | None = None
 
-    def is_whole(self, one: ProductCall, *, cross: bool = False) -> bool:
-        """Return whether a product uses the whole matrix, once for each token.
+    def is_whole(self, one: MatmulCall, *, cross: bool = False) -> bool:
+        """Return whether a matmul uses the whole matrix, once for each token.
 
         `cross`: the tokens are those that its cross-attention reads.
         """
@@ -38,11 +38,11 @@ class LayerWeights:
             and shape[0] * shape[1] == one.inputs * one.outputs
         )
 
-    def has_bias(self, products: Sequence[ProductCall]) -> bool:
-        """Return whether each of the products adds a bias."""
-        return all(self._bias_of(one) is not None for one in products)
+    def has_bias(self, matmuls: Sequence[MatmulCall]) -> bool:
+        """Return whether each of the matmuls adds a bias."""
+        return all(self._bias_of(one) is not None for one in matmuls)
 
-    def _bias_of(self, one: ProductCall) -> str | None:
+    def _bias_of(self, one: MatmulCall) -> str | None:
         weight = str(one.weight)
         names = (f"{weight.removesuffix('weight')}bias", f"{weight}_bias")
         return next((name for name in names if name in self.shapes), None)
@@ -50,24 +50,24 @@ class LayerWeights:
 
 @dataclass(frozen=True)
 class LayerStructure:
-    """A stack with its recognised parts, and the remaining products."""
+    """A stack with its recognised parts, and the remaining matmuls."""
 
     stack: Stack
-    rest: tuple[ProductCall, ...]
+    rest: tuple[MatmulCall, ...]
 
 
 def tell_apart(
-    stack: Stack, products: Sequence[ProductCall], places: Mapping[str, int], weights: LayerWeights
+    stack: Stack, matmuls: Sequence[MatmulCall], places: Mapping[str, int], weights: LayerWeights
 ) -> LayerStructure:
     """Return the stack with its attention projections, and its MLP or experts, recognised.
 
-    `products` are in order; `places`: the number of products before its self- and its
+    `matmuls` are in order; `places`: the number of matmuls before its self- and its
     cross-attention.
     """
-    rest = list(products)
-    uses = Counter(one.weight for one in products)
+    rest = list(matmuls)
+    uses = Counter(one.weight for one in matmuls)
     updates: dict[str, Any] = {}
-    taken: list[ProductCall] = []
+    taken: list[MatmulCall] = []
     for name, place in (("attention", "own"), ("cross_attention", "cross")):
         attention: AttentionShape | None = getattr(stack, name)
         if attention is None:
@@ -80,7 +80,7 @@ def tell_apart(
                 and uses[o.weight] == 1
                 and weights.is_whole(o, cross=place == "cross")
             ]
-            for part in (products[: places[place]], products[places[place] :])
+            for part in (matmuls[: places[place]], matmuls[places[place] :])
         )
         projected = _projections(attention, before, after, weights)
         if projected is not None:
@@ -88,7 +88,7 @@ def tell_apart(
             taken += found
             rest = [
                 *(one for one in rest if one not in found),
-                *_gate_products(updates[name], found),
+                *_gate_matmuls(updates[name], found),
             ]
     whole = [one for one in rest if uses[one.weight] == 1 and weights.is_whole(one)]
     found_mlp = _experts(rest, whole, weights) or next(_mlps(whole, weights), None)
@@ -99,10 +99,10 @@ def tell_apart(
     return LayerStructure(stack.model_copy(update=updates), tuple(rest))
 
 
-def _groups(products: Sequence[ProductCall]) -> Iterator[list[ProductCall]]:
-    """Yield products of the same part of the layer, innermost parts first, then all of them."""
-    groups: dict[tuple[str, ...], list[ProductCall]] = {}
-    for one in products:
+def _groups(matmuls: Sequence[MatmulCall]) -> Iterator[list[MatmulCall]]:
+    """Yield matmuls of the same part of the layer, innermost parts first, then all of them."""
+    groups: dict[tuple[str, ...], list[MatmulCall]] = {}
+    for one in matmuls:
         parts = str(one.weight).split(".")
         for depth in range(len(parts)):
             groups.setdefault(tuple(parts[:depth]), []).append(one)
@@ -111,24 +111,24 @@ def _groups(products: Sequence[ProductCall]) -> Iterator[list[ProductCall]]:
 
 
 def _likely_groups(
-    before: Sequence[ProductCall], out: ProductCall
-) -> Iterator[Sequence[ProductCall]]:
+    before: Sequence[MatmulCall], out: MatmulCall
+) -> Iterator[Sequence[MatmulCall]]:
     """Yield groups that may hold an attention's projections: its module, then outer parts."""
     start = f"{_place(out)}."
     yield [one for one in before if str(one.weight).startswith(start)]
     yield from reversed(list(_groups(before)))
 
 
-Projected = tuple[AttentionShape, list[ProductCall]]
+Projected = tuple[AttentionShape, list[MatmulCall]]
 
 
 def _projections(
     attention: AttentionShape,
-    before: Sequence[ProductCall],
-    after: Sequence[ProductCall],
+    before: Sequence[MatmulCall],
+    after: Sequence[MatmulCall],
     weights: LayerWeights,
 ) -> Projected | None:
-    """Return the attention with its products: matching ones before it, and the next after it."""
+    """Return the attention with its matmuls: matching ones before it, and the next after it."""
     mixed = attention.heads * attention.value_dim
     out = next((one for one in after if (one.inputs, one.outputs) == (mixed, weights.hidden)), None)
     if out is None:
@@ -144,11 +144,11 @@ def _projections(
 
 
 def _plain(
-    attention: AttentionShape, before: Sequence[ProductCall], weights: LayerWeights
+    attention: AttentionShape, before: Sequence[MatmulCall], weights: LayerWeights
 ) -> Projected | None:
-    """Find queries, keys and values by one product or several, all of the residual width.
+    """Find queries, keys and values by one matmul or several, all of the residual width.
 
-    Attention with a mask has its keys repeated to the number of queries, which products show.
+    Attention with a mask has its keys repeated to the number of queries, which matmuls show.
     """
     read = [one for one in before if one.inputs == weights.hidden]
     queries = attention.heads * attention.head_dim
@@ -165,12 +165,12 @@ def _plain(
 
 
 def _three_of(
-    read: Sequence[ProductCall], queries: int, keys: int, values: int
-) -> list[ProductCall] | None:
-    """Find products of queries, keys and values, joined or separate, among others."""
+    read: Sequence[MatmulCall], queries: int, keys: int, values: int
+) -> list[MatmulCall] | None:
+    """Find matmuls of queries, keys and values, joined or separate, among others."""
     if len(read) < 3:
         return list(read) if sum(one.outputs for one in read) == queries + keys + values else None
-    taken: list[ProductCall] = []
+    taken: list[MatmulCall] = []
     for outputs in ((queries, 2 * queries), (keys,), (values,)):  # a gate joined with the queries
         one = next((one for one in read if one.outputs in outputs and one not in taken), None)
         if one is None:
@@ -179,8 +179,8 @@ def _three_of(
     return taken
 
 
-def _gate_products(attention: AttentionShape, taken: Sequence[ProductCall]) -> list[ProductCall]:
-    """Return outputs of products besides queries, keys and values: they are gates of the output."""
+def _gate_matmuls(attention: AttentionShape, taken: Sequence[MatmulCall]) -> list[MatmulCall]:
+    """Return outputs of matmuls besides queries, keys and values: they are gates of the output."""
     queries = attention.heads * attention.head_dim
     if attention.kv_rank is not None:
         return []
@@ -192,9 +192,9 @@ def _gate_products(attention: AttentionShape, taken: Sequence[ProductCall]) -> l
 
 
 def _latent(
-    attention: AttentionShape, before: Sequence[ProductCall], weights: LayerWeights
+    attention: AttentionShape, before: Sequence[MatmulCall], weights: LayerWeights
 ) -> Projected | None:
-    """Find queries, and keys and values, from a narrow product (DeepSeek-V2, arXiv 2405.04434)."""
+    """Find queries, and keys and values, from a narrow matmul (DeepSeek-V2, arXiv 2405.04434)."""
     if attention.heads != attention.kv_heads:
         return None
     queries = attention.heads * attention.head_dim
@@ -220,8 +220,8 @@ def _latent(
 
 
 def _latent_queries(
-    queries: int, others: Sequence[ProductCall], hidden: int
-) -> tuple[int | None, list[ProductCall]] | None:
+    queries: int, others: Sequence[MatmulCall], hidden: int
+) -> tuple[int | None, list[MatmulCall]] | None:
     for up in others:
         if up.outputs != queries:
             continue
@@ -237,16 +237,16 @@ def _latent_queries(
 
 
 def _mlps(
-    whole: Sequence[ProductCall], weights: LayerWeights
-) -> Iterator[tuple[Mlp, list[ProductCall]]]:
+    whole: Sequence[MatmulCall], weights: LayerWeights
+) -> Iterator[tuple[Mlp, list[MatmulCall]]]:
     """Yield MLPs of the layer, the one with the most work first."""
     found = [made for group in _groups(whole) for made in _mlps_of(group, weights)]
     yield from sorted(found, key=lambda made: made[0].width, reverse=True)
 
 
 def _mlps_of(
-    group: Sequence[ProductCall], weights: LayerWeights
-) -> Iterator[tuple[Mlp, list[ProductCall]]]:
+    group: Sequence[MatmulCall], weights: LayerWeights
+) -> Iterator[tuple[Mlp, list[MatmulCall]]]:
     hidden = weights.hidden
     for down in group:
         if down.outputs != hidden:
@@ -257,7 +257,7 @@ def _mlps_of(
         joined = [one for one in up if one.outputs == 2 * width]
         for gated, taken in ((True, apart[:2]), (True, joined[:1]), (False, apart[:1])):
             if len(taken) == (2 if gated and taken == apart[:2] else 1):
-                if len(taken) + 1 < len(group):  # these products belong to another part
+                if len(taken) + 1 < len(group):  # these matmuls belong to another part
                     break
                 bias = weights.has_bias([*taken, down])
                 yield Mlp(width=width, gated=gated, bias=bias), [*taken, down]
@@ -265,8 +265,8 @@ def _mlps_of(
 
 
 def _experts(
-    rest: Sequence[ProductCall], whole: Sequence[ProductCall], weights: LayerWeights
-) -> tuple[Mlp, list[ProductCall]] | None:
+    rest: Sequence[MatmulCall], whole: Sequence[MatmulCall], weights: LayerWeights
+) -> tuple[Mlp, list[MatmulCall]] | None:
     """Find experts with stacked weights, where each token uses some of them."""
     stacked = [one for one in rest if len(weights.shapes.get(one.weight or "", ())) == 3]
     stacked = [one for one in stacked if one.rows % weights.rows == 0]
@@ -279,10 +279,10 @@ def _experts(
               and weights.shapes[str(one.weight)][0] == count
               and _place(one) == _place(down)]  # fmt: skip
         active = down.rows // weights.rows
-        products = sum(one.outputs for one in up) / down.inputs
-        if products not in (1, 2) or not 1 <= active <= count:
+        matmuls = sum(one.outputs for one in up) / down.inputs
+        if matmuls not in (1, 2) or not 1 <= active <= count:
             continue
-        mlp = Mlp(width=down.inputs, gated=products == 2, bias=weights.has_bias([*up, down]),
+        mlp = Mlp(width=down.inputs, gated=matmuls == 2, bias=weights.has_bias([*up, down]),
                   experts=count, active=active)  # fmt: skip
         taken = [*up, down]
         shared = next(_mlps(whole, weights), None)
@@ -299,12 +299,12 @@ def _experts(
     return None
 
 
-def _place(one: ProductCall) -> str:
-    """Return the module that owns the product's weight, or its parent."""
+def _place(one: MatmulCall) -> str:
+    """Return the module that owns the matmul's weight, or its parent."""
     return str(one.weight).removesuffix(".weight").rpartition(".")[0]
 
 
-def _wider_router(mlp: Mlp, taken: Sequence[ProductCall]) -> list[ProductCall]:
+def _wider_router(mlp: Mlp, taken: Sequence[MatmulCall]) -> list[MatmulCall]:
     """Return the router's columns for choices other than experts (LongCat's identities)."""
     router = taken[-1]
     if not mlp.experts or router.outputs == mlp.experts:
@@ -312,6 +312,6 @@ def _wider_router(mlp: Mlp, taken: Sequence[ProductCall]) -> list[ProductCall]:
     return [router._replace(weight=None, outputs=router.outputs - mlp.experts)]
 
 
-def _is_stacked(one: ProductCall, weights: LayerWeights) -> bool:
+def _is_stacked(one: MatmulCall, weights: LayerWeights) -> bool:
     shape = weights.shapes[str(one.weight)]
     return sorted(shape[1:]) == sorted((one.inputs, one.outputs))

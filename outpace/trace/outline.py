@@ -11,11 +11,11 @@ from torch.utils._pytree import tree_leaves
 from outpace.interop.custom_model import read_positions
 from outpace.planner.model.outline import layer_parameters, parameters
 from outpace.records.errors import BadInputError
-from outpace.records.outline import AttentionShape, Outline, ProductShape, Stack
-from outpace.trace.products import AttentionCall, Forward, ProductCall, record
+from outpace.records.outline import AttentionShape, MatmulShape, Outline, Stack
+from outpace.trace.matmuls import AttentionCall, Forward, MatmulCall, record
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-# Of a layer's attentions, "own" and "cross": how many products come before each, and its keys.
+# Of a layer's attentions, "own" and "cross": how many matmuls come before each, and its keys.
 Places = Mapping[str, tuple[int, int]]
 # Repeated parts with less than this share of the largest's work are no layers.
 _MINOR = 0.1
@@ -26,8 +26,8 @@ def outline_from_module(module: nn.Module, example_inputs: Any, name: str | None
 
     `example_inputs`: a tuple of arguments, a mapping of named ones, or one argument; the first
     dimension of the first tensor is the number of samples. Layers are the repeated members of a
-    ModuleList or a Sequential. Products of activations outside of attention keep the size that they
-    have in this run. Raises BadInputError if the forward cannot run or has no product with a
+    ModuleList or a Sequential. Matmuls of activations outside of attention keep the size that they
+    have in this run. Raises BadInputError if the forward cannot run or has no matmul with a
     weight.
     """
     return ModuleTracing(module, example_inputs).outline(name or type(module).__name__)
@@ -40,7 +40,7 @@ class LayerPart:
     path: str
     kind: Any
     signature: Any
-    done: tuple[ProductCall | AttentionCall, ...]
+    done: tuple[MatmulCall | AttentionCall, ...]
     work: int
 
 
@@ -57,14 +57,14 @@ class ModuleTracing:
         tokens = [t for t in tensors if t.dim() == 2 and not t.is_floating_point()]
         self.seq_len = int(tokens[0].shape[1]) if tokens else None
         self.forward: Forward = record(module, inputs)
-        if not any(isinstance(one, ProductCall) and one.weight for one in self.forward.done):
+        if not any(isinstance(one, MatmulCall) and one.weight for one in self.forward.done):
             raise BadInputError(
-                f"the forward of {type(module).__name__} has no product with a weight, so there "
+                f"the forward of {type(module).__name__} has no matmul with a weight, so there "
                 "is nothing to plan for"
             )
         self.hidden: int | None = None
         self.table_width: int | None = None
-        # Parameters that a product has been given; what it is not given is counted beside.
+        # Parameters that a matmul has been given; what it is not given is counted beside.
         self.taken: set[str] = set()
 
     def outline(self, name: str) -> Outline:
@@ -104,11 +104,11 @@ class ModuleTracing:
         return None
 
     def fill_layer(
-        self, stack: Stack, rest: list[ProductCall], places: Places, path: str, names: list[str]
+        self, stack: Stack, rest: list[MatmulCall], places: Places, path: str, names: list[str]
     ) -> Stack:
-        """Add the products of a layer to its stack; `places` are positions of its attentions."""
-        products = self.products(rest, path, names, self._rows(stack))
-        return stack.model_copy(update={"other": tuple(products)})
+        """Add the matmuls of a layer to its stack; `places` are positions of its attentions."""
+        matmuls = self.matmuls(rest, path, names, self._rows(stack))
+        return stack.model_copy(update={"other": tuple(matmuls)})
 
     def _rows(self, stack: Stack) -> int:
         return stack.seq_len or self.seq_len or 1
@@ -145,7 +145,7 @@ class ModuleTracing:
                     yield parts[path]
 
     def _find_parts(self, path: str, module: nn.Module) -> list[LayerPart]:
-        """Return the members of a list that have products."""
+        """Return the members of a list that have matmuls."""
         named = ((f"{path}.{key}" if path else key, one) for key, one in module.named_children())
         parts = [self._part(where, one) for where, one in named]
         return [part for part in parts if part.done]
@@ -156,7 +156,7 @@ class ModuleTracing:
         relative = tuple(_relative(one, path) for one in done)
         shapes = tuple((name.removeprefix(path), self.sizes[name]) for name in names)
         work = sum(
-            one.rows * one.inputs * one.outputs for one in done if isinstance(one, ProductCall)
+            one.rows * one.inputs * one.outputs for one in done if isinstance(one, MatmulCall)
         )
         kind = (type(module), shapes)
         return LayerPart(path, kind, (kind, relative, self.settings(path, module)), done, work)
@@ -166,12 +166,12 @@ class ModuleTracing:
         shape = self.forward.shapes.get(part.path, ())
         if not shape:
             return None
-        made = {one.outputs for one in part.done if isinstance(one, ProductCall)}
+        made = {one.outputs for one in part.done if isinstance(one, MatmulCall)}
         return shape[1] if len(shape) > 3 and shape[1] in made else shape[-1]
 
     def _stack(
         self,
-        done: Sequence[ProductCall | AttentionCall],
+        done: Sequence[MatmulCall | AttentionCall],
         path: str,
         names: list[str],
         layers: int,
@@ -198,11 +198,11 @@ class ModuleTracing:
             update={"other_parameters": parameters - layer_parameters(stack, self.hidden or 1)}
         )
 
-    def _length(self, done: Sequence[ProductCall | AttentionCall]) -> int:
+    def _length(self, done: Sequence[MatmulCall | AttentionCall]) -> int:
         """Return the tokens of a sample: its input's, or the rows of most of the work."""
         work: Counter[int] = Counter()
         for one in done:
-            if isinstance(one, ProductCall):
+            if isinstance(one, MatmulCall):
                 weighed = one.rows * one.inputs * one.outputs * (2 if one.weight else 1)
                 work[self._rows_per_sample(one.rows)] += weighed
         if self.seq_len in work or not work:
@@ -214,16 +214,16 @@ class ModuleTracing:
         return -(-rows // self.samples)
 
     def _attentions(
-        self, done: Sequence[ProductCall | AttentionCall], length: int, seen: int | None
-    ) -> tuple[list[ProductCall], dict[str, tuple[AttentionCall, int]]]:
+        self, done: Sequence[MatmulCall | AttentionCall], length: int, seen: int | None
+    ) -> tuple[list[MatmulCall], dict[str, tuple[AttentionCall, int]]]:
         """Return other operations of a layer, and its attentions: self- and cross-attention.
 
-        Each attention has the number of products before it.
+        Each attention has the number of matmuls before it.
         """
-        rest: list[ProductCall] = []
+        rest: list[MatmulCall] = []
         found: dict[str, tuple[AttentionCall, int]] = {}
-        for one in self._pair_products(done):
-            if isinstance(one, ProductCall):
+        for one in self._pair_matmuls(done):
+            if isinstance(one, MatmulCall):
                 rest.append(one)
                 continue
             fits = one.batch == self.samples and one.queries == length
@@ -234,23 +234,23 @@ class ModuleTracing:
             else:
                 many = one.batch * one.heads
                 rows = many * one.queries
-                rest.append(ProductCall(one.module, None, rows, one.head_dim, one.keys, many))
-                rest.append(ProductCall(one.module, None, rows, one.keys, one.value_dim, many))
+                rest.append(MatmulCall(one.module, None, rows, one.head_dim, one.keys, many))
+                rest.append(MatmulCall(one.module, None, rows, one.keys, one.value_dim, many))
         return rest, found
 
-    def _pair_products(
-        self, done: Sequence[ProductCall | AttentionCall]
-    ) -> Iterator[ProductCall | AttentionCall]:
-        """Recognise scores and mix written as two products as an attention."""
-        waiting: ProductCall | None = None
+    def _pair_matmuls(
+        self, done: Sequence[MatmulCall | AttentionCall]
+    ) -> Iterator[MatmulCall | AttentionCall]:
+        """Recognise scores and mix written as two matmuls as an attention."""
+        waiting: MatmulCall | None = None
         for one in done:
-            if waiting is not None and isinstance(one, ProductCall):
+            if waiting is not None and isinstance(one, MatmulCall):
                 found = self._attention_of(waiting, one)
                 yield waiting if found is None else found
                 waiting = None
                 if found is not None:
                     continue
-            if isinstance(one, ProductCall) and one.weight is None and one.batch > 1:
+            if isinstance(one, MatmulCall) and one.weight is None and one.batch > 1:
                 waiting = one
                 continue
             if waiting is not None:
@@ -260,7 +260,7 @@ class ModuleTracing:
         if waiting is not None:
             yield waiting
 
-    def _attention_of(self, scores: ProductCall, mix: ProductCall) -> AttentionCall | None:
+    def _attention_of(self, scores: MatmulCall, mix: MatmulCall) -> AttentionCall | None:
         same = mix.weight is None and (mix.batch, mix.rows) == (scores.batch, scores.rows)
         if not same or mix.inputs != scores.outputs or scores.batch % self.samples:
             return None
@@ -277,17 +277,17 @@ class ModuleTracing:
             causal=False,
         )
 
-    def products(
-        self, done: Sequence[ProductCall], path: str, names: Sequence[str], length: int | None
-    ) -> list[ProductShape]:
-        """Return each weight's product once, with its number of uses; others by shape."""
-        by_weight: dict[str, ProductShape] = {}
-        others: Counter[ProductShape] = Counter()
+    def matmuls(
+        self, done: Sequence[MatmulCall], path: str, names: Sequence[str], length: int | None
+    ) -> list[MatmulShape]:
+        """Return each weight's matmul once, with its number of uses; others by shape."""
+        by_weight: dict[str, MatmulShape] = {}
+        others: Counter[MatmulShape] = Counter()
         for one in done:
             each = self._rows_per_sample(one.rows)
             named = _strip_path(one.weight, path) if one.weight else one.module.removeprefix(path)
-            product = ProductShape(
-                name=(named or "product").strip("."),
+            matmul = MatmulShape(
+                name=(named or "matmul").strip("."),
                 inputs=one.inputs,
                 outputs=one.outputs,
                 positions=None if each == length else each,
@@ -296,11 +296,11 @@ class ModuleTracing:
             size = self.sizes.get(one.weight or "") if one.weight in names else None
             whole = size == one.inputs * one.outputs
             if known is None and whole and one.weight not in self.taken:
-                by_weight[str(one.weight)] = product
-            elif known is not None and known.model_copy(update={"uses": 1}) == product:
+                by_weight[str(one.weight)] = matmul
+            elif known is not None and known.model_copy(update={"uses": 1}) == matmul:
                 by_weight[str(one.weight)] = known.model_copy(update={"uses": known.uses + 1})
             else:
-                others[product.model_copy(update={"weighted": False})] += 1
+                others[matmul.model_copy(update={"weighted": False})] += 1
         counted = [one.model_copy(update={"count": n}) for one, n in others.items()]
         return [*by_weight.values(), *counted]
 
@@ -308,8 +308,8 @@ class ModuleTracing:
         self,
         name: str,
         stacks: list[Stack],
-        before: list[ProductCall | AttentionCall],
-        after: list[ProductCall | AttentionCall],
+        before: list[MatmulCall | AttentionCall],
+        after: list[MatmulCall | AttentionCall],
         width: int | None,
     ) -> Outline:
         """Make the outline; `before` and `after` are the operations outside of the layers."""
@@ -329,14 +329,14 @@ class ModuleTracing:
             after = [one for one in after if one is not head]
         told = {table, None if head is None else head.weight}
         left = [key for key in left if key not in told]
-        first = self.products(_flat(before), "", left, self.seq_len)
+        first = self.matmuls(_flat(before), "", left, self.seq_len)
         embedding = {p.name for p in first if p.weighted}
         left = [key for key in left if key not in embedding]
-        last = self.products(_flat(after), "", left, predicted or length)
+        last = self.matmuls(_flat(after), "", left, predicted or length)
         found = Outline(
             name=name, hidden=hidden, stacks=tuple(stacks), vocab=vocab, outputs=outputs, tied=tied,
             embedding_width=None if table_width == hidden else table_width,
-            embed_products=tuple(first), head_products=tuple(last), predicted=predicted,
+            embed_matmuls=tuple(first), head_matmuls=tuple(last), predicted=predicted,
             max_positions=read_positions(self.module) or self.seq_len or length,
             source="traced",
         )  # fmt: skip
@@ -344,7 +344,7 @@ class ModuleTracing:
         return found.model_copy(update={"outside_parameters": outside})
 
     def _usual_width(self, stacks: list[Stack]) -> int:
-        """Return the width that most products have."""
+        """Return the width that most matmuls have."""
         taken = Counter(p.inputs for stack in stacks for p in stack.other)
         return taken.most_common(1)[0][0]
 
@@ -359,15 +359,15 @@ class ModuleTracing:
         return max(there, key=lambda name: (rows[name] == outputs, rows[name]), default=None)
 
     def _head(
-        self, after: Sequence[ProductCall | AttentionCall], hidden: int, there: Sequence[str]
-    ) -> ProductCall | None:
-        """Return the last product, if it uses a whole weight and has the layers' width."""
-        made = [one for one in after if isinstance(one, ProductCall)]
+        self, after: Sequence[MatmulCall | AttentionCall], hidden: int, there: Sequence[str]
+    ) -> MatmulCall | None:
+        """Return the last matmul, if it uses a whole weight and has the layers' width."""
+        made = [one for one in after if isinstance(one, MatmulCall)]
         if not made or made[-1].weight not in there or made[-1].inputs != hidden:
             return None
         last = made[-1]
         uses = sum(
-            one.weight == last.weight for one in self.forward.done if isinstance(one, ProductCall)
+            one.weight == last.weight for one in self.forward.done if isinstance(one, MatmulCall)
         )
         whole = self.sizes[str(last.weight)] == last.inputs * last.outputs
         return last if whole and uses == 1 else None
@@ -392,21 +392,21 @@ def _record_of(one: AttentionCall) -> AttentionShape:
     )  # fmt: skip
 
 
-def _flat(done: Sequence[ProductCall | AttentionCall]) -> list[ProductCall]:
-    """Return attention as its two products."""
-    made: list[ProductCall] = []
+def _flat(done: Sequence[MatmulCall | AttentionCall]) -> list[MatmulCall]:
+    """Return attention as its two matmuls."""
+    made: list[MatmulCall] = []
     for one in done:
-        if isinstance(one, ProductCall):
+        if isinstance(one, MatmulCall):
             made.append(one)
             continue
         many = one.batch * one.heads
         rows = many * one.queries
-        made.append(ProductCall(one.module, None, rows, one.head_dim, one.keys, many))
-        made.append(ProductCall(one.module, None, rows, one.keys, one.value_dim, many))
+        made.append(MatmulCall(one.module, None, rows, one.head_dim, one.keys, many))
+        made.append(MatmulCall(one.module, None, rows, one.keys, one.value_dim, many))
     return made
 
 
-def _relative(one: ProductCall | AttentionCall, path: str) -> ProductCall | AttentionCall:
+def _relative(one: MatmulCall | AttentionCall, path: str) -> MatmulCall | AttentionCall:
     """Return the operation relative to the part at `path`."""
     if isinstance(one, AttentionCall):
         return one._replace(module=one.module.removeprefix(path))

@@ -61,7 +61,7 @@ class Workload:
         return rules.functions(self.spec.dropout > 0, self.plan)
 
     def make_mixed(self) -> MixedPrecision:
-        """Return the mixed precision of the products."""
+        """Return the mixed precision of the matmuls."""
         plan, cache = self.plan, keeps_casts(self.settings.autocast_cache, False)
         return make_mixed(plan.precision, CPU, cache, fully_shards=plan.fully_shards)
 

@@ -21,13 +21,13 @@ from outpace.interop.config_check import quiet_transformers
 from outpace.interop.transformers_build import BuiltModel, build_from_folder, config_value
 from outpace.planner.model.outline import layer_parameters, parameters
 from outpace.records.errors import BadInputError
-from outpace.records.outline import AttentionShape, Outline, ProductShape, Stack
+from outpace.records.outline import AttentionShape, MatmulShape, Outline, Stack
 from outpace.trace.layer_structure import LayerWeights, tell_apart
 from outpace.trace.outline import LayerPart, ModuleTracing, Places
-from outpace.trace.products import AttentionCall, ProductCall
+from outpace.trace.matmuls import AttentionCall, MatmulCall
 
 _SAMPLES = 2
-# Twice as many tokens tell which products of activations grow with the length. Recurrent layers
+# Twice as many tokens tell which matmuls of activations grow with the length. Recurrent layers
 # work in chunks of 64 (gated delta rule) to 256 tokens (Mamba 2), which they fill up.
 _LENGTH = 512
 _TOKEN = 5  # the first ones are often padding
@@ -59,11 +59,11 @@ def outline_from_folder(directory: Path) -> Outline:
 
 
 def _unused_parameters(found: Outline) -> Iterator[str]:
-    """Say how many parameters are in no product, if they are more than a tenth."""
+    """Say how many parameters are in no matmul, if they are more than a tenth."""
     rest = found.outside_parameters + sum(s.layers * s.other_parameters for s in found.stacks)
     if rest > _MANY * parameters(found):
         yield (
-            f"{rest:,} of {parameters(found):,} parameters are in no matrix product of the traced "
+            f"{rest:,} of {parameters(found):,} parameters are in no matmul of the traced "
             "forward: lookup tables, or parts that text alone does not use. They count as "
             "weights, gradients and states of the optimizer."
         )
@@ -96,8 +96,8 @@ def _outline(built: BuiltModel, name: str, cached: bool) -> Outline:
     length = max(1, longer // 2)
     with quiet_transformers(), _without_value_checks():
         found = _trace_model(built, name, length)
-        if any(product.positions is not None for product in _all_products(found)):
-            found = _scale_products(found, _trace_model(built, name, 2 * length), length)
+        if any(matmul.positions is not None for matmul in _all_matmuls(found)):
+            found = _scale_matmuls(found, _trace_model(built, name, 2 * length), length)
     learned = _learned_positions(model, found)
     return found.model_copy(
         update={
@@ -274,7 +274,7 @@ class _Tracing(ModuleTracing):
         return self._window(path, module)
 
     def fill_layer(
-        self, stack: Stack, rest: list[ProductCall], places: Places, path: str, names: list[str]
+        self, stack: Stack, rest: list[MatmulCall], places: Places, path: str, names: list[str]
     ) -> Stack:
         layer = self.modules[path]
         bare = self._add_traits(stack, path, layer, names)
@@ -293,7 +293,7 @@ class _Tracing(ModuleTracing):
         return super().fill_layer(stack, rest, places, path, names)
 
     def _add_traits(self, stack: Stack, path: str, layer: nn.Module, names: list[str]) -> Stack:
-        """Add traits that no product shows: norms, dropout, masks."""
+        """Add traits that no matmul shows: norms, dropout, masks."""
         named = [(n, m) for n, m in layer.named_modules() if "norm" in type(m).__name__.lower()]
         norms = [
             m for n, m in named
@@ -374,18 +374,18 @@ class _Tracing(ModuleTracing):
 
 
 def _stack_experts(
-    done: Sequence[ProductCall | AttentionCall], shapes: Mapping[str, Shape], tokens: int
-) -> tuple[list[ProductCall | AttentionCall], dict[str, Shape]]:
-    """Join products of experts that run one by one, each on its share of the tokens.
+    done: Sequence[MatmulCall | AttentionCall], shapes: Mapping[str, Shape], tokens: int
+) -> tuple[list[MatmulCall | AttentionCall], dict[str, Shape]]:
+    """Join matmuls of experts that run one by one, each on its share of the tokens.
 
     Returns all operations, and the shapes of the joined weights.
     """
-    groups: dict[Any, list[ProductCall]] = {}
+    groups: dict[Any, list[MatmulCall]] = {}
     for one in done:
-        if isinstance(one, ProductCall) and one.weight in shapes and one.rows < tokens:
+        if isinstance(one, MatmulCall) and one.weight in shapes and one.rows < tokens:
             key = (_EXPERT.sub(r"\1", str(one.weight)), one.inputs, one.outputs)
             groups.setdefault(key, []).append(one)
-    joined: dict[int, ProductCall | None] = {}
+    joined: dict[int, MatmulCall | None] = {}
     stacked: dict[str, Shape] = {}
     for group in groups.values():
         first, elements = group[0], group[0].inputs * group[0].outputs
@@ -411,52 +411,52 @@ def _weight_name(model: nn.Module, getter: str) -> str | None:
     return next((name for name, p in model.named_parameters() if p is weight), None)
 
 
-def _all_products(outline: Outline) -> Iterator[ProductShape]:
+def _all_matmuls(outline: Outline) -> Iterator[MatmulShape]:
     for stack in outline.stacks:
         yield from stack.other
 
 
-def _scale_products(short: Outline, long: Outline, length: int) -> Outline:
-    """Return the outline for the shorter sequence, with products that grow with the length."""
+def _scale_matmuls(short: Outline, long: Outline, length: int) -> Outline:
+    """Return the outline for the shorter sequence, with matmuls that grow with the length."""
     if [s.layers for s in short.stacks] != [s.layers for s in long.stacks]:
         return short
     stacks = tuple(
-        one.model_copy(update={"other": _join_products(one.other, other.other, length)})
+        one.model_copy(update={"other": _join_matmuls(one.other, other.other, length)})
         for one, other in zip(short.stacks, long.stacks, strict=True)
     )
     return short.model_copy(update={"stacks": stacks})
 
 
-def _join_products(
-    short: Sequence[ProductShape], long: Sequence[ProductShape], length: int
-) -> tuple[ProductShape, ...]:
-    """Join equal products; for those that grow with the number of tokens, set the rows per token.
+def _join_matmuls(
+    short: Sequence[MatmulShape], long: Sequence[MatmulShape], length: int
+) -> tuple[MatmulShape, ...]:
+    """Join equal matmuls; for those that grow with the number of tokens, set the rows per token.
 
     A convolution over a padded sequence has a few more rows than the tokens, which are counted.
     """
     rows, longer = _rows_of(short, length), _rows_of(long, 2 * length)
     made = [one for one in short if one.positions is None]
-    for product, many in rows.items():
-        grown = longer.get(product, 0) - many
-        if 0 < grown <= many and grown % length == 0 and (grown == many or product.weighted):
+    for matmul, many in rows.items():
+        grown = longer.get(matmul, 0) - many
+        if 0 < grown <= many and grown % length == 0 and (grown == many or matmul.weighted):
             times = grown // length
-            weights = sum(one.count for one in short if product.weighted and _key(one) == product)
+            weights = sum(one.count for one in short if matmul.weighted and _key(one) == matmul)
             uses = times // weights if weights and times % weights == 0 else 1
             update = {"count": times // uses, "uses": uses}
-            made.append(product.model_copy(update=update))
+            made.append(matmul.model_copy(update=update))
         else:
-            made += [one for one in short if one.positions is not None and _key(one) == product]
+            made += [one for one in short if one.positions is not None and _key(one) == matmul]
     return tuple(made)
 
 
-def _rows_of(products: Sequence[ProductShape], length: int) -> dict[ProductShape, int]:
-    rows: dict[ProductShape, int] = {}
-    for one in products:
+def _rows_of(matmuls: Sequence[MatmulShape], length: int) -> dict[MatmulShape, int]:
+    rows: dict[MatmulShape, int] = {}
+    for one in matmuls:
         if one.positions is not None:
             many = one.positions * one.count * one.uses
             rows[_key(one)] = rows.get(_key(one), 0) + many
     return rows
 
 
-def _key(one: ProductShape) -> ProductShape:
+def _key(one: MatmulShape) -> MatmulShape:
     return one.model_copy(update={"positions": None, "count": 1, "uses": 1})

@@ -115,7 +115,7 @@ def test_half_of_what_is_printed_with_sparsity():
 
 
 def test_dense_rates_of_each_family_as_makers_print_them():
-    printed = {  # 16-bit products with fp32 accumulation, TFLOP/s
+    printed = {  # 16-bit matmuls with fp32 accumulation, TFLOP/s
         "V100S PCIe 32 GB": 130, "T4": 65, "TITAN RTX": 130.5, "RTX 2080 Ti": 53.8,
         "Quadro RTX 6000": 130.5, "A100 SXM 80 GB": 312, "A800 SXM 80 GB": 312, "A30": 165,
         "A10": 125, "A10G": 70, "A2": 18, "RTX 3080 10 GB": 59.5, "RTX 3090 Ti": 80,

@@ -74,7 +74,7 @@ def test_a_person_sees_what_is_fastest_and_why(capsys, monkeypatch):
                  "--keep=micro_batch=1")  # fmt: skip
     for part in ("llama-3-8b, 8.03 G parameters",
                  "1 × 8 = 8 devices of 80 GiB, 79.11 GiB of it usable (hgx-h100)", "tokens/s",
-                 "MFU", "where the time goes", "where a device's memory goes", "matrix products",
+                 "MFU", "where the time goes", "where a device's memory goes", "matmuls",
                  "faster than plan ", "slower than the fastest", "Not taken:", "1.00 T tokens:",
                  "days, at a cost of", "max-tp 4: nothing", "micro_batch=1:",
                  "the true time is between", "with 90 %"):  # fmt: skip

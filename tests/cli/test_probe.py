@@ -102,7 +102,7 @@ def test_what_is_shown_fits_a_terminal_and_says_where_it_is_kept(kept, capsys):
 
     show_machine(Machine.load(kept), kept, width=100)
     shown = capsys.readouterr().out
-    assert "Matrix products" in shown
+    assert "Matmuls" in shown
     assert "Storage" in shown
     assert "a repeat" in shown
     *lines, where = shown.splitlines()

@@ -266,7 +266,7 @@ READERS: Mapping[str, Reader] = MappingProxyType({
         Reader("plan", documents.plans, _plan, _RECORDS),
         Reader("machine", documents.machines, _machine, {
             "outpace.planner.calibration.cluster": (
-                "of_probe", "_probed_fabric", "_ProbeFigures.value_of", "_ProbeFigures.products",
+                "of_probe", "_probed_fabric", "_ProbeFigures.value_of", "_ProbeFigures.matmuls",
                 "_ProbeFigures.loader_tokens_per_s", "_probed_device")}),
         Reader("hosts", documents.hostfiles, _hosts, {
             "outpace.records.hosts": ("read_hosts", "_host", "_distinct")}),

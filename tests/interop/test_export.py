@@ -226,7 +226,7 @@ def test_torchtitan_knows_its_own_models() -> None:
         ({"rope_theta": 1e4}, "rope_theta=10000.0", False),
         ({"tied": True}, "tied: torchtitan's Llama has a separate head, 525,336,576", True),
         ({"head_dim": 96}, "head_dim 96: torchtitan's Llama takes dim / n_heads, 128", True),
-        ({"qkv_bias": True}, "qkv_bias: torchtitan's products have no biases", True),
+        ({"qkv_bias": True}, "qkv_bias: torchtitan's matmuls have no biases", True),
         ({"sliding_window": 64}, "sliding_window 64: torchtitan's attention has none", True),
         ({"activation": "gelu"}, "activation gelu", True),
     ],

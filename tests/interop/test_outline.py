@@ -161,10 +161,10 @@ def test_parameters_are_those_of_transformers(name: str) -> None:
 
 @pytest.mark.parametrize("name", SMALL)
 def test_flops_are_those_of_transformers(name: str) -> None:
-    """All that is counted: no family computes its positions by a product.
+    """All that is counted: no family computes its positions by a matmul.
 
     Attention is eager: torch counts no fused attention on the CPU. Experts are looped over: torch
-    counts no grouped product. Either way each token goes through its own experts alone.
+    counts no grouped matmul. Either way each token goes through its own experts alone.
     """
     config = small(name)
     torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""Queries, keys and values by one product: the same values and gradients as by three."""
+"""Queries, keys and values by one matmul: the same values and gradients as by three."""
 
 from unittest.mock import patch
 
@@ -20,8 +20,8 @@ LLAMA = ModelSpec(
 )
 
 
-class Products(TorchDispatchMode):
-    """Counts matrix products."""
+class Matmuls(TorchDispatchMode):
+    """Counts matmuls."""
 
     def __init__(self):
         super().__init__()
@@ -33,26 +33,26 @@ class Products(TorchDispatchMode):
 
 
 def taken(model, joins):
-    """Hidden states, all gradients, and products of a forward and backward."""
+    """Hidden states, all gradients, and matmuls of a forward and backward."""
     for module in model.modules():
         if isinstance(module, Attention):
             module.joins = joins
     tokens = torch.arange(24).view(2, 12) % 50
     model.zero_grad()
-    with Products() as products:
+    with Matmuls() as matmuls:
         hidden = model(tokens)
         hidden.square().sum().backward()
-    return hidden, {n: p.grad for n, p in model.named_parameters()}, products.count
+    return hidden, {n: p.grad for n, p in model.named_parameters()}, matmuls.count
 
 
 @pytest.mark.parametrize("spec", [GPT2, LLAMA], ids=lambda spec: spec.family)
-def test_one_product_gives_what_three_give(spec):
+def test_one_matmul_gives_what_three_give(spec):
     model = Transformer(spec, seed=1).double()
     apart, own, many = taken(model, False)
     joined, gradients, few = taken(model, True)
     torch.testing.assert_close(joined, apart, rtol=1e-13, atol=1e-14)
     torch.testing.assert_close(gradients, own, rtol=1e-11, atol=1e-12)
-    # A layer has two products less forward, and four less backward.
+    # A layer has two matmuls less forward, and four less backward.
     assert many - few == 6 * spec.layers
 
 
@@ -89,7 +89,7 @@ def test_joined_weights_are_not_kept_for_the_backward():
 
 
 @pytest.mark.parametrize("mode", ["full", "attention"])
-def test_one_product_within_checkpoints_whose_hooks_have_what_is_saved(mode):
+def test_one_matmul_within_checkpoints_whose_hooks_have_what_is_saved(mode):
     plain, checkpointed = (Transformer(LLAMA, seed=1).double() for _ in range(2))
     apply_checkpointing(checkpointed, mode)
     wanted, found = taken(plain, True), taken(checkpointed, True)

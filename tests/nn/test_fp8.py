@@ -1,4 +1,4 @@
-"""float8 products of blocks, emulated; on hardware that has them, with it."""
+"""float8 matmuls of blocks, emulated; on hardware that has them, with it."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def gradients(objective):
     return float(loss.detach() / count), {n: p.grad.clone() for n, p in named}
 
 
-def test_products_are_rounded_to_float8_and_names_stay():
+def test_matmuls_are_rounded_to_float8_and_names_stay():
     objective = LanguageModelObjective(Transformer(ModelSpec.parse(SPEC, "test")))
     loss, known = gradients(objective)
     apply_fp8(find_blocks(objective.model), emulate=True)
@@ -36,7 +36,7 @@ def test_products_are_rounded_to_float8_and_names_stay():
     assert 1e-3 < apart < 0.2  # e5m2 has 2 bits, e4m3 has 3
 
 
-def test_products_fit_the_hardware_where_one_place_of_each_sample_is_read(monkeypatch):
+def test_matmuls_fit_the_hardware_where_one_place_of_each_sample_is_read(monkeypatch):
     """The gradient of a weight sums over a batch's 7 places, which are padded to 16."""
     inner, multiply = [], torch._scaled_mm
 

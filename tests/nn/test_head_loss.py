@@ -149,7 +149,7 @@ def test_gradients_may_be_asked_for_one_after_the_other():
     operands, targets = operands_of(bias=True)
     whole = torch.autograd.grad(loss_of(operands, targets, "plain", None), operands)
     loss = loss_of(operands, targets, "plain", None)
-    with Products() as seen:
+    with Matmuls() as seen:
         parts = [torch.autograd.grad(loss, [one], retain_graph=True)[0] for one in operands]
     assert all(map(torch.equal, parts, whole)) and len(seen.shapes) == 2
     with pytest.raises(RuntimeError, match="one backward"):
@@ -169,8 +169,8 @@ def test_a_second_backward_and_a_second_derivative_are_refused(kind, message):
         grad.sum().backward()
 
 
-class Products(TorchDispatchMode):
-    """Shapes of the matrix products within."""
+class Matmuls(TorchDispatchMode):
+    """Shapes of the matmuls within."""
 
     def __init__(self):
         super().__init__()
@@ -184,9 +184,9 @@ class Products(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("kind", "chunks"), [("plain", [1300]), ("chunked", [512, 512, 276])])
-def test_products_are_padded_and_the_head_has_one_for_each_chunk(kind, chunks):
+def test_matmuls_are_padded_and_the_head_has_one_for_each_chunk(kind, chunks):
     operands, targets = operands_of()
-    with Products() as seen:
+    with Matmuls() as seen:
         torch.autograd.grad(loss_of(operands, targets, kind, torch.bfloat16), operands)
     wanted = []
     for rows in chunks:
@@ -195,11 +195,11 @@ def test_products_are_padded_and_the_head_has_one_for_each_chunk(kind, chunks):
 
 
 @pytest.mark.parametrize("kind", ["plain", "chunked"])
-def test_a_frozen_head_has_no_product_for_its_gradient(kind):
+def test_a_frozen_head_has_no_matmul_for_its_gradient(kind):
     """As beside adapters."""
     (hidden, weight), targets = operands_of(rows=512)
     (exact,) = torch.autograd.grad(loss_of([hidden, weight], targets, kind, None), [hidden])
-    with Products() as seen:
+    with Matmuls() as seen:
         frozen = loss_of([hidden, weight.detach()], targets, kind, None)
         (grad,) = torch.autograd.grad(frozen, [hidden])
     assert torch.equal(grad, exact) and len(seen.shapes) == 2
@@ -221,7 +221,7 @@ def _flat(events):
 
 @pytest.mark.parametrize("which", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_logits_are_held_once_in_16_bits(monkeypatch, compiled, which):
-    """Their gradient takes their place. (The CPU's fp32 product for the head is frozen away.)"""
+    """Their gradient takes their place. (The CPU's fp32 matmul for the head is frozen away.)"""
     passes = compiled if which == "compiled" else EAGER
     (hidden, weight), targets = operands_of(rows=4096, width=8)
     weight = weight.detach()
@@ -340,7 +340,7 @@ def test_the_objective_chooses_by_the_device_and_loads_no_compiler_on_a_cpu(make
     with torch.no_grad():  # an evaluation compiles nothing more
         assert objective.functions_for("cpu") is EAGER
     objective.passes = EAGER
-    with Products() as seen:
+    with Matmuls() as seen:
         same, _ = objective({"tokens": tokens, "targets": tokens})
         same.backward(inputs=list(model.blocks.parameters()))
     assert count.item() == 128 and error(same, loss) < 1e-4

@@ -26,7 +26,7 @@ def adapted(spec=LLAMA, spread=0.3, **plan):
 
 @pytest.mark.parametrize("base", ["fp32", "nf4"])
 @pytest.mark.parametrize("targets", [("q", "v"), ("out", "gate", "down"), ("all",)])
-def test_an_adapter_is_a_product_of_low_rank_added_to_its_matrix(targets, base):
+def test_an_adapter_is_a_matmul_of_low_rank_added_to_its_matrix(targets, base):
     model = adapted(lora_targets=targets, lora_alpha=6, base=base)
     places = {name.rpartition(".")[2] for name in adapters(model)}
     assert places == ({"q", "k", "v", "out", "gate", "up", "down"} if "all" in targets else

@@ -266,7 +266,7 @@ def test_logits_of_a_large_vocabulary_are_cut_into_chunks_in_bf16_on_a_cpu(monke
 
 
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_heads_products_are_made_by_pieces_in_bf16_on_a_cpu(monkeypatch, bias):
+def test_the_heads_matmuls_are_made_by_pieces_in_bf16_on_a_cpu(monkeypatch, bias):
     operands, targets = _operands(bias=bias)
     whole = _ours(operands, targets, "auto", torch.bfloat16)
     monkeypatch.setattr("outpace.nn.bf16_loss.HEAD_ROWS", 40)
@@ -281,7 +281,7 @@ def test_the_heads_products_are_made_by_pieces_in_bf16_on_a_cpu(monkeypatch, bia
 
 
 def test_a_frozen_head_gets_no_gradient_in_bf16_on_a_cpu():
-    """As beside adapters: neither its product nor its memory."""
+    """As beside adapters: neither its matmul nor its memory."""
     (hidden, weight, bias), targets = _operands(bias=True)
     _, (exact, _, bias_exact) = _ours((hidden, weight, bias), targets, "auto", torch.bfloat16)
     frozen = weight.detach()
@@ -292,8 +292,8 @@ def test_a_frozen_head_gets_no_gradient_in_bf16_on_a_cpu():
         loss = linear_loss_sum(hidden, frozen, bias, targets, "auto", torch.bfloat16)
         grads = torch.autograd.grad(loss, [hidden, bias])
     assert torch.equal(grads[0], exact) and torch.equal(grads[1], bias_exact)
-    products = [event for event in profile.events() if event.name in ("aten::mm", "aten::addmm")]
-    assert len(products) == 2  # logits, and the gradient of what the head reads
+    matmuls = [event for event in profile.events() if event.name in ("aten::mm", "aten::addmm")]
+    assert len(matmuls) == 2  # logits, and the gradient of what the head reads
 
 
 # torch 2.15 warns of what its own check does.

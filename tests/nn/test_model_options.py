@@ -87,7 +87,7 @@ def test_checkpointing_leaves_gradients_equal(make_spec, tokens, family, values,
 
 
 def test_checkpointing_computes_again_what_it_says(make_spec, tokens):
-    """Full: the blocks' forward but for its last product. Selective: no matrix product."""
+    """Full: the blocks' forward but for its last matmul. Selective: no matmul."""
     counts = {}
     for mode in ("none", "selective", "full"):
         objective = _objective(make_spec, "llama")
@@ -97,9 +97,9 @@ def test_checkpointing_computes_again_what_it_says(make_spec, tokens):
         counts[mode] = counter.get_total_flops()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         objective.model(tokens)
-    last_products = 2 * 2 * tokens.numel() * 48 * 32  # layers, multiply and add, ffn to hidden
+    last_matmuls = 2 * 2 * tokens.numel() * 48 * 32  # layers, multiply and add, ffn to hidden
     assert counts["selective"] == counts["none"]
-    assert counts["full"] - counts["none"] == counter.get_total_flops() - last_products
+    assert counts["full"] - counts["none"] == counter.get_total_flops() - last_matmuls
 
 
 @pytest.mark.parametrize("drawn_by", ["nothing", "dropout", "an adapter"])

@@ -112,7 +112,7 @@ def test_adafactor_is_torchs(shape):
 
 
 def test_adafactor_stacks_parameters_of_one_shape(monkeypatch):
-    """On a GPU, in few operators, of which none is a product, since TF32 would round that."""
+    """On a GPU, in few operators, of which none is a matmul, since TF32 would round that."""
     shapes = [(6, 10)] * 5 + [(12,)] * 6 + [(2, 3, 4)] * 3 + [()] * 2 + [(10, 6), (40, 12)]
 
     def trained(together):
@@ -183,7 +183,7 @@ def test_muon_is_torchs_on_hidden_matrices_and_adamw_on_the_rest():
 
 @pytest.mark.parametrize("shape", [(48, 96), (96, 48)])
 def test_matrices_turned_as_a_batch_are_those_turned_one_by_one(shape):
-    """By the same products in bf16, whose sums may be in another order."""
+    """By the same matmuls in bf16, whose sums may be in another order."""
     torch.manual_seed(0)
     alone = [nn.Parameter(torch.randn(shape)) for _ in range(5)]
     batch = [nn.Parameter(one.detach().clone()) for one in alone]
@@ -207,7 +207,7 @@ def test_matrices_turned_as_a_batch_are_those_turned_one_by_one(shape):
         torch.testing.assert_close(one.detach(), other.detach(), rtol=0, atol=3 * 1.7e-4)
 
 
-def test_batches_of_matrices_are_few_products():
+def test_batches_of_matrices_are_few_matmuls():
     """Three a step of the iteration, whatever the number of matrices."""
     parameters = [nn.Parameter(torch.randn(32, 64)) for _ in range(6)]
     groups = [{"params": parameters, "weight_decay": 0.1, "orthogonal": True}]

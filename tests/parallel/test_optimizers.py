@@ -46,7 +46,7 @@ MORE = (
     "adamw-8bit,bf16-pure,servers@2,dp@2", "muon,bf16,zero1@2,hsdp@4",
     "adamw-for-loop,fp16-master,zero3@2,cp@2",
 )  # fmt: skip
-# What follows differs by what products and gradients are rounded to.
+# What follows differs by what matmuls and gradients are rounded to.
 OFF = {"fp64": 1e-12, "fp32": 1e-4, "bf16": 5e-3, "bf16-pure": 5e-3, "fp16-master": 1e-3,
        "bf16-master": 5e-3}  # fmt: skip
 

@@ -58,7 +58,7 @@ def test_a_cpu_holds_scores():
 @pytest.mark.parametrize("groups", [1, 4])
 @pytest.mark.parametrize("causal", [True, False])
 def test_flash_attention_is_scores(groups, causal):
-    """Two turns, merged, beside the same by products in fp32."""
+    """Two turns, merged, beside the same by matmuls in fp32."""
     draw = torch.Generator("cuda").manual_seed(0)
     q, grad = (torch.randn(2, 4, 256, 64, generator=draw, device="cuda") for _ in range(2))
     k, v = (torch.randn(2, groups, 256, 64, generator=draw, device="cuda") for _ in range(2))

@@ -302,7 +302,7 @@ def test_a_published_step_that_is_faster_in_fewer_bits_is_noted():
     (told,) = [note for note in plans(asked("llama-3-70b", **wanted)).notes if "published step of"
                in note]  # fmt: skip
     assert "Megatron-Bridge (3.16 s) is faster than the fastest plan" in told
-    assert told.endswith("because its matrix products are in fp8, the plan's in bf16.")
+    assert told.endswith("because its matmuls are in fp8, the plan's in bf16.")
 
 
 def test_a_leaner_plan_is_beside_one_that_fills_memory():
@@ -615,7 +615,7 @@ def test_no_device_computes_more_than_it_can(model, seq_len):
 
 @pytest.mark.parametrize(("mode", "attention"), [("full", True), ("attention", False)])
 def test_hfu_counts_what_checkpointed_blocks_repeat_and_no_head(mode, attention):
-    """Neither the head, nor a block's last product, nor, of "attention", attention itself."""
+    """Neither the head, nor a block's last matmul, nor, of "attention", attention itself."""
     question = asked("llama-3.2-1b", machine="rtx-4090", seq_len=2048, global_batch=4)
     plan = Plan(micro_batch=4, precision="bf16", checkpointing=mode)
     said = estimate_plan(question, plan).estimate
@@ -633,11 +633,11 @@ def test_hfu_counts_what_checkpointed_blocks_repeat_and_no_head(mode, attention)
         ({"lora_rank": 8, "lora_targets": ("q", "v")}, True),
         ({"lora_rank": 8, "lora_targets": ("down",)}, False),
         ({"lora_rank": 8, "lora_targets": ("q",), "base": "nf4"}, False),
-        ({"precision": "fp8"}, False),  # keeps operands when it computes a product
+        ({"precision": "fp8"}, False),  # keeps operands when it computes a matmul
         ({"precision": "fp8", "compile": True}, True),
     ],
 )
-def test_hfu_counts_the_last_product_where_the_step_time_does(options, leaves_out):
+def test_hfu_counts_the_last_matmul_where_the_step_time_does(options, leaves_out):
     question = asked("llama-3.2-1b", devices_per_node=1, seq_len=2048, global_batch=4)
     plan = Plan(**{"micro_batch": 4, "precision": "bf16", "checkpointing": "full"} | options)
     said = estimate_plan(question, plan).estimate

@@ -82,7 +82,7 @@ def figure(kind, what, value, unit="s", unstable=None, **of):
 
 @pytest.fixture(scope="session")
 def probe(run, tmp_path_factory):
-    """Products, memory and all-reduce of two ranks; one figure is unstable."""
+    """Matmuls, memory and all-reduce of two ranks; one figure is unstable."""
     path = tmp_path_factory.mktemp("report-probe") / "machine.json"
     of = {"axis": "all", "backend": "gloo", "device": "cpu", "ranks": 2}
     sides = [dict.fromkeys("mnk", 2**power) for power in range(6, 11)]

@@ -499,7 +499,7 @@ def test_a_probe_shows_every_figure_with_its_interval(probe):
     assert listed == len(machine.probed.figures)
     rates = figure(document, "Rates, with the interval of a repeat (95%)")
     assert rates.traces[0]["error_x"]["array"] == [1e11]  # of what a line has the best alone
-    assert len(figure(document, "Rate of products").table.rows) == 5
+    assert len(figure(document, "Rate of matmuls").table.rows) == 5
     fitted = figure(document, "Collectives on axis all")
     for _, size, measured, said in fitted.table.rows:
         assert said.value == pytest.approx(1e-4 + size.value / 1e9)

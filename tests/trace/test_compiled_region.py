@@ -32,7 +32,7 @@ def forward(spec, **options):
 
 
 def test_a_compiled_block_saves_the_sum_before_its_mlp_in_16_bits(monkeypatch):
-    """The product that was added is saved rather than the sum of fp32: 25 MB for each block of
+    """The matmul that was added is saved rather than the sum of fp32: 25 MB for each block of
     GPT-2 at 16 × 1,024, as one H200 showed (7.46 GiB eager, 7.18 by compiled blocks)."""
     monkeypatch.setattr("outpace.nn.model_options.compiled_region", lambda plan: "blocks")
     eager, compiled = forward(SPEC), forward(SPEC, compile=True)

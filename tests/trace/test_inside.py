@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outpace.nn.loss import linear_loss_sum
-from outpace.nn.torch_versions import add_wide_product
+from outpace.nn.torch_versions import add_wide_matmul
 from outpace.trace.allocation_tracer import AllocationTracer
 from outpace.trace.allocations import Allocations
 from outpace.trace.fake import fake_tensors
@@ -64,11 +64,11 @@ def test_the_attention_of_accelerators_is_counted_with_grouped_queries(kv_heads)
         watch.mark("forward")
         out.backward(torch.empty_like(out))
         watch.mark("backward")
-    product = 2 * 2 * 8 * 128 * 128 * 64
-    assert [segment.flops for segment in watch.segments] == [2 * product, 5 * product]
+    matmul = 2 * 2 * 8 * 128 * 128 * 64
+    assert [segment.flops for segment in watch.segments] == [2 * matmul, 5 * matmul]
 
 
-def test_a_chunks_product_that_adds_is_counted_once_and_takes_no_memory():
+def test_a_chunks_matmul_that_adds_is_counted_once_and_takes_no_memory():
     """torch 2.11 has no such operator for traced tensors."""
     watch = AllocationTracer()
     with fake_tensors(), watch:
@@ -76,7 +76,7 @@ def test_a_chunks_product_that_adds_is_counted_once_and_takes_no_memory():
         right = torch.empty(512, 64, dtype=torch.bfloat16)
         total = torch.empty(128, 64)
         watch.mark("forward")
-        assert add_wide_product(total, left, right) is total
+        assert add_wide_matmul(total, left, right) is total
         watch.mark("backward")
     segment = watch.segments[-1]
     assert segment.flops == 2 * 128 * 512 * 64 and not segment.changes

@@ -75,7 +75,7 @@ class Routed(nn.Module):
 
 @contextmanager
 def plain() -> Iterator[FlopCounterMode]:
-    """Attention as products, which torch counts on the CPU too; LSTMs as well."""
+    """Attention as matmuls, which torch counts on the CPU too; LSTMs as well."""
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -109,7 +109,7 @@ def test_a_language_model() -> None:
     assert (stack.name, stack.layers, stack.seq_len) == ("blocks", 3, None)
     assert stack.attention.heads == 4 and stack.attention.head_dim == 8
     assert not stack.attention.projected and stack.cross_attention is None
-    assert [product.name for product in stack.other] == [
+    assert [matmul.name for matmul in stack.other] == [
         "attention.in_proj_weight", "attention.out_proj.weight", "mlp.0.weight", "mlp.2.weight",
     ]  # fmt: skip
     assert (made.hidden, made.vocab, made.outputs, made.tied) == (WIDTH, VOCAB, VOCAB, True)
@@ -143,7 +143,7 @@ def test_on_meta_nothing_has_to_exist() -> None:
 def test_layers_that_are_used_again() -> None:
     made = exact(Model(times=3, layers=2), tokens())
     assert [stack.layers for stack in made.stacks] == [2]
-    assert {product.uses for product in made.stacks[0].other if product.weighted} == {3}
+    assert {matmul.uses for matmul in made.stacks[0].other if matmul.weighted} == {3}
 
 
 def test_experts_that_values_decide_on() -> None:
@@ -234,7 +234,7 @@ def test_a_trace_agrees_with_the_config(
     ],
 )  # fmt: skip
 def test_architectures_that_no_reader_knows(config: Any, layers: list[int]) -> None:
-    """Windows of an image are attended to on their own: products of a fixed size."""
+    """Windows of an image are attended to on their own: matmuls of a fixed size."""
     model = transformers.AutoModelForImageClassification.from_config(config)
     made = exact(model, {"pixel_values": torch.randn(SAMPLES, 3, 64, 64)})
     assert [stack.layers for stack in made.stacks] == layers
@@ -256,7 +256,7 @@ def test_mixtures_are_really_run() -> None:
 def test_what_cannot_be_traced() -> None:
     with pytest.raises(BadInputError, match="Linear failed on the example: RuntimeError"):
         outline_from_module(nn.Linear(4, 3), torch.randn(2, 5))
-    with pytest.raises(BadInputError, match="has no product with a weight"):
+    with pytest.raises(BadInputError, match="has no matmul with a weight"):
         outline_from_module(nn.LayerNorm(4), torch.randn(2, 4))
     with pytest.raises(BadInputError, match="no tensor with samples"):
         outline_from_module(nn.Linear(4, 3), {"x": 3})

@@ -152,7 +152,7 @@ def numel(auto: Any, config: Any) -> int:
 
 
 def flops(auto: Any, config: Any, found: Outline, length: int) -> int:
-    """As torch counts the products of a real model, but for masked scores beyond windows."""
+    """As torch counts the matmuls of a real model, but for masked scores beyond windows."""
     model = auto.from_config(config, attn_implementation="eager").eval()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")

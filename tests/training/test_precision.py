@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from outpace.nn.mixed import fp32_products, make_mixed
+from outpace.nn.mixed import fp32_matmuls, make_mixed
 from outpace.probing.hardware.machine import identify
 from outpace.records.errors import BadInputError
 from outpace.records.machine import Machine
@@ -121,11 +121,11 @@ def test_float8_without_a_compiler_is_said_to_be_slow():
 
 def test_tf32_is_set_for_a_run_on_cuda_alone_and_put_back():
     before = torch.backends.cuda.matmul.fp32_precision
-    with fp32_products("tf32", torch.device("cuda")):
+    with fp32_matmuls("tf32", torch.device("cuda")):
         assert torch.backends.cuda.matmul.fp32_precision == "tf32"
     assert torch.backends.cuda.matmul.fp32_precision == before
-    with fp32_products("fp32", torch.device("cpu")):
+    with fp32_matmuls("fp32", torch.device("cpu")):
         assert torch.backends.cuda.matmul.fp32_precision == before
-    refused = fp32_products("tf32", torch.device("cpu"))
+    refused = fp32_matmuls("tf32", torch.device("cpu"))
     with pytest.raises(BadInputError, match="the device is cpu, which computes in full fp32"):
         refused.__enter__()

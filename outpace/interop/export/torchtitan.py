@@ -211,7 +211,7 @@ def _differences(spec: ModelSpec, qwen: bool) -> list[str]:
         )
     biased = [name for name in ("qkv_bias", "out_bias", "mlp_bias") if getattr(spec, name)]
     if biased:
-        found.append(f"{', '.join(biased)}: torchtitan's products have no biases.")
+        found.append(f"{', '.join(biased)}: torchtitan's matmuls have no biases.")
     usual = {"norm": "rmsnorm", "positions": "rotary", "activation": "silu", "gated": True,
              "causal": True, "qk_norm": qwen, "dropout": 0.0}  # fmt: skip
     other = [f"{name} {getattr(spec, name)}" for name, value in usual.items()

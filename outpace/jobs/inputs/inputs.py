@@ -470,7 +470,7 @@ def build_objective(
 ) -> LanguageModelObjective | CustomObjective | ClassificationObjective:
     """Build the model with its loss on the device, with its initial weights in fp32.
 
-    `compute_dtype` is the dtype of a language model's matrix products (see
+    `compute_dtype` is the dtype of a language model's matmuls (see
     `LanguageModelObjective`). If no rank holds the whole model, it has no storage yet: lay it out,
     then `fill` it.
     """

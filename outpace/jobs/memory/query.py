@@ -263,7 +263,7 @@ def _require_fp8(accelerator: Accelerator | None, node: Node | None) -> None:
         host = "this host" if node is None else node.name
         who = f"{host}'s CPU" if accelerator is None else accelerator.name
         raise BadInputError(
-            f"--precision fp8 needs float8 matrix products, which {who} does not have. Name a "
+            f"--precision fp8 needs float8 matmuls, which {who} does not have. Name a "
             "--machine that has them, such as hgx-h100, or use --precision bf16."
         )
 

@@ -21,7 +21,7 @@ _MEMORY_ERROR = 1.2
 _BATCH_ERROR = 0.05
 # Lines of a log include evaluations and checkpoints, and rates cover only some steps.
 _CLOCK_ERROR = 1.5
-# A probe's best product is not a peak: other programs may have slowed it down.
+# A probe's best matmul is not a peak: other programs may have slowed it down.
 _PROBE_ERROR = 2.0
 _ASSUMED = ("precision", "checkpointing", "optimizer")
 

@@ -71,7 +71,7 @@ class PlanQuestion:
     `machine` is a name in the catalog or a file of outpace probe; None is this machine. `adapters`:
     settings of adapters that are given by their own options. `autocast`: the planned trainer uses
     16 bits only through autocast. `trainer`: the training software; None: outpace. `measures`: if
-    this machine has no accelerator and was not probed, first measure matrix products, which takes
+    this machine has no accelerator and was not probed, first measure matmuls, which takes
     about two seconds. `host_memory`: bytes of a node's host; None if they are those known of
     the machine.
     """

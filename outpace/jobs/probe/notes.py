@@ -26,13 +26,13 @@ def finding_notes(examination: Examination) -> list[str]:
 
 
 def peak_notes(figures: Sequence[Figure]) -> Iterator[str]:
-    """Describe the share of the catalog's peak that each dtype's best matrix product reaches."""
+    """Describe the share of the catalog's peak that each dtype's best matmul reaches."""
     peaks = {f.key.of["dtype"]: f for f in figures if (f.key.kind, f.key.what) == _PEAK}
     for best in (f for f in figures if (f.key.kind, f.key.what) == _BEST):
         peak = peaks.get(best.key.of["dtype"])
         if peak is not None and best.value and peak.value:
             yield (
-                f"the best {best.key.of['dtype']} product ({best}) is "
+                f"the best {best.key.of['dtype']} matmul ({best}) is "
                 f"{best.value / peak.value:.0%} of the catalog's peak ({peak})"
             )
 

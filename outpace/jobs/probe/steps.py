@@ -1,4 +1,4 @@
-"""Steps of the catalog's small runs, which a probe times in addition to products and links."""
+"""Steps of the catalog's small runs, which a probe times in addition to matmuls and links."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -45,7 +45,7 @@ from outpace.jobs.train.sample_check import check_samples
 from outpace.launch.exit_deadline import ExitDeadline
 from outpace.nn.compilation import compiler_cache, find_disabling_variable
 from outpace.nn.fp8 import require_fp8
-from outpace.nn.mixed import fp32_products
+from outpace.nn.mixed import fp32_matmuls
 from outpace.nn.torch_versions import VERSION
 from outpace.parallel import why_not
 from outpace.parallel.offload import require
@@ -123,7 +123,7 @@ def prepare_run(settings: TrainSettings, context: RunContext) -> Iterator[Prepar
                 "with a live model or MPI. Give a number, name the model by its file, or use "
                 "gloo or nccl."
             )
-        stack.enter_context(fp32_products(plan.precision, device))
+        stack.enter_context(fp32_matmuls(plan.precision, device))
         is_custom = context.model is not None or names_code(settings.model)
         _require_possible(settings, plan, ranks, device, is_custom, context.origins)
         notify(heard, "on_stage", "preparing data")

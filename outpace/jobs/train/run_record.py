@@ -42,7 +42,7 @@ from outpace.training.schedule import learning_rate, warmup_steps
 _MAY_CHANGE = (
     "lr", "warmup", "schedule", "min_lr_ratio", "clip", "weight_decay", "eval_batches",
 )  # fmt: skip
-# fp16 matrix products on a CPU take over a hundred times as long as bf16's.
+# fp16 matmuls on a CPU take over a hundred times as long as bf16's.
 _LARGE_RATE = 0.1  # for AdamW and similar, whose steps have about that size
 # With fewer steps, weights of a model of any size hardly move, at a twentieth of their earlier
 # rate.
@@ -216,7 +216,7 @@ def run_record(job: Job, threads: int, parameters: int) -> RunRecord:
 def _computation(job: Job, parameters: int) -> list[str]:
     """Return hints on sizes and precisions that would be faster on this device."""
     hints = []
-    if job.device.type != "cpu":  # other products need no such sizes
+    if job.device.type != "cpu":  # other matmuls need no such sizes
         hints += shape_hints(job.plan, job.inputs.spec, job.inputs.seq_len or 8)
     hints += float8_hints(job.plan) + _unused_gpus(job)
     slow = job.plan.precision in COMPUTES_IN_FP16 and job.device.type == "cpu"

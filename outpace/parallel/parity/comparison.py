@@ -50,7 +50,7 @@ class ComparisonLimits:
 DOUBLE = ComparisonLimits("fp64", 1e-9, 1e-6, projection=1e-6, loss=1e-9, micro_loss=1e-9, cut=1e-9)
 # `relative` allows for modules that always compute in fp32.
 SINGLE = ComparisonLimits("fp32", 3e-4, 1e-2, projection=0.02, loss=1e-5, micro_loss=1e-5, cut=1e-5)
-# For parts of a product by other kernels, and for autocast, whose roundings differ.
+# For parts of a matmul by other kernels, and for autocast, whose roundings differ.
 SINGLE_IN_PARTS = replace(SINGLE, loss=1e-4)
 HALF = ComparisonLimits("bf16", 0.05, 0.1, projection=0.2, loss=0.005, micro_loss=2e-3, cut=1e-2)
 
@@ -59,7 +59,7 @@ def choose_tolerance(plan: Plan, narrowest: int) -> ComparisonLimits:
     """Return a plan's tolerances, depending on the smallest number of bytes of any parameter.
 
     Under autocast, the same samples go through the same kernels, and sums over samples and ranks
-    are in fp32. The exceptions are parts of products (tp) and weights that are gathered in 16 bits.
+    are in fp32. The exceptions are parts of matmuls (tp) and weights that are gathered in 16 bits.
     """
     found = _choose_by_numbers(plan, narrowest)
     if plan.compress_gradients == "bf16":  # which rounds gradients before ranks sum them

@@ -14,7 +14,7 @@ from outpace.catalog.links import LINKS
 from outpace.catalog.processors import flops_per_cycle
 from outpace.catalog.references import Kind, references
 from outpace.planner.calibration.fit_rates import RateFit, SeenStep, calibrate, steps_s
-from outpace.planner.hardware.device import DeviceRates, MeasuredProduct, of_accelerator, product_s
+from outpace.planner.hardware.device import DeviceRates, MeasuredMatmul, matmul_s, of_accelerator
 from outpace.planner.hardware.links import Fabric, Protocol
 from outpace.planner.hardware.networks import of_node
 from outpace.planner.model.outline import outline
@@ -232,7 +232,7 @@ def of_probe(machine: Machine, ranks: int) -> Cluster:
     if seen and chip is not None:
         residuals = _residuals(rates, seen)
         said = [
-            f"its rates of products, memory and launches are measured; {len(seen)} steps of the "
+            f"its rates of matmuls, memory and launches are measured; {len(seen)} steps of the "
             f"probe are off by {show_share(_median_off(residuals))} in the median, and widen the "
             "range"
         ]
@@ -322,7 +322,7 @@ _GUESSED = (
     "outpace probe --out machine.json."
 )
 _BRIEFLY = (
-    "rates of products and of memory were measured in a few seconds; everything else is guessed. "
+    "rates of matmuls and of memory were measured in a few seconds; everything else is guessed. "
     "For a reliable plan, measure first: outpace probe --out machine.json."
 )
 
@@ -385,8 +385,8 @@ class _ProbeFigures:
             return statistics.median(figure.samples)
         return figure.value
 
-    def products(self, dtype: str) -> dict[float, float]:
-        """Return FLOP/s of square-like products by FLOPs, the best of each size."""
+    def matmuls(self, dtype: str) -> dict[float, float]:
+        """Return FLOP/s of square-like matmuls by FLOPs, the best of each size."""
         best: dict[float, float] = {}
         for figure in self.probed.figures:
             key = figure.key
@@ -399,8 +399,8 @@ class _ProbeFigures:
                 best[flops] = max(best.get(flops, 0.0), rate)
         return best
 
-    def product_points(self, dtype: str) -> dict[tuple[int, int, int], float]:
-        """Return the seconds of each measured product, by its dimensions."""
+    def matmul_points(self, dtype: str) -> dict[tuple[int, int, int], float]:
+        """Return the seconds of each measured matmul, by its dimensions."""
         found: dict[tuple[int, int, int], list[float]] = {}
         for figure in self.probed.figures:
             key = figure.key
@@ -414,11 +414,11 @@ class _ProbeFigures:
         return {shape: statistics.median(seconds) for shape, seconds in found.items()}
 
     def launch_s(self) -> float | None:
-        """Return the time to launch an operator, in seconds: the time of the smallest products."""
+        """Return the time to launch an operator, in seconds: the time of the smallest matmuls."""
         small = [
             seconds
             for dtype in _DTYPES
-            for sides, seconds in self.product_points(dtype).items()
+            for sides, seconds in self.matmul_points(dtype).items()
             if max(sides) <= _SMALL_SIDE
         ]
         return statistics.median(small) if small else None
@@ -466,11 +466,11 @@ def _probed_device(
     machine: Machine, known: _ProbeFigures, ranks: int, chip: Accelerator | None
 ) -> DeviceRates:
     """Return the catalog's device with measured rates; a CPU's cores are shared by the ranks."""
-    curves = {dtype: known.products(dtype) for dtype in _DTYPES}
+    curves = {dtype: known.matmuls(dtype) for dtype in _DTYPES}
     best = {dtype: max(points.values()) for dtype, points in curves.items() if points}
     if not best:
         raise BadInputError(
-            "this machine.json has no matrix products. Probe them: outpace probe matmul --out "
+            "this machine.json has no matmuls. Probe them: outpace probe matmul --out "
             "machine.json, or outpace probe all."
         )
     copies = [f for f in known.probed.figures if (f.key.kind, f.key.what) == ("memory", "copy")]
@@ -491,7 +491,7 @@ def _probed_device(
 
 _DTYPES = ("fp32", "bf16", "fp16", "tf32", "fp8")
 _EVEN = 8  # 16-bit numbers in rows of multiples of 16 bytes
-_SMALL_SIDE = 64  # size of products that take as long as their launch
+_SMALL_SIDE = 64  # size of matmuls that take as long as their launch
 
 
 def _measured_accelerator(
@@ -499,12 +499,12 @@ def _measured_accelerator(
 ) -> DeviceRates:
     """Return the catalog's device with measured rates in place of typical ones.
 
-    Measured products correct those of similar shapes, unaligned rows get the measured rate, and a
-    launch the time of the smallest product.
+    Measured matmuls correct those of similar shapes, unaligned rows get the measured rate, and a
+    launch the time of the smallest matmul.
     """
     base = of_accelerator(chip)
     launch_s = known.launch_s()
-    ratios, unaligned = _compare_products(base, known, 2 * (launch_s or 0.0))
+    ratios, unaligned = _compare_matmuls(base, known, 2 * (launch_s or 0.0))
     rate = memory or base.memory_bytes_per_s
     adamw = known.memory_bytes_per_s("AdamW step")
     return replace(
@@ -520,17 +520,17 @@ def _measured_accelerator(
     )
 
 
-def _compare_products(
+def _compare_matmuls(
     base: DeviceRates, known: _ProbeFigures, least_s: float
-) -> tuple[dict[str, tuple[MeasuredProduct, ...]], list[float]]:
+) -> tuple[dict[str, tuple[MeasuredMatmul, ...]], list[float]]:
     """Return the ratios of measured to predicted time by dtype, and the rates of unaligned rows.
 
-    Products below `least_s` are limited by their launch and ignored.
+    Matmuls below `least_s` are limited by their launch and ignored.
     """
     ratios, unaligned = {}, []
     for dtype in _DTYPES:
         even = []
-        for (m, n, k), seconds in known.product_points(dtype).items():
+        for (m, n, k), seconds in known.matmul_points(dtype).items():
             if n % _EVEN or k % _EVEN:  # by tiles, without the cost of unaligned rows
                 unaligned.append(_by_tiles(replace(base, unaligned=1.0), dtype, m, n, k) / seconds)
             elif seconds > least_s:
@@ -542,11 +542,11 @@ def _compare_products(
 
 
 def _by_tiles(device: DeviceRates, dtype: str, m: int, n: int, k: int) -> float:
-    """Return the time of a product by the catalog, s."""
+    """Return the time of a matmul by the catalog, s."""
     item = np.array([{"fp32": 4.0, "tf32": 4.0}.get(dtype, 2.0)])
     one, other, inner = (np.array([float(side)]) for side in (m, n, k))
     rate = np.array([device.rate(dtype)])
-    return float(product_s(device, rate, one, other, inner, item)[0])
+    return float(matmul_s(device, rate, one, other, inner, item)[0])
 
 
 def _unknown(
@@ -561,7 +561,7 @@ def _unknown(
             f"{machine.devices[0].name} is not in the catalog, and this machine.json does not say "
             "how fast its memory is. Probe it: outpace probe memory --out machine.json."
         )
-    attention, share = efficiency.ATTENTION["ampere"]["flash2"], efficiency.PRODUCTS["ampere"].share
+    attention, share = efficiency.ATTENTION["ampere"]["flash2"], efficiency.MATMULS["ampere"].share
     first = machine.devices[0]
     return replace(
         _measured_cluster(first.name, first.memory_bytes, rates, bytes_per_s, curve),

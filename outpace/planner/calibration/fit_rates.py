@@ -1,6 +1,6 @@
 """Calibration with measured steps: factors on the rates that plans are estimated with.
 
-Probes measure matrix products and copies one by one; in a step, operators follow each other, with
+Probes measure matmuls and copies one by one; in a step, operators follow each other, with
 cold caches, autograd and hooks. A step's time is a sum of terms, each proportional to one rate, so
 measured steps show the error of each rate. The factors are found by least squares on logarithms,
 with a prior of 1 that preserves rates about which the steps say little.

@@ -121,7 +121,7 @@ def faster_case(
     """
     if like.plan is None:
         return None
-    bits = _BITS[PRECISION_TRAITS[like.plan.precision].products]
+    bits = _BITS[PRECISION_TRAITS[like.plan.precision].matmuls]
     wanted = (like.chip, like.devices, like.seq_len, global_batch)
     found = [
         one for one in cases
@@ -137,7 +137,7 @@ _BITS: Mapping[str, int] = {"fp32": 32, "tf32": 32, "bf16": 16, "fp16": 16, "fp8
 
 
 def _bits_of(case: MeasuredCase) -> int:
-    """Return the bits of a case's matrix products; 32 if unknown."""
+    """Return the bits of a case's matmuls; 32 if unknown."""
     said = case.precision or "fp32"
     return 8 if "fp8" in said.lower() else 16 if "16" in said else 32
 

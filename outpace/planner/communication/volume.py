@@ -102,7 +102,7 @@ class StepOnRank:
 
     @property
     def low_item(self) -> int:
-        """Return the bytes per number in the inputs of matrix products."""
+        """Return the bytes per number in the inputs of matmuls."""
         return self.item if self._traits.low is None else 2
 
     @property
@@ -262,7 +262,7 @@ def _data_parallel(work: StepOnRank, tally: Tally) -> None:
     additional number for each).
     """
     ranks, first, passes = work.plan.world_size, work.rank == 0, work.passes
-    # BERT's last norm has the dtype of the product before it, others have fp32.
+    # BERT's last norm has the dtype of the matmul before it, others have fp32.
     output_item = work.item if work.spec.norm_first else work.low_item
     weights, outputs = sum(work.sizes) * work.item, work.hidden_elements * output_item
     samples = work.plan.micro_batch * work.seq_len * _TOKEN_BYTES

@@ -18,10 +18,10 @@ from outpace.planner.search.space import memory_options, to_plan
 from outpace.planner.step_time.estimate import estimate
 from outpace.records.units import show_seconds
 
-_PRODUCTS: Mapping[Experts, str] = {
-    "grouped": "grouped products",
-    "triton": "ScatterMoE's grouped products",
-    "loop": "one expert's products after another's",
+_MATMULS: Mapping[Experts, str] = {
+    "grouped": "grouped matmuls",
+    "triton": "ScatterMoE's grouped matmuls",
+    "loop": "one expert's matmuls after another's",
 }
 _SENDS: Mapping[Dispatcher, str] = {
     "allgather": "an all-gather of all tokens",
@@ -40,10 +40,10 @@ def expert_notes(job: PlanningProblem, found: SearchResult, listed: Sequence[int
     sends = f"; expert parallelism sends tokens by {_SENDS[job.stack.dispatcher]}"
     alone, apart = job.question.device.uneven_experts
     return [
-        f"Experts: times assume {job.stack.name}'s kernels: {_PRODUCTS[job.stack.experts]}"
+        f"Experts: times assume {job.stack.name}'s kernels: {_MATMULS[job.stack.experts]}"
         f"{sends if job.cluster.devices > 1 else ''}.",
         "Experts: tokens are assumed to be spread evenly, and none to be dropped. If some "
-        "experts get most of them (a power law of 1.2), grouped products were measured to take "
+        "experts get most of them (a power law of 1.2), grouped matmuls were measured to take "
         f"{alone} times as long on one rank, {apart} times on "
         f"the slowest of several ranks with different experts ({efficiency.UNEVEN_SOURCE}).",
         *_expert_parallelism(job, found, listed),

@@ -18,7 +18,7 @@ _ASKED: tuple[tuple[str, Any, str], ...] = (
     ("precision", "fp8", "fp8"), ("compile", True, "compile"),
     ("optimizer", "adamw-8bit", "adamw-8bit"),
 )  # fmt: skip
-# Below, scaling takes longer than products save: 1.17 times as fast at about 1 billion, slower at
+# Below, scaling takes longer than matmuls save: 1.17 times as fast at about 1 billion, slower at
 # 124 million (karpathy/nanochat, dev/LOG.md, H100, compiled).
 FP8_PARAMETERS = 0.9e9
 _LEAST = 1.02  # least speed-up to report

@@ -9,7 +9,7 @@ from outpace.records.strategies import TRAITS
 
 # Words for where the time goes.
 PARTS: Mapping[str, str] = {
-    "products_s": "matrix products",
+    "products_s": "matmuls",
     "attention_s": "attention",
     "memory_s": "memory-bound operations",
     "host_s": "waiting for host and slowest stage",

@@ -1,4 +1,4 @@
-"""A device's rates: products, attention, memory and the host, by catalog or probe."""
+"""A device's rates: matmuls, attention, memory and the host, by catalog or probe."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,11 +13,11 @@ from outpace.records.errors import BadInputError
 from outpace.records.hardware import Accelerator, Dtype
 from outpace.records.precisions import PRECISION_TRAITS, Precision
 
-# Square tiles and those twice as long, as products' outputs are cut, with what they reach.
+# Square tiles and those twice as long, as matmuls' outputs are cut, with what they reach.
 Tile = tuple[int, int, float]
-# Dimensions of a product that was measured, and by how much it took longer than by tiles.
-MeasuredProduct = tuple[float, float, float, float]
-_NEAR = 0.05  # squared doublings within which a measured product is the requested one
+# Dimensions of a matmul that was measured, and by how much it took longer than by tiles.
+MeasuredMatmul = tuple[float, float, float, float]
+_NEAR = 0.05  # squared doublings within which a measured matmul is the requested one
 _TILE_STEP = 64  # inner dimension per step of a multiprocessor
 _SPLITS = (1, 2, 4, 8)
 _FP32 = 4
@@ -28,31 +28,31 @@ _ALIGNMENT = 16  # bytes
 class DeviceRates:
     """Achievable rates of one rank's device; only `peak_flops_per_s` is a peak.
 
-    Each of the `multiprocessors` computes one tile of a matrix product at a time. `operator_s` is
-    the minimum host time of an operator. `curve` has points of a product's FLOPs and the fraction
+    Each of the `multiprocessors` computes one tile of a matmul at a time. `operator_s` is
+    the minimum host time of an operator. `curve` has points of a matmul's FLOPs and the fraction
     of the best rate that it reaches, if measured; otherwise, tiles and waves decide. `unaligned` is
     the fraction of the rate for rows that are not a multiple of 16 bytes. `memory_bytes` is
     available to a process, out of the manufacturer's `nominal_bytes`. `attention_forward` and
-    `attention_backward` are fractions of the rate of 16-bit products; `attention_narrow` is the
+    `attention_backward` are fractions of the rate of 16-bit matmuls; `attention_narrow` is the
     fraction of that for heads of width 64. An optimizer reaches `optimizer_share` of the memory
     bandwidth. `hides` is the fraction of a collective that can overlap with computation; 0 if the
-    same cores do both. Beside a collective, products take `beside_collectives` times as long; 1 if
+    same cores do both. Beside a collective, matmuls take `beside_collectives` times as long; 1 if
     they are slowed like all else. `spread` is the standard deviation of the clocks of devices of
     this kind, relative to the median. `sharers` ranks share a core: while some wait, the others are
     faster accordingly. `unit_s` is the host time to gather or reduce a sharding unit. `piecewise`:
     rotary embeddings, and RMS norms of tensors split over tp, consist of several operators; other
     RMS norms are a single operator of this package (nn.norms). `attention_rates` are the FLOP/s in
-    fp32 and bf16 to which attention's fractions refer, if they differ from those of products.
+    fp32 and bf16 to which attention's fractions refer, if they differ from those of matmuls.
     `attention_kernels` are the fractions of other kernels, by name; causal attention reaches half
     of its rate at `attention_half` keys.
 
-    A tile of a product takes as long as if its inner dimension were `fill` longer. Even short
-    products reach no more than `limit` of the best rate; within a step, which is a sustained load,
+    A tile of a matmul takes as long as if its inner dimension were `fill` longer. Even short
+    matmuls reach no more than `limit` of the best rate; within a step, which is a sustained load,
     they reach at most `sustained` of it, or `sustained_fp8` in fp8. `measured_ratios` say by dtype
-    how much longer products took that were measured on this very device. Triton's grouped products
-    of experts take `triton_experts` times as long as products by tiles. `any_fp8_layout`: products
+    how much longer matmuls took that were measured on this very device. Triton's grouped matmuls
+    of experts take `triton_experts` times as long as matmuls by tiles. `any_fp8_layout`: matmuls
     in fp8 take operands that are not transposed. `uneven_experts`: how many times as long grouped
-    products take if some experts have most of the tokens, on one rank and on the slowest of many.
+    matmuls take if some experts have most of the tokens, on one rank and on the slowest of many.
     """
 
     name: str
@@ -85,7 +85,7 @@ class DeviceRates:
     attention_kernels: Mapping[str, efficiency.AttentionRate] = field(default_factory=dict)
     fill: float = 0.0
     limit: float = 1.0
-    measured_ratios: Mapping[str, tuple[MeasuredProduct, ...]] = field(default_factory=dict)
+    measured_ratios: Mapping[str, tuple[MeasuredMatmul, ...]] = field(default_factory=dict)
     sustained: float = 1.0
     sustained_fp8: float = 1.0
     triton_experts: float = 1.0
@@ -96,11 +96,11 @@ class DeviceRates:
     sources: tuple[str, ...] = ()
 
     def is_fp8(self, rate: Floats) -> Bools:
-        """Return whether products run at the rate of fp8, which is twice the rate of 16 bits."""
+        """Return whether matmuls run at the rate of fp8, which is twice the rate of 16 bits."""
         return rate > 1.5 * self.rate("bf16")
 
     def rate(self, dtype: str) -> float:
-        """Return the FLOP/s of large matrix products, or of those in the next wider dtype."""
+        """Return the FLOP/s of large matmuls, or of those in the next wider dtype."""
         wider = ("fp16" if dtype == "bf16" else "bf16", "tf32", "fp32")
         for name in (dtype, *(reversed(wider) if dtype == "tf32" else wider)):
             if name in self.best_flops_per_s:
@@ -109,8 +109,8 @@ class DeviceRates:
 
 
 def dtype_of(precision: Precision) -> Dtype:
-    """Return the dtype in which matrix products are computed."""
-    return PRECISION_TRAITS[precision].products
+    """Return the dtype in which matmuls are computed."""
+    return PRECISION_TRAITS[precision].matmuls
 
 
 def check_dtype(precision: Precision, device: DeviceRates) -> None:
@@ -118,20 +118,20 @@ def check_dtype(precision: Precision, device: DeviceRates) -> None:
     has = sorted(device.best_flops_per_s)
     if device.kind == "cuda" and dtype_of(precision) not in (*has, "fp32"):
         raise BadInputError(
-            f"precision {precision}: {device.name} has no matrix products in "
+            f"precision {precision}: {device.name} has no matmuls in "
             f"{dtype_of(precision)}. It has {', '.join(has)}."
         )
 
 
 def items(precision: Ints) -> Floats:
-    """Return the bytes per number in matrix products, by precision."""
+    """Return the bytes per number in matmuls, by precision."""
     sizes = [PRECISION_TRAITS[name].operand_bytes for name in PRECISIONS]
     return np.asarray(sizes, float)[precision]
 
 
 def of_accelerator(chip: Accelerator) -> DeviceRates:
     """Return a device with the published measurements of its architecture."""
-    curve = efficiency.product_curve(chip)
+    curve = efficiency.matmul_curve(chip)
     kernels = efficiency.attention_rates(chip)
     attention = kernels.get("cudnn", kernels["flash2"])
     peaks: dict[str, float] = {str(k): v for k, v in chip.peak.flops_per_s.items()}
@@ -179,7 +179,7 @@ def of_accelerator(chip: Accelerator) -> DeviceRates:
         any_fp8_layout=efficiency.takes_any_fp8_layout(chip),
         uneven_experts=efficiency.uneven_load(chip),
         hides=1 - efficiency.COLLECTIVE_MULTIPROCESSORS / (chip.multiprocessors or 132),
-        beside_collectives=efficiency.PERSISTENT_PRODUCTS.get(chip.architecture, 1.0),
+        beside_collectives=efficiency.PERSISTENT_MATMULS.get(chip.architecture, 1.0),
         spread=efficiency.DEVICE_SPREAD,
         sources=(curve.source, attention.source, efficiency.MEMORY_SOURCE,
                  efficiency.OPERATOR_SOURCE, efficiency.BACKWARD_SOURCE,
@@ -188,7 +188,7 @@ def of_accelerator(chip: Accelerator) -> DeviceRates:
     )  # fmt: skip
 
 
-def product_s(
+def matmul_s(
     device: DeviceRates,
     rate: Floats,
     m: Floats,
@@ -197,10 +197,10 @@ def product_s(
     item: Floats,
     batch: Floats | float = 1.0,
 ) -> Floats:
-    """Return seconds of `batch` products of (m, k) by (k, n), at `rate` FLOP/s for large ones.
+    """Return seconds of `batch` matmuls of (m, k) by (k, n), at `rate` FLOP/s for large ones.
 
     Outputs are cut into tiles, which multiprocessors take in waves; the last wave may be nearly
-    empty (wave quantisation), as may tiles at the edges (tile quantisation). Products with few
+    empty (wave quantisation), as may tiles at the edges (tile quantisation). Matmuls with few
     tiles are split over k, whose parts are then summed. A batch is that many times the tiles.
     """  # fmt: skip
     m, n, k, rate = (np.asarray(x, float) for x in (m, n, k, rate))
@@ -230,7 +230,7 @@ def product_s(
     return seconds
 
 
-def sustained_product_s(
+def sustained_matmul_s(
     device: DeviceRates,
     rate: Floats,
     m: Floats,
@@ -240,13 +240,13 @@ def sustained_product_s(
     batch: Floats | float = 1.0,
     more_bytes: Floats | float = 0.0,
 ) -> Floats:
-    """Return `product_s` within a training step, where power and cold caches limit rates.
+    """Return `matmul_s` within a training step, where power and cold caches limit rates.
 
-    No product exceeds the sustained rate; slower ones take as long as they do alone. `more_bytes`
+    No matmul exceeds the sustained rate; slower ones take as long as they do alone. `more_bytes`
     are moved when tiles are done, in addition to operands and results: this adds to the time if the
     device does not compute the next tiles meanwhile.
     """
-    short = product_s(device, rate, m, n, k, item, batch)
+    short = matmul_s(device, rate, m, n, k, item, batch)
     rate = np.asarray(rate, float)
     share = np.where(device.is_fp8(rate), device.sustained_fp8, device.sustained)
     # fp32 without tensor cores draws less power.
@@ -259,7 +259,7 @@ def sustained_product_s(
 
 
 def _measured_ratio(device: DeviceRates, m: Floats, n: Floats, k: Floats, rate: Floats) -> Floats:
-    """Return how much longer measured products take than their tiles predict, at this shape.
+    """Return how much longer measured matmuls take than their tiles predict, at this shape.
 
     Points of the same dtype are weighted by distance in the logarithms of the three dimensions: the
     ratio at a point is its own, and that far from all points is their mean.
@@ -273,7 +273,7 @@ def _measured_ratio(device: DeviceRates, m: Floats, n: Floats, k: Floats, rate: 
     return found
 
 
-def _interpolate(points: Sequence[MeasuredProduct], m: Floats, n: Floats, k: Floats) -> Floats:
+def _interpolate(points: Sequence[MeasuredMatmul], m: Floats, n: Floats, k: Floats) -> Floats:
     at, ratios = np.log2([point[:3] for point in points]), np.log([p[3] for p in points])
     asked = np.log2(np.stack([m, n, k], axis=-1))
     apart = np.sum((asked[..., None, :] - at) ** 2, axis=-1)
@@ -285,7 +285,7 @@ def _interpolate(points: Sequence[MeasuredProduct], m: Floats, n: Floats, k: Flo
 def _by_curve(
     device: DeviceRates, rate: Floats, m: Floats, n: Floats, k: Floats, batch: Floats | float
 ) -> Floats:
-    """Return the time of a batch of products, at the share of the best rate for their size."""
+    """Return the time of a batch of matmuls, at the share of the best rate for their size."""
     flops = 2.0 * m * n * k
     sizes, shares = np.array(device.curve).T
     share = np.interp(np.log(np.maximum(flops, 1.0)), np.log(sizes), shares)

@@ -28,7 +28,7 @@ def add_frozen_head_loss(
     timeline: MemoryTimeline, outline: Outline, columns: PlanBatch, sizes: Shapes, device: str,
     item: Floats,
 ) -> None:  # fmt: skip
-    """Add the head's products and the loss; `item`: bytes per number of the head.
+    """Add the head's matmuls and the loss; `item`: bytes per number of the head.
 
     The resulting gradient of the last hidden state is not counted here.
     """
@@ -118,9 +118,9 @@ def _on_accelerator(
     chunk = accelerator_rows(rows, wide, s.operand, c.chunked_loss)
     inside = chunk * row_bytes + np.where(s.operand < s.stream, chunk * hidden * s.operand, 0.0)
     softmax = block_bytes(chunk, wide, c.compile) * np.where(s.operand < FP32, 2, 1)
-    product = np.where(s.operand < s.stream, chunk * hidden * s.operand, 0.0)
+    matmul = np.where(s.operand < s.stream, chunk * hidden * s.operand, 0.0)
     timeline.allocate("activations", select(~whole, output))
     timeline.moment(
-        "temporary", select(~whole, inside + copy + output + np.maximum(softmax, product))
+        "temporary", select(~whole, inside + copy + output + np.maximum(softmax, matmul))
     )
     timeline.free("activations", select(~whole, output))

@@ -2,7 +2,7 @@
 
 docs/concepts/memory-model.md derives what autograd saves in `nn.lora` and when it frees it: frozen
 matrices save no inputs and have no gradients, each adapter saves its input and its low-rank
-product, and the first block's input needs no gradient. Nothing is fitted.
+matmul, and the first block's input needs no gradient. Nothing is fitted.
 """
 
 from collections.abc import Iterator
@@ -141,7 +141,7 @@ class AdapterMemory:
 
     @cached_property
     def casts_adapters(self) -> Bools:
-        """Return which plans cast adapters, and matrices that are not in 4 bits, for products."""
+        """Return which plans cast adapters, and matrices that are not in 4 bits, for matmuls."""
         return self.sizes.operand < self.gathered_item
 
     def copy_bytes(self, matrix: Matrix, reads_gradient: bool) -> Floats:
@@ -163,15 +163,15 @@ class AdapterMemory:
 
     @cached_property
     def low(self) -> Floats:
-        """Return the bytes of a low-rank product: T·r."""
+        """Return the bytes of a low-rank matmul: T·r."""
         return self.sizes.tokens * self.settings.rank * self.sizes.operand
 
     def input_bytes(self, matrix: Matrix) -> Floats:
-        """Return the bytes of a matrix's input, in the dtype of products."""
+        """Return the bytes of a matrix's input, in the dtype of matmuls."""
         return self.sizes.tokens * matrix.inputs * self.sizes.operand
 
     def output_bytes(self, matrix: Matrix) -> Floats:
-        """Return the bytes of a matrix's output, in the dtype of products."""
+        """Return the bytes of a matrix's output, in the dtype of matmuls."""
         return self.sizes.tokens * matrix.outputs * self.sizes.operand
 
     @cached_property
@@ -264,7 +264,7 @@ class AdapterMemory:
         """Return the bytes that a block's forward needs at its peak in addition to what it saves.
 
         Outputs of attention and of norms before their cast live until its end. In addition, there
-        are the outputs of a matrix and its adapter and their sum, in the MLP's last product or the
+        are the outputs of a matrix and its adapter and their sum, in the MLP's last matmul or the
         one before it.
         """
         s = self.sizes
@@ -289,7 +289,7 @@ class AdapterMemory:
     def recomputed_forward_bytes(self) -> Floats:
         """Return the same for a block that recomputes its tensors in the backward.
 
-        By then all tensors of the MLP exist, except the outputs of products that are kept.
+        By then all tensors of the MLP exist, except the outputs of matmuls that are kept.
         """
         s, b = self.sizes, self.block
         throughout = 3 * s.part * s.stream + s.whole * s.operand * np.where(s.casts, 2, 1)
@@ -310,7 +310,7 @@ class AdapterMemory:
         kept = b.residual
         if mode in ("attention", "selective"):
             kept = kept + b.mixed
-        if mode == "selective":  # every product's output: of the matrix and of both factors
+        if mode == "selective":  # every matmul's output: of the matrix and of both factors
             for m in self.matrices:
                 kept = kept + self.output_bytes(m)
                 kept = kept + (self.output_bytes(m) + self.low if m.adapted else 0.0)
@@ -559,7 +559,7 @@ def _add_block(timeline: MemoryTimeline, step: AdapterMemory, again: Bools, *, f
     timeline.pass_over("activations", remade)
     timeline.allocate("weight copies", np.where(again, step.block_copies(first=first), 0.0))
     timeline.moment("temporary", np.where(again, step.forward_bytes, 0.0))
-    # The last product's output was saved, and is not recomputed.
+    # The last matmul's output was saved, and is not recomputed.
     cached = np.where(again & (share_of(step.columns, "selective") > 0), b.output, 0.0)
     timeline.pass_over("activations", cached)
     starts = first and not step.has(*_QKV, "out")

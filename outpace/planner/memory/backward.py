@@ -144,7 +144,7 @@ def _add_embedding(timeline: MemoryTimeline, rank: RankSetup) -> None:
     """Add the embedding's gradient, which covers all rows; a tied head's is added to it."""
     setup, place, e = rank.setup, rank.place, rank.setup.ends
     both = place.first & place.last & setup.outline.tied
-    add_gradient(timeline.select(place.first), rank.gradient, e.positions, product=False)
+    add_gradient(timeline.select(place.first), rank.gradient, e.positions, matmul=False)
     # Tied: there is the head's, and a third for the sum.
     alone = setup.dp | (setup.columns.pp > 1)  # each in a separate backward
     raised = raised_table(rank)
@@ -156,7 +156,7 @@ def _add_embedding(timeline: MemoryTimeline, rank: RankSetup) -> None:
     timeline.moment("temporary", np.maximum(np.where(both, sums, 0.0), raised + cast))
     timeline.free("temporary", tied_head_bytes(rank))
     single = place.first & ~both
-    add_gradient(timeline.select(single), rank.gradient, e.embedding, product=False)
+    add_gradient(timeline.select(single), rank.gradient, e.embedding, matmul=False)
 
 
 def _reduce_root(timeline: MemoryTimeline, rank: RankSetup) -> None:

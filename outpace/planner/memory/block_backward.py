@@ -20,7 +20,7 @@ class _Block:
     """Values shared by the operators of a block's backward.
 
     `live`: share of saved tensors on the device. `copies`: bytes of weight copies per matrix
-    element, if they exist. `stream`: gradient of the residual stream. `read`: input of products;
+    element, if they exist. `stream`: gradient of the residual stream. `read`: input of matmuls;
     `cast`: its copy if it is cast; `gathered`: its copy if it is gathered again.
     """
 
@@ -66,7 +66,7 @@ def _add_mlp(timeline: MemoryTimeline, block: _Block) -> None:
     """Add the MLP, with the norm before or after it."""
     b = block.setup.block
     inner, saved = b.inner, b.inner * block.live
-    # The gradient of its output in the products' dtype, then of the inner tensor.
+    # The gradient of its output in the matmuls' dtype, then of the inner tensor.
     timeline.pass_over("temporary", block.cast)
     timeline.allocate("temporary", inner)
     add_gradient(timeline, block.gradient, b.down, copies=block.copies)
@@ -113,7 +113,7 @@ def _add_attention(timeline: MemoryTimeline, block: _Block) -> None:
     rest = b.elements - b.down - b.up * (2 if b.gated else 1)
     timeline.pass_over("temporary", 2 * block.read + block.gathered)
     add_gradient(timeline, block.gradient, rest - b.vectors, copies=block.copies)
-    add_gradient(timeline, block.gradient, b.vectors, product=False)
+    add_gradient(timeline, block.gradient, b.vectors, matmul=False)
     timeline.free("temporary", block.read + block.gathered + heads)
     timeline.free("activations", b.input * block.live)
     _add_norm(timeline, block)

@@ -27,7 +27,7 @@ def add_forward(timeline: MemoryTimeline, rank: RankSetup, delayed: Floats) -> N
     timeline.offload(chunks * rank.blocks * away, setup.activations_on_disk)
     add_copies(timeline, rank, chunks * rank.blocks)
     # Where blocks end with norms the embedding has one too, which keeps the sum.
-    summed = place.first & bool(setup.outline.head_products)
+    summed = place.first & bool(setup.outline.head_matmuls)
     stream = setup.sizes.part * setup.sizes.stream
     timeline.pass_over("activations", np.where(summed, stream, 0.0))
     _add_tables(timeline, rank)

@@ -13,7 +13,7 @@ class FrameworkTraits:
 
     `chunks_loss`: large logits are split into chunks. `softmax_in_place`: a single fp32 copy of the
     logits becomes the softmax and then its gradient. `regathers_inputs`: under sequence
-    parallelism, a rank keeps its shard of products' inputs and gathers it again. `main_gradients`:
+    parallelism, a rank keeps its shard of matmuls' inputs and gathers it again. `main_gradients`:
     bytes per gradient of a buffer that accumulates gradients throughout the job, for whole weights
     unless a plan shards them; None means as in outpace's strategies. `shards_by_element`: zero1
     shards elements over data and context parallelism, not whole parameters.

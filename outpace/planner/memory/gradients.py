@@ -14,14 +14,14 @@ from outpace.planner.plan_columns import Bools, Floats
 class GradientBytes:
     """Bytes of a gradient per element, one entry per plan.
 
-    `product` and `other`: bytes before a cast, from a matrix product or elsewhere. If ranks have
+    `matmul` and `other`: bytes before a cast, from a matmul or elsewhere. If ranks have
     whole weights, `kept` bytes stay, or `added` bytes live until they are added to existing
     gradients; both are 0 if parameters are gathered. Then `whole` bytes live until they are
     reduced, or `joined` bytes until they are added to gradients that wait for a pipeline's last
     micro-batch.
     """
 
-    product: Floats
+    matmul: Floats
     other: Floats
     kept: Floats
     added: Floats
@@ -41,7 +41,7 @@ def gradient_bytes(setup: MemorySetup, allocates: Bools, joins: Bools) -> Gradie
     # Added at once where what waits is of its dtype.
     joins = joins & (s.reduced == item)
     return GradientBytes(
-        product=np.where(s.operand < item, s.operand, 0.0) + cast,
+        matmul=np.where(s.operand < item, s.operand, 0.0) + cast,
         other=cast,
         kept=np.where(allocates, sums, 0.0),
         added=np.where(allocates, 0.0, sums),
@@ -59,15 +59,15 @@ def add_gradient(
     timeline: MemoryTimeline,
     item: GradientBytes,
     elements: Floats,
-    product: bool = True,
+    matmul: bool = True,
     copies: Floats | float = 0.0,
 ) -> None:
     """Add a weight's gradient: stored, accumulated, or kept until its reduction.
 
-    If it comes from a `product`, it is cast when the weight's copy, of `copies` bytes per element,
+    If it comes from a `matmul`, it is cast when the weight's copy, of `copies` bytes per element,
     is freed.
     """
-    made = elements * (item.product if product else item.other)
+    made = elements * (item.matmul if matmul else item.other)
     timeline.allocate("temporary", made)
     timeline.free("weight copies", copies * elements)
     timeline.moment("gradients", elements * item.added)

@@ -30,7 +30,7 @@ class _Head:
     """The head, of `elements` on ranks that have it; it receives `rows` tokens.
 
     `more`: further micro-batches that wait for their backward. `last`: bytes of a buffer that is
-    freed when the head begins. `copied`: products read a cast or padded copy.
+    freed when the head begins. `copied`: matmuls read a cast or padded copy.
     """
 
     setup: MemorySetup
@@ -127,8 +127,8 @@ def _vocab(setup: MemorySetup) -> Floats:
 
 
 def _transform_bytes(setup: MemorySetup) -> Floats | float:
-    """Return the bytes that BERT's product, activation and norm before the head save."""
-    if not setup.outline.head_products:
+    """Return the bytes that BERT's matmul, activation and norm before the head save."""
+    if not setup.outline.head_matmuls:
         return 0.0
     read = setup.sizes.whole * setup.sizes.operand
     return 2 * read + np.where(setup.sizes.casts, read, 0.0)
@@ -207,7 +207,7 @@ def _splits_backward(setup: MemorySetup) -> Bools:
 
 
 def _takes_bf16_logits(setup: MemorySetup) -> Bools:
-    """Return which plans have bf16 products on a CPU, where the gradient overwrites the logits."""
+    """Return which plans have bf16 matmuls on a CPU, where the gradient overwrites the logits."""
     c = setup.columns
     own = c.precision_in(*COMPUTES_IN_BF16) & ~_splits_backward(setup) & (c.tp == 1)
     takes: Bools = own & setup.question.traits.chunks_loss & (setup.question.device == "cpu")
@@ -242,20 +242,20 @@ def _add_whole_logits(timeline: MemoryTimeline, head: _Head) -> None:
     logits, wide = head.rows * head.vocab, np.maximum(s.operand, FP32)
     narrow = np.where(s.operand < FP32, s.operand, 0.0)
     read = states * s.operand
-    # What the head reads is gathered for its product and again for its gradient, or kept.
+    # What the head reads is gathered for its matmul and again for its gradient, or kept.
     gathered = np.where(setup.regathers_inputs, read * (1 - 1 / c.tp), 0.0)
     copy = np.where(head.copied, head.elements * s.operand, 0.0)
     timeline.pass_over("activations", head.more * (logits * wide + read - gathered))
     timeline.pass_over("weight copies", head.more * copy)
     timeline.pass_over("activations", read - gathered)
     timeline.pass_over("weight copies", copy)
-    # Products, in fp32, and their logarithms of softmax (split over ranks: exponentials).
+    # Matmuls, in fp32, and their logarithms of softmax (split over ranks: exponentials).
     output = np.where(s.casts, states * s.stream, 0.0)  # what was cast
     again = 0 if in_place else wide
     timeline.moment("temporary", output + logits * (narrow + wide + again))
     timeline.allocate("activations", logits * wide)
     timeline.free("communication", head.last)
-    # Its gradient, and that of the products; split or in place it is made at once, and cast.
+    # Its gradient, and that of the matmuls; split or in place it is made at once, and cast.
     made = np.where((c.tp > 1) | in_place, again + narrow, 2 * wide)
     timeline.moment("temporary", logits * made)
     timeline.free("activations", logits * wide)

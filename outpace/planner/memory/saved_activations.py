@@ -19,7 +19,7 @@ from outpace.records.precisions import COMPUTES_IN_BF16, PRECISION_TRAITS
 
 FP32 = 4
 _TRAITS = [PRECISION_TRAITS[name] for name in PRECISIONS]
-# Bytes of a weight, of an operand of a product, and of the residual stream, which is as wide as
+# Bytes of a weight, of an operand of a matmul, and of the residual stream, which is as wide as
 # weights are.
 _TABLE = np.array(
     [(traits.weight_bytes, traits.operand_bytes, traits.weight_bytes) for traits in _TRAITS],
@@ -47,7 +47,7 @@ class Shapes:
 
     @property
     def casts(self) -> Bools:
-        """Return which plans' products need casts to a narrower dtype than the stream's."""
+        """Return which plans' matmuls need casts to a narrower dtype than the stream's."""
         return self.operand < self.stream
 
 
@@ -69,7 +69,7 @@ class Layer:
     """One layer of a stack: the bytes that its forward saves, by origin.
 
     `norm`: bytes that each norm saves in addition to its input. `input`: bytes saved of the input
-    of the products after it. `output`: a product's output before it is added to the residual
+    of the matmuls after it. `output`: a matmul's output before it is added to the residual
     stream. `raw`: queries and keys before rotation.
     """
 
@@ -132,13 +132,13 @@ class Layer:
         if mode in ("attention", "selective"):
             kept = kept + self.mixed
         if mode == "selective":
-            products = self.raw + self.output * self.norms + self.inners / 2 * self.inner
-            kept = kept + products + self.other
+            matmuls = self.raw + self.output * self.norms + self.inners / 2 * self.inner
+            kept = kept + matmuls + self.other
         return kept
 
     @property
     def outputs(self) -> Floats:
-        """Return the bytes of output gradients of matrix products and norms."""
+        """Return the bytes of output gradients of matmuls and norms."""
         made = self.raw + self.norms * (self.output + self.scaled)
         return made + self.inners / 2 * self.inner
 

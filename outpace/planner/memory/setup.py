@@ -84,7 +84,7 @@ class MemorySetup:
     each mode of recomputation; `elements`, of all parameters; `matrices`, of matrices; `copies`,
     bytes of casts of matrices; `unit`, bytes of gathered parameters (else 0). `dp`: rank 0 has all
     ranks' outputs. `splits_stream`: ranks of tp have shards of the residual stream, which is
-    gathered for products; `regathers_inputs`: it is gathered again for the backward.
+    gathered for matmuls; `regathers_inputs`: it is gathered again for the backward.
     """
 
     question: MemoryQuestion
@@ -223,7 +223,7 @@ def _gradient_buffers(
 
 
 def _width(stack: Stack) -> int:
-    """Return the columns of all products that a token passes in a layer."""
+    """Return the columns of all matmuls that a token passes in a layer."""
     width = 0
     if stack.mlp is not None:
         times = 2 if stack.mlp.gated else 1
@@ -232,4 +232,4 @@ def _width(stack: Stack) -> int:
     for attention in (stack.attention, stack.cross_attention):
         if attention is not None:
             width += attention.heads * (attention.head_dim + attention.value_dim)
-    return width + sum(product.outputs * product.count for product in stack.other)
+    return width + sum(matmul.outputs * matmul.count for matmul in stack.other)

@@ -33,7 +33,7 @@ def outside_elements(outline: Outline, columns: PlanBatch) -> OutsideElements:
     split = columns.tp
     rows = -(-outline.vocab // split)
     zero = np.zeros(len(split))
-    tail = sum(p.inputs * p.outputs * p.count for p in outline.head_products)
+    tail = sum(p.inputs * p.outputs * p.count for p in outline.head_matmuls)
     tail += outline.outside_parameters
     return OutsideElements(
         embedding=rows * outline.hidden + zero,
@@ -68,7 +68,7 @@ def layer_shapes(
 
 
 def _parts(name: str, stack: Stack, outputs: int, tp: int) -> list[int]:
-    """Split matrices that are a single product here but several in the model."""
+    """Split matrices that are a single matmul here but several in the model."""
     if name.endswith("qkv"):
         one = stack.cross_attention if name.startswith("cross") else stack.attention
         assert one is not None
@@ -144,7 +144,7 @@ def _states(
         return optimizer_bytes(shape, name, precision, hidden=False)
     rest = sum(
         p.count * optimizer_bytes((p.outputs, p.inputs), name, precision, hidden=False)
-        for p in outline.head_products
+        for p in outline.head_matmuls
     )
     return rest + optimizer_bytes((outline.outside_parameters,), name, precision, hidden=False)
 
@@ -170,7 +170,7 @@ def _all_shapes(outline: Outline) -> list[tuple[Shape, bool]]:
     """Return the shape of every parameter, and whether it belongs to a layer."""
     hidden = outline.hidden
     outside = [(outline.vocab, hidden), (outline.learned_positions, hidden)]
-    outside += [(p.outputs, p.inputs) for p in outline.head_products for _ in range(p.count)]
+    outside += [(p.outputs, p.inputs) for p in outline.head_matmuls for _ in range(p.count)]
     outside += [] if outline.tied else [(outline.outputs, hidden)]
     found: list[tuple[Shape, bool]] = [(shape, False) for shape in outside if shape[0]]
     found.append(((outline.outside_parameters,), False))

@@ -132,7 +132,7 @@ def nf4_scale_bytes(elements: int) -> int:
 def require_adaptable(outline: Outline) -> None:
     """Raise BadInputError for a model whose adapters the planner cannot estimate."""
     why = outline.untrained
-    if why is None and (outline.head_products or outline.experts):
+    if why is None and (outline.head_matmuls or outline.experts):
         why = "its head or its experts are of a kind whose adapters the planner does not know"
     stack = outline.stacks[0]
     plain = stack.attention is not None and stack.mlp is not None and not stack.other

@@ -1,6 +1,6 @@
 """FLOPs of a transformer by formula. The derivation is in docs/concepts/flops.md.
 
-Matrix products and attention are counted, 2·m·n·k for an (m, k) by (k, n) product; norms,
+Matmuls and attention are counted, 2·m·n·k for an (m, k) by (k, n) matmul; norms,
 activations, softmax and the optimizer are left out, as in all published MFU figures. Causal
 attention is counted in full, not halved, as in published figures; for a sliding window, only the
 keys that it reaches are counted. Document boundaries do not reduce the count.
@@ -13,11 +13,11 @@ from outpace.planner.model.shapes import parameter_shapes
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Checkpointing
 
-# Products of (S, C) by (C, S) size per head: scores and mix forward; two gradients of each
+# Matmuls of (S, C) by (C, S) size per head: scores and mix forward; two gradients of each
 # backward; a fused kernel also computes the scores again in the backward.
-_FORWARD_PRODUCTS = 2
-_BACKWARD_PRODUCTS = 4
-_FUSED_BACKWARD_PRODUCTS = 5
+_FORWARD_MATMULS = 2
+_BACKWARD_MATMULS = 4
+_FUSED_BACKWARD_MATMULS = 5
 
 
 def parameter_count(spec: ModelSpec) -> int:
@@ -32,9 +32,9 @@ def block_weights(spec: ModelSpec) -> int:
 
 
 def _recomputed_weights(spec: ModelSpec) -> int:
-    """Return the weight elements of a block whose products full checkpointing repeats.
+    """Return the weight elements of a block whose matmuls full checkpointing repeats.
 
-    torch stops recomputing at the last tensor that the backward reads. The last product of a block,
+    torch stops recomputing at the last tensor that the backward reads. The last matmul of a block,
     the MLP's down projection, precedes it only if a dropout or a norm follows.
     """
     last_is_read = spec.dropout > 0 or not spec.norm_first
@@ -53,15 +53,15 @@ def keys_reached(keys: int, window: int | None, causal: bool) -> int:
     return min(keys, (1 if causal else 2) * (window - 1) + 1)
 
 
-def _layer_product(spec: ModelSpec, seq_len: int, layer: int) -> int:
-    """Return FLOPs of one (S, C) by (C, keys) product over all heads of a layer, for one sample."""
+def _layer_matmul(spec: ModelSpec, seq_len: int, layer: int) -> int:
+    """Return FLOPs of one (S, C) by (C, keys) matmul over all heads of a layer, for one sample."""
     keys = keys_reached(seq_len, spec.layer_window(layer), spec.causal)
     return 2 * spec.heads * spec.head_dim * seq_len * keys
 
 
-def _attention_product(spec: ModelSpec, seq_len: int) -> int:
-    """Return FLOPs of these products over all layers."""
-    return sum(_layer_product(spec, seq_len, layer) for layer in range(spec.layers))
+def _attention_matmul(spec: ModelSpec, seq_len: int) -> int:
+    """Return FLOPs of these matmuls over all layers."""
+    return sum(_layer_matmul(spec, seq_len, layer) for layer in range(spec.layers))
 
 
 def forward_flops(spec: ModelSpec, seq_len: int, samples: int, head: bool = True) -> int:
@@ -70,20 +70,20 @@ def forward_flops(spec: ModelSpec, seq_len: int, samples: int, head: bool = True
     Without the `head`, one position of each sequence is read, as by a classifier.
     """
     weights = spec.layers * block_weights(spec) + (head_weights(spec) if head else 0)
-    attention = _FORWARD_PRODUCTS * _attention_product(spec, seq_len)
-    unread = 0 if head else _unread_flops(spec, seq_len, block_weights(spec), _FORWARD_PRODUCTS)
+    attention = _FORWARD_MATMULS * _attention_matmul(spec, seq_len)
+    unread = 0 if head else _unread_flops(spec, seq_len, block_weights(spec), _FORWARD_MATMULS)
     return samples * (2 * seq_len * weights + attention - unread)
 
 
-def _unread_flops(spec: ModelSpec, seq_len: int, weights: int, products: int) -> int:
+def _unread_flops(spec: ModelSpec, seq_len: int, weights: int, matmuls: int) -> int:
     """Return the FLOPs per sample that the last block is spared if a single position is read.
 
     For all other positions it needs only keys and values. `weights`: elements that a whole block
-    multiplies by, including keys and values; `products`: those of attention.
+    multiplies by, including keys and values; `matmuls`: those of attention.
     """
     keys_and_values = 2 * spec.hidden * spec.head_dim * spec.kv_heads
-    a_place = _layer_product(spec, seq_len, spec.layers - 1) // seq_len
-    return (seq_len - 1) * (2 * (weights - keys_and_values) + products * a_place)
+    a_place = _layer_matmul(spec, seq_len, spec.layers - 1) // seq_len
+    return (seq_len - 1) * (2 * (weights - keys_and_values) + matmuls * a_place)
 
 
 def step_flops(
@@ -109,42 +109,42 @@ def step_flops(
     if adapters is not None and not head:
         raise ValueError("adapters beside a classifier's new layers are not counted")
     forward = forward_flops(spec, seq_len, samples, head)
-    products = 3 * forward
+    matmuls = 3 * forward
     if adapters is not None:
         tokens = samples * seq_len
-        products -= 2 * tokens * (spec.layers * block_weights(spec) + head_weights(spec))
-        products += 3 * 2 * tokens * adapters
+        matmuls -= 2 * tokens * (spec.layers * block_weights(spec) + head_weights(spec))
+        matmuls += 3 * 2 * tokens * adapters
     if checkpointing is None:
-        return products
+        return matmuls
     modes = [checkpointing] * spec.layers if isinstance(checkpointing, str) else checkpointing
-    scores = (_FUSED_BACKWARD_PRODUCTS - _BACKWARD_PRODUCTS) * _attention_product(spec, seq_len)
+    scores = (_FUSED_BACKWARD_MATMULS - _BACKWARD_MATMULS) * _attention_matmul(spec, seq_len)
     again = sum(recomputed_flops(spec, seq_len, mode, at) for at, mode in enumerate(modes))
     share = sum(mode in ("full", "attention") for mode in modes) / spec.layers
     again += round(share * 2 * seq_len * (adapters or 0))
     if not head:
-        last = _layer_product(spec, seq_len, spec.layers - 1)
-        scores -= (_FUSED_BACKWARD_PRODUCTS - _BACKWARD_PRODUCTS) * (last - last // seq_len)
+        last = _layer_matmul(spec, seq_len, spec.layers - 1)
+        scores -= (_FUSED_BACKWARD_MATMULS - _BACKWARD_MATMULS) * (last - last // seq_len)
         again -= _spared_flops(spec, seq_len, modes[-1])
-    return products + samples * (scores + again)
+    return matmuls + samples * (scores + again)
 
 
 def _spared_flops(spec: ModelSpec, seq_len: int, mode: Checkpointing) -> int:
     """Return the part of `recomputed_flops` spared in the last block if one position is read."""
     if mode in ("none", "selective"):
         return 0
-    products = 0 if mode == "attention" else _FORWARD_PRODUCTS
-    return _unread_flops(spec, seq_len, _recomputed_weights(spec), products)
+    matmuls = 0 if mode == "attention" else _FORWARD_MATMULS
+    return _unread_flops(spec, seq_len, _recomputed_weights(spec), matmuls)
 
 
 def recomputed_flops(spec: ModelSpec, seq_len: int, mode: Checkpointing, layer: int) -> int:
     """Return the FLOPs that a layer's block recomputes in the backward, for one sample.
 
     "full" is the block's forward (Korthikanti et al., arXiv 2205.05198, appendix A), "attention" is
-    the same without attention itself, and "selective" recomputes no products.
+    the same without attention itself, and "selective" recomputes no matmuls.
     """
     if mode in ("none", "selective"):
         return 0
-    products = 2 * seq_len * _recomputed_weights(spec)
+    matmuls = 2 * seq_len * _recomputed_weights(spec)
     if mode == "attention":
-        return products
-    return products + _FORWARD_PRODUCTS * _layer_product(spec, seq_len, layer)
+        return matmuls
+    return matmuls + _FORWARD_MATMULS * _layer_matmul(spec, seq_len, layer)

@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple
 
 from outpace.planner.model.shapes import parameter_shapes
 from outpace.records.model import ModelSpec
-from outpace.records.outline import AttentionShape, Mlp, Outline, ProductShape, Stack
+from outpace.records.outline import AttentionShape, MatmulShape, Mlp, Outline, Stack
 
 _CLASSES = 2  # data tell how many there are; they take next to nothing
 # How tensor parallelism cuts a weight: its outputs, its inputs, or not at all.
@@ -56,9 +56,9 @@ def outline(spec: ModelSpec, name: str) -> Outline:
     transform = (
         ()
         if spec.norm_first
-        else (ProductShape(name="head transform", inputs=spec.hidden, outputs=spec.hidden),)
+        else (MatmulShape(name="head transform", inputs=spec.hidden, outputs=spec.hidden),)
     )
-    transformed = sum(product.inputs * product.outputs for product in transform)
+    transformed = sum(matmul.inputs * matmul.outputs for matmul in transform)
     outside = sum(math.prod(shape) for key, shape in shapes.items() if not key.startswith(apart))
     return Outline(
         name=name,
@@ -69,7 +69,7 @@ def outline(spec: ModelSpec, name: str) -> Outline:
         tied=spec.tied,
         learned_positions=spec.max_positions if spec.positions == "learned" else 0,
         outside_parameters=outside - transformed,
-        head_products=transform,
+        head_matmuls=transform,
         max_positions=spec.max_positions,
         source="the model's spec",
     )
@@ -85,7 +85,7 @@ def classifier_outline(found: Outline) -> Outline:
             "outputs": _CLASSES,
             "tied": False,
             "predicted": 1,
-            "head_products": (),
+            "head_matmuls": (),
             "outside_parameters": found.outside_parameters + found.hidden**2,
         }
     )
@@ -103,14 +103,14 @@ def weights(stack: Stack, hidden: int) -> Iterator[Weight]:
         yield from _attention(stack.cross_attention, hidden, "cross ")
     if stack.mlp is not None:
         yield from _mlp(stack.mlp, hidden)
-    for product in stack.other:
-        if product.weighted:
-            for _ in range(product.count):
-                yield Weight(product.name, product.inputs, product.outputs, "none")
+    for matmul in stack.other:
+        if matmul.weighted:
+            for _ in range(matmul.count):
+                yield Weight(matmul.name, matmul.inputs, matmul.outputs, "none")
 
 
-def reads_last_product(stack: Stack) -> bool:
-    """Return whether a backward reads the result of a layer's last product, the MLP's.
+def reads_last_matmul(stack: Stack) -> bool:
+    """Return whether a backward reads the result of a layer's last matmul, the MLP's.
 
     The sum into the residual stream reads nothing, but dropout, a norm and experts' weights do.
     """
@@ -118,11 +118,11 @@ def reads_last_product(stack: Stack) -> bool:
     return stack.dropout or stack.norm_last or mlp is None or mlp.experts > 0
 
 
-def second_products(stack: Stack, hidden: int) -> Mapping[str, float]:
-    """Return for each weight the share of its outputs in every second product of a layer.
+def second_matmuls(stack: Stack, hidden: int) -> Mapping[str, float]:
+    """Return for each weight the share of its outputs in every second matmul of a layer.
 
-    Queries, keys and values are separate products here, as are a gate and what it multiplies.
-    Experts, whose products are not counted with the others, are taken by half.
+    Queries, keys and values are separate matmuls here, as are a gate and what it multiplies.
+    Experts, whose matmuls are not counted with the others, are taken by half.
     """
     shares, count = {}, 0
     for weight in weights(stack, hidden):
@@ -138,7 +138,7 @@ def second_products(stack: Stack, hidden: int) -> Mapping[str, float]:
 
 
 def _parts(stack: Stack, weight: Weight) -> Sequence[int]:
-    """Return the outputs of the separate products by which other programs compute a weight's."""
+    """Return the outputs of the separate matmuls by which other programs compute a weight's."""
     attention, mlp = stack.attention, stack.mlp
     if weight.name == "qkv" and attention is not None:
         queries, keys = (n * attention.head_dim for n in (attention.heads, attention.kv_heads))
@@ -219,9 +219,9 @@ def layer_parameters(stack: Stack, hidden: int) -> int:
 def outside_elements(outline: Outline) -> int:
     """Return parameters outside layers: embeddings, positions, head (0 if tied), rest."""
     rows = outline.vocab + (0 if outline.tied else outline.outputs)
-    products = sum(p.elements for p in (*outline.embed_products, *outline.head_products))
+    matmuls = sum(p.elements for p in (*outline.embed_matmuls, *outline.head_matmuls))
     embedded = rows * outline.table_width + outline.learned_positions * outline.hidden
-    return embedded + products + outline.outside_parameters
+    return embedded + matmuls + outline.outside_parameters
 
 
 def parameters(outline: Outline) -> int:
@@ -231,11 +231,11 @@ def parameters(outline: Outline) -> int:
 
 
 def head_in_layers(outline: Outline) -> float:
-    """Return the multiply-adds of the head's products relative to an average layer's."""
+    """Return the multiply-adds of the head's matmuls relative to an average layer's."""
     block = sum(
         stack.layers * w.inputs * w.outputs * (w.active if w.experts else 1)
         for stack in outline.stacks
         for w in weights(stack, outline.hidden)
     )
-    head = outline.outputs * outline.table_width + sum(p.elements for p in outline.head_products)
+    head = outline.outputs * outline.table_width + sum(p.elements for p in outline.head_matmuls)
     return head * outline.layers / max(block, 1)

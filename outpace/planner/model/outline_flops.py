@@ -1,25 +1,25 @@
-"""FLOPs of an outline's forward: its matrix products and attention (docs/concepts/flops.md)."""
+"""FLOPs of an outline's forward: its matmuls and attention (docs/concepts/flops.md)."""
 
 from collections.abc import Mapping, Sequence
 
 from outpace.planner.model.flops import keys_reached
 from outpace.planner.model.outline import (
     Weight,
-    reads_last_product,
-    second_products,
+    reads_last_matmul,
+    second_matmuls,
     weights,
 )
-from outpace.records.outline import AttentionShape, Outline, ProductShape, Stack
+from outpace.records.outline import AttentionShape, MatmulShape, Outline, Stack
 
 
 def forward_flops(outline: Outline, seq_len: int, samples: int, *, attention: bool = True) -> int:
     """Return the FLOPs of one forward over `samples` sequences of `seq_len` tokens, with the head.
 
-    A product has 2·m·n·k. Attention counts all keys, masked or not, or those within a window.
+    A matmul has 2·m·n·k. Attention counts all keys, masked or not, or those within a window.
     Experts count only for the tokens that use them, plus the router. Stacks with their own length
     keep it; a decoder's cross-attention reads the encoder's output.
     """
-    total, seen, length = _products(outline.embed_products, seq_len), seq_len, seq_len
+    total, seen, length = _matmuls(outline.embed_matmuls, seq_len), seq_len, seq_len
     for stack in outline.stacks:
         length = stack.seq_len or seq_len
         total += stack.layers * layer_flops(
@@ -28,7 +28,7 @@ def forward_flops(outline: Outline, seq_len: int, samples: int, *, attention: bo
         if stack.cross_attention is None:
             seen = length
     predicted = outline.predicted or length
-    total += _products(outline.head_products, predicted)
+    total += _matmuls(outline.head_matmuls, predicted)
     total += 2 * predicted * outline.table_width * outline.outputs
     return samples * total
 
@@ -39,11 +39,11 @@ def step_flops(outline: Outline, seq_len: int, samples: int, adapters: int | Non
     If only adapters are trained, `adapters` is their number of parameters: frozen weights have no
     gradients, and each element of an adapter is a multiply-add like theirs.
     """
-    products = 3 * forward_flops(outline, seq_len, samples)
+    matmuls = 3 * forward_flops(outline, seq_len, samples)
     if adapters is None:
-        return products
+        return matmuls
     frozen = forward_flops(outline, seq_len, samples, attention=False)
-    return products - frozen + 3 * 2 * samples * seq_len * adapters
+    return matmuls - frozen + 3 * 2 * samples * seq_len * adapters
 
 
 def recomputed_flops(
@@ -57,20 +57,20 @@ def recomputed_flops(
     """Return the FLOPs that checkpointed layers recompute in one backward.
 
     `shares` are three shares of layers: those that repeat the whole forward ("full"), those that
-    repeat all except attention itself ("attention"), and those that repeat every second product
-    ("selective"). `stops_early`: the last product is left out if nothing reads its result.
+    repeat all except attention itself ("attention"), and those that repeat every second matmul
+    ("selective"). `stops_early`: the last matmul is left out if nothing reads its result.
     """
     total, seen = 0.0, seq_len
     for stack in outline.stacks:
         length = stack.seq_len or seq_len
-        whole, products = (
+        whole, matmuls = (
             layer_flops(stack, outline.hidden, length, seen, attention=attention)
             for attention in (True, False)
         )
-        if stops_early and stack.mlp is not None and not reads_last_product(stack):
+        if stops_early and stack.mlp is not None and not reads_last_matmul(stack):
             last = 2 * length * outline.hidden * stack.mlp.width
-            whole, products = whole - last, products - last
-        again = shares.get("full", 0.0) * whole + shares.get("attention", 0.0) * products
+            whole, matmuls = whole - last, matmuls - last
+        again = shares.get("full", 0.0) * whole + shares.get("attention", 0.0) * matmuls
         again += shares.get("selective", 0.0) * _second_flops(stack, outline.hidden, length, seen)
         total += stack.layers * again
         if stack.cross_attention is None:
@@ -79,8 +79,8 @@ def recomputed_flops(
 
 
 def _second_flops(stack: Stack, hidden: int, length: int, seen: int) -> float:
-    """Return the FLOPs of every second product of a layer's weights."""
-    shares, total = second_products(stack, hidden), 0.0
+    """Return the FLOPs of every second matmul of a layer's weights."""
+    shares, total = second_matmuls(stack, hidden), 0.0
     for weight in weights(stack, hidden):
         rows = seen if weight.name == "cross kv" else length
         total += shares[weight.name] * 2 * rows * _token_elements(weight)
@@ -91,7 +91,7 @@ def layer_flops(
     stack: Stack, hidden: int, length: int, seen: int, *, attention: bool = True
 ) -> int:
     """Return a layer's FLOPs for a sample of `length` tokens, `seen` in cross-attention."""
-    total = _products(stack.other, length)
+    total = _matmuls(stack.other, length)
     bare = stack.model_copy(update={"other": ()})
     for weight in weights(bare, hidden):
         rows = seen if weight.name == "cross kv" else length
@@ -115,7 +115,7 @@ def _scores_and_mix(attention: AttentionShape, queries: int, keys: int) -> int:
     return 2 * attention.heads * (attention.head_dim + attention.value_dim) * queries * seen
 
 
-def _products(products: Sequence[ProductShape], rows: int) -> int:
+def _matmuls(matmuls: Sequence[MatmulShape], rows: int) -> int:
     return sum(
-        2 * (p.positions or rows) * p.inputs * p.outputs * p.count * p.uses for p in products
+        2 * (p.positions or rows) * p.inputs * p.outputs * p.count * p.uses for p in matmuls
     )

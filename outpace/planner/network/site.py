@@ -42,7 +42,7 @@ class NetworkQuestion:
     node, as text, the last one being the machine's; `inside`: a device's link within its node.
     `plan`: a file with the only plan to consider, whose length and batch are used unless others are
     given; without it, strategies with `micro_batch` are compared. `share`: share of the catalog's
-    peak that products reach, None for the published measurements; `tolerance`: share of a step that
+    peak that matmuls reach, None for the published measurements; `tolerance`: share of a step that
     the network may cost.
     """
 
@@ -189,7 +189,7 @@ class Site:
         )  # fmt: skip
 
     def precision(self, asked: Precision | None) -> Precision:
-        """Return the requested precision, or the fastest whose products were measured.
+        """Return the requested precision, or the fastest whose matmuls were measured.
 
         If none was measured, bf16 if the catalog says that the device supports it. On a GPU, this
         means bf16 with master weights, as outpace trains there.
@@ -214,7 +214,7 @@ class Site:
         return {dtype: figure.value for dtype, figure in best.items() if figure and figure.value}
 
     def rates(self, precision: Precision, device: DeviceRates) -> tuple[Figure, Figure]:
-        """Return the FLOP/s of products and the bytes/s of memory that times are based on."""
+        """Return the FLOP/s of matmuls and the bytes/s of memory that times are based on."""
         dtype, probed = dtype_of(precision), self._results
         source = "outpace probe" if self.accelerator is None else self.accelerator.peak.source
         rate = None if probed is None else probed.best_rate(dtype)

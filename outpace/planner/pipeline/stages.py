@@ -13,7 +13,7 @@ _UNEVEN = 8  # most ranks to evaluate among those that may differ
 def layers_per_stage(spec: ModelSpec, stages: int) -> tuple[int, ...]:
     """Return the layers of each stage such that the slowest stage is as fast as possible.
 
-    The cost of the head is the multiply-adds of its products relative to those of a block; an
+    The cost of the head is the multiply-adds of its matmuls relative to those of a block; an
     embedding lookup costs nothing. Raises BadInputError if there are fewer layers than stages.
     """
     if spec.layers < stages:

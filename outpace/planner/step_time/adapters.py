@@ -1,4 +1,4 @@
-"""Low-rank adapters beside frozen weights: their matrix products, traffic and parameters."""
+"""Low-rank adapters beside frozen weights: their matmuls, traffic and parameters."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from outpace.planner.hardware.device import DeviceRates, sustained_product_s
+from outpace.planner.hardware.device import DeviceRates, sustained_matmul_s
 from outpace.planner.model.adapters import NF4_BYTES, AdapterSettings
 from outpace.planner.model.outline import Weight, weights
 from outpace.planner.plan_columns import Floats
@@ -15,22 +15,22 @@ from outpace.records.outline import Outline
 
 _FP32 = 4.0
 
-# Operators of an adapter, with one dropout in either pass. Forward: two products with transposed
+# Operators of an adapter, with one dropout in either pass. Forward: two matmuls with transposed
 # weights, scaling, sum. Backward: the same without transpositions.
 _OPERATORS_AHEAD, _OPERATORS_BACK = 7.0, 5.0
-# Casts of adapters in fp32. Multiplied in 16 bits, the input is cast to the product's dtype and
+# Casts of adapters in fp32. Multiplied in 16 bits, the input is cast to the matmul's dtype and
 # back. Multiplied in fp32, the result is cast instead, and in the backward also the frozen
-# product's gradient.
+# matmul's gradient.
 _CASTS = {"low": (0.0, 0.0), "cast": (2.0, 2.0), "fp32": (2.0, 3.0)}
 # Bytes per four-bit number between reading it packed and writing it in 16 bits, by operators
 # (AutoGPTQ 179776bd, nn_modules/qlinear/qlinear_cuda_old.py): shift to int32 (4), cast to int8
 # (4 + 1), mask in place (1 + 1), subtract the zero point (1 + 1), read for scaling (1).
 _UNPACKED_BY_OPERATORS = 4.0 + 5 + 2 + 2 + 1
-# Edge of the smallest tile of cuBLAS's products without tensor cores (sgemm_32x32_sliced1x4), and
+# Edge of the smallest tile of cuBLAS's matmuls without tensor cores (sgemm_32x32_sliced1x4), and
 # its depth in the inner dimension.
 _SIMT_TILE, _SIMT_DEPTH = 32, 8
-# Names of target matrices in plans, by the product that computes them here.
-_PRODUCTS: Mapping[str, Collection[str]] = MappingProxyType(
+# Names of target matrices in plans, by the matmul that computes them here.
+_MATMULS: Mapping[str, Collection[str]] = MappingProxyType(
     {"qkv": ("q", "k", "v"), "out": ("out",), "up": ("gate", "up"), "down": ("down",)}
 )
 
@@ -38,7 +38,7 @@ _PRODUCTS: Mapping[str, Collection[str]] = MappingProxyType(
 class Target(NamedTuple):
     """Adapters on one weight: their number, and the share of its outputs that have them.
 
-    Queries, keys and values are a single product here, and each of them may have its own adapter.
+    Queries, keys and values are a single matmul here, and each of them may have its own adapter.
     """
 
     number: int
@@ -49,13 +49,13 @@ class Target(NamedTuple):
 class Adapters:
     """Adapters of `rank` on the weights that `targets` name, with everything else frozen.
 
-    `base_bytes` are the bytes per number of frozen weights that are unpacked for each product (nf4,
+    `base_bytes` are the bytes per number of frozen weights that are unpacked for each matmul (nf4,
     GPTQ); None if they are stored as they are multiplied. `kept`: adapters of a 16-bit base are in
     its dtype ("low"), or in fp32 (PEFT since 0.12, autocast_adapter_dtype) and multiplied in 16
     bits through autocast or FSDP ("cast") or in fp32 ("fp32"). `unpacks_by_operators`: weights are
     unpacked by torch operators, whose result autograd keeps for the backward; otherwise by a
     kernel, which runs again before the gradient of the input. `drops_inputs`: dropout is applied
-    first. `scales_outputs`: the outputs are scaled, as in PEFT; otherwise the low-rank product is
+    first. `scales_outputs`: the outputs are scaled, as in PEFT; otherwise the low-rank matmul is
     (nn.lora).
     """
 
@@ -86,10 +86,10 @@ class Adapters:
         return total
 
 
-def adapter_products(settings: AdapterSettings, outline: Outline) -> Adapters:
-    """Return a plan's adapters, grouped by the products that their matrices belong to."""
+def adapter_matmuls(settings: AdapterSettings, outline: Outline) -> Adapters:
+    """Return a plan's adapters, grouped by the matmuls that their matrices belong to."""
     targets = {}
-    for name, parts in _PRODUCTS.items():
+    for name, parts in _MATMULS.items():
         joined = [matrix for matrix in settings.matrices(outline) if matrix.name in parts]
         adapted = [matrix for matrix in joined if matrix.adapted]
         if adapted:
@@ -108,7 +108,7 @@ def adapter_s(
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
     """Return seconds of the forward, of gradients of inputs, and of the adapters' own gradients.
 
-    `shape` is tokens, outputs and inputs of the frozen product on a rank. Products are in 16 bits,
+    `shape` is tokens, outputs and inputs of the frozen matmul on a rank. Matmuls are in 16 bits,
     or in fp32 as at the frozen ones' `rate`; next to 16-bit ones, those in fp32 do not use tensor
     cores (torch.backends.cuda.matmul.allow_tf32 is off by default).
     """
@@ -117,22 +117,22 @@ def adapter_s(
     each, rank = n * share / count, np.full_like(tokens, float(adapters.rank))
     rate = np.minimum(rate, device.rate("bf16"))  # only frozen weights are in float8
 
-    def product(rows: Floats, columns: Floats, inner: Floats) -> Floats:
+    def matmul(rows: Floats, columns: Floats, inner: Floats) -> Floats:
         if adapters.kept == "fp32":
-            return count * _simt_product_s(device, rows, columns, inner)
-        return count * sustained_product_s(device, rate, rows, columns, inner, item)
+            return count * _simt_matmul_s(device, rows, columns, inner)
+        return count * sustained_matmul_s(device, rate, rows, columns, inner, item)
 
     inputs, outputs = count * tokens * k, tokens * n * share
     (input_ahead, output_ahead), (input_back, output_back) = _moved_bytes(adapters, item)
-    ahead = product(tokens, rank, k) + product(tokens, each, rank)
+    ahead = matmul(tokens, rank, k) + matmul(tokens, each, rank)
     # A tensor of tokens × rank.
     scaled = 0.0 if adapters.scales_outputs else 2 * item * count * tokens * rank
     moved = inputs * input_ahead + outputs * output_ahead + scaled
     ahead = ahead + moved / device.memory_bytes_per_s
-    back = product(tokens, k, rank) + product(tokens, rank, each)
+    back = matmul(tokens, k, rank) + matmul(tokens, rank, each)
     moved = inputs * input_back + outputs * output_back + scaled
     back = back + moved / device.memory_bytes_per_s
-    own = product(k, rank, tokens) + product(rank, each, tokens)
+    own = matmul(k, rank, tokens) + matmul(rank, each, tokens)
     return ahead, back, own
 
 
@@ -142,9 +142,9 @@ def _moved_bytes(
     """Return the bytes that an adapter's input and output move, forward and backward.
 
     peft/tuners/lora/layer.py, Linear.forward: dropout, if any, reads, writes and masks the input;
-    the output is scaled and added to that of the frozen product. The backward has those of the
+    the output is scaled and added to that of the frozen matmul. The backward has those of the
     dropout, of the sum of the input's gradients and of the scaling. If adapters are in fp32, each
-    of them casts its input first (_cast_input_dtype), and again for the product; or, if products
+    of them casts its input first (_cast_input_dtype), and again for the matmul; or, if matmuls
     are in fp32, their sum is cast. The same applies to their gradients.
     """
     wide = item if adapters.kept == "low" else np.full_like(item, _FP32)
@@ -160,8 +160,8 @@ def _moved_bytes(
     return ahead, (dropout + cast + 3 * item, 2 * cast + scaling)
 
 
-def _simt_product_s(device: DeviceRates, rows: Floats, columns: Floats, inner: Floats) -> Floats:
-    """Return the seconds of an fp32 product with an adapter's rank as one of its dimensions.
+def _simt_matmul_s(device: DeviceRates, rows: Floats, columns: Floats, inner: Floats) -> Floats:
+    """Return the seconds of an fp32 matmul with an adapter's rank as one of its dimensions.
 
     It uses cuBLAS's narrowest tiles, and the other dimensions have enough of them to fill the
     device.
@@ -176,10 +176,10 @@ def _simt_product_s(device: DeviceRates, rows: Floats, columns: Floats, inner: F
 def unpacking_s(
     device: DeviceRates, adapters: Adapters, elements: Floats, item: Floats
 ) -> tuple[Floats, Floats]:
-    """Return the seconds to unpack frozen weights before a product, and before its gradient's.
+    """Return the seconds to unpack frozen weights before a matmul, and before its gradient's.
 
     Kernels such as those of bitsandbytes and GPTQ read packed weights and write them in the dtype
-    of the product.
+    of the matmul.
     """
     if adapters.base_bytes is None:
         return np.zeros_like(elements), np.zeros_like(elements)

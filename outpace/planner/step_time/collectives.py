@@ -26,14 +26,14 @@ class _Collectives:
 
 @dataclass(frozen=True)
 class _Pass:
-    """Seconds of a micro-batch's forward or backward, and the share of products in it."""
+    """Seconds of a micro-batch's forward or backward, and the share of matmuls in it."""
 
     seconds: Floats
-    products: Floats
+    matmuls: Floats
 
     def of_layers(self, count: Floats) -> "_Pass":
         """Return the pass through as many layers as this one is through a single one."""
-        return _Pass(count * self.seconds, self.products)
+        return _Pass(count * self.seconds, self.matmuls)
 
 
 def ring_s(setup: StepTimeSetup, passes: StepPasses) -> Floats:
@@ -136,7 +136,7 @@ def exposed_data_s(setup: StepTimeSetup, passes: StepPasses, pipeline: PipelineT
 def slowest_s(setup: StepTimeSetup, busy: Floats) -> Floats:
     """Return how much longer than the median device the slowest one computes.
 
-    `busy`: seconds of matrix products and attention, which depend on a device's clock, unlike
+    `busy`: seconds of matmuls and attention, which depend on a device's clock, unlike
     memory traffic, links and the host. The expected maximum of n normal variables is at the
     quantile (n - 3/8) / (n + 1/4) (Blom, Statistical Estimates and Transformed Beta-Variables,
     1958).
@@ -227,7 +227,7 @@ def _beside_s(
     setup: StepTimeSetup, comm_s: Floats, beside: _Pass, times: Floats | Ints, units: Floats
 ) -> Floats:
     """Return the part of collectives that `times` a pass leaves exposed."""
-    return setup.exposed_s(comm_s, times * beside.seconds, units, beside.products)
+    return setup.exposed_s(comm_s, times * beside.seconds, units, beside.matmuls)
 
 
 def _beside_stages_s(setup: StepTimeSetup, comm_s: Floats, beside: _Pass, units: Floats) -> Floats:
@@ -244,7 +244,7 @@ def _beside_stages_s(setup: StepTimeSetup, comm_s: Floats, beside: _Pass, units:
     first = _beside_s(setup, comm_s / stages, beside, 1 / stages, np.maximum(units / stages, 1.0))
     others = (stages - 1) / stages
     hidden_s = np.minimum(comm_s, np.minimum(c.microbatches, c.pp) * beside.seconds) * others
-    return first + comm_s * others - setup.hides(beside.products) * hidden_s
+    return first + comm_s * others - setup.hides(beside.matmuls) * hidden_s
 
 
 def _buckets(setup: StepTimeSetup, grads: Floats) -> Floats:

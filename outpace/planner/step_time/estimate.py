@@ -66,7 +66,7 @@ class _Passes:
     `busy`: seconds of the slowest rank, which all others wait for.
     """
 
-    products: Floats
+    matmuls: Floats
     attention: Floats
     tensor: Floats
     memory: Floats
@@ -75,7 +75,7 @@ class _Passes:
     @property
     def device_s(self) -> Floats:
         """Return the sum of the device's work."""
-        return self.products + self.attention + self.tensor + self.memory
+        return self.matmuls + self.attention + self.tensor + self.memory
 
     @property
     def fit(self) -> Floats:
@@ -89,8 +89,8 @@ def estimate(question: StepTimeQuestion, columns: PlanBatch) -> StepTimes:
     passes = step_passes(setup)
     pipeline = pipeline_time(setup, passes)
     parts = _parts(setup, passes, pipeline)
-    products_s, attention_s = parts.products * parts.fit, parts.attention * parts.fit
-    slowest = slowest_s(setup, (parts.products + parts.attention) * parts.fit)
+    products_s, attention_s = parts.matmuls * parts.fit, parts.attention * parts.fit
+    slowest = slowest_s(setup, (parts.matmuls + parts.attention) * parts.fit)
     nothing = np.zeros(len(columns))
     found = StepTimes(
         products_s=products_s,
@@ -126,13 +126,13 @@ def offloading(question: StepTimeQuestion, columns: PlanBatch) -> Offloading:
 
 
 def _parts(setup: StepTimeSetup, passes: StepPasses, pipeline: PipelineTime) -> _Passes:
-    products, attention, tensor, device = (
+    matmuls, attention, tensor, device = (
         _mean_s(setup, passes, name)
         for name in ("products_s", "attention_s", "tensor_s", "device_s")
     )
-    moved = np.maximum(device - products - attention, 0.0)
+    moved = np.maximum(device - matmuls - attention, 0.0)
     return _Passes(
-        products=products,
+        matmuls=matmuls,
         attention=attention,
         tensor=tensor,
         memory=moved + setup.micro * weight_traffic_s(setup),

@@ -1,6 +1,6 @@
 """Seconds of one layer, of the embedding and of the head, for one micro-batch on one rank.
 
-Products are estimated by their shapes on the rank, attention by its kernel, memory-bound operators
+Matmuls are estimated by their shapes on the rank, attention by its kernel, memory-bound operators
 by their bytes, and the host by the operators that it launches: a device that finishes earlier waits
 for the host.
 """
@@ -14,17 +14,17 @@ import numpy as np
 
 from outpace.catalog import efficiency
 from outpace.catalog.stacks import Casts, Dispatcher, Elementwise, Experts, Graphs
-from outpace.planner.hardware.device import DeviceRates, sustained_product_s
+from outpace.planner.hardware.device import DeviceRates, sustained_matmul_s
 from outpace.planner.model.outline import (
     Weight,
-    reads_last_product,
-    second_products,
+    reads_last_matmul,
+    second_matmuls,
     seen_length,
     weights,
 )
 from outpace.planner.plan_columns import Bools, Floats
 from outpace.planner.step_time.adapters import Adapters, adapter_s, unpacking_s
-from outpace.records.outline import AttentionShape, Mlp, Outline, ProductShape, Stack
+from outpace.records.outline import AttentionShape, MatmulShape, Mlp, Outline, Stack
 
 # The kernel that the newest PyTorch chooses on the chip; a kernel by name ("fused" where the chip
 # does not have it); the former Triton kernels; attention that writes its scores.
@@ -35,7 +35,7 @@ Kernel = Literal["fused", "flash2", "flash3", "cudnn", "triton", "unfused"]
 class Cells:
     """Distinct combinations of what a layer's time depends on, one entry each.
 
-    `rate`: FLOP/s of its products; `item`: bytes per operand element; `wide`: per element of the
+    `rate`: FLOP/s of its matmuls; `item`: bytes per operand element; `wide`: per element of the
     residual stream; `samples`: number in a micro-batch. `fused`: attention is fused.
     `norm_split` ranks divide norms and the residual stream (sequence parallelism), `etp` ranks
     divide each expert. `elementwise`: how a program without a compiler computes elementwise
@@ -70,9 +70,9 @@ class LayerWork:
     """Device seconds by kind, and operators that the host launches, forward and backward.
 
     `inner` is the attention within a forward, which some modes of recomputation skip or repeat
-    alone; `products` are the seconds of a forward's matrix products with weights. `last` is the
-    MLP's last product, if no backward reads its result (0 otherwise), and `second` are every second
-    product, which torchtitan's selective recomputation repeats, but for those in 8 bits.
+    alone; `matmuls` are the seconds of a forward's matmuls with weights. `last` is the
+    MLP's last matmul, if no backward reads its result (0 otherwise), and `second` are every second
+    matmul, which torchtitan's selective recomputation repeats, but for those in 8 bits.
     """
 
     forward_s: Floats
@@ -138,7 +138,7 @@ _EAGER_LOSS = (3, 6)
 # written), sum (2 + 4 read, 4 written), concatenation of experts (4 + 4), cast (4 + 2). Backward:
 # both casts (2 + 4, 4 + 2), concatenation (2 + 2), product and sum for each factor (4 + 4 + 4).
 _EXPERT_BIAS = (4.0 + 10 + 8 + 6, 6.0 + 6 + 4 + 2 * 12)
-# Operators of any layer of experts besides its products, as `_operators` counts them.
+# Operators of any layer of experts besides its matmuls, as `_operators` counts them.
 _EXPERT_OPERATORS = 20.0
 # Further operators of Megatron-Core's experts (d98e8a64, transformer/moe). Of 71, the router has 11
 # and its balancing loss 12 (router.py, moe_utils.py); counts by expert and rank, with 5 copies to
@@ -148,18 +148,18 @@ _MEGATRON_OPERATORS = 71.0 - _EXPERT_OPERATORS
 _ROUTER_OPERATORS = 11.0 + 12.0 + 14.0
 # Launches per expert of Transformer Engine's GroupedLinear, which multiplies expert by expert on
 # four streams (d0067d0d, common/gemm/cublaslt_gemm.cu, multi_stream_cublas_gemm), and casts each
-# expert's rows by a separate kernel (pytorch/module/grouped_linear.py, split_quantize). Products
+# expert's rows by a separate kernel (pytorch/module/grouped_linear.py, split_quantize). Matmuls
 # with both weights, backward two gradients of each; in 8 bits, casts of the inputs, backward of the
 # results' gradients. They are launched from C++, and take as long as operators of a backward.
-_EXPERT_PRODUCTS, _EXPERT_CASTS = (2.0, 4.0), (2.0, 2.0)
+_EXPERT_MATMULS, _EXPERT_CASTS = (2.0, 4.0), (2.0, 2.0)
 # Estimates (not counted one by one) of scattermoe's further operators (fms-acceleration 876e2ed,
 # plugins/accelerated-moe, scattermoe.py and khd/kernels/ops): sort, padding of experts' tokens to
-# blocks, three products with their buffers; with expert parallelism also the exchange of counts,
+# blocks, three matmuls with their buffers; with expert parallelism also the exchange of counts,
 # the permutation of received tokens, and the way back (expert_parallel.py).
 _SCATTER_OPERATORS, _SCATTER_APART = 16.0, 26.0
-# Operators of an expert's product in Python (transformers 4.45, granitemoe,
-# GraniteMoeParallelExperts). Forward: slice of the weight, transposition, product. Backward: a
-# second product, and for the slice a tensor of zeros as large as all experts' weight (allocated
+# Operators of an expert's matmul in Python (transformers 4.45, granitemoe,
+# GraniteMoeParallelExperts). Forward: slice of the weight, transposition, matmul. Backward: a
+# second matmul, and for the slice a tensor of zeros as large as all experts' weight (allocated
 # and filled), its slice, the copy, and the sum with the other experts'.
 _LOOP_AHEAD, _LOOP_BACK = 3.0, 7.0
 _CAST = 6.0  # bytes per number: read in 4 and written in 2, or the other way round
@@ -173,17 +173,17 @@ def layer(
     seen = seen_length(outline, stack, seq_len)
     tokens = cells.samples * length / cells.cp
     forward = backward = into = last = second = np.zeros_like(tokens)
-    shares = second_products(stack, outline.hidden)
+    shares = second_matmuls(stack, outline.hidden)
     for weight in weights(stack.model_copy(update={"other": ()}), outline.hidden):
         rows = cells.samples * seen / cells.cp if weight.name == "cross kv" else tokens
         one, inputs, grads = _weight(device, cells, weight, rows)
         forward, backward, into = forward + one, backward + inputs + grads, into + grads
         second = second + np.where(_in_float8(device, cells), 0.0, shares[weight.name] * one)
-        if weight.name == "down" and not reads_last_product(stack):
+        if weight.name == "down" and not reads_last_matmul(stack):
             last = one
-    for one, inputs, grads in _products(device, cells, stack.other, length):
+    for one, inputs, grads in _matmuls(device, cells, stack.other, length):
         forward, backward, into = forward + one, backward + inputs + grads, into + grads
-    products = forward
+    matmuls = forward
     inner = inner_back = np.zeros_like(tokens)
     for attention, keys in ((stack.attention, length), (stack.cross_attention, seen)):
         if attention is None:
@@ -205,7 +205,7 @@ def layer(
         weights_s=into,
         forward_operators=np.where(tight, kernels, calls),
         backward_operators=np.where(tight, kernels_back, calls_back),
-        products_s=products,
+        products_s=matmuls,
         attention_s=inner,
         attention_back_s=inner_back,
         inner_s=inner,
@@ -269,10 +269,10 @@ def _weight(
         # If tp does not split experts, its ranks each have a part of the tokens.
         batch = np.maximum(weight.experts / cells.ep, 1.0)
         tokens = tokens * weight.active / batch * cells.etp / cells.tp
-    # A gradient that the product accumulates in a buffer is read and written there in fp32.
+    # A gradient that the matmul accumulates in a buffer is read and written there in fp32.
     summed = batch * k * n * (8 - cells.item) if cells.fuses_accumulation else 0.0
     one, inputs, grads = (
-        _product(device, cells, weight, shape, batch, more)
+        _matmul(device, cells, weight, shape, batch, more)
         for shape, more in (
             ((tokens, n, k), 0.0), ((tokens, k, n), 0.0), ((k, n, tokens), summed)
         )
@@ -293,23 +293,23 @@ def _weight(
     return one, inputs, grads
 
 
-def _product(
+def _matmul(
     device: DeviceRates, cells: Cells, weight: Weight, shape: tuple[Floats, Floats, Floats],
     batch: Floats | float, more_bytes: Floats | float,
 ) -> Floats:  # fmt: skip
-    """Return the seconds of a weight's product, with experts computed as the software does.
+    """Return the seconds of a weight's matmul, with experts computed as the software does.
 
     It moves `more_bytes` in addition to its operands and result, at the memory rate: only the
-    products of Triton's kernels are slower.
+    matmuls of Triton's kernels are slower.
     """
     if weight.experts and cells.experts == "loop":
-        one = sustained_product_s(
+        one = sustained_matmul_s(
             device, cells.rate, *shape, cells.item, more_bytes=more_bytes / batch
         )
         return batch * one
-    seconds = sustained_product_s(device, cells.rate, *shape, cells.item, batch, more_bytes)
+    seconds = sustained_matmul_s(device, cells.rate, *shape, cells.item, batch, more_bytes)
     if weight.experts and cells.experts == "triton":
-        alone = sustained_product_s(device, cells.rate, *shape, cells.item, batch)
+        alone = sustained_matmul_s(device, cells.rate, *shape, cells.item, batch)
         seconds = seconds + alone * (device.triton_experts - 1)
     if weight.experts and cells.uneven:
         on_one, apart = device.uneven_experts
@@ -339,27 +339,27 @@ def _expert_operators(device: DeviceRates, stack: Stack, cells: Cells) -> tuple[
         return _MEGATRON_OPERATORS + ahead, back - ahead
     if cells.experts == "triton":
         return _SCATTER_OPERATORS + np.where(cells.ep > 1, _SCATTER_APART, 0.0), none
-    products = 2 * stack.mlp.experts / cells.ep  # up, with its gate, and down
-    return _LOOP_AHEAD * products, _LOOP_BACK * products
+    matmuls = 2 * stack.mlp.experts / cells.ep  # up, with its gate, and down
+    return _LOOP_AHEAD * matmuls, _LOOP_BACK * matmuls
 
 
 def _expert_launches(device: DeviceRates, mlp: Mlp, cells: Cells) -> tuple[Floats, Floats]:
-    """Return launches of experts' products and casts, as operators of either direction."""
+    """Return launches of experts' matmuls and casts, as operators of either direction."""
     local = mlp.experts / cells.ep
     ahead, back = (
-        local * (products + np.where(_in_float8(device, cells), casts, 0.0))
-        for products, casts in zip(_EXPERT_PRODUCTS, _EXPERT_CASTS, strict=True)
+        local * (matmuls + np.where(_in_float8(device, cells), casts, 0.0))
+        for matmuls, casts in zip(_EXPERT_MATMULS, _EXPERT_CASTS, strict=True)
     )
     return ahead * efficiency.BACKWARD_SHARE, back
 
 
 def _frozen_weight(
     device: DeviceRates, cells: Cells, weight: Weight, shape: tuple[Floats, Floats, Floats],
-    products: tuple[Floats, Floats],
+    matmuls: tuple[Floats, Floats],
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
     """Return the terms of `_weight` for a weight without a gradient, with its adapters."""
     assert cells.adapters is not None
-    one, inputs = products
+    one, inputs = matmuls
     grads = np.zeros_like(one)
     if weight.name not in ("head", "router"):
         before = unpacking_s(device, cells.adapters, shape[1] * shape[2], cells.item)
@@ -373,18 +373,18 @@ def _frozen_weight(
 
 
 def _in_float8(device: DeviceRates, cells: Cells) -> Bools:
-    """Return for which plans products are in float8, with operands scaled and cast each time."""
+    """Return for which plans matmuls are in float8, with operands scaled and cast each time."""
     return device.is_fp8(cells.rate)
 
 
 def _scaling_s(
     device: DeviceRates, cells: Cells, shape: tuple[Floats, Floats, Floats]
 ) -> tuple[Floats, Floats, Floats]:
-    """Return seconds to convert the operands of a product, and of its gradients, to float8.
+    """Return seconds to convert the operands of a matmul, and of its gradients, to float8.
 
     `shape`: tokens, outputs and inputs. torchao's Float8Linear has one scale per tensor. Bytes per
     number: finding the largest value reads 2 for an activation or gradient and 4 for a weight; the
-    cast reads as much and writes 1; a transposed copy for the operand's other product reads and
+    cast reads as much and writes 1; a transposed copy for the operand's other matmul reads and
     writes 1. Each step is a kernel: two to find and cast, one to transpose. Transformer Engine has
     its own casts (`_engine_cast_s`).
     """
@@ -406,7 +406,7 @@ def _engine_cast_s(device: DeviceRates, cells: Cells) -> tuple[float, float]:
     """Return the seconds that Transformer Engine's cast from 16 bits takes per value and per call.
 
     Trained weights' gradients need a second copy: of blocks along columns, which have their own
-    scales, or transposed where products take transposed operands only.
+    scales, or transposed where matmuls take transposed operands only.
     """
     read, copy, kernels = _ENGINE_CASTS[cells.casts]
     blocks = cells.casts == "blocks"
@@ -415,14 +415,14 @@ def _engine_cast_s(device: DeviceRates, cells: Cells) -> tuple[float, float]:
     return (read + copy * (2 if twice else 1)) / rate, kernels * device.fixed_s
 
 
-def _products(
-    device: DeviceRates, cells: Cells, products: Sequence[ProductShape], length: int
+def _matmuls(
+    device: DeviceRates, cells: Cells, matmuls: Sequence[MatmulShape], length: int
 ) -> Iterator[tuple[Floats, Floats, Floats]]:
-    """Yield the terms of `_weight` for products that are not split."""
-    for product in products:
-        tokens = cells.samples * (product.positions or length) / cells.cp
-        weight = Weight(product.name, product.inputs, product.outputs, "none")
-        times = product.count * product.uses
+    """Yield the terms of `_weight` for matmuls that are not split."""
+    for matmul in matmuls:
+        tokens = cells.samples * (matmul.positions or length) / cells.cp
+        weight = Weight(matmul.name, matmul.inputs, matmul.outputs, "none")
+        times = matmul.count * matmul.uses
         one, inputs, grads = _weight(device, cells, weight, tokens)
         yield times * one, times * inputs, times * grads
 
@@ -455,9 +455,9 @@ def _attention(
         return ahead + device.fixed_s, back + 2 * device.fixed_s
     batch = cells.samples * heads
     s = np.full_like(own, float(keys))
-    scores = sustained_product_s(device, cells.rate, own, s, np.full_like(own, attention.head_dim),
+    scores = sustained_matmul_s(device, cells.rate, own, s, np.full_like(own, attention.head_dim),
                        cells.item, batch)  # fmt: skip
-    mix = sustained_product_s(device, cells.rate, own, np.full_like(own, attention.value_dim), s,
+    mix = sustained_matmul_s(device, cells.rate, own, np.full_like(own, attention.value_dim), s,
                     cells.item, batch)  # fmt: skip
     entries = batch * own * keys
     # Softmax reads and writes scores; dropout reads and writes them, and writes a byte of mask.
@@ -500,7 +500,7 @@ def _keys_seen(device: DeviceRates, attention: AttentionShape, keys: int) -> int
 
 
 def _attention_rate(device: DeviceRates, cells: Cells) -> Floats:
-    """Return the FLOP/s of attention: under fp8 the 16-bit rate, in fp32 the products' rate."""
+    """Return the FLOP/s of attention: under fp8 the 16-bit rate, in fp32 the matmuls' rate."""
     if device.attention_rates:
         low, full = device.attention_rates["bf16"], device.attention_rates["fp32"]
         return np.where(cells.item < 4, low, full)
@@ -553,11 +553,11 @@ def _compiled_traffic(
 
     Inductor fuses elementwise operations with a reduction over the same rows
     (torch/_inductor/scheduler.py). A sum into the residual stream, the norm after it and the cast
-    for the next product are one kernel, which reads the stream and the branch and writes the stream
+    for the next matmul are one kernel, which reads the stream and the branch and writes the stream
     and the norm's result. In the backward, one kernel reads the gradient of the result, the stream
-    and its gradient, and writes the latter, and also its cast for the preceding product; another
+    and its gradient, and writes the latter, and also its cast for the preceding matmul; another
     reads the first two again for the norm's weights. Dropout draws its numbers again. An activation
-    is one kernel between products, and so is a rotation.
+    is one kernel between matmuls, and so is a rotation.
     """
     split = outline.hidden / cells.norm_split
     wide, low = split * cells.wide, split * cells.item
@@ -579,19 +579,19 @@ def _compiled_traffic(
 
 
 def _kernels(outline: Outline, stack: Stack, inner: float) -> tuple[float, float]:
-    """Return the kernels of a compiled layer, forward and backward, including products.
+    """Return the kernels of a compiled layer, forward and backward, including matmuls.
 
-    In the backward, a product has two kernels, attention one more than in the forward (which first
+    In the backward, a matmul has two kernels, attention one more than in the forward (which first
     sums gradients times outputs), a norm two, and a bias one for its sum.
     """
     parts = list(weights(stack, outline.hidden))
-    products = len(parts) + sum(p.count for p in stack.other)
+    matmuls = len(parts) + sum(p.count for p in stack.other)
     biases = sum(weight.bias for weight in parts)
     between = (stack.mlp is not None) + (
         stack.attention is not None and not outline.learned_positions
     )
-    ahead = products + inner + stack.norms + between
-    return float(ahead), float(2 * products + inner + 1 + 2 * stack.norms + between + biases)
+    ahead = matmuls + inner + stack.norms + between
+    return float(ahead), float(2 * matmuls + inner + 1 + 2 * stack.norms + between + biases)
 
 
 def _eager_traffic(
@@ -599,7 +599,7 @@ def _eager_traffic(
 ) -> tuple[Floats, Floats]:
     """Return `_layer_traffic` with a kernel per operator; on a CPU also for compiled code.
 
-    On a GPU, autocast casts a norm's output for the next product, and the branch's gradient.
+    On a GPU, autocast casts a norm's output for the next matmul, and the branch's gradient.
     """
     wide = outline.hidden * cells.wide / cells.norm_split
     adds = 2 if stack.mlp is not None and stack.attention is not None else 1
@@ -644,7 +644,7 @@ def _eager_traffic(
             apart = ~cells.compiled & (device.piecewise or operators)
             turned = np.where(apart, _TURN_PIECES, 4)  # or read, rotated and written
             ahead, back = ahead + turned * keys, back + turned * keys
-        if not fused:  # heads become contiguous for batched products
+        if not fused:  # heads become contiguous for batched matmuls
             ahead, back = ahead + 2 * (keys + values), back + 2 * (keys + values)
     return ahead, back
 
@@ -660,13 +660,13 @@ def _operators(outline: Outline, stack: Stack, fused: bool) -> tuple[float, floa
     for attention in (stack.attention, stack.cross_attention):
         if attention is None:
             continue
-        # Product and view; a split of three; a transposition of each.
+        # Matmul and view; a split of three; a transposition of each.
         count += 8 + (4 if attention.kv_rank is not None else 0)
         if not outline.learned_positions:
             count += 12  # for two tensors: halves, products, sums
         # Scores, scaled and masked softmax, dropout, weighted sum, with views; or one kernel.
         inner += 2 if fused else 12
-        count += 3  # transposition back, and the output product
+        count += 3  # transposition back, and the output matmul
     if stack.mlp is not None:
         count += 3 + (2 if stack.mlp.gated else 0) + (_EXPERT_OPERATORS if stack.mlp.experts else 0)
     count += 2 * (2 if stack.dropout else 1)
@@ -676,18 +676,18 @@ def _operators(outline: Outline, stack: Stack, fused: bool) -> tuple[float, floa
 def _backward_operators(outline: Outline, stack: Stack) -> float:
     """Return how many more operators a backward has than its forward.
 
-    A product has two gradients, a bias has a sum, and every parameter's gradient is stored or
+    A matmul has two gradients, a bias has a sum, and every parameter's gradient is stored or
     accumulated.
     """
-    products = biases = 0
+    matmuls = biases = 0
     for weight in weights(stack, outline.hidden):
-        products, biases = products + 1, biases + weight.bias
-    parameters = products + biases + stack.norms * (2 if stack.norm_bias else 1)
-    return float(products + biases + parameters)
+        matmuls, biases = matmuls + 1, biases + weight.bias
+    parameters = matmuls + biases + stack.norms * (2 if stack.norm_bias else 1)
+    return float(matmuls + biases + parameters)
 
 
 class EndsTime(NamedTuple):
-    """Device seconds of everything before the layers, or after them, and of its products alone."""
+    """Device seconds of everything before the layers, or after them, and of its matmuls alone."""
 
     forward_s: Floats
     backward_s: Floats
@@ -717,7 +717,7 @@ def head(
         outputs = -(-outputs // _PADDED_TO) * _PADDED_TO
     weight = Weight("head", outline.table_width, outputs, "outputs")
     one, inputs, grads = _weight(device, cells, weight, tokens)
-    for ahead, back, own in _products(device, cells, outline.head_products, length):
+    for ahead, back, own in _matmuls(device, cells, outline.head_matmuls, length):
         one, inputs, grads = one + ahead, inputs + back, grads + own
     columns = outline.outputs / cells.tp
     low = cells.item < 4
@@ -738,7 +738,7 @@ def head(
 
 
 def embedding(device: DeviceRates, outline: Outline, cells: Cells, seq_len: int) -> EndsTime:
-    """Return the time of lookups, and of adding gradients to a table of zeros, with other products.
+    """Return the time of lookups, and of adding gradients to a table of zeros, with other matmuls.
 
     The latter are those of patches, for example. Also returns the operators of each direction.
     """
@@ -747,12 +747,12 @@ def embedding(device: DeviceRates, outline: Outline, cells: Cells, seq_len: int)
     hidden = outline.hidden * cells.wide
     rate = device.memory_bytes_per_s
     one = back_s = np.zeros_like(tokens)
-    for ahead, inputs, grads in _products(device, cells, outline.embed_products, length):
+    for ahead, inputs, grads in _matmuls(device, cells, outline.embed_matmuls, length):
         one, back_s = one + ahead, back_s + inputs + grads
     moved = tokens * hidden * (2 + (3 if outline.learned_positions else 0)) / rate
     table = outline.vocab / cells.tp * outline.table_width * cells.wide
     moved_back = (tokens * hidden * 3 + (table if outline.vocab else 0.0)) / rate
     if cells.adapters is not None:
         moved_back = np.zeros_like(tokens)
-    operators = np.full_like(tokens, 6.0 + 2 * len(outline.embed_products))
+    operators = np.full_like(tokens, 6.0 + 2 * len(outline.embed_matmuls))
     return EndsTime(one + moved, back_s + moved_back, one, back_s, operators)

@@ -1,4 +1,4 @@
-"""Time of each optimizer's step: bytes that its operators move, matrix products, launches."""
+"""Time of each optimizer's step: bytes that its operators move, matmuls, launches."""
 
 from functools import lru_cache
 
@@ -45,7 +45,7 @@ def optimizer_s(
     Operators run while the host launches further ones, and the slower of the two determines the
     time. `ahead_s`: how far the host is ahead of a GPU when the optimizer begins, under outpace,
     whose host does not wait for the device within a step; other programs read the loss or the norm.
-    Muon adds the products of its iteration, and gathers its matrices.
+    Muon adds the matmuls of its iteration, and gathers its matrices.
     """
     moved = _EAGER_BYTES[c.optimizer]
     compiled, fused = np.zeros(len(c), dtype=bool), np.zeros(len(c), dtype=bool)
@@ -96,7 +96,7 @@ def _on_gpu(
 def _matrices(outline: Outline, ep: int) -> tuple[float, float]:
     """Return the elements of the layers' matrices, and the FLOPs to orthogonalise all of them.
 
-    For (r, k) with r ≤ k, each iteration is X·Xᵀ, its square, and one product with X: 4r²k + 2r³
+    For (r, k) with r ≤ k, each iteration is X·Xᵀ, its square, and one matmul with X: 4r²k + 2r³
     (Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024).
     """
     elements = flops = 0.0
@@ -110,7 +110,7 @@ def _matrices(outline: Outline, ep: int) -> tuple[float, float]:
 
 
 def _muon_s(outline: Outline, device: DeviceRates, fabric: Fabric, c: PlanBatch) -> Floats:
-    """Return seconds of the iteration's bf16 products, and of gathers over shards and tp.
+    """Return seconds of the iteration's bf16 matmuls, and of gathers over shards and tp.
 
     Every rank orthogonalises every matrix of its layers, except under ZeRO-1, which distributes
     whole matrices.

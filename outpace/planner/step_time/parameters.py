@@ -45,7 +45,7 @@ def weight_traffic_s(setup: StepTimeSetup) -> Floats:
 
     If parameters are sharded, each rank casts its shard before the gather, and all gradients as
     they are copied to the reduction buffer; gathered parameters are copied out of their buffer. If
-    products accumulate gradients themselves, buffers are only filled with zeros. Frozen weights are
+    matmuls accumulate gradients themselves, buffers are only filled with zeros. Frozen weights are
     stored as they are multiplied, or unpacked; but outpace casts unpacked ones of 32 bits, or their
     shards, each time.
     """
@@ -86,7 +86,7 @@ def _copies(setup: StepTimeSetup) -> Floats:
 
 
 def optimizer_step_s(setup: StepTimeSetup, ahead_s: Floats) -> Floats:
-    """Return the time of the optimizer's traffic, launches and products for a shard.
+    """Return the time of the optimizer's traffic, launches and matmuls for a shard.
 
     `ahead_s`: the work that a GPU still has when its host begins to launch the optimizer.
     """
@@ -126,10 +126,10 @@ def offloading_parts(setup: StepTimeSetup, busy: Floats) -> Offloading:
 def _saved_bytes(setup: StepTimeSetup) -> Floats:
     """Return the bytes that a rank's blocks save per micro-batch for the backward.
 
-    These are inputs and outputs of norms and inputs of products: queries, keys, values and their
+    These are inputs and outputs of norms and inputs of matmuls: queries, keys, values and their
     mix, and the input and output of the MLP's activation (Korthikanti et al., arXiv 2205.05198,
     §4.1, without scores). A recomputed block saves only its input; with "attention" also the mix,
-    and with "selective" the outputs of products.
+    and with "selective" the outputs of matmuls.
     """
     c, hidden = setup.columns, setup.outline.hidden
     modes = {name: c.modes[:, place] for place, name in enumerate(MODES)}
@@ -140,11 +140,11 @@ def _saved_bytes(setup: StepTimeSetup) -> Floats:
         read = 0 if a is None else a.heads * a.head_dim + a.kv_heads * (a.head_dim + a.value_dim)
         inner = 0 if m is None else m.width * (m.active if m.experts else 1) + m.shared
         inners = inner * (2 if m is not None and m.gated else 1)
-        products = (read + mix + inners) / c.tp
-        everything = 4 * hidden + products + inners / c.tp
+        matmuls = (read + mix + inners) / c.tp
+        everything = 4 * hidden + matmuls + inners / c.tp
         each = (
             modes["none"] * everything
-            + modes["selective"] * (2 * hidden + products)
+            + modes["selective"] * (2 * hidden + matmuls)
             + modes["attention"] * (hidden + mix / c.tp)
             + modes["full"] * hidden
         )

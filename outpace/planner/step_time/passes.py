@@ -173,8 +173,8 @@ def _backward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) ->
     """Return a backward, including what the blocks recompute, by their shares.
 
     They recompute a whole block, or all except attention; "selective" repeats memory-bound
-    operators such as norms and activations, and only those products that the stack's selective mode
-    repeats. Some stacks leave out a block's last product, and its sum over tp.
+    operators such as norms and activations, and only those matmuls that the stack's selective mode
+    repeats. Some stacks leave out a block's last matmul, and its sum over tp.
     """
     modes = {name: setup.columns.modes[:, place] for place, name in enumerate(MODES)}
     full, dense = modes["full"], modes["attention"]
@@ -183,7 +183,7 @@ def _backward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) ->
     light_s = np.maximum(w.forward_s - w.products_s - w.inner_s, 0.0)
     none_s = np.zeros_like(last_s)
     repeated = {"none": none_s, "second": w.second_s, "all": w.products_s - last_s}
-    second_s = modes["selective"] * repeated[stack.repeats_products]
+    second_s = modes["selective"] * repeated[stack.repeats_matmuls]
     again_s = most * (w.forward_s - last_s) - dense * w.inner_s + modes["selective"] * light_s
     again_s = again_s + second_s
     again = most * (w.forward_operators + _CHECKPOINT_OPERATORS) - dense * w.inner_operators
@@ -237,7 +237,7 @@ def _tensor_collectives(setup: StepTimeSetup) -> _TensorCollectives:
 def _tensor_s(setup: StepTimeSetup, sums_s: Floats, products_s: Floats) -> Floats:
     """Return how much of a layer's sums over tp is exposed.
 
-    With async_tp, each sum proceeds in tp parts during its product.
+    With async_tp, each sum proceeds in tp parts during its matmul.
     """
     c = setup.columns
     beside_s = setup.exposed_s(sums_s, products_s, c.tp.astype(float))
@@ -250,11 +250,11 @@ def _end_passes(setup: StepTimeSetup) -> EndPasses:
     found = []
     for part in (embedding, partial(head, outpace_loss=not setup.question.other_program)):
         work = part(setup.device, setup.outline, setup.cells, setup.question.seq_len)
-        for seconds, products, share in (
+        for seconds, matmuls, share in (
             (work.forward_s, work.products_s, 1.0),
             (work.backward_s, work.products_back_s, efficiency.BACKWARD_SHARE),
         ):
-            device_s, products_s = setup.spread(seconds), setup.spread(products)
+            device_s, products_s = setup.spread(seconds), setup.spread(matmuls)
             host_s = _launched_s(setup, setup.spread(work.operators) * share)
             alone = _is_alone(setup)
             found.append(PassTime(device_s, host_s, zero, products_s, zero, zero, alone))

@@ -10,7 +10,7 @@ from outpace.planner.hardware.device import DeviceRates, dtype_of, items
 from outpace.planner.hardware.links import Fabric
 from outpace.planner.model.outline import layer_parameters, outside_elements, weights
 from outpace.planner.plan_columns import MODES, PRECISIONS, Bools, Floats, Ints, PlanBatch
-from outpace.planner.step_time.adapters import Adapters, adapter_products
+from outpace.planner.step_time.adapters import Adapters, adapter_matmuls
 from outpace.planner.step_time.layer import Cells, Kernel
 from outpace.records.outline import Outline
 from outpace.records.precisions import AUTOCAST, SHARD_DTYPES, WEIGHTS
@@ -53,8 +53,8 @@ class StepTimeQuestion:
 class Numbers:
     """Bytes of a plan's numbers, and which plans cast them.
 
-    `item` is for an operand of products, `wide` for the residual stream, `kept` for a gradient that
-    is kept. Weights are cast for products by `autocast`, or as shards before they are gathered
+    `item` is for an operand of matmuls, `wide` for the residual stream, `kept` for a gradient that
+    is kept. Weights are cast for matmuls by `autocast`, or as shards before they are gathered
     (`casts_shards`); `shares_casts`: all micro-batches read the same cast.
     """
 
@@ -129,11 +129,11 @@ class StepTimeSetup:
 
     @property
     def stops_early(self) -> Bools:
-        """Return for which plans a recomputation leaves out a last product that nothing reads.
+        """Return for which plans a recomputation leaves out a last matmul that nothing reads.
 
         Blocks that torch compiles do; Transformer Engine's are not compiled. A checkpoint that
-        stops early ends when all operands are kept. A product keeps its own before it is computed,
-        but in 8 bits and of packed weights afterwards, and an adapter of this product follows it.
+        stops early ends when all operands are kept. A matmul keeps its own before it is computed,
+        but in 8 bits and of packed weights afterwards, and an adapter of this matmul follows it.
         """
         c, stack, adapters = self.columns, self.question.stack, self.question.adapters
         if adapters is not None and ("down" in adapters.targets or adapters.base_bytes is not None):
@@ -142,28 +142,28 @@ class StepTimeSetup:
         stops: Bools = compiled | (stack.stops_early & ~c.precision_in("fp8"))
         return stops
 
-    def hides(self, products: Floats | float) -> Floats:
-        """Return the share of a collective that passes hide, of which `products` are a share.
+    def hides(self, matmuls: Floats | float) -> Floats:
+        """Return the share of a collective that passes hide, of which `matmuls` are a share.
 
-        All kernels lack the multiprocessors that it takes. Products that are persistent kernels
+        All kernels lack the multiprocessors that it takes. Matmuls that are persistent kernels
         take `beside_collectives` times as long.
         """
         if not self.question.stack.overlaps:
             return np.zeros(len(self.columns))
         hides, slower = self.device.hides, self.device.beside_collectives
-        shared: Floats = hides + products * (np.minimum(hides, 1 / slower) - hides)
+        shared: Floats = hides + matmuls * (np.minimum(hides, 1 / slower) - hides)
         return np.broadcast_to(shared, len(self.columns))
 
     def exposed_s(
-        self, comm_s: Floats, compute_s: Floats, units: Floats, products: Floats | float = 0.0
+        self, comm_s: Floats, compute_s: Floats, units: Floats, matmuls: Floats | float = 0.0
     ) -> Floats:
         """Return the exposed time of communication in equal parts, of which all but one overlap.
 
-        `products`: the share of products, other than those that leave it multiprocessors, in what
+        `matmuls`: the share of matmuls, other than those that leave it multiprocessors, in what
         is computed meanwhile.
         """
         exposed = np.maximum(comm_s / units, comm_s - compute_s * (units - 1) / units)
-        return comm_s - self.hides(products) * (comm_s - exposed)
+        return comm_s - self.hides(matmuls) * (comm_s - exposed)
 
 
 def set_up(question: StepTimeQuestion, columns: PlanBatch) -> StepTimeSetup:
@@ -171,7 +171,7 @@ def set_up(question: StepTimeQuestion, columns: PlanBatch) -> StepTimeSetup:
     c = columns
     planned = c.common_adapters
     if planned is not None:
-        question = replace(question, adapters=adapter_products(planned, question.outline))
+        question = replace(question, adapters=adapter_matmuls(planned, question.outline))
     numbers = _numbers(question, c)
     cells, cell = _cells(question, c, numbers)
     return StepTimeSetup(

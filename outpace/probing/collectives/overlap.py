@@ -13,7 +13,7 @@ from torch import Tensor
 from outpace.nn import torch_versions
 from outpace.probing.collectives.buffers import ITEM_BYTES, compare, sum_in_place
 from outpace.probing.collectives.cases import AxisPlace, check_again, check_on_all, parts_wrong
-from outpace.probing.compute.matmul import wrong_product
+from outpace.probing.compute.matmul import wrong_matmul
 from outpace.probing.timing.interleave import Turns
 from outpace.probing.timing.intervals import LEVEL, half_width
 from outpace.probing.timing.measure import Case, Clock, Effort, measure
@@ -41,14 +41,14 @@ def probe_overlap(
 ) -> Turns[list[list[Figure]]]:
     """Time computation, each collective at each size, and both at once; return the hidden fraction.
 
-    The computation consists of enough matrix products to take about as long as the collective.
+    The computation consists of enough matmuls to take about as long as the collective.
     Raises WrongResultError if a result is wrong before or after the timing.
     """
-    product, right = _product(place.buffers.device)
-    clock.seconds(product, 1)
-    product_s = min(clock.seconds(product, 1) for _ in range(3))
+    matmul, right = _matmul(place.buffers.device)
+    clock.seconds(matmul, 1)
+    matmul_s = min(clock.seconds(matmul, 1) for _ in range(3))
     begun = [_BEGUN[name](place, place.count(size)) for name in collectives for size in sizes]
-    timed = _Product(product, right, product_s)
+    timed = _Matmul(matmul, right, matmul_s)
     cases = [case for one in begun for case in _cases(one, place, timed, clock)]
     place.buffers.release_dependents()
     found = yield from measure(cases, clock, effort)
@@ -80,8 +80,8 @@ class _PendingCollective:
 
 
 @dataclass(frozen=True)
-class _Product:
-    """Matrix product, a check of its result, and its time."""
+class _Matmul:
+    """Matmul, a check of its result, and its time."""
 
     call: Callable[[], Tensor]
     wrong: Callable[[Tensor], str | None]
@@ -89,16 +89,16 @@ class _Product:
 
 
 def _cases(
-    one: _PendingCollective, place: AxisPlace, product: _Product, clock: Clock
+    one: _PendingCollective, place: AxisPlace, matmul: _Matmul, clock: Clock
 ) -> list[Case]:
     """Yield cases of computation, the collective, and both at once."""
     alone = _compute_meanwhile(one, compute_nothing)
     collective_s = min(clock.seconds(alone, 1) for _ in range(4))
-    products = max(1, round(collective_s / max(product.seconds, _LEAST_S)))
+    matmuls = max(1, round(collective_s / max(matmul.seconds, _LEAST_S)))
 
     def compute() -> Tensor:
-        for _ in range(products):
-            found = product.call()
+        for _ in range(matmuls):
+            found = matmul.call()
         return found
 
     both = _compute_meanwhile(one, compute)
@@ -108,7 +108,7 @@ def _cases(
             one.key(place, "computing"),
             "s",
             lambda: compute,
-            check=check_on_all(place, product.wrong),
+            check=check_on_all(place, matmul.wrong),
         ),
         Case(one.key(place, one.collective), "s", lambda: _ready(alone), check=check),
         Case(one.key(place, "both"), "s", lambda: _ready(both), check=check),
@@ -211,14 +211,14 @@ _BEGUN: dict[str, Callable[[AxisPlace, int], _PendingCollective]] = {
 }
 
 
-def _product(device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tensor], str | None]]:
-    """Return a matrix product with a check of its result."""
+def _matmul(device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tensor], str | None]]:
+    """Return a matmul with a check of its result."""
     size = 2048 if device.type == "cuda" else 256
     a, b = (torch.randn(size, size, device=device) for _ in range(2))
     out = torch.empty_like(a)
 
     def find_error(found: Tensor) -> str | None:
-        said = wrong_product(found, a, b, "fp32")
+        said = wrong_matmul(found, a, b, "fp32")
         out.zero_()  # so that the next result is not mistaken for this
         return said
 

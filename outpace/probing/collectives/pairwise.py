@@ -8,7 +8,7 @@ from torch import Tensor
 
 from outpace.probing.collectives.cases import AxisPlace, first_fault, send_and_receive
 from outpace.probing.collectives.groups import Nodes, Pair, pair_slots
-from outpace.probing.compute.matmul import wrong_product
+from outpace.probing.compute.matmul import wrong_matmul
 from outpace.probing.timing.interleave import Turns
 from outpace.probing.timing.link_model import fit_link
 from outpace.probing.timing.measure import Effort, WrongResultError, figure_of, in_rounds
@@ -69,14 +69,14 @@ class RankWork(NamedTuple):
 
 
 def work_of(device: torch.device) -> dict[str, RankWork]:
-    """Return a matrix product and a copy in memory, large enough to show the device's speed."""
+    """Return a matmul and a copy in memory, large enough to show the device's speed."""
     size, count = (4096, 1 << 28) if device.type == "cuda" else (512, 1 << 22)
     a, b = (torch.randn(size, size, device=device) for _ in range(2))
     source = torch.randn(count, device=device)
     out = torch.empty_like(source)
     return {
         "matrix products": RankWork(
-            lambda: torch.mm(a, b), lambda found: wrong_product(found, a, b, "fp32")
+            lambda: torch.mm(a, b), lambda found: wrong_matmul(found, a, b, "fp32")
         ),
         "memory": RankWork(
             lambda: out.copy_(source),

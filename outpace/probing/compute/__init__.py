@@ -1,1 +1,1 @@
-"""Measurement of matrix products."""
+"""Measurement of matmuls."""

@@ -1,4 +1,4 @@
-"""The matmul section of a probe: products by size, unfavourable sizes, tiles, a model's."""
+"""The matmul section of a probe: matmuls by size, unfavourable sizes, tiles, a model's."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -23,7 +23,7 @@ Progress = Callable[[float], None]
 # What 16-bit training computes in, where there is a choice.
 _FIRST: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
 _UNLUCKY = 0.03  # smaller gains give no advice
-# Of the budget, for a call of each of a model's products: about twenty are made.
+# Of the budget, for a call of each of a model's matmuls: about twenty are made.
 _ONE_OF_EACH = 0.05
 
 
@@ -36,11 +36,11 @@ def probe_matmul(
     progress: Progress,
     tokens: int | None = None,
 ) -> Turns[ProbeSection]:
-    """Time matrix products on a device.
+    """Time matmuls on a device.
 
     `features`: features of its processor. Raises WrongResultError.
 
-    `tokens`: the number in a model's products; None for as many as keep a call short.
+    `tokens`: the number in a model's matmuls; None for as many as keep a call short.
     """
     dtypes = matmul.dtypes_of(device, features, _capability(device))
     on = matmul.bench(device, dtypes, quick)
@@ -102,9 +102,9 @@ def _cases(
 def _notes(device: torch.device, figures: Sequence[Figure], quick: bool) -> Iterator[str]:
     """Return notes on what was not measured, and on the device and dtypes that were."""
     if quick:
-        yield "vocabulary padding, backward products and tiles are only measured without --quick"
+        yield "vocabulary padding, backward matmuls and tiles are only measured without --quick"
     if device.type != "cuda":
-        yield f"threads of the matrix products: {torch.get_num_threads()}"
+        yield f"threads of the matmuls: {torch.get_num_threads()}"
         yield "fp16 on a CPU is only for checking correctness, so it is not timed"
         if not any(f.key.has(dtype="bf16") for f in figures):
             yield "this processor has no bf16 instructions, so bf16 is not timed"

@@ -1,6 +1,6 @@
-"""Matrix products: their rates, how these grow with size, and the cost of unfavourable sizes.
+"""Matmuls: their rates, how these grow with size, and the cost of unfavourable sizes.
 
-The best product measured on a machine is an upper bound for training (MAMF: Bekman, "Machine
+The best matmul measured on a machine is an upper bound for training (MAMF: Bekman, "Machine
 Learning Engineering", "Maximum Achievable Matmul FLOPS"). The curves are of A (m × k) times B (k ×
 n), counted as 2·m·n·k operations.
 """
@@ -24,7 +24,7 @@ TORCH: dict[Dtype, torch.dtype] = {
     "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
     "fp8": torch.float8_e4m3fn,
 }  # fmt: skip
-# Of a result, how coarse the dtype is in which it is stored; of the sum of magnitudes in a product,
+# Of a result, how coarse the dtype is in which it is stored; of the sum of magnitudes in a matmul,
 # what the sums in fp32 and (tf32) the inputs lose.
 _STORED: dict[Dtype, float] = {
     "fp32": 2**-23, "tf32": 2**-23, "bf16": 2**-7, "fp16": 2**-10, "fp8": 2**-7,
@@ -37,16 +37,16 @@ _LEAST_TIMED_S = 1e-3
 _STEPS = (1, 8, 16, 64, 128)
 _TIMES = (1, 2, 3)  # multiples of each step
 ROUND = "none"  # name of a sweep's starting point
-# Products whose rate has come this near to the largest one's no longer gain from size.
+# Matmuls whose rate has come this near to the largest one's no longer gain from size.
 _CURVE = tuple(1 << power for power in range(5, 15))
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A device on which matrix products are timed, and how long one may take.
+    """A device on which matmuls are timed, and how long one may take.
 
     Random values are created once per dtype, and operands are parts of them. `rates`: approximate
-    FLOP/s of large products, for choosing sizes and not for display.
+    FLOP/s of large matmuls, for choosing sizes and not for display.
     """
 
     device: torch.device
@@ -61,13 +61,13 @@ class Bench:
         return fine and m * k + k * n <= self.pools[dtype].numel()
 
     def is_fast_enough(self, dtype: Dtype, shape: Shape) -> bool:
-        """Return whether a product takes no longer than allowed."""
+        """Return whether a matmul takes no longer than allowed."""
         m, n, k = shape
         return 2.0 * m * n * k / self.rates[dtype] <= self.longest_s
 
 
 def dtypes_of(device: torch.device, features: Iterable[str], capability: float) -> list[Dtype]:
-    """List the dtypes whose products are worth timing on a device.
+    """List the dtypes whose matmuls are worth timing on a device.
 
     fp16 is left out on CPUs, where it is over a hundred times slower than fp32 (for correctness
     only), and bf16 on those that have no instructions for it.
@@ -83,11 +83,11 @@ def dtypes_of(device: torch.device, features: Iterable[str], capability: float) 
 
 
 def bench(device: torch.device, dtypes: Sequence[Dtype], quick: bool) -> Bench:
-    """Create random values for products on a device, and estimate their rate."""
+    """Create random values for matmuls on a device, and estimate their rate."""
     pools: dict[Dtype, Tensor] = {}
     generator = torch.Generator(device).manual_seed(0)
     for dtype in dtypes:
-        if dtype == "tf32" and "fp32" in pools:  # the same values with another product
+        if dtype == "tf32" and "fp32" in pools:  # the same values with another matmul
             pools[dtype] = pools["fp32"]
             continue
         values = torch.empty(_pool_size(device, quick), device=device, dtype=torch.bfloat16)
@@ -97,15 +97,15 @@ def bench(device: torch.device, dtypes: Sequence[Dtype], quick: bool) -> Bench:
 
 
 def _pool_size(device: torch.device, quick: bool) -> int:
-    """Return the number of elements that large products need, a small share of a GPU's memory."""
+    """Return the number of elements that large matmuls need, a small share of a GPU's memory."""
     if device.type != "cuda":
         return 1 << (26 if quick else 27)
     free, _ = torch.cuda.mem_get_info(device)
     return min(1 << 29, free // 64)
 
 
-def product(on: Bench, dtype: Dtype, shape: Shape) -> Callable[[], Tensor]:
-    """Return a callable that computes a product."""
+def matmul(on: Bench, dtype: Dtype, shape: Shape) -> Callable[[], Tensor]:
+    """Return a callable that computes a matmul."""
     m, n, k = shape
     pool = on.pools[dtype]
     a_MK = pool[: m * k].view(m, k)
@@ -128,20 +128,20 @@ def _in_tf32() -> Iterator[None]:
 
 
 def _check(on: Bench, dtype: Dtype, shape: Shape) -> Callable[[Tensor], str | None]:
-    """Compare the first and the last row with products in double precision."""
+    """Compare the first and the last row with matmuls in double precision."""
     m, n, k = shape
 
     def check(found_MN: Tensor) -> str | None:
         pool = on.pools[dtype]
         tail = pool[pool.numel() - k * n :]
         b_KN = tail.view(n, k).t() if dtype == "fp8" else tail.view(k, n)
-        return wrong_product(found_MN, pool[: m * k].view(m, k), b_KN, dtype)
+        return wrong_matmul(found_MN, pool[: m * k].view(m, k), b_KN, dtype)
 
     return check
 
 
-def wrong_product(found_MN: Tensor, a_MK: Tensor, b_KN: Tensor, dtype: Dtype) -> str | None:
-    """Check the first and last row of a product in double precision; return the error, if any."""
+def wrong_matmul(found_MN: Tensor, a_MK: Tensor, b_KN: Tensor, dtype: Dtype) -> str | None:
+    """Check the first and last row of a matmul in double precision; return the error, if any."""
     ends = [0, len(a_MK) - 1]
     a_2K, b_KN = a_MK[ends].double(), b_KN.double()
     true = a_2K @ b_KN
@@ -150,7 +150,7 @@ def wrong_product(found_MN: Tensor, a_MK: Tensor, b_KN: Tensor, dtype: Dtype) ->
     # Written so that NaN is wrong too, and that 0 may be 0.
     if bool((away <= allowed).all()):
         return None
-    return f"a product is off by {(away / allowed).max().item():.3g} times its rounding"
+    return f"a matmul is off by {(away / allowed).max().item():.3g} times its rounding"
 
 
 @contextmanager
@@ -164,15 +164,15 @@ def _on_one_thread() -> Iterator[None]:
 
 
 def case(on: Bench, dtype: Dtype, shape: Shape, what: str, **more: str | int) -> Case:
-    """Return a case that measures the rate of one product."""
+    """Return a case that measures the rate of one matmul."""
     m, n, k = shape
     key = Key(kind="matmul", what=what, of={"dtype": dtype, "m": m, "n": n, "k": k, **more})
-    return Case(key, "FLOP/s", lambda: product(on, dtype, shape), 2.0 * m * n * k,
+    return Case(key, "FLOP/s", lambda: matmul(on, dtype, shape), 2.0 * m * n * k,
                 _check(on, dtype, shape), _in_tf32 if dtype == "tf32" else nullcontext)  # fmt: skip
 
 
 def _rough_rate(on: Bench, dtype: Dtype) -> float:
-    """Return a rough FLOP/s of a product that takes longer than its launch, by the host's clock."""
+    """Return a rough FLOP/s of a matmul that takes longer than its launch, by the host's clock."""
     for size in _CURVE[4:]:
         if not on.supports(dtype, (size, size, size)):
             break
@@ -183,9 +183,9 @@ def _rough_rate(on: Bench, dtype: Dtype) -> float:
 
 
 def _rate(on: Bench, dtype: Dtype, shape: Shape) -> float:
-    """Estimate the FLOP/s of a product by the host's clock."""
+    """Estimate the FLOP/s of a matmul by the host's clock."""
     m, n, k = shape
-    call = product(on, dtype, shape)
+    call = matmul(on, dtype, shape)
     with _in_tf32() if dtype == "tf32" else nullcontext():
         return 2.0 * m * n * k / min(_host_s(call, on.device) for _ in range(4))
 
@@ -199,22 +199,22 @@ def _host_s(call: Callable[[], Tensor], device: torch.device) -> float:
 
 
 def curve_cases(on: Bench, dtype: Dtype, quick: bool) -> list[Case]:
-    """Return square products by size, up to the largest allowed time."""
+    """Return square matmuls by size, up to the largest allowed time."""
     cubes = [(n, n, n) for n in _CURVE[1 :: 2 if quick else 1]]
     sizes = [one[0] for one in cubes if on.is_fast_enough(dtype, one) and on.supports(dtype, one)]
     return [case(on, dtype, (n, n, n), "curve") for n in sizes]
 
 
 def largest(on: Bench, dtype: Dtype, at_most: int) -> int:
-    """Return the largest power of two whose square product stays within the allowed time."""
+    """Return the largest power of two whose square matmul stays within the allowed time."""
     fitting = [n for n in _CURVE if n <= at_most and on.is_fast_enough(dtype, (n, n, n))]
     return max(fitting, default=_CURVE[0])
 
 
 def tokens_for(on: Bench, dtype: Dtype, spec: ModelSpec, given: int | None = None) -> int:
-    """Return the given number of tokens, however long a product then takes.
+    """Return the given number of tokens, however long a matmul then takes.
 
-    If none is given: the largest power of two at which a model's largest product is short enough.
+    If none is given: the largest power of two at which a model's largest matmul is short enough.
     """
     if given is not None:
         return given
@@ -273,7 +273,7 @@ def _shape_of(base: int, dim: int, offset: int) -> Shape:
 
 
 def model_shapes(spec: ModelSpec, tokens: int) -> dict[str, Shape]:
-    """Return the matrix products of a model's forward pass by name, for this number of tokens."""
+    """Return the matmuls of a model's forward pass by name, for this number of tokens."""
     kv = 2 * spec.kv_heads * spec.head_dim
     hidden, ffn = spec.hidden, spec.ffn
     wide = 2 * ffn if spec.gated else ffn
@@ -287,7 +287,7 @@ def model_shapes(spec: ModelSpec, tokens: int) -> dict[str, Shape]:
 
 
 def backward_shapes(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the products of the backward: dX for the input, and dW for the weight."""
+    """Return the matmuls of the backward: dX for the input, and dW for the weight."""
     found: dict[str, Shape] = {}
     for part, (tokens, n, k) in shapes.items():
         found |= {f"{part} dX": (tokens, k, n), f"{part} dW": (n, k, tokens)}
@@ -298,9 +298,9 @@ def model_cases(
     on: Bench, dtype: Dtype, spec: ModelSpec, tokens: int, forward_only: bool = False,
     within_s: float = inf,
 ) -> tuple[list[Case], list[str]]:  # fmt: skip
-    """Return a model's products, fastest first, and the parts that are left out.
+    """Return a model's matmuls, fastest first, and the parts that are left out.
 
-    Parts are left out if their operands do not fit, if their dtype has no such products, or if one
+    Parts are left out if their operands do not fit, if their dtype has no such matmuls, or if one
     call of each would take longer than `within_s`.
     """
     shapes = model_shapes(spec, tokens)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from outpace.probing.compute.matmul import TORCH, Bench, wrong_product
+from outpace.probing.compute.matmul import TORCH, Bench, wrong_matmul
 from outpace.probing.compute.tile_detection import next_multiple
 from outpace.probing.timing.gain import Gain, gain
 from outpace.probing.timing.measure import Case
@@ -28,7 +28,7 @@ _WHOLE = ("forward and backward",)
 
 
 def vocabulary_cases(on: Bench, dtype: Dtype, spec: ModelSpec, tokens: int) -> list[Case]:
-    """Return the head's products, forward and backward, with and without a padded vocabulary."""
+    """Return the head's matmuls, forward and backward, with and without a padded vocabulary."""
     sizes = sorted({spec.vocab, *(next_multiple(spec.vocab, of) for of in _PADDED_TO)})
     return [
         Case(
@@ -67,13 +67,13 @@ def _head(on: Bench, dtype: Dtype, vocab: int, hidden: int, tokens: int) -> Call
 def _wrong_head(
     on: Bench, dtype: Dtype, vocab: int, hidden: int, tokens: int, found: Head
 ) -> str | None:
-    """Describe the first wrong product of the head and its gradients; None if all are right."""
+    """Describe the first wrong matmul of the head and its gradients; None if all are right."""
     x_TH, w_VH = _of_head(on, dtype, vocab, hidden, tokens)
     g_TV, dw_VH, dx_TH = found
     return (
-        wrong_product(g_TV, x_TH, w_VH.t(), dtype)
-        or wrong_product(dw_VH, g_TV.t(), x_TH, dtype)
-        or wrong_product(dx_TH, g_TV, w_VH, dtype)
+        wrong_matmul(g_TV, x_TH, w_VH.t(), dtype)
+        or wrong_matmul(dw_VH, g_TV.t(), x_TH, dtype)
+        or wrong_matmul(dx_TH, g_TV, w_VH, dtype)
     )
 
 
@@ -184,7 +184,7 @@ def _vocabulary(figures: Sequence[Figure], dtype: str, spec: ModelSpec) -> Advic
     better, by = padded
     size = int(better.key.of["vocab"])
     change = f"vocabulary {spec.vocab} → {size} ({dtype}, {own.key.of['tokens']} tokens)"
-    text = f"{change}: the head's products {by}"
+    text = f"{change}: the head's matmuls {by}"
     return _advice("vocabulary", text, by, own, better)
 
 

@@ -12,9 +12,9 @@ _ROW_BITS = 512
 
 
 def step_words(step: int, bits: int, dtype: Dtype, dim: str) -> str | None:
-    """Describe a step of a product's dimension in whole registers of `bits` bits, or None.
+    """Describe a step of a matmul's dimension in whole registers of `bits` bits, or None.
 
-    Products are summed in fp32, so a register holds adjacent sums along m and n, and operands along
+    Matmuls are summed in fp32, so a register holds adjacent sums along m and n, and operands along
     k.
     """
     row = min(bits, _ROW_BITS)

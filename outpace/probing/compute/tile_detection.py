@@ -1,6 +1,6 @@
 """Tiles, waves and threads' shares, detected from the growth of time with size.
 
-A product is computed tile by tile: time rises in steps as wide as a tile, and between two multiples
+A matmul is computed tile by tile: time rises in steps as wide as a tile, and between two multiples
 of it, time is spent on results that are not used (tile quantisation). A device with s
 multiprocessors takes s tiles at a time: the last, partly filled wave costs as much as a full one
 (wave quantisation). The threads of a processor divide blocks among them in the same way. NVIDIA,

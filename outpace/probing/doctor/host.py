@@ -87,7 +87,7 @@ def threads(inventory: Inventory) -> Iterator[Finding]:
 
 
 def hyper_threads(inventory: Inventory) -> Iterator[Finding]:
-    """Find two threads per core, which slow each other down in matrix products."""
+    """Find two threads per core, which slow each other down in matmuls."""
     name = "hyper-threads"
     if not inventory.cpu.siblings:
         raise UnknownFactError("the kernel does not report which CPUs share a core")

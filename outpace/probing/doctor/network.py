@@ -64,7 +64,7 @@ def variables(inventory: Inventory) -> Iterator[Finding]:
             "unset CUDA_LAUNCH_BLOCKING",
         )
     if settings.get("NVIDIA_TF32_OVERRIDE") == "0":
-        yield make_finding(name, "high", "fp32 products may not use TF32", "NVIDIA_TF32_OVERRIDE=0",
+        yield make_finding(name, "high", "fp32 matmuls may not use TF32", "NVIDIA_TF32_OVERRIDE=0",
                     "unset NVIDIA_TF32_OVERRIDE, unless you need every bit of fp32")  # fmt: skip
     if is_set("NCCL_SHM_DISABLE"):
         yield make_finding(

@@ -1,4 +1,4 @@
-"""Rates of this host, measured in a few seconds: fp32 and bf16 matrix products, and memory.
+"""Rates of this host, measured in a few seconds: fp32 and bf16 matmuls, and memory.
 
 If outpace probe has not measured anything, they replace a guess from the vector width, which may be
 off by a factor of several. They are measured in a separate process, since threads of a math library
@@ -15,7 +15,7 @@ from functools import cache, partial
 from outpace.records.host_rates import HostRates
 
 _LIMIT_S = 60.0
-_WIDTH = 768  # width of products, as in a small model's layers
+_WIDTH = 768  # width of matmuls, as in a small model's layers
 _ROWS = 256
 _COPIED = 1 << 23  # elements of fp32: larger than the caches of a few cores
 _AT_LEAST_S = 0.4

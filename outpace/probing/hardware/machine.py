@@ -13,7 +13,7 @@ from outpace.records.hardware import Accelerator
 from outpace.records.machine import Device, Machine
 
 FindAccelerator = Callable[[str, int | None], Accelerator | None]
-# The processor features that decide how fast matrix products run.
+# The processor features that decide how fast matmuls run.
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "bf16",
              "sve", "sve_bf16", "asimd")  # fmt: skip
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from outpace.probing.collectives.overlap import compute_nothing, share_hidden
-from outpace.probing.compute.matmul import wrong_product
+from outpace.probing.compute.matmul import wrong_matmul
 from outpace.probing.hardware.cpus import read_cpus
 from outpace.probing.timing.interleave import Turns
 from outpace.probing.timing.measure import Case, Effort, clock_of, measure, rounds_of
@@ -30,7 +30,7 @@ _FULL = (1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
 _BEYOND = 2
 _LEAST, _MOST = 1 << 24, 1 << 28
 WAYS = ("to the host", "to the device", "both ways")
-_OVERLAPPED_ELEMENTS = 1 << 26  # elements of transfers during a product
+_OVERLAPPED_ELEMENTS = 1 << 26  # elements of transfers during a matmul
 _USUAL_L2_BYTES = 128 << 20  # assumed if a GPU does not report it
 
 
@@ -96,7 +96,7 @@ def _sums(found: Tensor, x: Tensor) -> str | None:
 
 
 def _operations(x: Tensor, out: Tensor, quick: bool) -> Iterator[Case]:
-    """Yield operations that transformers run between products, on arrays larger than any cache."""
+    """Yield operations that transformers run between matmuls, on arrays larger than any cache."""
     size = x.nbytes
 
     def right(reference: Callable[[Tensor], Tensor]) -> Callable[[Tensor], str | None]:
@@ -158,7 +158,7 @@ def _optimizer_step(device: torch.device, elements: int) -> Case:
 
 
 def _transfers(device: torch.device, quick: bool) -> Iterator[Case]:
-    """Yield transfers between host and device: pageable, pinned, both ways, during a product."""
+    """Yield transfers between host and device: pageable, pinned, both ways, during a matmul."""
     for size in (1 << 26,) if quick else (1 << 12, 1 << 16, 1 << 20, 1 << 26, 1 << 28):
         there = torch.empty(size // 4, device=device).normal_()
         for pinned in (False, True):
@@ -179,9 +179,9 @@ def _sending_fault(source: Tensor, found: Tensor) -> str | None:
 
 
 def _overlap_cases(device: torch.device) -> Iterator[Case]:
-    """Yield a product, transfers in one and both directions, and a product during each of them."""
+    """Yield a matmul, transfers in one and both directions, and a matmul during each of them."""
     a = torch.randn(8192, 8192, device=device, dtype=torch.float16)
-    product = partial(torch.mm, a, a)
+    matmul = partial(torch.mm, a, a)
     ways: dict[str, _Ways] = {}
     for way in WAYS[:2]:
         there = torch.empty(_OVERLAPPED_ELEMENTS, device=device).normal_()
@@ -190,17 +190,17 @@ def _overlap_cases(device: torch.device) -> Iterator[Case]:
         ways[way] = [(torch.cuda.Stream(device), source, to)]
     ways[WAYS[2]] = ways[WAYS[0]] + ways[WAYS[1]]  # in two streams at the same time
 
-    def product_fault(found: Tensor) -> str | None:
-        return wrong_product(found, a, a, "fp16")
+    def matmul_fault(found: Tensor) -> str | None:
+        return wrong_matmul(found, a, a, "fp16")
 
-    yield Case(_key("overlap", of="product"), "s", _call_of(product), check=product_fault)
+    yield Case(_key("overlap", of="matmul"), "s", _call_of(matmul), check=matmul_fault)
     for way, sends in ways.items():
         alone = partial(_compute_beside, device, sends, compute_nothing)
         check = partial(_arrival_fault, sends)
         yield Case(_key("overlap", of=f"transfer {way}"), "s", _call_of(alone), check=check)
-        both = partial(_compute_beside, device, sends, product)
-        yield Case(_key("overlap", of=f"product and transfer {way}"), "s", _call_of(both),
-                   check=partial(_both_right, product_fault, check))  # fmt: skip
+        both = partial(_compute_beside, device, sends, matmul)
+        yield Case(_key("overlap", of=f"matmul and transfer {way}"), "s", _call_of(both),
+                   check=partial(_both_right, matmul_fault, check))  # fmt: skip
 
 
 # A stream, what is sent in it, and where to.
@@ -251,12 +251,12 @@ def probe_memory(
 
 
 def hidden_shares(figures: Sequence[Figure]) -> list[Figure]:
-    """Return the overlap of a product and a transfer, as a share of the shorter, by direction."""
+    """Return the overlap of a matmul and a transfer, as a share of the shorter, by direction."""
     took = {f.key.of["of"]: f for f in figures if f.key.what == "overlap"}
     return [
         share_hidden(
             _key("hidden share", of=f"transfer {way}"),
-            [took[name] for name in ("product", f"transfer {way}", f"product and transfer {way}")],
+            [took[name] for name in ("matmul", f"transfer {way}", f"matmul and transfer {way}")],
         )
         for way in WAYS if f"transfer {way}" in took
     ]  # fmt: skip
@@ -268,7 +268,7 @@ def hidden_advice(hidden: Sequence[Figure]) -> Iterator[Advice]:
         if figure.value is not None and figure.low is not None and figure.high is not None:
             yield Advice(
                 about="overlap", of=(figure.key,),
-                text=f"a product during a {figure.key.of['of']}: {figure.value:.0%} of the "
+                text=f"a matmul during a {figure.key.of['of']}: {figure.value:.0%} of the "
                      f"shorter hides behind the longer ({figure.low:.0%} to {figure.high:.0%})",
             )  # fmt: skip
 
@@ -278,6 +278,6 @@ def hidden_notes(hidden: Sequence[Figure]) -> Iterator[str]:
     for figure in hidden:
         if figure.value is None:
             yield (
-                f"overlap: the hidden share of a product and a {figure.key.of['of']} is not "
+                f"overlap: the hidden share of a matmul and a {figure.key.of['of']} is not "
                 f"stable enough: {figure.unstable}"
             )

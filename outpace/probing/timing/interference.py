@@ -16,7 +16,7 @@ from outpace.records.probed import Steadiness
 # Of a core by others, or of all time by the hypervisor: more than this is said.
 _OTHERS, _STOLEN = 0.15, 0.02
 # Of all cores' time that others take: more than this, and figures of the processor are none. A
-# product on two cores one of which is taken is no slower by half: it waits for a whole turn of the
+# matmul on two cores one of which is taken is no slower by half: it waits for a whole turn of the
 # other program, in every call, and steadily so.
 _DISTURBED = 0.10
 

@@ -35,7 +35,7 @@ from outpace.reporting.render.document import (
 from outpace.reporting.sections.environment import machine_table, topology, versions
 
 _KINDS = {
-    "matmul": "Matrix products", "vocabulary": "The head, by vocabulary",
+    "matmul": "Matmuls", "vocabulary": "The head, by vocabulary",
     "attention": "Attention, by number of heads", "memory": "Memory", "storage": "Storage",
     "loader": "Data loading", "tokenise": "Tokenising", "step": "Steps of small trainings",
     "ranks": "All ranks at once", "overlap": "Communication beside computing",
@@ -66,7 +66,7 @@ def _verdict(machine: Machine, probed: ProbeRecord) -> Iterable[str]:
     devices = ", ".join(device.name for device in machine.devices) or "no accelerator"
     best = [one for one in probed.figures if (one.key.kind, one.key.what) == ("matmul", "best")]
     rates = ", ".join(f"{one.key.of.get('dtype')} {one}" for one in best if one.value is not None)
-    yield f"{devices}: {rates or 'no matrix product was measured'}."
+    yield f"{devices}: {rates or 'no matmul was measured'}."
     everything = [*probed.all_figures()]
     unstable = sum(one.unstable is not None for one in everything)
     if unstable:
@@ -115,7 +115,7 @@ def _advice(probed: ProbeRecord) -> Iterable[Part]:
 
 def _kind(kind: str, figures: Sequence[Measured]) -> Iterable[Part]:
     if kind == "matmul":
-        curve = _products(figures)
+        curve = _matmuls(figures)
         if curve is not None:
             yield curve
     by_unit = [one for one in figures if one.value is not None and one.key.what != "candidate"]
@@ -161,7 +161,7 @@ def _bars(figures: Sequence[Measured], count: int) -> Chart:
     )  # fmt: skip
 
 
-def _products(figures: Sequence[Measured]) -> Chart | None:
+def _matmuls(figures: Sequence[Measured]) -> Chart | None:
     """Plot rates by size, one line per dtype, without unstable ones."""
     found: dict[str, list[tuple[float, float]]] = {}
     for one in figures:
@@ -183,10 +183,10 @@ def _products(figures: Sequence[Measured]) -> Chart | None:
     best = "; ".join(f"{name}: at most {rate.show(max(y for _, y in points))}"
                      for name, points in found.items())  # fmt: skip
     return lines(
-        "Rate of products by their size", f"{best}.", series,
-        [AxisChoice("size", "work of a product", work)], rate, "rate",
-        DataTable("Rate of products", ("dtype", "work", "rate"), tuple(rows)),
-        xaxis=axis("work of a product", work, type="log"),
+        "Rate of matmuls by their size", f"{best}.", series,
+        [AxisChoice("size", "work of a matmul", work)], rate, "rate",
+        DataTable("Rate of matmuls", ("dtype", "work", "rate"), tuple(rows)),
+        xaxis=axis("work of a matmul", work, type="log"),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from outpace.records.units import show_bytes, show_count, show_size
 
 _EXPLAINED: dict[Kind, str] = {
     "weights": "as kept between steps",
-    "weight copies": "in the precision of matrix products",
+    "weight copies": "in the precision of matmuls",
     "unsharded": "gathered from other ranks",
     "optimizer state": "",
     "gradients": "",
@@ -178,7 +178,7 @@ def _notes(
         )
         if room < 0 and next_command is not None:
             lines.append(f"To find what fits, run {next_command}")
-    lines.append(f"A step has {show_count(traced.flops, 'FLOP')} of matrix products on this rank.")
+    lines.append(f"A step has {show_count(traced.flops, 'FLOP')} of matmuls on this rank.")
     error = relative_error(traced, measured)
     if error is not None:
         lines.append(f"The trace is off by {100 * error:+.2f} %.")

@@ -27,7 +27,7 @@ class _Layout:
     column: Named
 
 
-def _product(figure: Figure) -> str:
+def _matmul(figure: Figure) -> str:
     of = figure.key.of
     if figure.key.what in ("best", "peak"):
         return {"best": "best (MAMF)", "peak": "peak"}[figure.key.what]
@@ -76,8 +76,8 @@ def _rate_or_time(figure: Figure) -> str:
 
 _STREAMS = _Layout("Memory, by array size", _array_size, _figure_words())
 _LAYOUTS = {
-    "matmul": _Layout("Matrix products (m × n × k)", _product, _key_words("dtype")),
-    "vocabulary": _Layout("The head's matrix products by vocabulary, forward and backward",
+    "matmul": _Layout("Matmuls (m × n × k)", _matmul, _key_words("dtype")),
+    "vocabulary": _Layout("The head's matmuls by vocabulary, forward and backward",
                           _key_words("vocab", "hidden", "tokens"), _key_words("dtype")),
     "attention": _Layout("Attention by number of heads", _key_words("heads", "head_dim", "seq_len"),
                          _figure_words("dtype")),

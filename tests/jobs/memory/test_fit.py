@@ -136,7 +136,7 @@ def test_a_budget_recomputes_what_takes_the_planner_s_least_time(machine):
 @pytest.mark.parametrize(
     ("targets", "adapters"),
     [
-        # Of 4 heads, 2 of keys and 2 of values, and of two matrices that make one product.
+        # Of 4 heads, 2 of keys and 2 of values, and of two matrices that make one matmul.
         (("q", "v"), {"qkv": Target(2, 6 / 8)}),
         (("all",), {"qkv": Target(3), "out": Target(1), "up": Target(2), "down": Target(1)}),
     ],
@@ -182,7 +182,7 @@ def of_ranks(plan, ranks, device):
 
 
 def test_a_probe_that_is_of_no_use_leaves_what_is_known_of_the_device(machine, monkeypatch):
-    """Without a figure of its products, or a file that can be read, a GPU is the catalog's."""
+    """Without a figure of its matmuls, or a file that can be read, a GPU is the catalog's."""
     chip = ACCELERATORS["H200 SXM"]
     gpu = Device(name="NVIDIA H200", memory_bytes=chip.memory_bytes, accelerator=chip.name)
     known = machine.model_copy(update={"devices": (gpu,)})

@@ -70,7 +70,7 @@ def test_a_section_is_withdrawn_for_what_disturbed_what_it_measured(name, device
     [({}, None), ({"seq_len": 512, "micro_batch": 3}, 1536), ({"seq_len": 512}, 512),
      ({"micro_batch": 2}, 2 * DEFAULT_SEQ_LEN)],
 )  # fmt: skip
-def test_the_tokens_of_a_models_products_are_those_that_are_given(given, tokens):
+def test_the_tokens_of_a_models_matmuls_are_those_that_are_given(given, tokens):
     settings = TrainSettings.parse({"model": "gpt2", **given}, "a test")
     assert ProbeRequest(("matmul",), True, settings, "outpace probe").tokens() == tokens
 
@@ -114,12 +114,12 @@ def test_this_host_is_examined_under_the_given_settings():
     assert any("OMP_NUM_THREADS=4000" in note for note in notes)
 
 
-def test_the_best_product_stands_beside_the_published_peak():
+def test_the_best_matmul_stands_beside_the_published_peak():
     peak = Figure(key=Key(kind="matmul", what="peak", of={"dtype": "bf16"}), unit="FLOP/s",
                   value=1e15, origin="catalog", source="a datasheet")  # fmt: skip
     best = [figure("best", 7.5e14, dtype="bf16"), figure("best", 5e13, dtype="fp32")]
     (note,) = peak_notes([*best, peak])
-    assert "bf16 product (750.00 TFLOP/s) is 75% of the catalog's peak (1.00 PFLOP/s)" in note
+    assert "bf16 matmul (750.00 TFLOP/s) is 75% of the catalog's peak (1.00 PFLOP/s)" in note
     assert not list(peak_notes([figure("best", None, dtype="bf16"), peak]))
 
 

@@ -94,8 +94,8 @@ class DroppingBlock(nn.Module):
         return x + self.drop(self.down(self.drop(torch.tanh(self.up(x)))))
 
 
-class Products(TorchDispatchMode):
-    """Counts multiplications of matrix products, those of this rank's parts of tensors."""
+class Matmuls(TorchDispatchMode):
+    """Counts multiplications of matmuls, those of this rank's parts of tensors."""
 
     def __init__(self):
         super().__init__()
@@ -135,12 +135,12 @@ def test_the_check_with_dropout_costs_at_most_two_steps(tmp_path, strategy, chan
             model = outpace.parallelize(Dropping(), plan, loss=squares, check=check, **options)
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
-                with Products() as products:
+                with Matmuls() as matmuls:
                     model.forward_backward(model.share(global_batch(16)))
-            counts[check] = products.count
-        with Products() as products:
+            counts[check] = matmuls.count
+        with Matmuls() as matmuls:
             model.forward_backward(model.share(global_batch(16)))
-        found = [counts["on"] - counts["off"], products.count]
+        found = [counts["on"] - counts["off"], matmuls.count]
         (tmp_path / f"{rank.ranks.rank}").write_text(json.dumps(found))
 
     ends = run_forked(2, act, 240.0, tmp_path / "job")
@@ -162,7 +162,7 @@ def drop_one_gradient(layout):
 
 
 def round_the_loss(layout):
-    """By 3e-5, as parts of products may in fp32, but not a batch that is cut."""
+    """By 3e-5, as parts of matmuls may in fp32, but not a batch that is cut."""
     given = layout.gradients
     layout.gradients = lambda passes, how: given(passes, how) * torch.tensor([1 + 3e-5, 1.0])
 

@@ -165,7 +165,7 @@ def optimizer_in_the_backward(seed: int) -> Entry:
 
 
 class _AddsToGradient(torch.autograd.Function):
-    """A matrix product that adds its weight's gradient to `weight.grad` itself."""
+    """A matmul that adds its weight's gradient to `weight.grad` itself."""
 
     @staticmethod
     def forward(context: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ class _AddsToGradient(torch.autograd.Function):
 
 
 def gradients_added_by_hand(seed: int) -> Entry:
-    """A fused product accumulates its weight's gradient in its backward, and gives none."""
+    """A fused matmul accumulates its weight's gradient in its backward, and gives none."""
 
     class Block(ResidualBlock):
         def forward(self, x: Tensor) -> Tensor:

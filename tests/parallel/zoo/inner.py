@@ -113,19 +113,19 @@ def gradients_cached(seed: int) -> Entry:
     return build_seeded(seed, BlockStack), loss, vector_batch
 
 
-def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _keep_matmuls(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     if operator in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def checkpoints_by_a_policy(seed: int) -> Entry:
-    """Blocks are recomputed but for their products, which a policy keeps."""
+    """Blocks are recomputed but for their matmuls, which a policy keeps."""
 
     class Model(BlockStack):
         def forward(self, x: Tensor) -> Tensor:
             x = self.stem(x)
-            contexts = partial(create_selective_checkpoint_contexts, _keep_products)
+            contexts = partial(create_selective_checkpoint_contexts, _keep_matmuls)
             for layer in self.layers:
                 x = checkpoint(layer, x, use_reentrant=False, context_fn=contexts)
             return self.head(x)

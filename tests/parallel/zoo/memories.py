@@ -27,7 +27,7 @@ from zoo.common import (
 
 
 def scales_by_a_history(seed: int) -> Entry:
-    """Delayed scaling of 8-bit products: the largest values of the last forwards give a scale."""
+    """Delayed scaling of 8-bit matmuls: the largest values of the last forwards give a scale."""
 
     class Block(ResidualBlock):
         history: Tensor

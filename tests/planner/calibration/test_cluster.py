@@ -13,7 +13,7 @@ from outpace.catalog.nodes import NODES, find_node
 from outpace.catalog.references import references
 from outpace.planner.calibration.cluster import DEFAULT_NETWORKS, of_catalog, of_host, of_probe
 from outpace.planner.calibration.prediction_interval import QuestionKind, interval
-from outpace.planner.hardware.device import product_s
+from outpace.planner.hardware.device import matmul_s
 from outpace.planner.hardware.networks import read_network
 from outpace.planner.model.outline import outline
 from outpace.planner.model.outline_flops import forward_flops
@@ -151,13 +151,13 @@ def figure(kind, what, unit, value, samples=(), **of):
                   origin="measured", rounds=(samples,) if samples else ())  # fmt: skip
 
 
-def product(size, rate, dtype="fp32", what="curve", samples=()):
+def matmul(size, rate, dtype="fp32", what="curve", samples=()):
     return figure("matmul", what, "FLOP/s", rate, samples, dtype=dtype, m=size, n=size, k=size)
 
 
 PRODUCTS = (
-    product(64, 20e9), product(512, 80e9), product(2048, 100e9),
-    product(512, 60e9, what="candidate"),
+    matmul(64, 20e9), matmul(512, 80e9), matmul(2048, 100e9),
+    matmul(512, 60e9, what="candidate"),
 )  # fmt: skip
 COPIES = (
     figure("memory", "copy", "B/s", 60e9, bytes=2**15),
@@ -211,7 +211,7 @@ def test_loading_is_as_fast_as_the_best_loader_that_was_probed():
 
 
 def steps(ranks, slower=1.0, device="cpu", digest=None):
-    """Steps of a probe, as fast as products alone would make them, or slower."""
+    """Steps of a probe, as fast as matmuls alone would make them, or slower."""
     found = []
     for one in references(ranks, "cpu").values():
         flops = 3 * forward_flops(outline(one.spec, "m"), one.seq_len, one.global_batch)
@@ -239,7 +239,7 @@ def test_steps_of_other_ranks_devices_and_versions_are_left_alone(others):
 
 
 def test_unsteady_figures_count_with_their_median_and_are_told():
-    figures = (product(512, None, samples=(10e9, 30e9, 20e9)), *COPIES)
+    figures = (matmul(512, None, samples=(10e9, 30e9, 20e9)), *COPIES)
     found = of_probe(machine(figures), 1)
     assert found.device.rate("fp32") == 20e9
     (note,) = found.notes
@@ -247,19 +247,19 @@ def test_unsteady_figures_count_with_their_median_and_are_told():
 
 
 def test_an_accelerator_of_the_catalog_keeps_its_measured_rates():
-    figures = (product(4096, 600e12, "bf16"), figure("memory", "copy", "B/s", 3e12, bytes=2**30))
+    figures = (matmul(4096, 600e12, "bf16"), figure("memory", "copy", "B/s", 3e12, bytes=2**30))
     held = 79 * GIB
     device = Device(name="NVIDIA H100 80GB HBM3", memory_bytes=held)
     found = of_probe(machine(figures, devices=(device,) * 2), 2)
     assert found.device.kind == "cuda"
-    assert product_seconds(found.device, 4096, 4096, 4096) == pytest.approx(2 * 4096**3 / 600e12)
+    assert matmul_seconds(found.device, 4096, 4096, 4096) == pytest.approx(2 * 4096**3 / 600e12)
     assert found.device.memory_bytes_per_s == 3e12 and found.device.memory_bytes == held
     assert found.device.peak_flops_per_s["bf16"] == pytest.approx(989.5e12, rel=0.01)
 
 
-def product_seconds(device, m, n, k, dtype="bf16"):
+def matmul_seconds(device, m, n, k, dtype="bf16"):
     sides = (np.array([float(side)]) for side in (m, n, k))
-    return float(product_s(device, np.array([device.rate(dtype)]), *sides, np.array([2.0]))[0])
+    return float(matmul_s(device, np.array([device.rate(dtype)]), *sides, np.array([2.0]))[0])
 
 
 def test_a_plan_on_a_probed_accelerator_uses_what_was_measured():
@@ -268,9 +268,9 @@ def test_a_plan_on_a_probed_accelerator_uses_what_was_measured():
     device, catalog = found.device, of_catalog(find_node("h200-sxm", ACCELERATORS), 1).device
     measured = {(16384, 2304, 768): 641.5e12, (16384, 768, 3072): 735.3e12}
     for shape, rate in measured.items():
-        assert product_seconds(device, *shape) == pytest.approx(2 * np.prod(shape) / rate, rel=0.03)
+        assert matmul_seconds(device, *shape) == pytest.approx(2 * np.prod(shape) / rate, rel=0.03)
     # The head's 50,257 columns at 119.6 TFLOP/s; 4,097 for 4,096 cost 6.4 and 5.7 times.
-    head = product_seconds(device, 16384, 50257, 768)
+    head = matmul_seconds(device, 16384, 50257, 768)
     assert head == pytest.approx(2 * 16384 * 50257 * 768 / 119.6e12, rel=0.2)
     assert 5 < 1 / device.unaligned < 7
     assert 14e-6 < device.operator_s < 19e-6 < catalog.operator_s
@@ -286,7 +286,7 @@ def test_a_plan_on_a_probed_accelerator_uses_what_was_measured():
 
 
 def test_an_accelerator_that_the_catalog_has_not_is_as_it_was_measured():
-    figures = (product(4096, 90e12, "bf16"), figure("memory", "copy", "B/s", 1e12, bytes=2**30))
+    figures = (matmul(4096, 90e12, "bf16"), figure("memory", "copy", "B/s", 1e12, bytes=2**30))
     device = Device(name="Some Accelerator 9000", memory_bytes=24 * GIB)
     found = of_probe(machine(figures, devices=(device,) * 2), 2)
     assert found.device.kind == "cuda" and found.device.memory_bytes == 24 * GIB
@@ -301,7 +301,7 @@ def test_an_accelerator_that_the_catalog_has_not_is_as_it_was_measured():
     ("record", "sentence"),
     [
         (machine(probed=False), "has no measurements"),
-        (machine(figures=COPIES), "has no matrix products"),
+        (machine(figures=COPIES), "has no matmuls"),
     ],
 )
 def test_what_was_not_measured_is_asked_for(record, sentence):

@@ -48,10 +48,10 @@ def steps_of(rates, ranks=2, spoiled=(), kept=lambda one: True):
     ]  # fmt: skip
 
 
-def really(products=1.0, memory=1.0, operators=1.0, units=1.0, links=1.0, gathers=1.0):
+def really(matmuls=1.0, memory=1.0, operators=1.0, units=1.0, links=1.0, gathers=1.0):
     """A machine whose rates are so many times slower than is assumed."""
     device, fabric = ASSUMED.device, ASSUMED.fabric
-    best = {dtype: rate / products for dtype, rate in device.best_flops_per_s.items()}
+    best = {dtype: rate / matmuls for dtype, rate in device.best_flops_per_s.items()}
     return RateFit(
         replace(device, best_flops_per_s=best,
                 memory_bytes_per_s=device.memory_bytes_per_s / memory,
@@ -73,8 +73,8 @@ slower = st.floats(0.5, 4.0)
 @pytest.mark.slow
 @SETTINGS
 @given(slower, slower, st.floats(0.5, 10.0), slower, slower, slower)
-def test_what_the_machine_really_is_comes_out(products, memory, operators, units, links, gathers):
-    truth = really(products, memory, operators, units, links, gathers)
+def test_what_the_machine_really_is_comes_out(matmuls, memory, operators, units, links, gathers):
+    truth = really(matmuls, memory, operators, units, links, gathers)
     found, off = on_two(steps_of(truth))
     assert off < 0.01
     for one in references(2, "cpu").values():  # and of what was not seen
@@ -83,7 +83,7 @@ def test_what_the_machine_really_is_comes_out(products, memory, operators, units
 
 
 def test_what_no_step_tells_of_stays_as_it_was_measured():
-    truth = really(products=2.0)
+    truth = really(matmuls=2.0)
     seen = steps_of(truth, 1, kept=lambda one: one.plan.precision == "fp32")
     found = calibrate({1: ASSUMED}, seen).rates[1]
     assert found.device.rate("fp32") == pytest.approx(50e9, rel=0.1)
@@ -92,7 +92,7 @@ def test_what_no_step_tells_of_stays_as_it_was_measured():
 
 
 def test_a_disturbed_step_does_not_spoil_the_others():
-    truth = really(products=1.5, memory=2.0)
+    truth = really(matmuls=1.5, memory=2.0)
     found, off = on_two(steps_of(truth, spoiled=(8,)))
     assert off < 0.03
     for place, one in enumerate(references(2, "cpu").values()):
@@ -101,20 +101,20 @@ def test_a_disturbed_step_does_not_spoil_the_others():
 
 
 def test_steps_of_one_rank_tell_of_two_that_share_the_machine():
-    truth = really(products=2.0)
+    truth = really(matmuls=2.0)
     found = calibrate({1: ASSUMED, 2: ASSUMED}, steps_of(truth, 1)).rates
     assert found[2].device.rate("fp32") == pytest.approx(50e9, rel=0.1)
 
 
 def test_rates_that_are_known_well_are_changed_less():
-    seen = steps_of(really(products=2.0), 1)[:1]
+    seen = steps_of(really(matmuls=2.0), 1)[:1]
     unsure, sure = (calibrate({1: ASSUMED}, seen, spread).rates[1].device for spread in (1, 0.01))
     assert unsure.rate("fp32") < sure.rate("fp32") < 100e9
 
 
 @pytest.mark.slow
 def test_how_sure_a_time_is_depends_on_what_was_seen():
-    truth = really(products=2.0, links=3.0)
+    truth = really(matmuls=2.0, links=3.0)
     steps = {ranks: steps_of(truth, ranks) for ranks in (1, 2)}
     one = next(of for of in references(2, "cpu").values() if of.plan.strategy == "ddp")
 

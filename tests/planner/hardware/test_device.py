@@ -1,4 +1,4 @@
-"""How long a device takes for a matrix product."""
+"""How long a device takes for a matmul."""
 
 import csv
 from dataclasses import replace
@@ -15,8 +15,8 @@ from outpace.planner.hardware.device import (
     dtype_of,
     items,
     of_accelerator,
-    product_s,
-    sustained_product_s,
+    matmul_s,
+    sustained_matmul_s,
 )
 from outpace.planner.plan_columns import PRECISIONS
 
@@ -34,7 +34,7 @@ ROWS = st.integers(1, 2_500).map(lambda count: 8 * count)  # in 16 bits, multipl
 def took(device, m, n, k, batch=1.0, item=2.0):
     arrays = (np.asarray([x], float) for x in (m, n, k))
     rate = np.asarray([device.best_flops_per_s["bf16"]])
-    return float(product_s(device, rate, *arrays, np.asarray([item]), batch)[0])
+    return float(matmul_s(device, rate, *arrays, np.asarray([item]), batch)[0])
 
 
 def test_waves_make_a_saw():
@@ -57,13 +57,13 @@ def test_tiles_at_the_edge_are_whole_ones():
     assert took(DEVICE, 128, 128, 65) == pytest.approx(took(DEVICE, 128, 128, 128))
 
 
-def test_a_product_is_bound_by_what_it_moves():
+def test_a_matmul_is_bound_by_what_it_moves():
     slow = replace(DEVICE, memory_bytes_per_s=1e9, fixed_s=5e-6)
     moved = 2 * (128 * 64 + 64 * 128 + 128 * 128)
     assert took(slow, 128, 128, 64) == pytest.approx(5e-6 + moved / 1e9)
 
 
-def test_a_measured_curve_says_what_small_products_reach():
+def test_a_measured_curve_says_what_small_matmuls_reach():
     device = replace(DEVICE, curve=((1e6, 0.1), (1e8, 0.5), (1e10, 1.0)))
     flops = 2 * 100 * 50 * 1000  # 1e7: half way between the points, in logarithms
     assert took(device, 100, 50, 1000) == pytest.approx(flops / (0.3 * 1e14))
@@ -74,7 +74,7 @@ def test_a_measured_curve_says_what_small_products_reach():
 
 
 @given(m=SIDES, n=SIDES, k=SIDES, chip=st.sampled_from(sorted(ACCELERATORS)))
-def test_no_product_is_faster_than_the_best_rate_or_the_memory(m, n, k, chip):
+def test_no_matmul_is_faster_than_the_best_rate_or_the_memory(m, n, k, chip):
     device = of_accelerator(ACCELERATORS[chip])
     device = replace(device, best_flops_per_s={"bf16": device.rate("bf16")})
     seconds = took(device, m, n, k)
@@ -84,7 +84,7 @@ def test_no_product_is_faster_than_the_best_rate_or_the_memory(m, n, k, chip):
 
 
 @given(m=SIDES, n=ROWS, k=ROWS, more=st.integers(0, 400))
-def test_a_larger_product_never_takes_less(m, n, k, more):
+def test_a_larger_matmul_never_takes_less(m, n, k, more):
     device = of_accelerator(ACCELERATORS["H100 SXM"])
     seconds = took(device, m, n, k)
     assert took(device, m + more, n, k) >= seconds
@@ -110,13 +110,13 @@ def test_a_dtype_that_a_chip_has_not_is_computed_in_the_next_wider():
 
 
 # The half of the shapes that no curve was fitted to, every few of them (README there).
-TABLE = Path(__file__).parents[3] / "benchmarks" / "data" / "products.csv"
+TABLE = Path(__file__).parents[3] / "benchmarks" / "data" / "matmuls.csv"
 CHIPS = ("A100 SXM 80 GB", "H100 SXM", "H200 SXM", "B200", "GB200", "GB300", "B300", "L40S",
          "RTX PRO 6000 Blackwell Server")  # fmt: skip
 
 
 @pytest.mark.parametrize("chip", CHIPS)
-def test_products_take_what_was_measured(chip):
+def test_matmuls_take_what_was_measured(chip):
     with TABLE.open(encoding="utf-8", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["chip"] == chip]
     device = of_accelerator(ACCELERATORS[chip])
@@ -124,12 +124,12 @@ def test_products_take_what_was_measured(chip):
         np.array([float(row[name]) for row in rows]) for name in ("m", "n", "k", "latency_us")
     )
     rate = np.full(len(rows), device.rate("bf16"))
-    found = product_s(device, rate, m, n, k, np.full(len(rows), 2.0)) * 1e6
+    found = matmul_s(device, rate, m, n, k, np.full(len(rows), 2.0)) * 1e6
     assert len(rows) == 40 and np.abs(found / seconds - 1).mean() <= 0.12
     assert abs((found / seconds - 1).mean()) <= 0.06
 
 
-def test_a_training_load_holds_products_down():
+def test_a_training_load_holds_matmuls_down():
     # For a second and more, aiconfigurator 095f58a5, vllm 0.22.0: H200 4096 × 7168 × 12288 in
     # 1,016.5 µs, B200 32768 × 2560 × 2048 in 263 µs; a small one is not slower.
     for chip, shape, taken_us in (
@@ -138,13 +138,13 @@ def test_a_training_load_holds_products_down():
         device = of_accelerator(ACCELERATORS[chip])
         asked = [np.array([float(side)]) for side in shape]
         rate, item = np.array([device.rate("bf16")]), np.array([2.0])
-        held = sustained_product_s(device, rate, *asked, item)[0]
+        held = sustained_matmul_s(device, rate, *asked, item)[0]
         assert held == pytest.approx(taken_us * 1e-6, rel=0.08)
-        assert held > 1.05 * product_s(device, rate, *asked, item)[0]
+        assert held > 1.05 * matmul_s(device, rate, *asked, item)[0]
         small = [np.array([512.0])] * 3
         both = (
-            product_s(device, rate, *small, item),
-            sustained_product_s(device, rate, *small, item),
+            matmul_s(device, rate, *small, item),
+            sustained_matmul_s(device, rate, *small, item),
         )
         assert both[0] == both[1]
 
@@ -158,7 +158,7 @@ def test_a_board_of_less_power_sustains_less():
     assert of_accelerator(ACCELERATORS["H100 PCIe"]).sustained == full.sustained
 
 
-def test_measured_products_correct_those_near_them():
+def test_measured_matmuls_correct_those_near_them():
     point = (12800.0, 1024.0, 4096.0, 1.5)
     device = replace(DEVICE, measured_ratios={"bf16": (point, (128.0, 128.0, 128.0, 1.0))})
     assert took(device, 12800, 1024, 4096) == pytest.approx(
@@ -190,7 +190,7 @@ def test_every_chip_of_the_catalog_has_rates(name):
     [("H100 SXM", 1.1, 1.9), ("B200", 1.07, 1.7), ("RTX 5090", 1.07, 1.9), ("L40S", 1.05, 2.1)],
 )
 def test_uneven_loads_slow_experts_as_measured_on_their_chip(chip, alone, apart):
-    """CUTLASS's grouped products, by a power law of 1.2 over a balanced load."""
+    """CUTLASS's grouped matmuls, by a power law of 1.2 over a balanced load."""
     assert of_accelerator(ACCELERATORS[chip]).uneven_experts == (alone, apart)
 
 

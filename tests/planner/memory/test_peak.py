@@ -85,7 +85,7 @@ def test_a_layer_keeps_what_korthikanti_counts(name):
 
 def test_tensor_parallelism_splits_what_korthikanti_splits():
     """Eq. 2, sbh(10 + 24/t + 5as/(ht)). With sequence parallelism (eq. 4) all is split but what is
-    gathered for the products, which they gather again and outpace keeps: 4sbh."""
+    gathered for the matmuls, which they gather again and outpace keeps: 4sbh."""
     _, hidden, heads = GPTS["175B"]
     scores = 5 * heads * LENGTH / hidden / 8
     alone = kept("175B", "none", False, strategy="tp", tp=8, sequence_parallel=False)

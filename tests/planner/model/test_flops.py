@@ -86,13 +86,13 @@ def _counted(spec, mode="none", backend=SDPBackend.FLASH_ATTENTION, backward=Tru
     return counter.get_total_flops()
 
 
-def _beyond_windows(spec, products, layers=None, queries=SEQ_LEN):
-    """What torch counts of masked attention beyond the windows, of so many products."""
+def _beyond_windows(spec, matmuls, layers=None, queries=SEQ_LEN):
+    """What torch counts of masked attention beyond the windows, of so many matmuls."""
     beyond = sum(
         SEQ_LEN - min(SEQ_LEN, spec.layer_window(layer) or SEQ_LEN)
         for layer in (range(spec.layers) if layers is None else layers)
     )
-    return products * SAMPLES * 2 * spec.heads * spec.head_dim * queries * beyond
+    return matmuls * SAMPLES * 2 * spec.heads * spec.head_dim * queries * beyond
 
 
 def test_forward_is_what_torch_counts(spec):
@@ -101,7 +101,7 @@ def test_forward_is_what_torch_counts(spec):
 
 
 def test_a_models_step_is_what_torch_counts_without_fusion(spec):
-    """Unfused, the backward of attention has four products: what the model needs."""
+    """Unfused, the backward of attention has four matmuls: what the model needs."""
     counted = _counted(spec, backend=SDPBackend.MATH) - _beyond_windows(spec, 6)
     assert step_flops(spec, SEQ_LEN, SAMPLES) == counted
 
@@ -127,14 +127,14 @@ def test_a_classifiers_last_block_is_counted_where_it_is_read(spec, mode):
     beside = 6 * SAMPLES * (pooler + 3 * spec.hidden)
     modes = mode if isinstance(mode, list) else [mode] * spec.layers
     for at, one in enumerate(modes):
-        products = (6 if mode is None else 7) + 2 * (one == "full")
+        matmuls = (6 if mode is None else 7) + 2 * (one == "full")
         queries = 1 if at == spec.layers - 1 else SEQ_LEN
-        counted -= _beyond_windows(spec, products, [at], queries)
+        counted -= _beyond_windows(spec, matmuls, [at], queries)
     assert step_flops(spec, SEQ_LEN, SAMPLES, mode, head=False) + beside == counted
 
 
 def _profiled(loss_kind):
-    """FLOPs of the products in a loss and its backward, from the shapes that the profiler saw.
+    """FLOPs of the matmuls in a loss and its backward, from the shapes that the profiler saw.
 
     `FlopCounterMode` does not look into torch's chunked operator; the profiler does.
     """
@@ -156,9 +156,9 @@ def test_the_chunked_loss_costs_what_the_plain_one_costs():
     assert _profiled("chunked") == _profiled("plain") == 3 * 2 * 1100 * 16 * 40
 
 
-def test_full_recomputation_with_dropout_repeats_the_last_product_too():
+def test_full_recomputation_with_dropout_repeats_the_last_matmul_too():
     spec = ModelSpec.model_validate({"family": "gpt2", **SMALL, "dropout": 0.1})
-    # On CPU attention with dropout is not fused: four products backward, and two again.
+    # On CPU attention with dropout is not fused: four matmuls backward, and two again.
     fused_extra = step_flops(spec, SEQ_LEN, SAMPLES, "none") - step_flops(spec, SEQ_LEN, SAMPLES)
     wanted = step_flops(spec, SEQ_LEN, SAMPLES, "full") - fused_extra
     assert wanted == _counted(spec, "full", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
@@ -195,11 +195,11 @@ def test_published_counts():
     attention = 12 * 96 * 12288 * 2048
     assert (per_token - attention) * 300e9 == pytest.approx(3.14e23, rel=0.005)
     # Narayanan et al., arXiv 2104.04473, §5.1, eq. 3 with full recomputation:
-    # F = 96·B·s·l·h²·(1 + s/(6h) + V/(16·l·h)), which repeats the last product too.
+    # F = 96·B·s·l·h²·(1 + s/(6h) + V/(16·l·h)), which repeats the last matmul too.
     s, layers, h, v = 2048, 96, 12288, 50257
     published = 96 * 8 * s * layers * h**2 * (1 + s / (6 * h) + v / (16 * layers * h))
-    last_product, scores_again = 2 * 8 * s * layers * h * 4 * h, 2 * 8 * layers * h * s**2
-    ours = step_flops(gpt3, s, 8, "full") + last_product - scores_again
+    last_matmul, scores_again = 2 * 8 * s * layers * h * 4 * h, 2 * 8 * layers * h * s**2
+    ours = step_flops(gpt3, s, 8, "full") + last_matmul - scores_again
     assert math.isclose(ours, published, rel_tol=1e-9)
 
 

@@ -9,12 +9,12 @@ from outpace.planner.model.outline import (
     layer_parameters,
     outline,
     parameters,
-    second_products,
+    second_matmuls,
     weights,
 )
 from outpace.planner.model.outline_flops import forward_flops, layer_flops, recomputed_flops
 from outpace.records.errors import BadInputError
-from outpace.records.outline import AttentionShape, Mlp, Outline, ProductShape, Stack
+from outpace.records.outline import AttentionShape, MatmulShape, Mlp, Outline, Stack
 from outpace.records.plan import Checkpointing
 
 HEADS = AttentionShape(heads=4, kv_heads=2, head_dim=8, value_dim=8)
@@ -48,9 +48,9 @@ def test_latent_attention() -> None:
         "q down": (32, 10), "q up": (10, 48), "kv down": (32, 20), "kv up": (16, 4 * (8 + 6)),
         "out": (24, 32),
     }  # fmt: skip
-    products = 320 + 480 + 640 + 16 * 56 + 24 * 32
+    matmuls = 320 + 480 + 640 + 16 * 56 + 24 * 32
     # The ways down have biases, and what they give is normalised (10 and 16 wide).
-    assert layer_parameters(stack, 32) == products + 10 + 20 + 2 * 32 + 10 + 16
+    assert layer_parameters(stack, 32) == matmuls + 10 + 20 + 2 * 32 + 10 + 16
     with pytest.raises(ValueError, match="rope_dim 12 leaves nothing of head_dim 12"):
         AttentionShape(heads=1, kv_heads=1, head_dim=12, value_dim=6, kv_rank=16, rope_dim=12)
 
@@ -63,12 +63,12 @@ def test_experts() -> None:
     assert layer_flops(stack, 32, length=7, seen=7) == 2 * 7 * used
 
 
-def test_every_second_product_is_keys_the_output_and_half_of_a_gated_mlp() -> None:
+def test_every_second_matmul_is_keys_the_output_and_half_of_a_gated_mlp() -> None:
     found = outline(PRESETS["llama-3-8b"].spec, "llama-3-8b")
-    shares = second_products(found.stacks[0], found.hidden)
+    shares = second_matmuls(found.stacks[0], found.hidden)
     assert shares == {"qkv": 1024 / 6144, "out": 1.0, "up": 0.5, "down": 0.0}
     plain = outline(PRESETS["gpt2"].spec, "gpt2")  # queries, keys, values, output, up, down
-    shares = second_products(plain.stacks[0], plain.hidden)
+    shares = second_matmuls(plain.stacks[0], plain.hidden)
     assert shares == {"qkv": 1 / 3, "out": 1.0, "up": 0.0, "down": 1.0}
 
 
@@ -89,25 +89,25 @@ def test_cross_attention_sees_another_length() -> None:
     assert layer_flops(stack, 32, length=5, seen=9) == own + others + 2 * 4 * 16 * 5 * 9
 
 
-def test_products_of_a_traced_layer() -> None:
+def test_matmuls_of_a_traced_layer() -> None:
     bare = HEADS.model_copy(update={"projected": False})
     other = (
-        ProductShape(name="a", inputs=3, outputs=5, count=2, uses=4),
-        ProductShape(name="b", inputs=2, outputs=2, positions=10, weighted=False),
+        MatmulShape(name="a", inputs=3, outputs=5, count=2, uses=4),
+        MatmulShape(name="b", inputs=2, outputs=2, positions=10, weighted=False),
     )
     stack = Stack(layers=1, attention=bare, other=other, other_parameters=11, norms=0)
     assert [(w.name, w.elements) for w in weights(stack, 32)] == [("a", 15), ("a", 15)]
     assert layer_parameters(stack, 32) == 30 + 11
-    products = 2 * 6 * 15 * 2 * 4 + 2 * 10 * 4
-    assert layer_flops(stack, 32, length=6, seen=6) == products + 2 * 4 * 16 * 36
+    matmuls = 2 * 6 * 15 * 2 * 4 + 2 * 10 * 4
+    assert layer_flops(stack, 32, length=6, seen=6) == matmuls + 2 * 4 * 16 * 36
 
 
 def test_a_narrow_embedding() -> None:
-    into = ProductShape(name="in", inputs=16, outputs=32)
+    into = MatmulShape(name="in", inputs=16, outputs=32)
     made = Outline(
         name="x", hidden=32, stacks=(Stack(layers=1, norms=1),), vocab=61, outputs=61, tied=True,
-        embedding_width=16, embed_products=(into,), learned_positions=10, max_positions=10,
-        head_products=(into.model_copy(update={"inputs": 32, "outputs": 16}),),
+        embedding_width=16, embed_matmuls=(into,), learned_positions=10, max_positions=10,
+        head_matmuls=(into.model_copy(update={"inputs": 32, "outputs": 16}),),
     )  # fmt: skip
     assert parameters(made) == 61 * 16 + 10 * 32 + 2 * 16 * 32 + 32
     assert forward_flops(made, 10, 2) == 2 * 2 * 10 * (2 * 16 * 32 + 61 * 16)

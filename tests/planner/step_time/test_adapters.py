@@ -45,7 +45,7 @@ def step(question, samples=8, **values):
     return {f.name: float(getattr(times, f.name)[0]) for f in fields(StepTimes)}
 
 
-def test_frozen_weights_have_two_products_and_adapters_three():
+def test_frozen_weights_have_two_matmuls_and_adapters_three():
     question = StepTimeQuestion(BLOCKS, 512, FLAT, WIRED, other_program=True)
     tokens, frozen = 8 * 512, 16 * 2 * 1024 * 4096
     adapter = 16 * 8 * (1024 + 4096)
@@ -56,7 +56,7 @@ def test_frozen_weights_have_two_products_and_adapters_three():
     assert sum(found.values()) - found["optimizer_s"] == pytest.approx(expected, rel=1e-6)
     again = step(replace(question, adapters=ON_UP), micro_batch=8, checkpointing="full")
     assert again["products_s"] == pytest.approx(
-        # Of the blocks' second forward, the last product is left out.
+        # Of the blocks' second forward, the last matmul is left out.
         2 * tokens * (2.5 * frozen + 4 * adapter) / RATE,
         rel=0.01,
     )
@@ -82,7 +82,7 @@ def test_adapters_alone_are_summed_and_stepped_while_shards_are_still_gathered()
     assert step(adapted)["optimizer_s"] < 0.01 * step(question)["optimizer_s"]
 
 
-def test_weights_of_four_bits_are_unpacked_for_each_product():
+def test_weights_of_four_bits_are_unpacked_for_each_matmul():
     slow = replace(FLAT, memory_bytes_per_s=MOVED)
     plain = StepTimeQuestion(BLOCKS, 512, slow, WIRED, other_program=True, adapters=ON_UP)
     packed = replace(plain, adapters=replace(ON_UP, base_bytes=0.5))
@@ -116,7 +116,7 @@ def test_adapters_kept_in_fp32_cast_their_inputs_twice_either_way():
     assert sum(found.values()) > sum(step(cast, micro_batch=8).values())
 
 
-def test_outpace_s_adapters_have_a_dropout_if_asked_and_scale_the_low_rank_product():
+def test_outpace_s_adapters_have_a_dropout_if_asked_and_scale_the_low_rank_matmul():
     slow = replace(FLAT, memory_bytes_per_s=MOVED)
     peft = StepTimeQuestion(BLOCKS, 512, slow, WIRED, other_program=True, adapters=ON_UP)
     own = replace(peft, adapters=replace(ON_UP, drops_inputs=False, scales_outputs=False))
@@ -183,8 +183,8 @@ def test_adapters_of_an_fp32_plan_are_multiplied_at_its_rate():
     assert full == pytest.approx(16 * low, rel=1e-6)
 
 
-def test_products_of_adapters_in_fp32_have_tiles_of_32():
-    """Six products of a rank of 8, of which four have it as an edge of their result."""
+def test_matmuls_of_adapters_in_fp32_have_tiles_of_32():
+    """Six matmuls of a rank of 8, of which four have it as an edge of their result."""
     rate = 1e9
     device = replace(FLAT, best_flops_per_s={"bf16": RATE, "fp32": rate})
     adapters = replace(ON_UP, kept="fp32")
@@ -196,7 +196,7 @@ def test_products_of_adapters_in_fp32_have_tiles_of_32():
     assert found - frozen == pytest.approx(edges / rate, rel=1e-3)
 
 
-def test_adapters_gather_their_inputs_where_the_products_gather_is_overlapped():
+def test_adapters_gather_their_inputs_where_the_matmuls_gather_is_overlapped():
     """NeMo: return_layernorm_output_gathered, unless TP communication overlap is used."""
     megatron = STACKS["megatron"]
     question = StepTimeQuestion(

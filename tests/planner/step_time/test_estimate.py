@@ -31,7 +31,7 @@ from outpace.records.plan import Plan
 
 RATE = 1e14
 NEVER = 1e40
-# Every product at RATE, whatever its size; nothing else takes any time.
+# Every matmul at RATE, whatever its size; nothing else takes any time.
 FLAT = DeviceRates(
     name="flat", kind="cuda", memory_bytes=None, peak_flops_per_s={"bf16": RATE},
     best_flops_per_s={"bf16": RATE}, multiprocessors=1, tiles=((1, 1, 1.0),), fixed_s=0.0,
@@ -43,7 +43,7 @@ AT_ONCE = replace(FLAT, best_flops_per_s={"bf16": NEVER})  # it computes in no t
 PLAIN = Protocol(0.0, 0.0, 0.0, 1.0)
 FREE = Fabric(8, NEVER, NEVER, NEVER, (PLAIN,))
 WIRED = Fabric(8, 100e9, 80e9, 50e9, (PLAIN,))
-# Products alone: no embedding, no head, no attention.
+# Matmuls alone: no embedding, no head, no attention.
 BLOCKS = Outline(
     name="blocks", hidden=1024, stacks=(Stack(layers=16, mlp=Mlp(width=4096), norms=0),),
     vocab=0, max_positions=1 << 20,
@@ -148,7 +148,7 @@ def test_dropout_that_is_fused_with_its_sum_writes_its_mask_alone():
 
 
 def test_uneven_loads_make_the_slowest_ranks_experts_slower():
-    """As much as power laws were measured to; the router's product is every rank's alike."""
+    """As much as power laws were measured to; the router's matmul is every rank's alike."""
     even = StepTimeQuestion(EXPERTS, 512, replace(FLAT, uneven_experts=(1.2, 1.7)), FREE)
     uneven = replace(even, uneven=True)
     router = 16 * 3 * 2 * 512 * 1024 * 32 / RATE
@@ -223,14 +223,14 @@ def test_on_an_ideal_device_a_step_is_its_flops(name):
     flops = forward_flops(model, seq_len, batch)
     times = step(question, batch, micro_batch=2)
     assert sum(times.values()) * RATE == pytest.approx(3 * flops)
-    products = forward_flops(model, seq_len, batch, attention=False)
-    assert times["products_s"] * RATE == pytest.approx(3 * products)
+    matmuls = forward_flops(model, seq_len, batch, attention=False)
+    assert times["products_s"] * RATE == pytest.approx(3 * matmuls)
     shared = step(question, batch, strategy="zero3", dp_shard=8)
     assert sum(shared.values()) * RATE * 8 == pytest.approx(3 * flops)
     again = step(whole, batch, checkpointing="full")
     outside = model.outputs * model.table_width * 2 * (model.predicted or seq_len) * batch
     outside += sum(2 * p.inputs * p.outputs * (p.positions or seq_len) * p.count * batch
-                   for p in (*model.head_products, *model.embed_products))  # fmt: skip
+                   for p in (*model.head_matmuls, *model.embed_matmuls))  # fmt: skip
     assert sum(again.values()) * RATE == pytest.approx(4 * flops - outside)
 
 
@@ -319,7 +319,7 @@ def test_another_program_copies_what_it_gathers_where_its_stack_does():
         assert took[0] - took[2] == pytest.approx(copied, rel=1e-6), name
 
 
-def test_products_that_add_gradients_up_leave_no_traffic_to_others():
+def test_matmuls_that_add_gradients_up_leave_no_traffic_to_others():
     """Into buffers of fp32, read and written where a tile's result was; filled with zeros once."""
     slow = replace(FLAT, memory_bytes_per_s=1e12)
     plan = {"strategy": "ddp", "dp_replicate": 8, "precision": "fp16-master"}
@@ -336,8 +336,8 @@ def test_products_that_add_gradients_up_leave_no_traffic_to_others():
     assert beside - apart == pytest.approx(each * (4 - 4 * 6), rel=1e-6)  # hidden by other tiles
 
 
-def test_experts_add_gradients_up_at_memorys_rate_however_their_products_are_computed():
-    """Loops over experts move the same bytes, and kernels that are slower in products no more."""
+def test_experts_add_gradients_up_at_memorys_rate_however_their_matmuls_are_computed():
+    """Loops over experts move the same bytes, and kernels that are slower in matmuls no more."""
     slow = replace(FLAT, memory_bytes_per_s=1e12, triton_experts=2.0)
     plan = {"strategy": "ddp", "dp_replicate": 8, "precision": "fp16-master", "micro_batch": 1}
     gains = []
@@ -368,7 +368,7 @@ def test_a_host_that_waits_for_every_kernel_adds_its_launches():
 def test_all_wait_for_the_slowest_device():
     """Of 2 normal variables the larger is expected 1 / sqrt(pi) deviations above the mean.
 
-    Products and attention alone vary: memory traffic, links and the host do not.
+    Matmuls and attention alone vary: memory traffic, links and the host do not.
     """
     even = StepTimeQuestion(BLOCKS, 512, FLAT, FREE)
     uneven = replace(even, device=replace(FLAT, spread=0.015))
@@ -412,7 +412,7 @@ def test_ranks_that_share_cores_wait_for_less():
     assert estimate(alone, columns).bubble_s[0] == pytest.approx(times.step_s[0] / 4)
 
 
-def test_persistent_products_take_twice_as_long_beside_a_collective():
+def test_persistent_matmuls_take_twice_as_long_beside_a_collective():
     """pytorch/pytorch issue 143988: so half of what they hide is lost; attention hides it all."""
     asked = {"strategy": "zero3", "dp_shard": 8, "micro_batch": 16}
     spread = replace(WIRED, per_node=8)
@@ -455,7 +455,7 @@ def test_tensor_parallel_sums_are_counted_and_more_of_it_never_exchange_less():
     asked = {"strategy": "tp", "tp": 8, "checkpointing": "full"}
     again = step(replace(question, stack=STACKS["megatron"]), 1, **asked)["tensor_s"]
     assert again == pytest.approx(1.5 * found[-1])
-    # The last product of a block and its sum are not repeated if nothing reads them.
+    # The last matmul of a block and its sum are not repeated if nothing reads them.
     assert step(question, 1, **asked)["tensor_s"] == pytest.approx(1.375 * found[-1])
 
 
@@ -760,16 +760,16 @@ def test_options_are_worth_what_torchtitan_published():
     plain = sum(on_titan(8).values())
     selective = sum(on_titan(8, checkpointing="selective").values())
     compiled = sum(on_titan(8, checkpointing="selective", compile=True).values())
-    # Of every second product, +13.6 %; compiling, −14 %.
+    # Of every second matmul, +13.6 %; compiling, −14 %.
     assert selective / plain == pytest.approx(1.136, abs=0.035)
     assert compiled / selective == pytest.approx(0.86, abs=0.035)
-    # Another program's "selective" has no products.
+    # Another program's "selective" has no matmuls.
     kept = sum(on_titan(8, "accelerate", checkpointing="selective").values())
     assert kept < selective
 
 
 def test_recomputation_ends_with_what_a_backward_reads():
-    """In units of one product: three for each without recomputation, and one more if repeated."""
+    """In units of one matmul: three for each without recomputation, and one more if repeated."""
     question = StepTimeQuestion(BLOCKS, 1024, FLAT, FREE, other_program=True)
     asked = {"strategy": "single", "micro_batch": 1}
     units = []

@@ -18,7 +18,7 @@ from outpace.planner.step_time.layer import Cells, _scaling_s, embedding, head, 
 from outpace.records.outline import Mlp, Outline, Stack
 
 RATE = 1e14
-# Every product at RATE, whatever its size; nothing else takes any time.
+# Every matmul at RATE, whatever its size; nothing else takes any time.
 FLAT = DeviceRates(
     name="flat", kind="cuda", memory_bytes=None, peak_flops_per_s={"bf16": RATE},
     best_flops_per_s={"bf16": RATE}, multiprocessors=1, tiles=((1, 1, 1.0),), fixed_s=0.0,
@@ -57,7 +57,7 @@ def short_encoder():
 
 
 @pytest.mark.parametrize("name", [*MODELS, "t5-11b, short"])
-def test_products_are_the_flops_of_the_outline(name):
+def test_matmuls_are_the_flops_of_the_outline(name):
     model = short_encoder() if name.endswith("short") else of(name)
     seq_len, samples = min(512, model.max_positions), 3
     shape = cells(samples=samples)
@@ -70,9 +70,9 @@ def test_products_are_the_flops_of_the_outline(name):
     flops = forward_flops(model, seq_len, samples)
     assert ahead * RATE == pytest.approx(flops, rel=1e-9)
     assert back * RATE == pytest.approx(2 * flops, rel=1e-9)
-    products = sum(n * w.products_s for n, w in found) + sum(e.products_s for e in ends)
+    matmuls = sum(n * w.products_s for n, w in found) + sum(e.products_s for e in ends)
     alone = forward_flops(model, seq_len, samples, attention=False)
-    assert products * RATE == pytest.approx(alone, rel=1e-9)
+    assert matmuls * RATE == pytest.approx(alone, rel=1e-9)
 
 
 def test_fused_causal_attention_is_half_and_a_window_less():
@@ -120,17 +120,17 @@ def test_parts_of_a_sequence_are_shared_out_and_norms_with_them():
     assert split.forward_s < 0.6 * whole.forward_s
 
 
-def test_experts_are_products_of_their_tokens():
+def test_experts_are_matmuls_of_their_tokens():
     model = of("mixtral-8x7b")
     flat = {ep: works(FLAT, model, 1024, ep=ep)[0][1].forward_s for ep in (1, 8)}
     assert flat[8] == pytest.approx(flat[1])  # as many tokens come as go
-    # On a real chip fewer and larger products are faster.
+    # On a real chip fewer and larger matmuls are faster.
     real = {ep: works(H100, model, 128, "fused", rate=H100.rate("bf16"), ep=ep)[0][1].forward_s
             for ep in (1, 8)}  # fmt: skip
     assert real[8] < real[1]
 
 
-def test_a_layers_last_product_is_left_out_where_nothing_reads_its_result():
+def test_a_layers_last_matmul_is_left_out_where_nothing_reads_its_result():
     model = of("llama-3-8b")
     stack, flops = model.stacks[0], 2 * 8192 * 4096 * 14336
 
@@ -157,7 +157,7 @@ def test_the_host_launches_fewer_operators_when_compiled_or_fused():
 
 
 def test_compiled_passes_are_counted_by_what_they_read_and_write():
-    """Of GPT-2 under autocast: a stream of 4 bytes, products of 2; nothing else takes any time."""
+    """Of GPT-2 under autocast: a stream of 4 bytes, matmuls of 2; nothing else takes any time."""
     moving = replace(FLAT, memory_bytes_per_s=1e12, best_flops_per_s={"bf16": 1e40})
     model, tokens = of("gpt2"), 1024
     (stack,) = model.stacks
@@ -189,7 +189,7 @@ def test_float8_pays_for_its_scales_and_dearly_without_a_compiler():
     eight, eager = (
         works(H100, model, 8192, "fused", wide=4, rate=rate, compiled=n)[0][1] for n in (1, 0)
     )
-    assert 1.0 < low.forward_s / eight.forward_s < 1.5  # where products alone would make it 1.9
+    assert 1.0 < low.forward_s / eight.forward_s < 1.5  # where matmuls alone would make it 1.9
     assert eager.forward_s > low.forward_s
     assert eager.forward_operators > 2 * eight.forward_operators
     alone = head(H100, model, cells(rate=rate), 8192).products_s
@@ -254,8 +254,8 @@ def test_tokens_are_put_in_the_order_of_their_experts_and_back():
     for values, share, cut in (({}, 1, 1), ({"tp": 2}, 1, 2), ({"tp": 2, "etp": 1}, 0.5, 2)):
         more = moved(4, **values) - moved(3, **values)
         token, inner = 2 * 4096 * share, 2 * 512 / cut  # bytes
-        products = 2 * (token + inner)  # what both read and write beside their weights
-        expected = np.array([2, 3]) * (token + inner) + np.array([1, 2]) * products
+        matmuls = 2 * (token + inner)  # what both read and write beside their weights
+        expected = np.array([2, 3]) * (token + inner) + np.array([1, 2]) * matmuls
         assert more == pytest.approx(expected), values
 
 
@@ -280,7 +280,7 @@ def test_experts_one_after_another_put_gradients_of_slices_together():
     assert loop.backward_operators[0] - grouped.backward_operators[0] == 2 * 32 * (3 + 7)
 
 
-def test_biases_of_experts_are_added_apart_from_their_products_in_megatron():
+def test_biases_of_experts_are_added_apart_from_their_matmuls_in_megatron():
     slow = replace(FLAT, memory_bytes_per_s=1e12, best_flops_per_s={"bf16": 1e40})
 
     def work(bias, elementwise):
@@ -304,14 +304,14 @@ def test_megatrons_router_and_dispatcher_are_operators_of_their_own():
     own, megatron = (
         experts_work(FLAT, elementwise=name).forward_operators[0] for name in ("kernels", "fused")
     )
-    launched = 2 * 32 / 2  # two products of each of 32 experts, without Python
+    launched = 2 * 32 / 2  # two matmuls of each of 32 experts, without Python
     assert megatron - own == 71 - 20 + launched
     quarter = experts_work(FLAT, elementwise="fused", ep=np.array([4.0]))
     assert quarter.forward_operators[0] == megatron - launched * 3 / 4
 
 
-def test_every_expert_has_launches_of_its_own_products_and_casts():
-    """Transformer Engine's: 2 and 4 products an expert, in 8 bits 2 casts either way."""
+def test_every_expert_has_launches_of_its_own_matmuls_and_casts():
+    """Transformer Engine's: 2 and 4 matmuls an expert, in 8 bits 2 casts either way."""
 
     def launches(device, rate):
         found = [

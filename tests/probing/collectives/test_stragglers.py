@@ -111,7 +111,7 @@ def test_a_rank_slowed_down_in_a_real_world_is_named(on_ranks):
         said = on_ranks(4, RANKS, 2)
         if said["stragglers"] and said["slow links"]["ranks"]:
             break
-    assert [rank for rank, _ in said["stragglers"]] == [2, 2]  # in products, and in memory
+    assert [rank for rank, _ in said["stragglers"]] == [2, 2]  # in matmuls, and in memory
     assert said["slow links"] == {"ranks": [2], "links": []}
     assert any("rank 2 is a straggler" in text for text in said["advice"])
     assert any("all links of rank 2 are slow" in text for text in said["advice"])

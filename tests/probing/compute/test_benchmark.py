@@ -1,4 +1,4 @@
-"""The matmul section on real products: right results, its figures, and advice from planted ones."""
+"""The matmul section on real matmuls: right results, its figures, and advice from planted ones."""
 
 from dataclasses import replace
 from statistics import median
@@ -24,7 +24,7 @@ def figure(kind, what, rounds, unit="s", **of):
     )  # fmt: skip
 
 
-def test_a_quick_section_has_a_best_rate_for_each_dtype_and_the_models_own_products():
+def test_a_quick_section_has_a_best_rate_for_each_dtype_and_the_models_own_matmuls():
     spec = preset("outpace-tiny")
     shares = []
     section = run_turns(probe_matmul(CPU, ("avx512_bf16",), spec, True, 1.0, shares.append))
@@ -39,7 +39,7 @@ def test_a_quick_section_has_a_best_rate_for_each_dtype_and_the_models_own_produ
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 @pytest.mark.parametrize("shape", [(33, 65, 17), (128, 64, 256)])
-def test_products_are_checked(dtype, shape):
+def test_matmuls_are_checked(dtype, shape):
     on = matmul.bench(CPU, [dtype], quick=True)
     case = matmul.case(on, dtype, shape, "curve")
     result = case.make()()
@@ -53,8 +53,8 @@ def test_products_are_checked(dtype, shape):
 
 def test_a_result_that_is_no_number_is_wrong():
     a = torch.randn(4, 4)
-    assert matmul.wrong_product(a @ a, a, a, "fp32") is None
-    assert matmul.wrong_product(torch.full((4, 4), torch.nan), a, a, "fp32") is not None
+    assert matmul.wrong_matmul(a @ a, a, a, "fp32") is None
+    assert matmul.wrong_matmul(torch.full((4, 4), torch.nan), a, a, "fp32") is not None
 
 
 def test_shapes_that_a_dtype_does_not_have_are_left_out():
@@ -72,7 +72,7 @@ def test_shapes_that_a_dtype_does_not_have_are_left_out():
     assert not on.supports("fp8", (64, 64, 1 << 26))
 
 
-def test_the_backward_of_a_product_is_of_its_sizes():
+def test_the_backward_of_a_matmul_is_of_its_sizes():
     shapes = matmul.backward_shapes({"head": (64, 50257, 768)})
     assert shapes == {"head dX": (64, 768, 50257), "head dW": (50257, 768, 64)}
 
@@ -110,7 +110,7 @@ def test_attention_is_checked(what, causal, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_the_heads_three_products_are_checked(dtype):
+def test_the_heads_three_matmuls_are_checked(dtype):
     on = matmul.bench(CPU, [dtype], quick=True)
     spec = preset("outpace-tiny").model_copy(update={"vocab": 5003})
     case, *_ = model_shapes.vocabulary_cases(on, dtype, spec, 48)
@@ -161,7 +161,7 @@ def test_unlucky_sizes_are_several_multiples_of_each_step():
 
 
 def swept(dim, seconds, **more):
-    """Products of 512 with one dimension of another size, each of which takes so long."""
+    """Matmuls of 512 with one dimension of another size, each of which takes so long."""
     figures = []
     for size, took_s in seconds.items():
         of = {"m": 512, "n": 512, "k": 512, "dtype": "fp32", dim: size, "dim": dim, **more}

@@ -19,9 +19,9 @@ def took(of, seconds):
     return figure_of(key, "s", [[one] for one in seconds])
 
 
-def found(product_s, transfer_s, both_s):
+def found(matmul_s, transfer_s, both_s):
     """Rounds of a product, transfers each way, and both; what hides differs by way."""
-    figures = [took("product", [product_s] * 12)]
+    figures = [took("product", [matmul_s] * 12)]
     for way in WAYS:
         both = both_s[way]
         figures.append(took(f"transfer {way}", [transfer_s] * 12))

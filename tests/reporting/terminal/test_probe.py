@@ -30,7 +30,7 @@ def shown(*figures, **more):
     return console.file.getvalue()
 
 
-def test_products_stand_by_shape_and_dtype_with_what_is_published():
+def test_matmuls_stand_by_shape_and_dtype_with_what_is_published():
     peak = Figure(
         key=Key(kind="matmul", what="peak", of={"dtype": "bf16"}), unit="FLOP/s", value=989e12,
         origin="catalog", source="a datasheet",

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from outpace.nn import block as blocks
-from outpace.nn import kept_products
+from outpace.nn import kept_matmuls
 from outpace.nn.fp32_modules import compute_in_fp32
 from outpace.nn.loss import LanguageModelObjective
 from outpace.nn.model_options import apply_checkpointing
@@ -19,7 +19,7 @@ from outpace.trace.allocations import Allocations
 @pytest.fixture
 def as_on_cuda(monkeypatch):
     """No operators that are for CPUs."""
-    for module in (blocks, kept_products):
+    for module in (blocks, kept_matmuls):
         monkeypatch.setattr(module, "suits_operator", lambda *_: False)
 
 
@@ -50,7 +50,7 @@ def _step(objective, tokens, dtype):
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 @pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral"])
-def test_gradients_and_products_are_those_of_a_plain_backward(
+def test_gradients_and_matmuls_are_those_of_a_plain_backward(
     make_spec, tokens, as_on_cuda, monkeypatch, family, joins, dtype
 ):
     plain = _objective(make_spec, family, joins)
@@ -88,7 +88,7 @@ def test_norms_over_weights_of_16_bits_are_made_again_as_they_were(
         assert torch.equal(one.grad, other.grad)
 
 
-@pytest.mark.parametrize("trains", ["norms", "half of the products"])
+@pytest.mark.parametrize("trains", ["norms", "half of the matmuls"])
 def test_gradients_are_those_of_a_plain_backward_where_not_all_train(
     make_spec, tokens, as_on_cuda, trains
 ):
@@ -107,7 +107,7 @@ def test_gradients_are_those_of_a_plain_backward_where_not_all_train(
 
 
 def test_a_host_has_few_operators_more(make_spec, tokens, as_on_cuda):
-    """By hooks around each product they were 43 of a block."""
+    """By hooks around each matmul they were 43 of a block."""
     counts = []
     for mode in ("none", "selective"):
         objective = _objective(make_spec, "gpt2", joins=True)
@@ -121,7 +121,7 @@ def test_a_host_has_few_operators_more(make_spec, tokens, as_on_cuda):
 
 @pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-    reason="products in 16 bits take memory of their own on a CPU without them",
+    reason="matmuls in 16 bits take memory of their own on a CPU without them",
 )
 @pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -143,9 +143,9 @@ def test_other_blocks_have_a_policy(make_spec, tokens, as_on_cuda):
     x = torch.zeros(1, 4, 32)
     for family, values in (("qwen3", {}), ("bert", {})):
         block = _objective(make_spec, family, **values).model.blocks[0]
-        assert not kept_products.can_keep_products(block, x)
+        assert not kept_matmuls.can_keep_matmuls(block, x)
     block = _objective(make_spec, "gpt2").model.blocks[0]
-    assert kept_products.can_keep_products(block, x)
-    assert not kept_products.can_keep_products(block, x, None, None, object())
+    assert kept_matmuls.can_keep_matmuls(block, x)
+    assert not kept_matmuls.can_keep_matmuls(block, x, None, None, object())
     block.attention.q.register_forward_pre_hook(lambda *_: None)
-    assert not kept_products.can_keep_products(block, x)
+    assert not kept_matmuls.can_keep_matmuls(block, x)

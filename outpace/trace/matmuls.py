@@ -1,4 +1,4 @@
-"""The matrix products, convolutions and attentions of one forward, with their modules."""
+"""The matmuls, convolutions and attentions of one forward, with their modules."""
 
 import copy
 import logging
@@ -28,14 +28,14 @@ _FACTORS: dict[Any, int] = {
     _aten._scaled_mm: 0,
     _aten._grouped_mm: 0,
 }
-_GROUPED = "transformers.grouped_mm_fallback"  # where torch has no such product
+_GROUPED = "transformers.grouped_mm_fallback"  # where torch has no such matmul
 _ATTENTION = ("_scaled_dot_product_", "_flash_attention_forward", "_efficient_attention_forward")
 
 
-class ProductCall(NamedTuple):
-    """Product (rows, inputs) by (inputs, outputs) in `module`; `weight` names the parameter.
+class MatmulCall(NamedTuple):
+    """Matmul (rows, inputs) by (inputs, outputs) in `module`; `weight` names the parameter.
 
-    If neither factor is a weight, there are `batch` products, and rows are the total of all of
+    If neither factor is a weight, there are `batch` matmuls, and rows are the total of all of
     them.
     """
 
@@ -65,7 +65,7 @@ class AttentionCall(NamedTuple):
 class Forward:
     """Record of a forward pass: operations in order, and the last output shape of each module."""
 
-    done: list[ProductCall | AttentionCall] = field(default_factory=list)
+    done: list[MatmulCall | AttentionCall] = field(default_factory=list)
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
@@ -218,9 +218,9 @@ class _Watch(TorchDispatchMode):
         packet = func.overloadpacket
         if packet in _FACTORS:
             first = _FACTORS[packet]
-            self._product(args[first], args[first + 1])
+            self._matmul(args[first], args[first + 1])
         elif str(packet) == _GROUPED:
-            self._product(args[0], args[1])
+            self._matmul(args[0], args[1])
         elif packet is _aten.convolution:
             self._convolution(args, made)
         elif packet is _aten._to_copy and isinstance(made, Tensor):
@@ -235,18 +235,18 @@ class _Watch(TorchDispatchMode):
     def _module(self) -> str:
         return self._inside[-1] if self._inside else ""
 
-    def _product(self, left: Tensor, right: Tensor) -> None:
+    def _matmul(self, left: Tensor, right: Tensor) -> None:
         outputs, inputs = int(right.shape[-1]), int(right.shape[-2])
         rows = left.numel() // inputs
         if left.dim() == 2 and right.dim() == 2 and self._weight(right) is None:
             name = self._weight(left)
             if name is not None:  # weight @ input
-                made = ProductCall(self._module, name, outputs, inputs, int(left.shape[0]))
+                made = MatmulCall(self._module, name, outputs, inputs, int(left.shape[0]))
                 self.forward.done.append(made)
                 return
         batch = int(left.shape[0]) if left.dim() == 3 else 1
         name = self._weight(right)
-        self.forward.done.append(ProductCall(self._module, name, rows, inputs, outputs, batch))
+        self.forward.done.append(MatmulCall(self._module, name, rows, inputs, outputs, batch))
 
     def _convolution(self, args: Any, made: Tensor) -> None:
         image, weight, transposed = args[0], args[1], args[6]
@@ -257,7 +257,7 @@ class _Watch(TorchDispatchMode):
         first = int(weight.shape[0])
         inputs, outputs = (first, inside) if transposed else (inside, first)
         self.forward.done.append(
-            ProductCall(self._module, self._weight(weight), rows, inputs, outputs)
+            MatmulCall(self._module, self._weight(weight), rows, inputs, outputs)
         )
 
     def _attention(self, func: Any, args: Any, kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""A block that keeps the outputs of matrix products and attention, and recomputes the rest.
+"""A block that keeps the outputs of matmuls and attention, and recomputes the rest.
 
 torch's selective checkpointing asks a policy about every operator, twice. Here, tensors that linear
 layers save for their backward are replaced by a recipe to compute them again: the input, from a
@@ -18,9 +18,9 @@ from outpace.nn.block import (
     Block,
     activate,
     is_plain,
-    joined_product,
+    joined_matmul,
     joined_weight,
-    split_product,
+    split_matmul,
     to_autocast_dtype,
 )
 from outpace.nn.masks import Visibility
@@ -55,8 +55,8 @@ class Recipe:
 
 
 def _linear(layers: Sequence[nn.Linear], rows: Tensor, again: Recipe | None = None) -> Tensor:
-    """Return the outputs of linear layers for rows (N, in), by one product of all weights."""
-    made = joined_product(rows, layers)
+    """Return the outputs of linear layers for rows (N, in), by one matmul of all weights."""
+    made = joined_matmul(rows, layers)
     dtype = made.dtype
 
     def make_weight() -> Tensor:
@@ -94,14 +94,14 @@ def _is_fp32(norm: nn.Module, x: Tensor) -> bool:
     return x.dtype == getattr(norm.weight, "dtype", None) == torch.float32
 
 
-def can_keep_products(
+def can_keep_matmuls(
     block: nn.Module,
     x: Tensor,
     sees: Visibility | None = None,
     rotary: Tables | None = None,
     *more: Any,
 ) -> bool:
-    """Return whether `keep_products` supports a block, as it is called.
+    """Return whether `keep_matmuls` supports a block, as it is called.
 
     Norms come first, only the two norms of the residual stream exist, linear layers are plain ones,
     and nothing is drawn, compiled or read from a cache. The CPU's own operators are not used, since
@@ -120,17 +120,17 @@ def can_keep_products(
     return all(map(is_plain, attention.children())) and all(map(is_plain, mlp.children()))
 
 
-def keep_products(
+def keep_matmuls(
     block: Block, x_BSD: Tensor, sees: Visibility, rotary: Tables | None = None, *_: Any
 ) -> Tensor:
-    """Run a block's forward, (B, S, D) to (B, S, D), without dropout, keeping its products."""
+    """Run a block's forward, (B, S, D) to (B, S, D), without dropout, keeping its matmuls."""
     attention, mlp, spec = block.attention, block.mlp, block.attention.spec
-    x_ND = x_BSD.flatten(0, -2)  # rows, as products have them: a view for all rather than for each
+    x_ND = x_BSD.flatten(0, -2)  # rows, as matmuls have them: a view for all rather than for each
     low, again = _apply_norm(block.attention_norm, x_ND)
     parts = [attention.q, attention.k, attention.v]
     if attention.can_join(low):
         joined = _linear(parts, low, again)
-        q, k, v = split_product(joined.view(*x_BSD.shape[:-1], -1), parts)
+        q, k, v = split_matmul(joined.view(*x_BSD.shape[:-1], -1), parts)
     else:
         q, k, v = (_linear([part], low, again).view(*x_BSD.shape[:-1], -1) for part in parts)
     mixed_BSD = attention.mix_values(q, k, v, sees, rotary)
