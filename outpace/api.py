@@ -1,7 +1,7 @@
 """outpace's Python API: one function per command, which returns what the command prints.
 
-Each keyword is an option of the command, with _ for -. All functions raise BadInputError if a
-request is not possible. The examples are run, in this order, in a folder with a corpus.txt.
+Each keyword is an option of the command, with _ for -. All functions raise BadInputError for a
+request that cannot be met. The examples run as tests, in this order, in a folder with a corpus.txt.
 """
 
 import multiprocessing
@@ -135,7 +135,7 @@ def evaluate(
     seq_len: int | None = None,
     device: str = "auto",
 ) -> "Evaluation":
-    """Measure the loss of a run's model on `data`, or on what the run held out.
+    """Measure the loss of a run's model on `data`, or on the run's held-out data.
 
     Reads `batches` batches of `batch_size` samples of `seq_len` tokens; by default all data, in the
     run's batches and length. Raises BadInputError.
@@ -281,7 +281,7 @@ def network(
 ) -> "NetworkReport":
     """Estimate the network bandwidth that a training run needs, and the cost of other networks.
 
-    `network`: one or several networks of a node, the last being the machine's. Other keywords are
+    `network`: one or several networks of a node; the last is the machine's own. Other keywords are
     the options of `outpace network`: `nodes`, `plan`, `probe`, `seq_len`, ….
 
     >>> outpace.network("gpt2", "hgx-h100", nodes=2).needs[0].title
@@ -310,7 +310,7 @@ def topology(
 
 
 def doctor(run: str | Path | None = None, *, timeout_s: float = 20.0) -> "Examination":
-    """Find what costs speed on this host, or what limited a run, the most costly first.
+    """Find what slows down this host, or what limited a run, the costliest first.
 
     >>> isinstance(outpace.doctor().findings, tuple)
     True
@@ -418,7 +418,7 @@ def _check_callbacks(callbacks: "Sequence[Callback]") -> None:
     """Refuse callbacks that are not a sequence of Callback objects."""
     from outpace.training.callbacks import Callback
 
-    wanted = "callbacks has to be a list of outpace.Callback objects, such as callbacks=[Mine()]"
+    wanted = "callbacks must be a list of outpace.Callback objects, such as callbacks=[Mine()]"
     if isinstance(callbacks, Callback):
         raise BadInputError(f"{wanted}; a single one was given")
     for callback in callbacks:

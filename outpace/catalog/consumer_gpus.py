@@ -42,7 +42,7 @@ class Card(NamedTuple):
 
 
 _GA102, _TU102, _TU104 = ("NVLink 3 GA102", 4), ("NVLink 2", 2), ("NVLink 2", 1)
-# Of cards whose drivers say another name than what is derived from theirs.
+# Driver names that cannot be derived from the card's name.
 _DRIVER_NAMES = {
     "RTX PRO 4000 Blackwell SFF": "RTX PRO 4000 Blackwell SFF Edition",
     "RTX PRO 6000 Blackwell Workstation": "RTX PRO 6000 Blackwell Workstation Edition",

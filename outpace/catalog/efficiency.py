@@ -1,4 +1,4 @@
-"""Shares of their datasheets' rates that accelerators and links reach: published measurements.
+"""Shares of datasheet rates that accelerators and links reach, by published measurements.
 
 Each figure has its source. A chip without published measurements has the shares of a measured one
 of its architecture; an architecture without any has those of the nearest one, as its source says.
@@ -56,13 +56,13 @@ class AttentionRate(Record):
 # tables, whose activations are cast as well, the time of casts per element is fitted separately.
 _TABLES = (
     "aiconfigurator 095f58a5, tables gemm of vllm, trtllm and sglang, bf16 (kernels/products); "
-    "mean error on the half of the shapes that was kept: {}"
+    "mean error on the held-out half of the shapes: {}"
 )
 # A training step is a sustained load: under it, H200 and B200 are at their power limits, and
 # matmuls of a second and more are slower than short ones.
 _SUSTAINED = (
     "; sustained: the rate that no matmul of a second or more exceeds ({}, vllm 0.22.0), mean "
-    "error on the half kept {}"
+    "error on the held-out half {}"
 )
 # On an A100 operands of a step are not in its L2 cache: of 256.5 TFLOP/s that it sustains (16384³,
 # random values, 10,000 repetitions: Azure/AI-benchmarking-guide 3bb66cac) Triton's tutorial 03
@@ -128,8 +128,8 @@ def _blackwell_ultra(power_w: float) -> MatmulCurve:
 
 
 _B300, _GB300 = (_blackwell_ultra(ACCELERATORS[name].power_w) for name in ("B300", "GB300"))
-# L40S and the RTX cards: no matmul was measured for a second; L40S reaches its 350 W in short
-# ones.
+# L40S and the RTX cards: no measured matmul ran for a second; on the L40S, even short ones reach
+# its limit of 350 W.
 _ADA = MatmulCurve(
     share=0.835, share_fp8=0.57, half_tile=0.938, quarter_tile=1.0, fill=412, fixed_s=1.1e-6,
     limit=0.589 / 0.835, sustained=0.589, sustained_fp8=0.57,
@@ -341,8 +341,8 @@ LINK_SOURCE = (
     "oci-hpc-oke 61d210a) and 371 of 400 (4 × 8 MI355X); EFA 382 of 400 (4 × p6-b200.48xlarge); "
     "other networks as the nearest of these"
 )
-# Relative to that all-reduce over direct links: all-gathers and reduce-scatters of 8 devices, and
-# all collectives of fewer devices, whose rings have fewer channels.
+# Rates over direct links relative to that all-reduce: all-gathers and reduce-scatters of 8 devices,
+# and all collectives of fewer devices, whose rings have fewer channels.
 GATHER_SHARE, SCATTER_SHARE = 335 / 450 / (235 / 300), 336 / 450 / (235 / 300)
 GROUP_SHARE: Mapping[int, float] = MappingProxyType({2: 0.75, 3: 0.85, 4: 0.93})
 GROUP_SOURCE = (
@@ -404,7 +404,7 @@ class DispatchRate(Record):
 
     One way takes `fixed_s`, `token_s` for each token of a rank, and its bytes at `link_share`
     of a device's link, or at `card_share` of a network card's rate. Dispatching and combining are
-    averaged: a step has as many of either.
+    averaged: a step has equally many of both.
     """
 
     fixed_s: NonNegativeFloat
@@ -419,8 +419,9 @@ _DISPATCH = (
     "aiconfigurator 095f58a5, sglang 0.5.12), fitted to half of the shapes, mean error on the "
     "other half {}"
 )
-# On H100, combining alone: the dispatch, too, is said to be in bf16, but takes 0.52 of it on 1, 4
-# and 8 nodes, as 8 bits and their scales do. By bytes both are as fast (DeepEP's own tables).
+# On H100, only combining is used: the dispatch is labelled bf16, too, but takes 0.52 of combining's
+# time on 1, 4 and 8 nodes, as 8 bits with scales would. Per byte, both are equally fast (DeepEP's
+# own tables).
 _DISPATCH_HOPPER = DispatchRate(
     fixed_s=35.3e-6, token_s=28.3e-9, link_share=0.84,
     source=_DISPATCH.format("H100", "8.4 %") + "; combining, which surely sends 16 bits",
@@ -428,18 +429,18 @@ _DISPATCH_HOPPER = DispatchRate(
 _DISPATCH_B200 = DispatchRate(
     fixed_s=51.8e-6, token_s=32.1e-9, link_share=0.73, source=_DISPATCH.format("B200", "4.6 %")
 )
-# In a rack it is HybridEP, of which one width was published: 8, 16, 24, 32 and 36 × GB200 take 553
-# to 920 us for 4,096 tokens of 7,168 numbers, so that their bytes are sent at 0.84 to 0.63 of the
-# link, what is fixed and what a token takes being DeepEP's.
+# In a rack the dispatcher is HybridEP, published for one width: 8, 16, 24, 32 and 36 × GB200 take
+# 553 to 920 us for 4,096 tokens of 7,168 numbers. With DeepEP's fixed time and time per token, the
+# bytes are then sent at 0.84 to 0.63 of the link's rate.
 _DISPATCH_RACK = DispatchRate(
     fixed_s=38.3e-6, token_s=38.2e-9, link_share=0.71,
     source=_DISPATCH.format("GB200 and GB300", "6.0 %") + "; share of the link: HybridEP on 8 to "
     "36 × GB200 with 32 multiprocessors (deepseek-ai/DeepEP 94a9f8f, README_Hybrid-EP.md)",
 )  # fmt: skip
 # Measured slowdown of grouped matmuls whose load over experts follows a power law of 1.2: on one
-# rank, and on the slowest of ranks that share the experts. Plans assume an even load. Of CUTLASS's
-# matmuls alone, as those that train: medians over all kernels differ by chip for their kernels
-# (1.83 on H100, 1.55 on B200, where TensorRT-LLM's own serve 1.33).
+# rank, and on the slowest of ranks that share the experts. Plans assume an even load. Only
+# CUTLASS's kernels count, as in training: medians over all kernels differ between chips because the
+# kernels do (1.83 on H100, 1.55 on B200, 1.33 with TensorRT-LLM's own kernels there).
 UNEVEN: Mapping[Architecture, tuple[float, float]] = MappingProxyType(
     {
         **dict.fromkeys(("pascal", "volta", "turing", "ampere", "hopper"), (1.1, 1.9)),
@@ -501,14 +502,14 @@ CPU_CLOCK_HZ = 2.5e9
 CPU_SHARE = 0.5
 CPU_MEMORY_BYTES_PER_S = 15e9
 
-# On a CPU that computes itself, including autograd.
+# The same on a CPU that also does the computing, including autograd.
 CPU_OPERATOR_S = 7e-6
 CPU_OPERATOR_SOURCE = "7 µs an operator on small CPU tensors (pytorch/pytorch issue 41383)"
 # A guess: Python and copies around a unit's gather or reduction in FSDP. Steps of a probe correct
 # it.
 CPU_UNIT_S = 1e-3
 CUDA_UNIT_S = 1e-4
-# Share of it in a backward, which autograd runs without Python.
+# Share of an operator's host time in a backward, which autograd runs without Python.
 BACKWARD_SHARE = 0.5
 BACKWARD_SOURCE = "half of an operator's host time is Python's (pytorch/pytorch issue 41383)"
 
@@ -616,7 +617,7 @@ def overlaps_tiles(accelerator: Accelerator) -> bool:
 
 
 def uneven_load(accelerator: Accelerator) -> tuple[float, float]:
-    """Return how many times as long uneven matmuls take, on one rank and on the slowest one."""
+    """Return how much uneven expert loads slow matmuls down: on one rank, and on the slowest."""
     if _is_rtx_blackwell(accelerator):
         return _UNEVEN_RTX_BLACKWELL
     return UNEVEN[accelerator.architecture]

@@ -243,8 +243,8 @@ def untrained_model(reference: str) -> BadInputError | None:
     if name not in OUTLINES:
         return None
     return BadInputError(
-        f"{OUTLINES[name].untrained}: it trains no {name}, and builds and traces only what it "
-        "trains. outpace plan and outpace estimate predict its time, memory and layouts: "
+        f"{OUTLINES[name].untrained}, so it cannot train {name}, nor build or trace it. outpace "
+        "plan and outpace estimate predict its time, memory and layouts: "
         f"outpace plan --model {name} --machine NAME"
     )
 

@@ -117,7 +117,7 @@ def find_node(name: str, accelerators: Mapping[str, Accelerator]) -> Node:
     Accepted forms are "RTX 4090", "rtx-4090", "4xrtx-3090", "rtx-3060:12GB", "8xh100", and those
     that drivers, SLURM and clouds use: "NVIDIA H100 80GB HBM3", "gpu:a100-sxm4-80gb:8", "h100:8",
     "8xH100-80GB", "A6000". A number at the end that is not a memory size of the chip is the count;
-    more than a host has are refused with the words for several hosts.
+    more than a host has are refused, with the options for several hosts.
     Cards are assumed to have no bridge, and chips on boards with a switch to have all of its links.
     For a chip that is sold on boards and as cards, the board is assumed, and the node has its name.
     Raises BadInputError, naming the nearest, if there is none.
@@ -149,7 +149,7 @@ def _find(name: str, accelerators: Mapping[str, Accelerator]) -> Node | None:
 
 
 def _suggest(wanted: str, known: Sequence[str], chips: Sequence[str]) -> str:
-    """Suggest names in the catalog, or as many of a known accelerator: "8xh100" for "8xh100x"."""
+    """Suggest names in the catalog, or that number of a known chip: "8xh100" for "8xh100x"."""
     counted = _COUNT_FIRST.fullmatch(wanted)
     if counted is None:
         return suggest(wanted, known)
@@ -188,7 +188,7 @@ def _find_counted(name: str, text: str, accelerators: Mapping[str, Accelerator])
 _GRES = re.compile(r"(?:gres/)?gpu:(.+?)(?::([1-9]\d{,9}))?")
 _NUMBER_LAST = re.compile(r"([^:]+):([1-9]\d{,9})")
 _COUNT_FIRST = re.compile(r"([1-9]\d{,9})-?[x×*]-?(.+)", re.DOTALL)
-# More than two digits only after "h100x": those of "rtx4090" are no count.
+# Three digits and more only after "h100x": the digits of "rtx4090" are no count.
 _COUNT_LAST = re.compile(r"(.+?)-?[x×*]-?([1-9]\d?|(?<=\d[x×*])[1-9]\d{,9})", re.DOTALL)
 _MAKER_WORDS = re.compile(r"^(?:(?:nvidia|tesla|geforce|amd|instinct|radeon)-)+")
 _BRAND = re.compile(r"^[rg]tx-")  # "A6000" is the RTX A6000
@@ -314,7 +314,7 @@ def _other_memory(asked: _MachineName, chip: Accelerator) -> str:
 
 
 def _several_hosts(asked: _MachineName, chip: Accelerator) -> str:
-    """Return the options for as many accelerators on hosts of equal size, which is usual or less.
+    """Return the options for that many accelerators on hosts of equal size, at most the usual one.
 
     The catalog's first machine with as many is named, else the accelerators themselves.
     """
@@ -422,7 +422,7 @@ def _board_of(asked: _MachineName, accelerators: Mapping[str, Accelerator]) -> A
 
 
 def _has_memory(chip: Accelerator, gb: int) -> bool:
-    """Return whether a chip has that much memory, as its maker prints it or as is usable.
+    """Return whether a chip has that much memory, by its maker's figure or by what is usable.
 
     These differ: a B300 has 288 GB, of which 270 are usable.
     """

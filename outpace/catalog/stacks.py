@@ -47,10 +47,10 @@ class SoftwareStack(Record):
     matmuls that give weights' gradients add them to fp32 buffers. `copies_units`: what ranks
     gather is copied out into parameters, and gradients into what is reduced. `blocks_launches`: the
     host waits for each kernel before it launches the next (CUDA_LAUNCH_BLOCKING=1). `casts`: how
-    operands of matmuls in 8 bits are cast. `stops_early`: recomputation ends when all that a
-    backward reads is there, so that a block's last matmul is not repeated (torch's checkpoint
-    without `use_reentrant`, since torch 2.1: torch/utils/checkpoint.py, set_checkpoint_early_stop).
-    Blocks compiled by torch never repeat what nothing reads.
+    operands of matmuls in 8 bits are cast. `stops_early`: recomputation ends as soon as everything
+    that the backward reads exists, so that a block's last matmul is not repeated (torch's
+    checkpoint without `use_reentrant`, since torch 2.1: torch/utils/checkpoint.py,
+    set_checkpoint_early_stop). Blocks compiled by torch never repeat what nothing reads.
     """
 
     name: str
@@ -90,7 +90,7 @@ STACKS: Mapping[str, SoftwareStack] = _stacks(
         source="pytorch/torchtitan b5bcd76c66: torchtitan/models/llama/model.py (nn.RMSNorm, "
         "rotations by complex numbers in fp32, F.scaled_dot_product_attention), distributed/"
         "activation_checkpoint.py: of a block's aten.mm every second one is saved by selective "
-        "recomputation (op), attention and matmuls in 8 bits are; early_stop is False since "
+        "recomputation (op), as are attention and matmuls in 8 bits; early_stop is False since "
         "2025-08-29 (25413d224); FSDP2 gathers and sums by blocks, with prefetching (torch/"
         "distributed/fsdp/_fully_shard/_fsdp_collectives.py: foreach_all_gather_copy_out by "
         "split_with_sizes_copy, foreach_reduce_scatter_copy_in by chunk_cat into the dtype of the "

@@ -187,13 +187,13 @@ def _host_memory_note(job: PlanningProblem, used: PlanningProblem) -> list[str]:
     """Return a note on the assumed host memory, if it is unknown and plans may offload to it."""
     if len(job.by_assumption()) == 1:
         return []
-    unknown = f"How much memory a host of {job.cluster.name} has is not known"
-    state = "Give a node's with --host-memory, as in --host-memory 512GiB"
+    unknown = f"The memory of a host of {job.cluster.name} is not known"
+    state = "Give a node's host memory, as in --host-memory 512GiB"
     if not used.wanted.offloads:
         return [f"{unknown}, so no plan offloads. {state}: plans that offload may be faster."]
     return [
-        f"{unknown}, and with these options nothing fits without offloading: it is taken to be "
-        f"enough. {state}."
+        f"{unknown}, and with these options nothing fits without offloading, so the host is "
+        f"assumed to have enough. {state}."
     ]
 
 
@@ -249,9 +249,9 @@ def _small_states_note(job: PlanningProblem, planned: RankedPlan) -> list[str]:
         return [
             f"Without offloading, --keep {words} fits: "
             f"{show_bytes(round(float(found.needs[found.fastest])))} and "
-            f"{show_seconds(_seconds(found))} a step, for plan 1's "
+            f"{show_seconds(_seconds(found))} a step, against plan 1's "
             f"{show_seconds(planned.estimate.step_time_s)}. Weights and states in fewer bits "
-            "change the numbers of training (docs/concepts/optimizers.md)."
+            "change the results of training (docs/concepts/optimizers.md)."
         ]
     return []
 
@@ -268,8 +268,8 @@ def _batch_note(planned: RankedPlan) -> list[str]:
     if fixed_s < _MUCH_OF_STEP * one.step_time_s:
         return []
     return [
-        f"Of plan 1's offloading {show_seconds(fixed_s)} are the optimizer's: its step off the "
-        "device, and copies of gradients and new weights, however many samples a step has. A "
+        f"Of plan 1's offloading, the optimizer takes {show_seconds(fixed_s)} with any batch: its "
+        "step off the device, and copies of gradients and new weights. A "
         "larger --global-batch (more accumulation) spreads them over more tokens."
     ]
 
@@ -380,7 +380,7 @@ def list_places(found: SearchResult) -> list[tuple[int, tuple[Role, ...]]]:
 
 
 def _fastest(job: PlanningProblem) -> tuple[PlanningProblem, SearchResult]:
-    """Search; return the problem whose plans fit (`by_assumption`), and what was found."""
+    """Search; return the problem whose plans fit (`by_assumption`), and the result."""
     *first, last = job.by_assumption()
     for one in first:
         used, found = _fastest_on_nodes(one)

@@ -38,7 +38,7 @@ class PlanningProblem:
 
     @property
     def limit(self) -> float:
-        """Return bytes of a device's memory that its driver leaves free; maximal if unknown."""
+        """Return the bytes of device memory that the driver leaves free; infinite if unknown."""
         return float(self.cluster.device.memory_bytes or sys.float_info.max)
 
     def with_nodes(self, nodes: int) -> "PlanningProblem":
@@ -90,9 +90,9 @@ class PlanningProblem:
         return needs
 
     def by_assumption(self) -> "tuple[PlanningProblem, ...]":
-        """Return the problem as it is to be searched: in turn, until a plan fits.
+        """Return versions of the problem, to be searched in turn until a plan fits.
 
-        Where a host's memory is not known, plans that offload nothing come before all others.
+        If the host's memory is not known, plans that offload nothing come before all others.
         """
         if not self.wanted.may_offload_to_host or self.cluster.host_bytes is not None:
             return (self,)

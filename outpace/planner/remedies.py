@@ -101,7 +101,7 @@ def _why_kept_on_device(wanted: SearchRequest, name: str) -> str:
     ):
         return f", by offloading (weights and states of {precision} cannot be offloaded here)"
     if name == "optimizer_in_backward" and wanted.keep[name]:
-        return ", by offloading (which does not go with it)"
+        return ", by offloading (which it rules out)"
     return ""
 
 
@@ -179,8 +179,8 @@ def _beyond_positions(job: PlanningProblem) -> str:
     if job.wanted.seq_len <= most:
         return ""
     return (
-        f" Its sequences of {job.wanted.seq_len} tokens are longer than the {most} positions of "
-        "the model, which accepts none longer as it is."
+        f" Its sequences of {job.wanted.seq_len} tokens exceed the {most} positions of the model, "
+        "which accepts none longer unless it is changed."
     )
 
 

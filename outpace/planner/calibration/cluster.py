@@ -233,15 +233,15 @@ def of_probe(machine: Machine, ranks: int) -> Cluster:
         residuals = _residuals(rates, seen)
         said = [
             f"its rates of matmuls, memory and launches are measured; {len(seen)} steps of the "
-            f"probe are off by {show_share(_median_off(residuals))} in the median, and widen the "
+            f"probe differ by {show_share(_median_off(residuals))} in the median, and widen the "
             "range"
         ]
     elif seen:
         found = calibrate({world: _with_all_rates(rates)}, seen)
         rates = found.rates[world]
         said = [
-            f"its rates are those that predict {len(seen)} steps of the probe best, off by "
-            f"{show_share(found.off)} in the median"
+            f"its rates are those that predict {len(seen)} steps of the probe best, with a median "
+            f"error of {show_share(found.off)}"
         ]
     return Cluster(
         name=machine.cpu if not machine.devices else machine.devices[0].name,
@@ -440,7 +440,8 @@ class _ProbeFigures:
     def loader_tokens_per_s(self, ranks: int, cores: int) -> float:
         """Return the most tokens/s that the loaders of `ranks` ranks reach; infinite if unknown.
 
-        Loaders were probed one at a time; several are as fast as long as each worker has a core.
+        Loaders were probed one at a time; several reach the same speed as long as each worker has a
+        core.
         """
         found = []
         for figure in self.probed.figures:
@@ -500,7 +501,7 @@ def _measured_accelerator(
     """Return the catalog's device with measured rates in place of typical ones.
 
     Measured matmuls correct those of similar shapes, unaligned rows get the measured rate, and a
-    launch the time of the smallest matmul.
+    launch takes as long as the smallest matmul.
     """
     base = of_accelerator(chip)
     launch_s = known.launch_s()

@@ -22,8 +22,8 @@ from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 
-# How far a rate is from one that is taken from a data sheet or measured by itself, and a step from
-# its prediction when all rates are right, both as standard deviations of logarithms.
+# Standard deviations of logarithms: of a rate from its datasheet's or separately measured value,
+# and of a step from its prediction if all rates are right.
 UNKNOWN = math.log(3)
 _STEP_SPREAD = 0.05
 _SOFT = 2.0  # spreads
@@ -49,7 +49,7 @@ class RateFit:
     fabric: Fabric
 
 
-# Function of all rates and a factor on the time that one of them stands for.
+# A function of all rates, and of a factor on the time of one of them.
 Adjustment = Callable[[RateFit, float], RateFit]
 
 
@@ -57,8 +57,8 @@ Adjustment = Callable[[RateFit, float], RateFit]
 class Calibration:
     """Rates by number of ranks, and their uncertainty.
 
-    `off`: the median error of the predictions for the observed steps. `covariance`: that of the
-    logarithms of the rates' adjustments, (adjustments, adjustments).
+    `off`: the median error of the predictions for the observed steps. `covariance`, of the
+    logarithms of the rates' adjustments: (adjustments, adjustments).
     """
 
     rates: dict[int, RateFit]

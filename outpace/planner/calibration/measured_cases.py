@@ -33,7 +33,7 @@ _PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "outpace": ("torchtitan",),
 }
 _ON_MORE = " devices"  # suffix of extrapolations that widen an interval; others do not
-_BEYOND = 1.1  # times the largest measured value, from which on it is extrapolated
+_BEYOND = 1.1  # times the largest measured value: above this, a plan is extrapolated
 # Weights of a case's distance: per doubling, and per difference in kind.
 _DOUBLINGS = {"parameters": 0.5, "devices": 0.3, "seq_len": 0.3}
 _OTHER_CHIP, _OTHER_ARCHITECTURE, _OTHER_MODEL, _OTHER_PROGRAM, _OTHER_AXIS = (
@@ -117,7 +117,7 @@ def faster_case(
 ) -> MeasuredCase | None:
     """Return the fastest case of `like`'s model, devices, length and batch with fewer bits.
 
-    It has to be faster than `like`'s plan, which takes `step_time_s`. None if there is none.
+    It must be faster than `like`'s plan, which takes `step_time_s`. None if there is none.
     """
     if like.plan is None:
         return None

@@ -16,9 +16,9 @@ LEVEL = 0.9
 # Mean share of a source that the others' interval should cover, for kinds with their own interval.
 # Lower shares are reported with the interval.
 LEAST_COVERAGE = 0.85
-# Numbers of devices that are alike, by the most of each.
+# Classes of device counts, each with its largest count.
 WORLDS = ((1, "1"), (8, "2–8"), (64, "9–64"), (512, "65–512"), (10**9, "> 512"))
-# Interval for guessed rates, without real steps: as far off as a rate may be.
+# Interval for guessed rates, without real steps: the factor by which a rate may be off.
 _GUESSED = math.exp(UNKNOWN * NormalDist().inv_cdf((1 + LEVEL) / 2))
 
 
@@ -95,12 +95,11 @@ def interval(
 ) -> Interval:
     """Return the interval of a question.
 
-    Its factors are quantiles of real comparisons: published steps of its `kind`, as narrow as there
-    are enough of (benchmarks/planner_accuracy.py), with each source left out once; else of such
-    models on any chip; or steps on a machine whose rates a probe's steps corrected
-    (planner_measured.py). `guessed`: none of these apply. `residuals`: ratios of measured to
-    predicted time of steps on this machine to which nothing was fitted; their median widens the
-    interval.
+    Its factors are quantiles of real comparisons, with each source left out once: published steps
+    of the narrowest `kind` that has enough (benchmarks/planner_accuracy.py), else of such models on
+    any chip; or steps on a machine whose rates a probe's steps corrected (planner_measured.py).
+    `guessed`: none of these apply. `residuals`: ratios of measured to predicted time of steps on
+    this machine to which nothing was fitted; their median widens the interval.
     """
     if guessed:
         return Interval(1 / _GUESSED, _GUESSED, "no measurement, since the rates are guessed")

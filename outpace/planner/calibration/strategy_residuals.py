@@ -3,7 +3,7 @@
 The planner's errors have causes that plans share: how a strategy communicates, what recomputation
 costs, how well a micro-batch fits the caches. The logarithm of measured over predicted time is
 modelled as a sum of a term for each shared feature and one for the plan itself, all normal with
-mean 0. Measurements of some plans then inform the predictions of others, all the more, the more
+mean 0. Measurements of some plans then inform the predictions of others, the more so the more
 features they share: Rasmussen & Williams, "Gaussian Processes for Machine Learning" (2006),
 equations 2.25 and 2.26.
 """
@@ -20,17 +20,17 @@ import numpy as np
 from outpace.planner.plan_columns import Floats
 from outpace.records.plan import Plan
 
-# What plans may share beside their strategy, and how much it adds: deviations of logarithms. Those
-# of strategies and of a plan's own (with a measurement's noise) make the rows of
-# planner_measured.json likeliest. Of micro-batches: one doubling changes what the planner is off by
-# by 11 % (477 pairs of vtrain-single), 4 % (14 of vtrain-multi) or hardly (planner_measured.json).
-# Of recomputing and chunked losses there are too few.
+# Standard deviations of logarithms, for features that plans may share. Those of the strategy and of
+# the plan itself (with a measurement's noise) maximise the likelihood of planner_measured.json's
+# rows. Micro-batch: one doubling changes the planner's error by 11 % (477 pairs of vtrain-single),
+# 4 % (14 of vtrain-multi) or hardly at all (planner_measured.json). For recomputation and chunked
+# losses there are too few rows.
 _STRATEGY = 0.08
 _SHARED: tuple[tuple[float, Callable[[Plan], Any]], ...] = (
     (0.04, lambda plan: (plan.checkpointing, plan.checkpoint_every)),
     (0.04, lambda plan: plan.loss),
 )
-_MICRO_BATCH, _DOUBLINGS = 0.1, 1.5  # sizes within so many doublings are similar
+_MICRO_BATCH, _DOUBLINGS = 0.1, 1.5  # sizes within that many doublings are similar
 _OWN = 0.04
 _BEFORE = 2  # weight of these figures, in measurements
 _TIMES = 2.0 ** np.arange(-1, 4.5, 0.5)  # factors to try

@@ -31,9 +31,9 @@ from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Axis, Plan, Strategy
 from outpace.records.strategies import TRAITS, strategies_that
 
-# Gathers: parameters before their use. Gradients: summed. Updates: parameters told after a step.
-# Activations: of tensor parallelism, waited for. Sends: between stages. Ring: keys and values.
-# Tied: a shared embedding's gradient. Control: totals and norms.
+# Gathers: parameters before their use. Gradients: their sums. Updates: parameters sent after a
+# step. Activations: those of tensor parallelism, which computation waits for. Sends: between
+# stages. Ring: keys and values. Tied: a shared embedding's gradient. Control: totals and norms.
 Part = Literal[
     "gathers", "gradients", "updates", "activations", "sends", "ring", "tied", "control"
 ]  # fmt: skip

@@ -32,7 +32,7 @@ from outpace.records.precisions import PRECISION_TRAITS, PrecisionTraits
 
 _TOKEN_BYTES = 8  # int64
 _TOTALS_BYTES = 16  # loss and targets: two float64
-_SAID_BYTES = 24  # stop, memory and own time: three float64
+_SAID_BYTES = 24  # stop request, memory and step time of a rank: three float64
 NORM_BYTES = 8  # sum of squares of each rank's part, float64 in any precision
 
 

@@ -76,8 +76,8 @@ def _describe(wanted: SearchRequest, items: Mapping[str, Any], other_program: bo
         begin = f"no plan can have {next(iter(named.values()))}"
     elif other_program and "precision" in items:
         begin = (
-            f"outpace does not predict {join_and(named.values())} together, whether the trainer "
-            "has them or not"
+            f"outpace does not predict {join_and(named.values())} together, whether or not the "
+            "trainer supports it"
         )
     else:
         begin = f"{join_and(named.values())} contradict each other"

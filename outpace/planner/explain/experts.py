@@ -33,7 +33,7 @@ _SENDS: Mapping[Dispatcher, str] = {
 def expert_notes(job: PlanningProblem, found: SearchResult, listed: Sequence[int]) -> list[str]:
     """Return notes on a model's experts; none if it has none.
 
-    If no listed plan has expert parallelism, one says what the fastest with it takes.
+    If no listed plan has expert parallelism, one note gives the time of the fastest plan that does.
     """
     if not job.outline.experts:
         return []

@@ -50,7 +50,7 @@ def hint(
         return None
     words = [f"{_word(name)} would be {gain:.2f} times as fast" for gain, name, _ in told]
     names = ",".join(name for _, name, _ in told)
-    own = " (fp8 without what finding its scales takes)" if "precision" in names else ""
+    own = " (fp8 without the time to find its scales)" if "precision" in names else ""
     return f"Not searched by default: {', '.join(words)}{own}: --vary {names}."
 
 

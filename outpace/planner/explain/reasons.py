@@ -52,20 +52,20 @@ def explain_plan(
             simpler = "simpler, " if "offloads" in risk else ""
             return f"{join_and(roles)}: {simpler}{slower}, which {risk}"
         is_noise = as_fast == slower and mine <= EQUAL * least
-        within = " (less than estimates are off)" if is_noise else ""
+        within = " (less than the error of estimates)" if is_noise else ""
         return f"{join_and(roles)}: {as_fast}{within}, {_advantage(job, found, place)}"
     room = show_bytes(round(float(found.needs[place])))
     if "with headroom" in roles:
         free = show_share(1 - ROOMY)
         return (
-            f"with headroom: {room} of memory, the fastest that leaves {free} of a device's free; "
+            f"with headroom: {room} of memory, the fastest that leaves {free} of a device free;  "
             f"{as_fast}"
         )
     if "leanest" in roles:
         most = show_share(LEAN - 1)
         offloads = _offload_places(to_plan(found.columns, found.fastest))
         those = "plans" if offloads else "plans without offloading"
-        return f"leanest: {room} of memory, the least of {those} up to {most} slower; {as_fast}"
+        return f"leanest: {room} of memory, the least of {those} at most {most} slower; {as_fast}"
     if as_fast != slower:
         return as_fast
     return f"{slower}: {_largest_gap(found, place, found.fastest)}"

@@ -17,10 +17,9 @@ from outpace.records.units import show_bytes
 
 MODES: tuple[Checkpointing, ...] = get_args(Checkpointing)
 Counts = dict[Checkpointing, int]
-# The first choice takes blocks to save alike wherever they are. Moments of a step that hold so much
-# more for each block of a mode make a peak that is convex in the numbers of blocks, so that this is
-# an upper bound, and its prediction, slow where modes differ, is one as a rule. What one finds more
-# is asked for in the next.
+# The first choice assumes that a block saves the same wherever it is. The peak is convex in the
+# numbers of blocks, so this is an upper bound, and one prediction (slow where modes differ) is
+# enough as a rule. If it exceeds the budget, the next choice has to save that much more.
 _TRIES = 3
 
 

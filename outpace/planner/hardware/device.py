@@ -13,9 +13,9 @@ from outpace.records.errors import BadInputError
 from outpace.records.hardware import Accelerator, Dtype
 from outpace.records.precisions import PRECISION_TRAITS, Precision
 
-# Square tiles and those twice as long, as matmuls' outputs are cut, with what they reach.
+# Sides of a tile into which outputs of matmuls are cut, and the share of the rate that it reaches.
 Tile = tuple[int, int, float]
-# Dimensions of a matmul that was measured, and by how much it took longer than by tiles.
+# Dimensions of a measured matmul, and the ratio of its time to the prediction from tiles.
 MeasuredMatmul = tuple[float, float, float, float]
 _NEAR = 0.05  # squared doublings within which a measured matmul is the requested one
 _TILE_STEP = 64  # inner dimension per step of a multiprocessor
@@ -48,11 +48,11 @@ class DeviceRates:
 
     A tile of a matmul takes as long as if its inner dimension were `fill` longer. Even short
     matmuls reach no more than `limit` of the best rate; within a step, which is a sustained load,
-    they reach at most `sustained` of it, or `sustained_fp8` in fp8. `measured_ratios` say by dtype
-    how much longer matmuls took that were measured on this very device. Triton's grouped matmuls
-    of experts take `triton_experts` times as long as matmuls by tiles. `any_fp8_layout`: matmuls
-    in fp8 take operands that are not transposed. `uneven_experts`: how many times as long grouped
-    matmuls take if some experts have most of the tokens, on one rank and on the slowest of many.
+    they reach at most `sustained` of it, or `sustained_fp8` in fp8. `measured_ratios`, by dtype:
+    how much longer measured matmuls took on this very device. Triton's grouped matmuls of experts
+    take `triton_experts` times as long as matmuls by tiles. `any_fp8_layout`: matmuls in fp8 take
+    operands that are not transposed. `uneven_experts`: how many times as long grouped matmuls take
+    if some experts have most of the tokens, on one rank and on the slowest of many.
     """
 
     name: str

@@ -42,9 +42,9 @@ class Fabric:
     `across_bytes_per_s` that of all network cards of a node together, and `pair_bytes_per_s` that
     between a device and one other of its node. All-gather and reduce-scatter reach a share of them
     within a node, small groups reach `group_shares` by their size, and all-to-all has one share
-    inside nodes (`all_to_all_share`) and one across; a dispatcher that sends a token once to a rank
-    takes what `dispatch` says. `scatter_rounds` is 2 if a library sums
-    everything on every rank and then keeps a part, as gloo does.
+    inside nodes (`all_to_all_share`) and one across; `dispatch` has the times of a dispatcher that
+    sends each token once to a rank. `scatter_rounds` is 2 if a library sums everything on every
+    rank and then keeps a part, as gloo does.
     """
 
     per_node: int

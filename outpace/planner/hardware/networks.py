@@ -10,11 +10,12 @@ from outpace.records.hardware import Accelerator, Node
 from outpace.records.network import Network
 
 _KINDS = ("ethernet", "infiniband", "omni-path", "efa", "slingshot")
-# So many cards as nodes are sold with: of the faster links, since the slower are one faster one.
+# Numbers of cards with which nodes are sold, of fast links only: several slow ones equal a fast
+# one.
 _MANY = (("InfiniBand NDR", 2), ("InfiniBand NDR", 4), ("InfiniBand NDR", 8), ("InfiniBand XDR", 8))
 _RATE = re.compile(r"([0-9.]+)\s*(Gbit/s|Gbps|GB/s|MB/s|Mbit/s)", re.IGNORECASE)
 _NUMBER = re.compile(r"(?=[0-9.]*[1-9])[0-9]+\.?[0-9]*|\.[0-9]*[1-9][0-9]*")
-_RATES = "a rate has to be a number above 0, such as 50Gbit/s or 12.5GB/s."
+_RATES = "a rate must be a number above 0, such as 50Gbit/s or 12.5GB/s."
 _LIKE_A_RATE = re.compile(r"bit/s|bps|B/s|^\s*[-+0-9.]*\s*$", re.IGNORECASE)
 _UNITS = {"gbit/s": 1e9 / 8, "gbps": 1e9 / 8, "gb/s": 1e9, "mb/s": 1e6, "mbit/s": 1e6 / 8}
 _BUNDLE = re.compile(r"(?:([0-9]+)\s*[x×]\s*)?(.+)")

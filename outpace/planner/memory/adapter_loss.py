@@ -59,7 +59,7 @@ def add_frozen_head_loss(
     raised = np.where(s.stream < FP32, FP32 * states, 0.0)
     timeline.moment("temporary", select(low, output + raised + cast + states * s.operand))
     timeline.free("activations", select(low, logits * s.operand + output))
-    # All logits and their logarithms of softmax, in fp32 or what is wider.
+    # All logits and their logarithms of softmax, in fp32 or wider.
     whole = ~bf16 & ~chunked
     wide = np.maximum(s.operand, FP32)
     cast_logits = np.where(s.operand < wide, s.operand, 0.0)
@@ -71,7 +71,7 @@ def add_frozen_head_loss(
     timeline.moment("temporary", select(whole, logits * (wide + cast_logits)))
     timeline.moment("temporary", select(whole, logits * s.operand + states * s.operand))
     timeline.free("weight copies", select(whole, copy))
-    # In chunks, of which the forward makes the gradient of the hidden states.
+    # In chunks, whose forward computes the gradient of the hidden states.
     chunk = np.where(bf16 & ~c.chunked_loss, whole_bf16_rows(vocab), float(CHUNK_ROWS))
     chunk = np.minimum(chunk, rows)
     grads = states * np.where(bf16, s.stream, wide)

@@ -1,8 +1,8 @@
 """Memory of a step that trains adapters on frozen weights, for many plans at once.
 
 docs/concepts/memory-model.md derives what autograd saves in `nn.lora` and when it frees it: frozen
-matrices save no inputs and have no gradients, each adapter saves its input and its low-rank
-matmul, and the first block's input needs no gradient. Nothing is fitted.
+matrices save no inputs and have no gradients, each adapter saves its input and its low-rank output,
+and the first block's input needs no gradient. Nothing is fitted.
 """
 
 from collections.abc import Iterator
@@ -163,7 +163,7 @@ class AdapterMemory:
 
     @cached_property
     def low(self) -> Floats:
-        """Return the bytes of a low-rank matmul: T·r."""
+        """Return the bytes of a low-rank matmul's output: T·r."""
         return self.sizes.tokens * self.settings.rank * self.sizes.operand
 
     def input_bytes(self, matrix: Matrix) -> Floats:
@@ -359,8 +359,8 @@ def add_permanent(timeline: MemoryTimeline, step: AdapterMemory) -> None:
         timeline.moment("weights", built)
     held = step.block_bytes(s.weight) * layers + s.weight * step.root_elements
     timeline.pass_over("weights", held / step.shards)
-    # DDP sends all weights from rank 0 before the first step. Where all weights train, this is
-    # below a step's peak: gradients of the same bytes exist there, and none do yet here.
+    # DDP sends all weights from rank 0 before the first step. If all weights train, this stays
+    # below a step's peak, which includes gradients of the same size.
     sent = np.minimum(held, _BROADCASTS_IN_FLIGHT * _BROADCAST_BYTES)
     timeline.moment("communication", np.where(c.strategy_in("ddp"), sent, 0.0))
     timeline.pass_over("optimizer state", layers * _state_bytes(step) / step.shards)

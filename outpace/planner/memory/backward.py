@@ -33,7 +33,7 @@ def add_backward(timeline: MemoryTimeline, rank: RankSetup) -> None:
     splits = setup.columns.schedule_in("zb", "zbv")
     kept = np.where(splits, blocks * setup.block.outputs, 0.0)
     timeline.allocate("temporary", kept)
-    # Where weights are gathered the second and the last but one are looked at, too.
+    # Where weights are gathered, the second and the last but one are added separately, too.
     sharded = setup.sharding.gathers
     ends = [
         _Position(blocks > 0, last, blocks > 1.5),
@@ -101,7 +101,7 @@ def _add_block(
     gathered = np.where(sharding.regathers, unit, 0.0)
     coming = np.where(position.prefetches, gathered, 0.0)
     here = timeline.select(position.present)
-    # Gathered: this block's copied out, the next one's on its way.
+    # Gathered: this block's parameters, copied out, and the next one's, in transit.
     here.allocate("communication", gathered)
     here.allocate("unsharded", gathered)
     here.free("communication", gathered)
@@ -116,7 +116,7 @@ def _add_block(
     here.free("communication", made)  # the block's own gradients
     kept = np.where(sharding.gathers, s.weight * setup.elements, 0.0)
     kept = kept * sharding.expert_factor / sharding.shards
-    # Until it is on the host, what was reduced is beside what it is made of.
+    # Until they are on the host, reduced gradients exist beside those that were reduced.
     here.moment("temporary", np.where(setup.gradients_on_host, kept, 0.0))
     _delay_reduction(here, rank, sent)
     kept = np.where(rank.allocates_gradients & ~delays, kept, 0.0)
@@ -145,7 +145,7 @@ def _add_embedding(timeline: MemoryTimeline, rank: RankSetup) -> None:
     setup, place, e = rank.setup, rank.place, rank.setup.ends
     both = place.first & place.last & setup.outline.tied
     add_gradient(timeline.select(place.first), rank.gradient, e.positions, matmul=False)
-    # Tied: there is the head's, and a third for the sum.
+    # Tied: the head's gradient exists too, and a third tensor for the sum.
     alone = setup.dp | (setup.columns.pp > 1)  # each in a separate backward
     raised = raised_table(rank)
     cast = raised / FP32 * setup.sharding.item
@@ -185,6 +185,6 @@ def _reduce_root(timeline: MemoryTimeline, rank: RankSetup) -> None:
     ends_now = delays & (setup.columns.passes == 1) & ~setup.columns.in_backward
     waited = s.weight * sharding.stored * place.layers / sharding.shards
     offload_gradients(timeline, setup, made + np.where(ends_now, waited, 0.0))
-    # What pipelines' ends tell each other of a tied embedding.
+    # A tied embedding's gradient, which the first and the last stage all-reduce.
     ends = (place.first ^ place.last) & setup.outline.tied
     timeline.moment("communication", np.where(ends, item * setup.ends.embedding, 0.0))

@@ -122,7 +122,7 @@ def _add_attention(timeline: MemoryTimeline, block: _Block) -> None:
 def _add_norm(timeline: MemoryTimeline, block: _Block) -> None:
     """Add the gradient of a norm's input, computed from its output's and added to the stream's."""
     b = block.setup.block
-    # Put together before it is scattered.
+    # Assembled before it is scattered.
     timeline.moment("temporary", np.where(block.setup.splits_stream, block.read, 0.0))
     timeline.pass_over("temporary", block.stream - block.read)
     timeline.allocate("temporary", block.stream * np.where(b.composed, 2, 1))

@@ -26,7 +26,7 @@ def add_forward(timeline: MemoryTimeline, rank: RankSetup, delayed: Floats) -> N
     timeline.pass_over("activations", chunks * (rank.chunk_bytes - rank.blocks * away))
     timeline.offload(chunks * rank.blocks * away, setup.activations_on_disk)
     add_copies(timeline, rank, chunks * rank.blocks)
-    # Where blocks end with norms the embedding has one too, which keeps the sum.
+    # If blocks end with norms, the embedding has one too, which saves the sum.
     summed = place.first & bool(setup.outline.head_matmuls)
     stream = setup.sizes.part * setup.sizes.stream
     timeline.pass_over("activations", np.where(summed, stream, 0.0))
@@ -56,7 +56,7 @@ def raised_table(rank: RankSetup) -> Floats:
 
 def _gather_root(timeline: MemoryTimeline, rank: RankSetup) -> None:
     timeline.allocate("unsharded", rank.root)
-    timeline.allocate("communication", rank.root)  # given back once the first block is gathered
+    timeline.allocate("communication", rank.root)  # freed once the first block is gathered
     timeline.moment("temporary", raised_table(rank))
 
 

@@ -34,7 +34,7 @@ class FrameworkTraits:
 OUTPACE = FrameworkTraits()
 # megatron-core 0.16.1. Logits: tensor_parallel/cross_entropy.py. Inputs: Korthikanti et al., arXiv
 # 2205.05198, §4.2.2. Gradients: distributed/param_and_grad_buffer.py; training/arguments.py has
-# --bf16 add them up in fp32 unless --grad-reduce-in-bf16 is said, --fp16 in 16 bits. Optimizer:
+# --bf16 add them up in fp32 unless --grad-reduce-in-bf16 is given, --fp16 in 16 bits. Optimizer:
 # docs, "Distributed Optimizer": 6 + 12/d bytes a parameter in bf16, 18 without, 4 + 16/d and 20 in
 # fp16. Pipelines: pipeline_parallel/p2p_communication.py; schedules.py, deallocate_output_tensor.
 MEGATRON_BF16 = FrameworkTraits(

@@ -38,7 +38,7 @@ def gradient_bytes(setup: MemorySetup, allocates: Bools, joins: Bools) -> Gradie
     s, item, gathers = setup.sizes, setup.sharding.item, setup.sharding.gathers
     cast = np.where(setup.gradients.casts_sums, item, 0.0)
     sums = np.where(gathers, 0.0, added_bytes(setup))
-    # Added at once where what waits is of its dtype.
+    # Added at once if the waiting gradients have the same dtype.
     joins = joins & (s.reduced == item)
     return GradientBytes(
         matmul=np.where(s.operand < item, s.operand, 0.0) + cast,

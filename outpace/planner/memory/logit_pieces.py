@@ -6,11 +6,12 @@ from outpace.planner.memory.saved_activations import FP32
 from outpace.planner.plan_columns import Bools, Floats
 
 _MIB = 2**20
-# nn.loss, on a CPU: rows of a chunk, from how many bytes of fp32 logits chunks are taken.
+# nn.loss, on a CPU: rows of a chunk, and the bytes of fp32 logits from which chunks are used.
 CHUNK_ROWS = 512
 _CHUNKS_FROM = 32 * _MIB
-# nn.head_loss, on an accelerator: what the vocabulary is padded to, up to how many bytes all logits
-# are made at once, bytes and least rows of a chunk, and of fp32 logits that eager passes have.
+# nn.head_loss, on an accelerator: the multiple to which the vocabulary is padded, the most bytes of
+# logits computed at once, bytes and least rows of a chunk, and bytes of fp32 logits in eager
+# passes.
 _PADDED_TO = 64
 _WHOLE_BYTES = 4096 * _MIB
 _CHUNK_BYTES = 2048 * _MIB

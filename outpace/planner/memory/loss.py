@@ -53,13 +53,13 @@ def add_loss(timeline: MemoryTimeline, rank: RankSetup) -> None:
     losses = np.where(rank.later, place.later_losses, place.losses)
     many = np.where(setup.dp, c.dp_replicate, 1)
     rows = s.tokens * many
-    # What the norm before the head keeps, and its transform where there is one.
+    # Saved by the norm before the head, and by its transform if there is one.
     stream = s.part * s.stream
     norm = np.where(setup.block.composed, setup.block.norm, 0.0)
     before = stream + norm + _transform_bytes(setup)
     kept = np.maximum(losses, 1) * before
     outputs = np.where(many > 1, rows * hidden * s.stream, 0.0)
-    # Where weights stay gathered, the last block's buffer goes as the backward begins.
+    # Where weights stay gathered, the last block's buffer is freed as the backward begins.
     last = np.where(setup.sharding.regathers, 0.0, setup.unit)
     with_head.pass_over("activations", kept)
     timeline.pass_over("activations", outputs)
@@ -70,7 +70,7 @@ def add_loss(timeline: MemoryTimeline, rank: RankSetup) -> None:
     add_gradient(with_head, rank.gradient, _vocab(setup) * hidden)
     timeline.pass_over("temporary", tied_head_bytes(rank))
     with_head.free("activations", kept - (np.maximum(losses, 1) - 1) * before)
-    # From here on there is the gradient of the stream.
+    # From here on, the gradient of the residual stream exists.
     timeline.allocate("temporary", stream)
 
 
@@ -249,13 +249,13 @@ def _add_whole_logits(timeline: MemoryTimeline, head: _Head) -> None:
     timeline.pass_over("weight copies", head.more * copy)
     timeline.pass_over("activations", read - gathered)
     timeline.pass_over("weight copies", copy)
-    # Matmuls, in fp32, and their logarithms of softmax (split over ranks: exponentials).
+    # Logits in fp32, and the logarithms of their softmax (split over ranks: exponentials).
     output = np.where(s.casts, states * s.stream, 0.0)  # what was cast
     again = 0 if in_place else wide
     timeline.moment("temporary", output + logits * (narrow + wide + again))
     timeline.allocate("activations", logits * wide)
     timeline.free("communication", head.last)
-    # Its gradient, and that of the matmuls; split or in place it is made at once, and cast.
+    # Its gradient, and that of the logits; split or in place, it is computed at once, and cast.
     made = np.where((c.tp > 1) | in_place, again + narrow, 2 * wide)
     timeline.moment("temporary", logits * made)
     timeline.free("activations", logits * wide)
@@ -278,7 +278,7 @@ def _add_chunks(timeline: MemoryTimeline, head: _Head) -> None:
     timeline.pass_over("activations", (1 + head.more) * (states_grad + weights_grad))
     output = rows * hidden * s.stream
     cast = np.where(low & head.copied, head.elements * s.operand, 0.0)
-    # In bf16 a chunk's gradient of the head lives while the next one is made.
+    # In bf16, a chunk's gradient of the head lives while the next one is computed.
     grad = head.elements * s.operand
     block = softmax_rows(vocab, chunk)
     softmax = 2 * FP32 * block * vocab + np.where(rows > chunk, grad, 0.0)

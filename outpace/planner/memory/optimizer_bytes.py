@@ -8,20 +8,21 @@ from outpace.records.precisions import MASTERS, PRECISION_TRAITS, Precision
 
 # Moments of smaller tensors are kept in fp32, as bitsandbytes does.
 LEAST_VALUES = 4096
-# Values that share a scale, at most: those of the papers. Shorter ones fit rows of other lengths,
-# down to where scales would outweigh what is saved.
+# Most values that share a scale, as in the papers. Shorter blocks fit rows of other lengths, down
+# to the length at which scales would outweigh the savings.
 LONGEST_BLOCK = {"8bit": 256, "4bit": 128}
 LEAST_BLOCK = 32
-# Of fp32 gradients that a step with master weights makes at a time: a whole model's would be held
-# beside its states.
+# Fp32 gradients that a step with master weights makes at a time: those of a whole model would be
+# held in addition to its states.
 MASTER_PIECE_BYTES = 256 << 20
-# Values of parameters that are stepped as one. On a CPU as many as its caches hold.
+# Most values of parameters that are stepped as one tensor; on a CPU, as many as its caches hold.
 JOINED_VALUES = {"cpu": 1 << 17, "cuda": 1 << 24}
 FEW_VALUES = 1 << 15  # that take little memory in any model
-# Values of a parameter whose numbers to round by are counted (`random_words`): all of them by a few
-# operators for many parameters, where others need a generator each, whose kernel is one pass.
+# Most values of a parameter whose random numbers for rounding come from a counter (`random_words`):
+# a few operators serve many parameters. Larger ones need a generator each, whose kernel is one
+# pass.
 COUNTED_VALUES = {"cpu": 1 << 15, "cuda": 1 << 20}
-# Of matrices in bf16 that Muon turns at a time, three times as much being made of them.
+# Matrices in bf16 that Muon orthogonalises at a time; their temporaries take three times as much.
 MUON_BATCH_BYTES = 256 << 20
 _FP32 = 4
 

@@ -27,7 +27,7 @@ def add_optimizer_step(timeline: MemoryTimeline, rank: RankSetup) -> None:
     # Offloaded states are stepped unit by unit.
     unit = np.minimum(np.maximum(_UNIT_BYTES / FP32, rank.largest), elements)
     stepped = _stepped_elements(rank, elements, unit)
-    # bf16's masters are made fp32 in pieces, but for sums in fp32.
+    # Under bf16's master weights, gradients are cast to fp32 in pieces, unless summed in fp32.
     c, g = setup.columns, setup.gradients
     piece = np.minimum(np.maximum(MASTER_PIECE_BYTES, FP32 * rank.largest), FP32 * stepped)
     masters = c.precision_in("bf16-master") & ~c.holds_masters()

@@ -155,7 +155,7 @@ def layer(
     """Return one layer of a stack, for every plan."""
     item, tokens, split = sizes.operand, sizes.tokens, columns.tp
     zero = np.zeros_like(tokens)
-    fused = fused and not (stack.dropout and device == "cpu")  # whose kernel has no dropout
+    fused = fused and not (stack.dropout and device == "cpu")  # the CPU's kernel has no dropout
     mixing = [
         _attention(one, columns, sizes, device, fused, stack.dropout, traits)
         for one in (stack.attention, stack.cross_attention)
@@ -178,12 +178,13 @@ def layer(
         for names in (("up", "experts up", "shared up"), ("down", "experts down", "shared down"))
     )
     vectors = layer_parameters(stack, outline.hidden) - sum(w.elements for w in parts)
-    # A dropout keeps which were dropped: a byte each on CUDA, a factor in their dtype on a CPU.
+    # A dropout saves which values it dropped: a byte each on CUDA, a factor in their dtype on a
+    # CPU.
     mask = np.where(device == "cpu", item, 1) if stack.dropout else zero
-    # LayerNorm keeps a mean and a deviation of each token, RMSNorm (nn.norms) one number. Of spread
-    # tensors torch makes RMSNorm of single operators, which keep what is normalised before it is
-    # scaled as well, for the scale's gradient; in 16 bits its input in fp32 in place of the
-    # residual stream's own.
+    # LayerNorm saves a mean and a deviation per token, RMSNorm (nn.norms) one number. For
+    # distributed tensors, torch composes RMSNorm of single operators. These also save the
+    # normalised values before they are scaled, for the scale's gradient; in 16 bits, they save the
+    # input in fp32 instead of the residual stream's own.
     numbers = 2 if stack.norm_bias else 1
     composed = (columns.tp > 1) & (not stack.norm_bias)
     wide = np.maximum(sizes.stream, FP32)
@@ -256,7 +257,7 @@ def _attention(
         width = tokens * (heads + kv_heads) * one.head_dim
         wide = np.maximum(item, FP32)
         apart = apart + 2 * wide * width + FP32 * tokens * (heads + kv_heads) + queries
-    # Softmax's output, which of it was dropped, and what is left: (2 + 1 + 2)·a·s² bytes in 16 bits
+    # Softmax's output, its dropout mask, and the result: (2 + 1 + 2)·a·s² bytes in 16 bits
     # (Korthikanti et al., arXiv 2205.05198, §4.1).
     scores = np.zeros_like(tokens)
     if not fused:
@@ -276,7 +277,7 @@ def _mlp(mlp: Mlp, columns: PlanBatch, sizes: Shapes) -> tuple[Floats, Floats]:
     if not mlp.experts:
         return item * tokens * mlp.width / columns.tp, np.zeros_like(tokens)
     width = mlp.active * mlp.width + mlp.shared
-    # Of ranks of tp that have whole experts each has its part of the tokens.
+    # If ranks of tp have whole experts, each has its part of the tokens.
     own = tokens * columns.etp / columns.tp
     routed = 2 * item * own * mlp.active * sizes.hidden + 2 * FP32 * own * mlp.experts
     return item * tokens * width / columns.tp, routed

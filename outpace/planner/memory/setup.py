@@ -118,7 +118,7 @@ def set_up(question: MemoryQuestion, columns: PlanBatch) -> MemorySetup:
     layers = _layers(question, c, sizes)
     elements = mean([one.elements for one in layers], outline.stacks)
     matrices = mean([one.matrices for one in layers], outline.stacks)
-    # The block that is looked at is of the stack that keeps the most, whatever the plan.
+    # Peaks are those of blocks of the stack that saves the most, whatever the plan.
     widest = max(range(len(layers)), key=lambda i: _width(outline.stacks[i]))
     sharding = _sharding(question, c, sizes, elements)
     splits_stream = (c.tp > 1) & c.sequence_parallel
@@ -165,7 +165,7 @@ def _sharding(
     product = c.strategy_in("3d")
     on_host = c.offload_parameters == OFFLOADS.index("cpu")
     several = c.dp_replicate * c.dp_shard * c.cp > 1
-    # Where nothing is to be sharded outpace's 3d has fully_shard's copies all the same.
+    # Even where nothing is sharded, outpace's 3d has fully_shard's copies.
     level = np.where(product & (c.zero == 0), 3 if traits.main_gradients is None else 0, c.zero)
     gathers = (product & several & (level >= 2)) | (~product & (c.zero >= 2)) | on_host
     ranks = np.where(product, c.dp_shard * c.cp, c.dp_shard)
@@ -175,7 +175,7 @@ def _sharding(
     spread = shards > 1
     split = spread | shares_states
     whole = replace(c, ep=np.where(split, 1, c.ep), etp=np.where(split, c.tp, c.etp))
-    # Whose shards are the masters keeps no others.
+    # Plans whose shards are the master weights keep no others.
     plain = PRECISIONS.index("bf16")
     whole = replace(whole, precision=np.where(c.holds_masters(), plain, c.precision))
     stored = stepped = elements
@@ -208,7 +208,8 @@ def _gradient_buffers(
     sums_in_fp32 = c.precision_in("bf16-master") & ~gathers & adds & (main is None)
     # The last micro-batch of replicas is added in the buckets' dtype.
     casts_sums = sums_in_fp32 & (~replicas | (c.passes > 2))
-    # In the 16 bits of DDP's buckets while two add up, the first of which ends with them.
+    # If only two micro-batches add up, the first one's gradients stay in the 16 bits of DDP's
+    # buckets.
     apart = (replicas | c.strategy_in("ring", "horovod")) & (c.passes > 1)
     return GradientBuffers(
         buckets=buckets if main is None else ~gathers,

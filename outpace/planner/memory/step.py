@@ -54,7 +54,7 @@ def _step_timeline(rank: RankSetup, records_kinds: bool) -> MemoryTimeline:
     setup, place = rank.setup, rank.place
     timeline = MemoryTimeline(len(place.layers), records_kinds)
     add_permanent_tensors(timeline, rank)
-    # Of chunks before, the gradients that weights' are still to be made from.
+    # Gradients of earlier chunks, from which weight gradients are still to be computed.
     before = np.where(rank.later, place.waiting, 0.0)
     delayed = before * rank.blocks * setup.block.outputs
     add_forward(timeline, rank, delayed)

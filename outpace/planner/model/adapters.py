@@ -19,10 +19,10 @@ _KNOWN: Mapping[str, Collection[Any]] = {
     "offload_activations": ("none",), "offload_parameters": ("none",),
     "offload_optimizer": ("none",), "optimizer_in_backward": (False,),
 }  # fmt: skip
-# With these they are not: Muon's time is that of whole matrices.
+# With these they are not known: Muon's time is that of whole matrices.
 _UNKNOWN: Mapping[str, Collection[Any]] = {"precision": ("fp8", "fp64"), "optimizer": ("muon",)}
-# Dettmers et al., "QLoRA", arXiv 2305.14314, §3, as nn.nf4 stores it: two values a byte, a scale of
-# 8 bits for 64 of them, one of 32 for 256 scales, what these have in common and their 256 levels.
+# Dettmers et al., "QLoRA", arXiv 2305.14314, §3, as nn.nf4 stores it: two values per byte, an 8-bit
+# scale per 64 values, an fp32 scale per 256 of these, and their offset and 256 levels.
 _BLOCK, _SCALES_BLOCK, _MATRIX_BYTES = 64, 256, 4 + 4 * 256
 NF4_BYTES = 0.5 + 1 / _BLOCK + 4 / (_BLOCK * _SCALES_BLOCK)  # of a value of a large matrix
 

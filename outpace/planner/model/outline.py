@@ -8,7 +8,7 @@ from outpace.planner.model.shapes import parameter_shapes
 from outpace.records.model import ModelSpec
 from outpace.records.outline import AttentionShape, MatmulShape, Mlp, Outline, Stack
 
-_CLASSES = 2  # data tell how many there are; they take next to nothing
+_CLASSES = 2  # the data tell their real number; they cost next to nothing
 # How tensor parallelism cuts a weight: its outputs, its inputs, or not at all.
 Cut = Literal["outputs", "inputs", "none"]
 
@@ -122,7 +122,7 @@ def second_matmuls(stack: Stack, hidden: int) -> Mapping[str, float]:
     """Return for each weight the share of its outputs in every second matmul of a layer.
 
     Queries, keys and values are separate matmuls here, as are a gate and what it multiplies.
-    Experts, whose matmuls are not counted with the others, are taken by half.
+    Experts, whose matmuls are not counted with the others, count by half.
     """
     shares, count = {}, 0
     for weight in weights(stack, hidden):
@@ -138,7 +138,7 @@ def second_matmuls(stack: Stack, hidden: int) -> Mapping[str, float]:
 
 
 def _parts(stack: Stack, weight: Weight) -> Sequence[int]:
-    """Return the outputs of the separate matmuls by which other programs compute a weight's."""
+    """Return the outputs of the separate matmuls that other programs run for one weight here."""
     attention, mlp = stack.attention, stack.mlp
     if weight.name == "qkv" and attention is not None:
         queries, keys = (n * attention.head_dim for n in (attention.heads, attention.kv_heads))

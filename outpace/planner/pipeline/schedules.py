@@ -88,8 +88,8 @@ def _interleave(rank: int, ranks: int, microbatches: int, each: int) -> list[Act
     Narayanan et al., arXiv 2104.04473, §2.2.2; if n does not divide m, rounds are longer.
     """
     forwards, backwards = _rounds(rank, ranks, microbatches, each)
-    # Until the first backward is there: the round but for its last stage, and a way of two
-    # (there and back) for each rank behind this one.
+    # Forwards before the first backward: the round without its last stage, and two (there and back)
+    # for each rank behind this one.
     ahead = _first_rounds(ranks, microbatches, each) + 2 * (ranks - 1 - rank)
     return _in_turn(forwards, backwards, min(ahead, len(forwards)))
 

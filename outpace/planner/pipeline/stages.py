@@ -18,7 +18,8 @@ def layers_per_stage(spec: ModelSpec, stages: int) -> tuple[int, ...]:
     """
     if spec.layers < stages:
         raise BadInputError(
-            f"a pipeline of {stages} stages needs as many layers, but the model has {spec.layers}"
+            f"a pipeline of {stages} stages needs at least as many layers, but the model has "
+            f"{spec.layers}"
         )
     return balance(spec.layers, stages, head_weights(spec) / block_weights(spec))
 

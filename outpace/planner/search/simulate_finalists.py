@@ -45,7 +45,7 @@ def simulate_pipelines(
         sends = min(known["pipeline_s"], max(waits, 0.0))
         found["pipeline_s"][place] = sends
         found["bubble_s"][place] = max(waits - sends, 0.0)
-        if waits < 0:  # the estimate took all stages for as slow as the slowest
+        if waits < 0:  # the estimate assumed all stages to be as slow as the slowest
             found["host_s"][place] = max(known["host_s"] + waits, 0.0)
     return StepTimes(**found)
 

@@ -191,8 +191,8 @@ def expand_timed(
 ) -> tuple[PlanBatch, Floats]:
     """Return the plans of `expand` that are `able` to fit, and the step time of each in seconds.
 
-    A loss in chunks takes as long as the whole one, beside the same permanent tensors, so that of
-    plans which differ in nothing else one is looked at.
+    A chunked loss takes as long as a whole one, with the same permanent tensors, so only one of two
+    plans that differ in nothing else is checked.
     """
     place, option = np.nonzero(_allowed_options(columns, chosen))
     alike = [{**one, "chunked_loss": None} for one in chosen]
@@ -223,7 +223,7 @@ def _combine(columns: PlanBatch, chosen: Sequence[Options], place: Ints, option:
 def _allowed_options(columns: PlanBatch, chosen: Sequence[Options]) -> Any:
     """Return a row for each layout: which options it allows.
 
-    Layouts that agree in all that `_possible` reads of them allow the same, so that one of each
+    Layouts with equal values of all that `_possible` reads allow the same options, so one of each
     kind is tried.
     """
     c = columns
@@ -458,7 +458,7 @@ def _refused_cp(wanted: SearchRequest, size: int, name: str) -> str | None:
             f"{wanted.seq_len}"
         )
     if size > max(1, wanted.seq_len // _SHORTEST_PART):
-        return f"cp {size} leaves less than {_SHORTEST_PART} tokens of {wanted.seq_len} to a device"
+        return f"cp {size} leaves fewer than {_SHORTEST_PART} of {wanted.seq_len} tokens to a device"
     return None
 
 
@@ -475,7 +475,7 @@ def _refused_ep(wanted: SearchRequest, size: int, name: str) -> str | None:
     if not experts:
         return f"ep {size}: {name} has no experts"
     if wanted.trained:
-        return f"ep {size}: outpace does not train it (--trained)"
+        return f"ep {size}: outpace cannot train with it, which --trained requires"
     if experts % size:
         return f"ep {size} does not divide the {experts} experts of {name}"
     return f"ep {size} is more than {_MOST_EP}" if size > _MOST_EP else None

@@ -32,7 +32,7 @@ class _Pass:
     matmuls: Floats
 
     def of_layers(self, count: Floats) -> "_Pass":
-        """Return the pass through as many layers as this one is through a single one."""
+        """Return the pass through `count` layers like this one."""
         return _Pass(count * self.seconds, self.matmuls)
 
 
@@ -71,9 +71,9 @@ def experts_s(setup: StepTimeSetup, busy: Floats) -> Floats:
     """Return the time to send tokens to their experts and back, with two all-to-alls each way.
 
     Each rank of tp sends its part of the tokens. Ranks that have parts of the same experts gather
-    what any of them received, and scatter sums: as many times the tokens of tp's own collectives
-    (`passes._tensor_collectives`) as a token has experts. `busy`: seconds of passes, which hide
-    these collectives if the stack overlaps those of one micro-batch with the computation of
+    what any of them received, and scatter sums: the tokens of tp's own collectives
+    (`passes._tensor_collectives`), times the experts of a token. `busy`: seconds of passes, which
+    hide these collectives if the stack overlaps those of one micro-batch with the computation of
     another.
     """
     c = setup.columns

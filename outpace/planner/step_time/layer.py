@@ -72,7 +72,7 @@ class LayerWork:
     `inner` is the attention within a forward, which some modes of recomputation skip or repeat
     alone; `matmuls` are the seconds of a forward's matmuls with weights. `last` is the
     MLP's last matmul, if no backward reads its result (0 otherwise), and `second` are every second
-    matmul, which torchtitan's selective recomputation repeats, but for those in 8 bits.
+    matmul, which torchtitan's selective recomputation repeats, except those in 8 bits.
     """
 
     forward_s: Floats
@@ -116,7 +116,7 @@ _LOSS_AHEAD, _LOSS_BACK = 4.0 * 4, 4.0 * (1 + 4 + 1)
 # (4 + 1). Compiled, it is 2 + 2 + 1. (torchao/float8/float8_utils.py, float8_scaling_utils.py)
 _SCALED_EAGERLY = 33 / 5
 _SCALING_OPERATORS = 12
-# Of Transformer Engine's casts: bytes that are read of a number, bytes of a copy, and kernels. With
+# Transformer Engine's casts: bytes read per number, bytes of a copy, and kernels. With
 # current scales, 16 bits are read for the largest number, whose scale is a kernel, and read again;
 # blocks have a scale of a byte for 32 numbers (NVIDIA/TransformerEngine 0064fbd6, pytorch/csrc/
 # quantizer.cpp, common/util/cast_kernels.cuh).
@@ -154,7 +154,7 @@ _ROUTER_OPERATORS = 11.0 + 12.0 + 14.0
 _EXPERT_MATMULS, _EXPERT_CASTS = (2.0, 4.0), (2.0, 2.0)
 # Estimates (not counted one by one) of scattermoe's further operators (fms-acceleration 876e2ed,
 # plugins/accelerated-moe, scattermoe.py and khd/kernels/ops): sort, padding of experts' tokens to
-# blocks, three matmuls with their buffers; with expert parallelism also the exchange of counts,
+# blocks, three matmuls with their buffers; with expert parallelism also the all-to-all of counts,
 # the permutation of received tokens, and the way back (expert_parallel.py).
 _SCATTER_OPERATORS, _SCATTER_APART = 16.0, 26.0
 # Operators of an expert's matmul in Python (transformers 4.45, granitemoe,
@@ -738,9 +738,9 @@ def head(
 
 
 def embedding(device: DeviceRates, outline: Outline, cells: Cells, seq_len: int) -> EndsTime:
-    """Return the time of lookups, and of adding gradients to a table of zeros, with other matmuls.
+    """Return the time before the layers: lookups, gradients added to a table of zeros, and matmuls.
 
-    The latter are those of patches, for example. Also returns the operators of each direction.
+    The matmuls are those of patches, for example. Also returns the operators of each direction.
     """
     length = outline.stacks[0].seq_len or seq_len
     tokens = cells.samples * length / cells.cp

@@ -46,8 +46,8 @@ class PassTime:
 class _TensorCollectives:
     """Collectives over the ranks of tp: seconds of sums, and the number that the host launches.
 
-    `gather_s` and `scatter_s`: gathers of hidden states, and reduce-scatters. `last_s`: what sums
-    up a layer's output.
+    `gather_s` and `scatter_s`: gathers of hidden states, and reduce-scatters. `last_s`: the
+    collective that sums a layer's output.
     """
 
     sums_s: Floats

@@ -132,8 +132,9 @@ class StepTimeSetup:
         """Return for which plans a recomputation leaves out a last matmul that nothing reads.
 
         Blocks that torch compiles do; Transformer Engine's are not compiled. A checkpoint that
-        stops early ends when all operands are kept. A matmul keeps its own before it is computed,
-        but in 8 bits and of packed weights afterwards, and an adapter of this matmul follows it.
+        stops early ends when all operands are kept. A matmul's operands are kept before it is
+        computed, but in 8 bits and with packed weights after it; an adapter of this matmul also
+        comes after it.
         """
         c, stack, adapters = self.columns, self.question.stack, self.question.adapters
         if adapters is not None and ("down" in adapters.targets or adapters.base_bytes is not None):
@@ -143,10 +144,10 @@ class StepTimeSetup:
         return stops
 
     def hides(self, matmuls: Floats | float) -> Floats:
-        """Return the share of a collective that passes hide, of which `matmuls` are a share.
+        """Return the share of a collective that passes hide, given the share of `matmuls` in them.
 
-        All kernels lack the multiprocessors that it takes. Matmuls that are persistent kernels
-        take `beside_collectives` times as long.
+        All kernels lack the multiprocessors that the collective occupies. Matmuls that are
+        persistent kernels take `beside_collectives` times as long.
         """
         if not self.question.stack.overlaps:
             return np.zeros(len(self.columns))
@@ -159,8 +160,8 @@ class StepTimeSetup:
     ) -> Floats:
         """Return the exposed time of communication in equal parts, of which all but one overlap.
 
-        `matmuls`: the share of matmuls, other than those that leave it multiprocessors, in what
-        is computed meanwhile.
+        `matmuls`: the share of matmuls in what is computed meanwhile, without those that leave
+        multiprocessors to the collective.
         """
         exposed = np.maximum(comm_s / units, comm_s - compute_s * (units - 1) / units)
         return comm_s - self.hides(matmuls) * (comm_s - exposed)
