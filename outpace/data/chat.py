@@ -3,8 +3,8 @@
 A conversation is rendered as one text by the tokenizer's chat template (Jinja, as transformers
 renders it). The assistant's parts are found by the template's own marks ({% generation %} blocks)
 if it has them. Otherwise they are found by rendering prefixes: the conversation up to an answer,
-with the header that asks for one, and up to its end. Both have to be prefixes of the whole text,
-which is checked: some templates write earlier turns differently once others follow.
+with the header that asks for one, and up to its end. Both must be prefixes of the whole text, which
+is checked: some templates write earlier turns differently once others follow.
 """
 
 import re
@@ -56,7 +56,7 @@ _CLOCK = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
 _QUOTED = re.compile(r"(['\"])([\w.-]+)\1")
 # The fixed date for templates that write a date, so that a resumed run sees the same text: the
 # default of Llama 3.1's template without a clock.
-LEARNT_DATE = datetime(2024, 7, 26)
+LEARNED_DATE = datetime(2024, 7, 26)
 
 
 def with_template(tokenizer: Tokenizer) -> Tokenizer:
@@ -81,8 +81,8 @@ def messages_of(row: Row) -> list[Message]:
 
 
 def _with_fixed_date(template: str) -> str:
-    """Replace the clock in a template with LEARNT_DATE. Raises BadInputError if ambiguous."""
-    fixed = _CLOCK.sub(lambda call: repr(LEARNT_DATE.strftime(call.group(2))), template)
+    """Replace the clock in a template with LEARNED_DATE. Raises BadInputError if ambiguous."""
+    fixed = _CLOCK.sub(lambda call: repr(LEARNED_DATE.strftime(call.group(2))), template)
     if "strftime_now(" in fixed:
         raise BadInputError(
             "the tokenizer's chat template computes the format of the time that it writes "
@@ -245,7 +245,7 @@ class ChatFormat:
     ) -> RenderedConversation:
         """Return the whole text and the assistant's parts. Raises BadInputError, naming `where`.
 
-        A template that writes the current date writes LEARNT_DATE.
+        A template that writes the current date writes LEARNED_DATE.
         """
         template = _with_fixed_date(self._tool_template if tools else self._template)
         if _MARKED.search(template):
@@ -335,7 +335,7 @@ class ChatFormat:
     def encode_joined(
         self, rendered: RenderedConversation, spans: Sequence[Span]
     ) -> tuple[list[int], list[bool], bool]:
-        """Encode as `encode` does; also return whether a span starts in a token (not learnt)."""
+        """Encode as `encode` does; also return whether a span starts in a token (not learned)."""
         encoding = self._inner.encode(rendered.text, add_special_tokens=False)
         starts = {start for start, _ in spans}
         joined = any(
@@ -373,7 +373,7 @@ def _require_header(asked: str, before: str, through: str, where: str) -> None:
     error = _HeaderError(
         f"{where}: the tokenizer's chat template asks for an answer with {before[len(asked) :]!r}, "
         f"but writes the answer as {shorten(through[len(asked) :], 80)!r}, so the model would be "
-        "asked in another way than it learns. Let the answers in the data begin as the prompt "
+        "prompted differently from how it is trained. Begin the answers in the data as the prompt "
         "ends, if the template keeps that; or change it in the tokenizer's folder (chat_template)."
     )
     error.opening = before[shared:]
@@ -501,12 +501,12 @@ def _encode_row(chat: ChatFormat, row: Row) -> _EncodedMessages:
     talk = conversation_of(row, chat.roles)
     rendered = chat.render(talk.messages, row.where, talk.tools)
     bare = talk.tools and rendered.text == chat.render(talk.messages, row.where).text
-    spans = _learnt_spans(chat, rendered, talk, row.where)
+    spans = _learned_spans(chat, rendered, talk, row.where)
     ids, said, joined = chat.encode_joined(rendered, spans)
     marked = any(chat.special_names.search(str(one["content"])) for one in talk.messages)
     wordless = any(
         mine and not str(one["content"]).strip() and not one.get("tool_calls")
-        for one, mine in zip(talk.messages, talk.learnt, strict=True)
+        for one, mine in zip(talk.messages, talk.learned, strict=True)
     )
 
     def render(others: Sequence[Message]) -> str:
@@ -520,7 +520,7 @@ def _encode_row(chat: ChatFormat, row: Row) -> _EncodedMessages:
     )  # fmt: skip
 
 
-def _learnt_spans(
+def _learned_spans(
     chat: ChatFormat, rendered: RenderedConversation, talk: Conversation, where: str
 ) -> tuple[Span, ...]:
     """Return the spans of the answers to learn. Raises BadInputError if they are unclear."""
@@ -531,17 +531,17 @@ def _learnt_spans(
 
     for number in answers:
         message = talk.messages[number]
-        if message.get("tool_calls") and talk.learnt[number]:
+        if message.get("tool_calls") and talk.learned[number]:
             require_calls_written(talk, number, where, render)
-    if all(talk.learnt[number] for number in rendered.answers or answers):
+    if all(talk.learned[number] for number in rendered.answers or answers):
         return rendered.spans
     if rendered.answers is None:
         raise BadInputError(
-            f"{where}: some of its answers are not to be learnt, but the chat template does not "
+            f"{where}: some of its answers are not to be learned, but the chat template does not "
             "have one {% generation %} block per answer, so they cannot be told apart."
         )
     pairs = zip(rendered.answers, rendered.spans, strict=True)
-    return tuple(span for number, span in pairs if talk.learnt[number])
+    return tuple(span for number, span in pairs if talk.learned[number])
 
 
 def _alters_answers(rendered: RenderedConversation, talk: Conversation) -> bool:
@@ -549,7 +549,7 @@ def _alters_answers(rendered: RenderedConversation, talk: Conversation) -> bool:
     if rendered.answers is None:
         return len(rendered.spans) < len(answers_of(talk.messages))
     return any(
-        talk.learnt[number]
+        talk.learned[number]
         and not _is_written(
             talk.messages[number]["content"], rendered.text[:start], rendered.text[start:end]
         )

@@ -145,7 +145,7 @@ def examples_hints(parts: Sequence[Sequence[Example]]) -> list[str]:
     fractional = [one for one in numbers if Decimal(one) != Decimal(one).to_integral_value()]
     if fractional:
         hints.append(
-            f"labels such as {fractional[0]!r} are numbers with a fraction, and are learnt as "
+            f"labels such as {fractional[0]!r} are numbers with a fraction, and are learned as "
             f"{len(seen):,} classes without an order: outpace does not learn numbers on a scale "
             "(regression)"
         )

@@ -1,7 +1,7 @@
 """Contents of messages in the form that a chat template takes: a text, or a list of parts.
 
-Templates of models that also see images may read lists of parts alone: of a text, they would write
-nothing. All others take texts.
+Templates of models that also see images may accept only lists of parts, and write nothing for a
+text. All others take texts.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -47,7 +47,7 @@ _KNOWN = {name: role for role, names in _ROLES.items() for name in (role, *names
 _SPEAKERS = frozenset(("role", "from", "speaker", "author", "sender"))
 _CONTENTS = frozenset(("content", "value", "text"))
 _CLASSES = frozenset(("label", "labels"))
-# Keys of a message that say whether it is learnt, and torchtune's key that says that it is not.
+# Keys of a message that say whether it is learned, and torchtune's key that says that it is not.
 _WEIGHTS = ("weight", "train", "training", "trainable", "loss", "loss_weight", "loss_mask",
             "loss_scale")  # fmt: skip
 _MASKED = "masked"
@@ -62,13 +62,13 @@ _FORMS = (
 
 @dataclass(frozen=True)
 class Conversation:
-    """The messages of a row. `learnt` marks the answers to learn.
+    """The messages of a row. `learned` marks the answers to learn.
 
     `unread` are the row's other columns.
     """
 
     messages: tuple[Message, ...]
-    learnt: tuple[bool, ...]
+    learned: tuple[bool, ...]
     tools: tuple[Tool, ...] = ()
     unread: tuple[str, ...] = ()
 
@@ -93,9 +93,9 @@ def conversation_of(row: Row, roles: Collection[str] = ()) -> Conversation:
     for name in _TOOLS:
         if values.get(name):
             tools, read = (*tools, *_tools(values[name], name, row)), [*read, name]
-    messages, learnt = zip(*found, strict=True)
+    messages, learned = zip(*found, strict=True)
     unread = [name for name, value in values.items() if name not in read and value is not None]
-    return Conversation(messages, learnt, tools, tuple(unread))
+    return Conversation(messages, learned, tools, tuple(unread))
 
 
 def describe_form(columns: Collection[str]) -> str | None:
@@ -127,7 +127,7 @@ def _require_wanted(row: Row) -> None:
             raise BadInputError(
                 f"{row.where} marks its answer as unwanted ({name!r}: false), as in data for "
                 "preference training (KTO), which outpace does not support. Leave such rows out; "
-                "all others are learnt. If the column means something else, rename it."
+                "all others are learned. If the column means something else, rename it."
             )
 
 
@@ -216,7 +216,7 @@ def _advise(values: Collection[str]) -> str:
 
 
 def _history(value: Any, row: Row) -> list[_Turn]:
-    """Read earlier questions and answers, which are learnt as well."""
+    """Read earlier questions and answers, which are learned as well."""
     turns: list[_Turn] = []
     for pair in _require_list(value, "history", row):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
@@ -252,7 +252,7 @@ def _require_list(value: Any, name: str, row: Row) -> list[Any]:
 
 
 def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
-    """Read a message by the usual names, and whether it is to be learnt."""
+    """Read a message by the usual names, and whether it is to be learned."""
     if not isinstance(one, dict) or not isinstance(one.get("role", one.get("from")), str):
         rows = nested_rows(row) if isinstance(one, dict) and not _NAMES.isdisjoint(one) else ""
         raise BadInputError(f"{row.where}: a message is {_show(one)}, and has no role{rows}")
@@ -283,10 +283,10 @@ def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
         with_arguments([{"tool_calls": calls}], False, row.where)  # refuses repeated keys
         kept["tool_calls"] = calls
     kept |= {"role": role, "content": _text(content, name, row)}
-    return kept, role == "assistant" and _is_learnt(one, row)
+    return kept, role == "assistant" and _is_learned(one, row)
 
 
-def _is_learnt(one: Message, row: Row) -> bool:
+def _is_learned(one: Message, row: Row) -> bool:
     """Return whether a message's weight asks to learn it. Raises BadInputError for a fraction."""
     for name in (*_WEIGHTS, _MASKED):
         value = one.get(name)
@@ -295,8 +295,8 @@ def _is_learnt(one: Message, row: Row) -> bool:
         no, yes = ("1 or true", "0 or false") if name == _MASKED else ("0 or false", "1 or true")
         if isinstance(value, (list, dict)) or value not in (0, 1):
             raise BadInputError(
-                f"{row.where}: a message has the {name} {value!r}; it has to be {no} (not learnt), "
-                f"or {yes} (learnt). Rename the key if it means something else."
+                f"{row.where}: a message has the {name} {value!r}; it must be {no} (not learned) "
+                f"or {yes} (learned). Rename the key if it means something else."
             )
         if bool(value) == (name == _MASKED):
             return False
@@ -328,7 +328,7 @@ def _part(part: Any, row: Row) -> str:
         return _text(part["text"], "text", row)
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     raise BadInputError(
-        f"{row.where}: part of a message is of the type {kind!r}, and only text can be learnt"
+        f"{row.where}: part of a message is of the type {kind!r}, and only text can be learned"
     )
 
 

@@ -86,7 +86,7 @@ def prepare(
             raise BadInputError(f"the data at {reference} holds no text")
         if len(stream) == 0:
             raise BadInputError(
-                f"the data at {reference} is too little to divide into training and validation "
+                f"the data at {reference} is too small to divide into training and validation "
                 "data. Give more, or name validation data with --eval-data."
             )
     name = tokenizer.fingerprint if tokenizer else "tokens"

@@ -54,7 +54,7 @@ def misread_hints(
     hints = []
     if nuls:
         hints.append(
-            f"the text of {reference} has {nuls:,} NUL characters, which are learnt as they are. "
+            f"the text of {reference} has {nuls:,} NUL characters, which are learned as they are. "
             "They usually come from a file that was truncated or converted wrongly: check it, or "
             "remove them"
         )
@@ -68,7 +68,7 @@ def misread_hints(
         hints.append(
             f"the tokenizer has no token for {sum(lost.values()):,} characters of {reference}, "
             f"and none for unknown characters, so they are lost: {_most(lost)}. Use a tokenizer "
-            "that knows them, or one of bytes"
+            "that knows them, or a byte-level one"
         )
     return hints
 

@@ -2,8 +2,8 @@
 
 As in the Microsoft Research Paraphrase Corpus (Dolan and Brockett, IWP 2005) a pair has quality 1
 if both sentences mean the same (two thirds of all pairs), else 0. Here, half of the pairs with 0
-say that the opposite happened, which is learnt slowly, and half deny it in other words, which is
-learnt at once.
+say that the opposite happened, which is learned slowly, and half deny it in other words, which is
+learned at once.
 """
 
 from collections.abc import Iterator

@@ -266,13 +266,13 @@ def _json_lines(file: Path) -> Iterator[tuple[Row, int]]:
             if b"\0" in line:
                 raise BadInputError(_describe_nuls(where, line)) from None
             raise BadInputError(
-                f"{where} is not JSON: {_format_json_error(error)}. Each line has to be an object, "
+                f"{where} is not JSON: {_format_json_error(error)}. Each line must be an object, "
                 f"as `jq -c .` writes them{_nested_name(file) if alone else '.'}"
             ) from None
         alone = False
         if not isinstance(values, dict):
             raise BadInputError(
-                f"{where} holds a {type(values).__name__}; each line has to be an object"
+                f"{where} holds a {type(values).__name__}; each line must be an object"
             )
         yield Row(values, where, file), len(line)
 

@@ -172,7 +172,7 @@ def split_rows(rows: Sequence[Row], fraction: float) -> tuple[list[Row], list[Ro
         parts = (list(rows[:border]), list(rows[border:]))
     if not all(parts):
         raise BadInputError(
-            f"{len(rows)} row is too little to divide into training and validation data. "
+            f"{len(rows)} row cannot be divided into training and validation data. "
             "Give more, or name validation data with --eval-data."
         )
     return parts
@@ -188,8 +188,8 @@ def fingerprint(rows: Iterable[Row]) -> str:
 
 def overlap_hints(train: Sequence[Row], validation: Sequence[Row]) -> list[str]:
     """Report how many validation rows are also training rows."""
-    learnt = {xxhash.xxh3_128_digest(_content(row)) for row in train}
-    found = [row.where for row in validation if xxhash.xxh3_128_digest(_content(row)) in learnt]
+    learned = {xxhash.xxh3_128_digest(_content(row)) for row in train}
+    found = [row.where for row in validation if xxhash.xxh3_128_digest(_content(row)) in learned]
     if not found:
         return []
     return [
@@ -206,7 +206,7 @@ def nul_hints(rows: Iterable[Row]) -> list[str]:
         return []
     return [
         f"{len(found):,} rows have NUL characters, which usually come from a file that was "
-        f"truncated or converted wrongly, and are learnt as they are (first {found[0]})"
+        f"truncated or converted wrongly, and are learned as they are (first {found[0]})"
     ]
 
 

@@ -100,7 +100,7 @@ class Source:
 
     `left_out`: files of a folder or pattern whose form differs from most of it, or that belong to
     another split. `outputs`: runs and cache folders within the data, which are not read. `lost`:
-    links to files that are not there, in a folder or of a pattern.
+    broken links, in a folder or of a pattern.
     """
 
     reference: str
@@ -140,8 +140,8 @@ class Source:
                 for link in self.lost
             ]
             hints.append(
-                f"of {self.reference}, {_first_names(names)} not read: such a link leads to a file "
-                "that is not there, as after a broken-off download. Fetch the data again"
+                f"of {self.reference}, {_first_names(names)} not read: such a link leads to a "
+                "missing file, as after an interrupted download. Fetch the data again"
             )
         return tuple(hints)
 
@@ -204,11 +204,12 @@ def _source_by_kind(reference: str, rows: bool) -> Source:
 
 
 def _refuse_lost(lost: Sequence[Path]) -> None:
-    """Refuse data of which nothing is there but links that lead nowhere. Raises BadInputError."""
+    """Refuse data that consists of broken links only. Raises BadInputError."""
     if lost:
         raise BadInputError(
-            f"{lost[0]} is a link to {lost[0].readlink()}, which is not there, as after a "
-            "broken-off download. Fetch the data again, or copy it with the files that its links "
+            f"{lost[0]} is a link to {lost[0].readlink()}, which does not exist, as after an "
+            "interrupted download. Fetch the data again,  or copy it with the files that its "
+            "links "
             "lead to (cp -rL)."
         )
 
@@ -350,7 +351,7 @@ def unread_split_hints(source: Source) -> list[str]:
 
 
 def markup_hints(source: Source) -> list[str]:
-    """Note that files are pages or lists in a markup language, whose markup is learnt as text."""
+    """Note that files are pages or lists in a markup language, whose markup is learned as text."""
     if source.kind != "text" or source.reference == "stdlib":
         return []
     looked_at = source.files[:_COMPARED_FILES]
@@ -363,7 +364,7 @@ def markup_hints(source: Source) -> list[str]:
         which = f"{len(found):,} of {len(looked_at):,} files of {source.reference} ({found[0][0]}"
         which += f"{', …' if len(found) > 1 else ''}) {'are' if len(found) > 1 else 'is'} {kinds}"
     return [
-        f"{which}, whose markup is learnt with the text. If that is not intended, extract the "
+        f"{which}, whose markup is learned with the text. If that is not intended, extract the "
         "texts, or write them as rows of a .jsonl"
     ]
 
@@ -522,7 +523,7 @@ def _files_below(
 ) -> tuple[list[Path], list[Path], list[Path]]:
     """Return the files in a folder and in folders that it links to, and outpace's own output there.
 
-    Also links that lead nowhere. All are in a stable order. Hidden files, and copies left by
+    Broken links are among them. All are in a stable order. Hidden files, and copies left by
     editors and merges, are omitted.
 
     `left_out`: names of folders.

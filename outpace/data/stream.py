@@ -30,22 +30,22 @@ _MOST_IDS = 1 << 20
 _RESIDENT_BYTES = 32 << 20
 _FAULT_BYTES = 2 << 20  # most that is mapped with a page: a huge page
 
-# How often a mapped file is looked at while it is read, and how much of it is compared if it has
-# another time or size.
+# How often a mapped file is checked while it is read, and how much of it is compared if its time or
+# size has changed.
 _CHECK_S = 0.1
 _PLACES, _PLACE_BYTES = 64, 512
 _START_AGAIN = (
-    "Leave files of tokens as they are while a run uses them, or write new ones under another name "
-    "and rename them. A run resumes with the same tokens as before; start another one for others."
+    "Do not change files of tokens while a run uses them; write new ones under another name and "
+    "rename them. A run resumes with the tokens that it had before; for others, start another run."
 )
 
 
 class MappedTokens:
     """A file of token ids that is mapped into memory on use; pickling keeps only its path.
 
-    Reading raises BadInputError if the file was written over or cut since: other tokens would be
-    learnt, or the kernel would end the process. A file that replaces it by its name does no harm,
-    as the mapped one stays, nor does one that only grows.
+    Reading raises BadInputError if the file was overwritten or truncated since: other tokens would
+    be learned, or the kernel would end the process. A file that replaces it by its name does no
+    harm, as the mapped one stays, nor does one that only grows.
     """
 
     def __init__(self, path: Path, dtype: str, offset: int = 0) -> None:
@@ -92,11 +92,12 @@ class MappedTokens:
             return
         if state[1] < self._offset + self.ids.nbytes:
             raise BadInputError(
-                f"{self.path} was cut to {state[1]:,} bytes while it was being read. {_START_AGAIN}"
+                f"{self.path} was truncated to {state[1]:,} bytes while it was being read. "
+                f"{_START_AGAIN}"
             )
         if self._compute_digest() != self._digest:
             raise BadInputError(
-                f"{self.path} was written over while it was being read. {_START_AGAIN}"
+                f"{self.path} was overwritten while it was being read. {_START_AGAIN}"
             )
         self._state = state
 

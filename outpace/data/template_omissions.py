@@ -49,7 +49,7 @@ def unwritten_parts(
 def unwritten_roles(messages: Sequence[Message], whole: str, render: Render) -> tuple[str, ...]:
     """Return the roles of messages whose words the template leaves out of the `whole` text.
 
-    The assistant's words are compared where they are learnt. `render` writes other messages.
+    The assistant's words are compared where they are learned. `render` writes other messages.
     """
     plain = "".join(whole.split())
     found: dict[str, None] = {}
@@ -92,6 +92,6 @@ def require_calls_written(talk: Conversation, number: int, where: str, render: R
     if render(upto) == with_calls:
         raise BadInputError(
             f"{where}: the assistant calls a tool, and the tokenizer's chat template does not "
-            "write tool_calls: an empty answer would be learnt. Set a chat_template that writes "
+            "write tool_calls: an empty answer would be learned. Set a chat_template that writes "
             "them in the tokenizer's folder, or leave such conversations out."
         )

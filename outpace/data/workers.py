@@ -20,7 +20,7 @@ from outpace.records.errors import BadInputError
 
 Begin = Callable[[int], None]
 
-# How a worker ends that cannot pass on its batch, by what it lacks.
+# Exit codes of workers that cannot hand over a batch, by what they lack.
 _NO_SHARED_MEMORY, _NO_FILES, _NOT_SENT, _NO_SOCKET = 101, 102, 103, 104
 _EXIT_CODE = re.compile(r"exit code (\d+)")
 _SHARED_MEMORY = ("shared memory", "bus error", "no space left on device", "unable to mmap")

@@ -52,8 +52,8 @@ def source_difference(path: Path, tokenizer: Tokenizer, cache_dir: Path) -> str 
     return (
         f"transformers {version('transformers')} reads the tokenizer in {folder} by its class "
         f"{found['class']}, differently from its tokenizer.json, which outpace follows and "
-        f"exports: {_quote_ids(found)}. If the model learnt the ids of tokenizer.json, as with "
-        "transformers 4, load it with PreTrainedTokenizerFast.from_pretrained(DIR). If it learnt "
+        f"exports: {_quote_ids(found)}. If the model learned the ids of tokenizer.json, as with "
+        "transformers 4, load it with PreTrainedTokenizerFast.from_pretrained(DIR). If it learned "
         "those of the class, first replace the files: "
         "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
     )

@@ -27,7 +27,7 @@ _MOST_PROBLEMS = 8
 _MOST_BYTES = 64 << 20  # limit for a record; other files may be endless
 _CHECKSUM = "xxh3_128"  # entry of a record
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-# What file systems answer that cannot wait for a folder's names (CIFS, some of FUSE).
+# Errors of file systems that cannot wait for a folder's names (CIFS, some of FUSE).
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS, errno.EISDIR)
 # Suffixes of files that huggingface_hub, curl, wget, aria2 and browsers are still fetching.
 _UNFETCHED = (".incomplete", ".part", ".aria2", ".crdownload", ".download")
@@ -133,14 +133,15 @@ def read_object(path: Path, on_change: OnChange | None = None, option: str = "")
 
 
 def require_fetched(folder: Path) -> None:
-    """Refuse a folder with links to files that are not there, or files of a broken-off download.
+    """Refuse a folder with links to missing files, or files of an interrupted download.
 
-    Whatever reads it would take such files for absent: weights would be drawn at random.
+    A reader would ignore such files, and weights would be drawn at random.
     """
     for path in sorted(folder.iterdir()):
         if path.is_symlink() and not path.exists():
             raise BadInputError(
-                f"{path} is a link to {path.readlink()}, which is not there. Fetch {folder} again, "
+                f"{path} is a link to {path.readlink()}, which does not exist. Fetch {folder} "
+                "again,  "
                 "or copy it with the files that its links lead to (cp -rL)."
             )
         if path.suffix in _UNFETCHED and not path.with_suffix("").exists():

@@ -8,7 +8,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, field_validator, model_
 
 from outpace.records.base import Record, entry
 
-# What Kubernetes asks of a Service's name (RFC 1035): it needs no quotes anywhere.
+# Kubernetes' rule for the name of a Service (RFC 1035); such a name needs no quotes anywhere.
 _NAME = re.compile(r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?")
 
 

@@ -40,14 +40,14 @@ class CompileTrial(Record):
 
 
 _WHOLE = CompileTrial(works=True, region="whole")
-# Between blocks `fully_shard` gathers parameters, pipelines send, and the ring sends gradients that
-# one region's backward would bring all at its end.
+# Between blocks `fully_shard` gathers parameters, pipelines send, and the ring sends gradients,
+# which a single region's backward would deliver only at its end.
 _BLOCKS = CompileTrial(works=True)
 _SENDS = CompileTrial(
     works=True, by_default=False, breaks="torch.distributed.P2POp and batch_isend_irecv"
 )
-# What the message advises makes it worse: with donated buffers off it runs, and the gradients of
-# the blocks' weights are wrong (their weights were off by their whole value after two steps).
+# The message's advice makes it worse: with donated buffers off it runs, but the gradients of the
+# blocks' weights are wrong (these weights were off by their whole value after two steps).
 _SPLIT = CompileTrial(
     works=False,
     by_default=False,
@@ -56,8 +56,8 @@ _SPLIT = CompileTrial(
     issue="pytorch#161904",
 )
 
-# Of DDP's, torch cuts the region where its buckets of gradients end. Under tp a DTensor made before
-# the first block asks for a tensor's value: five graphs of a whole.
+# torch cuts DDP's region where its buckets of gradients end. Under tp, a DTensor created before the
+# first block asks for a tensor's value, which cuts the whole model into five graphs.
 _KINDS: Mapping[Regions, CompileTrial] = {
     "whole": _WHOLE, "blocks": _BLOCKS, "sends": _SENDS, "split": _SPLIT,
 }  # fmt: skip

@@ -93,7 +93,7 @@ def excerpt(value: object) -> str:
 
 
 def json_error(error: Exception) -> str:
-    """Return why a JSON text cannot be read, also where Python's own words are about Python."""
+    """Return why a JSON text cannot be read, without Python's remarks about its own limits."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if not isinstance(error, json.JSONDecodeError) and "integer string conversion" in str(error):

@@ -92,7 +92,7 @@ class Processor(Record):
 
 
 # How device links run: every pair through a switch, at the full rate; every pair directly, each
-# by an equal share; some pairs directly, others through a third; two by two; not at all.
+# by an equal share; some pairs directly, others through a third; in pairs; not at all.
 Topology = Literal["switch", "mesh", "cube-mesh", "pairs", "none"]
 
 

@@ -7,7 +7,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from outpace.records.base import Record, entry
 from outpace.records.model_families import FAMILY_TRAITS, Family
 
-# Numbers beyond these are slips of the pen, whose products no integer of a tensor's size holds.
+# Larger numbers are typing errors, whose products would overflow the size of a tensor.
 Layers = Annotated[int, Field(gt=0, le=100_000)]
 Width = Annotated[int, Field(gt=0, le=2**24)]
 Heads = Annotated[int, Field(gt=0, le=2**16)]

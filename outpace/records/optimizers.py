@@ -111,15 +111,15 @@ def _low_adamw(
 # rest reads moments (bf16 6, 8 bits 21, 4 bits 25 each) and writes them: rounded by random bits 34,
 # or as codes 35 and 37, with their blocks' largest magnitudes.
 # What outpace compiles on a GPU (optim.compiled) reads each number once and writes it once. Weight
-# and gradient are 12 bytes; moments of bf16 8, of 8 bits 4, of 4 bits 2, with their scales; what
-# bf16 is rounded by is counted within the kernel. Adafactor's matrix is read again for its sums
-# (counted as gradients once more, and the update).
-# `operators` are counted as torch dispatches them (2.13) in steps over one to three tensors of a
-# kind, with weights in fp32; tests/planner/step_time/test_optimizer_operators.py counts those of
-# whole models. Steps' numbers, which Python reads from the host's own memory, are none: nothing is
-# launched for them. Muon's matrices are turned one by one on a CPU, as batches of a shape on a GPU,
-# and Adafactor's tensors likewise.
-# `tensors` of LowPrecisionAdamW: moments in fp32, random bits, and what is rounded from them.
+# and gradient are 12 bytes; moments of bf16 8, of 8 bits 4, of 4 bits 2, with their scales; random
+# bits for rounding to bf16 are computed within the kernel. Adafactor's matrix is read again for its
+# sums (counted as gradients once more, and the update). `operators` are counted as torch dispatches
+# them (2.13) in steps over one to three tensors of a kind, with weights in fp32;
+# tests/planner/step_time/test_optimizer_operators.py counts those of whole models. Step counts,
+# which Python reads from host memory, do not count: nothing is launched for them. Muon
+# orthogonalises matrices one by one on a CPU, and in batches of one shape on a GPU; Adafactor steps
+# tensors likewise. `tensors` of LowPrecisionAdamW: moments in fp32, random bits, and what is
+# rounded from them.
 OPTIMIZER_TRAITS: Mapping[OptimizerName, OptimizerTraits] = {
     "adamw-fused": _adamw(28, Operators(0, 0), 0.0, 0.0),
     "adamw-foreach": _adamw(80, Operators(0, 0), 0.0, 1.0),
@@ -143,7 +143,7 @@ OPTIMIZER_TRAITS: Mapping[OptimizerName, OptimizerTraits] = {
         exact=True, lr_factor=30.0, compiled_bytes=12 + 4 + 8,
         compiled_operators=Operators(5 + _FUNCTION, 5 + _FUNCTION), compiles_parts=False,
     ),
-    # Of hidden matrices; all else it steps as AdamW does.
+    # For hidden matrices; it steps everything else as AdamW does.
     "muon": OptimizerTraits(
         62, Operators(30, 9, 56), StepTensors(2.0, 2.0, 2.0), moments=2,
     ),
@@ -163,7 +163,7 @@ def optimizers_that(has: Callable[[OptimizerTraits], bool]) -> tuple[OptimizerNa
 
 EXACT = optimizers_that(lambda traits: traits.exact)
 ADAMW = optimizers_that(lambda traits: traits.is_adamw)
-# Compute in fp32, whatever weights and states are kept in, and round bf16 weights stochastically.
+# Compute in fp32, whatever the dtypes of weights and states, and round bf16 weights stochastically.
 LOW = optimizers_that(lambda traits: traits.kept is not None)
 # AdamW with moments in fp32, by torch.
 PLAIN_ADAMW = tuple(name for name in ADAMW if name not in LOW)

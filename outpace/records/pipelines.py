@@ -105,7 +105,7 @@ def refusal(
     }
     why_not = next((reason for reason, holds in reasons.items() if holds), None)
     return why_not and (
-        f"{strategy} splits the backward into those of inputs and weights, {why_not}"
+        f"{strategy} splits the backward into parts for inputs and for weights, {why_not}"
     )
 
 

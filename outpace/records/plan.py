@@ -25,12 +25,12 @@ from outpace.records.strategies import Axis as Axis
 from outpace.records.strategies import Compression as Compression
 from outpace.records.strategies import Strategy as Strategy
 
-# Of a pipeline that is one axis of several. Those that split the backward are planned with, but
-# not trained here.
+# Schedules of a pipeline that is one axis of several. Those that split the backward can be planned
+# with, but not trained here.
 ProductSchedule = Literal[
     "gpipe", "1f1b", "interleaved", "loopedbfs", "zb", "zbv", "dualpipev"
 ]  # fmt: skip
-# In the order of what they keep, the most first.
+# Ordered by what they keep, the most first.
 Checkpointing = Literal["none", "selective", "attention", "full"]
 
 
@@ -49,7 +49,7 @@ Base = Literal["fp32", "nf4"]
 SPLITS: Mapping[Strategy, tuple[Axis, ...]] = {name: traits.axes for name, traits in TRAITS.items()}
 GATHERS = strategies_that(lambda traits: traits.gathers)
 IN_BACKWARD = strategies_that(lambda traits: traits.steps_in_backward)
-# DDP arranges its buckets anew after the first exchange, and residuals belong to a bucket.
+# DDP rebuilds its buckets after the first reduction, and residuals belong to a bucket.
 POWERSGD_LEAST_START = 2
 
 _OFFLOAD_FROM_COMPILED = strategies_that(lambda traits: traits.offloads_compiled)
@@ -519,7 +519,8 @@ def fill_axes(
     strategy's default. Raises BadInputError if the product differs from the world size.
     """
     given = any(asked.get(axis) is not None for axis in AXES)
-    # Of 3d's axes dp_shard takes what is left; if none is given, pp and tp are split as well.
+    # Of 3d's axes, dp_shard takes the remaining ranks; if none is given, pp and tp are split as
+    # well.
     product: tuple[Axis, ...] = ("pp", "tp", "dp_shard")
     open_axes = [axis for axis in AXES if asked.get(axis) == -1]
     if given:

@@ -11,7 +11,7 @@ Precision = Literal[
     "fp64", "fp32", "tf32", "bf16", "bf16-master", "bf16-pure", "fp16", "fp16-master", "fp16-pure",
     "fp8",
 ]  # fmt: skip
-# What can be trained in, and NVIDIA Apex's levels (nvidia.github.io/apex/amp.html, "opt_level").
+# Precisions to train in, and NVIDIA Apex's levels (nvidia.github.io/apex/amp.html, "opt_level").
 AskedPrecision = Literal[
     "fp32", "tf32", "bf16", "bf16-master", "bf16-pure", "fp16", "fp16-master", "fp16-pure", "fp8",
     "O0", "O1", "O2", "O3",
@@ -88,7 +88,7 @@ PRECISION_TRAITS: Mapping[Precision, PrecisionTraits] = {
     "fp32": PrecisionTraits("fp32"),
     "tf32": PrecisionTraits("tf32"),  # of fp32 operands, rounded on their way into tensor cores
     "bf16": PrecisionTraits("bf16", "bf16", shards=ShardDtypes("bf16", "fp32")),
-    # Without autocast; the shards are the masters, and nothing else is kept of weights.
+    # Without autocast: the shards are the master weights, and no other copy is kept.
     "bf16-master": PrecisionTraits(
         "bf16", "bf16", "bf16", masters=True, shards=ShardDtypes("bf16", "fp32"),
         where_offloaded="bf16",
@@ -106,26 +106,26 @@ def precisions_that(has: Callable[[PrecisionTraits], bool]) -> tuple[Precision, 
     return tuple(name for name, traits in PRECISION_TRAITS.items() if has(traits))
 
 
-# The dtype in which weights are kept, where it has 16 bits.
+# The dtype of the weights of precisions that keep them in 16 bits.
 WEIGHTS: Mapping[Precision, LowDtype] = {
     name: traits.low
     for name, traits in PRECISION_TRAITS.items()
     if traits.low is not None and traits.weight_bytes == 2
 }
 MASTERS = precisions_that(lambda traits: traits.masters)
-# Whose 16-bit weights are the only ones: small updates would be lost by rounding to nearest.
+# Precisions whose only weights have 16 bits: rounding to nearest would lose small updates.
 PURE = tuple(name for name in WEIGHTS if name not in MASTERS)
-# Of more than 16 bits throughout.
+# Precisions with more than 16 bits throughout.
 WIDE = precisions_that(lambda traits: traits.low is None)
-# Whose weights of fp32 are rounded to 16 bits where the forward pass reads them.
+# Precisions whose fp32 weights are rounded to 16 bits when the forward pass reads them.
 AUTOCAST = precisions_that(lambda traits: traits.low is not None and traits.weights == "fp32")
 COMPUTES_IN_BF16 = precisions_that(lambda traits: traits.low == "bf16")
 COMPUTES_IN_FP16 = precisions_that(lambda traits: traits.low == "fp16")
 SCALED = precisions_that(lambda traits: traits.scaled)
-# Under `fully_shard` (ZeRO-2, ZeRO-3, HSDP, 3d, one rank's offloaded parameters), where these are
-# not the dtype of the weights: parameters are gathered as matmuls read them, and gradients, which
-# matmuls make in that dtype, are added up over ranks and micro-batches in fp32 (torch's
-# MixedPrecisionPolicy). A unit that has weights of integers (nf4) sends all as it is.
+# Dtypes under `fully_shard` (ZeRO-2, ZeRO-3, HSDP, 3d, one rank's offloaded parameters) that differ
+# from the weights' dtype: parameters are gathered in the dtype that matmuls read, and gradients,
+# computed in that dtype, are summed over ranks and micro-batches in fp32 (torch's
+# MixedPrecisionPolicy). A unit with integer weights (nf4) sends everything as it is stored.
 SHARD_DTYPES: Mapping[Precision, ShardDtypes] = {
     name: traits.shards for name, traits in PRECISION_TRAITS.items() if traits.shards is not None
 }

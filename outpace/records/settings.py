@@ -56,8 +56,8 @@ _MOST_RANKS = 2**24
 _MOST_PROCESSES = 2**16  # or threads on one host
 _MOST_WIDTH = 2**24  # as of models
 MOST_SEED = 2**63 - 1  # of torch's generators
-# By setting: the smallest above 0, where 0 means something else or is refused, and the largest. A
-# rate below the smallest changes no weight.
+# By setting: the smallest value above 0 (0 itself has another meaning or is refused), and the
+# largest. A learning rate below the smallest changes no weight.
 _RANGES: dict[str, tuple[float, float]] = {
     "data_weights": (1e-18, 1e18),
     "workers": (1, _MOST_PROCESSES),
@@ -451,7 +451,8 @@ class TrainSettings(Record):
             raise ValueError("loss chunked applies to a vocabulary. Leave it out of task classify")
 
 
-# What a run does beside training, and where to: it is another's where the same is trained again.
+# Settings of what a run does besides training, and where it writes: when the same training is
+# repeated, they are those of the other run.
 OF_A_RUN = frozenset(
     name
     for name, field in TrainSettings.model_fields.items()

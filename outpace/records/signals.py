@@ -2,9 +2,9 @@
 
 import signal
 
-# How schedulers announce that a job's time is nearly up or that it is preempted: SLURM by what
-# --signal names (sbatch(1)), submitit by SIGUSR2, Grid Engine by any of these (queue_conf(5)).
-# Each of them kills a process that does not handle it.
+# How schedulers announce that a job's time is nearly up or that it is preempted: SLURM by the
+# signal that --signal names (sbatch(1)), submitit by SIGUSR2, Grid Engine by any of these
+# (queue_conf(5)). Each of them kills a process that does not handle it.
 ANNOUNCEMENTS = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *ANNOUNCEMENTS)
 

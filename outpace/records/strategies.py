@@ -15,9 +15,9 @@ Strategy = Literal[
 ]  # fmt: skip
 Axis = Literal["dp_replicate", "dp_shard", "cp", "tp", "pp"]
 Compression = Literal["none", "bf16", "powersgd"]
-# In the order in which ranks are laid out on them, the last closest together.
+# Axes in the order in which ranks are laid out on them, the last closest together.
 AXES: tuple[Axis, ...] = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-# Kinds of strategy of which plans and reasons show the best of each, in the order shown.
+# Kinds of strategies, in the order in which plans and reasons show the best of each.
 StrategyFamily = Literal[
     "DP (one process)", "parameter server", "ring all-reduce", "DDP", "ZeRO-1", "ZeRO-2", "ZeRO-3",
     "HSDP", "naive model parallel", "pipeline alone", "tensor parallel alone",

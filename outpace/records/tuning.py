@@ -30,7 +30,7 @@ class PlanTrial(Record):
     predicted_s: PositiveFloat = Field(description="predicted step time, when it was chosen")
     step_time_s: PositiveFloat | None = entry("measured median; None: it failed")
     undisturbed_s: PositiveFloat | None = entry("first quartile of its step times; None: unknown")
-    raced: bool = entry("at the end, in turn with neighbouring trials", False)
+    raced: bool = entry("whether it is a trial of the final race, in turn with the others", False)
     tokens_per_s: PositiveFloat | None = entry(
         "median over all processes; None: it failed, or has no tokens"
     )

@@ -23,8 +23,8 @@ from outpace.planner.model.outline import layer_parameters, parameters
 from outpace.records.errors import BadInputError
 from outpace.records.outline import AttentionShape, MatmulShape, Outline, Stack
 from outpace.trace.layer_structure import LayerWeights, tell_apart
-from outpace.trace.outline import LayerPart, ModuleTracing, Places
 from outpace.trace.matmuls import AttentionCall, MatmulCall
+from outpace.trace.outline import LayerPart, ModuleTracing, Places
 
 _SAMPLES = 2
 # Twice as many tokens tell which matmuls of activations grow with the length. Recurrent layers

@@ -288,7 +288,7 @@ def test_no_torch_is_imported():
         ((*TINY, "--share=2"), "2 is not at least 0.01 and at most 1"),
         ((*TINY, "--nodes=10000000"), "at most 100000"),
         ((*TINY, "--tp=3"), "--tp 3: tp 3 does not divide"),
-        ((*TINY, "--network=-50Gbit/s"), "a rate has to be a number above 0"),
+        ((*TINY, "--network=-50Gbit/s"), "a rate must be a number above 0"),
         ((*TINY, "--network=50"), "--network 50: its unit is missing. Write 50Gbit/s or 50GB/s."),
     ],
 )

@@ -641,7 +641,7 @@ def test_what_lacks_memory_is_told_of_more_cards_in_the_node(capsys):
         (["--tokens=0"], "--tokens: 0 is not at least 1"),
         (["--what-if=link=400"], "--what-if link=400: its unit is missing. Write 400Gbit/s or"),
         (["--what-if=inside=fast"], "--what-if inside=fast: link 'fast' is not in the catalog"),
-        (["--network=0"], "--network 0: a rate has to be a number above 0"),
+        (["--network=0"], "--network 0: a rate must be a number above 0"),
         (["--what-if=speed=2"], "--what-if speed=2: write link="),
         (["--what-if=memory=-1GiB"], "--what-if memory=-1GiB: "),
         (["--what-if=nodes=0"], "--what-if nodes=0: "),

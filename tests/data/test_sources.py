@@ -81,7 +81,7 @@ def test_json_lines(tmp_path, prepare, ids_of):
         ('{"input_ids": [1]}', r"line 2 has no field 'text', but 'input_ids': .*already tokenised"),
         ('{"chosen": "x", "rejected": "y"}', r"line 2 has no field 'text', .*: .*DPO"),
         ('{"body": "x"}', r"line 2 has no field 'text', but 'body'\. Records before it have it"),
-        ('["text"]', r"line 2 holds a list; each line has to be an object"),
+        ('["text"]', r"line 2 holds a list; each line must be an object"),
         ("[" * 5000 + "]" * 5000, r"line 2 is not JSON: it is nested too deeply\. Each line"),
         ('{"n": ' + "9" * 5000 + "}", r"line 2 is not JSON: it has a number with more than 4,300 "),
         ('{"text": 3}', r"line 2: 'text' is int, not text"),
@@ -392,7 +392,7 @@ def test_json_lines_in_another_encoding(tmp_path, prepare):
 @pytest.mark.parametrize("split", ["train", "validation"])
 def test_no_text_to_hold_out(tmp_path, prepare, split):
     path = write_lines(tmp_path / "x.jsonl", {"text": ""})
-    with pytest.raises(BadInputError, match=r"too little to divide .* --eval-data"):
+    with pytest.raises(BadInputError, match=r"too small to divide .* --eval-data"):
         prepare(path, split=split)
 
 
@@ -737,7 +737,7 @@ def test_folders_and_names_of_texts_say_splits(tmp_path, prepare, ids_of):
 def test_marks_of_a_markup_language_are_said_to_be_learnt(tmp_path, prepare, name, begin, kind):
     (tmp_path / name).write_text(begin + " words and more words. " * 200)
     hints = prepare(str(tmp_path / name)).hints
-    said = f"{tmp_path / name} is {kind}, whose markup is learnt with the text."
+    said = f"{tmp_path / name} is {kind}, whose markup is learned with the text."
     assert any(hint.startswith(said) for hint in hints) is (kind is not None), hints
     (tmp_path / "plain.txt").write_text("plain words. " * 400)
     hints = prepare(str(tmp_path)).hints

@@ -38,9 +38,9 @@ def change(path, action):
 @pytest.mark.parametrize(
     ("action", "said"),
     [
-        (lambda file: file.write(bytes(2 * COUNT)), "tokens.bin was written over while"),
+        (lambda file: file.write(bytes(2 * COUNT)), "tokens.bin was overwritten while"),
         # A read of what is gone ends a process by a signal.
-        (lambda file: file.truncate(1000), "tokens.bin was cut to 1,000 bytes while"),
+        (lambda file: file.truncate(1000), "tokens.bin was truncated to 1,000 bytes while"),
     ],
     ids=["over", "cut"],
 )

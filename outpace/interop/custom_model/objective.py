@@ -48,7 +48,7 @@ class CustomObjective(nn.Module):
         if torch.is_grad_enabled() and not loss_sum.requires_grad:
             raise BadInputError(
                 "the loss has no gradient: it was detached, or made without the module's output. "
-                "Use the output in it (0 times a sum of it, where nothing is to be learnt)."
+                "Use the output in it (0 times a sum of it, where nothing is to be learned)."
             )
         return loss_sum, count
 
@@ -238,7 +238,7 @@ def _scalar(value: Any, what: str) -> Tensor:
         return to_fp32(value).reshape(())
     if value is None and what == "the loss":
         raise BadInputError(
-            "the loss is None; it has to be a scalar tensor. Where nothing is to be learnt from a "
+            "the loss is None; it has to be a scalar tensor. Where nothing is to be learned from a "
             "batch, which may be a part of a rank's, return 0 times the sum of the module's output."
         )
     seen = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else None

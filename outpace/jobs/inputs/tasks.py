@@ -12,7 +12,7 @@ import numpy as np
 import xxhash
 
 from outpace.data import classify
-from outpace.data.chat import LEARNT_DATE, ChatFormat, Conversations, encode_all, messages_of
+from outpace.data.chat import LEARNED_DATE, ChatFormat, Conversations, encode_all, messages_of
 from outpace.data.encoded import load_or_encode
 from outpace.data.misread import unknown_hints
 from outpace.data.padded import MULTIPLE, PaddedDataset, RaggedSamples, round_up, shape_multiple
@@ -345,7 +345,7 @@ def _chat_hints(
     if chat.dated:
         hints.append(
             "the chat template writes the date: conversations always use "
-            f"{LEARNT_DATE:%d %b %Y}, so that runs can be repeated and resumed"
+            f"{LEARNED_DATE:%d %b %Y}, so that runs can be repeated and resumed"
         )
     return hints
 

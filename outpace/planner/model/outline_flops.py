@@ -116,6 +116,4 @@ def _scores_and_mix(attention: AttentionShape, queries: int, keys: int) -> int:
 
 
 def _matmuls(matmuls: Sequence[MatmulShape], rows: int) -> int:
-    return sum(
-        2 * (p.positions or rows) * p.inputs * p.outputs * p.count * p.uses for p in matmuls
-    )
+    return sum(2 * (p.positions or rows) * p.inputs * p.outputs * p.count * p.uses for p in matmuls)

@@ -458,7 +458,9 @@ def _refused_cp(wanted: SearchRequest, size: int, name: str) -> str | None:
             f"{wanted.seq_len}"
         )
     if size > max(1, wanted.seq_len // _SHORTEST_PART):
-        return f"cp {size} leaves fewer than {_SHORTEST_PART} of {wanted.seq_len} tokens to a device"
+        return (
+            f"cp {size} leaves fewer than {_SHORTEST_PART} of {wanted.seq_len} tokens to a device"
+        )
     return None
 
 

@@ -88,9 +88,7 @@ class _Matmul:
     seconds: float
 
 
-def _cases(
-    one: _PendingCollective, place: AxisPlace, matmul: _Matmul, clock: Clock
-) -> list[Case]:
+def _cases(one: _PendingCollective, place: AxisPlace, matmul: _Matmul, clock: Clock) -> list[Case]:
     """Yield cases of computation, the collective, and both at once."""
     alone = _compute_meanwhile(one, compute_nothing)
     collective_s = min(clock.seconds(alone, 1) for _ in range(4))

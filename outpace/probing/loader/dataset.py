@@ -24,8 +24,8 @@ from outpace.records.errors import BadInputError
 _TAKEN, _FULL_TAKEN = 1 << 21, 1 << 24
 # Tokens are repeated up to this many: more than a processor's cache holds, as a corpus is.
 _LEAST_TOKENS = 1 << 24
-# A tokenizer learnt from this much is as fast as another of its size.
-_LEARNT_CHARACTERS, _LEARNT_VOCAB = 1 << 20, 8192
+# A tokenizer learned from this much is as fast as another of its size.
+_LEARNED_CHARACTERS, _LEARNED_VOCAB = 1 << 20, 8192
 _AT_ONCE = 256
 
 
@@ -120,13 +120,13 @@ def _read_beginning(source: Source, text_field: str, limit: int) -> Iterator[Pie
 
 
 def _learn_tokenizer(texts: list[str], masked: bool) -> Tokenizer:
-    taken, left = [], _LEARNT_CHARACTERS
+    taken, left = [], _LEARNED_CHARACTERS
     for text in texts:
         taken.append(text[:left])
         left -= len(text)
         if left <= 0:
             break
-    return train_tokenizer(taken, _LEARNT_VOCAB, masked=masked)
+    return train_tokenizer(taken, _LEARNED_VOCAB, masked=masked)
 
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> list[Array]:

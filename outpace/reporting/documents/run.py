@@ -84,17 +84,17 @@ def _outcome(run: RunFolder) -> str:
     if not done:
         return f"No step {'is done yet' if run.state == 'going on' else 'was done'}: {what}."
     first, last = float(run.steps["loss"][0]), float(run.steps["loss"][-1])
-    learnt = f"loss {first:.4f} → {last:.4f}"
+    learned = f"loss {first:.4f} → {last:.4f}"
     if len(run.evaluations) > 1:
         one, other = run.evaluations[0], run.evaluations[-1]
-        learnt = f"held-out loss {one.loss:.4f} → {other.loss:.4f}"
+        learned = f"held-out loss {one.loss:.4f} → {other.loss:.4f}"
     if run.measurement is not None:
         worse = run.measurement.worse_than_unigrams
-        return f"{done:,} steps, {what}: {learnt}.{'' if worse is None else f' {worse}.'}"
+        return f"{done:,} steps, {what}: {learned}.{'' if worse is None else f' {worse}.'}"
     begin = "In progress" if run.state == "going on" else "Not finished"
     if done >= record.total_steps and run.state != "going on":
         begin = "Without a final result"
-    return f"{begin}: {done:,} of {record.total_steps:,} steps, {what}; {learnt}."
+    return f"{begin}: {done:,} of {record.total_steps:,} steps, {what}; {learned}."
 
 
 def _failure_sentences(run: RunFolder) -> list[str]:

@@ -14,8 +14,8 @@ from outpace.planner.hardware.device import (
     DeviceRates,
     dtype_of,
     items,
-    of_accelerator,
     matmul_s,
+    of_accelerator,
     sustained_matmul_s,
 )
 from outpace.planner.plan_columns import PRECISIONS
