@@ -183,3 +183,9 @@ def test_a_plan_is_estimated_for_the_length_and_batch_that_are_given(tmp_path: P
     best = found.plans[0]
     again = outpace.estimate("gpt2", best.plan, "rtx-4090", seq_len=512, global_batch=24)
     assert again.estimate.step_time_s == pytest.approx(best.estimate.step_time_s)
+
+
+def test_a_plan_has_the_scale_and_dropout_of_its_adapters() -> None:
+    asked = {"lora_rank": 8, "lora_alpha": 32.0, "lora_dropout": 0.1}
+    plan = outpace.plan("gpt2", "rtx-4090", seq_len=128, count=1, **asked).plans[0].plan
+    assert {name: getattr(plan, name) for name in asked} == asked
