@@ -7,7 +7,7 @@ from pathlib import Path
 
 from outpace.cli.parser import LONGEST_S, Parser, number_type
 
-_ABOUT = "Find what costs speed on this host and what to do about it, most costly first."
+_ABOUT = "Find what slows down this host and what to do about it, costliest first."
 _EPILOG = (
     "Run it in place of the training command, with the same launcher and in the same container, "
     "so that it sees what training would see."

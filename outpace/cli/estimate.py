@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 _ABOUT = "Show one plan in detail: its time, where the time goes, its memory, and whether it fits."
 _EPILOG = (
     "--depth trace also runs the real model under fake tensors to find its true peak memory. "
-    "The plan has to be one that outpace can train."
+    "The plan must be one that outpace can train."
 )
 
 

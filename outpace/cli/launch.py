@@ -24,8 +24,8 @@ _EPILOG = (
     "and --out runs/NAME unless you give another."
 )
 _DIRECTIVE = re.compile(r"[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?")  # a single line
-# Options of sbatch that the script is written for, and the flag by which each is asked for here:
-# as another line they would contradict what starts the ranks, or saves in time.
+# Options of sbatch that the script itself sets, each with its flag here: a second line with one
+# would contradict how ranks are started, or when they save.
 _WRITTEN: Mapping[str, str] = MappingProxyType(
     {
         "nodes": "--nodes",
@@ -162,7 +162,7 @@ def _kubernetes(job: ClusterJob, arguments: Namespace) -> int:
     if job.nodes > 1 and (arguments.claim is None or arguments.folder is None):
         raise BadInputError(
             f"--nodes {job.nodes}: every pod writes its part of a checkpoint, so checkpoints "
-            "have to be on a volume that all pods see. Name its claim with --claim, and the "
+            "must be on a volume that all pods see. Name its claim with --claim, and the "
             "place where it is mounted with --folder."
         )
     wishes = kubernetes.KubernetesOptions(

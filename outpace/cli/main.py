@@ -52,7 +52,7 @@ COMMANDS = {
     "probe": "measure what this machine achieves",
     "calibrate": "correct a machine's rates with the log of a training run on it",
     "topology": "show how devices are connected, and which to use for tensor parallelism",
-    "doctor": "find what costs speed on this host, and what to do about it",
+    "doctor": "find what slows down this host, and what to do about it",
     "memory": "show where memory goes in a training step, and whether it fits",
     "network": "estimate the network bandwidth that a training run needs",
     "watch": "show how busy devices and cores are while something trains",

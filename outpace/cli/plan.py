@@ -115,7 +115,7 @@ def _read_request(arguments: argparse.Namespace) -> "PlanQuestion":
 
 
 def plan_question(arguments: argparse.Namespace, **more: Any) -> "PlanQuestion":
-    """Return the question that a command's options ask, with `more` than them or instead."""
+    """Return the question that a command's options ask; `more` adds values, or replaces them."""
     from outpace.jobs.planning.request import PlanQuestion
 
     names = {one.name for one in fields(PlanQuestion)}
@@ -142,7 +142,7 @@ def _defaults(
 
 
 def _planned_precision(answer: "Plans", default: Precision) -> str:
-    """Return the default precision, and another that plans have which offload."""
+    """Return the default precision, and another one that plans with offloading use."""
     used = list(dict.fromkeys(one.plan.precision for one in answer.plans))
     others = ", ".join(name for name in used if name != default)
     if not others:

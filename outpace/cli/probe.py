@@ -140,12 +140,12 @@ def _parser() -> Parser:
         "measure for about this long (90, 3m), instead of the usual time")  # fmt: skip
     add("--out", "machine.json", output_file, "save the machine's record, which the planner reads")
     add("--model", "M", str,
-        "model to give advice on sizes for: a preset, a directory, a spec file (default: gpt2); of "
-        "a file.py:build the loader section uses the data set")  # fmt: skip
+        "model to give advice on sizes for: a preset, a directory, a spec file (default: gpt2); "
+        "for a file.py:build, the loader section uses its data set")  # fmt: skip
     add("--device", None, str, "device to measure", choices=("auto", "cpu", "cuda"))
     add("--nproc", "N", number_type(int, 1),
         "processes for collectives (default: one per GPU, or up to four on a CPU)")  # fmt: skip
-    add("--backend", None, str, "of collectives", choices=("auto", "gloo", "nccl"))
+    add("--backend", None, str, "backend of collectives", choices=("auto", "gloo", "nccl"))
     add("--data", "FILE", str,
         "data to measure loading with, as training would load it; may be repeated (default: "
         "Python's own source code)", action="append")  # fmt: skip

@@ -26,8 +26,8 @@ _ABOUT = "Write a run, comparison, tuning, plan, probe or certificate as a page 
 _EPILOG = (
     "PATH is the directory of a run or a comparison, or a file: comparison.json, tuning.json, "
     "machine.json of outpace probe, certificate.json of outpace verify, standstill.json of a "
-    "run that hung, or the output of outpace plan --json. Several paths make one page: runs "
-    "come first with what they differ in, and a probe among them is used to predict the runs."
+    "run that hung, or the output of outpace plan --json. Several paths make one page: runs come "
+    "first, with their differences, and a probe among them is used to predict the runs."
 )
 _FORMATS = ("html", "md", "csv", "png")
 _RUN = "run.json"

@@ -15,7 +15,7 @@ from outpace.records.run import explain_removed_checkpoint
 from outpace.records.settings import TrainSettings
 
 # Settings that determine the samples, their order, the model, or which part of it is trained with
-# which state: another value would be another run. (Precisions and contents: see
+# which state: another value would make it another run. (Precisions and contents: see
 # `jobs.train.run_record.claim`.)
 FIXED = (
     "model",
@@ -120,7 +120,7 @@ def require_inputs(settings: TrainSettings, origins: Mapping[str, str]) -> None:
             raise BadInputError(
                 f"--resume: the run read {flag(name)} {place}{where}. It is not there now. "
                 f"Change to that folder, or add {flag(name)} with the new place; the content "
-                "has to be the same."
+                "must be the same."
             )
 
 

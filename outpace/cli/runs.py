@@ -26,7 +26,7 @@ _ABOUT = "List past runs, newest first, or show one of them in full."
 _EPILOG = (
     "If you give one folder that is a run, all of it is shown. Conditions may use the fields "
     "of the list, of result.json, and of the run's plan and settings: --where strategy=ddp "
-    "'final_loss<2.5'. All of them have to hold."
+    "'final_loss<2.5'. All of them must hold."
 )
 # Folder of outpace train; compare and tune write many runs that nobody reads one by one.
 _OWN, _OTHERS = "runs", ("comparisons", "tunings")

@@ -167,7 +167,7 @@ def _on_hosts(asked: _Request, arguments: argparse.Namespace, handed: list[str])
     if not least <= most <= len(found):
         raise BadInputError(
             f"--min-nodes {least} and --max-nodes {most} do not fit {len(found)} hosts: min ≤ "
-            "max ≤ hosts has to hold"
+            "max ≤ hosts must hold"
         )
     restarts = arguments.max_restarts
     if restarts is None:

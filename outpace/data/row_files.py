@@ -327,7 +327,7 @@ def _json_list(file: Path) -> Iterator[tuple[Row, int]]:
             values, took = text.value(where)
             if not isinstance(values, dict):
                 raise BadInputError(
-                    f"{where}, line {text.line()}, is a {type(values).__name__}; each has to be "
+                    f"{where}, line {text.line()}, is a {type(values).__name__}; each must be "
                     "an object"
                 )
             yield Row(values, where), took

@@ -25,7 +25,7 @@ _TRIAL = (
 
 
 def takes_text(render: Callable[[Messages], str]) -> bool:
-    """Return whether a template writes arguments as they are, so that they have to be JSON.
+    """Return whether a template writes arguments as they are, so that they must be JSON.
 
     `render` writes messages by the template, and raises BadInputError if the template refuses them.
     """

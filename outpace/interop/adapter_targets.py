@@ -48,7 +48,7 @@ def _require_form(config: Mapping[str, Any], path: Path) -> None:
         try:
             if not all(isinstance(one, str) for one in names):
                 raise BadInputError(
-                    f"{path}: {key} is {excerpt(value)}; it has to be a text or a list of texts"
+                    f"{path}: {key} is {excerpt(value)}; it must be a text or a list of texts"
                 )
             for pattern in names if key == "layers_pattern" or isinstance(value, str) else ():
                 re.compile(pattern)
@@ -60,7 +60,7 @@ def _require_form(config: Mapping[str, Any], path: Path) -> None:
     layers = config.get("layers_to_transform")
     if not all(type(one) is int for one in (layers if isinstance(layers, list) else [layers or 0])):
         raise BadInputError(
-            f"{path}: layers_to_transform is {excerpt(layers)}; it has to be the number of a layer "
+            f"{path}: layers_to_transform is {excerpt(layers)}; it must be the number of a layer "
             "or a list of numbers"
         )
 

@@ -206,7 +206,7 @@ def _check_dimensions(values: Mapping[str, Any], where: str, *, strict: bool) ->
         by_layer = value if isinstance(value, list) and value and not strict else [value]
         if value is not None and any(type(one) is not int or one < 1 for one in by_layer):
             raise BadInputError(
-                f"{where}: {name} = {excerpt(value)}; it has to be a whole number, at least 1"
+                f"{where}: {name} = {excerpt(value)}; it must be a whole number, at least 1"
             )
 
 

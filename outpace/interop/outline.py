@@ -51,10 +51,10 @@ class _Values:
         """Return a whole number of at least 1."""
         found = self.get(name, default)
         if isinstance(found, bool) or not isinstance(found, int) or found < 1:
-            self.refuse(name, found, "it has to be a whole number, at least 1")
+            self.refuse(name, found, "it must be a whole number, at least 1")
         most = _MOST_LAYERS if name.endswith("layers") else _MOST
         if found > most:
-            self.refuse(name, found, f"it has to be a whole number, at most {most}")
+            self.refuse(name, found, f"it must be a whole number, at most {most}")
         return int(found)
 
     def refuse(self, name: str, found: Any, allowed: str) -> None:
@@ -519,7 +519,7 @@ def _pair(values: _Values, name: str) -> tuple[int, int]:
     found = values.get(name)
     pair = tuple(found) if isinstance(found, list | tuple) else (found, found)
     if len(pair) != 2 or not all(isinstance(one, int) and one > 0 for one in pair):
-        values.refuse(name, found, "it has to be a whole number or two of them, at least 1")
+        values.refuse(name, found, "it must be a whole number or two of them, at least 1")
     return pair
 
 

@@ -47,14 +47,14 @@ _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.(?:default\.)?wei
 _UNSUPPORTED = {"use_dora": False, "bias": "none", "modules_to_save": None, "lora_bias": False,
                 "target_parameters": None, "trainable_token_indices": None,
                 "layer_replication": None, "alora_invocation_tokens": None}  # fmt: skip
-# Options that do not change that PEFT computes with B · A. Other options with similar names change
+# Options under which PEFT still computes with B · A. Other options with similar names change
 # the result: use_qalora, kasa_config, and future ones.
 _HARMLESS = frozenset(
     {"use_rslora", "megatron_config", "loftq_config", "eva_config", "corda_config",
      "lora_ga_config", "velora_config", "runtime_config"}
 )  # fmt: skip
 _CHANGING = re.compile(r"use_.+|.+_config")
-# Keys that say which product is added to which matrix.
+# Keys that determine which B · A is added to which matrix.
 _OF_MATRICES = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules",
                 "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out",
                 "lora_dropout")  # fmt: skip
@@ -255,7 +255,7 @@ def _check_patterns(key: str, patterns: Any, path: Path) -> None:
     """Refuse invalid patterns of module names. Raises BadInputError."""
     if not isinstance(patterns, dict):
         raise BadInputError(
-            f"{path}: {key} is {excerpt(patterns)}; it has to be an object that maps names of "
+            f"{path}: {key} is {excerpt(patterns)}; it must be an object that maps names of "
             "modules to numbers"
         )
     for name in patterns:

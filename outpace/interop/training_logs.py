@@ -320,9 +320,9 @@ def _megatron_options(lines: Iterable[str], found: Mapping[str, int]) -> dict[st
         )
     if found.get("expert_tp", found.get("tp", 1)) != found.get("tp", 1):
         notes.append(
-            f"Megatron cut experts by tensor parallelism {found['expert_tp']} times, other layers "
-            f"{found.get('tp', 1)} times; the plan cuts both in the same way, or does not cut "
-            "experts if ep includes the ranks of tp."
+            f"Megatron split experts over {found['expert_tp']} tensor-parallel ranks and other "
+            f"layers over {found.get('tp', 1)}; the plan splits both in the same way, or does not "
+            "split experts if ep includes the ranks of tp."
         )
     granularity = said.get("recompute_granularity")
     if granularity == "full":
@@ -335,8 +335,8 @@ def _megatron_options(lines: Iterable[str], found: Mapping[str, int]) -> dict[st
             )
     elif granularity == "selective":
         notes.append(
-            "Megatron recomputed some modules (recompute_granularity selective), which no mode "
-            "of outpace equals; the plan recomputes none. Use --layout checkpointing=selective "
+            "Megatron recomputed some modules (recompute_granularity selective), which matches no "
+            "mode of outpace; the plan recomputes none. Use --layout checkpointing=selective "
             "or attention."
         )
     return {**options, "notes": tuple(notes)}
@@ -488,8 +488,7 @@ def _read_trainer_state(path: Path) -> LoggedRun:
     steps = values.get("global_step")
     if not isinstance(steps, int) or not _is_possible(steps):
         raise BadInputError(
-            f"{path}: global_step is {_show_value(steps)}; it has to be a number of steps, 1 or "
-            "more."
+            f"{path}: global_step is {_show_value(steps)}; it must be a number of steps, 1 or more."
         )
     samples = last.get("train_samples_per_second")
     batch = round(samples * runtime / steps) if _is_possible(samples) else 0
@@ -532,7 +531,7 @@ def _seconds(row: Mapping[str, object], name: str, path: Path) -> float:
     if _is_possible(value):
         return value
     raise BadInputError(
-        f"{path}: {name} in log_history is {_show_value(value)}; it has to be a number of seconds "
+        f"{path}: {name} in log_history is {_show_value(value)}; it must be a number of seconds "
         "above 0. If the file is damaged, give the console output instead."
     )
 

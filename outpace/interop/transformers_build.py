@@ -224,7 +224,7 @@ def _check_layers(config: Any, where: str) -> None:
         value = config_value(config, name)
         if isinstance(value, int) and not 0 < value <= _MOST_LAYERS:
             raise BadInputError(
-                f"{where}: {name} = {excerpt(value)}; it has to be a whole number, at least 1 and "
+                f"{where}: {name} = {excerpt(value)}; it must be a whole number, at least 1 and "
                 f"at most {_MOST_LAYERS}"
             )
 

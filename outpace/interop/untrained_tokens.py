@@ -16,7 +16,7 @@ from outpace.data.tokenizer import Tokenizer
 from outpace.interop.weights import read_token_rows
 from outpace.records.errors import first_names
 
-_PIECE = 1 << 20  # tokens that are looked at together
+_PIECE = 1 << 20  # tokens that are compared at a time
 
 
 def untrained_token_hints(

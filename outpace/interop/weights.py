@@ -416,7 +416,7 @@ def _shards(index: Path) -> list[Path]:
     absent = [shorten(name) for name in names if name not in there]
     if absent:
         raise BadInputError(
-            f"{index} names {len(names)} files, but {len(absent)} of them are not there: "
+            f"{index} names {len(names)} files, but {len(absent)} of them are missing:  "
             f"{first_names(absent, _SHOWN)}. Fetch the model again."
         )
     return [index.parent / name for name in names]

@@ -1,9 +1,10 @@
 """A number about a machine: measured here, with all its samples, or from the catalog."""
 
+import re
 from collections.abc import Mapping
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
-from pydantic import Field, FiniteFloat, model_validator
+from pydantic import Field, FiniteFloat, field_validator, model_validator
 
 from outpace.records.base import Record, entry
 from outpace.records.units import show_count, show_seconds, show_share
@@ -21,6 +22,8 @@ _POSSIBLE: Mapping[Unit, tuple[float, float]] = {
     "samples/s": (1e-6, 1e15),
     "ratio": (-1e9, 1e9),
 }
+# What older files call a matmul in their keys.
+_PRODUCT = re.compile(r"\b(matrix )?product")
 
 
 class Key(Record):
@@ -29,6 +32,14 @@ class Key(Record):
     kind: str = Field(description="what was probed: matmul, memory, all-reduce, …")
     what: str = Field(description="which number of it: rate, time, latency, …")
     of: dict[str, str | int] = entry("dtype, sizes, axis, …", {})
+
+    @field_validator("what", "of", mode="before")
+    @classmethod
+    def _read_old_words(cls, value: Any) -> Any:
+        """Read a key of a file in which matmuls are called products."""
+        if isinstance(value, Mapping):
+            return {name: cls._read_old_words(word) for name, word in value.items()}
+        return _PRODUCT.sub("matmul", value) if isinstance(value, str) else value
 
     def __hash__(self) -> int:
         return hash((self.kind, self.what, tuple(sorted(self.of.items()))))

@@ -17,7 +17,7 @@ from outpace.records.version import __version__
 from outpace.reporting.render.document import Chart, Document, cell_text
 
 _HERE = Path(__file__).parent
-# Plotly's own language; what is drawn by it holds no words of a user's (document.Chart).
+# Texts in plotly's own template language, which contain nothing from a user (document.Chart).
 _TEMPLATES = ("hovertemplate", "texttemplate")
 _MOST_ROWS = 30  # rows of a table that is not collapsed
 

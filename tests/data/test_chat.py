@@ -165,19 +165,19 @@ def test_usual_forms_mean_the_same(values):
         ),
         (
             {"messages": [{"role": "assistant", "content": "a", "weight": 0.5}]},
-            "the weight 0.5; it has to be 0",
+            "the weight 0.5; it must be 0",
         ),
         (
             {"messages": [{"role": "assistant", "content": "a", "train": "no"}]},
-            "the train 'no'; it has to be 0",
+            "the train 'no'; it must be 0",
         ),
         (
             {"messages": [{"role": "assistant", "content": "a", "masked": 2}]},
-            "the masked 2; it has to be 1 or true .not learnt., or 0",
+            "the masked 2; it must be 1 or true .not learned. or 0",
         ),
         (
             {"messages": [{"role": "assistant", "content": "a", "loss_scale": [0, 1]}]},
-            "the loss_scale .0, 1.; it has to be 0",
+            "the loss_scale .0, 1.; it must be 0",
         ),
         (
             {"system": "x", "messages": [{"role": "system", "content": "y"}]},

@@ -510,7 +510,7 @@ def test_an_object_in_a_file_of_its_own_is_a_row(tmp_path, prepare, ids_of):
         ),
         ("x.jsonl", '{"text": "a"}\n{"text": "b"\n', r"line 2 is not JSON: .* at column 13"),
         ("x.jsonl", '{"text": "a"}\n{"text": "b\r\n', r"line 2 .*: Unterminated .* column 10"),
-        ("x.json", '[{"text": "a"}, "b"]', r"item 2, line 1, is a str; each has to be an object"),
+        ("x.json", '[{"text": "a"}, "b"]', r"item 2, line 1, is a str; each must be an object"),
         ("x.jsonl", '{"text": "a\tb"}\n', r"line 1 is not JSON: Invalid control character at col"),
         (
             "x.jsonl",

@@ -498,7 +498,7 @@ def test_hangs_crashes_and_errors_are_results():
         ({"plans": "cp"}, "only outpace's own attention"),
         ({"plans": "ddp", "nproc": 3}, "cannot be shared by 3"),
         ({"plans": [outpace.Plan(strategy="ddp", dp_replicate=2, micro_batch=3)]}, "multiple"),
-        ({"loss": lambda m, b: m(b[0])}, "^the loss is a tensor of shape .8, 4, 3.; it has to be"),
+        ({"loss": lambda m, b: m(b[0])}, "^the loss is a tensor of shape .8, 4, 3.; it must be"),
         ({"loss": lambda m, b: m(b)}, "^one process cannot train Stack on this batch: TypeError"),
         ({"loss": lambda m, b: m(b[0]).mean() * torch.rand(())}, "draws random numbers"),
         ({"loss": nn.Linear(2, 2)}, "Linear as the loss, with parameters that the module does not"),

@@ -308,7 +308,7 @@ def test_other_forms_of_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ({"num_attention_heads": 0}, "num_attention_heads = 0; it has to be a whole number"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0; it must be a whole number"),
         ({"intermediate_size": -1}, "intermediate_size = -1"),
         ({"hidden_size": True}, "hidden_size = True"),
         ({"vocab_size": "32000"}, "vocab_size = '32000'"),

@@ -155,7 +155,7 @@ def test_a_mean_over_labels_counts_labels() -> None:
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
-        (3, r"build\(\) returned a int; it has to be an nn.Module, \(module, loss\)"),
+        (3, r"build\(\) returned a int; it must be an nn.Module, \(module, loss\)"),
         ((), "returned a tuple"),
         ((1, 2, 3, 4, 5), "returned a tuple"),
         (("x",), "gave a str as the module"),

@@ -276,7 +276,7 @@ def test_an_unknown_architecture(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "values", "said"),
     [
-        ("mixtral", {"num_attention_heads": 0}, "num_attention_heads = 0; it has to be a whole"),
+        ("mixtral", {"num_attention_heads": 0}, "num_attention_heads = 0; it must be a whole"),
         ("mixtral", {"num_attention_heads": -4}, "num_attention_heads = -4"),
         ("mixtral", {"num_attention_heads": 5}, "hidden width 32 is not a multiple of the 5 heads"),
         ("mixtral", {"num_key_value_heads": 3}, "heads 4 is not a multiple of kv_heads 3"),

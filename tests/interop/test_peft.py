@@ -248,7 +248,7 @@ def test_an_adapter_of_other_modules_than_its_config_names_is_refused(adapted, t
         ),
         ({"layers_to_transform": [0], "layers_pattern": "h("}, "", "not a valid pattern of names"),
         ({"layers_to_transform": [0], "layers_pattern": [3]}, "", r"has to be a text or a list"),
-        ({"layers_to_transform": 0.5}, "", r"layers_to_transform is 0\.5; it has to be the number"),
+        ({"layers_to_transform": 0.5}, "", r"layers_to_transform is 0\.5; it must be the number"),
         ({"exclude_modules": "*"}, "", r"exclude_modules has '\*', which is not a valid pattern"),
     ],
 )
@@ -290,7 +290,7 @@ def test_an_adapter_of_another_rank_than_its_config_says_is_refused(adapted):
         ({"r": 3}, "_proj have rank 2, and .* says 3"),
         ({"rank_pattern": {"v_proj": 1}}, r"v_proj have rank 2, and .* says 1"),
         ({"rank_pattern": {"(": 1}}, "rank_pattern has .*, which is not a valid pattern of names"),
-        ({"rank_pattern": [1]}, r"rank_pattern is \[1\]; it has to be an object"),
+        ({"rank_pattern": [1]}, r"rank_pattern is \[1\]; it must be an object"),
     ):
         config.write_text(json.dumps(written | change))
         with pytest.raises(BadInputError, match=said):

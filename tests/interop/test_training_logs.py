@@ -220,7 +220,7 @@ def write_state(tmp_path: Path, name: str = "trainer_state.json", **changed: Any
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -3.0, "fast", None, True])
 def test_a_time_in_a_trainer_state_that_is_none(tmp_path: Path, value: object) -> None:
-    words = rf"in log_history is {re.escape(json.dumps(value))}; it has to be a number of seconds"
+    words = rf"in log_history is {re.escape(json.dumps(value))}; it must be a number of seconds"
     with pytest.raises(BadInputError, match=f"train_runtime {words}"):
         read_log(write_state(tmp_path, last={"train_runtime": value}))
     with pytest.raises(BadInputError, match=f"eval_runtime {words}"):

@@ -26,7 +26,7 @@ def test_a_buffer_that_is_too_small_is_no_allocation():
     assert case.check(case.make()()[:-1]) is not None
 
 
-@pytest.mark.parametrize("what", ["matrix products", "memory"])
+@pytest.mark.parametrize("what", ["matmuls", "memory"])
 def test_what_each_rank_does_is_checked(what):
     call, check = work_of(CPU)[what]
     found = call()

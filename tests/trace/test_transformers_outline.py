@@ -251,7 +251,7 @@ def test_contradictions_are_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match=r"--model file\.py:build"):
         outline_from_folder(tmp_path)
     folder(tmp_path, model_type="olmo2", **{**values, "num_hidden_layers": 10**6})
-    with pytest.raises(BadInputError, match="num_hidden_layers = 1000000; it has to be"):
+    with pytest.raises(BadInputError, match="num_hidden_layers = 1000000; it must be"):
         outline_from_folder(tmp_path)
 
 
@@ -365,7 +365,7 @@ def test_configs_as_published(tmp_path: Path) -> None:
 
 def test_widths_by_layer_of_a_family_without_them(tmp_path: Path) -> None:
     folder(tmp_path, model_type="llama", **{**given(_WIDTHS), "intermediate_size": [48, 40]})
-    with pytest.raises(BadInputError, match="it has to be a whole number"):
+    with pytest.raises(BadInputError, match="it must be a whole number"):
         read_outline_and_spec(tmp_path)
 
 

@@ -39,8 +39,7 @@ def build_custom_model(build: Callable[[], Any]) -> CustomModel:
     model = _to_record(returned, name)
     if not isinstance(model.module, nn.Module):
         raise BadInputError(
-            f"{name}() gave a {type(model.module).__name__} as the module; "
-            "it has to be an nn.Module"
+            f"{name}() gave a {type(model.module).__name__} as the module; it must be an nn.Module"
         )
     _check_trainable(model, name)
     _check_loss(model.loss, name)
@@ -49,7 +48,7 @@ def build_custom_model(build: Callable[[], Any]) -> CustomModel:
         value = getattr(model, part)
         if value is not None and not (hasattr(value, "__getitem__") and hasattr(value, "__len__")):
             raise BadInputError(
-                f"{name}() gave a {type(value).__name__} as the {part}; it has to be a "
+                f"{name}() gave a {type(value).__name__} as the {part}; it must be a "
                 "torch Dataset with a length (__len__ and __getitem__)"
             )
     give_shapes(model, name)
@@ -75,7 +74,7 @@ def _check_trainable(model: CustomModel, name: str) -> None:
 def _check_loss(loss: Any, name: str) -> None:
     if loss is not None and not callable(loss):
         raise BadInputError(
-            f"{name}() gave a {type(loss).__name__} as the loss; it has to be a function "
+            f"{name}() gave a {type(loss).__name__} as the loss; it must be a function "
             "loss(module, batch) that returns the mean loss, or (sum of losses, count)"
         )
     if isinstance(loss, nn.modules.loss._Loss):
@@ -121,4 +120,4 @@ def _to_record(returned: Any, name: str) -> CustomModel:
         return CustomModel(**returned)
     if isinstance(returned, tuple) and 1 <= len(returned) <= len(_IN_ORDER):
         return CustomModel(*returned)
-    raise BadInputError(f"{name}() returned a {type(returned).__name__}; it has to be {_RETURNS}")
+    raise BadInputError(f"{name}() returned a {type(returned).__name__}; it must be {_RETURNS}")

@@ -224,7 +224,7 @@ def _cross_entropy(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     if logits.shape[:2] != targets.shape:
         raise BadInputError(
             f"the model returned logits of shape {tuple(logits.shape)} for targets of shape "
-            f"{tuple(targets.shape)}; they have to be (batch, sequence, vocabulary)"
+            f"{tuple(targets.shape)}; they must be (batch, sequence, vocabulary)"
         )
     flat = targets.flatten()
     total = F.cross_entropy(
@@ -238,12 +238,12 @@ def _scalar(value: Any, what: str) -> Tensor:
         return to_fp32(value).reshape(())
     if value is None and what == "the loss":
         raise BadInputError(
-            "the loss is None; it has to be a scalar tensor. Where nothing is to be learned from a "
+            "the loss is None; it must be a scalar tensor. Where nothing is to be learned from a "
             "batch, which may be a part of a rank's, return 0 times the sum of the module's output."
         )
     seen = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else None
     raise BadInputError(
-        f"{what} is {seen or 'a ' + type(value).__name__}; it has to be a scalar tensor"
+        f"{what} is {seen or 'a ' + type(value).__name__}; it must be a scalar tensor"
         + ("" if what == "the loss" else ", logits (batch, sequence, vocabulary) for a batch "
                                          "with targets, or have .loss or .logits. Return a loss "
                                          "function next to the module.")

@@ -15,8 +15,8 @@ from outpace.records.units import show_count
 _WANTED_BITS_PER_S, _BLOOM_BITS_PER_S = 400e9, 50e9
 _RECOMMENDED_NODES = 4
 _FIRST_NAMED = 5
-# Rounds across nodes lie further apart than this, and so many times as far as within nodes: then it
-# is the network.
+# The network is unsteady if rounds across nodes differ by more than this share, and by this many
+# times the difference within nodes.
 _WANDERS, _TIMES_NODE = 0.10, 3.0
 _LARGE_BYTES, _LEAST_ROUNDS = 1 << 16, 4
 
@@ -61,7 +61,7 @@ def _compare_rate(bits_per_s: float) -> str:
     share = f"{wanted}, {_WANTED_BITS_PER_S / bits_per_s:.2g} times as much"
     if bits_per_s >= _BLOOM_BITS_PER_S:
         return f"{share}; BLOOM was trained on 50."
-    return f"{share}; BLOOM was trained on 50. Sharding parameters across nodes (ZeRO-3) will wait."
+    return f"{share}; BLOOM was trained on 50. Parameters sharded across nodes (ZeRO-3) will wait."
 
 
 def world_notes(nodes: Nodes) -> list[str]:

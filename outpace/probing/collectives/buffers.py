@@ -11,10 +11,10 @@ from torch import Tensor
 from outpace.probing.timing.rank_clock import PreparedCall
 
 ITEM_BYTES = 4  # fp32
-# A prime: no array's parts begin at the same place of it, so a part in the wrong place shows.
+# A prime, so that parts of an array begin at different values, and a misplaced part is detected.
 _PERIOD = 65_521
 _PERIODS_AT_ONCE = 16  # are compared
-# Sums of fp32 in any order, as a share of the sum of magnitudes.
+# Allowed error of fp32 sums in any order, as a share of the sum of magnitudes.
 _TOLERANCE = 1e-6
 # Summed again and again in place, values grow by the number of ranks each time.
 _DECADES = 30

@@ -110,7 +110,7 @@ def check_again(cases: Sequence[Case], buffers: Buffers) -> None:
     Raises WrongResultError on all ranks if a value is wrong.
     """
     for one in cases:
-        buffers.renew(int(one.key.of["bytes"]))  # in each: what the one before left is wrong too
+        buffers.renew(int(one.key.of["bytes"]))  # so that the previous case's results are wrong
         wrong = one.check(one.make()()) if one.check else None
         if wrong:
             raise WrongResultError(f"{one.key}, after it was timed: {wrong}")
@@ -193,7 +193,7 @@ def send_and_receive(place: AxisPlace, count: int, after: int, before: int) -> M
     source, room = place.buffers.get(count)
 
     def call() -> Tensor:
-        # What is received first is announced before what is sent fills the connection.
+        # The first receive is posted before the data sent fill the connection.
         todo = [
             dist.P2POp(dist.irecv, room, before, group=place.group),
             dist.P2POp(dist.isend, source, after, group=place.group),

@@ -44,7 +44,7 @@ def nodes_of(places: Sequence[tuple[int, int]]) -> Nodes:
         if node != [(local, size) for local in range(size)]:
             raise BadInputError(
                 f"the ranks from {rank} on have (local rank, local world size) {list(node)}, "
-                f"but the {size} ranks of a node have to be consecutive. Start with torchrun, "
+                f"but the {size} ranks of a node must be consecutive. Start with torchrun, "
                 "or with mpirun --map-by slot."
             )
         nodes.append(tuple(range(rank, rank + size)))

@@ -20,10 +20,10 @@ from outpace.probing.timing.measure import Case, Clock, Effort, measure
 from outpace.probing.timing.rank_clock import PreparedCall
 from outpace.records.figure import Figure, Key
 
-# A share that a repeat may find this far away is no answer.
+# A share is not reported if that of a repeat may differ by more than this.
 _CONCLUSIVE = 0.15
 _LEAST_S = 1e-6
-# Those that trainings overlap: gradients of replicas, parameters and gradients of shards.
+# The collectives that training overlaps: gradients of replicas, parameters and gradients of shards.
 OVERLAPPED = ("all-reduce", "all-gather", "reduce-scatter")
 
 
@@ -144,7 +144,7 @@ def share_hidden(key: Key, found: Sequence[Figure]) -> Figure:
     shares = list(chain.from_iterable(rounds))
     middle, away = median(shares), half_width(shares)
     conclusive = away <= _CONCLUSIVE
-    # Only now: noise that a limit cut off would seem less than it is.
+    # Limit the shares only now: limiting each sample would make the noise seem less than it is.
     low, value, high = (min(1.0, max(0.0, middle + by)) for by in (-away, 0.0, away))
     return Figure(
         key=key, unit="ratio", value=value if conclusive else None, origin="measured", low=low,

@@ -16,9 +16,9 @@ from outpace.probing.timing.rank_clock import RanksClock, await_device
 from outpace.records.figure import Figure, Key
 from outpace.records.probed import LinkFit
 
-# With fewer, noise might be so much more than it seems that hardly anyone could be named as slow.
+# With fewer rounds, the noise is so uncertain that hardly any rank could be called slow.
 _LEAST_SAMPLES, _MOST_SAMPLES = 12, 30
-# In each round samples, of each the seconds of a call by rank.
+# The samples of each round; a sample has the seconds of a call by rank.
 Rounds = list[list[tuple[float, ...]]]
 ITEM_BYTES = 4
 _LONGEST_S = 0.05
@@ -75,7 +75,7 @@ def work_of(device: torch.device) -> dict[str, RankWork]:
     source = torch.randn(count, device=device)
     out = torch.empty_like(source)
     return {
-        "matrix products": RankWork(
+        "matmuls": RankWork(
             lambda: torch.mm(a, b), lambda found: wrong_matmul(found, a, b, "fp32")
         ),
         "memory": RankWork(

@@ -14,7 +14,7 @@ from outpace.probing.collectives.groups import Pair
 from outpace.probing.timing.intervals import half_width, normal_deviation
 
 _RANK_SLOWER, _LINK_SLOWER = 1.10, 1.25
-# Beyond what the others differ by among themselves, in their standard deviations.
+# Least distance from the others, in standard deviations of the others.
 _APART = 4.0
 _LEAST_ROUNDS = 4
 _FALSE_ALARMS = 0.005  # share of probes of equal ranks
@@ -101,12 +101,12 @@ def _slower_ones(ratios: Mapping[Who, Sequence[float]], slower: float) -> list[S
     for who, of in ratios.items():
         if len(of) < _LEAST_ROUNDS:
             continue
-        # By factors: a round in which the others were quick counts as one in which they were slow.
+        # Logarithms, so that rounds in which the others were fast or slow count alike.
         logs = [log(ratio) for ratio in of]
         middle, half = median(logs), half_width(logs)
-        # The more there are, the more likely one of them seems slow by chance: on one side of two.
+        # The more ranks there are, the more likely one of them seems slow by chance (one-sided).
         sure = half_width(logs, 1 - 2 * _FALSE_ALARMS / len(ratios))
-        # This median alone is in question, and not how far a repeat's may lie from it.
+        # The uncertainty is that of this median, not of its difference from a repeat's.
         if middle - sure / 2**0.5 > log(slower):
             found.append(Slowness(who, exp(middle), exp(middle - half), exp(middle + half)))
     return sorted(found, key=lambda one: -one.times)

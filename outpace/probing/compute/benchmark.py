@@ -23,7 +23,8 @@ Progress = Callable[[float], None]
 # What 16-bit training computes in, where there is a choice.
 _FIRST: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
 _UNLUCKY = 0.03  # smaller gains give no advice
-# Of the budget, for a call of each of a model's matmuls: about twenty are made.
+# Share of the budget for one call of each of a model's matmuls, each of which is called about
+# twenty times.
 _ONE_OF_EACH = 0.05
 
 
@@ -132,7 +133,7 @@ def _by_clock(figure: Figure, features: Collection[str]) -> str | None:
     return (
         f"the best {dtype} rate is what {threads} core{'s'[: threads > 1]} would do at {clock} "
         f"with all units busy ({span.least} to {span.most} operations a cycle, by the catalog); a "
-        "clock near the processor's own says that little is left to gain"
+        "clock near the processor's own means that little is left to gain"
     )
 
 
@@ -208,7 +209,7 @@ def _steps(
         return
     yield (
         f"time rises by {steps.rise:.1%} in steps of {steps.tile} (this explains "
-        f"{steps.explained:.0%} of what a straight line leaves): multiples of {steps.tile} "
+        f"{steps.explained:.0%} of the deviations from a straight line): multiples of {steps.tile} "
         "waste nothing"
     )
     dtype: Dtype = sweep[0].key.of["dtype"]  # type: ignore[assignment]
@@ -223,8 +224,8 @@ def _waves(sweep: Sequence[Figure], device: torch.device) -> Iterator[str]:
     if waves := find_waves(sizes, seconds, int(sweep[0].key.of["m"]), count):
         (high, wide), share = waves
         yield (
-            f"waves of {count} tiles of {high} × {wide} explain {share:.0%} of what a straight "
-            "line leaves"
+            f"waves of {count} tiles of {high} × {wide} explain {share:.0%} of the deviations from "
+            "a straight line"
         )
 
 
@@ -237,7 +238,7 @@ def _shares(sweep: Sequence[Figure], alone: Sequence[Figure], dim: str) -> Itera
         wide, share = found
         yield (
             f"{threads} threads divide it in blocks of {wide} (this explains {share:.0%} of how "
-            f"their gain over one varies): multiples of {wide * threads} leave none idle"
+            f"their speed-up over one varies): multiples of {wide * threads} leave none idle"
         )
 
 

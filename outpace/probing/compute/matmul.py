@@ -24,8 +24,8 @@ TORCH: dict[Dtype, torch.dtype] = {
     "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
     "fp8": torch.float8_e4m3fn,
 }  # fmt: skip
-# Of a result, how coarse the dtype is in which it is stored; of the sum of magnitudes in a matmul,
-# what the sums in fp32 and (tf32) the inputs lose.
+# Allowed errors: relative to a result, the resolution of the dtype in which it is stored; relative
+# to the sum of magnitudes in a matmul, what the sums in fp32 and (in tf32) the inputs lose.
 _STORED: dict[Dtype, float] = {
     "fp32": 2**-23, "tf32": 2**-23, "bf16": 2**-7, "fp16": 2**-10, "fp8": 2**-7,
 }  # fmt: skip
@@ -147,7 +147,7 @@ def wrong_matmul(found_MN: Tensor, a_MK: Tensor, b_KN: Tensor, dtype: Dtype) -> 
     true = a_2K @ b_KN
     allowed = 2 * _STORED[dtype] * true.abs() + _SUMMED[dtype] * (a_2K.abs() @ b_KN.abs())
     away = (found_MN[ends].double() - true).abs()
-    # Written so that NaN is wrong too, and that 0 may be 0.
+    # Written so that NaN counts as wrong, and 0 may equal 0.
     if bool((away <= allowed).all()):
         return None
     return f"a matmul is off by {(away / allowed).max().item():.3g} times its rounding"

@@ -20,7 +20,7 @@ from outpace.records.probed import Advice
 _PADDED_TO = (8, 64, 128)
 # Narrower heads take seconds on a processor, and nobody trains them.
 _LEAST_HEAD_DIM = 8
-# What attention may be off by, of the largest value.
+# Allowed error of attention, relative to the largest value.
 _ATTENTION_OFF: dict[Dtype, float] = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.01}
 # Less than this is not worth changing a model for.
 _WORTH = 0.005
@@ -159,7 +159,7 @@ def _wrong_attention(dtype: Dtype, found: _AttentionRun) -> str | None:
         scores = scores.masked_fill(~seen, -torch.inf)
     out = scores.softmax(-1) @ v
     true = [out, *(torch.autograd.grad(out, (q, k, v), g) if found.grads else ())]
-    names = ("what comes out", "dQ", "dK", "dV")
+    names = ("the output", "dQ", "dK", "dV")
     for name, one, right in zip(names, (found.out, *found.grads), true, strict=False):
         # As a share of the largest: many roundings went into each value.
         away = ((one[:, ends].double() - right).abs().max() / right.abs().max()).item()

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-# What libraries use, smallest first: vector registers, blocks of them, tiles of GPUs.
+# Widths that libraries use, smallest first: vector registers, blocks of them, tiles of GPUs.
 TILES = (2, 4, 6, 8, 12, 14, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 GPU_TILES = ((64, 64), (128, 64), (64, 128), (128, 128), (256, 128), (128, 256), (256, 256))
-# Steps explain a curve if what they leave unexplained is at most this share of what a line does.
+# Steps explain a curve if they leave at most this share of the deviation that a straight line
+# leaves.
 _EXPLAINS = 0.5
 # A smaller tile has every step of a larger one: the larger must explain clearly more.
 _CLEARLY = 0.85

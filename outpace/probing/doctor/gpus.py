@@ -60,7 +60,7 @@ def pcie(inventory: Inventory) -> Iterator[Finding]:
             times(2 ** (can - now), 2 ** (can - now), "transfers over PCIe",
                   "PCI-SIG: each generation has twice the rate of the previous one"),
         )  # fmt: skip
-    # An idle card lowers its generation to save power: only a busy one says something.
+    # An idle card lowers its generation to save power: only a busy one is informative.
     slow = [
         gpu
         for gpu in gpus
@@ -219,7 +219,7 @@ def binding(inventory: Inventory) -> Iterator[Finding]:
         raise UnknownFactError("not started as a rank: run outpace doctor in place of the training")
     if rank >= len(gpus) or inventory.settings.get("CUDA_VISIBLE_DEVICES"):
         raise UnknownFactError("it is unknown which GPU this rank will use")
-    # By default CUDA counts the fastest first, and NVML by place on the bus.
+    # By default, CUDA numbers devices fastest first, and NVML by position on the bus.
     ordered = inventory.settings.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"
     if not ordered and len({gpu.name for gpu in gpus}) > 1:
         raise UnknownFactError(

@@ -153,7 +153,7 @@ def _cannot_be_used(inventory: Inventory, active: list[NetworkPort]) -> Iterator
     if inventory.verbs_devices is False:
         yield make_finding(
             name, "severe", "ports have a link, but programs cannot open them",
-            "/dev/infiniband is not there",
+            "/dev/infiniband does not exist",
             "in a container: docker run --device /dev/infiniband; else modprobe ib_uverbs as root",
         )  # fmt: skip
     if inventory.verbs_library is False:

@@ -46,7 +46,7 @@ def measure_rates(threads: int) -> HostRates:
     """Measure the rates of `threads` threads in a thread of this process, which ends afterwards."""
     import torch
 
-    # One thread by its own clock, which others' programs do not slow down.
+    # One thread, by its own CPU time, which other programs do not lengthen.
     torch.set_num_threads(1)
     rates = {}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):

@@ -19,7 +19,7 @@ from outpace.records.topology import cpu_list
 
 PROC, DEV = Path("/proc"), Path("/dev")
 _SHARED_MEMORY = Path("/dev/shm")
-# The variables that a check reads; others may hold what is nobody's business.
+# Only variables that a check reads: others may hold private data.
 SETTINGS = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER",
     "CUDA_LAUNCH_BLOCKING", "NVIDIA_TF32_OVERRIDE", "TORCH_DISTRIBUTED_DEBUG",
@@ -27,7 +27,7 @@ SETTINGS = (
     "NCCL_NET",
     "NCCL_NVLS_ENABLE", "NCCL_DEBUG", "NCCL_ALGO", "NCCL_PROTO",
 )  # fmt: skip
-# By which NCCL, and any other program, sends over InfiniBand and RoCE.
+# The library with which NCCL and other programs send over InfiniBand and RoCE.
 VERBS_LIBRARY = "libibverbs.so.1"
 _LOCAL = (("LOCAL_RANK", "LOCAL_WORLD_SIZE"),
           ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
@@ -99,7 +99,7 @@ def _watch(
     """Return how many of this process's cores others use, their programs, and swapped bytes/s."""
     own = psutil.Process()
     before, swap = _cpu_times(), _swap_bytes()
-    # Looking at all processes takes a while on a busy host: cores are timed by themselves.
+    # Reading all processes takes a while on a busy host, so cores are timed separately.
     cores, began_s = psutil.cpu_times(percpu=True), time.monotonic()
     time.sleep(watch_s)
     cores_after, took_s = psutil.cpu_times(percpu=True), time.monotonic() - began_s

@@ -48,7 +48,7 @@ def _processor() -> tuple[str, tuple[str, ...]]:
                 flags.update(value.split())
                 break
     except OSError:
-        pass  # not Linux: the platform's own name has to do
+        pass  # not Linux: the platform's own name will do
     return name, tuple(feature for feature in _FEATURES if feature in flags)
 
 

@@ -90,7 +90,7 @@ def _end(process: subprocess.Popen[str]) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
-    # One that waits in the kernel cannot be ended: it is left, rather than waited for.
+    # A process that waits in the kernel cannot be ended, so it is not waited for.
     with suppress(subprocess.TimeoutExpired):
         process.communicate(timeout=1)
 
@@ -159,7 +159,7 @@ def _find_header(lines: list[str], source: str) -> tuple[int, _Header]:
         if any(_TERMS.fullmatch(name) for name in names):
             continue  # a row
         found = list(_LABELS.finditer(expanded))
-        # Where the first cell of the header is not left free, rows are further right than it.
+        # If the header lacks its empty first cell, rows are shifted right relative to it.
         shift = _TAB if not line[:1].isspace() else 0
         columns = tuple("".join(match[0].split()) for match in found)
         return at, _Header(names, columns, tuple(match.start() + shift for match in found))
@@ -218,7 +218,7 @@ def _row(
         )
     if not whole:
         unread = rest[0][0] if rest else "its end"
-        notes.append(f"row {name}: {unread!r} is not a link; missing ones are of the other rows")
+        notes.append(f"row {name}: {unread!r} is no link; missing ones are taken from other rows")
         rest = rest[1:]
         cells += [None] * (len(header.names) - len(cells))
     return cells, _last_fields(rest, header, whole)

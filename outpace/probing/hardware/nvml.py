@@ -27,7 +27,7 @@ _REASONS = {
     0x80: "power brake",
     0x100: "display clocks",
 }
-# Of NVML's header, and not to change: fields of nvmlDeviceGetFieldValues and what they count.
+# From NVML's header, where they are stable: fields of nvmlDeviceGetFieldValues and what they count.
 FI_NVLINK_DATA_TX, FI_NVLINK_DATA_RX = 138, 139  # KiB so far
 FI_PCIE_TX, FI_PCIE_RX = 197, 198  # bytes so far
 ALL_LINKS = 0xFFFFFFFF

@@ -16,16 +16,17 @@ from outpace.nn.torch_versions import VERSION
 from outpace.probing.hardware.procfs import read_text
 from outpace.records.version import __version__
 
-# The kernel's module says so by itself; under Windows and without a driver it is not there.
+# The kernel module reports its version here; the file is missing under Windows and without a
+# driver.
 _DRIVER = Path("/sys/module/nvidia/version")
 _PACKAGES = ("transformers", "tokenizers", "datasets", "safetensors", "numpy")
 _TELLING = (
     "NCCL_", "CUDA_", "CUBLAS_", "CUDNN_", "NVIDIA_", "OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_",
     "GLOO_", "UCX_", "FI_", "TORCH", "PYTORCH_", "MALLOC_", "LD_PRELOAD",
 )  # fmt: skip
-# Each launch has its own, or the launcher alone sets it.
+# Variables that differ for each launch, or that only the launcher sets.
 _OF_LAUNCHERS = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_CPP_LOG_LEVEL")
-# What is called so, or has a password in an address, is nobody's but its owner's.
+# Names of variables with secrets; addresses with a password are secret, too.
 _SECRET = re.compile(r"TOKEN|SECRET|PASS(W|_|$)|PWD|KEY|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
 _ADDRESS_WITH_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]*@")
 

@@ -10,7 +10,7 @@ from outpace.records.units import show_count, show_seconds
 # Loading that takes more of a step than this, where nothing hides it, is worth a worker.
 _SHOWN = 0.01
 _WORTH = 0.05
-# What is this near the fastest is as fast, however sure the difference is.
+# Settings this close to the fastest count as equally fast, even if the difference is certain.
 _ALIKE = 0.02
 
 

@@ -36,13 +36,14 @@ from outpace.records.figure import Figure, Key
 PREFETCH = 2  # outpace's and torch's default
 _OTHER_PREFETCH, _FULL_OTHER_PREFETCH = (4,), (1, 4, 8)
 _QUICK_WORKERS = 4
-# Numbers of workers that other settings go over, with the most: all loaders are open at once.
+# Numbers of workers for which other settings are varied, besides the largest: all loaders are open
+# at once.
 _CROSSED = (1, 2, 4, 8)
 _ENDLESS = 1 << 40
 _CALL_S = 0.015
 _LOCATED = 32
 _SAMPLE_S, _FULL_SAMPLE_S = 0.015, 0.03
-# Of the budget.
+# Shares of the budget.
 _RATES, _STARTS, _TOKENISING = 0.60, 0.10, 0.30
 
 Progress = Callable[[float], None]
@@ -210,7 +211,7 @@ class _Bench:
         running = self._open_loader(setting)
         self.stack.callback(running.close)
         wrong = self._wrong(setting, running())
-        # More than wait in the queues, which are full when a call begins after others' samples.
+        # More batches than wait in the queues, which fill up during the samples of other settings.
         waiting = setting.workers * (setting.prefetch + 1)
         running.batches = max(1, waiting)
         HostClock().seconds(running, 1)

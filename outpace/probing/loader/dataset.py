@@ -20,11 +20,11 @@ from outpace.data.text import Piece, pieces
 from outpace.data.tokenizer import Tokenizer, train_tokenizer
 from outpace.records.errors import BadInputError
 
-# A text that is read for a probe, characters; training would read all of it.
+# Characters of text that a probe reads; training would read all of it.
 _TAKEN, _FULL_TAKEN = 1 << 21, 1 << 24
-# Tokens are repeated up to this many: more than a processor's cache holds, as a corpus is.
+# Tokens are repeated up to this number, which exceeds a processor's cache as a corpus does.
 _LEAST_TOKENS = 1 << 24
-# A tokenizer learned from this much is as fast as another of its size.
+# Characters on which a tokenizer is trained; more would not change its speed.
 _LEARNED_CHARACTERS, _LEARNED_VOCAB = 1 << 20, 8192
 _AT_ONCE = 256
 

@@ -29,7 +29,7 @@ PAGE_BYTES = 4096
 BLOCK_PAGES = 1024  # pages of the largest block; contents of pages repeat after that many
 _LEAST_PAGES = 16 * BLOCK_PAGES
 _WORDS = PAGE_BYTES // 8
-# More than a test of a disk may take of what others could need.
+# A test of a disk may use at most this share of its free space, which others may need.
 _TAKEN_SHARE = 0.5
 _IN_MEMORY = ("tmpfs", "ramfs")
 
@@ -205,7 +205,7 @@ def _open(directory: Path) -> tuple[int, bool]:
     if in_memory(directory) is not None:
         return nameless, False
     try:
-        # Setting the flag on a descriptor that is open already is refused by some that open with it
+        # Some file systems that accept the flag on opening refuse to set it on an open descriptor
         return os.open(f"/proc/self/fd/{nameless}", os.O_RDWR | os.O_DIRECT), True
     except OSError as error:
         if error.errno not in (*REFUSED, errno.ENOENT):

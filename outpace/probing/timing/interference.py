@@ -13,11 +13,11 @@ from outpace.probing.timing.section import ProbeSection
 from outpace.records.figure import Figure
 from outpace.records.probed import Steadiness
 
-# Of a core by others, or of all time by the hypervisor: more than this is said.
+# Use of a core by others, or of all time by the hypervisor, above which it is reported.
 _OTHERS, _STOLEN = 0.15, 0.02
-# Of all cores' time that others take: more than this, and figures of the processor are none. A
-# matmul on two cores one of which is taken is no slower by half: it waits for a whole turn of the
-# other program, in every call, and steadily so.
+# Share of all cores' time used by others above which the processor's figures are invalid. If one of
+# two cores is taken, a matmul does not just run at half its speed: in every call it waits for a
+# whole time slice of the other program, and steadily so.
 _DISTURBED = 0.10
 
 

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-# Yields where others may have their turn, and returns what it found in all of its own.
+# Yields where others may have their turn, and returns the result of all its own turns.
 Turns = Generator[None, None, T]
 
 

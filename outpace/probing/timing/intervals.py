@@ -8,11 +8,11 @@ from statistics import median
 LEVEL = 0.95
 # The median of k normal values varies as the mean of k * 2 / pi.
 _MEDIAN_COSTS = 1.2533
-# A scale from median distances varies as one from 37 % as many values would, by squares.
+# A scale from median distances varies as much as a standard deviation from 37 % as many values.
 _EFFICIENCY = 0.37
-# What was measured together lies nearer to each other than to a repeat.
+# Values that were measured together are closer to each other than to a repeat.
 SLACK = 1.15
-# A trend of this share is drift, if it is no accident.
+# A trend of this share is drift, unless it is due to chance.
 _DRIFT = 0.10
 _DRIFT_T = 4.0
 

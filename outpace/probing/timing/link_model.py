@@ -18,7 +18,7 @@ from outpace.records.figure import Figure, Key
 from outpace.records.probed import LinkFit
 
 # As nccl-tests counts ("doc/PERFORMANCE.md"): what each link carries, of the whole array's bytes.
-# With `n` ranks a reduced array crosses each link twice but for the rank's own part.
+# With `n` ranks a reduced array crosses each link twice, except for the rank's own part.
 _BUS: dict[str, Callable[[int], float]] = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "all-gather": lambda n: (n - 1) / n,

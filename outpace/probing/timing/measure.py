@@ -22,7 +22,7 @@ from outpace.probing.timing.intervals import LEVEL, half_width, trend
 from outpace.records.errors import OutpaceError
 from outpace.records.figure import Figure, Key, Unit
 
-# Beyond this a figure would say little: it is not given.
+# A figure with a wider interval than this would say little, and is not given.
 CONCLUSIVE = 0.25
 # A sample this many times as long as usual is one long call.
 _LONG = 5
@@ -230,7 +230,7 @@ def figure_of(key: Key, unit: Unit, rounds: Sequence[Sequence[float]]) -> Figure
     """Return the figure of rounds of samples."""
     samples = list(chain.from_iterable(rounds))
     medians = [median(of) for of in rounds]
-    # Neighbours do not show how far rounds are from each other; and these are as a repeat's are.
+    # Neighbouring samples do not show how much rounds differ, while rounds differ as a repeat does.
     half = max(half_width(samples), half_width(medians, slack=1.0))
     value = median(samples)
     known, why = half < inf, _unstable(value, half, medians)
@@ -244,7 +244,7 @@ def figure_of(key: Key, unit: Unit, rounds: Sequence[Sequence[float]]) -> Figure
 def _unstable(value: float, half: float, rounds: Sequence[float]) -> str | None:
     """Explain why no value is given."""
     if value <= 0:
-        return "it cannot be told from 0"
+        return "it cannot be distinguished from 0"
     if drift := trend(rounds):
         return f"it drifted by {drift:+.0%} of its median during the measurement"
     if half > CONCLUSIVE * value:

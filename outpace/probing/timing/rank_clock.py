@@ -13,7 +13,7 @@ import torch.distributed as dist
 from outpace.probing.timing.measure import Clock, clock_of
 
 _POLL_S = 5e-5
-# Of the groups' time limit: before NCCL's own watchdog ends the process without a word.
+# Share of the groups' time limit: NCCL's own watchdog would end the process without a message.
 _PATIENCE = 0.8
 
 
@@ -47,9 +47,7 @@ def await_event(event: Event, limit_s: float, group: dist.ProcessGroup | None = 
             if group is not None:
                 with suppress(RuntimeError):  # some backends do not support it
                     group.abort()
-            raise dist.DistBackendError(
-                f"the device did not come to its end within {limit_s:.3g} s"
-            )
+            raise dist.DistBackendError(f"the device did not finish within {limit_s:.3g} s")
         time.sleep(_POLL_S)
 
 

@@ -15,11 +15,10 @@ from outpace.probing.hardware.nvml import computing_pids, throttle_reasons
 from outpace.probing.utilisation.sampler import open_nvml, same_pids
 
 _PERIOD_S = 0.5
-# A driver that hangs must not keep a probe from its end.
+# A driver that hangs must not keep a probe from finishing.
 _PATIENCE_S = 10.0
-# What comes and goes, so that a repeat would not find the same. A power cap, clocks that a user
-# set and the like hold the clocks down all the time, in training too: they are said, and figures
-# stand.
+# Transient causes, which a repeat would not find again. A power cap, clocks set by a user and the
+# like last, in training too: they are reported, and the figures remain valid.
 _PASSING = frozenset(
     {"hardware slowdown", "temperature (driver)", "temperature (hardware)", "power brake"}
 )
@@ -96,7 +95,7 @@ def watch_gpu(
         uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
         name = f"GPU {nvml.nvmlDeviceGetIndex(handle)}"
-    except Exception:  # a part of a GPU (MIG), or a library that does not know the question
+    except Exception:  # a part of a GPU (MIG), or a library that does not know the query
         return None
     return GpuWatch(library, handle, name, {*probe_pids, *_ancestors()}, same_pids())
 

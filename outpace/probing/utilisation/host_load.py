@@ -12,7 +12,7 @@ from outpace.probing.hardware.procfs import read_text
 from outpace.records.utilisation import HostLoad
 
 RAPL = Path("/sys/class/powercap")
-# Looking for new processes of a run reads every process there is: 1 part in 1000 of a core's time.
+# Finding new processes of a run reads every process, which may take 1/1000 of a core's time.
 _SEARCH_SHARE = 1 / 1000
 
 

@@ -11,11 +11,11 @@ from outpace.records.utilisation import Load, ThinnedLoads, Utilisation, series
 
 PERIOD_S = 1.0
 _SAVE_EVERY_S = 60.0
-# More rarely where the file is large: 1 part in 1000 of a core's time.
+# Less often if the file is large: writing it may take 1/1000 of a core's time.
 _SAVE_SHARE = 1 / 1000
 # Shorter stretches say little: the kernel counts processor time in hundredths of a second.
 _LEAST_S = 0.1
-# A driver that hangs must not keep a run from its end.
+# A driver that hangs must not keep a run from finishing.
 _PATIENCE_S = 10.0
 
 
@@ -95,7 +95,7 @@ class LoadRecorder:
                 wait_s = period_s - (time.monotonic() - began_s) % period_s
                 done = self._closed.wait(wait_s)
                 if done and self.series is None:
-                    # However short it was, a load is kept of it.
+                    # Keep a load even if the recording was short.
                     time.sleep(max(0.0, _LEAST_S - (time.monotonic() - began_s)))
                 self._latest = self._samples.read_new() or self._latest
                 now_s = time.monotonic()

@@ -72,7 +72,7 @@ def headline(comparison: Comparison) -> str | None:
     }
     if len(known) < 2 or comparison.experiment.metric is not None:
         return None
-    tested = f"Only differences to {first.arm} are tested."
+    tested = f"Only differences from {first.arm} are tested."
     faster = [name for name, verdict in known.items() if verdict.claimed_faster]
     slower = [name for name, verdict in known.items() if verdict.claimed_slower]
     if len(slower) == len(known):

@@ -1,4 +1,4 @@
-"""The planner's answer: the question, ranked plans with their reasons, and what was not taken."""
+"""The planner's answer: the question, ranked plans with their reasons, and rejected families."""
 
 from collections.abc import Iterator, Sequence
 
@@ -137,7 +137,7 @@ def budget_words(planned: RankedPlan) -> str:
 
 
 def rejections(answer: Plans) -> Iterator[DataTable]:
-    """Yield the cost of required settings, and the families of plans that were not taken."""
+    """Yield the cost of required settings, and the rejected families of plans."""
     if answer.insistences:
         costs = tuple(
             (one.setting, Number(one.slowdown, _slower(one.slowdown))) for one in answer.insistences

@@ -8,7 +8,7 @@ from outpace.reporting.charts.figures import deviation
 from outpace.reporting.render.document import Answer, Cell, DataTable, Number, Paragraph, StyledText
 
 _NOTHING_COMPARED = (
-    "Nothing was compared, for no other plan was measured: give it more time (--budget)."
+    "Nothing was compared, because no other plan was measured: give it more time (--budget)."
 )
 _ALIKE, _LESS = 1.02, 1.03  # times as long, at most; times as much memory, at least
 _RATES = {"tokens_per_s": "tokens/s", "samples_per_s": "samples/s"}

@@ -2,17 +2,17 @@
 
 from collections.abc import Mapping
 
-# Okabe and Ito, "Color Universal Design" (2008), but for two: their yellow (#F0E442) has a contrast
-# of 1.3 with white, this one of 3.2; and grey replaces black, which dark pages hide.
+# Okabe and Ito, "Color Universal Design" (2008), except for two: their yellow (#F0E442) has a
+# contrast of 1.3 with white, this one of 3.2; and grey replaces black, which dark pages hide.
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 SKY, PINK, YELLOW, GREY = "#56B4E9", "#CC79A7", "#A39100", "#999999"
 LIGHT_BLUE, LIGHT_RED, LIGHT_GREY, DARK_GREY = "#8FD3F4", "#F3A683", "#BBBBBB", "#6B6B6B"
 PURPLE = "#B07AA1"
 _SERIES = (BLUE, ORANGE, GREEN, RED, SKY, PINK, YELLOW, GREY)
 _DASHES = ("solid", "dash", "dot", "dashdot")
-# Of memory by kind, in the order of records.memory.KINDS: these, and lighter ones of them.
+# Colours of memory by kind, in the order of records.memory.KINDS: these, and lighter shades.
 MEMORY = (BLUE, SKY, LIGHT_BLUE, ORANGE, RED, GREEN, PINK, GREY, LIGHT_GREY, YELLOW)
-# Of a step's time by part, as records.measurement.PARTS names them.
+# Colours of a step's time by part, as records.measurement.PARTS names them.
 PARTS: Mapping[str, str] = {
     "data": PINK,
     "forward": BLUE,
@@ -22,7 +22,7 @@ PARTS: Mapping[str, str] = {
     "other": GREY,
 }
 # The same for an estimate, by the names of planner.titles.PARTS: computing in blues, communication
-# in reds and their like, waiting in greys.
+# in reds and related colours, waiting in greys.
 ESTIMATED: Mapping[str, str] = {
     "products_s": BLUE,
     "attention_s": SKY,
@@ -38,7 +38,7 @@ ESTIMATED: Mapping[str, str] = {
     "offload_s": DARK_GREY,
     "loading_s": PARTS["data"],
 }
-# Of a pipeline's actions, by their kind; and of waiting.
+# Colours of a pipeline's actions by kind, and of waiting.
 ACTIONS: Mapping[str, str] = {"F": BLUE, "B": GREEN, "I": GREEN, "W": ORANGE}
 PREDICTED, MEASURED = ORANGE, BLUE
 

@@ -73,7 +73,7 @@ def _why_not(record: RunRecord, hosts: int, probe: Machine | None) -> str | None
     if probe is not None and other:
         return (
             f"The probe is from another machine: {other[0]} is {getattr(probe, other[0])} "
-            f"there, and {getattr(record.machine, other[0])} where it ran."
+            f"there, and {getattr(record.machine, other[0])} on the run's machine."
         )
     if hosts > 1 and probe is None:
         return (

@@ -34,7 +34,7 @@ def _ranks(found: HangReport) -> DataTable:
          _STATES[one.state], one.place)
         for one in found.ranks
     )  # fmt: skip
-    return DataTable("How they stood", ("rank", "host", "process", "in", "state", "at"), rows)
+    return DataTable("State of each rank", ("rank", "host", "process", "in", "state", "at"), rows)
 
 
 def _parts(one: RankSnapshot) -> list[Part]:

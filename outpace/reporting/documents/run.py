@@ -38,7 +38,7 @@ from outpace.reporting.sections.estimate import parts_bars
 from outpace.reporting.terminal.summary import first_step_name, runtime_name
 from outpace.training.run_dir import METRICS_FILE
 
-# Within an interval that is wider, of a machine that was never measured, most times lie.
+# A wider interval, as for a machine that was never measured, would contain nearly any time.
 _WIDEST = 4.0
 
 

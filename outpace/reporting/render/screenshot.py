@@ -16,7 +16,7 @@ _WIDTH_PX = 1200
 # Chromium draws no larger picture at once.
 _HIGHEST_PX = 16_384
 _PATIENCE_S = 120
-# Of the page's own time, which passes at once when nothing is left to do.
+# In the page's virtual time, which skips ahead when nothing is left to do.
 _DRAWING_MS = 20_000
 
 

@@ -28,7 +28,7 @@ _ACTIONS: Mapping[str, str] = {
     "W": "backward, weights",
 }
 _WAITING = "rgba(128,128,128,0.22)"
-# What a rank computes of a step, by an estimate's names; the rest is waiting, or not a pass's.
+# Parts of an estimate that a rank computes in passes; the rest is waiting, or outside of passes.
 _PASSES = ("products_s", "attention_s", "memory_s", "host_s", "tensor_s")
 
 

@@ -16,7 +16,7 @@ _DEFAULT = re.compile(r"\(default(?::\s*|\s+)(.*)\)", re.DOTALL)
 def config_table(settings: TrainSettings, origins: Mapping[str, str]) -> Table:
     """Return a row per setting: its name, its value, and the value's origin.
 
-    Of a setting that nobody gave and that training decides, the value says in parentheses how.
+    For a setting that training decides, the value is the rule for it, in parentheses.
     """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1))
     table.add_column("setting", no_wrap=True)
@@ -35,13 +35,13 @@ def config_table(settings: TrainSettings, origins: Mapping[str, str]) -> Table:
 
 
 _CAPTION = (
-    "In parentheses: what outpace train uses where nobody gave a value. It decides once it knows "
+    "In parentheses: what outpace train uses if no value is given. It decides once it knows the "
     "model, data and machine."
 )
 
 
 def _default_text(name: str) -> str:
-    """Return what a setting without a value becomes, as its help says: "(the model's)"."""
+    """Return the default of a setting without a value, as its help states it: "(the model's)"."""
     found = _DEFAULT.search(TrainSettings.model_fields[name].description or "")
     return f"({found[1]})" if found else "(not set)"
 

@@ -160,8 +160,8 @@ def _notes(
     lines = [f"{who}: the peak is in the {traced.peak.location} of step {traced.peak.step}."]
     if traced.source == "estimated":
         lines = [
-            f"{who}: by the planner's formula, as outpace does not train this model and can trace "
-            "none of it."
+            f"{who}: by the planner's formula, because outpace does not train this model and "
+            "cannot trace it."
         ]
     held = list(traced.activations_by_module.items())[:_MODULES_SHOWN]
     if held:

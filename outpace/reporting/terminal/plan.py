@@ -111,7 +111,7 @@ def _offloading(one: Estimate) -> list[str]:
 # Of a rank's step; docs/concepts/planner.md says how each is computed.
 _OFFLOADED = {
     "weights": "offloading copies {size} of weights, for each micro-batch's forward and backward",
-    "activations": "offloading copies {size} of activations, there in the forward and back in the "
+    "activations": "offloading copies {size} of activations, out in the forward and back in the "
     "backward",
     "optimizer": "offloading copies {size} of gradients and new weights",
     "host step": "the optimizer steps on the host",

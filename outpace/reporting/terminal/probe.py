@@ -111,8 +111,8 @@ def _head(machine: Machine, probed: ProbeRecord) -> RenderableType:
              f"{show_bytes(machine.host_memory_bytes)}; {devices}", style="bold"),
         Text(f"{kind} of {', '.join(probed.sections)} in {show_seconds(probed.took_s)}",
              style="dim"),
-        Text("everything is measured unless marked catalog; ± is where a repeat's figure lies "
-             f"with {100 * level:.0f} % probability", style="dim"),
+        Text("everything is measured unless marked catalog; ± is the range in which a repeat's "
+             f"figure lies with {100 * level:.0f} % probability", style="dim"),
     ]  # fmt: skip
     return Group(*lines, *_steady(probed.steadiness))
 

@@ -15,7 +15,7 @@ from outpace.records.probed import LinkFit, ProbeRecord
 from outpace.records.units import show_count, show_share, show_size
 
 Named = Callable[[Figure], str]
-# Sweeps of many sizes: what they say stands in the advice, all of them in the record.
+# Sweeps of many sizes: the advice has their results, and the record has all of their figures.
 _SWEEPS = {"unlucky", "fine", "candidate"}
 _MOST_RANKS = 16
 

@@ -56,7 +56,7 @@ def test_two_nodes_of_two_ranks_are_measured_on_every_axis(on_ranks):
         if all(took[what].value for what in ("computing", name, "both")):
             assert any(f"ms of {name} take" in word for word in said["said"])
     own = {(f.key.what, f.key.of["rank"]) for f in figures if f.key.kind == "ranks"}
-    assert own == {(what, rank) for what in ("matrix products", "memory") for rank in range(4)}
+    assert own == {(what, rank) for what in ("matmuls", "memory") for rank in range(4)}
     assert any("400 Gbit/s" in text or "is unknown" in text for text in said["advice"])
     assert any("at least 4" in note for note in said["notes"])
     assert said["told"] == sorted(said["told"]) and said["told"][-1] == 1.0

@@ -102,7 +102,7 @@ def test_attention_is_checked(what, causal, dtype):
     case = next(case for case in cases if case.key.what == what and case.key.of["heads"] > 1)
     found = case.make()()
     assert case.check(found) is None
-    assert "what comes out is off" in case.check(replace(found, out=found.out + 1))
+    assert "the output is off" in case.check(replace(found, out=found.out + 1))
     for number, name in enumerate(("dQ", "dK", "dV") if found.grads else ()):
         wrong = list(found.grads)
         wrong[number] = 1.1 * wrong[number]

@@ -20,12 +20,12 @@ def took(of, seconds):
 
 
 def found(matmul_s, transfer_s, both_s):
-    """Rounds of a product, transfers each way, and both; what hides differs by way."""
-    figures = [took("product", [matmul_s] * 12)]
+    """Rounds of a matmul, transfers each way, and both; what hides differs by way."""
+    figures = [took("matmul", [matmul_s] * 12)]
     for way in WAYS:
         both = both_s[way]
         figures.append(took(f"transfer {way}", [transfer_s] * 12))
-        figures.append(took(f"product and transfer {way}", both if isinstance(both, list)
+        figures.append(took(f"matmul and transfer {way}", both if isinstance(both, list)
                             else [both] * 12))  # fmt: skip
     return figures
 
