@@ -1,4 +1,4 @@
-"""Finding: a setting or a state of a machine that costs speed, and what to do about it."""
+"""Finding: a setting or state of a machine that hurts performance, and what to do about it."""
 
 from typing import Literal, Self
 

@@ -12,7 +12,7 @@ _GRAVE = ("severe", "high")
 
 
 def find_misconfiguration(environ: Mapping[str, str]) -> list[str]:
-    """Return the doctor's findings for this host that cost speed, the most costly first."""
+    """Return the doctor's findings that hurt this host's performance, the most costly first."""
     return finding_notes(examine(gather(environ, timeout_s=_DRIVER_S)))
 
 

@@ -32,7 +32,7 @@ class ProbeRequest:
     """Request for a probe; it uses `settings` for device, model, data and directories.
 
     `within_s`: time for all sections; None for the usual time. `environ` is examined, together with
-    the host, for settings that cost speed; None if the launching process does that.
+    the host, for settings that hurt performance; None if the launching process does that.
     """
 
     sections: tuple[SectionName, ...]

@@ -1,1 +1,1 @@
-"""Examination of a machine for faults that cost speed."""
+"""Examination of a machine for faults that hurt performance."""

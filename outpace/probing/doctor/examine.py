@@ -18,7 +18,7 @@ CHECKS: dict[str, Check] = {**NETWORK_CHECKS, **GPU_CHECKS, **HOST_CHECKS}
 
 
 def examine(inventory: Inventory) -> Examination:
-    """Run every check. Findings are in order of cost, the most costly first."""
+    """Run every check. Findings are sorted by cost, the most costly first."""
     findings: list[Finding] = []
     checked: list[str] = []
     not_checked: dict[str, str] = {}

@@ -79,7 +79,7 @@ def _short(names: tuple[str, ...]) -> str:
 
 
 def advice(placement: Placement, topology: Topology) -> list[str]:
-    """Say which groups to use for tensor parallelism, and where a slow link costs speed."""
+    """Say which groups to use for tensor parallelism, and where a slow link hurts performance."""
     count = len(topology.gpus)
     if count < 2:
         return [f"{count} GPU: nothing to place."]
