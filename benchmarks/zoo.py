@@ -48,7 +48,7 @@ ZOO = Path(__file__).parent.parent / "tests" / "parallel" / "zoo"
 FILES = (
     "data_parallel", "pipelines", "whole", "traps", "kinds", "recipes", "libraries", "projects",
     "aliases", "identities", "backwards", "later", "shares", "memories", "crossed", "inner",
-    "collected", "objectives", "delayed", "forms",
+    "collected", "objectives", "delayed", "forms", "ordinary",
 )  # fmt: skip
 SAMPLES, LIMIT_S = 8, 90.0
 # Strategies whose equal cells are looked at, too: with dropout, which verify disables.

@@ -28,7 +28,8 @@ from outpace.parallel.batchnorm import by_micro_batch, commit
 from outpace.parallel.layout import StepHooks, divisor
 from outpace.parallel.offload import place_optimizer
 from outpace.parallel.parallelize import lay_out, synchronise_statistics
-from outpace.parallel.parity.comparison import explain, mismatch, relative, scales
+from outpace.parallel.parity.comparison import SINGLE, explain, mismatch, relative, scales
+from outpace.parallel.parity.cut_difference import is_mean_over_samples
 from outpace.parallel.parity.kept_state import KeptState, find_kept_state
 from outpace.parallel.parity.module_state import kept_attributes, preserve_state
 from outpace.parallel.parity.moved_parameters import (
@@ -106,6 +107,7 @@ class ReferenceFacts:
     state: KeptState = field(default_factory=KeptState)  # state that no checkpoint has
     state_of_ranks: KeptState = field(default_factory=KeptState)  # separate on each rank
     written: tuple[str, ...] = ()  # parameters that the forward changes
+    over_samples: bool = False  # a mean over samples that is weighted by targets
 
 
 @dataclass
@@ -143,6 +145,9 @@ def reference(
         find_kept_state(objective, trial.batch(1), StepHooks(), alone=alone)
         for alone in (True, False)
     ]
+    facts.over_samples = is_mean_over_samples(
+        objective, StepHooks(), True, trial.batch(1), SINGLE.cut
+    )
     for step in range(1, STEPS + 1):
         with ExitStack() as stack:
             stack.enter_context(without_dropout(module))

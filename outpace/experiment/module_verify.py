@@ -41,6 +41,7 @@ from outpace.parallel.batches import explain_lengths, samples_in
 from outpace.parallel.batchnorm import batch_norms
 from outpace.parallel.parallelize import refused_strategy
 from outpace.parallel.parity.comparison import DOUBLE, HALF, MISSING, SINGLE, ComparisonLimits
+from outpace.parallel.parity.cut_difference import WEIGHTED
 from outpace.parallel.parity.first_batch_messages import explain_new_parameters
 from outpace.parallel.parity.loss_scale import explain_backwards
 from outpace.parallel.parity.moved_parameters import explain_writes
@@ -525,6 +526,8 @@ def _explain_cut(facts: ReferenceFacts) -> str:
         what = f"writes to {first_names(facts.written)}"
     elif facts.state_of_ranks.found:
         what = f"or the loss keeps {name_attributes(facts.state_of_ranks.names)}"
+    elif facts.over_samples:
+        return f"For a batch that is cut, {CUT_ALIKE}: {WEIGHTED}"
     else:
         return CUT
     return (

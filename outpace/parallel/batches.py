@@ -26,6 +26,11 @@ from torch.utils._pytree import (
 from outpace.parallel.layout import Batch
 from outpace.records.errors import BadInputError
 
+NEEDS_WHOLE = (
+    "something in it has a fixed number of samples, or refers to other samples of the batch (by an "
+    "index). Let it take any part of a batch, or use mp, which does not cut it"
+)
+
 
 class SampleList(list[Any]):
     """A list with an entry for each sample, marked when it is first split.
@@ -105,7 +110,8 @@ def _is_one_sample(entry: Any) -> bool:
 def _refuse_ragged(plain: Any, first: Tensor) -> None:
     """Raise BadInputError for a list of samples of different lengths, which cannot be split.
 
-    Beside the `first` tensor of the batch, a list with as many entries can.
+    If the `first` tensor of the batch is not in it, a list with as many entries can, and one with
+    another number (values of several tables, whose offsets are beside) is whole in each part.
     """
     for part in tree_leaves(plain, is_leaf=lambda one: type(one) is list):
         if type(part) is list:
@@ -114,12 +120,15 @@ def _refuse_ragged(plain: Any, first: Tensor) -> None:
             tensors = [one for one in part if isinstance(one, Tensor) and one.dim()]
             alike = len({(one.shape[1:], one.dtype) for one in tensors}) == 1
             lengths = [len(one) for one in tensors]
-            if alike and len(tensors) > 2 and len(set(lengths)) > 1:
+            holds_first = any(one is first for one in tensors)
+            if alike and holds_first and len(tensors) > 2 and len(set(lengths)) > 1:
                 raise BadInputError(
                     f"a batch has a list of {len(tensors)} tensors of different lengths "
                     f"({', '.join(map(str, lengths[:3]))}, …), one for each sample. Batches are "
                     "cut along the first dimension of tensors: pad the samples into one tensor "
-                    "(torch.nn.utils.rnn.pad_sequence), and pass their lengths in another tensor."
+                    "(torch.nn.utils.rnn.pad_sequence), and pass their lengths in another tensor; "
+                    "or put a tensor with an entry for each sample, such as its label, before the "
+                    "list, which is then cut by samples."
                 )
             for one in part:
                 if isinstance(one, list | dict | tuple):

@@ -189,7 +189,8 @@ def parallelize(
     default process group, from the environment that torchrun sets.
 
     `loss(module, batch)` returns the mean over the batch's samples, or (sum, count) if the mean is
-    over something else, such as tokens that are not padding. None uses the module's own loss: the
+    over something else, such as tokens that are not padding. A mean may also be in a dict or an
+    object, as `loss`. None uses the module's own loss: the
     cross-entropy of its logits with batch["targets"], or its `.loss`.
 
     `blocks` are the names of the parts that ZeRO gathers one at a time, and that a pipeline

@@ -277,6 +277,17 @@ def test_a_mapping_with_logits_is_scored(batch: dict[str, Tensor]) -> None:
                                                   batch["targets"]))  # fmt: skip
 
 
+def test_a_loss_function_may_return_a_dict_with_the_loss() -> None:
+    """As training steps do, with numbers for a log; one with several losses is refused."""
+    x, module = torch.ones(3, 2), nn.Linear(2, 1)
+    total, count = CustomObjective(
+        CustomModel(module, lambda m, b: {"loss": m(b).mean(), "log": 1.0})
+    )(x)
+    torch.testing.assert_close(total / count, module(x).mean())
+    with pytest.raises(BadInputError, match=r"a dict; .* Add up several losses"):
+        CustomObjective(CustomModel(module, lambda m, b: {"boxes": m(b).mean()}))(x)
+
+
 def test_a_loss_without_gradient_is_refused_in_training_only() -> None:
     objective = CustomObjective(
         CustomModel(nn.Linear(2, 1), lambda module, x: module(x).mean().detach())

@@ -2,13 +2,14 @@
 
 python tests/parallel/forked.py 2 tests/parallel/custom_pipeline_ranks.py CASE …
 
-A case is ENTRY:STRATEGY of `zoo.pipelines`, or of what moves buffers in `zoo.data_parallel`; `all`
-is each of the former's MODULES. In fp32 over three steps of SGD with momentum and clipping: the
+A case is ENTRY:STRATEGY of `zoo.pipelines`, or of some of the zoo's other files; `all` is each of
+the former's MODULES. In fp32 over three steps of SGD with momentum and clipping: the
 loss and every gradient of each step, and the state after each, against one process that takes the
 micro-batches one after the other. Rank 0 prints by case how far they are apart, or what each rank
 refused.
 """
 
+import itertools
 import json
 import sys
 import traceback
@@ -16,7 +17,7 @@ import traceback
 import torch
 import torch.distributed as dist
 from torch import nn
-from zoo import data_parallel, pipelines
+from zoo import data_parallel, pipelines, shares, traps
 
 import outpace
 from outpace.interop.custom_model import CustomModel, CustomObjective
@@ -67,7 +68,14 @@ class Alone:
 
 def compare(case):
     name, strategy = case.split(":")
-    entries = (*pipelines.MODULES, *pipelines.REFUSED, *data_parallel.RUNNING)
+    files = (
+        pipelines.MODULES,
+        pipelines.REFUSED,
+        data_parallel.RUNNING,
+        traps.MODULES,
+        shares.MODULES,
+    )
+    entries = itertools.chain(*files)
     entry = next(one for one in entries if one.__name__ == name)
     plan = plan_for(strategy)
     module, own_loss, draw = entry(3)

@@ -62,6 +62,9 @@ def test_lists_of_samples_of_different_lengths_are_refused():
     ragged = {"inputs": [torch.zeros(n, 3) for n in (2, 3, 4)], "targets": torch.zeros(3)}
     with pytest.raises(BadInputError, match=r"different lengths .2, 3, 4, ….*pad the samples"):
         samples_in(ragged)
+    assert samples_in(dict(reversed(ragged.items()))) == 3  # as the message says
+    tables = {"x": torch.zeros(4), "values": [torch.zeros(n) for n in (5, 6, 7)]}
+    assert [len(one) for one in cut(tables, 2)[1]["values"]] == [5, 6, 7]
     fields = [torch.zeros(4, 3), torch.zeros(4, 2), torch.zeros(7, 5), torch.zeros(4)]
     assert samples_in(fields) == 4 and [len(one) for one in cut(fields, 2)[0]] == [2, 2, 7, 2]
 

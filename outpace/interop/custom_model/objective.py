@@ -20,10 +20,11 @@ class CustomObjective(nn.Module):
     """The user's module (`.model`) with its loss, for a strategy to wrap.
 
     The user's loss is called as loss(module, batch). It returns (sum of losses, count), where the
-    count may be a sum of weights; or one scalar, the mean over the micro-batch. The mean is
-    weighted by the number of targets that are not −100 if the batch has an integer per token
-    (`targets` or `labels`), otherwise by the number of samples. Without a loss, the module gets the
-    batch's tokens (and other entries of the batch that its forward names) and may return
+    count may be a sum of weights; or one scalar (or a dict or object with `loss`), the mean over
+    the micro-batch. The mean is weighted by the number of targets that are not −100 if the batch
+    has an integer per token (`targets` or `labels`), otherwise by the number of samples. Without a
+    loss, the module gets the batch's tokens (and other entries of the batch that its forward names)
+    and may return
     - its own loss: a scalar, an object with `.loss`, or a tuple with a scalar, such as
       (logits, loss): the mean over the batch's targets (or over its samples, if it has none);
     - logits (B, S, V), or an object with `.logits`: cross-entropy with the batch's targets, plus
@@ -61,7 +62,8 @@ class CustomObjective(nn.Module):
             given = self.loss(self.model, batch)
             if isinstance(given, tuple | list) and len(given) == 2:
                 return _pair(_scalar(given[0], "the loss"), given[1])
-            mean = _scalar(given, "the loss")
+            named = _part(given, "loss")  # as training steps return it, with numbers for a log
+            mean = _scalar(given if named is None else named, "the loss")
             return _weight_mean(mean, _mean_over(batch))
         output = self._call(batch)
         targets = batch.get("targets") if isinstance(batch, Mapping) else None
@@ -242,12 +244,15 @@ def _scalar(value: Any, what: str) -> Tensor:
             "batch, which may be a part of a rank's, return 0 times the sum of the module's output."
         )
     seen = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else None
+    others = (
+        ", or have .loss or ['loss']. Add up several losses."
+        if what == "the loss"
+        else ", logits (batch, sequence, vocabulary) for a batch with targets, or have .loss or "
+        ".logits. Return a loss function next to the module."
+    )
     raise BadInputError(
-        f"{what} is {seen or 'a ' + type(value).__name__}; it must be a scalar tensor"
-        + ("" if what == "the loss" else ", logits (batch, sequence, vocabulary) for a batch "
-                                         "with targets, or have .loss or .logits. Return a loss "
-                                         "function next to the module.")
-    )  # fmt: skip
+        f"{what} is {seen or 'a ' + type(value).__name__}; it must be a scalar tensor{others}"
+    )
 
 
 def _pair(total: Tensor, count: Any) -> tuple[Tensor, Tensor]:

@@ -104,8 +104,7 @@ def refuse_transforms(name: str, output: Any) -> None:
             raise BadInputError(
                 f"block {name!r} runs within a transform of torch.func (jvp, "
                 "grad, vmap) or a derivative in forward mode, which spans all blocks, but each "
-                "stage of a pipeline runs some of them. Apply it inside of a block, or use "
-                "zero3."
+                "stage of a pipeline runs some of them. Apply it inside of a block, or use ddp."
             )
 
 

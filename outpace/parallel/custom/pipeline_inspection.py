@@ -22,6 +22,11 @@ from outpace.parallel.custom.block_values import Key
 from outpace.parallel.custom.message import Message, bytes_of, receive, refuse_dtypes, send
 from outpace.parallel.custom.stage import CustomStage
 from outpace.parallel.custom.stage_checkpoints import without_reentry
+from outpace.parallel.custom.stage_failure import (
+    explain_failure,
+    explain_known,
+    explain_writes_outside,
+)
 from outpace.parallel.layout import Batch, StepHooks
 from outpace.parallel.parity.comparison import difference, micro_loss_tolerance
 from outpace.parallel.parity.module_state import preserve_state
@@ -91,9 +96,9 @@ class PipelineInspection:
                 self._pass_on(batch, hooks, taken, outputs, found)
             except Exception as raised:
                 error = raised
-        seen = self._gather_findings(found, error)
+        seen = self._gather_findings(found, error, (batch, hooks))
         self.shares_draws |= any(one.shares_draws for one in seen.values())
-        self._gather_findings({}, self._route_values(seen, taken, outputs))
+        self._gather_findings({}, self._route_values(seen, taken, outputs), None)
         if not self.taken:
             self._compare(batch, hooks, outputs)
             self.taken = True
@@ -166,7 +171,7 @@ class PipelineInspection:
         self, stage: CustomStage, number: int, batch: Batch, hooks: StepHooks, taken: Message | None
     ) -> tuple["Message | Tensor", StageFindings]:
         output, found = self._run_stage(stage, batch, hooks, taken)
-        self._require_known(number, taken, output)
+        self._require_known(number, stage, taken, output)
         model: nn.Module = stage.objective.model  # type: ignore[assignment]
         buffers = {key: model.get_submodule(key[0])._buffers[key[1]] for key in found.moved}
         nan = tuple(key for key, buffer in buffers.items() if buffer is not None and is_nan(buffer))
@@ -188,42 +193,63 @@ class PipelineInspection:
         return output, StageFindings(left, tuple(sorted(read)), tuple(moved), shares_draws=draws)
 
     def _require_known(
-        self, number: int, taken: Message | None, output: "Message | Tensor"
+        self,
+        number: int,
+        stage: CustomStage,
+        taken: Message | None,
+        output: "Message | Tensor",
     ) -> None:
         """Raise BadInputError if a stage turns valid input into NaN."""
         made = [output[:1]] if isinstance(output, Tensor) else output.tensors
         if any(map(is_nan, made)) and not (taken and any(map(is_nan, taken.tensors))):
+            written = stage.nan_parameters()
+            if written:
+                raise BadInputError(explain_writes_outside(written))
             blocks = ", ".join(self._names[n] for n in self._parts[number])
             raise BadInputError(
                 f"stage {number} (blocks {blocks}) turns its input into NaN. If a single process "
                 "does not, the forward needs more than the previous block's output: that of an "
                 "earlier block, or parameters in no block; or the loss uses all parameters. Move "
                 "what it needs into blocks, cut the blocks elsewhere (lists of names, one for "
-                "each stage), or use zero3."
+                "each stage), or use zero3 (ddp where it uses parameters of blocks outside of "
+                "these)."
             )
 
     def _gather_findings(
-        self, found: dict[int, StageFindings], error: Exception | None
+        self,
+        found: dict[int, StageFindings],
+        error: Exception | None,
+        given: tuple[Batch, StepHooks] | None,
     ) -> dict[int, StageFindings]:
-        """Gather the findings of all stages. Raises on every rank if one has an error."""
-        said = None if error is None else f"{error}"
-        if _SHARED_MEMORY in str(error):  # as only stubs of parameters do that a stage lacks
-            error = BadInputError(_EXPLAIN_WRITES)
-            said = _EXPLAIN_WRITES
-        if error is not None and not isinstance(error, BadInputError):
-            said = (
-                f"rank {self._rank} failed in the forward: {type(error).__name__}: {error}. If a "
-                "single process does not fail, the forward needs values on each stage that "
-                "blocks of other stages return or hold. Name other parts as `blocks`, or use "
-                "zero3."
-            )
-        told = gather_objects((found, said), self._group)
-        if error is not None:
-            raise error
-        refusal = next((text for _, text in told if text is not None), None)
+        """Gather the findings of all stages. Raises on every rank if one has an error.
+
+        `given` is the micro-batch, on which a single process is tried if the cause is unknown.
+        """
+        known = error if error is None or isinstance(error, BadInputError) else explain_known(error)
+        failed = None if error is None or known else _describe(error)
+        told = gather_objects((found, None if known is None else str(known), failed), self._group)
+        if known is not None:
+            raise known from error
+        refusal = next((text for _, text, _ in told if text is not None), None)
+        failures = [(rank, text) for rank, (_, _, text) in enumerate(told) if text is not None]
+        if refusal is None and failures and given is not None:
+            rank, said = failures[0]
+            alone = self._fails_alone(*given) == said
+            refusal = explain_failure(rank, said, alone, given[0], self._strategy != "mp")
         if refusal is not None:
-            raise BadInputError(refusal)
-        return {number: seen for one, _ in told for number, seen in one.items()}
+            raise BadInputError(refusal) from error
+        return {number: seen for one, _, _ in told for number, seen in one.items()}
+
+    def _fails_alone(self, batch: Batch, hooks: StepHooks) -> str | None:
+        """Return how a single process fails on a micro-batch; None if it does not. Collective."""
+        said = None
+        if self._ranks_of[-1] == self._rank:
+            made = self._run_alone(batch, hooks)
+            said = None if isinstance(made, Tensor) else _describe(made)
+        else:
+            self._send_blocks()
+        failure: str | None = self._broadcast_from_last(said)
+        return failure
 
     def _compare(
         self, batch: Batch, hooks: StepHooks, outputs: Mapping[int, "Message | Tensor | None"]
@@ -270,6 +296,11 @@ class PipelineInspection:
 
     def _single_process_totals(self, batch: Batch, hooks: StepHooks) -> Tensor | None:
         """Return the totals of a single process with all ranks' parameters; None if it fails."""
+        made = self._run_alone(batch, hooks)
+        return made if isinstance(made, Tensor) else None
+
+    def _run_alone(self, batch: Batch, hooks: StepHooks) -> Tensor | Exception:
+        """Return the totals of a single process, or its error, on the last stage's rank."""
         stage = self._stages[len(self._parts) - 1]
         lent = iter(range(len(self._names)))
 
@@ -283,12 +314,12 @@ class PipelineInspection:
             with _borrow_tensors(self._names[number], parts, self._received_tensors(number)):
                 yield
 
-        found: Tensor | None
+        found: Tensor | Exception
         with self._preserve_training_state(), hooks.cast():
             try:
                 found = stage.inspect_whole(batch, borrow)
-            except Exception:
-                found = None
+            except Exception as error:
+                found = error
                 for number in lent:  # that other ranks send
                     if number not in stage.mine:
                         self._received_tensors(number)
@@ -412,6 +443,10 @@ class PipelineInspection:
                 self._module(self._stages[0], name)._buffers[attribute] = buffer.clone()
 
 
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
 def _means(*totals: Tensor) -> list[float]:
     """Return the mean losses for sums and counts."""
     return [float(one[0] / one[1]) for one in (made.detach().double() for made in totals)]
@@ -422,17 +457,11 @@ def _difference(one: Tensor, other: Tensor) -> float:
     return difference(*_means(one, other))
 
 
-_SHARED_MEMORY = "more than one element of the written-to tensor refers to a single memory"
-_EXPLAIN_WRITES = (
-    "the forward or the loss writes to parameters of blocks from outside of them (masks over all "
-    "weights, a teacher that follows), and each stage of a pipeline has those of its own blocks "
-    "alone. Write to a block's parameters in the forward of that block, or between steps, or use "
-    "ddp."
-)
 _ADVICE = (
     "the forward or the loss uses something from blocks that is not sent between stages (values "
     "that hooks collect inside of blocks, lists that blocks append to, router logits, all "
-    "parameters). Let blocks return it, or store it on themselves (self.aux = …), or use zero3."
+    "parameters). Let blocks return it, or store it on themselves (self.aux = …), or use zero3 or "
+    "ddp."
 )
 
 

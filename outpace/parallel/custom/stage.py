@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from outpace.parallel.batches import copy_batch, has_changed
 from outpace.parallel.blocks import named_blocks, parameters_outside
-from outpace.parallel.custom.absent_values import forget_all_but, nan_like, nan_of
+from outpace.parallel.custom.absent_values import forget_all_but, is_nan, nan_like, nan_of
 from outpace.parallel.custom.block_values import (
     Key,
     ReadLog,
@@ -120,6 +120,12 @@ class CustomStage(nn.Module):
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """Return the parameters that are real on this stage."""
         return iter(self._kept)
+
+    def nan_parameters(self) -> list[str]:
+        """Return the names of real parameters that have become NaN."""
+        mine = {id(parameter) for parameter in self._kept}
+        named = self.objective.model.named_parameters()  # type: ignore[union-attr]
+        return [name for name, parameter in named if id(parameter) in mine and is_nan(parameter)]
 
     def blocks(self) -> list[nn.Module]:
         """Return the blocks that this stage runs."""

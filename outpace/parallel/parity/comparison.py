@@ -16,6 +16,7 @@ from torch import Tensor
 from outpace.nn.spread import local, split_rows
 from outpace.parallel.deferred_init import part_of
 from outpace.records.errors import first_names
+from outpace.records.pipelines import Schedule
 from outpace.records.plan import Plan
 
 # Length of a projection's random weights, which repeat. It is prime, so that equal rows get
@@ -177,13 +178,21 @@ class FoundDifference:
     loss_apart: float = 0.0
 
 
+_LOST = "Ranks that do not use a parameter leave it out, or the result of its use is not passed on."
+_LOST_IN_SPLIT = (
+    "The backward is split into gradients of inputs and of weights. It misses weights that the "
+    "loss reaches only without a gradient of the stage's input (which is frozen or detached, or a "
+    "block keeps a loss). Use 1f1b, which does not split it."
+)
+
+
 class LayoutComparison:
     """Comparison of a single process with a layout, by this rank's sums. Collective.
 
     `plain` contains the sums of losses, targets and absolute losses, then a product for each name,
     then the number of gradients for each name. `layout` contains the sums of losses and targets.
     `gradients` (3, names) contains the products of the layout's gradients, their squares, and the
-    number of ranks that have them.
+    number of ranks that have them. `schedule` is that of a pipeline.
     """
 
     def __init__(
@@ -193,14 +202,16 @@ class LayoutComparison:
         layout: Tensor,
         gradients: Tensor,
         allowed: ComparisonLimits,
-        in_stages: bool = False,
+        schedule: Schedule | None = None,
     ) -> None:
+        self._in_stages = schedule is not None
+        self._lost = _LOST_IN_SPLIT if schedule and schedule.splits_backward else _LOST
         sums = torch.cat([plain, layout, gradients.flatten()])
         dist.all_reduce(sums)
         first, second = len(plain), len(plain) + len(layout)
         self._plain, self._layout = sums[:first].tolist(), sums[first:second].tolist()
         self._products, squares, self._ranks = sums[second:].view(3, -1).tolist()
-        self._names, self._allowed, self._in_stages = list(names), allowed, in_stages
+        self._names, self._allowed = list(names), allowed
         self._sizes = [math.sqrt(one) for one in squares]
 
     def first_wrong(self) -> FoundDifference | None:
@@ -235,8 +246,7 @@ class LayoutComparison:
         if lost:
             return FoundDifference(
                 f"{first_names(lost)} {'has' if len(lost) == 1 else 'have'} no gradient",
-                "Ranks that do not use a parameter leave it out, or the result of its use is not "
-                "passed on.",
+                self._lost,
             )
         nothing = self._zeros_alone()
         if nothing:

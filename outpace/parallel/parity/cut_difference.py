@@ -5,6 +5,7 @@ negatives), one process with the whole batch trains differently from several.
 """
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
@@ -72,12 +73,14 @@ class CutDifference:
 
     `read`: the buffers on which the loss depends. The running statistics of BatchNorm in training
     are not among them. `counts`: those of a batch and of its halves, if the loss counts no samples.
+    `by_samples`: whether the loss would be the same if parts were weighted by samples.
     """
 
     loss: float = 0.0
     buffers: Names = ()
     read: Names = ()
     counts: CountDifference | None = None
+    by_samples: bool = False
 
 
 def compare_cut(
@@ -119,7 +122,10 @@ def compare_cut(
     if apart <= tolerance and first.affected and not synchronised:
         apart = _run_first((partial(_compare_other_parts, mean_of, first),), plain)
     if apart > tolerance:
-        return CutDifference(apart)
+        asked_alone = plain, hooks, first.drops, first.piece, tolerance
+        return CutDifference(
+            apart, by_samples=not synchronised and is_mean_over_samples(*asked_alone)
+        )
     asked = plain, hooks, first.drops, first.buffers, first.piece
     read = find_read_buffers(*asked, later=not synchronised)
     if not read:
@@ -166,25 +172,35 @@ def compare_accumulated(
     if counts is not None:
         return explain_counts(counts)
     first = FirstPiece(passes[0], mean=None, halves=None, drops=True, buffers={})
-    apart = compare_cut(plain, plan, first, passes, hooks, False, tolerance).loss
-    if apart <= tolerance:
+    found = compare_cut(plain, plan, first, passes, hooks, False, tolerance)
+    if found.loss <= tolerance:
         return None
     return explain_cut(
-        apart, "a micro-batch is split in two, so the whole batch or other micro-batches "
+        found.loss, "a micro-batch is split in two, so the whole batch or other micro-batches "
         "would train differently",
-        "larger micro-batches where samples affect each other (BatchNorm)",
+        "larger micro-batches where samples affect each other (BatchNorm)", found.by_samples,
     )  # fmt: skip
 
 
 _HALF, _NEARLY = 0.5, 1e-3  # relative difference of a summed loss when its batch is halved
 
 
-def explain_cut(apart: float, how: str, cure: str) -> str:
+WEIGHTED = (
+    "the loss is a mean over samples, but parts of a batch are weighted by their targets that are "
+    "not -100, since the batch has several for each sample (in targets or labels). To train the "
+    "same, return (loss * samples, samples) from the loss, with the number of samples that it gets"
+)
+
+
+def explain_cut(apart: float, how: str, cure: str, by_samples: bool = False) -> str:
     """Return a warning that splitting a batch changes the loss by the share `apart`.
 
-    `cure` is the remedy if samples affect each other.
+    `cure` is the remedy if samples affect each other. `by_samples`: whether the loss is a mean over
+    samples, but its parts are weighted by something else.
     """
     changes = f"the loss of the first batch changes by {100 * apart:.2g} % when {how}"
+    if by_samples:
+        return f"{changes}: {WEIGHTED}"
     if abs(apart - _HALF) < _NEARLY:
         return (
             f"{changes}: it seems to be a sum over samples, and outpace takes a scalar for their "
@@ -195,6 +211,29 @@ def explain_cut(apart: float, how: str, cure: str) -> str:
         "the same, return (sum, count) from the loss where it is a mean over something other than "
         f"samples, such as targets that are not padding, or use {cure}"
     )
+
+
+def is_mean_over_samples(
+    plain: nn.Module, hooks: StepHooks, drops: bool, batch: Batch, tolerance: float
+) -> bool:
+    """Return whether a loss is a mean over samples, but counts something else.
+
+    Then the loss of a few samples is the mean of each one's, whatever their counts.
+    """
+    found = False
+    # torch warns of what a single sample does not have, such as a deviation.
+    quiet = warnings.catch_warnings(action="ignore")
+    with suppress(Exception), quiet, keep_values(model_of(plain).named_parameters()):
+        samples = min(_SMALL, samples_in(batch))
+        some = take_first(batch, samples)
+        totals = [
+            _total_of(plain, hooks, drops, [piece], alike=False) for piece in cut(some, samples)
+        ]
+        if len({count for _, count in totals}) > 1:
+            mean = sum(_mean(one) for one in totals) / samples
+            whole = _mean(_total_of(plain, hooks, drops, [some], alike=False))
+            found = math.isfinite(mean) and difference(mean, whole) <= tolerance
+    return found
 
 
 def _compare_buffers(

@@ -75,6 +75,7 @@ from outpace.parallel.plain import without_dropout
 from outpace.parallel.rank_objects import gather_objects
 from outpace.parallel.refusals import has_other_cause
 from outpace.records.errors import BadInputError
+from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Plan
 from outpace.records.precisions import SCALED
 from outpace.records.ranks import Ranks
@@ -91,8 +92,8 @@ class FirstBatch:
 
     Create it before the objective is laid out, because it copies the objective's structure. `say`
     is called with sentences on rank 0. `by_command`: the reader has flags, not a loop. `blocks` are
-    the names of the parts that recompute, if the user gives them. `resumed` may
-    be set if earlier steps were done.
+    the names of the parts that recompute, if the user gives them. `resumed` may be set if earlier
+    steps were done.
     """
 
     def __init__(
@@ -208,9 +209,9 @@ class FirstBatch:
             again = self._require_same(found, watch, layout, allowed, again)
             factor = self._factor(layout, hooks, device)
             sums = sum_gradients(layout, found, holders, factor, self._ranks.world_size)
-            compared = LayoutComparison(
-                found.names, found.sums, totals.to(device), sums, allowed, self._plan.pp > 1
-            )
+            schedule = SCHEDULES.get(self._plan.strategy)
+            asked = found.names, found.sums, totals.to(device), sums, allowed, schedule
+            compared = LayoutComparison(*asked)
             wrong = compared.first_wrong()
             kept = wrong is None and reuse and not again and self._plan.precision not in SCALED
             if kept:
@@ -240,9 +241,10 @@ class FirstBatch:
         if counts:
             self._say(explain_counts(counts[0]))
         elif apart > least:
-            self._say(self._about_cut(apart, "the batch is split in two"))
+            by_samples = all(r.cut.by_samples for r in found.reports if r.cut.loss > least)
+            self._say(self._about_cut(apart, "the batch is split in two", by_samples))
         elif mixed.loss:
-            self._say(self._about_cut(mixed.loss, BY_THEMSELVES))
+            self._say(self._about_cut(mixed.loss, BY_THEMSELVES, mixed.by_samples))
         elif mixed.gradient:
             self._say(explain_gradient_cut(mixed))
         else:
@@ -473,7 +475,7 @@ class FirstBatch:
             f"process: on the first global batch {what}. {cause} {WAYS_OUT[self._by_command]}"
         )
 
-    def _about_cut(self, apart: float, how: str) -> str:
+    def _about_cut(self, apart: float, how: str, by_samples: bool = False) -> str:
         where = " in what build returns" if self._by_command else ""
         cure = (
             "larger micro-batches, since statistics are those of all ranks already"
@@ -482,8 +484,7 @@ class FirstBatch:
         )
         return explain_cut(
             apart, f"{how}, as ranks and micro-batches split it, so one process over the whole "
-            "batch would train differently", cure,
-        )  # fmt: skip
+            "batch would train differently", cure, by_samples)  # fmt: skip
 
 
 def _apart_names(prints: Sequence[Mapping[str, Any]], holders_alone: bool = False) -> list[str]:

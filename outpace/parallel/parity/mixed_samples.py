@@ -43,15 +43,20 @@ from outpace.parallel.rank_objects import gather_objects
 
 _FEW = 2  # samples of a rank, at most
 _MOST_RANKS = 8
-_FAILED, _LOSSES = 0, slice(1, 5)  # positions in the sums; products and squares follow
-_FIRST = 5
+# Positions in the sums: losses and counts, and means of parts; products and squares follow.
+_FAILED, _LOSSES, _MEANS = 0, slice(1, 5), slice(5, 7)
+_FIRST = 7
 
 
 @dataclass(frozen=True)
 class MixedDifference:
-    """Difference in the `loss`, or else in the `gradient` of the parameters `names`."""
+    """Difference in the `loss`, or else in the `gradient` of the parameters `names`.
+
+    `by_samples`: whether the loss would be the same if parts were weighted by samples.
+    """
 
     loss: float = 0.0
+    by_samples: bool = False
     gradient: float = 0.0
     names: tuple[str, ...] = ()
 
@@ -191,6 +196,7 @@ class MixedSamples:
                     loss_sum.backward()
                     totals = torch.stack((loss_sum.detach().double(), targets.double()))
                     losses += totals
+                    sums[_MEANS][0 if together else 1] += totals[0] / totals[1] / len(parts)
                     self._ran.append((part, (float(totals[0]), float(totals[1]))))
                     if not same_random_state(begin, random_state(self._device)):
                         sums[_FAILED] = 1  # it draws random numbers
@@ -203,7 +209,8 @@ class MixedSamples:
             return MixedDifference()
         apart = difference(loss / count, loss_apart / count_apart)
         if apart > allowed.cut:
-            return MixedDifference(loss=apart)
+            by_samples = difference(*sums[_MEANS].tolist()) <= allowed.cut
+            return MixedDifference(loss=apart, by_samples=by_samples)
         products, squares = sums[_FIRST:].view(2, -1).tolist()
         sizes = [math.sqrt(one) for one in squares]
         largest = max(sizes, default=0.0)

@@ -180,13 +180,23 @@ def deviations(module, batch):
     return (module(batch[0]).std(0) - 1).square().mean()
 
 
+def mean_over_samples(module, batch):
+    """Its parts are weighted by their numbers of targets, as those of a batch with labels are."""
+    wanted = batch[1] > 0.5
+    sums = (module(batch[0]) * wanted).square().sum((1, 2))
+    return (sums / wanted.sum((1, 2)).clamp(min=1)).mean() * wanted.sum(), wanted.sum()
+
+
 @pytest.mark.parametrize("strategy", ["ddp", "gpipe"])
-@pytest.mark.parametrize("loss", [mean_of_positives, contrast_samples, deviations])
+@pytest.mark.parametrize(
+    "loss", [mean_of_positives, contrast_samples, deviations, mean_over_samples]
+)
 def test_losses_of_stateless_modules_that_depend_on_the_cut_are_reported(tmp_path, loss, strategy):
     first, second = run_first_step(tmp_path, strategy, Quiet, loss, samples=16)
     assert second["warnings"] == [] and "refused" not in first
     [said] = first["warnings"]
     assert said.startswith("the loss of the first batch changes")
+    assert ("the loss is a mean over samples, but" in said) == (loss is mean_over_samples)
 
 
 class QuietIterated(Quiet):
