@@ -4,7 +4,7 @@ Every array has one entry per plan. Names are stored as positions in the tuples 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, Self, get_args
 
@@ -137,6 +137,14 @@ class PlanBatch:
         product = self.strategy_in("3d") & (self.dp_replicate * self.dp_shard * self.cp > 1)
         split = product | self.strategy_in(*FULLY_SHARDED)
         return split & self.precision_in("bf16-master")
+
+    def with_kept_states(self) -> Self:
+        """Return the plans with precisions whose optimizer keeps no master weights of its own.
+
+        This is so where shards of parameters are the masters.
+        """
+        plain = PRECISIONS.index("bf16")
+        return replace(self, precision=np.where(self.holds_masters(), plain, self.precision))
 
     def shard_bytes(self) -> tuple[Floats, Floats]:
         """Return the bytes of gathered parameters and of reduced gradients of each plan."""

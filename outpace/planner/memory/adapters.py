@@ -6,7 +6,7 @@ and the first block's input needs no gradient. Nothing is fitted.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -376,15 +376,12 @@ def add_permanent(timeline: MemoryTimeline, step: AdapterMemory) -> None:
 
 def _state_bytes(step: AdapterMemory) -> Floats:
     """Return bytes of the optimizer's state for a block's adapters."""
-    plain = PRECISIONS.index("bf16")
-    precision = np.where(step.columns.holds_masters(), plain, step.columns.precision)
 
     def value(optimizer: int, low: int) -> float:
         name = OPTIMIZERS[optimizer]
         return sum(optimizer_bytes(one, name, PRECISIONS[low]) for one in step.adapter_shapes)
 
-    columns = replace(step.columns, precision=precision)
-    return by_plans(columns, ("optimizer", "precision"), value)
+    return by_plans(step.columns.with_kept_states(), ("optimizer", "precision"), value)
 
 
 def adapter_timeline(step: AdapterMemory) -> MemoryTimeline:

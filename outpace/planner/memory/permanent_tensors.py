@@ -54,7 +54,8 @@ def _state_bytes(rank: RankSetup) -> Floats:
     all_of = place.layers * t.layer + first + last
     share = 1 / sharding.owners
     if sharding.shares_states.any() and not setup.question.traits.shards_by_element:
-        whole = whole_states(setup.outline, setup.columns) * place.layers / setup.outline.layers
+        kept = setup.columns.with_kept_states()
+        whole = whole_states(setup.outline, kept) * place.layers / setup.outline.layers
         return np.where(sharding.shares_states, whole, all_of * share)
     # Under dp, rank 0 is evaluated, and steps all parameters.
     return all_of * share

@@ -9,7 +9,7 @@ import numpy as np
 from outpace.planner.memory.framework_traits import OUTPACE, FrameworkTraits
 from outpace.planner.memory.saved_activations import FP32, Layer, Shapes, layer, mean, shapes
 from outpace.planner.memory.states import OutsideElements, States, outside_elements, states
-from outpace.planner.plan_columns import OFFLOADS, PRECISIONS, Bools, Floats, PlanBatch
+from outpace.planner.plan_columns import OFFLOADS, Bools, Floats, PlanBatch
 from outpace.records.outline import Outline, Stack
 from outpace.records.plan import Checkpointing
 from outpace.records.strategies import strategies_that
@@ -175,9 +175,7 @@ def _sharding(
     spread = shards > 1
     split = spread | shares_states
     whole = replace(c, ep=np.where(split, 1, c.ep), etp=np.where(split, c.tp, c.etp))
-    # Plans whose shards are the master weights keep no others.
-    plain = PRECISIONS.index("bf16")
-    whole = replace(whole, precision=np.where(c.holds_masters(), plain, c.precision))
+    whole = whole.with_kept_states()
     stored = stepped = elements
     if (whole.ep < c.ep).any():
         layers = _layers(question, whole, sizes)

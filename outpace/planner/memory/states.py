@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -150,51 +150,54 @@ def _states(
 
 
 def whole_share(outline: Outline, columns: PlanBatch) -> Floats:
-    """Return the share of all elements on the fullest of dp_shard ranks with whole parameters."""
-    return by_plans(columns, ("dp_shard",), lambda ranks: _whole_share(outline, ranks))
+    """Return the share of all elements on the fullest of the ranks that share whole parameters."""
+    return by_plans(columns, ("shards", "tp"), partial(_whole_share, outline))
 
 
 def whole_states(outline: Outline, columns: PlanBatch) -> Floats:
-    """Return the state bytes on the fullest of dp_shard ranks that hold whole parameters (zero1).
+    """Return the state bytes on the fullest of the ranks that share whole parameters (zero1).
 
-    Parameters are assigned largest first, each to the rank with the fewest elements.
+    Parameters are assigned largest first, each to the rank with the fewest elements; ranks of tp
+    have parts of them.
     """
 
-    def value(ranks: int, optimizer: int, precision: int) -> float:
-        return _whole_states(outline, ranks, OPTIMIZERS[optimizer], PRECISIONS[precision])
+    def value(ranks: int, tp: int, optimizer: int, precision: int) -> float:
+        return _whole_states(outline, ranks, tp, OPTIMIZERS[optimizer], PRECISIONS[precision])
 
-    return by_plans(columns, ("dp_shard", "optimizer", "precision"), value)
+    return by_plans(columns, ("shards", "tp", "optimizer", "precision"), value)
 
 
-def _all_shapes(outline: Outline) -> list[tuple[Shape, bool]]:
-    """Return the shape of every parameter, and whether it belongs to a layer."""
+def _all_shapes(outline: Outline, tp: int) -> list[tuple[Shape, bool]]:
+    """Return the shape of every parameter on a rank of tp, and whether it belongs to a layer."""
     hidden = outline.hidden
-    outside = [(outline.vocab, hidden), (outline.learned_positions, hidden)]
+    outside = [(-(-outline.vocab // tp), hidden), (outline.learned_positions, hidden)]
     outside += [(p.outputs, p.inputs) for p in outline.head_matmuls for _ in range(p.count)]
-    outside += [] if outline.tied else [(outline.outputs, hidden)]
+    outside += [] if outline.tied else [(-(-outline.outputs // tp), hidden)]
     found: list[tuple[Shape, bool]] = [(shape, False) for shape in outside if shape[0]]
     found.append(((outline.outside_parameters,), False))
     for stack in outline.stacks:
-        found += [(shape, True) for shape in layer_shapes(stack, hidden)] * stack.layers
+        found += [(shape, True) for shape in layer_shapes(stack, hidden, tp)] * stack.layers
     return found
 
 
 @lru_cache(maxsize=256)
-def _shares(outline: Outline, ranks: int) -> tuple[tuple[tuple[Shape, bool], ...], ...]:
-    held = _all_shapes(outline)
+def _shares(outline: Outline, ranks: int, tp: int) -> tuple[tuple[tuple[Shape, bool], ...], ...]:
+    held = _all_shapes(outline, tp)
     shares = share_by_size([math.prod(shape) for shape, _ in held], ranks)
     return tuple(tuple(held[number] for number in share) for share in shares)
 
 
 @lru_cache(maxsize=1024)
-def _whole_share(outline: Outline, ranks: int) -> float:
-    sizes = [sum(math.prod(s) for s, _ in share) for share in _shares(outline, ranks)]
+def _whole_share(outline: Outline, ranks: int, tp: int) -> float:
+    sizes = [sum(math.prod(s) for s, _ in share) for share in _shares(outline, ranks, tp)]
     return max(sizes) / sum(sizes)
 
 
 @lru_cache(maxsize=1024)
-def _whole_states(outline: Outline, ranks: int, name: OptimizerName, precision: Precision) -> float:
+def _whole_states(
+    outline: Outline, ranks: int, tp: int, name: OptimizerName, precision: Precision
+) -> float:
     return max(
         sum(optimizer_bytes(shape, name, precision, hidden=layered) for shape, layered in share)
-        for share in _shares(outline, ranks)
+        for share in _shares(outline, ranks, tp)
     )

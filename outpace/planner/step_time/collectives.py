@@ -133,6 +133,12 @@ def exposed_data_s(setup: StepTimeSetup, passes: StepPasses, pipeline: PipelineT
     return np.where(c.strategy_in("dp", "ps"), _one_to_all_s(setup, collectives.grads), exposed)
 
 
+def whole_data_s(setup: StepTimeSetup) -> Floats:
+    """Return the time of these collectives if no pass hides any of it."""
+    none = _Pass(np.zeros(len(setup.columns)), np.zeros(len(setup.columns)))
+    return _zero_exposed_s(setup, _collectives(setup), none, none)
+
+
 def slowest_s(setup: StepTimeSetup, busy: Floats) -> Floats:
     """Return how much longer than the median device the slowest one computes.
 

@@ -9,7 +9,13 @@ from dataclasses import dataclass, fields, replace
 import numpy as np
 
 from outpace.planner.plan_columns import Floats, PlanBatch
-from outpace.planner.step_time.collectives import experts_s, exposed_data_s, ring_s, slowest_s
+from outpace.planner.step_time.collectives import (
+    experts_s,
+    exposed_data_s,
+    ring_s,
+    slowest_s,
+    whole_data_s,
+)
 from outpace.planner.step_time.parameters import (
     Offloading,
     offloading_parts,
@@ -91,7 +97,7 @@ def estimate(question: StepTimeQuestion, columns: PlanBatch) -> StepTimes:
     parts = _parts(setup, passes, pipeline)
     products_s, attention_s = parts.matmuls * parts.fit, parts.attention * parts.fit
     slowest = slowest_s(setup, (parts.matmuls + parts.attention) * parts.fit)
-    nothing = np.zeros(len(columns))
+    nothing, exposed_s = np.zeros(len(columns)), exposed_data_s(setup, passes, pipeline)
     found = StepTimes(
         products_s=products_s,
         attention_s=attention_s,
@@ -102,9 +108,9 @@ def estimate(question: StepTimeQuestion, columns: PlanBatch) -> StepTimes:
         context_s=ring_s(setup, passes),
         pipeline_s=sends_s(setup),
         expert_s=experts_s(setup, parts.busy),
-        data_s=exposed_data_s(setup, passes, pipeline) + slowest,
+        data_s=exposed_s + slowest,
         optimizer_s=nothing,
-        offload_s=offloading_parts(setup, parts.busy).seconds,
+        offload_s=offloading_parts(setup, _free_link_s(setup, parts.busy, exposed_s)).seconds,
         loading_s=nothing,
     )
     # When the host reaches the optimizer, it is ahead of the GPU by this time.
@@ -122,7 +128,24 @@ def stages_of(question: StepTimeQuestion, columns: PlanBatch) -> Stages:
 def offloading(question: StepTimeQuestion, columns: PlanBatch) -> Offloading:
     """Return the parts of each plan's offloading time, without what passes hide."""
     setup = set_up(question, columns)
-    return offloading_parts(setup, setup.micro * pipeline_time(setup, step_passes(setup)).pace_s)
+    passes = step_passes(setup)
+    pipeline = pipeline_time(setup, passes)
+    busy, exposed_s = setup.micro * pipeline.pace_s, exposed_data_s(setup, passes, pipeline)
+    return offloading_parts(setup, _free_link_s(setup, busy, exposed_s))
+
+
+def _free_link_s(setup: StepTimeSetup, busy: Floats, exposed_s: Floats) -> Floats:
+    """Return the seconds of a step in which the host's link is free for copies.
+
+    `busy`: seconds of passes; `exposed_s`: seconds in which collectives are not hidden by them. If
+    collectives use the same link, only the passes that hide none of them remain.
+    """
+    c = setup.columns
+    if not (c.offload_parameters + c.offload_activations).any():
+        return busy
+    if setup.fabric.inside_bytes_per_s > setup.device.host_bytes_per_s:
+        return busy + exposed_s
+    return busy - np.clip(whole_data_s(setup) - exposed_s, 0.0, busy)
 
 
 def _parts(setup: StepTimeSetup, passes: StepPasses, pipeline: PipelineTime) -> _Passes:

@@ -97,24 +97,28 @@ def optimizer_step_s(setup: StepTimeSetup, ahead_s: Floats) -> Floats:
     )  # fmt: skip
 
 
-def offloading_parts(setup: StepTimeSetup, busy: Floats) -> Offloading:
-    """Return bytes and seconds of offloading. `busy`: seconds of passes, which hide copies."""
+def offloading_parts(setup: StepTimeSetup, free_s: Floats) -> Offloading:
+    """Return bytes and seconds of offloading. `free_s` of a step hides copies over the host's link.
+
+    Weights take of it first, and activations what they leave.
+    """
     c, kept = setup.columns, setup.numbers.kept
     own = setup.parameters.owned / setup.shards
     link = setup.device.host_bytes_per_s
     gathers = np.where(c.pp > 1, c.passes, setup.micro)
     weights = np.where(c.offload_parameters > 0, 2 * gathers * own * kept, 0.0)
-    saved = 2 * setup.micro * _saved_bytes(setup)
+    saved = 2 * setup.micro * _offloaded_bytes(setup)
     activations = np.where(c.offload_activations > 0, saved, 0.0)
     state = np.where(c.offload_optimizer > 0, own * (kept + FP32), 0.0)
     elsewhere = np.maximum(c.offload_optimizer, c.offload_parameters)
     host_step = own * 7 * FP32 / setup.device.host_memory_bytes_per_s
     disk = np.where(elsewhere > 1, own * 2 * 3 * FP32, 0.0)
+    left_s = np.maximum(free_s - weights / link, 0.0)
     return Offloading(
         weights_bytes=weights,
-        weights_s=np.maximum(weights / link - busy, 0.0),
+        weights_s=np.maximum(weights / link - free_s, 0.0),
         activations_bytes=activations,
-        activations_s=np.maximum(activations / link - busy, 0.0),
+        activations_s=np.maximum(activations / link - left_s, 0.0),
         optimizer_bytes=state,
         optimizer_s=state / link,
         host_step_s=np.where(elsewhere > 0, host_step, 0.0),
@@ -123,16 +127,16 @@ def offloading_parts(setup: StepTimeSetup, busy: Floats) -> Offloading:
     )
 
 
-def _saved_bytes(setup: StepTimeSetup) -> Floats:
-    """Return the bytes that a rank's blocks save per micro-batch for the backward.
+def _offloaded_bytes(setup: StepTimeSetup) -> Floats:
+    """Return the bytes that a rank's blocks offload per micro-batch for the backward.
 
     These are inputs and outputs of norms and inputs of matmuls: queries, keys, values and their
     mix, and the input and output of the MLP's activation (Korthikanti et al., arXiv 2205.05198,
-    §4.1, without scores). A recomputed block saves only its input; with "attention" also the mix,
-    and with "selective" the outputs of matmuls.
+    §4.1, without scores). A recomputed block offloads only its input: outputs that "attention" and
+    "selective" keep stay on the device (nn.torch_versions.without_saved_tensor_hooks).
     """
     c, hidden = setup.columns, setup.outline.hidden
-    modes = {name: c.modes[:, place] for place, name in enumerate(MODES)}
+    whole = c.modes[:, MODES.index("none")]
     total = np.zeros(len(c))
     for stack in setup.outline.stacks:
         a, m = stack.attention, stack.mlp
@@ -140,13 +144,7 @@ def _saved_bytes(setup: StepTimeSetup) -> Floats:
         read = 0 if a is None else a.heads * a.head_dim + a.kv_heads * (a.head_dim + a.value_dim)
         inner = 0 if m is None else m.width * (m.active if m.experts else 1) + m.shared
         inners = inner * (2 if m is not None and m.gated else 1)
-        matmuls = (read + mix + inners) / c.tp
-        everything = 4 * hidden + matmuls + inners / c.tp
-        each = (
-            modes["none"] * everything
-            + modes["selective"] * (2 * hidden + matmuls)
-            + modes["attention"] * (hidden + mix / c.tp)
-            + modes["full"] * hidden
-        )
+        everything = 4 * hidden + (read + mix + 2 * inners) / c.tp
+        each = whole * everything + (1 - whole) * hidden
         total = total + stack.layers / c.pp * each
     return total * setup.tokens * setup.numbers.item

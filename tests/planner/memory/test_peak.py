@@ -167,6 +167,8 @@ SHARDED = [
     [Plan(strategy="zero2", dp_shard=n, micro_batch=2) for n in (2, 4, 8, 16)],
     [Plan(strategy="zero1", dp_shard=n, micro_batch=2) for n in (2, 4, 8, 16)],
     [Plan(strategy="tp", tp=n, micro_batch=2) for n in (1, 2, 4)],
+    [Plan(strategy="3d", dp_shard=2, tp=n, zero=1, micro_batch=2) for n in (1, 2, 4)],
+    [Plan(strategy="3d", dp_shard=2, cp=n, zero=1, micro_batch=2) for n in (1, 2, 4)],
     [Plan(strategy="cp", cp=n, micro_batch=2) for n in (2, 4, 8)],
     [Plan(strategy="gpipe", pp=n, pp_microbatches=4) for n in (2, 3, 6)],
 ]
@@ -371,6 +373,19 @@ def test_ranks_that_share_out_experts_hold_the_model_once_together(ep):
     found = anatomy(model, 4096, of_plans([plan], 16, model.layers))
     assert 16 * found["weights"][0] == pytest.approx(4 * parameters(model), rel=1e-6)
     assert 16 * found["optimizer state"][0] == pytest.approx(8 * parameters(model), rel=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "bf16-master"])
+@pytest.mark.parametrize("plan", [
+    Plan(strategy="zero3", dp_shard=16), Plan(strategy="3d", tp=8, dp_shard=2, zero=1),
+    Plan(strategy="3d", tp=2, cp=2, dp_shard=4, zero=1),
+], ids=["zero3", "tp", "cp"])  # fmt: skip
+def test_two_moments_of_each_parameter_are_on_all_ranks_together(plan, precision):
+    """Weights of 4 bytes are the masters, whole or in shards."""
+    model = OUTLINES["mixtral-8x7b"]
+    plan = plan.model_copy(update={"precision": precision})
+    found = anatomy(model, 512, of_plans([plan], 16, model.layers))
+    assert 16 * found["optimizer state"][0] == pytest.approx(8 * parameters(model), rel=0.02)
 
 
 @pytest.mark.parametrize(("tp", "ep"), [(1, 1), (1, 8), (2, 4), (2, 16)])
