@@ -62,82 +62,97 @@ def _interval(ratios: Mapping[str, Sequence[float]], level: float) -> tuple[floa
     return float(low), float(high)
 
 
-# Of a kind that has an interval of its own: sources, and rows of all of them.
+# Of a narrow kind that has an interval of its own: sources, and rows of all of them.
 LEAST_SOURCES, LEAST_ROWS = 3, 20
-# Whose experts are a loop in Python, where plans have grouped matmuls.
-_LOOPS = ("Trainer",)
+# Of a wide one: with fewer units, less than one lies outside of an interval of LEVEL, so that
+# leaving each out once says nothing about it.
+LEAST_UNITS = round(1 / (1 - LEVEL))
+# Whose experts are a loop in Python or kernels of a plugin, where plans have grouped matmuls.
+_OTHER_EXPERTS = ("Trainer",)
+Ratios = dict[str, list[float]]
 
 
 def by_kind(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the intervals of kinds with enough sources and rows, and of all dense and all MoE.
+    """Return the intervals of kinds with enough units and rows, and of all dense and all MoE.
 
     `rows` of score_board.py. A kind is a chip's architecture, and whether a model has experts; and
     a narrow one also what is trained, with which software, on how many devices.
     """
     found = _narrow(rows)
-    for name, ratios in _by_kind(rows):
+    for name, own in _by_kind(rows):
+        ratios, named = _units(own, LEAST_UNITS), {"sources": _sources(own)}
         if name in (kind_name(None, False), kind_name(None, True)):
-            found[name] = _widened(residuals(ratios), ratios)
+            found[name] = _widened(residuals(ratios), ratios) | named
         elif _is_enough(ratios):
             spread = residuals(ratios)
             if spread["coverage"] >= LEAST_COVERAGE:
-                found[name] = spread
+                found[name] = spread | named
     return found
 
 
 def _narrow(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the intervals of narrow kinds with enough rows.
-
-    Where fewer than LEAST_SOURCES tell of a kind, each problem (a model and a length) of a source
-    is left out once in the place of each source.
-    """
+    """Return the intervals of narrow kinds with enough rows."""
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         kinds.setdefault(question_kind(row).narrow_name or "", []).append(row)
     found = {}
     for name, own in sorted(kinds.items()):
-        sources = sorted({row["source"] for row in own})
-        parts = ("source",) if len(sources) >= LEAST_SOURCES else ("source", "problem")
-        ratios: dict[str, list[float]] = {}
-        for row in own:
-            unit = ", ".join(row[part] for part in parts)
-            ratios.setdefault(unit, []).append(row["measured_s"] / row["predicted_s"])
+        ratios = _units(own, LEAST_SOURCES)
         if len(own) >= LEAST_ROWS and len(ratios) >= LEAST_SOURCES:
             spread = residuals(ratios)
             if spread["coverage"] >= LEAST_COVERAGE:
-                found[name] = spread | {"sources": sources}
+                found[name] = spread | {"sources": _sources(own)}
     return found
 
 
+def _units(rows: Sequence[Mapping[str, Any]], least: int) -> Ratios:
+    """Return measured over predicted by source, each of which is left out once.
+
+    Where fewer than `least` tell of a kind, each problem (a model and a length, on chips of one
+    architecture) of a source takes the place of the source.
+    """
+    parts = ("source",) if len(_sources(rows)) >= least else ("source", "problem", "chip")
+    ratios: Ratios = {}
+    for row in rows:
+        unit = ", ".join(row[part] for part in parts)
+        ratios.setdefault(unit, []).append(row["measured_s"] / row["predicted_s"])
+    return ratios
+
+
+def _sources(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    return sorted({row["source"] for row in rows})
+
+
 def without_interval(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the other kinds of which there are rows: how many, and what the sources cover.
+    """Return the other kinds of which there are rows: how many, and what the units cover.
 
     A coverage of None: too few to ask.
     """
     found: dict[str, Any] = {}
-    for name, ratios in _by_kind(rows):
+    for name, own in _by_kind(rows):
+        ratios = _units(own, LEAST_UNITS)
         whole = name in (kind_name(None, False), kind_name(None, True))
         covers = residuals(ratios)["coverage"] if _is_enough(ratios) else None
         if not whole and (covers is None or covers < LEAST_COVERAGE):
-            count = sum(map(len, ratios.values()))
-            found[name] = {"rows": count, "sources": len(ratios), "coverage": covers}
+            sources = len(_sources(own))
+            found[name] = {"rows": len(own), "sources": sources, "coverage": covers}
     return found
 
 
-def _is_enough(ratios: Mapping[str, Sequence[float]]) -> bool:
-    return len(ratios) >= LEAST_SOURCES and sum(map(len, ratios.values())) >= LEAST_ROWS
+def _is_enough(ratios: Ratios) -> bool:
+    return len(ratios) >= LEAST_UNITS and sum(map(len, ratios.values())) >= LEAST_ROWS
 
 
-def _by_kind(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, dict[str, list[float]]]]:
-    """Return measured over predicted of each kind, by source."""
-    kinds: dict[str, dict[str, list[float]]] = {}
+def _by_kind(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Mapping[str, Any]]]]:
+    """Return the rows of each wide kind."""
+    kinds: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        experts, ratio = row["mlp"] == "experts", row["measured_s"] / row["predicted_s"]
+        experts = row["mlp"] == "experts"
         # Intervals are of plans, which train everything.
-        if row["trained"] != "full" or (experts and row["stack"] in _LOOPS):
+        if row["trained"] != "full" or (experts and row["stack"] in _OTHER_EXPERTS):
             continue
         for name in (kind_name(row["chip"], experts), kind_name(None, experts)):
-            kinds.setdefault(name, {}).setdefault(row["source"], []).append(ratio)
+            kinds.setdefault(name, []).append(row)
     return sorted(kinds.items())
 
 

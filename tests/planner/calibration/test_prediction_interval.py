@@ -90,7 +90,7 @@ def test_why_a_kind_has_none_of_its_own():
         enough = row["coverage"] is not None
         assert ("do not predict each other" in told[name]) == enough
         assert ("are too few" in told[name]) != enough
-    assert "43 steps of 5 sources on blackwell do not predict" in told["blackwell, dense"]
+    assert "43 steps of 5 sources on blackwell are too few" in told["blackwell, dense"]
 
 
 def test_a_level_that_other_sources_do_not_reach_is_told_as_it_is():
