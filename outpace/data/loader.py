@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from outpace.data.order import samples_at
@@ -205,7 +206,14 @@ class _SeededDataset(Dataset[Any]):
         """Return the samples, as torch's own fetcher gets them."""
         if hasattr(self._dataset, "__getitems__"):
             seed_generators(self._seed, keys[0][0], _OWN)
-            return self._dataset.__getitems__([index for _, index in keys])
+            found = self._dataset.__getitems__([index for _, index in keys])
+            if isinstance(found, list) and len(found) != len(keys):
+                raise BadInputError(
+                    f"__getitems__ of the data set returned a list of {len(found)} for "
+                    f"{len(keys)} indices. Return a list of as many samples, or a batch as a dict "
+                    "or a tuple."
+                )
+            return found
         return [self._sample(*key) for key in keys]
 
     def _sample(self, position: int, index: int) -> Any:
@@ -214,8 +222,34 @@ class _SeededDataset(Dataset[Any]):
 
 
 def collate(found: Any) -> Batch:
-    """Collate a list of samples; return a batch that the data set has collated unchanged."""
-    return default_collate(found) if isinstance(found, list) else found
+    """Collate a list of samples; return a batch that the data set has collated unchanged.
+
+    Raises BadInputError if torch cannot collate them.
+    """
+    if not isinstance(found, list):
+        return found
+    try:
+        return default_collate(found)
+    except (TypeError, RuntimeError, KeyError) as error:
+        said = _describe_shapes(found) or f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        raise BadInputError(
+            f"the data set's samples do not make a batch: {said}. Pad them to one shape and leave "
+            "out what is None, or collate them in the data set itself: a method "
+            "__getitems__(self, indices) returns the batch as a dict or a tuple."
+        ) from error
+
+
+def _describe_shapes(samples: Sequence[Any]) -> str | None:
+    """Describe arrays of samples that differ in shape, of which torch says little in a worker."""
+    arrays = [
+        [tuple(one.shape) for one in tree_leaves(sample) if hasattr(one, "shape")]
+        for sample in samples
+    ]
+    for shapes in zip(*arrays, strict=False):
+        different = [shape for shape in shapes if shape != shapes[0]]
+        if different:
+            return f"one has shape {shapes[0]}, another {different[0]}"
+    return None
 
 
 def _each_tensor(batch: Batch, change: Any) -> Batch:

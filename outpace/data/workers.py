@@ -123,10 +123,15 @@ def worker_troubles(
     """
     try:
         yield
+    except BadInputError as error:
+        if not str(error).startswith("Caught "):
+            raise
+        # From a worker, where torch has put the traceback into the message.
+        raise BadInputError(str(error).rpartition("BadInputError: ")[2].strip()) from None
     except (RuntimeError, OSError) as error:
         said = str(error)
         about_them = said.startswith("DataLoader worker") or not elsewhere
-        if not workers or isinstance(error, BadInputError) or not about_them:
+        if not workers or not about_them:
             raise
         if said.startswith("Caught "):  # raised by the data set in a worker
             raise

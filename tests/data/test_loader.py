@@ -155,6 +155,31 @@ def test_a_data_set_that_gives_many_samples_at_once_is_batched_as_any_other():
     assert x.shape == (5, 3) and sorted(y.tolist()) == [2.5, 3.0, 3.5, 4.0, 4.5]
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_that_do_not_make_a_batch_are_refused_with_a_way_that_works(workers):
+    changed = {"global_batch": 4, "micro_batch": 4, "total_steps": 1, "workers": workers}
+    own = Own(lambda index: {"x": torch.full((index + 1, 2), float(index))})
+    words = r"do not make a batch: one has shape \(\d+, 2\), another \(\d+, 2\)"
+    with pytest.raises(BadInputError, match=words) as caught:
+        steps_of(own, **changed)
+    assert "Traceback" not in str(caught.value) and "__getitems__" in str(caught.value)
+
+    class Padding(Own):
+        def __getitems__(self, indices):
+            samples = [self[index]["x"] for index in indices]
+            return {"x": torch.nn.utils.rnn.pad_sequence(samples, batch_first=True)}
+
+    ((batch,),) = steps_of(Padding(own.make), **changed)
+    assert batch["x"].shape[0] == 4 and batch["x"].shape[2] == 2
+
+    class Listing(Own):
+        def __getitems__(self, indices):
+            return [torch.ones(len(indices), 2), torch.ones(len(indices))]
+
+    with pytest.raises(BadInputError, match=r"a list of 2 for 4 indices"):
+        steps_of(Listing(own.make), **changed)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_random_numbers_of_a_data_set_depend_on_the_place_in_training_alone(workers):
     def noisy(i):

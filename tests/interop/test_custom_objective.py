@@ -388,6 +388,32 @@ def test_a_mean_over_targets_counts_those_of_each_micro_batch(
     assert (float(total.detach()), int(count)) == (0.0, 0)
 
 
+@pytest.mark.parametrize("own", [False, True])
+def test_labels_that_repeat_the_tokens_are_counted_without_the_first(
+    batch: dict[str, Tensor], own: bool
+) -> None:
+    """As models that shift labels themselves have them; transformers' own are known by name."""
+
+    def loss(module: nn.Module, part: Any) -> Tensor:
+        scores = module(part["input_ids"])[:, :-1]
+        return F.cross_entropy(scores.flatten(0, 1), part["labels"][:, 1:].flatten())
+
+    class Shifting(Plain):
+        def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Any:  # type: ignore[override]
+            if labels is None:
+                return super().forward(input_ids)
+            return {"loss": loss(self, {"input_ids": input_ids, "labels": labels})}
+
+    padded = torch.arange(8) >= torch.tensor([[3], [5], [8]])
+    given = {"input_ids": batch["tokens"], "labels": batch["tokens"].masked_fill(padded, -100)}
+    model = Shifting()
+    objective = CustomObjective(CustomModel(model, None if own else loss))
+    parts = [objective({k: v[n : n + 1] for k, v in given.items()}) for n in range(3)]
+    assert [int(count) for _, count in parts] == [2, 4, 7]
+    whole, count = objective(given)
+    torch.testing.assert_close(sum(total for total, _ in parts) / 13, whole / count)
+
+
 def test_a_mean_without_targets_for_tokens_is_of_samples(batch: dict[str, Tensor]) -> None:
     objective = CustomObjective(
         build_custom_model(lambda: (Plain(), lambda m, b: m(b["tokens"]).mean()))

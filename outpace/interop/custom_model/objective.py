@@ -122,6 +122,8 @@ class CustomObjective(nn.Module):
             loss_function = getattr(self.model, "loss_function", None)
             if getattr(loss_function, "__name__", "") == "ForCausalLMLoss":
                 counted = counted[..., 1:]  # transformers shifts them: the first is not predicted
+            else:
+                return _count_labels(batch, counted)
         return _samples(batch) if counted is None else (counted != IGNORED).sum()
 
     def _check_width(self, logits: Tensor) -> None:
@@ -181,8 +183,22 @@ def _mean_over(batch: Any) -> Tensor | int:
     for name in ("targets", "labels"):
         found = batch.get(name) if isinstance(batch, Mapping) else None
         if isinstance(found, Tensor) and found.dim() > 1 and not found.is_floating_point():
-            return (found != IGNORED).sum()
+            return _count_labels(batch, found)
     return _samples(batch)
+
+
+def _count_labels(batch: Mapping[str, Any], labels: Tensor) -> Tensor:
+    """Return the number of labels that a model predicts.
+
+    If they repeat the batch's tokens, the model shifts them, so the first is not predicted.
+    """
+    there = labels != IGNORED
+    for name in ("input_ids", "tokens"):
+        tokens = batch.get(name)
+        if isinstance(tokens, Tensor) and labels.dim() > 1 and tokens.shape == labels.shape:
+            repeat = (~there | (labels == tokens)).all()  # no bool, which would wait for a GPU
+            return torch.where(repeat, there[..., 1:].sum(), there.sum())
+    return there.sum()
 
 
 def _weight_mean(mean: Tensor, count: Tensor | int) -> tuple[Tensor, Tensor]:
