@@ -116,7 +116,7 @@ def test_a_checkpoints_metadata_run_nothing(words, run, hacked, refused):
     (folder / ".metadata").write_bytes(pickle.dumps(Evil(hacked)))
     signed(folder)
     said = refused(*further(words, run))
-    assert ".metadata cannot be read, and nothing of it was run: it names posix.mkdir" in said
+    assert ".metadata cannot be read (no code in it was run): it names posix.mkdir" in said
     assert not hacked.exists()
 
 
@@ -139,7 +139,7 @@ def test_a_checkpoints_files_are_its_own(words, run, refused):
         info.relative_path = "../../elsewhere"
     (folder / ".metadata").write_bytes(pickle.dumps(found))
     signed(folder)
-    assert "names files outside of its folder" in refused(*further(words, run))
+    assert "names files outside its folder" in refused(*further(words, run))
 
 
 @pytest.fixture
@@ -208,7 +208,7 @@ def test_a_link_out_of_a_run_is_not_gone_on_through(words, run, tmp_path, refuse
     (run / name).symlink_to(outside)
     before = {path: path.stat().st_size for path in (outside, *outside.rglob("*"))}
     said = refused(*further(words, run))
-    assert f"{run / name} is a link out of the run" in said
+    assert f"{run / name} is a link that leads out of the run" in said
     assert {path: path.stat().st_size for path in (outside, *outside.rglob("*"))} == before
 
 

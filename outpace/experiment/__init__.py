@@ -1,1 +1,1 @@
-"""Many runs, one verdict: verify."""
+"""Experiments of several runs: compare, tune and verify."""

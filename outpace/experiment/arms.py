@@ -1,4 +1,4 @@
-"""One run of an arm in separate processes: training with outpace, or a command of the user."""
+"""One run of an arm in separate processes: training with outpace, or a user's command."""
 
 import json
 import math
@@ -21,22 +21,22 @@ from outpace.records.measurement import WARMUP_STEPS, Measurement
 from outpace.records.settings import TrainSettings
 from outpace.training.run_dir import RESULT_FILE
 
-# Skip work whose result a comparison does not use.
+# Flags that skip work whose result a comparison does not use.
 _SHORT: Mapping[str, Any] = {"sample_tokens": 0, "eval_batches": 1, "measure_only": True}
-_LEAST_LIMIT_S = 300.0  # of a run in a comparison
-_TOLD = 2000  # characters of a failed run's last output
+_LEAST_LIMIT_S = 300.0  # for a run in a comparison
+_TOLD = 2000  # characters kept of a failed run's last output
 
 
 @dataclass(frozen=True)
 class RunFailure:
-    """Failure of a run: its exit code, None if it was stopped; and the reason, for the user."""
+    """A failed run: its exit code, None if it was stopped, and the reason, for the user."""
 
     exit_code: int | None
     reason: str
 
 
 def settings_of(experiment: Experiment, arm: Arm) -> TrainSettings:
-    """Return the settings of an arm's runs. Raises BadInputError."""
+    """Return the settings of an arm's runs. Raises BadInputError if they are invalid."""
     where = f"arm {arm.name}"
     settings = TrainSettings.parse({**_SHORT, **experiment.common, **arm.settings}, where)
     if settings.steps is not None and settings.steps <= WARMUP_STEPS:
@@ -46,13 +46,13 @@ def settings_of(experiment: Experiment, arm: Arm) -> TrainSettings:
 
 def _only_warm_up(steps: int) -> str:
     return (
-        f"{steps} steps are only warm-up, which is not measured. Use --steps {WARMUP_STEPS + 1} "
-        "or more; 30 give a clearer result."
+        f"all {steps} steps would be warm-up, which is not measured. Use --steps "
+        f"{WARMUP_STEPS + 1} or more; 30 give a clearer result."
     )
 
 
 def run_training(experiment: Experiment, arm: Arm, number: int, folder: Path) -> Outcome:
-    """Train once; the outcome's value is the median step, without warm-up."""
+    """Train once; the outcome's value is the median step time, without warm-up."""
     where = Path("runs") / _label(experiment, arm, number)
     given = {**experiment.common, **arm.settings}
     config = folder / "configs" / f"{where.name}.toml"
@@ -78,27 +78,27 @@ def train_once(
     environment: Mapping[str, str] = MappingProxyType({}),
     limit_s: float = math.inf,
 ) -> Measurement | RunFailure:
-    """Train in separate processes with settings from a file; return the reason if it failed."""
+    """Train in separate processes with settings from a file; return the result, or the failure."""
     code, said = _run(words_of(given, run, config), environment, limit_s)
     return outcome(run, code, said, limit_s)
 
 
 def words_of(given: Mapping[str, Any], run: Path, config: Path) -> list[str]:
-    """Return the command that trains in the empty folder `run`; write its settings to `config`."""
+    """Empty folder `run`, write settings to `config`, and return the command that trains there."""
     if run.is_symlink():
-        run.unlink()  # without its target
+        run.unlink()  # the link only, not its target
     elif run.exists():
         _require_left(run)
-        shutil.rmtree(run)  # restart what was interrupted
+        shutil.rmtree(run)  # an interrupted run starts over
     config.parent.mkdir(parents=True, exist_ok=True)
     config.write_text(_toml({**_SHORT, **given, "out": str(run)}), encoding="utf-8")
     return [*PYTHON, "-m", "outpace", "train", "--config", str(config), "--json"]
 
 
 def outcome(run: Path, code: int | None, said: str, limit_s: float) -> Measurement | RunFailure:
-    """Return a training run's result, or its failure by exit code (None: stopped at its limit)."""
+    """Return a training run's result, or its failure by exit code (None: stopped at the limit)."""
     if code is None:
-        return RunFailure(None, f"it was stopped after {limit_s:.0f} s")
+        return RunFailure(None, f"stopped at the limit of {limit_s:.0f} s")
     return (
         RunFailure(code, _last_message(said, code))
         if code != 0
@@ -107,17 +107,17 @@ def outcome(run: Path, code: int | None, said: str, limit_s: float) -> Measureme
 
 
 def _require_left(run: Path) -> None:
-    """Raise BadInputError if a process still trains there, which would disturb the measurement."""
+    """Raise BadInputError if a process still trains in `run`, which would disturb measurements."""
     (past,) = mark_running([read_past_run(run)])
     if past.row.state == "going on":
         raise BadInputError(
-            f"a process on this host still trains in {run}, left from an earlier start of this "
-            "command that was killed. End it first."
+            f"a process on this host still trains in {run}, left over from an earlier call of "
+            "this command that was killed. End it first."
         )
 
 
 def run_command(experiment: Experiment, arm: Arm, number: int, folder: Path) -> Outcome:
-    """Run a command of the user once; the outcome's value is the metric's last match."""
+    """Run a user's command once; the outcome's value is the metric's last match."""
     assert arm.command is not None and experiment.metric is not None
     began_s, limit_s = time.monotonic(), _limit_s(experiment)
     code, said = _run(["sh", "-c", arm.command], arm.environment, limit_s)
@@ -126,7 +126,7 @@ def run_command(experiment: Experiment, arm: Arm, number: int, folder: Path) -> 
     log.write_text(said, encoding="utf-8")
     found: float | str
     if code is None:
-        found = f"it was stopped after {limit_s:.0f} s; a larger --budget gives it more"
+        found = f"stopped after {limit_s:.0f} s; a larger --budget allows more"
     elif code != 0:
         found = _last_message(said, code)
     else:
@@ -139,7 +139,7 @@ def run_command(experiment: Experiment, arm: Arm, number: int, folder: Path) -> 
 
 
 def _figure(metric: str, said: str, log: Path) -> float | str:
-    """Return the metric's last value, or the reason why it cannot be compared."""
+    """Return the metric's last value, or the reason why it is not usable."""
     found = re.findall(metric, said)
     try:
         value = float(found[-1])
@@ -152,7 +152,7 @@ def _figure(metric: str, said: str, log: Path) -> float | str:
 
 
 def check_metric(metric: str) -> None:
-    """Raise BadInputError unless it is a regular expression with one group."""
+    """Raise BadInputError unless the metric is a regular expression with one group."""
     try:
         groups = re.compile(metric).groups
     except re.error as error:
@@ -165,16 +165,16 @@ def check_metric(metric: str) -> None:
 
 
 def _limit_s(experiment: Experiment) -> float:
-    """Return the time limit of one run, so that one that hangs does not keep the others waiting."""
+    """Return the time limit of one run, so that a hanging run does not hold up the others."""
     return max(_LEAST_LIMIT_S, experiment.budget_s)
 
 
 def _run(
     words: list[str], environment: Mapping[str, str], limit_s: float = math.inf
 ) -> tuple[int | None, str]:
-    """Run a command; return its exit code and all output. None: not finished within the limit.
+    """Run a command; return its exit code, None if stopped at the limit, and all its output.
 
-    None of its processes remain if this process is stopped.
+    All its processes are ended, even if this process is interrupted.
     """
     running = ProcessTree(words, environment)
     try:
@@ -185,15 +185,15 @@ def _run(
 
 
 def _last_message(said: str, code: int) -> str:
-    """Return the last output of a run that is meant for the user."""
+    """Return the last part of a run's output that is meant for the user."""
     lines = [line for line in said.splitlines() if line.strip()]
     told = [line for line in lines if line.startswith("outpace: ")]
-    words = _error(lines, code) or (told or lines or ["it said nothing"])[-1]
+    words = _error(lines, code) or (told or lines or ["no output"])[-1]
     return f"exit code {code}: {words.removeprefix('outpace: ')[-_TOLD:]}"
 
 
 def _error(lines: list[str], code: int) -> str | None:
-    """Return the error of `--json` output; for a traceback its last line, else the first line."""
+    """Return the error in `--json` output; of a traceback the last line, else the first line."""
     written = [line for line in lines if line.startswith('{"error"')]
     with suppress(ValueError, KeyError, TypeError, IndexError):
         told = str(json.loads(written[-1])["error"]).strip().splitlines()
@@ -207,12 +207,12 @@ def _label(experiment: Experiment, arm: Arm, number: int) -> str:
 
 
 def safe(name: str) -> str:
-    """Return a valid file name: no separators, and not longer than file systems allow."""
+    """Return a valid file name: without separators, and short enough for file systems."""
     return re.sub(r"[^A-Za-z0-9._=+-]+", "_", name)[:80].lstrip(".") or "arm"
 
 
 def _toml(values: Mapping[str, Any]) -> str:
-    """Write flat settings as TOML: JSON's strings, numbers and lists are TOML, without escapes."""
+    """Write flat settings as TOML: JSON strings, numbers and lists without escapes are TOML."""
     known = {name: value for name, value in values.items() if value is not None}
     lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in known.items()]
     return "\n".join([*lines, ""])

@@ -1,7 +1,7 @@
-"""Arms in alternating rounds until a verdict is clear, or the budget is spent.
+"""Runs of arms in rounds, until the verdict is clear or the budget is spent.
 
-Every round runs each arm once, in separate processes and in random order: differences between
-starts (memory addresses, cores) are part of the noise, so no verdict rests on them.
+Every round runs each arm once, in separate processes and random order, so that differences between
+starts (memory addresses, cores) count as noise and cause no verdict.
 """
 
 import random
@@ -16,7 +16,7 @@ from outpace.records.comparison import Arm, Experiment, Outcome, Verdict, remain
 
 ALPHA = 0.01  # probability of any false claim, over all pairs
 LEVEL = 0.95
-# An interval is narrow enough at this share of the difference.
+# An interval is narrow enough at this fraction of the difference.
 _NARROW = 0.5
 
 
@@ -28,7 +28,7 @@ class Run(Protocol):
 
 @dataclass(frozen=True)
 class ComparisonEnd:
-    """All outcomes, and the reason why the comparison ended."""
+    """All outcomes, and why the comparison ended."""
 
     outcomes: tuple[Outcome, ...]
     stopped: str
@@ -42,7 +42,10 @@ def compare(
     told: Callable[[Outcome, Mapping[str, Verdict]], None] = lambda outcome, verdicts: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> ComparisonEnd:
-    """Run rounds after `before`. `told` is called with each run and the verdicts so far."""
+    """Run rounds after the outcomes in `before`.
+
+    `told` is called with each outcome and the verdicts so far.
+    """
     outcomes, began_s = list(before), clock() - sum(one.took_s for one in before)
     begin = 1 + max((one.round for one in before), default=-1)
     for number in range(begin, experiment.rounds):
@@ -73,7 +76,7 @@ def _format_end(rounds: int) -> str:
 
 
 def verdicts(experiment: Experiment, outcomes: Sequence[Outcome]) -> dict[str, Verdict]:
-    """Compare each arm with the first, by the rounds in which both ran.
+    """Compare each arm with the first, using the rounds in which both ran.
 
     The probability of any false difference, over all arms, is at most ALPHA.
     """
@@ -92,7 +95,7 @@ def verdicts(experiment: Experiment, outcomes: Sequence[Outcome]) -> dict[str, V
 
 
 def clear(one: Verdict, within: float) -> bool:
-    """Return whether the difference is known precisely enough, or is too small to matter."""
+    """Return whether a difference is known precisely enough, or too small to matter."""
     if one.low is None or one.high is None or one.slowdown is None:
         return False
     if max(abs(one.low), abs(one.high)) <= within:
@@ -101,7 +104,7 @@ def clear(one: Verdict, within: float) -> bool:
 
 
 def whole_rounds(experiment: Experiment, outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Drop the outcomes of an unfinished last round, whose arms did not run side by side."""
+    """Drop the outcomes of an unfinished last round, in which not all arms ran."""
     last = max((one.round for one in outcomes), default=-1)
     before = [one for one in outcomes if one.round < last]
     ran = {one.arm for one in outcomes if one.round == last}
@@ -116,5 +119,5 @@ def _last_failure(arm: Arm, outcomes: Sequence[Outcome]) -> str:
 
 
 def _order(experiment: Experiment, arms: Sequence[Arm], number: int) -> list[Arm]:
-    """Draw an order for each round, the same in every repetition of an experiment."""
+    """Draw a round's order, the same whenever the experiment is repeated."""
     return random.Random(f"{experiment.seed} {number}").sample(list(arms), len(arms))

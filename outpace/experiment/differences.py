@@ -1,4 +1,4 @@
-"""Differences between finished runs in settings, plan, program and machine, and their effects."""
+"""Differences between finished runs in settings, plan, program and machine, and their effect."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -17,36 +17,36 @@ from outpace.records.units import show_seconds
 from outpace.records.utilisation import disturbance
 from outpace.training.run_dir import RESULT_FILE, RUN_FILE
 
-# Settings that are reported elsewhere: in the resolved plan, by facts, or locations.
+# Settings reported elsewhere (in the resolved plan or by facts), and paths.
 _ELSEWHERE = {*OF_A_RUN, *Plan.model_fields, "plan", "nproc", "threads", "data", "cache_dir",
               "steps", "seed", "global_batch", "seq_len", "offload"}  # fmt: skip
 _MAPPINGS = ("versions", "variables")  # facts that are JSON objects, compared key by key
-_LONG = 60  # characters of a value that are readable in a list
-_LOST = 0.1  # least share of a run's time in slow steps to report
+_LONG = 60  # characters of a value that a list shows
+_LOST = 0.1  # smallest share of a run's time lost in slow steps that is reported
 
 
 def differences(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> tuple[str, ...]:
-    """Describe what differs between runs, in which part of a step, and how slow steps differ.
+    """Describe what differs between runs, in which part of a step, and the effect of slow steps.
 
-    `runs` are folders by their arms' names, in the order of `results`.
+    `runs` are folders by arm, in the order of `results`.
     """
     records = [RunRecord.load(run / RUN_FILE) for run in runs.values()]
     found = _values(records)
     told = ", ".join(f"{name} {_change(values)}" for name, values in found.items())
-    first = f"They differ in: {told}." if told else "Nothing that was recorded about them differs."
+    first = f"They differ in: {told}." if told else "No recorded difference between the runs."
     rest = (*_part(results), *_slow_steps(runs, results), *_other_programs(runs))
     return first, *_resume_notes(runs, records), *rest
 
 
 def _resume_notes(runs: Mapping[str, Path], records: Sequence[RunRecord]) -> list[str]:
-    """Name the runs whose times leave out the steps before a resume."""
+    """Describe runs whose times leave out the steps before a resume."""
     told = []
     for (name, run), record in zip(runs.items(), records, strict=True):
         if begin := record.last_untimed_step(result_of(run, record)):
             changed = " with another plan, machine or version" * (begin == record.start_step)
             told.append(
-                f"{name} was resumed after step {begin:,}{changed}: its times are those of the "
-                "steps since then."
+                f"{name} was resumed after step {begin:,}{changed}: its times are of the steps "
+                "since then."
             )
     return told
 
@@ -57,7 +57,7 @@ def _change(values: Sequence[str]) -> str:
 
 
 def _values(records: Sequence[RunRecord]) -> dict[str, list[str]]:
-    """Return, by name, the values that are not the same in all runs, as each run had them."""
+    """Return, by name, values that differ between runs, in the order of the runs."""
     rows = [_values_of(record) for record in records]
     names = dict.fromkeys(name for row in rows for name in row)
     found = {name: [row.get(name, "none") for row in rows] for name in names}
@@ -65,7 +65,7 @@ def _values(records: Sequence[RunRecord]) -> dict[str, list[str]]:
 
 
 def _differs_clearly(name: str, values: Sequence[str]) -> bool:
-    """Return whether the values differ by more than the load of an idle machine varies."""
+    """Return whether values differ by more than the load of an idle machine varies."""
     if name == _LOAD and "unknown" not in values:
         loads = [float(one) for one in values]
         return max(loads) - min(loads) >= 1
@@ -73,7 +73,7 @@ def _differs_clearly(name: str, values: Sequence[str]) -> bool:
 
 
 def _values_of(record: RunRecord) -> dict[str, str]:
-    """Return all possible explanations of a difference, the most likely ones first."""
+    """Return a run's possible explanations of a difference, the most likely ones first."""
     plan = {name: _show_value(getattr(record.plan, name)) for name in Plan.model_fields}
     settings = {
         name: _show_value(getattr(record.settings, name))
@@ -103,7 +103,7 @@ def _show_value(value: object) -> str:
 
 
 def _part(results: Sequence[ArmResult]) -> list[str]:
-    """Name the part of a step in which the slowest run loses most against the fastest."""
+    """Describe the part of a step in which the slowest run loses most against the fastest."""
     known = [one.parts for one in results if one.parts is not None]
     if len(known) < 2 or len(known) < len(results):
         return []
@@ -117,7 +117,7 @@ def _part(results: Sequence[ArmResult]) -> list[str]:
 
 
 def _slow_steps(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> list[str]:
-    """Say how long slow steps took, in runs whose total time the median step does not explain."""
+    """Describe slow steps of runs whose total time the median step does not explain."""
     told = []
     for (name, run), result in zip(runs.items(), results, strict=True):
         times_s = step_times_of(run, warm_up=True)
@@ -126,15 +126,15 @@ def _slow_steps(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> list[
         if lost_s > _LOST * sum(times_s):
             told.append(
                 f"{name}: its {len(times_s)} steps add up to {show_seconds(sum(times_s))} of "
-                f"training time; at its median step of {show_seconds(middle_s)} they would to "
-                f"{show_seconds(middle_s * len(times_s))}: {show_seconds(lost_s)} went to slower "
+                f"training time; at the median step of {show_seconds(middle_s)}, they would take "
+                f"{show_seconds(middle_s * len(times_s))}. {show_seconds(lost_s)} went to slower "
                 "steps."
             )
     return told
 
 
 def _other_programs(runs: Mapping[str, Path]) -> list[str]:
-    """Say how many cores other programs used, which slows a run that waits for its threads."""
+    """Report how many cores other programs used, which slows a run that waits for its threads."""
     told = []
     for name, run in runs.items():
         path = run / RESULT_FILE

@@ -1,4 +1,4 @@
-"""Facts that determined an arm's runs, and those that differ between arms unintentionally."""
+"""Facts that determine an arm's runs, and unintended differences of facts between arms."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from outpace.records.utilisation import Load
 from outpace.training.run_dir import RESULT_FILE, RUN_FILE
 
 _DATA = ("data", "data_weights", "model", "tokenizer", "seq_len", "task", "eval_fraction")
-# By the names in a run's record: the settings that are compared, if they may differ.
+# Names of facts in a comparison, with the settings under test that may make them differ.
 _ASKED: Mapping[str, tuple[str, ...]] = {
     "outpace": (),
     "versions": (),
@@ -33,8 +33,8 @@ _ASKED: Mapping[str, tuple[str, ...]] = {
     "steps": ("steps", "tokens", "epochs", "global_batch", *_DATA),
     "seed": ("seed",),
 }
-# Fields of a run's record, settings and plan that determine the trained numbers. All others say how
-# these are computed.
+# Fields of a run's record, settings and plan that determine the numbers trained. All others only
+# affect how they are computed.
 _OF_RECORD = (
     "parameters", "total_steps", "seq_len", "tokenizer", "train_data", "base_weights",
 )  # fmt: skip
@@ -47,18 +47,18 @@ _OF_PLAN = (
     "precision", "optimizer", "optimizer_in_backward", "compress_gradients", "powersgd_rank",
     "powersgd_start", "lora_rank", "lora_alpha", "lora_targets", "lora_dropout", "base",
 )  # fmt: skip
-# Which rank draws what, in pieces of which size: dropout's random numbers depend on it.
+# Fields that determine which rank draws what, in pieces of which size: dropout depends on them.
 _OF_DRAWS = (
     "data_parallel", "cp", "tp", "pp", "micro_batch", "pp_microbatches", "compile",
 )  # fmt: skip
-_CLOCKS_APART = 0.03  # least difference of the arms' medians to report
+_CLOCKS_APART = 0.03  # smallest relative difference between arms that is reported
 
-# By arm and name: every value of its runs, in order.
+# By arm and name: all values that its runs had, in order.
 Facts = Mapping[str, Mapping[str, Sequence[str]]]
 
 
 def facts_of(record: RunRecord, asked: Sequence[str] = ()) -> dict[str, str]:
-    """Return by name the facts that a comparison holds constant, except variables `asked` for."""
+    """Return the facts that a comparison holds constant, by name, except variables in `asked`."""
     variables = {k: v for k, v in record.environment.items() if k not in asked}
     return {
         "outpace": record.outpace,
@@ -76,7 +76,7 @@ def facts_of(record: RunRecord, asked: Sequence[str] = ()) -> dict[str, str]:
         "tokens a sample": str(record.seq_len),
         "steps": str(record.total_steps),
         "seed": str(record.settings.seed),
-        # Facts of the moment, recorded but not compared.
+        # Facts of the moment: recorded, but not compared.
         "load before": "unknown" if record.load_before is None else f"{record.load_before:.1f}",
     }
 
@@ -89,7 +89,7 @@ def _of_machine(machine: Machine, device: str) -> dict[str, str]:
 
 
 def read_facts(experiment: Experiment, folder: Path, outcomes: Sequence[Outcome]) -> Facts:
-    """Read the facts of all runs that left a record."""
+    """Read the facts of all runs that have a record."""
     asked = {name for arm in experiment.arms for name in arm.environment}
     found: dict[str, dict[str, list[str]]] = {}
     for name, run in dict.fromkeys((one.arm, one.run) for one in outcomes if one.run is not None):
@@ -105,7 +105,7 @@ def read_facts(experiment: Experiment, folder: Path, outcomes: Sequence[Outcome]
 
 
 def _clocks(run: Path) -> dict[str, str]:
-    """Describe the mean and the current clock rates during training."""
+    """Describe the mean clock rates of cores and devices during training."""
     loads = _loads(run)
     found = {"clock of cores": _mean_hz([load.host.clock_hz for load in loads]),
              "clock of devices": _devices_hz(loads)}  # fmt: skip
@@ -129,7 +129,7 @@ def _mean_hz(values: Sequence[float | None]) -> float | None:
 
 
 def other_clocks(folder: Path, outcomes: Sequence[Outcome]) -> list[str]:
-    """Return a sentence if the clock rates of devices differ between arms."""
+    """Return a sentence if the clock rates of devices differ between arms, else nothing."""
     seen: dict[str, list[float]] = {}
     for one in outcomes:
         hz = None if one.run is None else _devices_hz(_loads(folder / one.run))
@@ -148,7 +148,7 @@ def in_words(facts: Mapping[str, Sequence[str]]) -> dict[str, str]:
 
 
 def describe_differences(experiment: Experiment, facts: Facts) -> list[str]:
-    """Return sentences on facts that differ between runs unintentionally."""
+    """Return sentences on facts that differ between runs without being under test."""
     told = []
     for name, asked in _ASKED.items():
         values = {arm: own[name] for arm, own in facts.items() if name in own}
@@ -157,7 +157,7 @@ def describe_differences(experiment: Experiment, facts: Facts) -> list[str]:
         if changed:
             told.append(f"{name} changed between runs of {' and '.join(changed)} ({shown})")
         elif len(set(map(tuple, values.values()))) > 1 and not _is_asked(experiment.arms, asked):
-            told.append(f"{name} differs between arms, although it was not requested ({shown})")
+            told.append(f"{name} differs between arms unintentionally ({shown})")
     return told
 
 
@@ -166,7 +166,7 @@ def _is_asked(arms: Sequence[Arm], names: Sequence[str]) -> bool:
 
 
 def other_numbers(one: RunRecord, other: RunRecord) -> list[str]:
-    """Return the names of facts that make runs of the same training compute different numbers."""
+    """Return the facts by which two runs of the same training would compute different numbers."""
     mine, its = _numbers(one), _numbers(other)
     return [name for name in mine if mine[name] != its[name]]
 
@@ -181,7 +181,7 @@ def _numbers(record: RunRecord) -> dict[str, Any]:
 
 
 def _dropout_source(record: RunRecord) -> tuple[Any, ...] | None:
-    """Return the settings that determine dropout's masks; None without, or for custom models."""
+    """Return what determines dropout's masks; None without dropout, or for custom models."""
     plan = record.plan
     if not plan.lora_dropout and (record.model is None or not record.model.dropout):
         return None
@@ -190,7 +190,7 @@ def _dropout_source(record: RunRecord) -> tuple[Any, ...] | None:
 
 
 def compare_with_stored(stored: Comparison, now: Comparison) -> list[str]:
-    """Report whether the stored result is reproduced, and which facts have changed since."""
+    """Report whether the stored result is reproduced, and which facts have changed since then."""
     lines = [f"compared with the stored result ({stored.started}, {stored.machine.cpu}):"]
     for name, new in now.verdicts().items():
         old = stored.verdicts().get(name)
@@ -209,12 +209,12 @@ def compare_with_stored(stored: Comparison, now: Comparison) -> list[str]:
 
 
 def _changed_facts(stored: Comparison, now: Comparison) -> list[str]:
-    """Return facts that have changed; for commands, only if the place where they ran is known."""
+    """Describe changed facts; for commands, only if it is known where they ran."""
     then = {arm.arm: arm.facts for arm in stored.arms}
     pairs = [(_of_machine(stored.machine, "none"), _of_machine(now.machine, "none"))]
     pairs += [(then[arm.arm], arm.facts) for arm in now.arms if arm.arm in then]
     told = [
-        f"{name} was {old[name]}, and is {new[name]}"
+        f"{name} was {old[name]} and is now {new[name]}"
         for old, new in pairs
         for name in _ASKED
         if name in old and name in new and old[name] != new[name]

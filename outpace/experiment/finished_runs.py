@@ -1,4 +1,4 @@
-"""Finished runs as arms of a comparison: blocks of their steps take the place of rounds."""
+"""Finished runs as arms of a comparison, with blocks of their steps as rounds."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,13 +15,13 @@ from outpace.training.run_dir import RUN_FILE
 
 _MOST_BLOCKS = 30
 NOT_IN_TURN = (
-    "These runs did not take turns: other load on the machine, and differences from one start to "
-    "the next, are part of every difference."
+    "These runs were not interleaved, so differences include other load on the machine and "
+    "variation between starts."
 )
 
 
 def arms_of(runs: Sequence[Path], price: float | None = None) -> Experiment:
-    """Return an arm for each run, with the settings that differ. Raises BadInputError."""
+    """Return an experiment with an arm per run, with settings that differ. Raises BadInputError."""
     for run in runs:
         if not (run / RUN_FILE).is_file():
             raise BadInputError(f"{run} holds no run (no {RUN_FILE}).")
@@ -43,20 +43,20 @@ def arms_of(runs: Sequence[Path], price: float | None = None) -> Experiment:
 
 
 def _repeat_settings(record: RunRecord) -> dict[str, Any]:
-    """Return settings that repeat the training, even if a launcher had started the processes."""
+    """Return settings that repeat the training, even if a launcher started its processes."""
     given = record.settings.model_dump(mode="json", exclude=set(OF_A_RUN))
     world = record.plan.world_size
     return given | ({"nproc": world} if world > 1 else {})
 
 
 def _names(runs: Sequence[Path]) -> list[str]:
-    """Return the last parts of the paths if they differ, else the paths."""
+    """Return the last components of the paths if they differ, else the whole paths."""
     last = [run.resolve().name for run in runs]
     return last if len(set(last)) == len(last) else [str(run) for run in runs]
 
 
 def outcomes_of(runs: Sequence[Path], experiment: Experiment) -> list[Outcome]:
-    """Cut each run into as many blocks as the shortest has, each with its median step time."""
+    """Split each run into as many blocks as the shortest has, each with its median step time."""
     times = [step_times_of(run) for run in runs]
     least = min(map(len, times))
     if least == 0:
@@ -67,14 +67,14 @@ def outcomes_of(runs: Sequence[Path], experiment: Experiment) -> list[Outcome]:
             if begun else ""
         )  # fmt: skip
         raise BadInputError(
-            f"{short} has no more than {WARMUP_STEPS} steps{since}, all of them warm-up: nothing "
-            "can be compared. Train it for more."
+            f"{short} has at most {WARMUP_STEPS} steps{since}, all of them warm-up, so there is "
+            "nothing to compare. Train it for more steps."
         )
     size = -(-least // _MOST_BLOCKS)
     found = []
     for number in range(least // size):
         for run, arm, own in zip(runs, experiment.arms, times, strict=True):
             value = median(own[number * size : (number + 1) * size])
-            where = str(run.resolve())  # valid wherever the result is read
+            where = str(run.resolve())  # resolved, so that the stored result stays valid elsewhere
             found.append(Outcome(arm=arm.name, round=number, value=value, run=where))
     return found

@@ -1,4 +1,4 @@
-"""Comparison of outcomes: medians, verdicts, differences, agreement of losses."""
+"""Judgement of an experiment: medians, verdicts, differences, agreement of losses."""
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
@@ -18,7 +18,7 @@ def judge(
     experiment: Experiment, folder: Path, ended: ComparisonEnd, took_s: float, started: str,
     command: tuple[str, ...],
 ) -> Comparison:  # fmt: skip
-    """Judge the outcomes of an experiment; runs are read from `folder`."""
+    """Judge an experiment's outcomes, reading its runs from `folder`."""
     facts = read_facts(experiment, folder, ended.outcomes)
     return Comparison(
         experiment=experiment,
@@ -45,12 +45,7 @@ def compare_runs(runs: Sequence[Path], price: float | None = None) -> Comparison
     folders = {arm.name: run for arm, run in zip(experiment.arms, runs, strict=True)}
     return found.model_copy(
         update={
-            "differing": (NOT_IN_TURN, *_drop_intentions(found.differing)),
+            "differing": (NOT_IN_TURN, *other_clocks(Path(), ended.outcomes)),
             "differences": differences(folders, found.arms),
         }
     )
-
-
-def _drop_intentions(differing: Sequence[str]) -> list[str]:
-    """Drop findings of unintended differences: of finished runs, no difference was intended."""
-    return [one for one in differing if "which nobody asked for" not in one]

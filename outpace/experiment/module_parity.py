@@ -1,8 +1,8 @@
-"""Numbers of a custom model in a single process and under a plan, as one rank computes them.
+"""Training of a custom model in a single process and under a plan, compared tensor by tensor.
 
-The reference is a plain loop: the whole global batch at once, torch's clipping and SGD with
-momentum. With SGD a parameter moves in proportion to its gradient, so a tolerance of gradients
-holds for parameters too, and a wrong factor does not cancel.
+The reference is a plain loop: the whole global batch at once, torch's clipping, and SGD with
+momentum. With SGD, a parameter moves in proportion to its gradient, so the tolerance of gradients
+holds for parameters, too, and a wrong factor does not cancel.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -58,7 +58,7 @@ from outpace.training.checkpoint import Checkpointer, Progress
 from outpace.training.step import RawStep, Stepper
 
 STEPS = 3
-SAVED_STEP = 2  # the run resumes from this step
+SAVED_STEP = 2  # the run resumes after this step
 LR, CLIP, MOMENTUM = 0.05, 1.0, 0.9
 CPU = torch.device("cpu")
 Spoil = Callable[[Layout], None]
@@ -66,7 +66,7 @@ Spoil = Callable[[Layout], None]
 
 @dataclass(frozen=True)
 class ModuleTrial:
-    """A user's module with its training data: a global batch per step, of `samples`.
+    """A user's module with its training data: one global batch of `samples` per step.
 
     `double`: whether to compute in float64. `spoil` plants a fault in a layout, for tests.
     """
@@ -78,9 +78,9 @@ class ModuleTrial:
     spoil: Spoil = lambda layout: None
 
     def begin(self) -> CustomObjective:
-        """Return the module with its loss, in the dtype of the trial; once per process.
+        """Return the module with its loss, in the trial's dtype. Call this once per process.
 
-        Its parts keep their modes, since training also uses a module as given.
+        Its parts keep their training or evaluation modes, as they do when training.
         """
         if self.double:
             torch.set_default_dtype(torch.float64)  # for tensors that the forward creates
@@ -88,7 +88,7 @@ class ModuleTrial:
         return CustomObjective(self.custom)
 
     def batch(self, step: int) -> Any:
-        """Return the global batch of a step, counted from 1."""
+        """Return the global batch of a step, counting from 1."""
         return tree_map(self._wide, self.batches[step - 1])
 
     def _wide(self, leaf: Any) -> Any:
@@ -98,15 +98,16 @@ class ModuleTrial:
 
 @dataclass
 class ReferenceFacts:
-    """Facts noticed while the reference ran."""
+    """Observations made while the reference ran."""
 
-    narrow: bool = False  # computed in fewer than 64 bits nevertheless
-    draws: bool = False  # random numbers other than dropout's
+    narrow: bool = False  # computed in fewer than 64 bits despite float64 inputs
+    draws: bool = False  # draws random numbers other than dropout's
     seconds: float = 0.0
     made: tuple[str, ...] = ()  # parameters created by the first forward
-    state: KeptState = field(default_factory=KeptState)  # state that no checkpoint has
-    state_of_ranks: KeptState = field(default_factory=KeptState)  # separate on each rank
-    written: tuple[str, ...] = ()  # parameters that the forward changes
+    state: KeptState = field(default_factory=KeptState)  # state that checkpoints lack
+    # state that each rank has on its own
+    state_of_ranks: KeptState = field(default_factory=KeptState)
+    written: tuple[str, ...] = ()  # parameters that the forward writes to
     over_samples: bool = False  # a mean over samples that is weighted by targets
 
 
@@ -121,16 +122,16 @@ class ReferenceCourse:
 
 
 def optimizer_settings() -> TrainSettings:
-    """Return the optimizer settings that all runs share."""
+    """Return the optimizer settings that all runs use."""
     return TrainSettings(lr=LR, clip=CLIP, beta1=MOMENTUM)
 
 
 def reference(
     trial: ModuleTrial, shares: int = 1, pieces: int = 1, pipeline: bool = False
 ) -> ReferenceCourse:
-    """Train in one process. A global batch is processed in `pieces` of each of its `shares`.
+    """Train in one process, splitting each global batch into `shares` of `pieces` each.
 
-    Buffers are those after the first share, as on rank 0. `pipeline`: moving averages of batch
+    Buffers are those after the first share, as on rank 0. `pipeline`: running averages of batch
     normalisations cover all pieces of a step, as in a pipeline.
     """
     objective = trial.begin()
@@ -174,7 +175,7 @@ def reference(
 
 
 def _pass_in_shares(objective: CustomObjective, batch: Any, shares: int, pieces: int) -> Tensor:
-    """Run forward and backward of the sums; return the sum of losses and the number of targets."""
+    """Run forwards and backwards share by share; return the loss sum and the target count."""
     first, *others = cut(batch, shares) if shares > 1 else [batch]
     totals = torch.zeros(2, dtype=torch.float64)
     for share in others:
@@ -192,9 +193,9 @@ def _pass(objective: CustomObjective, share: Any, pieces: int) -> Tensor:
 
 
 def _pass_aside(objective: CustomObjective, share: Any, pieces: int) -> Tensor:
-    """Run `_pass`, and keep only its gradients.
+    """Run `_pass` and keep only its gradients.
 
-    Buffers, counters, and parameters changed by the forward stay separate for each rank.
+    As each rank does, it starts from the same buffers, counters and parameters as the first share.
     """
     parameters = list(objective.parameters())
     with preserve_state(objective, CPU), keep_values(objective.named_parameters()):
@@ -223,12 +224,12 @@ def _step(
 
 @dataclass
 class RankFindings:
-    """Findings of one rank, on its own tensors or on all ranks' tensors.
+    """One rank's findings, on its own tensors or on gathered ones.
 
-    `whole` and `cut` are the differences from the two references, by (kind, name, step); `held` are
-    the gradients on this rank in the first step. `unmatched` says why a tensor has no counterpart
-    in a single process. `attributes` are those that changed before the checkpoint, which does not
-    contain them.
+    `whole` and `cut` are differences, by (kind, name, step), from the references that process the
+    batch whole and split. `held` are the gradients on this rank in the first step. `unmatched`
+    gives the reason why a tensor has no counterpart in a single process. `attributes` changed
+    before the checkpoint, which does not contain them.
     """
 
     whole: dict[tuple[str, str, int], float | None] = field(default_factory=dict)
@@ -240,7 +241,7 @@ class RankFindings:
 
 
 class PlannedRun:
-    """A rank of a plan during the trial; `at` is called to report its progress."""
+    """A rank of a plan during the trial; it reports progress through `at`."""
 
     def __init__(
         self,
@@ -294,7 +295,7 @@ class PlannedRun:
         )
 
     def train(self) -> None:
-        """Run all steps from the beginning, with a checkpoint in between."""
+        """Run all steps from the beginning, and save a checkpoint in between."""
         begin = kept_attributes(self.layout.objective)
         for step in range(1, STEPS + 1):
             self._train_step(step, "")
@@ -342,7 +343,7 @@ class PlannedRun:
                 self._record_differences(name, kind + when, step, wanted, tensors)
 
     def _run_step(self, step: int, share: list[Any]) -> RawStep:
-        """Run a step. Raises BadInputError if micro-batches need values that a forward wrote."""
+        """Run a step. Raises BadInputError if a backward needs values that a forward overwrote."""
         versions = {name: p._version for name, p in self.layout.named_parameters()}
         try:
             return self._stepper.run(step, LR, share, lambda: False)
@@ -357,7 +358,7 @@ class PlannedRun:
             raise BadInputError(said) from error
 
     def _share(self, batch: Any) -> list[Any]:
-        """Return this rank's passes of a global batch."""
+        """Return this rank's micro-batches of a global batch."""
         plan = self._plan
         number = plan.data_rank(self._ranks.rank) or 0
         share = cut(batch, plan.data_parallel)[number] if plan.data_parallel > 1 else batch
@@ -365,7 +366,7 @@ class PlannedRun:
         return cut(share, passes) if passes > 1 else [share]
 
     def _keep_gradients(self) -> None:
-        """Keep complete gradients; check that every rank has its part of the sharded ones."""
+        """Keep complete gradients; check that every rank holds its part of the sharded ones."""
         named = dict(self.layout.named_parameters())
         mine = {name: parameter.grad is not None for name, parameter in named.items()}
         said = gather_objects(mine, self._control)
@@ -378,7 +379,7 @@ class PlannedRun:
             self._gradients[name] = whole(gradient).clone()
 
     def _compare_state(self, when: str) -> None:
-        """Compare parameters and buffers in an exported model's form; on rank 0."""
+        """Compare parameters and buffers, gathered as for an export, on rank 0."""
         self._at(f"gathering the model{when}")
         model = self.layout.whole_model(self._ranks.rank == 0)
         if model is None or self._ranks.rank:
@@ -400,7 +401,7 @@ class PlannedRun:
         wanted: Mapping[str, Tensor],
         tensors: Mapping[str, Tensor],
     ) -> None:
-        """Record the difference of each tensor from its reference."""
+        """Record each tensor's difference from its reference."""
         noted = self.found.whole if which == "whole" else self.found.cut
         of = scales(wanted, self._floor)
         for name, tensor in tensors.items():

@@ -1,7 +1,7 @@
 """`outpace.verify`: a custom model under every strategy, compared with one process.
 
-Each plan has its own processes, forked from this one, and a time limit: a hang or a crash is a
-result too.
+Each plan runs in processes forked from this one, with a time limit, so a hang or crash is a result,
+too.
 """
 
 import pickle
@@ -70,13 +70,14 @@ Batches = Any  # a global batch, or a function of the step (from 1) that returns
 
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 DEFAULT_LIMIT_S = 120.0
-# Imports that every rank would otherwise repeat.
+# Modules that every rank would otherwise import again.
 _USED = (
     "outpace.training.states", "torch._dynamo", "torch.distributed.fsdp",
     "torch.distributed.pipelining", "torch.distributed.tensor.parallel",
     "torch.distributed.optim",
 )  # fmt: skip
-_KINDS = ("loss", "gradient", "norm", "parameter", "buffer")  # in the order of a step
+# in the order in which a step computes them
+_KINDS = ("loss", "gradient", "norm", "parameter", "buffer")
 _MOST_NAMED = 20
 
 
@@ -92,18 +93,19 @@ def verify(
     sync_batchnorm: bool = False,
     time_limit_s: float = DEFAULT_LIMIT_S,
 ) -> Certificate:
-    """Prove that strategies train your module like a single process, or report where they differ.
+    """Prove that strategies train your module as a single process does, or show where they differ.
 
     `batch` is a global batch, or a function of the step (1, 2, 3) that returns one; its samples
     must be divisible among all ranks. `loss`, `blocks`, `layouts` and `sync_batchnorm` are as for
     `outpace.parallelize`. `plans` are plans, or names of strategies for `nproc` processes; None
     stands for every strategy that supports a custom model.
 
-    The proof runs on the CPU of this host, in processes forked from this one, with `time_limit_s`
-    for each plan. `module` is not changed, and is trained in its current mode, as by
-    `outpace.parallelize`. The loss, the gradients and their norm are compared, and weights and
-    buffers after three steps of SGD with momentum, also after a resume; in float64 if the module
-    supports it. Raises BadInputError; differences are in the certificate.
+    The proof runs on this host's CPU, in processes forked from this one, with `time_limit_s`
+    seconds per plan. `module` is not changed; it is trained in its current mode, as by
+    `outpace.parallelize`. The comparison covers the loss, the gradients and their norm, and the
+    weights and buffers after three steps of SGD with momentum, with and without a resume; in
+    float64 if the module supports it. Differences are in the certificate. Raises BadInputError if
+    the module or batch cannot be verified.
     """
     custom = build_custom_model(
         lambda: CustomModel(
@@ -123,7 +125,7 @@ def verify_custom(
     name: str | None = None,
     spoil: Spoil = lambda layout: None,
 ) -> Certificate:
-    """Verify the result of `build_custom_model`, as `verify` does. `spoil` plants a fault."""
+    """Verify the result of `build_custom_model` like `verify`. `spoil` plants a fault."""
     _check(custom.module)
     batches = [_on_cpu(batch(step) if callable(batch) else batch) for step in range(1, STEPS + 1)]
     samples = samples_in(batches[0])
@@ -132,7 +134,7 @@ def verify_custom(
     double = len(parameter_dtypes(custom.module)) == 1 and min(_bytes(custom.module)) > 2
     trial = ModuleTrial(custom, batches, samples, double, spoil)
     with tempfile.TemporaryDirectory(prefix="outpace-verify-") as temporary:
-        with warnings.catch_warnings():  # torch's warnings about itself
+        with warnings.catch_warnings():  # torch's warnings about its own code
             warnings.simplefilter("ignore")
             for used in _USED:
                 import_module(used)
@@ -160,7 +162,7 @@ def verify_custom(
 
 def _check(module: nn.Module) -> None:
     if sys.platform != "linux":
-        raise BadInputError("verify of a module forks processes, which it does on Linux only")
+        raise BadInputError("verify of a module forks processes, which works on Linux only")
     if dist.is_initialized():
         raise BadInputError(
             "verify starts its own processes, but torch.distributed is initialised in this "
@@ -169,7 +171,7 @@ def _check(module: nn.Module) -> None:
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
         raise BadInputError("the module has lazy parameters. Run a batch through it first.")
     if any(p.is_meta for p in module.parameters()):
-        raise BadInputError("the module has parameters on meta. Give them values first.")
+        raise BadInputError("the module has parameters on the meta device. Give them values first.")
     refuse_sparse_gradients(module)
     require_plain(module)
 
@@ -183,7 +185,7 @@ def _on_cpu(batch: Any) -> Any:
 
 
 def _host_copy(custom: CustomModel) -> CustomModel:
-    """Return the model on the CPU; itself if it is already there, since forks copy it anyway."""
+    """Return the model on the CPU; no copy if it is already there, since forks copy it."""
     if all(t.device.type == "cpu" for t in [*custom.module.parameters(), *custom.module.buffers()]):
         return custom
     import copy
@@ -194,7 +196,7 @@ def _host_copy(custom: CustomModel) -> CustomModel:
 def _plans(
     asked: Sequence[Plan | str] | str | None, nproc: int, samples: int
 ) -> tuple[list[Plan], dict[str, str]]:
-    """Return the plans to judge, and those that are left out of a request for all."""
+    """Return the plans to verify; of a request for all, also strategies left out, with reasons."""
     if isinstance(asked, str):
         asked = None if asked == "all" else asked.split(",")
     if asked is not None:
@@ -231,28 +233,28 @@ def _resolve_plan(one: Plan | str, nproc: int, samples: int) -> Plan:
 
 
 def plan_for_module(strategy: Strategy, nproc: int, samples: int) -> Plan:
-    """Return a strategy's plan for all ranks, with two accumulation steps if samples allow it."""
+    """Return a strategy's plan on all ranks, with two accumulation steps if samples suffice."""
     sizes = fill_axes(strategy, nproc, {})
     shares = sizes["dp_replicate"] * sizes["dp_shard"]
     if samples % shares:
         raise BadInputError(
-            f"a global batch of {samples} samples cannot be shared by {shares} data-parallel ranks "
-            f"of strategy {strategy}. Give a batch of a multiple of {shares}."
+            f"a global batch of {samples} samples cannot be divided among {shares} data-parallel "
+            f"ranks of strategy {strategy}. Pass a batch with a multiple of {shares} samples."
         )
     share = samples // shares
     parts = default_microbatches(strategy, sizes["pp"], share)
     each = share // parts
     if strategy not in SCHEDULES and each % 2 == 0:
-        each //= 2  # accumulate twice
+        each //= 2  # two accumulation steps
     return Plan.parse(
         {"strategy": strategy, **sizes, "micro_batch": each, "pp_microbatches": parts}, "verify"
     )
 
 
 def plan_like(plan: Plan) -> Plan:
-    """Return a run's plan without additional rounding and without parts that the trial lacks.
+    """Return a run's plan without low precision and without what the trial lacks.
 
-    Micro-batches have at most two samples, since the global batch of a trial is small.
+    Micro-batches have at most two samples, since a trial's global batch is small.
     """
     changed = {"precision": "fp32", "compile": False, "compress_gradients": "none",
                "optimizer": "sgd", "optimizer_in_backward": False,
@@ -260,13 +262,13 @@ def plan_like(plan: Plan) -> Plan:
     return Plan.parse({**plan.model_dump(), **changed}, "run.json")
 
 
-# How one process splits a batch: shares, pieces of each, and whether as a pipeline.
+# How one process splits a batch: number of shares, pieces of each, and whether as a pipeline.
 _Cut = tuple[int, int, bool]
 _WHOLE: _Cut = (1, 1, False)
 
 
 class _Bench:
-    """Runner of plans and their references; all results are in `folder`."""
+    """Runs plans and their references; all results are in `folder`."""
 
     def __init__(self, trial: ModuleTrial, folder: Path, limit_s: float) -> None:
         self._trial, self._folder, self._limit_s = trial, folder, limit_s
@@ -275,7 +277,7 @@ class _Bench:
         self._floor = DOUBLE.floor
 
     def run_reference(self) -> tuple[ComparisonLimits, list[str]]:
-        """Run the whole batch in one process, in float64 if possible; return the tolerances.
+        """Run the whole batch in one process, in float64 if possible; return tolerances and notes.
 
         Raises BadInputError if one process cannot run it.
         """
@@ -299,8 +301,8 @@ class _Bench:
         if facts.draws:
             raise BadInputError(
                 f"{type(self._trial.custom.module).__name__} draws random numbers in its forward, "
-                "other than dropout, so each way to cut a batch draws different ones. Derive them "
-                "from the batch (a number for each sample), or disable them to verify."
+                "other than dropout, so they depend on how a batch is split. Derive them from "
+                "the batch (one seed per sample), or disable them to verify."
             )
         if self._trial.double and not facts.narrow:
             allowed = DOUBLE
@@ -308,7 +310,7 @@ class _Bench:
             half = any(dtype.itemsize == 2 for dtype in dtypes)
             allowed = HALF if half else SINGLE
             if self._trial.double:
-                notes.append("computed in fp32 in parts, as its forward specifies")
+                notes.append("partly computed in fp32, as its forward specifies")
             elif len(dtypes) > 1:
                 names = sorted(str(dtype).removeprefix("torch.") for dtype in dtypes)
                 notes.append(f"in its own dtypes ({', '.join(names)})")
@@ -320,7 +322,7 @@ class _Bench:
         return allowed, notes
 
     def _refuse_changes(self, facts: ReferenceFacts) -> None:
-        """Raise BadInputError if forwards change what a module consists of."""
+        """Raise BadInputError if forwards change which parameters a module has."""
         if facts.made:
             raise BadInputError(explain_new_parameters(facts.made))
         if facts.state.reshaped:
@@ -348,7 +350,7 @@ class _Bench:
         return self._folder / f"job-{next(self._numbers)}"
 
     def compare(self, plan: Plan, allowed: ComparisonLimits) -> ParityVerdict:
-        """Run a plan, and return its comparison."""
+        """Run a plan and compare it with a single process."""
         precision = "fp64" if self._trial.double else "fp32"
         plan = plan.model_copy(update={"precision": precision})
         averages = plan.pp > 1 and bool(batch_norms(self._trial.custom.module))
@@ -376,13 +378,13 @@ class _Bench:
         return self._trial.samples // plan.data_parallel // plan.micro_batch
 
     def _cut_reference(self, way: _Cut) -> bool:
-        """Return whether this split has a reference: a module may not train on so few samples."""
+        """Return whether this split has a reference: a module may refuse so few samples."""
         if way not in self._courses and not self._reference(way).fine:
             self._courses[way] = Path()
         return self._courses[way] != Path()
 
     def _fails_cut(self, way: _Cut) -> bool:
-        """Return whether the plain module, which trains on the whole batch, fails on its parts."""
+        """Return whether the plain module trains on the whole batch but fails on parts of it."""
         return way[:2] != _WHOLE[:2] and not self._cut_reference(way)
 
     def _paths(self, names: Mapping[str, _Cut]) -> dict[str, Path]:
@@ -395,7 +397,7 @@ class _Bench:
         if refusal is not None:
             return _make(plan, allowed, reason=refusal, refused=True)
         late = [(rank, end) for rank, end in enumerate(ends) if end.exit_code is None]
-        # A rank that lost its peer says so; the rank that went first says why.
+        # A rank that lost its peer reports that; the rank that failed first gives the reason.
         failed = [(rank, end) for rank, end in enumerate(ends) if not end.fine and end.exit_code]
         failed.sort(key=lambda one: _of_peers(one[1]))
         if failed:
@@ -411,7 +413,7 @@ class _Bench:
         return _make(plan, allowed, reason=f"{said}{after}")
 
 
-# Errors of a rank that has lost another one.
+# Words in errors of a rank that lost another rank.
 _WORDS_OF_PEERS = ("connection closed", "connection reset", "gloo", "another rank")
 
 
@@ -429,7 +431,7 @@ def _on_rank(
     floor: float,
     rank: ForkedRank,
 ) -> None:
-    """Run one rank's part of a plan, in its own process."""
+    """Run one rank's share of a plan in its own process."""
     references = {
         name: torch.load(path, weights_only=False, mmap=True) for name, path in paths.items()
     }
@@ -482,7 +484,7 @@ def _verdict(
         numbers = [off for key, off in whole.items() if key not in wrong and off is not None]
         cause = (
             f"Buffers that change with each forward ({moved}) are compared with those of a "
-            "process that cuts the batch in the same way"
+            "process that splits the batch in the same way"
         )
         return _make(plan, allowed, worst=max(numbers, default=0.0), cause=cause)
     named = faults or wrong
@@ -509,19 +511,19 @@ def _verdict(
     )  # fmt: skip
 
 
-CUT_ALIKE = "one process that cuts it in the same way computes the same"
+CUT_ALIKE = "one process that splits it in the same way computes the same"
 CUT = (
-    "One process that cuts the batch in the same way computes the same, so the loss is not a "
+    "One process that splits the batch in the same way computes the same, so the loss is not a "
     "mean over samples, or samples depend on others in the batch (BatchNorm, running averages, "
     "in-batch negatives, a mean over targets of which some are padding). Return (sum, count) "
     "from the loss, or use sync_batchnorm=True. If neither helps, any data-parallel training "
     "differs from a single process here: accept that, and train with --check off (check='off' of "
-    "parallelize), or use a strategy that does not cut the batch (single, mp)"
+    "parallelize), or use a strategy that does not split the batch (single, mp)"
 )
 
 
 def _explain_cut(facts: ReferenceFacts) -> str:
-    """Explain a difference if one process that splits the batch alike computes the same."""
+    """Explain a difference that one process also shows if it splits the batch alike."""
     if facts.written:
         what = f"writes to {first_names(facts.written)}"
     elif facts.state_of_ranks.found:
@@ -531,9 +533,9 @@ def _explain_cut(facts: ReferenceFacts) -> str:
     else:
         return CUT
     return (
-        f"The forward {what} with each micro-batch, so a batch that is cut differs from the whole "
-        f"one: {CUT_ALIKE}. Use one micro-batch per step, on one process, to train as with the "
-        "whole batch"
+        f"The forward {what} with each micro-batch, so a split batch differs from the whole one: "
+        f"{CUT_ALIKE}. Use one micro-batch per step, on one process, to train as on the whole "
+        "batch"
     )
 
 
@@ -541,7 +543,7 @@ def _format_deviation(relative: float | None) -> str:
     if relative is None:
         return MISSING
     if relative == float("inf"):
-        return "is not a number, or not zero as in one process"
+        return "is NaN, or is not zero although it is in one process"
     return f"is off by {relative:.2g} of its scale"
 
 
@@ -556,7 +558,7 @@ def _is_allowed(relative: float | None, allowed: ComparisonLimits) -> bool:
 def _worst(
     several: Iterator[dict[tuple[str, str, int], float | None]],
 ) -> dict[tuple[str, str, int], float | None]:
-    """Keep the largest deviation of each tensor over all ranks."""
+    """Keep the largest deviation of each tensor over several ranks' findings."""
     merged: dict[tuple[str, str, int], float | None] = {}
     for one in several:
         for key, off in one.items():
@@ -566,7 +568,7 @@ def _worst(
 
 
 def _cause_order(key: tuple[str, str, int], off: float | None) -> tuple[bool, int, int, float]:
-    """Return a sort key that puts possible causes of other differences first."""
+    """Return a sort key that puts causes before their effects."""
     kind, _, step = key
     resumed = kind.endswith(" after resuming")
     kind = kind.removesuffix(" after resuming")
@@ -576,13 +578,14 @@ def _cause_order(key: tuple[str, str, int], off: float | None) -> tuple[bool, in
 def _known_cause(
     plan: Plan, facts: ReferenceFacts, listed: Sequence[tuple[str, str, int]]
 ) -> str | None:
-    """Return a cause that one process already showed; None if there was none."""
+    """Return the cause if the single process already showed it; None otherwise."""
     if listed[0][0].endswith(" after resuming"):
         state = facts.state if plan.world_size == 1 else facts.state_of_ranks
         return explain_state_after_resume(state) if state.found else None
     if facts.written:
         why = (
-            "micro-batches and ranks do so in another order, or for other samples, than one process"
+            "micro-batches and ranks do so in a different order, or for different samples, than "
+            "one process"
         )
         said = explain_writes(facts.written, plan.strategy, why).removesuffix(".")
         return said[0].upper() + said[1:]
@@ -599,14 +602,13 @@ def _likely_cause(
     kind = listed[0][0]
     if kind.endswith(" after resuming"):
         said = (
-            "Without an interruption it is right: the checkpoint does not contain everything "
-            "that the module needs, such as buffers of another rank, or state that is in no "
-            "buffer"
+            "Without an interruption it is right, so the checkpoint lacks something that the "
+            "module needs, such as another rank's buffers, or state outside buffers"
         )
         if not attributes:
             return said
         named = name_attributes(sorted(attributes))
-        return f"{said}. Steps change {named}: if it is read again, register it as a buffer"
+        return f"{said}. Steps change {named}: if later steps read it, register it as a buffer"
     explained = next((f"{key[1]} {notes[key]}" for key in listed if key in notes), None)
     if kind == "loss" and plan.pp > 1:
         return (
@@ -624,7 +626,7 @@ def _likely_cause(
             return f"The gradient of {explained}"
         return "Gradients of ranks do not add up to those of one process"
     if kind == "loss":
-        return "Ranks do not compute what one process does with the same samples and weights"
+        return "Ranks do not compute the same as one process with the same samples and weights"
     if kind == "buffer":
         return (
             "Gradients are right but buffers are not: they change with each rank's samples, or "

@@ -1,4 +1,4 @@
-"""Proof that a plan computes the same as a single process: with the same batches, the same numbers.
+"""Proof that a plan computes the same numbers from the same batches as a single process.
 
 The reference is a plain loop over the whole global batch at once: no layout, no micro-batches, no
 collectives, torch's own clipping and AdamW. It shares only the model's code with the plan. Every
@@ -38,9 +38,9 @@ from outpace.training.collective_counter import CollectiveCounter
 from outpace.training.step import Stepper
 from outpace.training.synthetic import Batch, shares
 
-# Builds an optimizer from parameter groups and a builder: a layout's `make_optimizer`.
+# Makes an optimizer from parameter groups and a builder: a layout's `make_optimizer`.
 Place = Callable[[list[dict[str, Any]], Build], torch.optim.Optimizer]
-# States of AdamW, SGD and Adafactor. Kinds are in the order of a step, where errors propagate.
+# States of AdamW, SGD and Adafactor. Kinds are in the order of a step, in which errors spread.
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "row_var", "col_var", "variance")
 KINDS = ("used parameter", "loss", "gradient", "norm", *MOMENTS, "parameter")
 
@@ -70,14 +70,14 @@ class Trial:
         means of the gradients and move by at most Δ each. With ε = 2 · steps · lr · clip, the
         parameters move by at most Δ/clip in all steps together. For a gradient that is truly zero,
         Δ is at most clip times the tolerance of the largest gradient, and the largest parameters
-        are 1, so a gradient within its tolerance gives a parameter within its tolerance. With 1e-8,
-        a key projection's bias would be changed by its rounding errors, amplified a million times,
-        and a wrong factor, which cancels in m̂/√v̂, would remain undetected.
+        are 1, so a gradient within its tolerance gives a parameter within its tolerance. With ε =
+        1e-8, rounding errors, amplified a million times, would move a key projection's bias, and a
+        wrong factor, which cancels in m̂/√v̂, would go unnoticed.
         """
         return 2 * self.steps * self.lr * LIMIT
 
     def batches(self) -> list[Batch]:
-        """Return a global batch for each step; padding is at the ends of samples, unevenly."""
+        """Return one global batch per step; samples end in padding of different lengths."""
         drawn = torch.Generator().manual_seed(self.seed)
         shape = (self.global_batch, self.seq_len + 1)
         made = []
@@ -91,10 +91,10 @@ class Trial:
         return made
 
     def objective(self, plan: Plan) -> LanguageModelObjective:
-        """Return the model with its loss, the same on every rank, before weights are lowered."""
+        """Return the model with its loss, equal on every rank, before weights are lowered."""
         dtype = torch.float64 if plan.precision == "fp64" else torch.float32
         model = Transformer(self.spec, self.seed).to(self.device, dtype)
-        with torch.no_grad():  # large enough for every part to have an effect
+        with torch.no_grad():  # weights large enough for every part to have an effect
             for parameter in model.parameters():
                 if parameter.ndim >= 2:
                     parameter.mul_(4)
@@ -104,7 +104,7 @@ class Trial:
 
     @torch.no_grad()
     def _begin_adapters(self, model: Transformer) -> None:
-        """Move adapters away from B = 0, where A's gradient is zero and A · x has no effect."""
+        """Move adapters away from B = 0, where A has no effect and a zero gradient."""
         for name, (_, b, _) in adapters(model).items():
             drawn = torch.empty(b.shape, dtype=torch.float32)
             b.copy_(drawn.normal_(0.0, 0.2, generator=stream(self.seed, f"{name}.lora_b")))
@@ -116,7 +116,7 @@ class Trial:
         name: OptimizerName = "adamw-for-loop",
         wide_values: dict[str, Tensor] | None = None,
     ) -> torch.optim.Optimizer:
-        """Create the optimizer, by default AdamW's for-loop, which has no special kernels.
+        """Create the optimizer, by default AdamW as a for-loop, which uses no special kernels.
 
         With `wide_values`, it updates fp32 copies of the parameters, which start from these values.
         """
@@ -133,17 +133,17 @@ class Trial:
 
 @dataclass
 class Trace:
-    """Whole tensors after each step, by kind and name: "gradient blocks.0.mlp.up.weight"."""
+    """Unsharded tensors after each step, by kind and name ("gradient blocks.0.mlp.up.weight")."""
 
     steps: list[dict[str, dict[str, Tensor]]] = field(default_factory=list)
 
     def names(self) -> set[str]:
-        """Return the names of all tensors held after a step."""
+        """Return the names of all tensors recorded after a step."""
         return {f"{kind} {name}" for kind, held in self.steps[0].items() for name in held}
 
 
 def reference(trial: Trial, plan: Plan) -> Trace:
-    """Train on one process, with each global batch at once."""
+    """Train in one process, on each global batch at once."""
     objective = trial.objective(plan)
     mixed = make_mixed(plan.precision, trial.device, True)
     wide_values = lower_weights(objective, mixed)
@@ -183,9 +183,9 @@ def _step_of(
 def _state(
     named: Iterable[tuple[str, nn.Parameter]], optimizer: torch.optim.Optimizer | None
 ) -> dict[str, dict[str, Tensor]]:
-    """Return whole copies of all parameters and of the optimizer's moments. Collective.
+    """Return unsharded copies of all parameters and of the optimizer's moments. Collective.
 
-    For parameters rounded from fp32 copies, these copies are returned on ranks that have them.
+    Where a rank has fp32 copies of parameters, return these instead.
     """
     found: dict[str, dict[str, Tensor]] = {"parameter": {}}
     state = {} if optimizer is None else optimizer.state
@@ -210,8 +210,8 @@ def train_under_plan(
 ) -> Trace:
     """Train this rank's part under the plan.
 
-    `wire` counts the last step, since the first may build buckets. `spoil` plants a fault in the
-    layout.
+    `wire` counts communication of the last step, since the first may build buckets. `spoil` plants
+    a fault in the layout.
     """
     device = trial.device
     objective = trial.objective(plan)
@@ -267,20 +267,20 @@ def train_under_plan(
 def _checkpoint_parts(
     layout: Layout, optimizer: torch.optim.Optimizer
 ) -> tuple[Iterable[tuple[str, nn.Parameter]], torch.optim.Optimizer | None]:
-    """Return this rank's parameters and optimizer, if a checkpoint would save them from it."""
+    """Return the parameters and optimizer that a checkpoint would save from this rank."""
     model, holder = layout.checkpoint_state(optimizer)
     return (() if model is None else layout.named_parameters()), holder
 
 
 class Use:
-    """Copies of parameters as a step's first forward uses them: gathered, if they are sharded."""
+    """Copies of parameters as a step's first forward uses them: gathered if sharded."""
 
     def __init__(self, wire: CollectiveCounter) -> None:
         self.found: dict[str, Tensor] = {}
         self._wire = wire
 
     def watch(self, model: Transformer) -> None:
-        """Copy each module's direct parameters when its forward begins."""
+        """Copy each module's own parameters when its forward begins."""
         for name, module in model.named_modules():
             if name and next(module.parameters(recurse=False), None) is not None:
                 module.register_forward_pre_hook(partial(self._copy_parameters, name))
@@ -307,7 +307,7 @@ class Use:
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor of a step, and its distance from the reference's tensor."""
+    """One tensor of a step, and its distance from the reference."""
 
     step: int
     kind: str
@@ -319,7 +319,7 @@ class Difference:
 
     @property
     def cause(self) -> tuple[int, int, float]:
-        """Sort key that puts possible causes of other differences first."""
+        """Sort key that puts causes before their effects."""
         return self.step, KINDS.index(self.kind), -self.relative
 
 
@@ -332,18 +332,18 @@ def differences(expected: Trace, found: Trace, allowed: Tolerance) -> Iterator[D
                 known = wanted[kind].get(name)
                 if known is None:
                     yield Difference(
-                        number, kind, (f"{name}, which one process does not have,"), math.inf
+                        number, kind, (f"{name}, which a single process does not have,"), math.inf
                     )
                     continue
                 rounded = kind == "used parameter" and tensor.dtype != known.dtype
                 apart = _distance(tensor, known, allowed.gathered if rounded else 0.0)
-                # `max` ignores NaN, so make it the largest.
+                # `max` ignores NaN, so treat NaN as infinite.
                 relative = apart / scales[name] if apart == apart else math.inf
                 yield Difference(number, kind, name, relative)
 
 
 def _distance(tensor: Tensor, known: Tensor, roundoff: float) -> float:
-    """Return the largest distance from the range of numbers that round to `tensor`."""
+    """Return the largest distance from the interval of values that round to `tensor`."""
     tensor = tensor.to(known.dtype)
     apart = (tensor - known).abs()
     if roundoff:
@@ -354,10 +354,10 @@ def _distance(tensor: Tensor, known: Tensor, roundoff: float) -> float:
 def _scales(
     kind: str, known: dict[str, Tensor], initial: dict[str, Tensor], allowed: Tolerance
 ) -> dict[str, float]:
-    """Return the scale of each kind of difference: see Tolerance."""
+    """Return each tensor's scale, by which its difference is divided: see Tolerance."""
     if kind == "loss":  # no target may be missing
         return {"mean": float(known["mean"]), "tokens": 1.0}
-    # The largest value only makes sense for numbers: weights in 4 bits are codes.
+    # A largest value only makes sense for numbers: 4-bit weights are codes.
     sizes = {
         name: float(tensor.abs().max()) if tensor.is_floating_point() else 1.0
         for name, tensor in known.items()

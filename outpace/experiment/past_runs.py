@@ -1,4 +1,4 @@
-"""Runs in folders, complete or not: everything that can be read without torch."""
+"""Runs in folders, complete or not: all that can be read without torch."""
 
 import json
 import os
@@ -21,10 +21,10 @@ from outpace.records.settings import TrainSettings
 from outpace.training.run_dir import FAILURE_FILE, METRICS_FILE, RESULT_FILE, RUN_FILE
 
 _TIMED = ("step_time_s", "tokens_per_s", "mfu")
-_DEFAULT = "default"  # origin of a setting that nobody gave
-# The end of a file of metrics: about a hundred steps.
+_DEFAULT = "default"  # origin of a setting that the user did not set
+# Bytes read from the end of a metrics file: about a hundred steps.
 _TAIL_BYTES = 1 << 16
-# Fields of a run's record for queries: the values that were used, not those requested.
+# Fields of a run's record for queries: values used, not those requested.
 _OF_RECORD = (
     "outpace", "commit", "identity", "parameters", "seq_len", "device", "threads", "train_data",
 )  # fmt: skip
@@ -34,7 +34,7 @@ _OF_RECORD = (
 class PastRunFolder:
     """A run's folder; `record` and `result` are None if they are missing or cannot be read.
 
-    `failure`: why it ended before its last step, if that could still be recorded.
+    `failure`: why the run ended before its last step, if that was recorded.
     """
 
     folder: Path
@@ -44,7 +44,7 @@ class PastRunFolder:
     failure: Failure | None = None
 
     def value(self, name: str) -> Any:
-        """Return a figure, or a field of its plan or settings; None if unknown."""
+        """Return a result, or a field of the run's plan or settings, by name; None if unknown."""
         kind = field_owner(name)
         record = self.record
         owners: dict[type[Record], Record | None] = {
@@ -58,7 +58,7 @@ class PastRunFolder:
 
 
 def field_owner(name: str) -> type[Record] | None:
-    """Return the record that has the field of this name, looking at results before settings."""
+    """Return the record that has this field; results take precedence over settings."""
     for kind in (PastRun, Plan, Measurement, RunRecord, TrainSettings):
         if name in kind.model_fields and (kind is not RunRecord or name in _OF_RECORD):
             return kind
@@ -77,7 +77,7 @@ def is_run(folder: Path) -> bool:
 
 
 def find_runs(folders: Iterable[Path]) -> list[PastRunFolder]:
-    """Find every run in and below these folders, newest first; those without a time come last."""
+    """Find every run in and below these folders, newest first; runs without a time come last."""
     # Path.resolve raises for circular links.
     found = {
         os.path.realpath(where): read_past_run(where, trouble)
@@ -93,7 +93,7 @@ def count_runs(folders: Iterable[Path]) -> int:
 
 
 def _places(folders: Iterable[Path]) -> Iterator[tuple[Path, OSError | None]]:
-    """Yield folders of runs, and folders that cannot be read. A run holds no other runs."""
+    """Yield folders of runs, and folders that cannot be read. A run contains no other runs."""
     troubles: list[OSError] = []
     for folder in folders:
         for place, below, files in os.walk(folder, onerror=troubles.append):
@@ -105,7 +105,7 @@ def _places(folders: Iterable[Path]) -> Iterator[tuple[Path, OSError | None]]:
 
 
 def read_past_run(folder: Path, trouble: OSError | None = None) -> PastRunFolder:
-    """Read a run from its files; problems are reported in its row, and nothing is raised."""
+    """Read a run from its files; problems are reported in the result, never raised."""
     if trouble is not None:
         return PastRunFolder(folder, _damaged_run(folder, f"cannot be read: {trouble.strerror}"))
     changed: list[str] = []
@@ -148,7 +148,7 @@ def _damaged_run(folder: Path, why: str) -> PastRun:
 def result_of(
     folder: Path, record: RunRecord, on_change: OnChange | None = None
 ) -> Measurement | None:
-    """Return the result; None if the run is unfinished or has been resumed since."""
+    """Return a run's result; None if it is unfinished or has been resumed since."""
     path = folder / RESULT_FILE
     if not path.exists():
         return None
@@ -167,7 +167,7 @@ def _of_result(result: Measurement) -> dict[str, Any]:
 
 
 def _of_steps(folder: Path, record: RunRecord, on_change: OnChange) -> dict[str, Any]:
-    """Return medians over the latest steps, without warm-up and without steps of another layout."""
+    """Return medians over the latest steps, without warm-up and steps of another layout."""
     steps = latest_steps(folder / METRICS_FILE, on_change)
     if not steps:
         return {}
@@ -188,8 +188,8 @@ def _of_steps(folder: Path, record: RunRecord, on_change: OnChange) -> dict[str,
 def latest_steps(path: Path, on_change: OnChange | None = None) -> list[StepRecord]:
     """Return the newest recorded steps, ignoring an incomplete last line.
 
-    Raises BadInputError for lines that are not steps, and for lines changed after they were
-    written, which are left out if `on_change` accepts that sentence.
+    Raises BadInputError for lines that are not steps, and for lines edited after they were written;
+    with `on_change`, edited lines are left out and reported instead.
     """
     steps: list[StepRecord] = []
     try:
@@ -231,7 +231,7 @@ def _mark_if_running(one: PastRunFolder, open_now: set[Path]) -> PastRunFolder:
 
 
 def asked_settings(record: RunRecord) -> dict[str, Any]:
-    """Return the settings given by a user, a file or a plan that differ from the default."""
+    """Return settings from the user, a file or a plan that differ from the default."""
     fields = TrainSettings.model_fields
     return {
         name: value
@@ -248,7 +248,7 @@ def checkpoints(folder: Path) -> Sequence[Path]:
 
 
 def sizes(folder: Path) -> dict[str, int]:
-    """Return the bytes of each file and folder of a run, by name."""
+    """Return the bytes of each file and folder in a run, by name."""
     try:
         return {path.name: _bytes(path) for path in sorted(folder.iterdir())}
     except OSError:
@@ -256,7 +256,7 @@ def sizes(folder: Path) -> dict[str, int]:
 
 
 def _bytes(path: Path) -> int:
-    """Return the bytes of a file or folder; a running job may remove checkpoints meanwhile."""
+    """Return the bytes of a file or folder, in which a running job may remove checkpoints."""
     total = 0
     with suppress(OSError):
         for one in path.rglob("*") if path.is_dir() else (path,):

@@ -1,4 +1,4 @@
-"""A command in its own processes: its output, its end, and the termination of all its processes."""
+"""A command with all processes that it starts: its output, exit code and termination."""
 
 import os
 import signal
@@ -12,16 +12,16 @@ import psutil
 
 from outpace.launch.parent_watch import child_environment
 
-_STOP_S = 20.0  # for a run to end when asked to
-_REST_S = 2.0  # for its children to end after it
+_STOP_S = 20.0  # time for a run to end when asked to
+_REST_S = 2.0  # time for its children to end after it
 
 
 class ProcessTree:
-    """A running command and all its child processes."""
+    """A running command and all its descendants."""
 
     def __init__(self, words: list[str], environment: Mapping[str, str]) -> None:
-        # A file, not a pipe: a full pipe stops its writer, and one held by a stuck process never
-        # ends.
+        # A file, not a pipe: a full pipe blocks its writer, and a pipe held by a stuck process
+        # never ends.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
         self._process = subprocess.Popen(
             words,
@@ -43,14 +43,14 @@ class ProcessTree:
         return self._process.poll()
 
     def wait(self, until_s: float) -> int | None:
-        """Return the exit code; None if it has not ended by this value of time.monotonic()."""
+        """Return the exit code; None if it is still running at `until_s` of time.monotonic()."""
         while self.exit_code is None and time.monotonic() < until_s:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(max(min(until_s - time.monotonic(), 1.0), 0.0))
         return self.exit_code
 
     def pause(self) -> None:
-        """Stop the command and all its processes, until `unpause`."""
+        """Suspend the command and all its processes, until `unpause`."""
         self._send(signal.SIGSTOP)
 
     def unpause(self) -> None:
@@ -65,17 +65,17 @@ class ProcessTree:
             self._process.send_signal(number)
 
     def end(self) -> str:
-        """End the process and all its children if it still runs; return its output, once.
+        """End the process, if it still runs, and all its descendants; return the output, once.
 
-        Processes are first asked to end, then killed. Workers of a launcher have their own
-        sessions, so a signal to the group does not reach them.
+        Processes are first asked to end, then killed, one by one: a launcher's workers have their
+        own sessions, so a signal to the process group would not reach them.
         """
         started: set[psutil.Process] = set()
         try:
-            # Before anything ends: the children of an ended process cannot be found.
+            # Before anything ends: children of an ended process cannot be found.
             started = self._descendants()
             if self.exit_code is None:
-                self.unpause()  # a stopped process does not handle signals
+                self.unpause()  # a suspended process does not handle signals
                 with suppress(OSError):
                     os.killpg(self.pid, signal.SIGTERM)
                 self.wait(time.monotonic() + _STOP_S)
@@ -98,7 +98,7 @@ class ProcessTree:
             return output.read().decode(errors="replace")
 
     def _descendants(self) -> set[psutil.Process]:
-        """Return its children and theirs; none once it has ended, as its PID may be reused."""
+        """Return all descendants; none once the command has ended, since its PID may be reused."""
         if self.exit_code is None:
             with suppress(psutil.Error):
                 return set(psutil.Process(self.pid).children(recursive=True))

@@ -1,4 +1,4 @@
-"""Results of runs, arm by arm: medians, parts of a step, losses."""
+"""Results of runs by arm: medians, parts of a step, losses."""
 
 import json
 import math
@@ -21,18 +21,18 @@ from outpace.training.run_dir import METRICS_FILE, RUN_FILE
 
 _MILLION = 1e6
 # Allowed relative difference of two losses at the same step and samples: rounding differences of
-# reordered sums grow with the steps. A wrong gradient shows at once, and `outpace verify` proves
+# reordered sums grow with the steps. A wrong gradient shows at once, and `outpace verify` can prove
 # that there is none.
 _AGREE: Mapping[str, float] = {"fp32": 0.01, "fp64": 0.01}
 _AGREE_LOW = 0.05
 _RATES = ("step_time_s", "tokens_per_s", "samples_per_s", "model_flops_per_s", "mfu")
-_OF_A_STEP = ("step_time_s", "samples", "loss")  # fields that are read
+_OF_A_STEP = ("step_time_s", "samples", "loss")  # the fields of a step that are read
 T = TypeVar("T", int, float)
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Losses of a run, by the number of trained samples, and the facts that determined the run."""
+    """Losses of a run, by the number of samples trained on, and the run's record."""
 
     record: RunRecord
     losses: Mapping[int, float]
@@ -41,7 +41,7 @@ class Curve:
 def results(
     experiment: Experiment, folder: Path, outcomes: Sequence[Outcome], facts: Facts
 ) -> list[ArmResult]:
-    """Return medians over each arm's runs, and its verdict against the first."""
+    """Return medians over each arm's runs, and its verdict against the first arm."""
     found = verdicts(experiment, outcomes)
     rows = []
     for arm in experiment.arms:
@@ -63,9 +63,9 @@ def results(
 
 
 def _finished_result(run: Path) -> Measurement | None:
-    """Return a run's result; None if it is not a run, is not finished, or is running now.
+    """Return a run's result; None if the folder holds no run, or one that has not finished.
 
-    Its times and rates are of `timed_steps_of`, also if the last resume left only warm-up.
+    Times and rates are those of `timed_steps_of`, even if only warm-up follows the last resume.
     """
     path = run / RUN_FILE
     if not path.is_file() or (result := result_of(run, record := RunRecord.load(path))) is None:
@@ -105,13 +105,13 @@ def _median_figures(runs: Sequence[Measurement], price: float | None) -> dict[st
 
 
 def _by_rank(runs: Sequence[Sequence[int]]) -> tuple[int, ...]:
-    """Return medians over runs, if these have equal numbers of ranks."""
+    """Return medians by rank over runs; empty if the number of ranks differs."""
     alike = len(set(map(len, runs))) == 1
     return tuple(round(median(ranks)) for ranks in zip(*runs, strict=True)) if alike else ()
 
 
 def _idle_share(run: Measurement) -> float | None:
-    """Return the ranks' idle share in a run; on devices, the time without computation."""
+    """Return the ranks' mean share of idle time; on GPUs, of time without computation."""
     busy = _on_devices(run)
     return run.idle_share if busy is None else 1 - busy
 
@@ -127,7 +127,7 @@ def _on_cores(run: Measurement) -> float | None:
 
 
 def _other_cores(run: Measurement) -> float | None:
-    """Return the number of cores on all hosts that other processes used; None if negligible."""
+    """Return the number of cores, on all hosts, that other processes used; None if negligible."""
     used = [load.host.disturbing_cores for load in run.utilisation]
     known = [cores for cores in used if cores is not None]
     return sum(known) if known else None
@@ -139,7 +139,7 @@ def _median(values: Iterable[T | None]) -> float | None:
 
 
 def steps_of(run: Path) -> list[dict[str, Any]]:
-    """Return the steps in a run's metrics, in order, without an incomplete last line.
+    """Return the steps in a run's metrics, in order, ignoring an incomplete last line.
 
     Raises BadInputError if a line is not a step.
     """
@@ -165,10 +165,10 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
 
 
 def timed_steps_of(run: Path, warm_up: bool = False) -> list[dict[str, Any]]:
-    """Return the steps that a run's times and rates are of (`RunRecord.last_untimed_step`).
+    """Return the steps on which a run's times and rates are based (`RunRecord.last_untimed_step`).
 
-    `warm_up`: with the first steps after the start and after each resume. Raises BadInputError like
-    `steps_of`.
+    `warm_up`: include the first steps after the start and after each resume. Raises BadInputError
+    like `steps_of`.
     """
     record = RunRecord.load(run / RUN_FILE)
     begin = record.last_untimed_step(result_of(run, record))
@@ -180,17 +180,17 @@ def timed_steps_of(run: Path, warm_up: bool = False) -> list[dict[str, Any]]:
 
 
 def step_times_of(run: Path, warm_up: bool = False) -> list[float]:
-    """Return the seconds of each step in `timed_steps_of`."""
+    """Return the duration in seconds of each step of `timed_steps_of`."""
     return [float(step["step_time_s"]) for step in timed_steps_of(run, warm_up)]
 
 
 def _is_number(value: Any) -> bool:
-    """Return whether a value is a number that a float can hold."""
+    """Return whether a value is a finite number."""
     return isinstance(value, float) or (isinstance(value, int) and value.bit_length() < 1024)
 
 
 def curves(experiment: Experiment, folder: Path, outcomes: Sequence[Outcome]) -> dict[str, Curve]:
-    """Return the loss curve of each arm's first finished run."""
+    """Return the losses of each arm's first finished run."""
     found: dict[str, Curve] = {}
     for one in outcomes:
         if one.value is None or one.run is None or one.arm in found:
@@ -203,7 +203,7 @@ def curves(experiment: Experiment, folder: Path, outcomes: Sequence[Outcome]) ->
 
 
 def losses_in_words(found: Mapping[str, Curve]) -> str | None:
-    """Describe whether curves agree with the first as they must, or differ as they may."""
+    """Describe whether losses agree with the first arm's as they must, or differ as they may."""
     if len(found) < 2:
         return None
     first, *others = found
@@ -228,18 +228,19 @@ def losses_in_words(found: Mapping[str, Curve]) -> str | None:
 
 
 def _judge_equal_losses(first: str, apart: Mapping[str, float], precision: str) -> str:
-    """Judge the losses of arms that train the same numbers as the first."""
+    """Judge the losses of arms that must compute the same numbers as the first."""
     worst = max(apart, key=lambda name: apart[name])
     allowed = _AGREE.get(precision, _AGREE_LOW)
     if apart[worst] <= allowed:
         return f"Losses agree on all steps, as they must (within {apart[worst]:.2%})."
     return (
-        f"LOSSES DISAGREE where they must not: {worst} and {first} are {apart[worst]:.1%} apart on "
-        f"one step ({allowed:.0%} is allowed in {precision}). See which is wrong: outpace verify."
+        f"LOSSES DISAGREE where they must not: {worst} and {first} differ by {apart[worst]:.1%} "
+        f"at one step ({allowed:.0%} is allowed in {precision}). Find out which is wrong with "
+        "outpace verify."
     )
 
 
 def _largest_gap(one: Mapping[int, float], other: Mapping[int, float]) -> float | None:
-    """Return the largest relative difference after the same samples; None if there are none."""
+    """Return the largest relative difference after equal samples; None if there are none."""
     gaps = [abs(one[at] - other[at]) / max(abs(one[at]), 1e-12) for at in one.keys() & other.keys()]
     return max((gap if math.isfinite(gap) else math.inf for gap in gaps), default=None)

@@ -1,8 +1,8 @@
 """Verdicts on paired ratios that are valid at any time, however often they are checked.
 
-Two arms run side by side, round after round, in random order. If they are equally fast, each is the
-faster one of a round with probability 1/2, whatever the noise and its drift. Betting on the signs
-with a Beta(1/2, 1/2) mixture, n rounds, k of them with the same sign, have the value
+Two arms run once per round, in random order. If they are equally fast, each wins a round with
+probability 1/2, whatever the noise and its drift. Betting on the winner with a Beta(1/2, 1/2)
+mixture, the wealth after n rounds, k of them won by the same arm, is
 
     E(n, k) = 2^n · B(k + 1/2, n − k + 1/2) / B(1/2, 1/2)
 
@@ -26,7 +26,7 @@ def interval(values: Sequence[float], alpha: float) -> tuple[float, float]:
     It is infinite if there are too few values.
     """
     ordered, count = sorted(values), len(values)
-    outside = 0  # values beyond one end that the median cannot lie among
+    outside = 0  # rounds beyond either end, which excludes the median from there
     while outside < count / 2 and log_evidence(count, outside) >= -math.log(alpha):
         outside += 1
     if outside == 0:
@@ -43,8 +43,8 @@ def verdict(
 ) -> Verdict:
     """Judge how much slower `times` are than `against`, round by round.
 
-    A difference is claimed if E reached 1/`alpha` at any time; the interval is for `level`. Nothing
-    is claimed for blocks of runs that did not alternate.
+    A difference is claimed if E reached 1/`alpha` at any time; the interval has error probability
+    `level`. Nothing is claimed if the runs did not take turns (`in_turn`).
     """
     logs = [math.log(a / b) for a, b in zip(times, against, strict=True)]
     slower = _claim(logs, alpha) if in_turn else None
@@ -63,10 +63,10 @@ def verdict(
 
 
 def _claim(logs: Sequence[float], alpha: float) -> bool | None:
-    """Return whether most rounds were slower when E first reached 1/`alpha`, or None."""
+    """Return whether most rounds were slower when E first reached 1/`alpha`; None if never."""
     decided = slower = 0
     for log in logs:
-        if log == 0:  # ties count for neither
+        if log == 0:  # ties count for neither arm
             continue
         decided, slower = decided + 1, slower + (log > 0)
         if log_evidence(decided, slower) >= -math.log(alpha):

@@ -1,6 +1,6 @@
-"""Tolerances for a plan's numbers compared with a single process's, by precision.
+"""Tolerances, by precision, for comparing a plan's numbers with a single process's.
 
-docs/concepts/parity.md has the reasons.
+docs/concepts/parity.md gives the reasons.
 """
 
 import math
@@ -13,23 +13,23 @@ from outpace.records.precisions import MASTERS, SHARD_DTYPES
 
 # Unit roundoffs: half the distance from 1 to the next number (IEEE 754; bf16 has 8 bits).
 ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8}
-# Results in a block that depend on each other, each rounded: norm, q·k·v, rotation, scores,
-# softmax, mix, output, sum; norm, up, activation, gating, down, sum.
+# Successive results in a block, each rounded: norm, q·k·v, rotation, scores, softmax, mix, output,
+# sum; norm, up, activation, gating, down, sum.
 _ROUNDINGS_PER_BLOCK = 14
-_BACKWARD = 2  # two matmuls for each one of the forward
+_BACKWARD = 2  # two matmuls per matmul of the forward
 _COMPARED_KINDS = 5  # used parameter, gradient, two moments, parameter
-# Probability that rounding alone pushes any of the compared numbers beyond the tolerance.
+# Probability that rounding alone pushes any compared value beyond the tolerance.
 _FALSE_ALARM = 1e-6
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """A tensor may differ by `relative` of its scale: its largest value, or more if that is small.
+    """Tolerance of a tensor: `relative` times its scale, which is usually its largest value.
 
-    The scale is at least `floor` of the largest of its kind. A parameter's scale is the largest
-    change since the first step, or `held` of its largest value; for a parameter as a forward uses
-    it, `used`. A parameter that ranks gather in fewer bits was rounded once more than that of the
-    reference. An additional difference of at most `gathered` of each value is allowed for that
+    The scale is at least `floor` times the largest scale of its kind. A parameter's scale is its
+    largest change since the first step, or `held` times its largest value; for a parameter as a
+    forward uses it, `used` times. A parameter that ranks gather in fewer bits is rounded once more
+    than the reference's. For that, each value may differ by another `gathered` times its size
     (|fl(x) − x| ≤ u·|fl(x)|: Higham, "Accuracy and Stability of Numerical Algorithms", 2002,
     theorem 2.3).
     """
@@ -42,12 +42,12 @@ class Tolerance:
 
 
 def tolerance_of(plan: Plan, spec: ModelSpec, *, tokens: int, steps: int) -> Tolerance:
-    """Return the tolerance for `tokens` in a global batch, and `steps`.
+    """Return the tolerance for a global batch of `tokens` after `steps`.
 
-    For fp64 it is 1e-9: a million times its rounding, and a millionth of the smallest wrong factor.
-    For the others, rounding errors are assumed to be independent with mean 0 (Higham and Mary, "A
-    new approach to probabilistic rounding error analysis", SISC 2019, theorem 2.4: λ·√n·u instead
-    of n·u for a sum of n terms, with λ depending on the probability).
+    For fp64 it is 1e-9: a million times the rounding error, and a millionth of the smallest wrong
+    factor. For other precisions, rounding errors are assumed to be independent with mean 0 (Higham
+    and Mary, "A new approach to probabilistic rounding error analysis", SISC 2019, theorem 2.4:
+    λ·√n·u instead of n·u for a sum of n terms, with λ depending on the probability).
     """
     precision = plan.precision
     if precision == "fp64":
@@ -61,8 +61,8 @@ def tolerance_of(plan: Plan, spec: ModelSpec, *, tokens: int, steps: int) -> Tol
     fp32 = sigmas * spread * math.sqrt(terms) * ROUNDOFF["fp32"]
     if precision == "fp32":
         return Tolerance(fp32, floor=1 / spread)
-    # Matmuls are summed in fp32 and rounded once. Parameters are fp32, or rounded from it for use:
-    # on either side of a rounding boundary they differ by one last bit.
+    # Matmuls are summed in fp32 and rounded once. Parameters are fp32, or rounded from fp32 for
+    # use: on two sides of a rounding boundary they differ by one last bit.
     low = sigmas * spread * ROUNDOFF["bf16"]
     held = fp32 / low
     used = 2 * ROUNDOFF["bf16"] / low if precision in MASTERS else held

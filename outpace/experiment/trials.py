@@ -1,4 +1,4 @@
-"""Trials of the tuner: short training runs with a plan, alone or in turn with others."""
+"""Trials of the tuner: short training runs with a plan, alone or taking turns."""
 
 import math
 import time
@@ -19,20 +19,20 @@ from outpace.records.measurement import WARMUP_STEPS, Measurement
 from outpace.records.plan import Plan
 from outpace.records.tuning import PlanTrial
 
-_STEPS_S = 10.0  # predicted duration of a trial: disturbances last some seconds
-_FEWEST, _MOST = 8, 60  # steps besides warm-up
-_START_S = 300.0  # to start and end, at most
-_PATIENCE = 20  # times the predicted duration
-TURN_S, _TURNS = 2.0, 6  # of each training that runs in turn
-_OF_DEVICE = 0.8  # share of its memory for all that run in turn, each with a context
+_STEPS_S = 10.0  # predicted duration of a trial; disturbances last a few seconds
+_FEWEST, _MOST = 8, 60  # steps after warm-up
+_START_S = 300.0  # allowed to start and end
+_PATIENCE = 20  # multiple of the predicted duration that is allowed
+TURN_S, _TURNS = 2.0, 6  # length of a turn when several plans take turns, and number of turns
+_OF_DEVICE = 0.8  # share of its memory for all plans that take turns, each with a context
 _PLAN_FILE = "plan.json"
 
 
 @dataclass(frozen=True)
 class Trials:
-    """Runner of trials: common settings, the tuning's folder, and the available memory.
+    """Runs trials: common settings, the tuning's folder, and the available memory.
 
-    `host_bytes`: memory for all processes together if no limit is given; None: all memory.
+    `host_bytes`: memory for all processes together (None: the host's).
     """
 
     given: Mapping[str, Any]
@@ -53,7 +53,7 @@ class Trials:
         return self._trial(number, chosen, ended, took_s=took_s, **found)
 
     def run_in_turn(self, number: int, several: Sequence[NextTrial]) -> list[PlanTrial]:
-        """Train with several plans in turn; all of them must fit in memory together."""
+        """Train with several plans that take turns; all must fit in memory together."""
         entrants = [self._prepare(at, chosen) for at, chosen in enumerate(several, number)]
         expected_s = sum(
             entrant.steps(_TURNS) * chosen.proposal.step_time_s
@@ -93,7 +93,7 @@ class Trials:
                 tokens_per_s=ended.tokens_per_s,
                 samples_per_s=ended.samples_per_s,
             )
-            if not found.get("raced"):  # other trials ran in turn with it
+            if not found.get("raced"):  # no other trials took turns with it
                 used = [load.host.disturbing_cores for load in ended.utilisation]
                 found["other_cores"] = max((one for one in used if one is not None), default=None)
         return PlanTrial(
@@ -111,9 +111,9 @@ class Trials:
 def fit_together(
     plans: Sequence[Plan], trials: Sequence[PlanTrial], host_bytes: int | None, machine: Machine
 ) -> bool:
-    """Return whether the ranks of all these plans fit at once, judged by the peaks of their trials.
+    """Return whether all these plans' ranks fit in memory at once, by the peaks of their trials.
 
-    `host_bytes`: memory for ranks on the processor; None: each rank has a device.
+    `host_bytes`: memory for ranks on the CPU; None if each rank has a GPU.
     """
     peaks = {one.plan.model_dump_json(): one.peak_memory_bytes for one in trials}
     known = [(plan, peak) for plan in plans if (peak := peaks.get(plan.model_dump_json()))]
@@ -130,7 +130,7 @@ def _trial_folder(number: int, chosen: NextTrial) -> Path:
 
 
 def _times(one: TurnResult, solo_s: float | None) -> dict[str, float | None]:
-    """Return the times of a training run that took turns; none if it failed."""
+    """Return the times of a training run that took turns; all None if it failed."""
     if isinstance(one.result, RunFailure):
         return {}
     steps_s = [seconds for turn in one.turns for seconds in turn]
@@ -143,8 +143,8 @@ def _times(one: TurnResult, solo_s: float | None) -> dict[str, float | None]:
 def paired_s(several: Sequence[TurnResult]) -> list[float | None]:
     """Return the seconds per step of runs that took turns, so that drift affects all equally.
 
-    It is the median over turns of the first quartile of a training's steps, relative to that of all
-    trainings in the turn. None if a turn is missing.
+    For each run, this is the median over turns of the first quartile of its step times, relative to
+    that of all runs in the turn. None if a turn is missing.
     """
     count = max((len(one.turns) for one in several), default=0)
     whole = [one for one in several if len(one.turns) == count and all(one.turns)]

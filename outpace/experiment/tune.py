@@ -1,4 +1,4 @@
-"""Tuning: the planner proposes, short training runs decide, and each improves the predictions."""
+"""Tuning: the planner proposes plans, short runs time them, and each improves predictions."""
 
 import math
 import time
@@ -13,10 +13,10 @@ from outpace.records.plan import Plan
 from outpace.records.tuning import PlanTrial
 from outpace.records.units import show_seconds
 
-_CLOSE = 0.1  # plans this close to the fastest run in turn at the end
-_RACE = 3  # at most this many of them, and the default
+_CLOSE = 0.1  # plans within this fraction of the fastest take turns at the end
+_RACE = 3  # at most this many of them, plus the default
 _FEWEST_RACE = 2
-_OF_TRIALS = 0.4  # share of the time for that, at most
+_OF_TRIALS = 0.4  # largest share of the time for that
 _SURE = 1.645  # standard deviations to either end of a 90 % interval
 _NORMAL = NormalDist()
 DEFAULT_WHY = "what outpace train does by default"
@@ -24,7 +24,7 @@ DEFAULT_WHY = "what outpace train does by default"
 
 @dataclass(frozen=True)
 class Limits:
-    """Largest number of trials, seconds after which none starts, and the smallest useful gain."""
+    """Most trials, seconds after which none starts, and the smallest gain worth a trial."""
 
     trials: int = 8
     budget_s: float = 600.0
@@ -32,7 +32,7 @@ class Limits:
 
 
 class StepPredictor(Protocol):
-    """Predictor that uses the results of trials; see `jobs.planning.proposer.Proposer`."""
+    """Predicts step times, using the results of trials; see `jobs.planning.proposer.Proposer`."""
 
     @property
     def default(self) -> Plan: ...
@@ -42,22 +42,22 @@ class StepPredictor(Protocol):
 
 @dataclass(frozen=True)
 class NextTrial:
-    """Plan to try next, and why; `first_s` is its prediction before any trial."""
+    """A plan to try next, and why; `first_s` is its predicted step time before any trial."""
 
     why: str
     proposal: TuningProposal
     first_s: float
 
 
-Run = Callable[[int, NextTrial], PlanTrial]  # for a trial number
+Run = Callable[[int, NextTrial], PlanTrial]  # with the trial's number
 RunFinal = Callable[
     [int, Sequence[NextTrial]], Sequence[PlanTrial]
-]  # several in turn, from that trial number on
+]  # several that take turns, with the first trial's number
 
 
 @dataclass(frozen=True)
 class TuningEnd:
-    """All trials, and the reason why the tuning ended."""
+    """All trials, and why the tuning ended."""
 
     trials: tuple[PlanTrial, ...]
     stopped: str
@@ -72,7 +72,7 @@ def tune(
     told: Callable[[PlanTrial], None] = lambda trial: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> TuningEnd:
-    """Run trials after those in `before`: the default, candidates, then close ones again."""
+    """Run trials after those in `before`: the default, candidates, then the closest ones again."""
     trials, began_s = list(before), clock() - sum(trial.took_s for trial in before)
     while True:
         left = limits.trials - len(trials)
@@ -87,7 +87,9 @@ def tune(
                 tuple(trials), f"no remaining plan can be faster by more than {limits.within:.0%}"
             )
         if trials and trials[-1].raced and left <= _FEWEST_RACE:
-            return TuningEnd(tuple(trials), "too few trials are left to try a plan and compare it")
+            return TuningEnd(
+                tuple(trials), "too few trials are left to try and compare another plan"
+            )
         number = len(trials) + 1
         for trial in [run(number, chosen)] if chosen is not None else run_final(number, finalists):
             trials.append(trial)
@@ -109,18 +111,18 @@ def _choose(planner: StepPredictor, why: str, proposal: TuningProposal) -> NextT
 
 
 def _finalists(planner: StepPredictor, trials: Sequence[PlanTrial], most: int) -> list[NextTrial]:
-    """Return the plans to run in turn: the fastest, close ones, and the default if it fits.
+    """Return the plans to time in turn: the fastest, close ones, and the default if it fits.
 
-    None if the last trials were these, or if there are no plans to distinguish.
+    Empty if they have just been timed, or if there is only one.
     """
     if not trials or trials[-1].raced:
         return []
     times, default = step_times_s(trials), _key(planner.default)
     nearest = sorted(times, key=lambda key: times[key])[:_RACE]
-    whys = {key: "close to the fastest: once more, in turn" for key in nearest
+    whys = {key: "close to the fastest: timed again, in turn" for key in nearest
             if times[key] <= times[nearest[0]] * (1 + _CLOSE)}  # fmt: skip
     if default in times:
-        whys.setdefault(default, "the gain depends on it: once more, in turn")
+        whys.setdefault(default, "the baseline of the gain: timed again, in turn")
     plans = {_key(trial.plan): trial.plan for trial in trials}
     found = [
         _choose(planner, why, planner.proposal(plans[key], trials)) for key, why in whys.items()
@@ -131,7 +133,7 @@ def _finalists(planner: StepPredictor, trials: Sequence[PlanTrial], most: int) -
 def _best_untried(
     planner: StepPredictor, trials: Sequence[PlanTrial], within: float
 ) -> TuningProposal | None:
-    """Return the untried plan with the largest expected gain, among those that may gain enough."""
+    """Return the untried plan with the largest expected gain, if any may gain enough."""
     tried = {_key(trial.plan) for trial in trials}
     best_s = min(step_times_s(trials).values(), default=math.inf)
     left = [
@@ -143,17 +145,17 @@ def _best_untried(
 
 
 def _least_s(one: TuningProposal) -> float:
-    """Return the lower end of the interval that holds 90 %."""
+    """Return the lower end of the 90 % interval."""
     return one.step_time_s * math.exp(-_SURE * one.spread)
 
 
 def _expected_gain(one: TuningProposal, best_s: float) -> float:
-    """Return by how much a plan shortens the best time on average, which may be 0.
+    """Return the expected gain of a plan over the best time so far; 0 if it cannot be faster.
 
-    As a logarithm: "expected improvement" of Jones, Schonlau & Welch, "Efficient Global
-    Optimization of Expensive Black-Box Functions" (1998), equation 15.
+    In logarithms of time, this is the "expected improvement" of Jones, Schonlau & Welch, "Efficient
+    Global Optimization of Expensive Black-Box Functions" (1998), equation 15.
     """
-    if best_s == math.inf:  # anything that runs is a gain: take the fastest on average
+    if best_s == math.inf:  # anything that runs is a gain: prefer the fastest
         return -math.log(one.step_time_s)
     ahead = math.log(best_s / one.step_time_s)
     if one.spread == 0:
@@ -167,12 +169,12 @@ def _key(plan: Plan) -> str:
 
 
 def step_times_s(trials: Sequence[PlanTrial]) -> dict[str, float]:
-    """Return step times by plan (as JSON), from the last successful trial of each."""
+    """Return step times by plan (as JSON), from each plan's last successful trial."""
     return {_key(one.plan): one.compared_s for one in trials if one.compared_s is not None}
 
 
 def _finished_finals(trials: Sequence[PlanTrial]) -> list[PlanTrial]:
-    """Return the finished final trials in turn; none if there is only one."""
+    """Return the successful final trials, which took turns; empty if there is only one."""
     last = [*takewhile(lambda trial: trial.raced, reversed(trials))]
     done = [trial for trial in last if trial.compared_s is not None]
     return done if len(done) > 1 else []
@@ -181,8 +183,8 @@ def _finished_finals(trials: Sequence[PlanTrial]) -> list[PlanTrial]:
 def summarise(trials: Sequence[PlanTrial]) -> dict[str, Any]:
     """Summarise trials in the fields of `Tuning`: the fastest, the default, the gain.
 
-    The fastest is chosen among those that ran in turn at the end, which shared the machine equally,
-    or among all if there are none.
+    The fastest is chosen among the trials that took turns at the end, which saw the same machine
+    load, or among all if there are none.
     """
     finals = _finished_finals(trials)
     times = step_times_s(finals or trials)

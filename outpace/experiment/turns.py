@@ -1,7 +1,7 @@
-"""Several training runs that take turns, so that changes of the machine affect all of them.
+"""Training runs that take turns, so that changes of the machine affect all of them alike.
 
-Each is stopped and continued by signals (SIGSTOP, SIGCONT), which it cannot notice. The step in
-which it is stopped is not counted. All of them are in memory at the same time.
+Each is suspended and continued by signals (SIGSTOP, SIGCONT), which it does not notice. A step in
+which it was suspended does not count. All runs are in memory at the same time.
 """
 
 import subprocess
@@ -20,9 +20,9 @@ from outpace.records.measurement import WARMUP_STEPS, Measurement
 from outpace.training.run_dir import METRICS_FILE
 
 _LOOK_S = 0.02
-_WAIT_S = 3600.0  # that a collective may wait during the turns of others
-# If this process is killed, its stopped child would stay so forever; it reads until our end is
-# closed.
+_WAIT_S = 3600.0  # how long a collective may wait during other runs' turns
+# If this process is killed, its suspended child would stay forever. This guard ends it, since it
+# reads until our end of the pipe is closed.
 _GUARD = """
 import psutil, sys
 started = [psutil.Process(int(pid)) for pid in sys.argv[1:] if psutil.pid_exists(int(pid))]
@@ -47,12 +47,12 @@ class TurnTraining:
     given: Mapping[str, Any]
     run: Path
     config: Path
-    turn_steps: int  # counted steps of each turn
-    behind: int = 0  # steps until a step is logged: a GPU computes behind its host
+    turn_steps: int  # counted steps per turn
+    behind: int = 0  # steps until a step is logged: a GPU lags behind its host
 
     @property
     def skipped_steps(self) -> int:
-        """Steps of each turn that do not count, because the training was stopped during them."""
+        """Steps of each turn that do not count, because the run was suspended during them."""
         return 1 + self.behind
 
     def steps(self, turns: int) -> int:
@@ -62,7 +62,7 @@ class TurnTraining:
 
 @dataclass(frozen=True)
 class TurnResult:
-    """Result of a run that trained in turns, with the seconds of each counted step, by turn."""
+    """Result of a run that took turns: the seconds of each counted step, by turn."""
 
     result: Measurement | RunFailure
     turns: tuple[tuple[float, ...], ...]
@@ -71,9 +71,9 @@ class TurnResult:
 def train_in_turn(
     trainings: Sequence[TurnTraining], turns: int, limit_s: float
 ) -> list[TurnResult]:
-    """Run all of them in turns, one at a time once they are warm, in a new order in each round.
+    """Warm up all runs, then let them take turns, one at a time, in a new order each round.
 
-    `limit_s` is the time limit for everything. If one fails, the others continue.
+    `limit_s` limits the total time. If a run fails, the others continue.
     """
     until_s = time.monotonic() + limit_s
     with ExitStack() as stack:
@@ -88,7 +88,7 @@ def train_in_turn(
 
 
 def _warm(started: Sequence["_Process"], until_s: float) -> None:
-    """Start all runs together, and wait until each is warm."""
+    """Start all runs together and wait until each has warmed up."""
     left = list(started)
     while left and time.monotonic() < until_s:
         for one in left:
@@ -102,19 +102,19 @@ def _warm(started: Sequence["_Process"], until_s: float) -> None:
 
 @dataclass
 class _Process:
-    """A training run that is running, stopped or finished, with its turns as ranges of steps."""
+    """A training run that is running, suspended or finished, with its turns as ranges of steps."""
 
     training: TurnTraining
     running: ProcessTree
     turns: list[tuple[int, int]] = field(default_factory=list)
 
     def take_turn(self, last: bool, until_s: float) -> None:
-        """Let the run do the steps of a turn, then stop it; in the last turn, let it finish."""
+        """Let the run do one turn's steps, then suspend it; in the last turn, let it finish."""
         if self.running.exit_code is not None:
             return
         begin = (
             self.steps_done() + self.training.skipped_steps
-        )  # after the steps in which it was stopped
+        )  # after the steps in which it was suspended
         self.running.unpause()
         while self.running.exit_code is None and time.monotonic() < until_s:
             if not last and self.steps_done() >= begin + self.training.turn_steps:

@@ -1,4 +1,4 @@
-"""`outpace verify`: every strategy compared with a single process, in the processes of one job."""
+"""`outpace verify`: every strategy compared with a single process, in one job."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,8 +31,8 @@ from outpace.training.collective_counter import CollectiveCounter
 def tiny_spec(plans: Iterable[Plan]) -> ModelSpec:
     """Return a spec with features that often fail: tied weights, grouped queries, uneven stages.
 
-    It is as small as the plans allow: one more layer than stages makes the stages unequal, and
-    tensor parallelism splits the keys' heads.
+    It is as small as the plans allow, with one layer more than stages, so that stages are unequal,
+    and enough key heads for tensor parallelism to split.
     """
     plans = list(plans)
     kv_heads = max([2, *(plan.tp for plan in plans)])
@@ -48,7 +48,7 @@ def tiny_spec(plans: Iterable[Plan]) -> ModelSpec:
 
 
 def tiny_like(spec: ModelSpec, plans: Iterable[Plan]) -> ModelSpec:
-    """Return a spec with the sizes of `tiny_spec`, and everything else as in `spec`."""
+    """Return `spec` with the sizes of `tiny_spec`; everything else stays."""
     tiny = tiny_spec(plans)
     grouped = spec.kv_heads < spec.heads
     sizes = {
@@ -67,7 +67,7 @@ def tiny_like(spec: ModelSpec, plans: Iterable[Plan]) -> ModelSpec:
 
 
 def plan_of_run(plan: Plan, precision: Precision) -> Plan:
-    """Return a run's layout with the trial's micro-batches, without rounding or randomness."""
+    """Return a run's layout with the trial's micro-batches, without lossy options or randomness."""
     samples = max(1, Trial.global_batch // (2 * plan.data_parallel))
     parts = plan.pp_microbatches
     if samples % parts:
@@ -88,8 +88,8 @@ def plan_of_run(plan: Plan, precision: Precision) -> Plan:
 def plans_for(strategy: Strategy, world_size: int, precision: Precision = "fp64") -> Iterator[Plan]:
     """Yield all plans for a strategy's name on `world_size` ranks.
 
-    They include parameter servers with and without the optimizer, and workers with two devices; for
-    3d, each choice of axes with two ranks on each.
+    For parameter servers, this includes those with and without the optimizer, and workers with two
+    devices; for 3d, each choice of axes with two ranks per axis.
     """
     if strategy == "3d" and world_size & (world_size - 1) == 0:
         for chosen in combinations(AXES, world_size.bit_length() - 1):
@@ -111,15 +111,15 @@ def plan_for(
     asked: Mapping[str, int | None] = MappingProxyType({}),
 ) -> Plan:
     """Return a strategy's plan on all ranks, with two accumulation steps."""
-    # As many servers as workers, so that both have shares.
+    # As many servers as workers, so that each has a share.
     servers = count_servers(strategy, world_size, world_size // 2 if strategy == "ps" else None)
     sizes = fill_axes(strategy, 1 if strategy == "single" else world_size - servers, asked)
     shares = sizes["dp_replicate"] * sizes["dp_shard"]
     samples, left = divmod(Trial.global_batch, 2 * shares)
     if left or not samples:
         raise BadInputError(
-            f"{Trial.global_batch} samples cannot be shared by {shares} ranks in two micro-batches "
-            f"each; verify on {join_or((1, 2, 4, 8))} processes"
+            f"{Trial.global_batch} samples cannot be divided among {shares} ranks in two "
+            f"micro-batches each; verify on {join_or((1, 2, 4, 8))} processes"
         )
     schedule = schedule_of(strategy, sizes["pp"], "1f1b")
     parts = default_microbatches(schedule, sizes["pp"], samples)
@@ -137,21 +137,20 @@ def verify(
 ) -> Certificate:
     """Prove each plan; every rank of the job calls this and gets the same certificate.
 
-    `spoil` plants a fault in each layout, for tests. `skipped` says why strategies are left out,
-    `notes` what the trial leaves out.
+    `spoil` plants a fault in each layout, for tests. `skipped` gives reasons for strategies left
+    out; `notes` lists what the trial leaves out.
     """
     for plan in plans:
         if plan.compress_gradients != "none":
             raise BadInputError(
-                f"compress_gradients {plan.compress_gradients} leaves out part of the gradients: "
+                f"compress_gradients {plan.compress_gradients} drops part of the gradients, so "
                 "its steps differ from those of a single process. Verify the plan with "
                 "compress_gradients none."
             )
         if plan.optimizer not in EXACT:
             raise BadInputError(
-                f"optimizer {plan.optimizer} rounds what it keeps or computes, and different "
-                f"plans round differently. Verify the plan with optimizer {join_or(EXACT)}; how "
-                f"far it "
+                f"optimizer {plan.optimizer} rounds its states or updates, and different plans "
+                f"round differently. Verify the plan with optimizer {join_or(EXACT)}; how far it "
                 "trains from AdamW is in docs/concepts/optimizers.md."
             )
     expected = {}
@@ -196,13 +195,13 @@ def verify(
 
 
 def _numeric_choices(plan: Plan) -> tuple[Any, ...]:
-    """Return the fields of a plan that change the numbers of a single process."""
+    """Return the fields of a plan that change the numbers computed in a single process."""
     lora = (plan.lora_rank, plan.lora_scale, plan.lora_targets, plan.base)
     return (plan.precision, plan.optimizer, plan.optimizer_in_backward, *lora)
 
 
 def _adapt_for_backward(plan: Plan, trial: Trial) -> tuple[Plan, Trial]:
-    """Adapt a trial to an optimizer in the backward: one micro-batch, full samples, no clipping."""
+    """Adapt a trial to an optimizer in the backward: one micro-batch, no padding, no clipping."""
     if not plan.optimizer_in_backward:
         return plan, trial
     whole = plan.micro_batch * plan.accumulation(trial.global_batch)
@@ -220,7 +219,7 @@ def _judge(
 ) -> ParityVerdict:
     """Combine all ranks' findings into one verdict.
 
-    `traffic` holds the bytes sent and those by the formula.
+    `traffic`: bytes sent as counted, and by the formula.
     """
     worst = max(seen, key=lambda difference: difference.relative)
     wrong = [difference for difference in seen if not difference.relative <= allowed.relative]

@@ -1,1 +1,1 @@
-"""The work of one rank, from settings to a result."""
+"""The work of a job's ranks, from settings to a result."""

@@ -35,18 +35,18 @@ from outpace.training.run_dir import RUN_FILE
 from outpace.training.schedule import warmup_steps
 
 DEFAULT_STEPS = 70
-# Default batches of an evaluation, independent of the global batch so that runs can be compared.
+# Samples of a default evaluation, independent of the global batch so that runs are comparable.
 DEFAULT_EVAL_SAMPLES = 128
 DEFAULT_TASK_EPOCHS = 3.0  # as for BERT (arXiv 1810.04805, §A.3) and in run_glue
 RANDOM_LR = 1e-3
 STORED_LR = 5e-5  # as in transformers.Trainer
 LORA_LR = 2e-4  # Dettmers et al., arXiv 2305.14314, table 9: 7B and 13B
 
-_MANY_PASSES = 10  # over the data in a step
+_MANY_PASSES = 10  # over the data in one step
 
 
 def resolve_device(settings: TrainSettings, ranks: Ranks) -> torch.device:
-    """Return the device of this rank. Raises BadInputError if the machine does not have it."""
+    """Return the device of this rank. Raises BadInputError if the machine does not have one."""
     choice = settings.device
     if choice == "auto":
         if torch.cuda.is_available():
@@ -76,8 +76,8 @@ def _cuda(ranks: Ranks) -> torch.device:
         raise BadInputError(
             f"{ranks.local_world_size} processes on this host, but {count} CUDA devices: each "
             f"process needs one. Use --nproc {count} or --device cpu. If a launcher shows each "
-            "process only its own device (srun --gpus-per-task), make it show all of the "
-            "host's (--gpus-per-node)."
+            "process only its own device (srun --gpus-per-task), make it show all of the host's "
+            "(--gpus-per-node)."
         )
     device = torch.device("cuda", ranks.local_rank)
     torch.cuda.set_device(device)
@@ -87,9 +87,9 @@ def _cuda(ranks: Ranks) -> torch.device:
 def with_axes_that_fit(
     settings: TrainSettings, ranks: Ranks, origins: Mapping[str, str], say: Callable[[str], None]
 ) -> TrainSettings:
-    """Drop the layout from a resumed run's settings if it was made for another number of ranks.
+    """Drop the layout from a resumed run's settings if it does not fit the number of ranks.
 
-    A checkpoint can be read into any layout. Settings that the user gives now are kept.
+    A checkpoint can be loaded into any layout. Settings that the user passes now are kept.
     """
     laid_out: dict[str, int | None] = {axis: getattr(settings, axis) for axis in AXES}
     given = {axis: size for axis, size in laid_out.items() if size is not None}
@@ -108,7 +108,7 @@ def with_axes_that_fit(
         was = " × ".join(f"{axis} {size}" for axis, size in given.items())
         now = changed.strategy or _strategy_for(changed, ranks.world_size)
         say(
-            f"the run had the layout {was}, which is not possible on {ranks.world_size} "
+            f"the run's layout was {was}, which is not possible on {ranks.world_size} "
             f"process{'es' if ranks.world_size > 1 else ''}: it is resumed with {now}"
         )
         return changed
@@ -124,14 +124,13 @@ def resolve_plan(
 ) -> Plan:
     """Return the requested layout for the current ranks. Raises BadInputError if it is impossible.
 
-    `custom_model`: a live model of the user is trained instead of the one in the settings.
+    `custom_model`: a user's live model is trained instead of the one in the settings.
     """
     strategy = settings.strategy or _strategy_for(settings, ranks.world_size)
     if settings.pp_schedule not in (None, strategy) and strategy != "3d":
         raise BadInputError(
-            f"--pp-schedule {settings.pp_schedule}: strategy {strategy} has its own schedule, "
-            f"or none. Use --strategy {settings.pp_schedule}, or give the axes: --pp and "
-            "others."
+            f"--pp-schedule {settings.pp_schedule}: strategy {strategy} has its own schedule, or "
+            f"none. Use --strategy {settings.pp_schedule}, or set the axes: --pp and others."
         )
     precision = resolve_precision(settings, device, machine, custom_model)
     asked: dict[str, int | None] = {axis: getattr(settings, axis) for axis in AXES}
@@ -149,16 +148,16 @@ def resolve_plan(
             "compile": bool(settings.compile),
             "optimizer": settings.optimizer or default_optimizer(precision),
             "pp_schedule": _axis_schedule(settings),
-            "powersgd_start": None,  # known once the run's length is
+            "powersgd_start": None,  # known once the run's length is known
         },
         "plan",
     )
-    parts = plan.accumulation(settings.global_batch)  # refuses sizes that do not divide
+    parts = plan.accumulation(settings.global_batch)  # raises for sizes that do not divide
     if plan.optimizer_in_backward and parts > 1:
         raise BadInputError(
-            f"--optimizer-in-backward: a gradient is complete only after {parts} "
-            "micro-batches, and would be kept until then. Use --micro-batch "
-            f"{plan.micro_batch * parts}, or leave it out."
+            f"--optimizer-in-backward: a gradient is complete only after {parts} micro-batches, "
+            f"and must be kept until then. Use --micro-batch {plan.micro_batch * parts}, or leave "
+            "it out."
         )
     if settings.compile is None and device.type == "cuda":
         return _compile_by_default(plan)
@@ -166,7 +165,7 @@ def resolve_plan(
 
 
 def _compile_by_default(plan: Plan) -> Plan:
-    """Return the plan with default compilation; unchanged if something prevents it."""
+    """Return the plan with default compilation; unchanged if something rules it out."""
     known = COMPILED.get(plan.strategy)
     if known is None or not known.by_default:
         return plan
@@ -185,14 +184,14 @@ def takes_cuda_graphs(
 ) -> bool:
     """Return whether to replay passes as CUDA graphs: as requested, or if everything is compiled.
 
-    Graphs need additional memory, so under a memory limit they have to be requested. `dropout` is
-    that of the model. Raises BadInputError if they are requested but not possible.
+    Graphs need additional memory, so under a memory limit they must be requested. `dropout` is the
+    model's dropout probability. Raises BadInputError if graphs are requested but not possible.
     """
     obstacle = graph_obstacle(plan, dropout)
     if device.type != "cuda":
         obstacle = f"the device is {device.type}"
     elif custom_model:
-        obstacle = "a custom model may do something different each time"
+        obstacle = "a custom model may do something different in each pass"
     if settings.cuda_graphs is None:
         tight = settings.memory_limit is not None or settings.memory_budget is not None
         return obstacle is None and plan.compile and not tight
@@ -204,7 +203,7 @@ def takes_cuda_graphs(
 def resolve_precision(
     settings: TrainSettings, device: torch.device, machine: Machine, custom_model: bool = False
 ) -> Precision:
-    """Return the requested precision, with Apex's levels resolved; else the device's own."""
+    """Return the requested precision, with Apex's levels resolved; by default, the device's."""
     asked = settings.precision
     if asked is None:
         keeps = keeps_masters(settings) and not custom_model
@@ -213,14 +212,14 @@ def resolve_precision(
 
 
 def _shared_settings(settings: TrainSettings) -> dict[str, Any]:
-    """Return the settings that plans have too, under the same names."""
+    """Return the settings that plans also have, under the same names."""
     return {name: getattr(settings, name) for name in Plan.model_fields if hasattr(settings, name)}
 
 
 def keeps_masters(settings: TrainSettings) -> bool:
-    """Return whether a run may use 16-bit weights over master weights without being asked to.
+    """Return whether a run may use 16-bit weights over master weights by default.
 
-    A custom model may expect fp32 weights, and offloading has no master weights.
+    A custom model may expect fp32 weights, and offloading does not support master weights.
     """
     elsewhere = set(resolve_offload(settings).values()) != {"none"}
     return not elsewhere and not names_code(settings.model)
@@ -238,8 +237,8 @@ def resolve_offload(settings: TrainSettings) -> dict[str, str]:
 def with_powersgd_start(plan: Plan, settings: TrainSettings, total_steps: int) -> Plan:
     """Return the plan with PowerSGD's first step: as requested, or as torch recommends.
 
-    torch recommends a tenth of the run, but not before the peak of the learning rate. Raises
-    BadInputError if nothing would be compressed.
+    torch recommends starting after a tenth of the run, but not before the peak of the learning
+    rate. Raises BadInputError if nothing would be compressed.
     """
     if plan.compress_gradients != "powersgd" or plan.world_size == 1:
         return plan
@@ -255,12 +254,12 @@ def with_powersgd_start(plan: Plan, settings: TrainSettings, total_steps: int) -
 
 
 def _axis_schedule(settings: TrainSettings) -> ProductSchedule:
-    """Return the schedule of a pipeline that is given by its axis."""
+    """Return the schedule of a pipeline that is requested by its axis."""
     return settings.pp_schedule or "1f1b"
 
 
 def _strategy_for(settings: TrainSettings, world_size: int) -> Strategy:
-    """Return the strategy of the given axes; replicas if none was given."""
+    """Return the strategy for the given axes; data parallelism if there are none."""
     if world_size == 1:
         return "single"
     given = {axis for axis in AXES if getattr(settings, axis) not in (None, 1)}
@@ -281,8 +280,8 @@ def _strategy_for(settings: TrainSettings, world_size: int) -> Strategy:
 def _micro_batches(
     settings: TrainSettings, strategy: Strategy, sizes: Mapping[str, int]
 ) -> dict[str, int]:
-    """Return the requested micro-batch; by default a rank's share, in parts that fit a pipeline."""
-    # With micro-batch auto, a search starts later from the whole share.
+    """Return the requested micro-batch; by default a rank's share, split to suit a pipeline."""
+    # With micro-batch auto, a later search starts from the whole share.
     asked = None if settings.micro_batch == "auto" else settings.micro_batch
     if asked is None:
         possible = _whole_share(settings, sizes)
@@ -296,7 +295,7 @@ def _micro_batches(
 
 
 def _whole_share(settings: TrainSettings, sizes: Mapping[str, int]) -> int:
-    """Return a data-parallel rank's samples per step, all at once."""
+    """Return a data-parallel rank's samples per step, in one micro-batch."""
     shares = sizes["dp_replicate"] * sizes["dp_shard"]
     if settings.global_batch % shares:
         lower = settings.global_batch // shares * shares
@@ -310,7 +309,7 @@ def _whole_share(settings: TrainSettings, sizes: Mapping[str, int]) -> int:
 
 
 def _fewer_processes(settings: TrainSettings, sizes: Mapping[str, int]) -> str:
-    """Suggest the most processes on this host that divide the global batch, if there are some."""
+    """Suggest the most processes on this host that divide the global batch, if any do."""
     shares = sizes["dp_replicate"] * sizes["dp_shard"]
     if settings.dp_replicate is not None or settings.dp_shard is not None:
         return ""
@@ -321,7 +320,7 @@ def _fewer_processes(settings: TrainSettings, sizes: Mapping[str, int]) -> str:
 
 
 def note_passes(global_batch: int, samples: int) -> str | None:
-    """Say how often a step reads the data; None if that is less than ten times."""
+    """Describe how often a step reads the data; None if that is less than ten times."""
     passes = global_batch / max(samples, 1)
     if passes < _MANY_PASSES:
         return None
@@ -332,7 +331,7 @@ def note_passes(global_batch: int, samples: int) -> str | None:
 
 
 def resolve_lr(settings: TrainSettings, stored: bool) -> float:
-    """Return the peak learning rate: as requested, or a default for random or `stored` weights."""
+    """Return the peak learning rate: requested, or the default for random or `stored` weights."""
     if settings.lr is not None:
         return settings.lr
     if settings.lora_rank is not None:
@@ -355,7 +354,7 @@ def resolve_seq_len(settings: TrainSettings, positions: int | None) -> int:
 
 
 def resolve_steps(settings: TrainSettings, samples: int, seq_len: int | None) -> int:
-    """Return the optimizer steps of --steps, --tokens or --epochs; an epoch has `samples`."""
+    """Return the number of steps from --steps, --tokens or --epochs; an epoch has `samples`."""
     if settings.tokens is not None:
         if seq_len is None:
             raise BadInputError(
@@ -384,7 +383,7 @@ def resolve_out(settings: TrainSettings, model: str) -> Path:
 
 
 def find_in_catalog(machine: Machine, device: torch.device) -> Accelerator | None:
-    """Return the catalog's entry for a CUDA device, with its memory; None if there is none."""
+    """Return the catalog's entry for a CUDA device, with the device's memory; None if unknown."""
     if device.type != "cuda":
         return None
     present = machine.devices[device.index or 0]
@@ -395,7 +394,7 @@ def find_in_catalog(machine: Machine, device: torch.device) -> Accelerator | Non
 
 
 def peak_flops_per_s(plan: Plan, machine: Machine, device: torch.device) -> float | None:
-    """Return the dense peak of all of a plan's devices in its dtype; None if it is unknown."""
+    """Return the dense peak of all of a plan's devices in its dtype; None if unknown."""
     known = find_in_catalog(machine, device)
     if known is None:
         return None

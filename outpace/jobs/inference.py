@@ -1,4 +1,4 @@
-"""Use of a finished run: generate text, or measure its loss on other data."""
+"""Use of a trained model: generate text, or measure its loss on other data."""
 
 import math
 import os
@@ -58,7 +58,7 @@ from outpace.training.run_dir import RUN_FILE
 
 @dataclass(frozen=True)
 class Sampling:
-    """Rules for sampling: `temperature` 0 takes the likeliest token; `top_k` None allows any."""
+    """Sampling settings: `temperature` 0 takes the most likely token; `top_k` None allows any."""
 
     max_new_tokens: int
     temperature: float
@@ -69,7 +69,7 @@ class Sampling:
 class Writer:
     """A model that generates text, with its tokenizer.
 
-    `on_hint` is called with notes on how they were loaded. Raises BadInputError if the folder has
+    `on_hint` is called with notes on how both were loaded. Raises BadInputError if the folder has
     no model, no tokenizer, or a model that cannot generate.
     """
 
@@ -102,8 +102,8 @@ class Writer:
         prompt = chat.prompt(messages, tools)
         for what in unwritten_parts(messages, tools, prompt, chat.prompt):
             self._on_hint(
-                f"the tokenizer's chat template leaves out {what}: the answer is generated without "
-                "them. Put their content into the user's message"
+                f"the tokenizer's chat template leaves out {what}, so the answer is generated "
+                "without them. Put their content into the user's message"
             )
         _, ids = self._write(prompt, self._stop_ids | {chat.stop_id})
         return self._tokenizer.decode(ids, cut=self._is_cut(ids))
@@ -111,7 +111,7 @@ class Writer:
     def questions(self, path: Path) -> list[Conversation]:
         """Read conversations, in any form that outpace train accepts, up to their last answers.
 
-        Raises BadInputError.
+        Raises BadInputError if there are none.
         """
         found = []
         for row, _ in read_rows(path):
@@ -126,7 +126,7 @@ class Writer:
         return found
 
     def _is_cut(self, ids: Sequence[int]) -> bool:
-        """Return whether the model would have generated more."""
+        """Return whether generation stopped at the limit rather than by itself."""
         return len(ids) == self._sampling.max_new_tokens
 
     def _write(
@@ -148,19 +148,19 @@ class Writer:
         return given, ids[len(given) :]
 
     def _warn_of_truncation(self, given: int, written: int) -> None:
-        """Say that the model has not read the beginning of a text."""
+        """Warn if the model did not read the beginning of a text."""
         positions = self._model.spec.max_positions
         half = generation.read_length(positions + 1, positions)
         if given > positions:
             self._on_hint(
-                f"the prompt has {given:,} tokens, and the model has {positions:,} positions: only "
-                f"its last {half:,} tokens were read, so its beginning, such as a system message, "
-                "was lost. Give a shorter one"
+                f"the prompt has {given:,} tokens, and the model has {positions:,} positions: "
+                f"only the last {half:,} tokens were read, so the beginning, such as a system "
+                "message, was lost. Give a shorter one"
             )
         elif written > positions:
             self._on_hint(
-                f"the text has {written:,} tokens, and the model has {positions:,} positions: "
-                f"what follows was generated from the last {half:,} tokens, without the beginning"
+                f"the text has {written:,} tokens, and the model has {positions:,} positions: the "
+                f"rest was generated from the last {half:,} tokens, without the beginning"
             )
 
 
@@ -179,9 +179,9 @@ def generate(
     """Return the prompt and the text that the run's model generates after it.
 
     With `chat`, the prompt is a user's message, put into the tokenizer's chat template after the
-    `system` message, and the text is only the answer.
+    `system` message, and only the answer is returned.
 
-    Raises BadInputError if the run has no model, no tokenizer, or one that cannot generate.
+    Raises BadInputError if the run has no tokenizer, or no model that can generate.
     """
     writer = Writer(run, Sampling(max_new_tokens, temperature, top_k, seed), device)
     if not chat:
@@ -208,14 +208,16 @@ def evaluate(
 ) -> Evaluation:
     """Measure loss, perplexity and tokens/s of a run, a Hugging Face folder or an adapter.
 
-    `data` defaults to the run's held-out data, `batches` to all of it, `task` to the run's
-    task, or to chat if the data are conversations, and `seq_len` to the run's, or to that of
-    outpace train if there is no run. `on_hint` is called with notes on how model and
-    data were read. Raises BadInputError.
+    Defaults: `data` is the run's held-out data; `batches` cover all of it; `task` is the run's, or
+    chat if the data are conversations; `seq_len` is the run's, or without a run the default of
+    outpace train. `on_hint` is called with notes on how model and data were read. Raises
+    BadInputError if they cannot be.
     """
     opened = open_model(str(run))
     if opened.build is None and opened.weights is None:
-        raise BadInputError(f"{run} has no weights, which eval needs. Fetch them, or name a run.")
+        raise BadInputError(
+            f"{run} has no weights, which eval needs. Download them, or pass a run."
+        )
     record = _record(run)
     settings = record.settings if record else TrainSettings()
     if task is None:
@@ -271,7 +273,7 @@ def evaluate(
 
 
 def _tell_length(run: Path, default: int | None, on_hint: Callable[[str], None]) -> None:
-    """Tell the `default` length of samples, where no run and no user says it; None: one does."""
+    """Report the `default` length of samples, if neither run nor user set one (None if so)."""
     if default is not None:
         on_hint(
             f"{run} is not a run of outpace, so samples have at most {default} tokens. To compare "
@@ -306,14 +308,14 @@ def _task(
 ]:
     """Return the model of a run trained for a task, and every sample of the data once.
 
-    Also returns the longest sample, to which longer ones were cut.
+    Also return the length to which longer samples were truncated.
     """
     update: dict[str, Any] = {
         "model": str(run),
         "init": None,
         "tokenizer": None,
         "lora_rank": None,
-    }  # its adapters are part of its model
+    }  # adapters are part of the model itself
     if data is not None:
         update |= {"data": data, "eval_data": data}
     if batch_size is not None:
@@ -332,7 +334,7 @@ def _task(
 
 
 def _require_classifier(opened: OpenedModel, labels: Sequence[str]) -> None:
-    """Refuse to evaluate a classification head that would have random weights."""
+    """Raise BadInputError for a classifier whose head would have random weights."""
     if opened.weights is None:
         raise BadInputError(f"{opened.name} has no weights, so there is nothing to evaluate")
     known = known_labels(opened.weights)
@@ -344,14 +346,14 @@ def _require_classifier(opened: OpenedModel, labels: Sequence[str]) -> None:
     other = unsupported_task(opened.weights)
     if other is not None:
         raise BadInputError(
-            f"the classifier in {opened.weights} predicts {other}, but eval measures one class "
-            "for each text. Train one with outpace train --task classify"
+            f"the classifier in {opened.weights} predicts {other}, but eval expects one class per "
+            "text. Train one with outpace train --task classify"
         )
     if known != tuple(labels):
         raise BadInputError(
-            f"the classifier in {opened.weights} has the classes {', '.join(known)}, but the "
-            f"data has the labels {', '.join(labels)}. Label rows with these names or the "
-            "numbers of the classes (from 0)."
+            f"the classifier in {opened.weights} has the classes {', '.join(known)}, but the data "
+            f"has the labels {', '.join(labels)}. Label rows with these names, or with class "
+            "numbers (from 0)."
         )
     require_layer(opened.weights)
 
@@ -390,7 +392,8 @@ def _samples(
     seq_len: int | None,
     on_hint: Callable[[str], None],
 ) -> TokenDataset:
-    """Return the given data, or the run's held-out data, in samples of `seq_len` or the run's."""
+    """Return the given data, or the run's held-out data, in samples of `seq_len` or the run's
+    length."""
     tokenizer = load_tokenizer(str(opened.tokenizer)) if opened.tokenizer else None
     positions = opened.spec.max_positions if opened.spec else DEFAULT_SEQ_LEN
     corpus = _held_out_data(data, settings, tokenizer)
@@ -412,7 +415,7 @@ def _samples(
 def _tell_difference(
     folder: Path, tokenizer: Tokenizer, cache_dir: Path | None, on_hint: Callable[[str], None]
 ) -> None:
-    """Report where transformers reads the tokenizer in `folder` differently than outpace does."""
+    """Report where transformers reads the tokenizer in `folder` differently from outpace."""
     found = source_difference(folder, tokenizer, cache_folder(cache_dir, os.environ))
     if found is not None:
         on_hint(found)
@@ -421,7 +424,7 @@ def _tell_difference(
 def _held_out_data(
     data: tuple[str, ...] | None, settings: TrainSettings, tokenizer: Tokenizer | None
 ) -> Corpus:
-    """Return all of the given data, or else the run's held-out data."""
+    """Return all the given data, or else the run's held-out data."""
     named = data or settings.eval_data
     return prepare(
         named or settings.data,
@@ -440,20 +443,20 @@ def _open(
 ) -> tuple[Transformer, Tokenizer, frozenset[int]]:
     """Return a model that generates text, its tokenizer, and the tokens that end its output.
 
-    These are the tokenizer's end of text and those that the model's folder names.
+    These are the tokenizer's end of text, and any that the model's folder lists.
     """
     opened = open_model(str(run))
     if opened.spec is None:
         raise BadInputError(
-            f"{run} holds a custom model, with which outpace cannot generate text; generate "
-            "works with outpace's and Hugging Face models"
+            f"{run} holds a custom model, which outpace cannot generate text with; generate works "
+            "with outpace's and Hugging Face models"
         )
     record = _record(run)
     if record is not None and record.settings.task == "classify":
         raise BadInputError(
-            f"{run} is a classifier, which returns labels and does not generate text. Label "
-            "texts with transformers: pipeline('text-classification', "
-            f"model='{run / 'model'}'). Evaluate it with outpace eval --run {run}"
+            f"{run} is a classifier, which returns labels instead of text. Label texts with "
+            f"transformers: pipeline('text-classification', model='{run / 'model'}'). Evaluate it "
+            f"with outpace eval --run {run}"
         )
     if opened.weights is None or opened.tokenizer is None:
         lacking = "weights" if opened.weights is None else "tokenizer"

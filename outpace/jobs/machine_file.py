@@ -1,4 +1,4 @@
-"""The machine of this host, and what `outpace probe` measured on it if its file is here."""
+"""This host's machine, and what `outpace probe` measured on it if its file is here."""
 
 from pathlib import Path
 
@@ -11,12 +11,12 @@ PROBE_FILE = Path("machine.json")  # written by outpace probe
 
 
 def has_probe_file() -> bool:
-    """Return whether a file from outpace probe is here, not one from outpace calibrate."""
+    """Return whether the current directory has a file from outpace probe (not calibrate)."""
     return PROBE_FILE.is_file() and not is_corrected(PROBE_FILE)
 
 
 def find_probe(machine: Machine) -> Machine | None:
-    """Return what outpace probe measured on this machine, if its file is here."""
+    """Return outpace probe's measurements of this machine, if its file is here; else None."""
     if not has_probe_file():
         return None
     found = Machine.load(PROBE_FILE)
@@ -24,5 +24,5 @@ def find_probe(machine: Machine) -> Machine | None:
 
 
 def used_machine(machine: Machine, device: torch.device) -> Machine:
-    """Return the machine without accelerators if training runs on the CPU."""
+    """Return the machine, without accelerators if training runs on the CPU."""
     return machine.model_copy(update={"devices": ()}) if device.type == "cpu" else machine

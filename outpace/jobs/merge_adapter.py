@@ -1,4 +1,4 @@
-"""Merge of an adapter into its base model's weights."""
+"""Merging of an adapter into its base model's weights."""
 
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -36,7 +36,7 @@ class MergedModel:
 def merge_adapter(
     source: Path, out: Path, *, model: Path | None, base: Base | None, dtype: str
 ) -> MergedModel:
-    """Write an adapter, or a run's adapter, merged with its model, as a Hugging Face directory.
+    """Merge an adapter (or a run's) into its model, and write a Hugging Face directory.
 
     `model` has the weights to merge into, by default those that the adapter names. `base` is their
     format, by default the one used in training. Raises BadInputError.
@@ -45,7 +45,7 @@ def merge_adapter(
     assert opened.spec is not None and opened.weights is not None and opened.adapter is not None
     if out.resolve() in (opened.weights.resolve(), opened.adapter.resolve(), source.resolve()):
         raise BadInputError(
-            f"--out {out} is one of the folders that are merged. Choose another directory."
+            f"--out {out} is one of the folders to merge. Choose another directory."
         )
     if out.is_dir() and any(out.iterdir()):
         raise BadInputError(f"--out {out} exists and is not empty. Choose another directory.")
@@ -65,7 +65,7 @@ def merge_adapter(
 
 
 def _require_tokenizer_fits(opened: OpenedModel) -> None:
-    """Refuse an adapter whose tokenizer has tokens without an embedding in the base."""
+    """Raise BadInputError if the adapter's tokenizer has tokens that the base does not embed."""
     if opened.tokenizer is None or opened.tokenizer != opened.adapter:
         return
     assert opened.spec is not None
@@ -73,14 +73,14 @@ def _require_tokenizer_fits(opened: OpenedModel) -> None:
     if size > opened.spec.vocab:
         raise BadInputError(
             f"the tokenizer in {opened.adapter} has a vocabulary of {size}, but the model in "
-            f"{opened.weights} has {opened.spec.vocab}: the adapter was trained with a larger "
-            "embedding, which it does not contain. Merge it into the model with that "
-            "embedding (--model DIR)."
+            f"{opened.weights} has {opened.spec.vocab}: the adapter was trained over a larger "
+            "embedding, which it does not contain. Merge it into the model with that embedding "
+            "(--model DIR)."
         )
 
 
 def _base_notes(opened: OpenedModel) -> tuple[str, ...]:
-    """Note that the weights may not be those that the adapter names, if nothing shows it."""
+    """Return a note if nothing shows that the weights are those that the adapter names."""
     assert opened.adapter is not None and opened.weights is not None
     named = named_base(opened.adapter)
     config = read_config(opened.weights)
@@ -90,13 +90,13 @@ def _base_notes(opened: OpenedModel) -> tuple[str, ...]:
         if Path(named).expanduser().resolve() == opened.weights.resolve():
             return ()
     return (
-        f"the adapter names {shorten(named)} as its base, but was merged into {opened.weights}: "
-        "its files do not show whether it was trained with these weights",
+        f"the adapter names {shorten(named)} as its base, but was merged into {opened.weights}, "
+        "and nothing shows whether it was trained on these weights",
     )
 
 
 def _with_base(source: Path, model: Path | None) -> OpenedModel:
-    """Open the adapter with the given weights instead of those that it names."""
+    """Open the adapter over the given weights instead of those that it names."""
     inner = source / "model" if (source / "model" / ADAPTER_CONFIG).is_file() else source
     if not (inner / ADAPTER_CONFIG).is_file():
         raise BadInputError(

@@ -1,1 +1,1 @@
-"""Launch of processes, and of a job from its settings."""
+"""Launch of rank processes, and of jobs from their settings."""

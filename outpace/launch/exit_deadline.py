@@ -1,7 +1,7 @@
-"""End of a process whose main thread cannot end it, since it waits in a library for a lost rank.
+"""Exit of a process whose main thread is stuck in a library, waiting for a lost rank.
 
-gloo has no call that interrupts a thread waiting in a collective, and a save in the background
-waits for as long as its process group allows.
+gloo cannot interrupt a thread that waits in a collective, and a background save waits as long as
+its process group allows.
 """
 
 import os
@@ -18,16 +18,16 @@ _TIDY_S = 10.0  # the disk may be lost together with the rank
 
 
 def end_process(message: str, exit_code: int) -> NoReturn:
-    """Print the reason on standard error, and end this process whatever its threads are doing."""
+    """Print the reason to standard error and end this process, whatever its threads are doing."""
     with suppress(OSError, ValueError, AttributeError):
         print(f"outpace: {message}", file=sys.stderr, flush=True)
     os._exit(exit_code)
 
 
 class ExitDeadline:
-    """A context that a process must leave in time once `start` has been called in it.
+    """A context that the process must leave in time once `start` has been called.
 
-    `end` ends the process with a message and an exit code. `tidy` is called with the message first.
+    `end` ends the process with a message and an exit code; `tidy` gets the message first.
     """
 
     def __init__(self, end: End | None, tidy: Tidy = lambda message: None) -> None:
@@ -43,11 +43,11 @@ class ExitDeadline:
         self.leave()
 
     def leave(self) -> None:
-        """Cancel the deadline: the process continues, or ends by itself."""
+        """Cancel the deadline: the process continues, or exits normally."""
         self._left.set()
 
     def start(self, message: str, exit_code: int, grace_s: float) -> None:
-        """End the process after `grace_s` seconds, unless it has left this context by then."""
+        """End the process after `grace_s` seconds, unless it leaves this context before."""
 
         def wait() -> None:
             if not self._left.wait(grace_s):
@@ -62,7 +62,7 @@ class ExitDeadline:
                 return
 
             def tidy() -> None:
-                with suppress(Exception):  # must end in any state
+                with suppress(Exception):  # must end whatever happens
                     self.tidy(message)
 
             tidying = threading.Thread(target=tidy, name="tidy", daemon=True)

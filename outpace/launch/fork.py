@@ -1,8 +1,8 @@
-"""Ranks forked from their launcher, which has imported what all of them need.
+"""Ranks forked from the launcher, which has already imported what they need.
 
 Ranks started as commands each import torch, which takes about a second per core of a host. Forked
-ranks have it at once and share its memory. This works only on Linux and without accelerators, whose
-libraries do not survive a fork.
+ranks start with it loaded, and share its memory. This works only on Linux and without accelerators,
+whose libraries do not survive a fork.
 """
 
 import atexit
@@ -33,7 +33,7 @@ Begin = Callable[[], NoReturn]
 def can_fork(device: str) -> bool:
     """Return whether ranks that compute on `device` may be forked.
 
-    "auto" is the device that torch finds.
+    "auto" stands for the device that torch finds.
     """
     import torch
 
@@ -77,12 +77,13 @@ class Fork:
     def __init__(self, begin: Begin, environ: Mapping[str, str]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
-        gc.freeze()  # a collection would write to shared pages and free what a fork lacks
+        gc.freeze()  # a collection would write to shared pages and free what the fork must not free
         self.returncode: int | None = None
-        # A signal before this point would be handled by the launcher's handlers.
+        # Until here, a signal would run the launcher's handlers.
         held = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
-            with warnings.catch_warnings():  # torch's store has a waiting thread
+            # torch's store has a waiting thread, about which Python warns
+            with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)
                 self.pid = os.fork()
             if self.pid == 0:
@@ -128,7 +129,7 @@ def _run_fork(
 
 
 def _forget_handlers() -> None:
-    """Restore the signal handlers of a newly started process."""
+    """Restore a new process's default signal handlers."""
     for signum in signal.valid_signals():
         if callable(signal.getsignal(signum)):
             default = signal.default_int_handler if signum == signal.SIGINT else signal.SIG_DFL
@@ -136,7 +137,7 @@ def _forget_handlers() -> None:
 
 
 def _close_sockets() -> None:
-    """Close the launcher's sockets, so that nobody who waits for that waits for this process."""
+    """Close the launcher's sockets, so that peers waiting for them to close do not wait for us."""
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
             if stat.S_ISSOCK(path.stat().st_mode) and int(path.name) > sys.stderr.fileno():

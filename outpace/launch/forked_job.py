@@ -1,7 +1,7 @@
-"""A function that runs in forked processes that form a group, with a time limit.
+"""Runs a function in a group of forked processes, with a time limit.
 
-It is for functions that may hang or crash: the caller learns how each rank ended, and no process is
-left.
+For functions that may hang or crash: the caller learns how each rank ended, and no process is left
+behind.
 """
 
 import gc
@@ -36,10 +36,10 @@ _UNFINISHED = 3
 
 @dataclass(frozen=True)
 class RankEnd:
-    """End of a rank. `said` is its error's message, `at` its last activity.
+    """The end of a rank. `said` is its error's message, `at` its last activity.
 
     `refused`: the error was an OutpaceError, meant for the user. `exit_code` is negative for a
-    signal, and None if the time limit was exceeded.
+    signal, and None if the rank exceeded the time limit.
     """
 
     exit_code: int | None
@@ -54,14 +54,14 @@ class RankEnd:
 
 
 class ForkedRank:
-    """Context of a forked rank: its position among the ranks, and a way to report its progress."""
+    """A forked rank's position among the ranks, and its way to report progress."""
 
     def __init__(self, ranks: Ranks, folder: Path) -> None:
         self.ranks = ranks
         self._at = folder / f"rank-{ranks.rank}.at"
 
     def note_phase(self, what: str) -> None:
-        """Report the next phase, which is named if it does not end."""
+        """Report the next phase; it is named in the result if it does not end."""
         self._at.write_text(what, encoding="utf-8")
 
 
@@ -70,12 +70,13 @@ def run_forked(
 ) -> list[RankEnd]:
     """Run `action` on `size` ranks with a gloo group, on this host's CPU.
 
-    `folder` stores their output by rank, replacing that of an earlier job. The calling process must
-    be safe to fork: without a process group, and not having used an accelerator.
+    `folder` gets each rank's output, replacing an earlier job's. The calling process must be safe
+    to fork: it has no process group and has not used an accelerator.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for left in (folder / "store", *folder.glob("rank-*.*")):
-        left.unlink(missing_ok=True)  # left by an earlier job, whose ranks these would look for
+        # files of an earlier job, which this one's ranks would take for their own
+        left.unlink(missing_ok=True)
     until_s, frozen = time.monotonic() + limit_s, gc.get_freeze_count()
     forks = [
         Fork(partial(_run_rank, rank, size, action, limit_s, folder), child_environment())
@@ -100,9 +101,9 @@ def run_forked(
 
 
 def _poll(fork: Fork) -> int | None:
-    """Poll like `Fork.poll`, and kill everything that a rank started once it has ended.
+    """Poll like `Fork.poll`; once the rank has ended, kill everything that it started.
 
-    Its process group is killed before the rank is reaped, since the ID may be reused afterwards.
+    Kill its process group before reaping the rank, since the ID may be reused afterwards.
     """
     if fork.returncode is None:
         seen = os.waitid(os.P_PID, fork.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -112,11 +113,11 @@ def _poll(fork: Fork) -> int | None:
 
 
 def _end(fork: Fork) -> None:
-    """Kill a rank and everything that it started."""
+    """Kill a rank and everything it started."""
     if _poll(fork) is None:
         _kill_group(fork)
         with suppress(OSError):
-            os.kill(fork.pid, signal.SIGKILL)  # it may not have a group yet
+            os.kill(fork.pid, signal.SIGKILL)  # it may not have its own group yet
         fork.wait(10.0)
 
 
@@ -170,7 +171,7 @@ def _run_rank(
 
 
 def _redirect(path: Path) -> None:
-    """Redirect what this process prints to a file, including output from C."""
+    """Redirect this process's output to a file, including output from C."""
     log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (1, 2):
         os.dup2(log, stream)

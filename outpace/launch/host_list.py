@@ -1,4 +1,4 @@
-"""SLURM's lists of hosts, as in its variables: gpu[03-06,9],rack[0-1]node[1-4]."""
+"""SLURM host lists, as in its variables: gpu[03-06,9],rack[0-1]node[1-4]."""
 
 import re
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ from outpace.records.errors import BadInputError
 # Parts of a name: text, and numbers in brackets.
 _PART = re.compile(r"([^,\[\]\s]+)|\[([^\[\]]*)\]")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-# On machines with hosts on a grid: from one corner of a box to the other.
+# On machines whose hosts form a grid: from one corner of a box to the opposite one.
 _BOX = re.compile(r"([0-9A-Z]+)x([0-9A-Z]+)")
 _MOST_HOSTS = 1 << 20
 
@@ -17,9 +17,9 @@ _MOST_HOSTS = 1 << 20
 def expand(text: str) -> Iterator[str]:
     """Yield the hosts of a list, in order. Raises BadInputError for a malformed one.
 
-    The result equals `scontrol show hostnames`, but some names that SLURM allows are refused
-    (text after the last brackets; boxes, which only some builds know). The last brackets vary
-    fastest, and numbers have as many digits as the first of their range.
+    The result is that of `scontrol show hostnames`, except that some lists which SLURM allows are
+    refused (text after the last brackets, and some boxes). The last brackets vary fastest, and
+    numbers have as many digits as the first number of their range.
     """
     for name in _split(text):
         parts = list(_PART.finditer(name))
@@ -31,7 +31,7 @@ def expand(text: str) -> Iterator[str]:
 
 
 def _split(text: str) -> Iterator[str]:
-    """Split at the commas and spaces outside of brackets."""
+    """Split at commas and spaces outside brackets."""
     begin = depth = 0
     text = text.strip()
     for at, letter in enumerate(text):
@@ -59,7 +59,7 @@ def _numbers(inside: str, text: str) -> tuple[str, ...]:
 
 
 def _box(first: str, last: str, text: str) -> Iterator[str]:
-    """Return all places in a box of coordinates; each letter is one coordinate, in base 36."""
+    """Yield all hosts in a box of coordinates; each letter is one coordinate, in base 36."""
     if len(first) != len(last):
         raise _format_error(text)
     digits = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ"

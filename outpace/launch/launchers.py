@@ -1,4 +1,7 @@
-"""Launchers by the variables that they set. This imports little, since every command imports it."""
+"""Launchers by the variables that they set.
+
+Every command imports this module, so it imports little.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Launcher:
-    """A launcher's names for the fields of `Ranks`."""
+    """A launcher's variable names for the fields of `Ranks`."""
 
     name: str
     rank: str
@@ -16,11 +19,11 @@ class Launcher:
 
     @property
     def names(self) -> tuple[str, str, str, str]:
-        """Names of the variables of the rank, world size, local rank and local world size."""
+        """Variable names: rank, world size, local rank and local world size."""
         return self.rank, self.world_size, self.local_rank, self.local_world_size
 
 
-# Nearest to the process first: torchrun may itself be started by mpirun.
+# Innermost launcher first: torchrun may itself be started by mpirun.
 LAUNCHERS = (
     Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
     # horovod/runner/gloo_run.py, create_slot_env_vars
@@ -44,16 +47,16 @@ LAUNCHERS = (
         "MV2_COMM_WORLD_LOCAL_SIZE",
     ),
 )
-# MPICH and Intel MPI (src/pm/hydra of MPICH), Cray's PALS and others that follow PMI.
+# MPICH and Intel MPI (src/pm/hydra of MPICH), Cray PALS and others that implement PMI.
 HYDRA = Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 PMI = Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK", "PMI_LOCAL_SIZE")
-# Variables of other launchers that give a process's rank but not their number: PMIx (prun), aprun,
-# PALS and flux.
+# Variables of other launchers that set a process's rank but not the number of processes: PMIx
+# (prun), aprun, PALS and flux.
 RANK_ALONE = ("PMIX_RANK", "ALPS_APP_PE", "PALS_RANKID", "FLUX_TASK_RANK")
 
 
 def rank_name(environ: Mapping[str, str]) -> str:
-    """Return this process's rank from an environment variable of any launcher; "0" without one."""
+    """Return this process's rank from any launcher's environment variable; "0" without one."""
     names = [launcher.rank for launcher in (*LAUNCHERS, HYDRA)]
     if environ.get("SLURM_STEP_NUM_TASKS"):
         names.append("SLURM_PROCID")

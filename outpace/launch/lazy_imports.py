@@ -1,4 +1,4 @@
-"""Import of modules without garbage collection."""
+"""Imports with garbage collection paused."""
 
 import gc
 import sys
@@ -8,10 +8,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def import_quickly() -> Iterator[None]:
-    """Import modules such as torch, and those that depend on it, faster by a seventh.
+    """Import modules such as torch, and those that depend on it, one seventh faster.
 
-    Objects created by the import stay alive, so the garbage collector does not search them for
-    cycles during the import. Nor does it later, unless torch and much else had already been loaded.
+    Imported objects stay alive, so the garbage collector need not search them for cycles during the
+    import. They are excluded later, too, unless torch and much else was already loaded.
     """
     looked, first = gc.isenabled(), "torch" not in sys.modules
     gc.disable()

@@ -1,9 +1,9 @@
-"""Launch of one process per rank on this host with torch's elastic launcher, and its messages.
+"""Launch of one process per rank on this host, with torch's elastic launcher.
 
-A signal to the launcher is passed on to each worker once, and the workers then have all the time
-they need to finish the step and save; a second signal kills them at once. (Elastic's own handler
-would kill them after a grace period.) Elastic gives every worker its own session, so that Ctrl-C in
-a terminal reaches only the launcher: one key press is one signal for every worker.
+A signal to the launcher is passed on to each worker once; workers may then take as long as they
+need to finish the step and save. A second signal kills them at once. (Elastic's own handler would
+kill them after a grace period.) Elastic gives every worker its own session, so Ctrl-C in a terminal
+reaches only the launcher: one key press is one signal for every worker.
 """
 
 import json
@@ -43,18 +43,19 @@ from outpace.records.signals import ENDING, may_handle
 if TYPE_CHECKING:  # imports torch
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-# For the remaining ranks after one has failed: they have nothing to save.
+# Grace period for the remaining ranks after one has failed: they have nothing to save.
 _SHUTDOWN_S = 10
 RUN_ID_PREFIX = "outpace-"
-RANK_PREFIX = "[rank "  # starts every line of ranks on several hosts; then "3] "
-# One press of Ctrl-C can arrive twice: from the terminal, and passed on by a parent process.
+# starts every line of a rank's output if there are several hosts; then "3] "
+RANK_PREFIX = "[rank "
+# A single Ctrl-C can arrive twice: from the terminal, and passed on by a parent process.
 SAME_SIGNAL_S = 0.5
 
 
 class WorkerError(OutpaceError):
-    """A rank failed; `exit_code` is the rank's.
+    """A rank failed; `exit_code` is that rank's.
 
-    `lost`: the end was not requested and no setting is to blame, so another attempt may succeed.
+    `lost`: nobody requested the end and no setting is to blame, so another attempt may succeed.
     """
 
     def __init__(self, message: str, exit_code: int, lost: bool = False) -> None:
@@ -65,7 +66,7 @@ class WorkerError(OutpaceError):
 
 @dataclass(frozen=True)
 class RankReport:
-    """Report of a rank before it ends: its message for the user and its intended exit code."""
+    """A rank's last report: its message for the user and its intended exit code."""
 
     rank: int
     message: str
@@ -75,9 +76,9 @@ class RankReport:
 
 @dataclass(frozen=True)
 class RanksEnd:
-    """End of all ranks: exit codes of the failed ranks, their messages, and signals.
+    """The end of all ranks: exit codes and messages of those that failed, and signals received.
 
-    `hosts`: where each of these ranks ran, if there are several.
+    `hosts`: where each of these ranks ran, if there are several hosts.
     """
 
     failures: Mapping[int, int]
@@ -86,13 +87,13 @@ class RanksEnd:
     hosts: Mapping[int, str] = field(default_factory=dict)
 
     def format_rank(self, rank: int) -> str:
-        """Return a rank's name for the user."""
+        """Return the name by which messages refer to a rank."""
         return f"rank {rank} on {self.hosts[rank]}" if rank in self.hosts else f"rank {rank}"
 
 
 @dataclass(frozen=True)
 class HostRendezvous:
-    """A host's place among several: the rendezvous address, and the host's own address."""
+    """One of several hosts: the rendezvous, and this host's own address."""
 
     nodes: int
     place: int
@@ -115,9 +116,9 @@ def start(
     If `begin` is given, it runs in forks of this process instead.
 
     Each process gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in
-    its environment. Returns when every rank has ended with 0. Raises WorkerError with the message
+    its environment. Return when every rank has exited with 0. Raises WorkerError with the message
     and exit code of the rank that failed first. Other children of this process are not affected.
-    `told` is called as soon as the first signal to stop arrives.
+    `told` is called as soon as the first stop signal arrives.
     """
     with nullcontext() if begin is None else fork_ranks(begin):
         ended = run_ranks(nproc, command, told)
@@ -132,7 +133,7 @@ def run_ranks(
 ) -> RanksEnd:
     """Start this host's ranks as `start` does; return how they ended."""
     if host_rendezvous is _ALONE:
-        require_address(LOOPBACK)  # torch's store would be searched for there for a minute
+        require_address(LOOPBACK)  # otherwise torch's store would look for it for a minute
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import elastic_launch
@@ -140,13 +141,13 @@ def run_ranks(
     from outpace.launch import rendezvous as rendezvous
     from outpace.nn.torch_versions import launch_config
 
-    # `conclude` says in a sentence what elastic would log.
+    # `conclude` reports in one sentence what elastic would log.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     rendezvous.register()
     several = host_rendezvous is not _ALONE
     folder = tempfile.TemporaryDirectory(prefix="outpace-")
     with folder as logs, signals_to(_to_workers(told)) as signals:
-        kept = Std.ALL if several else Std.NONE  # into files, and shown line by line
+        kept = Std.ALL if several else Std.NONE  # to files, and shown line by line
         config = launch_config(
             _SHUTDOWN_S,
             min_nodes=host_rendezvous.nodes,
@@ -160,7 +161,7 @@ def run_ranks(
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=logs, redirects=kept, tee=kept),
             log_line_prefix_template=f"{RANK_PREFIX}${{rank}}] " if several else None,
-            signals_to_handle="SIGQUIT",  # outpace handles the others
+            signals_to_handle="SIGQUIT",  # outpace handles the other signals
         )
         failures: Mapping[int, int] = {}
         try:
@@ -173,7 +174,7 @@ def run_ranks(
 
 @contextmanager
 def _shut_down_in_time() -> Iterator[None]:
-    """Limit how long other ranks may take after a failure; torch 2.13 always gives them 30 s."""
+    """Limit the time for other ranks to end after a failure; torch 2.13 always allows 30 s."""
     from torch.distributed.elastic.multiprocessing.api import PContext
 
     whole = PContext.close
@@ -191,7 +192,7 @@ def _shut_down_in_time() -> Iterator[None]:
 
 
 def _by_themselves(failures: "Mapping[int, ProcessFailure]") -> dict[int, int]:
-    """Return exit codes, except of ranks that elastic killed because they ignored SIGTERM."""
+    """Return exit codes, without ranks that elastic killed because they ignored SIGTERM."""
     late_s = min(failure.timestamp for failure in failures.values()) + _SHUTDOWN_S
     return {
         rank: failure.exitcode
@@ -205,8 +206,9 @@ def start_settings(
 ) -> Measurement:
     """Train on `nproc` processes of this host, from inside any Python program.
 
-    Progress, if wanted, goes to standard error. Raises what training here would raise, WorkerError
-    if a rank failed, KeyboardInterrupt after the workers have finished their step and saved.
+    With `progress`, they report progress to standard error. Raises what training in this process
+    would raise, WorkerError if a rank failed, and KeyboardInterrupt once interrupted workers have
+    finished their step and saved.
     """
     with tempfile.TemporaryDirectory(prefix="outpace-") as folder:
         handed_over = Path(folder) / "settings.json"
@@ -235,7 +237,7 @@ def _error_of(message: str, exit_code: int) -> OutpaceError:
 
 
 def _run_to_end(command: list[str]) -> tuple[str, int]:
-    """Run a command; pass an interrupt on to it once, and then wait without a limit."""
+    """Run a command; pass one interrupt on to it, and then wait as long as it takes."""
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=child_environment()
     ) as process:
@@ -258,7 +260,7 @@ def _last_document(output: str) -> dict[str, Any]:
 
 @contextmanager
 def signals_to(pass_on: Callable[[int, list[int]], None]) -> Iterator[list[int]]:
-    """Pass termination signals to `pass_on`, with all so far; yield those received."""
+    """Pass termination signals to `pass_on` with the list so far; yield that list."""
     received: list[int] = []
     times: list[float] = []
 
@@ -279,7 +281,7 @@ def signals_to(pass_on: Callable[[int, list[int]], None]) -> Iterator[list[int]]
 
 
 def _to_workers(told: Callable[[], None]) -> Callable[[int, list[int]], None]:
-    """Pass a signal on to the processes that are started from now on."""
+    """Return a handler that passes a signal on to the processes started from now on."""
     others = set(psutil.Process().children())
 
     def pass_on(signum: int, received: list[int]) -> None:
@@ -296,7 +298,7 @@ def _to_workers(told: Callable[[], None]) -> Callable[[int, list[int]], None]:
 
 
 def _reports(logs: Path) -> list[RankReport]:
-    """Read what the ranks wrote into elastic's error files, in order of time."""
+    """Read the ranks' reports from elastic's error files, in order of time."""
     found = []
     for path in logs.glob("**/error.json"):
         with suppress(ValueError, KeyError, TypeError, OSError):
@@ -321,8 +323,8 @@ def conclude(ended: RanksEnd) -> None:
     failures, reports, signals = ended.failures, ended.reports, ended.signals
     if len(signals) > 1:
         raise WorkerError(f"stopped at once by a second {_name(signals[1])}", 128 + signals[1])
-    # A crash makes its neighbours fail too (their connections break), and elastic ends the rest
-    # with SIGTERM: ranks killed by other signals come first, then those with reports.
+    # A crash makes its neighbours fail, too (their connections break), and elastic ends the rest
+    # with SIGTERM. So ranks killed by other signals come first, then those with reports.
     killed = {
         rank: -code for rank, code in failures.items() if code < 0 and code != -signal.SIGTERM
     }
@@ -347,17 +349,17 @@ def conclude(ended: RanksEnd) -> None:
 
 
 def _report_order(report: RankReport) -> tuple[bool, float]:
-    """Return the sort key of reports: a crash may follow a refusal, but never causes one."""
+    """Return a sort key of reports: a crash may follow a refusal, but never causes one."""
     return report.exit_code in (1, EXIT_INTERRUPTED), report.time_s
 
 
 def _attribute(first: RankReport, ended: RanksEnd) -> str:
-    """Return the message, with its rank unless all ranks report the same."""
+    """Return the message, prefixed by its rank unless all ranks report the same."""
     who = ended.format_rank(first.rank)
     if first.exit_code == 1:
         return f"{who} failed:\n{first.message}"
     if first.exit_code in (EXIT_OUT_OF_MEMORY, EXIT_HANG):
-        return first.message  # names the rank at fault
+        return first.message  # the message already names the rank at fault
     if first.rank == 0 or any(r.rank == 0 and r.message == first.message for r in ended.reports):
         return first.message
     return f"{who}: {first.message}"

@@ -1,7 +1,7 @@
 """The network interface on which ranks listen for each other.
 
-gloo and NCCL take its name from the environment. By default, gloo listens on the address of this
-host's name, which others can usually reach.
+gloo and NCCL read its name from the environment. By default, gloo listens on the address that this
+host's name resolves to, which others can usually reach.
 """
 
 import errno
@@ -16,12 +16,12 @@ import psutil
 from outpace.records.errors import BadInputError
 
 LOOPBACK = "127.0.0.1"
-# NCCL reads names as prefixes, except after an equals sign.
+# NCCL treats names as prefixes, except after an equals sign.
 _TAKE_A_NAME = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
 
 
 def variables_for(address: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return variables, unless set, that make gloo and NCCL use this address's interface."""
+    """Return variables, unless set already, that make gloo and NCCL use an address's interface."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == address for one in addresses):
             return {k: f"{sign}{name}" for k, sign in _TAKE_A_NAME.items() if k not in environ}
@@ -29,34 +29,34 @@ def variables_for(address: str, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def require_interfaces(environ: Mapping[str, str]) -> None:
-    """Raise BadInputError if GLOO_SOCKET_IFNAME names an interface that this host does not have."""
+    """Raise BadInputError if GLOO_SOCKET_IFNAME names an interface that this host lacks."""
     named = environ.get("GLOO_SOCKET_IFNAME", "")
     there = psutil.net_if_addrs()
     lacking = [name for name in named.split(",") if name not in there]
-    if len(named) > 1 and lacking:  # gloo ignores single letters
+    if len(named) > 1 and lacking:  # gloo accepts any single letter
         raise BadInputError(
-            f"environment: GLOO_SOCKET_IFNAME = {named!r}, but this host has no network "
-            f"interface {lacking[0]!r}; it has {', '.join(sorted(there))}. gloo takes whole "
-            "names, not NCCL's patterns (^lo, =eth0). Name the interface that leads to the "
-            "other ranks, or unset it."
+            f"environment: GLOO_SOCKET_IFNAME = {named!r}, but this host has no network interface "
+            f"{lacking[0]!r}; it has {', '.join(sorted(there))}. gloo needs full names, not "
+            "NCCL's patterns (^lo, =eth0). Name the interface that leads to the other ranks, or "
+            "unset it."
         )
 
 
 def require_address(address: str) -> None:
-    """Raise BadInputError if no interface of this host has an address that ranks need."""
+    """Raise BadInputError if no interface of this host has the given address."""
     there = psutil.net_if_addrs()
     if not any(one.address == address for found in there.values() for one in found):
         raise BadInputError(
             f"this host has no network interface with the address {address}, which its ranks need "
             f"for their rendezvous (it has {', '.join(sorted(there)) or 'none'}). In a separate "
-            "network namespace, such as that of `unshare --net` and many sandboxes, the loopback "
-            "is down at first: run `ip link set lo up` there as root, or start outside of it."
+            "network namespace, as in `unshare --net` and many sandboxes, the loopback interface "
+            "starts out down: run `ip link set lo up` there as root, or start outside it."
         )
 
 
 @contextmanager
 def use_interface(address: str) -> Iterator[frozenset[str]]:
-    """Make groups use this address's interface in the context; yield the variables for that.
+    """Make process groups use this address's interface in the context; yield the variables set.
 
     Raises BadInputError if there is no such interface.
     """
@@ -71,10 +71,10 @@ def use_interface(address: str) -> Iterator[frozenset[str]]:
 
 
 def listen(host: str, port: int, apart: bool) -> socket.socket | None:
-    """Return a socket bound to the address of this host that other ranks resolve `host` to.
+    """Return a socket bound to this host's address as other ranks resolve `host`; None if unclear.
 
-    None if that is unclear: `apart` are the ranks on other hosts, which may resolve this name to
-    another address, or the name may be loopback here. Raises OSError if the port is taken.
+    It is unclear if some ranks are `apart`, on other hosts that may resolve the name to another
+    address, or if it resolves to loopback here. Raises OSError if the port is in use.
     """
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -83,7 +83,7 @@ def listen(host: str, port: int, apart: bool) -> socket.socket | None:
     places = sorted({(entry[0], entry[4]) for entry in found}, key=lambda place: -place[0])
     if apart and (len(places) > 1 or ipaddress.ip_address(str(places[0][1][0])).is_loopback):
         return None
-    # torch's clients try IPv6 first, and use IPv4 only if there is no such address.
+    # torch's clients try IPv6 first, and use IPv4 only without such an address.
     for family, place in places:
         try:
             return _bind(family, place)

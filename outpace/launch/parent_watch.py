@@ -1,8 +1,8 @@
-"""End of a process together with the process that started it, however the latter ends.
+"""Exit of a process when the process that started it ends, for any reason.
 
-After `kill -9` of a launcher, its ranks are not informed. The kernel can signal them
-(PR_SET_PDEATHSIG), but only on Linux, and it does so when the thread that started the process ends.
-A change of the parent's process ID is visible on every system.
+After `kill -9` of a launcher, its ranks get no notice. The kernel can signal them
+(PR_SET_PDEATHSIG), but only on Linux, and already when the thread that started the process ends. A
+change of the parent's process ID is visible on every system.
 """
 
 import os
@@ -13,23 +13,23 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 
-# Process ID of outpace, set for the commands that it starts.
+# Process ID of outpace, set for commands that it starts.
 PARENT = "OUTPACE_PARENT_PID"
 
 _LOOK_S = 0.5
-# Time for ranks to finish the step and save; some of them have lost the launcher's store.
+# Time for ranks to finish the step and save; some have lost the launcher's store.
 _SAVE_S = 60.0
 
 
 def child_environment() -> dict[str, str]:
-    """Return variables for a command of outpace that should end with this process."""
+    """Return environment variables for an outpace command that should end with this process."""
     return {**os.environ, PARENT: str(os.getpid())}
 
 
 def end_with_parent(environ: Mapping[str, str]) -> None:
-    """End this process together with its parent, if that is outpace or torch's elastic launcher.
+    """End this process when its parent ends, if that is outpace or torch's elastic launcher.
 
-    It reacts as to SIGTERM first, so that a run is saved; SIGKILL follows if that takes too long.
+    First as on SIGTERM, so that the run is saved; SIGKILL follows if that takes too long.
     """
     parent = os.getppid()
     of_launcher = "TORCHELASTIC_RUN_ID" in environ and "RANK" in environ

@@ -1,6 +1,6 @@
-"""Check of hosts before training starts on them.
+"""Checks of hosts before training starts on them.
 
-User input is never put into a remote command line; it goes through standard input.
+User input never becomes part of a remote command line; it goes through standard input.
 """
 
 import json
@@ -27,17 +27,17 @@ from outpace.training.run_dir import TOKEN_PREFIX
 _SSH = ("ssh", "-T", "-o", "ControlMaster=no", "-o", "ControlPath=none",
         "-o", "BatchMode=yes", "-o", "ConnectTimeout=10",
         "-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3")  # fmt: skip
-_ANSWER_S = 90  # it imports torch
+_ANSWER_S = 90  # includes importing torch
 _CLOCK_S = 5.0
-# Facts that must be equal for ranks to communicate and compute the same.
+# Facts that must be equal for ranks to communicate and to compute the same values.
 _SAME = ("python", "outpace", "torch")
 
 
 @dataclass(frozen=True)
 class HostCheck:
-    """Result of checking a host: its facts, or, in `away`, the reason why there are none.
+    """Result of checking a host: its facts, or why there are none (`unreachable`).
 
-    `against`: facts that prevent training on it.
+    `obstacles`: what prevents training on it.
     """
 
     host: Host
@@ -47,22 +47,22 @@ class HostCheck:
 
     @property
     def ready(self) -> bool:
-        """Return whether ranks can run on the host."""
+        """Return whether ranks can run on this host."""
         return self.facts is not None and not self.obstacles
 
     @property
     def problems(self) -> list[str]:
-        """Return the host's problems, for the user."""
+        """Return descriptions of the host's problems, for the user."""
         return [f"{self.host.name}: {one}" for one in (*self.obstacles, self.unreachable) if one]
 
 
 def check_hosts(
     hosts: Sequence[Host], question: HostQuery, out: Path, like: HostCheck | None = None
 ) -> list[HostCheck]:
-    """Send the query to each host, and check whether it sees the folder of `out`.
+    """Query each host, and check whether it sees the folder of `out`.
 
     Facts that must agree are compared with `like`, or with the first host that answers. Raises
-    BadInputError if nothing can be written there.
+    BadInputError if the folder is not writable.
     """
     with _token(out) as token:
         asked = question.model_copy(update={"seen": (*question.seen, str(token))})
@@ -82,12 +82,12 @@ def check_hosts(
 
 @contextmanager
 def _token(out: Path) -> Iterator[Path]:
-    """Yield a file that everyone who shares this folder can see; remove it afterwards.
+    """Yield a file that every host sharing this folder can see; remove it afterwards.
 
     A run may start in an empty folder while unreachable hosts are queried; it ignores this file.
     """
     places = (out.absolute(), *out.absolute().parents)
-    try:  # even looking may fail: the disk may be gone
+    try:  # even a lookup may fail: the disk may be gone
         token = next(one for one in places if one.exists()) / f"{TOKEN_PREFIX}{uuid.uuid4().hex}"
         token.write_text("seen?")
     except OSError as error:
@@ -105,28 +105,28 @@ def _find_obstacles(
     between: tuple[float, float],
     tokens: dict[str, Path],
 ) -> Iterator[str]:
-    """Yield obstacles to training on a host. `tokens`: files that identify folders."""
+    """Yield obstacles to training on a host. `tokens`: marker files by shared folder."""
     for name in _SAME:
         its, other = answer.versions.get(name), first[1].versions.get(name)
         if its != other:
             yield f"it has {name} {its}, but {first[0].name} has {other}. Install the same version"
     off = max(between[0] - answer.time_s, answer.time_s - between[1])
     if off > _CLOCK_S:
-        yield f"its clock is {off:.0f} s off. Set it by NTP"
+        yield f"its clock is off by {off:.0f} s. Synchronise it by NTP"
     if answer.left:
         yield f"ranks of an earlier start are still running (process {answer.left[0]})"
     for path in answer.unseen:
         if path in tokens:
             yield (
-                f"it does not see {tokens[path]}, the run's folder. Give a folder that all "
-                "hosts share with --out"
+                f"it does not see {tokens[path]}, the run's folder. Pass a folder that all hosts "
+                "share as --out"
             )
         else:
             yield f"there is no {path}"
 
 
 def _query_host(host: Host, question: HostQuery) -> tuple[HostFacts | str, tuple[float, float]]:
-    """Return a host's answer or why there is none, and the times between which it was given."""
+    """Return a host's facts, or why there are none, and when the query began and ended."""
     began_s = time.time()
     try:
         done = subprocess.run(
@@ -153,7 +153,7 @@ def remote(host: Host, folder: Path, what: str) -> list[str]:
     words = [*PYTHON, "-m", "outpace.launch.ssh_agent", what]
     if host.name in ("localhost", "127.0.0.1", socket.gethostname()):
         return words
-    found = os.environ.get("PYTHONPATH")  # where outpace may be, also on the host
+    found = os.environ.get("PYTHONPATH")  # where outpace may be installed, on that host, too
     if found:
         words = ["env", f"PYTHONPATH={found}", *words]
     return [*_SSH, host.name, f"cd {shlex.quote(str(folder))} && exec {shlex.join(words)}"]
@@ -165,7 +165,7 @@ def local_environment() -> dict[str, str]:
 
 
 def read_marked(output: str) -> dict[str, Any] | None:
-    """Return an agent's last message; a login may print other text before it."""
+    """Return an agent's last message; a login shell may print other text before it."""
     lines = [line for line in output.splitlines() if line.startswith(MARK)]
     with suppress(ValueError, IndexError):
         found: dict[str, Any] = json.loads(lines[-1].removeprefix(MARK))
@@ -174,6 +174,6 @@ def read_marked(output: str) -> dict[str, Any] | None:
 
 
 def addresses(facts: Sequence[HostFacts]) -> list[str]:
-    """Return the addresses at which hosts reach each other."""
+    """Return the addresses by which hosts reach each other."""
     asking = next((one.asked_from for one in facts if one.asked_from), None)
     return [one.address or asking or LOOPBACK for one in facts]

@@ -1,4 +1,4 @@
-"""Rendezvous of a job's ranks: torch's store, on one address of the first host.
+"""Rendezvous of a job's ranks: torch's store, bound to one address of the first host.
 
 By default, torch's store listens on every interface, whichever address it is given.
 """
@@ -28,7 +28,7 @@ _LOOK_AGAIN_S = 0.05
 
 
 def store_on(bound: socket.socket, host: str, timeout: timedelta) -> TCPStore:
-    """Return a store that others reach at `host`, listening on the given socket."""
+    """Return a store on the given socket, which others reach at `host`."""
     port = bound.getsockname()[1]
     return TCPStore(
         host, port, is_master=True, wait_for_workers=False, timeout=timeout,
@@ -39,7 +39,7 @@ def store_on(bound: socket.socket, host: str, timeout: timedelta) -> TCPStore:
 class StaticRendezvousHandler(RendezvousHandler):
     """Rendezvous of a fixed number of hosts with known positions, which all join at the start.
 
-    The store is on the first host, and its ranks use it too.
+    The store is on the first host, and ranks use the same one.
     """
 
     def __init__(self, place: int, hosts: int, endpoint: str, run_id: str) -> None:
@@ -49,18 +49,18 @@ class StaticRendezvousHandler(RendezvousHandler):
         self._store: TCPStore | None = None
 
     def get_backend(self) -> str:
-        """Return the launcher's name of this rendezvous."""
+        """Return the name of this rendezvous in torch's launcher."""
         return NAME
 
     @property
     def use_agent_store(self) -> bool:
-        """Return True: ranks use the same store."""
+        """Return True: ranks reuse the launcher's store."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the other hosts.
 
-        Raises RendezvousError if that fails, or if not all arrive in time.
+        Raises RendezvousError on failure, or if hosts are missing after the time limit.
         """
         self._store = self._open()
         store = PrefixStore(self._run_id, self._store)
@@ -74,8 +74,8 @@ class StaticRendezvousHandler(RendezvousHandler):
                 return TCPStore(self._host, self._port, is_master=False, timeout=_CONNECT)
             except DistError:
                 raise RendezvousConnectionError(
-                    f"cannot reach {self._host}, port {self._port}, the rendezvous, within "
-                    f"{_CONNECT.total_seconds():.0f} s; there may be a firewall in between"
+                    f"cannot reach the rendezvous at {self._host}, port {self._port}, within "
+                    f"{_CONNECT.total_seconds():.0f} s. Check for a firewall in between"
                 ) from None
         try:
             bound = listen(self._host, self._port, apart=False)
@@ -83,8 +83,8 @@ class StaticRendezvousHandler(RendezvousHandler):
             raise RendezvousConnectionError(f"{self._format_failure()}: {error.strerror}") from None
         if bound is None:
             raise RendezvousConnectionError(
-                f"{self._format_failure()}: it is not an address of this host, though others "
-                "know it by that. Start from a host that all others reach directly"
+                f"{self._format_failure()}: this host has no such address, although the others "
+                "reach it there. Start from a host that all others reach directly"
             )
         return store_on(bound, self._host, _CONNECT)
 
@@ -92,7 +92,7 @@ class StaticRendezvousHandler(RendezvousHandler):
         return f"cannot listen on {self._host}, port {self._port}"
 
     def _await_all(self, store: Store) -> None:
-        """Poll until all hosts are there, since signals are not handled while torch waits."""
+        """Poll until all hosts have joined; torch's own wait would not handle signals."""
         store.add("hosts", 1)
         late_s = time.monotonic() + _JOIN_S
         while (come := store.add("hosts", 0)) < self._hosts:
@@ -118,7 +118,7 @@ class StaticRendezvousHandler(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Do nothing, because the store ends with its last user."""
+        """Do nothing: the store ends with its last user."""
         self._store = None
         return True
 

@@ -13,8 +13,8 @@ from outpace.records.units import show_number
 class Restarts:
     """Number of restarts, and their limit.
 
-    A user's mistake, a loss that is not a number, an out-of-memory error and a requested end would
-    occur again, so they cause no restart. `say` informs the user; `out` is the run.
+    A user's mistake, a NaN loss, an out-of-memory error and a requested stop would only recur, so
+    they cause no restart. `say` informs the user; `out` is the run's directory.
     """
 
     most: int
@@ -23,14 +23,14 @@ class Restarts:
     done: int = 0
 
     def count(self, error: WorkerError) -> None:
-        """Count a restart because of `error`; re-raise it if no more are allowed."""
+        """Count a restart after `error`; re-raise it if no more are allowed or it would recur."""
         if not error.lost or self.most == 0:
             raise error
         if self.done == self.most:
             way = "" if self.out is None else f" Resume with: {resume_command(self.out)}"
             times = show_number(self.done, "time")
             raise WorkerError(
-                f"{error}\nIt has restarted {times}, which is the limit of --max-restarts "
+                f"{error}\nThe run has restarted {times}, the limit set by --max-restarts "
                 f"{self.most}.{way}",
                 error.exit_code,
             )
@@ -40,6 +40,6 @@ class Restarts:
 
 
 def _in_a_line(error: WorkerError) -> str:
-    """Shorten a traceback to its origin and its last line."""
+    """Return the message in one line: a traceback becomes its origin and its last line."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return (lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1].strip()}").rstrip(".")

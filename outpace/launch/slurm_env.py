@@ -1,7 +1,7 @@
 """Variables that SLURM's srun sets for each of its tasks, in torchrun's terms.
 
-The names are from "OUTPUT ENVIRONMENT VARIABLES" in srun(1). A batch script also has some of
-them, but is not a rank: only tasks that srun starts have those of a step.
+The names are from "OUTPUT ENVIRONMENT VARIABLES" in srun(1). A batch script also sees some of them,
+but is not a rank: only tasks that srun starts have the variables of a step.
 """
 
 import re
@@ -11,7 +11,7 @@ from pathlib import Path
 from outpace.launch.host_list import expand
 from outpace.records.errors import BadInputError
 
-# Below the range that systems assign themselves (from 32768), above that of services.
+# Below the range from which systems assign ports (32768 and up), above that of services.
 _PORTS = range(15000, 30000)
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 _SHELLS = ("ash", "bash", "csh", "dash", "fish", "ksh", "sh", "tcsh", "zsh")
@@ -19,10 +19,10 @@ _WITH_VALUE = ("--rcfile", "--init-file")  # options of bash(1) with a value
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return RANK, WORLD_SIZE and so on for a task; empty outside of a step with several tasks.
+    """Return RANK, WORLD_SIZE and so on for a task; empty outside a step with several tasks.
 
-    It is also empty in a shell with a terminal from srun, where `--nproc` starts ranks. Raises
-    BadInputError if a variable of srun is missing.
+    Also empty in an interactive shell from srun, where `--nproc` starts ranks. Raises BadInputError
+    if one of srun's variables is missing.
     """
     if environ.get("SLURM_STEP_NUM_TASKS", "1") == "1" or _in_shell(environ):
         return {}
@@ -54,8 +54,8 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
 def _in_shell(environ: Mapping[str, str]) -> bool:
     """Return whether srun has started an interactive shell as this task.
 
-    `srun --pty -n 4 bash` gives task 0 the terminal; the other three shells have no user. A shell
-    that runs a script does so in every task.
+    `srun --pty -n 4 bash` gives task 0 the terminal; nobody uses the other three shells. A shell
+    that runs a script runs it in every task, so it does not count.
     """
     if not environ.get("SLURM_PTY_PORT"):
         return False
@@ -76,7 +76,7 @@ def _in_shell(environ: Mapping[str, str]) -> bool:
 
 
 def _counts(text: str) -> Iterator[int]:
-    """Expand counts: '4(x2),3' yields 4, 4, 3."""
+    """Expand task counts: '4(x2),3' yields 4, 4, 3."""
     for part in text.split(","):
         found = _COUNT.fullmatch(part)
         if found is None:
@@ -87,7 +87,7 @@ def _counts(text: str) -> Iterator[int]:
 
 
 def _port(environ: Mapping[str, str]) -> str:
-    """Return a port that srun reserved (--resv-ports), else one derived from job and step."""
+    """Return a port reserved by srun (--resv-ports), or one derived from job and step."""
     reserved = re.match(r"\d+", environ.get("SLURM_STEP_RESV_PORTS", ""))
     if reserved is not None:
         return reserved[0]

@@ -1,4 +1,4 @@
-"""A job for SLURM: an sbatch script like one written by hand."""
+"""Jobs for SLURM: an sbatch script that reads as if written by hand."""
 
 import shlex
 from collections.abc import Iterator
@@ -7,13 +7,13 @@ from typing import Literal
 
 from outpace.records.cluster_job import ClusterJob
 
-# Seconds after which the remaining ranks are considered hung. (Some may still be saving.)
+# Seconds after which the remaining ranks count as hung. (Some may still be saving.)
 _WAIT_S = 600
 
 
 @dataclass(frozen=True)
 class SlurmOptions:
-    """Options of SLURM alone. `directives`: more #SBATCH lines, such as 'partition=gpu'."""
+    """Options specific to SLURM. `directives`: more #SBATCH lines, such as 'partition=gpu'."""
 
     starter: Literal["srun", "torchrun"] = "srun"
     time: str | None = None
@@ -22,22 +22,22 @@ class SlurmOptions:
 
 
 def script(job: ClusterJob, options: SlurmOptions, path: str) -> str:
-    """Return the text of the script. `path`: folders with its programs, before all others."""
+    """Return the text of the script. `path`: folders to put first on PATH."""
     return "\n".join(
         [
             "#!/bin/bash",
             *(f"#SBATCH --{one}" for one in _directives(job, options)),
             "",
             f"export PATH={shlex.quote(path)}:$PATH",
-            "# It resumes what is saved: SLURM starts this again after a preemption or a lost",
-            "# node, and so does this script itself when its time is nearly up.",
+            "# It resumes from the last checkpoint: SLURM starts it again after a preemption or a",
+            "# lost node, and it requeues itself when its time is nearly up.",
             "stopping=",
             "trap 'stopping=yes; scancel --signal=TERM \"$SLURM_JOB_ID\"' USR1",
             *_note_newest(job),
             "",
             *_start_lines(job, options),
             "running=$!",
-            "# The signal ends a wait with its own code; what was waited for may be over, too.",
+            "# A signal also ends the wait, with its own exit code; the job may have ended, too.",
             "signalled=$((128 + $(kill -l USR1)))",
             'while wait "$running"; code=$?; [ "$code" -eq "$signalled" ]; do :; done',
             *_put_back(job),
@@ -48,7 +48,7 @@ def script(job: ClusterJob, options: SlurmOptions, path: str) -> str:
 
 
 def _note_newest(job: ClusterJob) -> Iterator[str]:
-    """Yield lines that record the newest checkpoint before anything runs."""
+    """Yield lines that note the newest checkpoint before anything runs."""
     if job.out is not None:
         checkpoints = shlex.quote(f"{job.out}/checkpoints")
         yield f"saved() {{ ls -t {checkpoints}/*/complete.json 2>/dev/null | head -n 1; }}"
@@ -56,9 +56,9 @@ def _note_newest(job: ClusterJob) -> Iterator[str]:
 
 
 def _put_back(job: ClusterJob) -> Iterator[str]:
-    """Yield lines that requeue the job unless it has twice saved nothing within its time limit.
+    """Yield lines that requeue the job unless it twice saved nothing within its time limit.
 
-    The first time, it may have spent its time on tokenizing data, which are now cached.
+    The first time may have gone into tokenizing data, which are cached now.
     """
     if job.out is None:
         yield '[ -z "$stopping" ] || [ "$code" = 0 ] || scontrol requeue "$SLURM_JOB_ID"'
@@ -68,8 +68,8 @@ def _put_back(job: ClusterJob) -> Iterator[str]:
     yield '    if [ "$(saved)" != "$before" ]; then'
     yield '        rm -f "$idle"'
     yield '    elif [ -e "$idle" ]; then'
-    yield f"        echo '{job.name}: twice nothing was saved within its time. It is not put' >&2"
-    yield "        echo 'back: give it more (--time), or have it save more often.' >&2"
+    yield f"        echo '{job.name}: nothing was saved within the time limit, twice. It is' >&2"
+    yield "        echo 'not requeued: allow more time (--time), or save more often.' >&2"
     yield '        rm -f "$idle"'
     yield '        exit "$code"'
     yield "    else"
@@ -102,17 +102,17 @@ def _directives(job: ClusterJob, options: SlurmOptions) -> Iterator[str]:
 
 
 def _cpus_per_task(job: ClusterJob, options: SlurmOptions) -> int | None:
-    """Return the cores per task; None for the cluster's default. torchrun is one task per node."""
+    """Return the cores per task (one torchrun per node); None for the cluster's default."""
     if options.starter == "torchrun":
         return (job.cpus_per_rank or 1) * job.ranks_per_node
     return job.cpus_per_rank
 
 
 def _start_lines(job: ClusterJob, options: SlurmOptions) -> Iterator[str]:
-    """Yield lines that start all ranks in blocks, which keep neighbouring ranks together."""
+    """Yield lines that start all ranks in blocks, so that neighbouring ranks stay together."""
     srun = ["srun", "--distribution=block", "--kill-on-bad-exit=0", f"--wait={_WAIT_S}", "--label"]
     cpus = _cpus_per_task(job, options)
-    if cpus is not None:  # srun no longer inherits it from sbatch since 22.05
+    if cpus is not None:  # since 22.05, srun no longer inherits it from sbatch
         srun.append(f"--cpus-per-task={cpus}")
     command = shlex.join(job.command)
     if options.starter == "srun":

@@ -1,7 +1,7 @@
-"""Training on several hosts from one, over ssh, with torch's elastic agent on each of them.
+"""Training on several hosts, started from one over ssh, with torch's elastic agent on each.
 
-A run consists of rounds: each is a start on the hosts that are ready, and resumes from the last
-checkpoint of the previous round. A lost rank or host, or a host that returns, ends a round.
+A run consists of rounds. Each starts on the hosts that are ready and resumes from the last
+checkpoint. A lost rank or host, or a host that returns, ends the round.
 """
 
 import os
@@ -38,19 +38,19 @@ from outpace.records.run import resume_command
 
 _OWN = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "LD_PRELOAD",
         "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # fmt: skip
-# Seconds for the others to notice after the first host has failed.
+# Seconds for other hosts to notice that the first one has failed.
 _LEFT_S = 30.0
 _LOOK_OUT_S = 30.0  # between checks of unreachable hosts
-_ASK_AGAIN_S, _PATIENCE_S = 10.0, 600.0  # while too few hosts are left
+_ASK_AGAIN_S, _PATIENCE_S = 10.0, 600.0  # if too few hosts are left
 
 
 @dataclass(frozen=True)
 class Training:
     """A training run to start on hosts.
 
-    `command`: the command of a rank; `again`: that of a rank that resumes the run. `paths` must
-    exist on all hosts; `out` is the run's folder, which they share. `rounds` are the names of the
-    rounds so far, including the current one.
+    `command` starts a rank; `again` starts a rank that resumes. `paths` must exist on all hosts;
+    `out` is the run's folder, which they share. `rounds` are the names of the rounds so far,
+    including the current one.
     """
 
     command: list[str]
@@ -77,7 +77,7 @@ class Training:
 def start(hosts: Sequence[Host], training: Training) -> None:
     """Train on the hosts until the run ends.
 
-    Raises BadInputError if training is not possible, WorkerError with the message of the rank that
+    Raises BadInputError if training cannot start, and WorkerError with the message of the rank that
     failed first.
     """
     elastic = training.elastic
@@ -113,8 +113,8 @@ def _make(folder: Path) -> None:
         folder.mkdir(parents=True)
     except OSError as error:
         raise BadInputError(
-            f"the ranks' output is stored in {folder}, which cannot be created in "
-            f"{Path.cwd()}: {error.strerror}. Start from a folder that you can write to"
+            f"cannot create {folder}, the folder for the ranks' output, in {Path.cwd()}: "
+            f"{error.strerror}. Start from a writable folder"
         ) from None
 
 
@@ -132,7 +132,7 @@ def _format_hosts(using: Sequence[HostCheck], hosts: Sequence[Host]) -> str:
 
 
 def _require_start(answers: Sequence[HostCheck], elastic: Elastic) -> None:
-    """Raise BadInputError unless all hosts are ready, or enough are and the others are away."""
+    """Raise BadInputError unless enough hosts are ready and the rest are merely unreachable."""
     problems = [one for answer in answers for one in answer.problems]
     wrong = any(answer.obstacles for answer in answers)
     ready = sum(answer.ready for answer in answers)
@@ -145,7 +145,7 @@ def _require_start(answers: Sequence[HostCheck], elastic: Elastic) -> None:
 
 
 def _wait_for_hosts(hosts: Sequence[Host], training: Training, like: HostCheck) -> list[HostCheck]:
-    """Check until enough hosts are ready. Raises WorkerError if they do not become ready."""
+    """Check until enough hosts are ready. Raises WorkerError if that takes too long."""
     until_s, waited = time.monotonic() + _PATIENCE_S, False
     while True:
         try:
@@ -169,9 +169,9 @@ def _wait_for_hosts(hosts: Sequence[Host], training: Training, like: HostCheck) 
 def _round(
     using: Sequence[HostCheck], away: Sequence[Host], training: Training, kept: Path
 ) -> str | None:
-    """Run one round on these hosts, and wait for its end.
+    """Run one round on these hosts until it ends.
 
-    Returns the name of a host that has returned, for which the ranks have saved and ended.
+    Return the name of a host that has come back, for which the ranks saved and ended.
     """
     parts = _parts(using, training, kept)
     asked = _EndRequest(parts)
@@ -188,7 +188,7 @@ def _round(
     try:
         _conclude(parts, signals)
     except WorkerError as error:
-        # Ranks that were still starting have nothing to save.
+        # Ranks that were still starting had nothing to save.
         ended = error.lost or error.exit_code in (EXIT_INTERRUPTED, 128 + signal.SIGTERM)
         if back and not signals and ended:
             return back[0]
@@ -198,13 +198,13 @@ def _round(
 
 @dataclass
 class _EndRequest:
-    """Record of requests to end these hosts' ranks; a second request ends them at once."""
+    """Requests to end these hosts' ranks; a second request ends them at once."""
 
     parts: "Sequence[_Part]"
     over: threading.Event = field(default_factory=threading.Event)
 
     def end(self, signum: signal.Signals, again: bool = False) -> bool:
-        """Ask the ranks to end, unless already asked; return whether this call did."""
+        """Ask the ranks to end, unless already asked; return whether this call asked."""
         if self.over.is_set() and not again:
             return False
         self.over.set()
@@ -233,7 +233,7 @@ def _parts(using: Sequence[HostCheck], training: Training, kept: Path) -> "list[
 def _watch_for_return(
     away: Sequence[Host], training: Training, like: HostCheck, asked: _EndRequest
 ) -> Iterator[list[str]]:
-    """Ask the ranks to save and end when one of these hosts is ready again; yields its name."""
+    """Ask the ranks to save and end when one of these hosts is ready again; yield its name."""
     back: list[str] = []
     said: set[str] = set()
 
@@ -243,7 +243,7 @@ def _watch_for_return(
                 answers = training.check(away, like, during=True)
                 unfit = {problem for one in answers if one.obstacles for problem in one.problems}
                 for problem in sorted(unfit - said):
-                    _say(f"{problem}. It is back, but cannot rejoin like this")
+                    _say(f"{problem}. It is back, but cannot rejoin in this state")
                 said.update(unfit)
                 ready = [one.host.name for one in answers if one.ready]
                 if ready and asked.end(signal.SIGTERM):
@@ -257,13 +257,13 @@ def _watch_for_return(
 
 
 def _passed_variables() -> dict[str, str]:
-    """Return variables that affect computation, except those that belong to a host."""
+    """Return variables that affect computation, except host-specific ones."""
     return {name: value for name, value in variables(os.environ).items() if name not in _OWN}
 
 
 @dataclass
 class _Part:
-    """A host's running part. `ended`: its agent's last message."""
+    """One host's running part of the job. `ended`: its agent's last message."""
 
     host: Host
     work: HostCommand
@@ -292,7 +292,7 @@ class _Part:
             self.process.stdin.flush()
 
     def close(self) -> None:
-        """Close the part's input, which tells everything that listens on its host to end."""
+        """Close the part's input, which makes its host end everything."""
         assert self.process.stdin is not None
         with suppress(OSError):
             self.process.stdin.close()
@@ -315,13 +315,13 @@ class _Part:
                     self._pass_on(line, shown)
 
     def _pass_on(self, line: str, shown: IO[str]) -> None:
-        """Store what a rank or its agent writes, and show it."""
+        """Store and show what a rank or its agent writes."""
         rank, _, rest = line.removeprefix(RANK_PREFIX).partition("] ")
         if not line.startswith(RANK_PREFIX) or not rank.isdecimal():
             self.errors.append(line.rstrip())
             self._append_to_file(f"host-{self.work.node}", line)
             return
-        if rank == "0":  # as if it ran here: tables, and the document of --json
+        if rank == "0":  # shown as if it ran here: tables, and the document of --json
             shown.write(rest)
         else:
             sys.stderr.write(f"{self.host.name}, rank {rank}: {rest}")
@@ -334,7 +334,7 @@ class _Part:
 
 
 def _wait(parts: Sequence[_Part]) -> None:
-    """Wait until all parts have ended; end those that still run long after one has failed.
+    """Wait until all parts have ended; end those still running long after one has failed.
 
     They cannot save any more, since a step needs all ranks.
     """
@@ -356,7 +356,7 @@ def _wait(parts: Sequence[_Part]) -> None:
 
 
 def _end(parts: Sequence[_Part]) -> None:
-    """End all parts at once, with a second signal, after which they do not finish their step."""
+    """End all parts at once by a second signal, after which they do not finish their step."""
     for part in parts:
         part.send_line(signal.SIGTERM.name)
     time.sleep(2 * SAME_SIGNAL_S)
@@ -370,7 +370,7 @@ def _conclude(parts: Sequence[_Part], signals: Sequence[int]) -> None:
     if lost and not signals:
         said = lost[0].errors[-1] if lost[0].errors else "it sent no message"
         raise WorkerError(
-            f"{lost[0].host.name} was lost: {said}. The ranks of the other hosts were ended", 1,
+            f"{lost[0].host.name} was lost: {said}. The other hosts' ranks were ended", 1,
             lost=True,
         )  # fmt: skip
     failures: dict[int, int] = {}
@@ -380,7 +380,7 @@ def _conclude(parts: Sequence[_Part], signals: Sequence[int]) -> None:
     for part in parts:
         if part.ended is None:
             continue
-        # Hosts that we ended ourselves are not the cause.
+        # Hosts that we ended ourselves did not cause the failure.
         ours = len(part.ended["signals"]) > 1
         its = {
             int(rank): code
@@ -398,5 +398,5 @@ def _conclude(parts: Sequence[_Part], signals: Sequence[int]) -> None:
     if signals and (lost or errors):
         name = signal.Signals(signals[0]).name
         raise WorkerError(f"stopped by {name} before training started", 128 + signals[0])
-    if errors:  # hosts that were told to end are not at fault
+    if errors:  # hosts that were asked to end are not at fault
         raise WorkerError(min(errors, key=lambda error: error[0])[1], 1, lost=True)

@@ -1,4 +1,4 @@
-"""Agent that runs one host's part of a training run, started over ssh by `launch.ssh`.
+"""The agent that runs one host's part of a training run; `launch.ssh` starts it over ssh.
 
     python -m outpace.launch.ssh_agent check  a Question on standard input, Facts on standard output
     python -m outpace.launch.ssh_agent run    Work on standard input; starts its ranks
@@ -30,13 +30,13 @@ from outpace.records.errors import OutpaceError
 from outpace.records.hosts import HostCommand, HostFacts, HostQuery
 
 MARK = "outpace-agent: "
-SILENCE_S = 60.0  # a lost host does not close its end
-_AT_ONCE_S = 15.0  # in which a second signal ends them
-_GRACE_S = 60.0  # for ranks to save if nobody waits for them
+SILENCE_S = 60.0  # a lost host does not close its end of the connection
+_AT_ONCE_S = 15.0  # time within which a second signal ends the ranks
+_GRACE_S = 60.0  # time for ranks to save if nobody waits for them
 
 
 def main(argv: list[str]) -> int:
-    """Carry out the request; return 0 if an answer was given."""
+    """Carry out the request; return 0 if it was answered."""
     line = sys.stdin.readline()
     if argv == ["check"]:
         print(MARK + check(HostQuery.parse(json.loads(line), "question")).model_dump_json())
@@ -63,7 +63,7 @@ def check(asked: HostQuery) -> HostFacts:
 
 
 def _processes_of(runs: Sequence[str]) -> Iterator[int]:
-    """Yield the running ranks that torch's agents have started under these names."""
+    """Yield the process IDs of ranks that torch's agents have started under these run IDs."""
     for process in psutil.process_iter():
         with suppress(psutil.Error):
             environment = process.environ()
@@ -86,13 +86,13 @@ def run(work: HostCommand) -> NoReturn:
     ended = local.RanksEnd({}, [], [])
     try:
         ended = local.run_ranks(work.slots, list(work.command), host_rendezvous=meeting)
-    except local.WorkerError as found:  # told to end before its ranks started
+    except local.WorkerError as found:  # asked to end before its ranks started
         error, ended = str(found), local.RanksEnd({}, [], [found.exit_code - 128])
     except OutpaceError as found:
         error = str(found)
     except RendezvousConnectionError as found:
         error = str(found)
-    except Exception as found:  # the rendezvous, with torch's message
+    except Exception as found:  # a rendezvous failure, with torch's message
         error = f"{type(found).__name__}: {found}"
     _finish({**asdict(ended), "error": error})
 
@@ -106,7 +106,7 @@ def _finish(said: dict[str, Any]) -> NoReturn:
 
 
 def _listen() -> None:
-    """Pass signals named by the lines of standard input to this process and the ranks."""
+    """Pass signals named on standard input to this process and the ranks."""
     told = 0
     for line in _lines():
         with suppress(KeyError):
@@ -119,12 +119,12 @@ def _listen() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_GRACE_S)
         os.kill(os.getpid(), signal.SIGTERM)
-    # The second signal ends them at once, but torch's agent may wait for a host that is cut off.
+    # The second signal ends ranks at once, but torch's agent may wait for an unreachable host.
     time.sleep(_AT_ONCE_S)
     for rank in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             rank.kill()
-    _finish({"failures": {}, "reports": [], "signals": [], "error": "it had to be ended"})
+    _finish({"failures": {}, "reports": [], "signals": [], "error": "it had to be killed"})
 
 
 def _lines() -> Iterator[str]:

@@ -1,13 +1,13 @@
-"""Attention on a CPU in 16 bits, by blocks of queries whose scores stay in the caches.
+"""Blocked attention on a CPU in 16 bits: the scores of one block at a time stay in cache.
 
-torch's fused kernel for CPUs multiplies 16-bit tiles that are too small for the processor's units,
-and in a bf16 step takes several times as long as batched matmuls do (docs/development/log.md).
-Here the matmuls are batched, block by block, so that only a part of the scores exists at any time
-and a causal block does not read later keys. As in the fused kernels, the backward recomputes the
-scores instead of keeping them (Dao et al., arXiv 2205.14135, algorithm 4).
+torch's fused kernel for CPUs multiplies 16-bit tiles that are too small for the processor's matrix
+units; in a bf16 step it takes several times as long as batched matmuls do
+(docs/development/log.md). Here matmuls are batched, block by block, so only part of the scores
+exists at any time, and a causal block skips later keys. As in the fused kernels, the backward
+recomputes the scores instead of keeping them (Dao et al., arXiv 2205.14135, algorithm 4).
 
-Legend: B batch, S queries, T keys, H query heads, K key/value heads, G = H/K queries per key,
-C head width, R rows of a block.
+Legend: B batch, S queries, T keys, H query heads, K key/value heads, G = H/K queries per key, C
+head width, R rows of a block.
 """
 
 import math
@@ -20,14 +20,14 @@ from torch import Tensor
 
 from outpace.nn.operators import operator
 
-ROWS = 128  # queries of a block: a causal one leaves out what comes after it
-# Scores of a block: what is multiplied, raised to powers and multiplied again lies in the cache.
+ROWS = 128  # queries per block; a causal block skips the keys after its last query
+# Bytes of scores per block, so that they stay in cache between the two matmuls.
 SCORE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Some entries of a batch, some heads, some queries, and the keys visible to them."""
+    """Slices of the batch, heads and queries, and the number of keys that these queries see."""
 
     entries: slice
     kv_heads: slice
@@ -36,7 +36,7 @@ class _Block:
 
 
 def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[_Block]:
-    """Yield all blocks: each query's scores are in one of them."""
+    """Yield blocks that together cover the scores of every query."""
     (batch, all_heads, queries, _), (_, kv_heads, keys, _) = q.shape, k.shape
     for start in range(0, queries, ROWS):
         end = min(start + ROWS, queries)
@@ -55,7 +55,7 @@ def _blocks(q: Tensor, k: Tensor, causal: bool) -> Iterator[_Block]:
 
 
 class _Parts:
-    """The rows of tensors (B, heads, length, C) that belong to a block, as a batch of matrices."""
+    """Access to a block's rows of tensors (B, heads, length, C) as a batch of matrices."""
 
     def __init__(self, q: Tensor, k: Tensor, mask: Tensor | None, causal: bool) -> None:
         self.kv_heads, self.group = k.shape[1], q.shape[1] // k.shape[1]
@@ -79,7 +79,7 @@ class _Parts:
         return part.reshape(-1, block.keys, x.shape[3])
 
     def put_queries(self, whole: Tensor, block: _Block, part: Tensor) -> None:
-        """Write a part (n, G·R, C) to its position."""
+        """Write a block's part (n, G·R, C) into the whole tensor."""
         place = self._by_group(whole)[block.entries, block.kv_heads, :, block.queries]
         place.copy_(part.view(place.shape))
 
@@ -87,11 +87,11 @@ class _Parts:
         return x.view(x.shape[0], self.kv_heads, self.group, *x.shape[2:])
 
     def scaled_matmul(self, left: Tensor, right: Tensor) -> Tensor:
-        """left · right / √C: scores, and the gradients that come through them."""
+        """Compute left · right / √C: scores, or gradients that come through them."""
         return torch.baddbmm(self._none, left, right, beta=0, alpha=self._scale)
 
     def probabilities(self, q: Tensor, k: Tensor, block: _Block) -> Tensor:
-        """softmax(q · kᵀ / √C) over the keys that each query sees, (n, G·R, T of the block)."""
+        """Compute softmax(q · kᵀ / √C) over visible keys, (n, G·R, T of the block)."""
         scores = self.scaled_matmul(q, k.transpose(1, 2))
         rows = block.queries.stop - block.queries.start
         if self._later is not None:
@@ -108,8 +108,8 @@ class _Parts:
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
     """Compute softmax(q · kᵀ / √C) · v, q (B, H, S, C), k and v (B, K, T, C), as q.
 
-    `mask`: bool (B or 1, 1, S, T), True for a visible key. `causal`: with as many queries as keys,
-    each query sees no key after itself. The result is in memory as (B, S, H, C).
+    `mask`: bool (B or 1, 1, S, T), True for a visible key. `causal`: queries do not see later keys;
+    there must be as many queries as keys. The result is laid out in memory as (B, S, H, C).
     """
     parts = _Parts(q, k, mask, causal)
     out = _empty_joined(q)
@@ -126,7 +126,7 @@ def _fake_output(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: b
 def _attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of `q`, `k` and `v` from that of the result. Sums of blocks are in fp32."""
+    """Return the gradients of `q`, `k` and `v` from the result's. Sums over blocks are in fp32."""
     parts = _Parts(q, k, mask, causal)
     several = q.shape[2] > ROWS
     q_grad = _empty_joined(q)
@@ -155,7 +155,7 @@ def _made_backward(
 
 
 def _empty_joined(x: Tensor) -> Tensor:
-    """Return an empty tensor like `x` (B, heads, length, C), in memory (B, length, heads, C)."""
+    """Return an empty tensor like `x` (B, heads, length, C), laid out as (B, length, heads, C)."""
     return x.new_empty(x.transpose(1, 2).shape).transpose(1, 2)
 
 

@@ -1,9 +1,9 @@
-"""Cross-entropy over the vocabulary on a CPU in bf16, with the logits' gradient in place.
+"""Cross-entropy over the vocabulary on a CPU in bf16; the gradient overwrites the logits.
 
-torch's chunked operator multiplies in fp32 on CPUs, which takes several times as long as in bf16 on
-processors with units for it; with whole logits, autograd keeps fp32 copies of them and a gradient
-for each copy (docs/development/log.md). Here the matmuls are in 16 bits, as under autocast, and
-softmax is computed in fp32 for some rows at a time, whose gradient then replaces their logits.
+torch's chunked operator multiplies in fp32 on CPUs, which takes several times as long as bf16 on
+processors with bf16 units. With whole logits, autograd keeps fp32 copies of them and a gradient for
+each copy (docs/development/log.md). Here matmuls are in 16 bits, as under autocast. Softmax is
+computed in fp32 for a few rows at a time, and its gradient then replaces their logits.
 
 Legend: N tokens (B·S), D hidden width, V vocabulary.
 """
@@ -17,18 +17,18 @@ from torch import Tensor
 from outpace.nn.operators import operator
 
 IGNORED = -100
-BLOCK_BYTES = 2 << 20  # of rows in fp32: they stay in the cache from the first pass to the last
-# Of the head at a time: its matmuls are faster, and what is cast for them lies in the cache.
+BLOCK_BYTES = 2 << 20  # of fp32 rows per block, which stay in cache from the first pass to the last
+# Rows of the head per matmul: faster than all at once, and their bf16 copy stays in cache.
 HEAD_ROWS = 2048
 
 
 def _low_loss(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute the sum of −log softmax(hidden · weightᵀ + bias)[target], fp32, and its gradient.
+    """Compute the sum of −log softmax(hidden · weightᵀ + bias)[target] in fp32, and its gradient.
 
-    `hidden` (N, D), `weight` (V, D), `bias` (V); `targets` (N), −100 for none. The gradient is
-    bf16, (N, V).
+    `hidden` (N, D), `weight` (V, D), `bias` (V); `targets` (N), −100 for none. The gradient with
+    respect to the logits is bf16, (N, V).
     """
     logits = _logits(hidden, weight, bias)
     return gradient_in_place(logits, targets), logits
@@ -43,12 +43,12 @@ def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
             torch.mm(operand, rows.T, out=its)
         else:
             torch.addmm(bias[block].to(rows.dtype), operand, rows.T, out=its)
-        del rows  # before the next are made
+        del rows  # free these rows before the next are cast
     return logits
 
 
 def _of_head(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield some rows of the head at a time, in bf16."""
+    """Yield the head in blocks of rows, cast to bf16."""
     for start in range(0, len(weight), HEAD_ROWS):
         block = slice(start, start + HEAD_ROWS)
         yield block, weight[block].to(torch.bfloat16)
@@ -66,7 +66,7 @@ def gradient_in_place(logits: Tensor, targets: Tensor) -> Tensor:
         block = slice(start, start + rows)
         own, its, real = logits[block], safe[block], counts[block].unsqueeze(1)
         p = torch.softmax(own, -1, dtype=wide)
-        # log Σ exp(logits) is the largest logit less the logarithm of its probability.
+        # log Σ exp(logits) is the largest logit minus its log-probability.
         behind = own.amax(-1, keepdim=True).to(wide) - own.gather(1, its)
         total += ((behind - p.amax(-1, keepdim=True).log_()) * real).sum()
         grad = p.scatter_add_(1, its, minus_one[: len(its)])
@@ -92,8 +92,8 @@ def _low_loss_backward(
 ) -> list[Tensor]:
     """Compute gradients of `hidden`, `weight` (if it `trains`) and `bias`, in their dtypes.
 
-    `loss_grad` scales the matmuls while they are in fp32. The parts of `hidden`'s gradient from
-    pieces of the head are rounded to bf16 and summed in fp32.
+    `loss_grad` scales the matmuls while they are in fp32. Each block of the head contributes to
+    `hidden`'s gradient; the contributions are rounded to bf16 and summed in fp32.
     """
     scale = loss_grad.item()
     hidden_grad = torch.zeros_like(hidden, dtype=torch.float32)
@@ -135,7 +135,7 @@ def temporary_bytes(hidden: Tensor, weight: Tensor) -> int:
 
 
 def backward_temporary_bytes(hidden: Tensor, weight: Tensor, trains: bool) -> int:
-    """Return the bytes that its backward allocates internally, whether the head `trains` or not."""
+    """Return the bytes that the backward allocates internally; `trains`: the head is trained."""
     total = 4 * hidden.numel() * (hidden.dtype != torch.float32)
     matmul = 2 * hidden.numel()
     if trains:
@@ -148,13 +148,13 @@ def _operand_bytes(hidden: Tensor) -> int:
 
 
 def _cast_bytes(weight: Tensor) -> int:
-    """Return the bytes of the head's rows that are multiplied at a time."""
+    """Return the bytes of one block of the head, cast to bf16."""
     rows = min(HEAD_ROWS, weight.shape[0])
     return 2 * rows * weight.shape[1] * (weight.dtype != torch.bfloat16)
 
 
 def _rows(vocab: int) -> int:
-    """Return the rows of logits whose softmax is made at a time."""
+    """Return the number of rows whose softmax is computed at a time."""
     return max(1, BLOCK_BYTES // (4 * vocab))
 
 

@@ -20,7 +20,7 @@ from outpace.nn.rotary import Tables, rotate, tables_at
 from outpace.nn.spread import is_spread
 from outpace.records.model import ModelSpec
 
-# Queries (B, H, S, C), keys and values (B, K, T, C), what is seen, dropout → (B, H, S, C).
+# Queries (B, H, S, C), keys and values (B, K, T, C), visibility, dropout → (B, H, S, C).
 Mixing = Callable[[Tensor, Tensor, Tensor, Visibility, float], Tensor]
 
 
@@ -32,7 +32,7 @@ class Linear(nn.Linear):
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Return whether a module is exactly a `Linear`: no subclass, not split, no hooks."""
+    """Return whether a module is exactly a `Linear`: no subclass, not sharded, no hooks."""
     asked = module._forward_hooks or module._forward_pre_hooks
     return type(module) is Linear and not asked and not is_spread(module.weight)
 
@@ -46,8 +46,8 @@ def joined_weight(layers: Sequence[nn.Linear]) -> Tensor:
 def joined_matmul(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
     """Return the concatenated outputs of several linear layers for `x`, by one matmul.
 
-    Joining the weights moves far less memory than it saves, since `x` and its gradient are read and
-    written only once.
+    Joining the weights copies far less memory than it saves, since `x` and its gradient are read
+    and written only once.
     """
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
     bias = torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
@@ -57,8 +57,8 @@ def joined_matmul(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
 def joined_linear(x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
     """Apply several linear layers to `x` by one matmul; return the output of each.
 
-    The joined weights are not kept for the backward, which joins them again. Otherwise, those of
-    all layers would be held at once, and in unsharded form if weights are sharded.
+    The backward joins the weights again instead of keeping them. Otherwise, the joined weights of
+    all layers would be in memory at once, and unsharded even if the weights are sharded.
     """
     if torch.compiler.is_compiling() or not (x.requires_grad and torch.is_grad_enabled()):
         return split_matmul(joined_matmul(x, layers), layers)
@@ -69,12 +69,12 @@ def joined_linear(x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
 
 
 def split_matmul(matmul: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
-    """Split the joined matmul of several layers into each layer's part."""
+    """Split the joined matmul of several layers into each layer's output."""
     return torch.split(matmul, [len(layer.weight) for layer in layers], dim=-1)
 
 
 def make_norm(spec: ModelSpec) -> nn.LayerNorm | nn.RMSNorm:
-    """Make the spec's norm over the hidden width."""
+    """Build the spec's norm over the hidden width."""
     kind = nn.LayerNorm if spec.norm == "layernorm" else RMSNorm
     return kind(spec.hidden, eps=spec.norm_eps)
 
@@ -93,8 +93,8 @@ def activate(spec: ModelSpec, x: Tensor) -> Tensor:
 def to_autocast_dtype(x: Tensor) -> Tensor:
     """Return `x` in autocast's dtype if autocast is on.
 
-    Autocast casts an activation again for each matmul that reads it; a cast before several
-    matmuls makes one copy, and one is saved for backward.
+    Autocast casts an activation again for each matmul that reads it. One cast before several
+    matmuls makes a single copy, and autograd saves that one.
     """
     kind = x.device.type
     if kind == "meta" or not torch.is_autocast_enabled(kind):
@@ -131,7 +131,7 @@ def fused_attention(
 def suited_attention(
     q_BHSC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, sees: Visibility, dropout: float
 ) -> Tensor:
-    """Attend as `fused_attention` does, with the package's own blocks if those are faster."""
+    """Attend as `fused_attention` does, with outpace's own blocked kernel where it is faster."""
     on_cpu = q_BHSC.device.type == "cpu" and q_BHSC.dtype == torch.bfloat16
     if on_cpu and sees.blocks is None and dropout == 0 and q_BHSC.shape[2] > 1:
         mixed: Tensor = attention(q_BHSC, k_BKTC, v_BKTC, sees.mask, sees.is_causal)
@@ -142,8 +142,7 @@ def suited_attention(
 class HeadNorm(nn.RMSNorm):
     """nn.RMSNorm of each head, with its weight cast to the dtype of the input.
 
-    The input is fp32 even if weights have 16 bits; torch has a fused kernel only if both dtypes are
-    equal.
+    The input is fp32 even if the weights are 16-bit, and torch's fused kernel needs equal dtypes.
     """
 
     def forward(self, x: Tensor) -> Tensor:
@@ -156,7 +155,7 @@ class Attention(nn.Module):
 
     Vaswani et al., arXiv 1706.03762, §3.2.2; grouped queries: Ainslie et al., arXiv 2305.13245.
     `mix` computes the weighted sums of values; a strategy may replace it. `joins`: whether queries,
-    keys and values are one matmul (None: on an accelerator).
+    keys and values are computed by one matmul (None: on accelerators only).
     """
 
     mix: Mixing
@@ -196,7 +195,7 @@ class Attention(nn.Module):
         return out
 
     def can_join(self, x: Tensor) -> bool:
-        """Return whether one matmul can replace three: no layer is split, adapted or has hooks."""
+        """Return whether one matmul can replace three: plain layers, without adapters or hooks."""
         wanted = x.device.type not in ("cpu", "meta") if self.joins is None else self.joins
         return wanted and all(is_plain(part) for part in (self.q, self.k, self.v))
 
@@ -275,10 +274,7 @@ class Block(nn.Module):
         cache: LayerCache | None = None,
         read_B: Tensor | None = None,
     ) -> Tensor:
-        """Map (B, S, D) to (B, S, D), or to (B, 1, D) if one position of each sample is needed.
-
-        In that case, other positions only serve as keys and values.
-        """
+        """Map (B, S, D) to (B, S, D), or to (B, 1, D) if one position per sample is needed."""
         normed = self.attention_norm(x_BSD) if self.norm_first else x_BSD
         attended = self.dropout(self.attention(normed, sees, rotary, cache, read_B))
         if read_B is not None:

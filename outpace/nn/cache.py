@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class LayerCache:
-    """One block's keys and values, with room for `capacity` tokens, `length` of them in use."""
+    """Keys and values of one block: room for `capacity` tokens, of which `length` are filled."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -15,7 +15,7 @@ class LayerCache:
         self._room: tuple[Tensor, Tensor] | None = None
 
     def extend(self, keys_BKSC: Tensor, values_BKSC: Tensor) -> tuple[Tensor, Tensor]:
-        """Append keys and values to the cache; return all so far, (B, K, T, C) each."""
+        """Append keys and values to the cache; return all cached ones, (B, K, T, C) each."""
         if self._room is None:
             batch, heads, _, width = keys_BKSC.shape
             shape = (batch, heads, self.capacity, width)

@@ -30,7 +30,7 @@ _TP_PLAN: Mapping[str, str] = {
 
 
 def initial_value(seed: int, name: str, shape: Sequence[int]) -> Tensor:
-    """Draw a weight that a transformer does not have: N(0, 0.02), from a stream of its own."""
+    """Draw a weight that only classifiers have: N(0, 0.02), from a stream of its own."""
     value = torch.zeros(shape, dtype=torch.float32, device="cpu")
     return value if name.endswith("bias") else fill_normal(value, seed, name, INIT_STD)
 
@@ -41,7 +41,7 @@ class Classifier(nn.Module):
     An encoder is read at its first token, [CLS], through a pooler with tanh (Devlin et al., arXiv
     1810.04805, §4.1, as in BertForSequenceClassification). A decoder is read at its last token, the
     only one that sees all others (Radford et al. 2018, GPT, §3.2; GPT2ForSequenceClassification).
-    The classifier takes the parts of `model` that it needs; new weights are drawn from `seed`.
+    The classifier reuses the modules of `model` that it needs, and draws new weights from `seed`.
     """
 
     def __init__(self, model: Transformer, classes: int, seed: int = 0) -> None:
@@ -66,7 +66,7 @@ class Classifier(nn.Module):
 
     @property
     def tp_plan(self) -> Mapping[str, str]:
-        """Return the matrices that tensor parallelism splits, and how, by name."""
+        """Return how tensor parallelism splits each matrix, by name."""
         return _TP_PLAN
 
     @property
@@ -96,14 +96,14 @@ class Classifier(nn.Module):
 class ClassificationObjective(nn.Module):
     """A classifier with its loss, for a strategy to wrap.
 
-    In evaluation mode, `forward` also returns the sums named in `sums`, which are added up over
-    samples and ranks; `metrics` computes accuracy and F1 from them.
+    In evaluation mode, `forward` also returns the values named in `sums`. Add them up over samples
+    and ranks, and `metrics` computes accuracy and F1 from the totals.
     """
 
     def __init__(self, model: Classifier) -> None:
         super().__init__()
         self.model = model
-        # Of two classes F1 is that of the second, as GLUE has it; of more the mean over all.
+        # With two classes, F1 is the second class's, as in GLUE; with more, the mean over classes.
         self._counted = range(model.classes) if model.classes > 2 else range(1, 2)
         self.sums = (
             "correct",
@@ -129,7 +129,7 @@ class ClassificationObjective(nn.Module):
         return loss_sum, count, self._sums(scores_BC, targets_B)
 
     def _sums(self, scores_BC: Tensor, targets_B: Tensor) -> Tensor:
-        """Return the sums named in `sums`, (K,), in that order."""
+        """Return the values named in `sums`, (K,), in that order."""
         valid_B = targets_B != IGNORED
         predicted_B = scores_BC.argmax(-1)
         parts = [((predicted_B == targets_B) & valid_B).sum()]

@@ -1,10 +1,10 @@
-"""Forwards compiled by torch.compile, of a whole model or of each of its blocks.
+"""Compilation of forwards by torch.compile: a whole model's, or each block's.
 
 Only `forward` is compiled, so hooks (of `fully_shard`, of offloading, of tensor parallelism) are
-called outside the compiled region. Shapes are static: a batch of a new shape is compiled again, so
-the data is padded to few shapes. Evaluation and generation run eagerly (`without_compilation`): a
-forward without gradients would be a separate graph, and compiling takes more time than a few
-batches can gain.
+called outside the compiled region. Shapes are static: each new batch shape is compiled separately,
+so the data is padded to a few shapes. Evaluation and generation run eagerly
+(`without_compilation`): a forward without gradients would be a separate graph, and compiling takes
+more time than a few batches can gain.
 """
 
 import copy
@@ -23,16 +23,16 @@ from torch import nn
 from outpace.nn.transformer import hold_masks
 from outpace.records.errors import error_summary
 
-# Kinds of inputs that one function is compiled for; beyond torch's own 8 it would run eagerly.
+# Input variants that one function is compiled for; beyond torch's default of 8 it runs eagerly.
 _COMPILED_MOST = 64
 
 
 class Compilation:
-    """The compiled forwards of one model, which trains eagerly if the compiler fails on it.
+    """Compiled forwards of one model, with a fallback to eager mode if the compiler fails.
 
     The first call compiles the forward and its backward before either computes anything, so a
-    failure of the compiler is known before any result is used. All forwards are eager from then on,
-    and `on_failure` is called with the reason. `failure` is the reason, None without one.
+    compiler failure surfaces before any result is used. All forwards are eager from then on, and
+    `on_failure` is called with the reason. `failure` is the reason, or None.
     """
 
     def __init__(self, on_failure: Callable[[str], None] | None = None) -> None:
@@ -44,7 +44,7 @@ class Compilation:
         module.forward = CompiledForward(module.forward, self)
 
     def say_failure(self) -> None:
-        """Report that forwards are eager from here on, and why."""
+        """Report that forwards are eager from now on, and why."""
         self._on_failure(
             f"torch.compile fails on this model ({self.failure}), so it trains uncompiled. "
             "Avoid the attempt with --no-compile."
@@ -81,8 +81,8 @@ class CompiledForward:
             self._compilation.failure = _reason(error)
             owner = getattr(self._forward, "__self__", None)
             if isinstance(owner, nn.Module):
-                hold_masks(owner)  # blocks of masks are for a compiled kernel
-            output = self._forward(*args, **kwargs)  # raises what is the model's own fault
+                hold_masks(owner)  # masks as blocks need a compiled kernel
+            output = self._forward(*args, **kwargs)  # raises the model's own error, if it is one
             self._compilation.say_failure()
             return output
         self._works = torch.is_grad_enabled()
@@ -109,9 +109,9 @@ def find_disabling_variable(environ: Mapping[str, str]) -> str | None:
 def compile_forwards(
     modules: Sequence[nn.Module], on_failure: Callable[[str], None] | None = None
 ) -> Compilation:
-    """Compile the forwards of modules in place; equal ones share the compiled code.
+    """Compile the forwards of modules in place; equal modules share compiled code.
 
-    `on_failure` is called once with the reason if the compiler fails on one (None gives a warning).
+    If the compiler fails, `on_failure` is called once with the reason (None: warn).
     """
     compilation = Compilation(on_failure)
     for module in modules:
@@ -120,19 +120,16 @@ def compile_forwards(
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether the forward of the module, or of one within it, is compiled.
-
-    Wrappers of a forward, such as that of offloading, refer to it as `inner`.
-    """
+    """Return whether the forward of the module or of one within it is compiled, even if wrapped."""
     forwards = [part.forward for part in module.modules()]
     forwards = [getattr(forward, "inner", forward) for forward in forwards]
     return any(isinstance(forward, CompiledForward) for forward in forwards)
 
 
 def copy_with_code(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a copy of a function whose compilations torch.compile counts separately.
+    """Return a copy of a function that has its own recompile count in torch.compile.
 
-    torch counts how often a code object is compiled, for all callers, and gives up after a few.
+    torch counts compilations per code object, over all callers, and gives up after a few.
     """
     assert isinstance(function, FunctionType)
     return FunctionType(
@@ -146,7 +143,7 @@ def copy_with_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def _raise_recompile_limit() -> Iterator[None]:
-    """Raise the recompile limit; `config.patch` would take 15 µs or more a call."""
+    """Raise the recompile limit; `config.patch` takes 15 µs or more per call."""
     from torch._dynamo import config
 
     limit = config.recompile_limit
@@ -171,8 +168,8 @@ def without_compilation(module: nn.Module) -> Iterator[None]:
 def compiler_cache(environ: MutableMapping[str, str], folder: Path, used: bool) -> Iterator[None]:
     """Keep compiled code in `folder` for later runs, unless the user has chosen another folder.
 
-    This covers Inductor's graphs and code, and Triton's kernels, each through its environment
-    variable. It does nothing unless `used`.
+    This sets the environment variables for Inductor's graphs and code and for Triton's kernels. Do
+    nothing unless `used`.
     """
     if not used:
         yield
@@ -188,7 +185,7 @@ def compiler_cache(environ: MutableMapping[str, str], folder: Path, used: bool) 
 
 
 def compile_time_s() -> float:
-    """Return the seconds that this process has spent in the compiler, without loading it."""
+    """Return the seconds that this process has spent compiling, without loading the compiler."""
     if "torch._dynamo.utils" not in sys.modules:
         return 0.0
     from torch._dynamo.utils import calculate_time_spent

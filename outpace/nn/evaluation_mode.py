@@ -12,10 +12,10 @@ from outpace.records.errors import BadInputError
 def evaluation_mode(module: nn.Module) -> Iterator[None]:
     """Put every part of `module` in evaluation mode, and restore each part's mode afterwards.
 
-    Methods `eval` and `train` of a user's own run both times: some merge adapters into weights for
-    an evaluation, and take them out for training. Parts that a user keeps in evaluation mode, such
-    as a frozen BatchNorm, are put back into it. Parts that are added in the meantime get the mode
-    of what they are in. Raises BadInputError if a user's method fails.
+    A user's own `eval` and `train` methods are called both times: some merge adapters into weights
+    for evaluation and unmerge them for training. Parts that were already in evaluation mode, such
+    as a frozen BatchNorm, return to it. Parts added meanwhile get the mode of their parent. Raises
+    BadInputError if a user's method fails.
     """
     modes = {part: part.training for part in module.modules()}
     _switch(module, training=False)
@@ -24,7 +24,7 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
     finally:
         if any(modes.values()):
             _switch(module, training=True)
-        for part, mode in modes.items():  # parents first, whose methods change their parts
+        for part, mode in modes.items():  # parents first: their methods change their children
             if part.training != mode:
                 _switch(part, mode)
 

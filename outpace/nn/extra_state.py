@@ -1,6 +1,7 @@
-"""Extra state of a module's parts (`get_extra_state`), in a form that files can store.
+"""Extra state of a module's parts (`get_extra_state`), in a form that checkpoints can store.
 
-Without it, DCP would write the entries of a dict one by one, and read only those of a new module.
+DCP would otherwise write a dict entry by entry, and load only entries that a newly built module
+has.
 """
 
 import io
@@ -15,17 +16,17 @@ from torch import nn
 from outpace.records.errors import BadInputError, first_names
 
 EXTRA_STATE = "_extra_state"  # the last part of its name in a state dict
-# Under these names checkpoint_wrapper (offload_wrapper) and torch.compile hold what they wrap.
+# checkpoint_wrapper (offload_wrapper) and torch.compile hold the wrapped module by these names.
 _WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
 
 
 def is_extra_state(name: str) -> bool:
-    """Return whether a name in a state dict refers to a module's extra state, not to a tensor."""
+    """Return whether a name in a state dict is a module's extra state rather than a tensor."""
     return name.rpartition(".")[2] == EXTRA_STATE
 
 
 def saved_name(name: str) -> str:
-    """Return the name that checkpoints give a parameter or buffer: without torch's wrappers."""
+    """Return a parameter's or buffer's name in checkpoints, without names of torch's wrappers."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
@@ -39,8 +40,8 @@ def parts_with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]
 def pack(state: dict[str, Any]) -> dict[str, Any]:
     """Convert each extra state in a module's state dict to torch.save's bytes; return the dict.
 
-    This is in place, since a state dict has more than its items (`_metadata`). Raises BadInputError
-    for values that cannot be written.
+    Work in place, since a state dict also has attributes (`_metadata`). Raises BadInputError for
+    values that cannot be written.
     """
     for name, value in state.items():
         if is_extra_state(name):
@@ -49,9 +50,9 @@ def pack(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def unpack(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """Undo `pack`, in place; return the dict. Values that were on a GPU are put on `device`.
+    """Undo `pack`, in place; return the dict. Values from a GPU are put on `device`.
 
-    Anything but bytes stays as it is. Raises BadInputError for values that are not plain.
+    Entries that are not bytes stay unchanged. Raises BadInputError for values that are not plain.
     """
     for name, value in state.items():
         if is_extra_state(name) and type(value) is bytes:
@@ -62,7 +63,7 @@ def unpack(state: dict[str, Any], device: torch.device) -> dict[str, Any]:
 def require_plain(module: nn.Module) -> None:
     """Refuse extra state that cannot be saved safely, and tensors under unknown names.
 
-    Extra state must be writable, and readable without running code. A name is unknown if no
+    Saving extra state must work, and loading it must not run code. A name is unknown if no
     parameter or buffer has it. Raises BadInputError.
     """
     for name, part in parts_with_extra_state(module):
@@ -76,8 +77,8 @@ def require_plain(module: nn.Module) -> None:
         raise BadInputError(
             f"state_dict() of {type(module).__name__} has {first_names(others)}, and no parameter "
             "or buffer has that name: a hook or the method itself renames or adds entries, and "
-            "checkpoints find tensors by name. Rename entries where you export the model, and use "
-            "get_extra_state for what else is to be saved."
+            "checkpoints find tensors by name. Rename entries where you export the model, and "
+            "use get_extra_state to save anything else."
         )
 
 
@@ -90,14 +91,14 @@ def from_bytes(data: bytes, name: str, device: torch.device | None = None) -> An
     try:
         return torch.load(io.BytesIO(data), map_location=place, weights_only=True)
     except pickle.UnpicklingError:
-        raise _refusal(name, "and reading such a file could run code") from None
+        raise _refusal(name, "and loading such a file could run code") from None
 
 
 def _refusal(name: str, why: str) -> BadInputError:
     of = name.removesuffix(f".{EXTRA_STATE}")
     return BadInputError(
         f"get_extra_state of {of} returns something other than plain values, {why}. Return "
-        "tensors, numbers, texts, and lists and dicts of them."
+        "tensors, numbers, strings, and lists and dicts of them."
     )
 
 
@@ -106,10 +107,10 @@ def _to_bytes(value: Any, name: str) -> bytes:
     try:
         torch.save(value, file)
     except (pickle.PicklingError, AttributeError, TypeError) as error:  # a lambda, a lock
-        raise _refusal(name, f"and no file can hold it ({error})") from None
+        raise _refusal(name, f"and it cannot be pickled ({error})") from None
     return file.getvalue()
 
 
 def _place(storage: Any, location: str, device: torch.device) -> Any:
-    """Leave a tensor on the CPU if it was saved from there; else move it to `device`."""
+    """Load a CPU tensor to the CPU, and any other to `device`."""
     return storage if location == "cpu" or device.type == "cpu" else storage.to(device=device)

@@ -1,7 +1,7 @@
-"""Fingerprints of tensors, to detect changes of values that their version does not count.
+"""Fingerprints of tensors, to detect changes that a tensor's version counter misses.
 
-torch counts in-place changes of a tensor in `_version`, but not those of its fused batch
-normalisation to running averages, nor changes through `.data`.
+torch counts in-place changes of a tensor in `_version`, but neither updates of running averages by
+its fused batch normalisation nor changes through `.data`.
 """
 
 import torch
@@ -9,8 +9,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 _PIECE = 1 << 18  # values at a time: 2 MiB of int64
-# Odd, so that to multiply by them loses nothing modulo 2^64; of splitmix64 (Steele, Lea and Flood,
-# "Fast splittable pseudorandom number generators", OOPSLA 2014), as signed numbers.
+# Odd, so that multiplication by them is invertible modulo 2^64. From splitmix64 (Steele, Lea and
+# Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), as signed numbers.
 _STEP, _MIX = -7046029254386353131, -4658895280553007687
 _LOW_HALF = (1 << 32) - 1
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -18,10 +18,10 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> int | None:
-    """Return a number that differs for different values, except with a probability of about 2^-64.
+    """Return a hash of a tensor's values; different values collide with probability about 2^-64.
 
-    It is equal for equal bits at equal positions, with any strides. None if there are no values
-    (meta and fake tensors, compilation) or they are not dense in memory (sparse tensors).
+    Strides do not matter. None if there are no values (meta and fake tensors, compilation) or they
+    are not dense in memory (sparse tensors).
     """
     has_no_data = tensor.is_meta or isinstance(tensor, FakeTensor) or torch.compiler.is_compiling()
     if has_no_data or tensor.layout != torch.strided or tensor.is_quantized:

@@ -1,8 +1,8 @@
 """Norms and embeddings over gathered 16-bit weights, computed in fp32 as under autocast.
 
-Autocast expects weights in fp32: it casts those of matmuls and leaves the others. Ranks that shard
-parameters gather them in 16 bits (`parallel.fsdp`). torch's norms refuse 16-bit weights with an
-fp32 input, and the embedding would put a transformer's whole residual stream into 16 bits.
+Autocast expects weights in fp32: it casts those of matmuls and no others. With sharded parameters,
+ranks gather 16-bit weights instead (`parallel.fsdp`). On these, torch's norms refuse 16-bit weights
+with an fp32 input, and an embedding would make a transformer's whole residual stream 16-bit.
 """
 
 from collections.abc import Callable
@@ -18,11 +18,11 @@ _LOW = (torch.bfloat16, torch.float16)
 
 
 def compute_in_fp32(model: nn.Module, runs_on: str) -> None:
-    """Make norms and embeddings compute in fp32 under autocast, whatever dtype weights have.
+    """Make norms and embeddings compute in fp32 under autocast, whatever their weights' dtype.
 
-    The model is changed in place; `runs_on` is the kind of device that it computes on. Without
-    autocast, nothing changes. On a CPU, whose kernel sums an embedding's gradients in the dtype of
-    its weights, the whole table is cast; elsewhere, only the looked-up rows are.
+    Change the model in place; `runs_on` is the type of device that it computes on. Without
+    autocast, nothing changes. On a CPU, the whole embedding table is cast, since the kernel sums
+    gradients in the dtype of the weights; elsewhere, only looked-up rows are cast.
     """
     for module in model.modules():
         embeds = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
@@ -35,10 +35,10 @@ def compute_in_fp32(model: nn.Module, runs_on: str) -> None:
 
 @cache
 def _raised_type(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a class of modules whose forward has raised parameters.
+    """Return a subclass whose forward casts the module's parameters to fp32.
 
-    A forward per module would not do: a compiler guards those by identity, so layers would not
-    share compiled code, and compilation stops after a few.
+    Patching each instance's forward would not do: a compiler guards it by identity, so layers would
+    not share compiled code, and compilation stops after a few.
     """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

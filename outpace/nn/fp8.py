@@ -1,4 +1,4 @@
-"""Matmuls of blocks in float8, by torchao.
+"""Float8 matmuls in a model's blocks, by torchao.
 
 Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433: e4m3 for weights and
 activations, e5m2 for gradients. Each tensor is scaled by its largest magnitude, computed for each
@@ -14,7 +14,7 @@ from outpace.nn.torchao import torchao_module
 from outpace.records.errors import BadInputError
 
 _LEAST = (8, 9)  # compute capability: Ada Lovelace and Hopper
-_MULTIPLE = 16  # of both sizes of a matrix, for the hardware's kernels
+_MULTIPLE = 16  # both dimensions of a matrix, as the hardware's kernels require
 
 
 def require_fp8(device: torch.device) -> None:
@@ -35,13 +35,13 @@ def require_fp8(device: torch.device) -> None:
 
 
 def apply_fp8(blocks: Sequence[nn.Module], emulate: bool = False) -> None:
-    """Replace matmuls of the blocks' linear layers by float8 matmuls; names and weights stay.
+    """Replace the matmuls of the blocks' linear layers by float8 ones; names and weights stay.
 
-    Layers with a size that is not a multiple of 16 stay as they are. `emulate` computes the
+    Layers with a dimension that is not a multiple of 16 stay unchanged. `emulate` computes the
     hardware's results in fp32, for tests.
     """
     float8 = torchao_module("float8", "--precision fp8")
-    # Padding: a batch's tokens are no multiple of 16 where one place of each sample is read.
+    # Padding: reading one position per sample makes the token count no multiple of 16.
     config = float8.Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
     changed = 0
     for block in blocks:
@@ -51,8 +51,8 @@ def apply_fp8(blocks: Sequence[nn.Module], emulate: bool = False) -> None:
         )
     if not changed:
         raise BadInputError(
-            "--precision fp8: no linear layer of the model's blocks has sizes that are multiples "
-            f"of {_MULTIPLE}. Use --precision bf16."
+            "--precision fp8: no linear layer of the model's blocks has dimensions that are "
+            f"multiples of {_MULTIPLE}. Use --precision bf16."
         )
 
 

@@ -1,7 +1,7 @@
-"""GELU's tanh form on a CPU in 16 bits, with its derivative computed in the forward.
+"""Tanh-approximated GELU on a CPU in 16 bits; the forward also computes the derivative.
 
-torch's kernels compute a tanh for the value and another for the derivative, each of which takes as
-long as a matmul of a small model (docs/development/log.md). Here one sigmoid serves both: some
+torch's kernels compute one tanh for the value and another for the derivative; in a small model,
+each takes as long as a matmul (docs/development/log.md). Here one sigmoid serves both: some
 elements at a time are computed in fp32, in the cache, and the derivative is kept instead of the
 input, so the backward is one multiplication.
 
@@ -19,13 +19,13 @@ from outpace.nn.operators import operator
 
 _SLOPE = 2 * math.sqrt(2 / math.pi)
 _CUBIC = 0.044715
-ELEMENTS = 1 << 18  # at a time: three times as many numbers in fp32 stay in the cache
+ELEMENTS = 1 << 18  # per chunk; three fp32 temporaries of this size stay in cache
 
 
 def _gelu_tanh(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute gelu(x) and its derivative in x's dtype and shape. `x` is dense and has 16 bits.
+    """Compute gelu(x) and its derivative in x's dtype and shape. `x` is dense and 16-bit.
 
-    The derivative is NaN beyond 10¹³, where the cube is infinite in fp32.
+    The derivative is NaN beyond 10¹³, where the cube overflows fp32.
     """
     value, slope = torch.empty_like(x), torch.empty_like(x)
     pieces = [one.view(-1).split(ELEMENTS) for one in (x, value, slope)]
@@ -36,7 +36,8 @@ def _gelu_tanh(x: Tensor) -> tuple[Tensor, Tensor]:
         wide.copy_(low)
         torch.addcmul(linear, wide, wide, value=_SLOPE * _CUBIC, out=inner).mul_(wide)
         torch.sigmoid(inner, out=sigmoid)
-        inner.sub_(wide, alpha=2 * _SLOPE / 3)  # a third of 3·w − 4·√(2/π)·x
+        # a third of 3·w − 4·√(2/π)·x, the derivative's inner term
+        inner.sub_(wide, alpha=2 * _SLOPE / 3)
         its_value.copy_(wide.mul_(sigmoid))
         torch.ops.aten.sigmoid_backward.grad_input(inner, sigmoid, grad_input=inner)
         its_slope.copy_(sigmoid.add_(inner, alpha=3))

@@ -26,7 +26,7 @@ def generate(
 ) -> list[int]:
     """Return `tokens` and the model's continuation, up to one of `stop_ids` (excluded).
 
-    Temperature 0, or one that is effectively 0, takes the most likely token. Otherwise, a token is
+    Temperature 0, or one too small to matter, takes the most likely token. Otherwise, a token is
     drawn from softmax(logits / temperature), among the `top_k` most likely ones if given. Tokens
     are drawn on the CPU, so equal logits give equal tokens on all devices. When the model's
     positions are used up, it continues from the newest half of them. Raises BadInputError for
@@ -51,12 +51,12 @@ def generate(
 
 
 def read_length(tokens: int, positions: int) -> int:
-    """Return how many of a text's last tokens a model with this number of positions reads."""
+    """Return how many of a text's last tokens fit a model with this many positions."""
     return tokens if tokens <= positions else max(1, positions // 2)
 
 
 def _start(model: Transformer, written: list[int], left: int) -> tuple[list[int], KVCache]:
-    """Return the tokens to read first, and an empty cache for them and for `left` more."""
+    """Return the tokens to read first, and an empty cache with room for them and `left` more."""
     positions = model.spec.max_positions
     kept = written[-read_length(len(written), positions) :]
     return kept, KVCache(model.spec.layers, min(positions, len(kept) + left))
@@ -74,7 +74,7 @@ def _choose(
     if not bool(torch.isfinite(logits_V).all()):
         raise BadInputError(
             "the model's logits are NaN or infinite, so no token can be chosen: its weights are "
-            "damaged, or its training diverged. Use another copy."
+            "damaged, or its training diverged. Use another checkpoint."
         )
     if temperature < _LEAST_TEMPERATURE:
         return int(logits_V.argmax())
@@ -85,7 +85,7 @@ def _choose(
 
 @contextmanager
 def _quiet(model: Transformer) -> Iterator[None]:
-    """Disable dropout, gradients, and compilation (lengths change at each token)."""
+    """Disable dropout, gradients and compilation (the length changes with each token)."""
     with evaluation_mode(model), torch.no_grad(), torch.compiler.set_stance("force_eager"):
         yield
 
@@ -95,8 +95,8 @@ def _check(
 ) -> None:
     if not model.spec.causal:
         raise BadInputError(
-            f"a {model.spec.family} model reads in both directions and cannot write text; "
-            "use a causal one (gpt2, llama, mistral, qwen2, qwen3)"
+            f"a {model.spec.family} model attends in both directions and cannot generate text; "
+            "use a causal model (gpt2, llama, mistral, qwen2, qwen3)"
         )
     if not tokens:
         raise BadInputError("the prompt has no tokens; give at least one")
@@ -109,5 +109,5 @@ def _check(
     if count < 0 or temperature < 0 or (top_k is not None and top_k < 1):
         raise BadInputError(
             f"max_new_tokens {count}, temperature {temperature}, top_k {top_k}: the first two "
-            "must not be negative, and top_k is at least 1 (or none)"
+            "must be at least 0, and top_k at least 1 (or none)"
         )

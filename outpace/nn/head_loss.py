@@ -1,23 +1,23 @@
-"""The loss of a large vocabulary on an accelerator: padded matmuls, and one copy of the logits.
+"""Loss over a large vocabulary on an accelerator: padded matmuls, and one copy of the logits.
 
-The logits, of a few GiB, dominate a loss's memory and, besides matmuls, its time. Here they exist
+Logits of a few GiB dominate the loss's memory and, apart from matmuls, its time. Here they exist
 once, in the dtype of the matmuls (16 bits in mixed precision), and are overwritten by their
 gradient. There are two methods:
 
 - whole: the forward computes all logits and reads them once, for log Σ exp; the backward overwrites
-  them with their scaled gradient and multiplies. This is as precise as autograd.
-- chunked, in at least `CHUNK_ROWS` rows, if requested or if all logits would take more than
+  them with their scaled gradient for its matmuls. This is as precise as autograd.
+- chunked, at least `CHUNK_ROWS` rows at a time, if requested or if all logits take more than
   `WHOLE_BYTES`: the forward computes gradients chunk by chunk, and the backward scales them (as in
   Hsu et al., "Liger Kernel", arXiv 2410.10989, §3.2).
 
 The vocabulary is padded to a multiple of `PADDED_TO`: cuBLAS's kernels for Hopper need rows of 16
 bytes, and GPT-2's head of 50,257 took 5 to 6.4 times as long as one of 50,304 (H200, 2026-11-27).
-The padding consists of zero rows in the copy of the head that matmuls read; its logits do not
-count, and it is never stored. The head's gradient is summed in fp32 by cuBLAS, within one matmul,
-or by a matmul per chunk that adds to the sum so far.
+The padding consists of zero rows in the copy of the head that matmuls read; its logits are ignored,
+and it is never stored. cuBLAS sums the head's gradient in fp32, within one matmul, or by one
+accumulating matmul per chunk.
 
 `LogitsFunctions` read and write the logits, compiled by torch.compile (two kernels, static shapes)
-or eager. Either way, matmuls are cuBLAS's.
+or eager. Either way, cuBLAS computes the matmuls.
 
 Legend: N tokens (B·S), D hidden width, V vocabulary (or this rank's part), P = V padded.
 """
@@ -36,31 +36,32 @@ from outpace.nn.compilation import copy_with_code
 from outpace.nn.torch_versions import add_wide_matmul, compiler_reads_before_it_writes
 from outpace.records.errors import error_summary
 
-PADDED_TO = 64  # elements: 128 bytes of 16 bits, a line of the cache
-# All logits are made at once up to here: 2³¹ of 16 bits, which kernels still count in 32 bits, and
-# 16,384 tokens of Llama 3's vocabulary of 128,256. A constant, so that all ranks do the same.
+PADDED_TO = 64  # elements: 128 bytes in 16 bits, one cache line
+# Logits up to this size are computed at once: 2³¹ of 16 bits, the most that kernels count in 32
+# bits, which is 16,384 tokens of Llama 3's vocabulary of 128,256. A constant, so that all ranks do
+# the same.
 WHOLE_BYTES = 4 * 2**30
-# Larger ones are cut into the largest equal chunks of at most this many bytes.
+# Larger logits are split into equal chunks of at most this many bytes, as few as possible.
 CHUNK_BYTES = 2 * 2**30
-# Rows of a chunk that is asked for, and the least of any: below, the head's gradient is read and
-# written too often (4 times of 4·V·D bytes at 16,384 tokens).
+# Rows of a chunk if chunks are requested, and the minimum otherwise: with fewer, the head's
+# gradient is read and written too often (4 times 4·V·D bytes at 16,384 tokens).
 CHUNK_ROWS = 4096
-# Of logits in fp32 that the eager passes have beside the logits.
+# Bytes of fp32 logits that the eager functions hold in addition to the logits.
 BLOCK_BYTES = 256 * 2**20
 
-# Of local log-sum-exps and targets' logits (N), those over all ranks.
+# Combines local log-sum-exps and targets' logits (N) over all ranks.
 Combine = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
 class LogitsFunctions:
-    """Functions that read and write logits (N, P), of which the first `vocab` columns count.
+    """Functions that read and write logits (N, P); only the first `vocab` columns are real.
 
-    `columns_N` are the targets' columns, −1 if these logits do not contain the target; `counts_N`:
+    `columns_N`: the targets' columns, −1 if these logits do not contain the target. `counts_N`:
     whether a token has a target at all.
 
-    - `scores(logits_NP, columns_N, vocab)`: log Σ exp and the targets' logits (0 where there is
-      none), both (N), in at least fp32.
+    - `scores(logits_NP, columns_N, vocab)`: log Σ exp and the targets' logits (0 for no target),
+      both (N), in at least fp32.
     - `gradient(logits_NP, lse_N, columns_N, scales_N, vocab)`: overwrites the logits with
       (softmax − one-hot) · scale. Call it after `scores`.
     - `loss_and_gradient(logits_NP, columns_N, counts_N, vocab)`: returns the sum of losses, and
@@ -73,14 +74,14 @@ class LogitsFunctions:
 
 
 def _scores(logits_NP: Tensor, columns_N: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
-    """Compute the scores; compiled, one kernel reads the logits once, and one the targets'."""
+    """Compute the scores; compiled, this is one kernel over the logits and one for the targets."""
     return _log_sum_exp(logits_NP, vocab), _targets_logits(logits_NP, columns_N)
 
 
 def _log_sum_exp(logits_NP: Tensor, vocab: int) -> Tensor:
     wide_NP = _only(_wide(logits_NP), vocab, -torch.inf)
     largest_N1 = wide_NP.amax(1, keepdim=True)
-    sums_N1 = (wide_NP - largest_N1).exp().sum(1, keepdim=True)  # a pattern of Inductor's
+    sums_N1 = (wide_NP - largest_N1).exp().sum(1, keepdim=True)  # a pattern that Inductor fuses
     return (largest_N1 + sums_N1.log()).squeeze(1)
 
 
@@ -89,7 +90,7 @@ def _gradient(
 ) -> None:
     """Compute the gradient; compiled, one kernel reads the logits and writes over them.
 
-    Padded columns are zero, as exp of a padded logit, 0, may be infinite.
+    Padded columns are set to 0, since exp(0 − lse) of a padded logit may be infinite.
     """
     p_NP = _only((_wide(logits_NP) - lse_N.unsqueeze(1)).exp(), vocab, 0.0)
     at_NP = torch.arange(logits_NP.shape[1], device=p_NP.device) == columns_N.unsqueeze(1)
@@ -103,7 +104,7 @@ def _loss_and_gradient(
     vocab: int,
     targets_logits_N: Tensor | None = None,
 ) -> Tensor:
-    """Compute loss and gradient when compiled, from the targets' logits where they are known."""
+    """Compute loss and gradient when compiled; `targets_logits_N`: the targets' logits if known."""
     own_N = _targets_logits(logits_NP, columns_N) if targets_logits_N is None else targets_logits_N
     lse_N = _log_sum_exp(logits_NP, vocab)
     loss = ((lse_N - own_N) * counts_N).sum()
@@ -135,7 +136,7 @@ def _eager_scores(logits_NP: Tensor, columns_N: Tensor, vocab: int) -> tuple[Ten
         largest_R1 = logits_NP[rows].amax(1, keepdim=True)
         exps_RP = logits_NP[rows].to(own_N.dtype, copy=True).sub_(largest_R1).exp_()
         parts.append(exps_RP.sum(1).log_().add_(largest_R1.squeeze(1)))
-        del exps_RP  # before the next one is made
+        del exps_RP  # before the next block is computed
     return torch.cat(parts), own_N
 
 
@@ -146,7 +147,7 @@ def _eager_gradient(
         p_RP = _wide(logits_NP[rows]).sub_(lse_N[rows].unsqueeze(1)).exp_()
         _subtract_ones(p_RP, columns_N[rows])
         torch.mul(p_RP, scales_N[rows].unsqueeze(1), out=logits_NP[rows])
-        del p_RP  # before the next one is made
+        del p_RP  # before the next block is computed
 
 
 def _eager_loss_and_gradient(
@@ -156,7 +157,7 @@ def _eager_loss_and_gradient(
     vocab: int,
     targets_logits_N: Tensor | None = None,
 ) -> Tensor:
-    """Compute loss and gradient with one softmax: log Σ exp = largest logit − its log softmax."""
+    """Compute loss and gradient with one softmax, from log Σ exp = max logit − its log softmax."""
     logits_NP[:, vocab:] = -torch.inf
     own_N = _targets_logits(logits_NP, columns_N) if targets_logits_N is None else targets_logits_N
     loss = own_N.new_zeros(())
@@ -167,7 +168,7 @@ def _eager_loss_and_gradient(
         loss += ((lse_R - own_N[rows]) * counts_N[rows]).sum()
         _subtract_ones(p_RP, columns_N[rows])
         torch.mul(p_RP, counts_N[rows].unsqueeze(1), out=logits_NP[rows])
-        del p_RP  # before the next one is made
+        del p_RP  # before the next block is computed
     return loss
 
 
@@ -177,7 +178,7 @@ def _subtract_ones(p_RP: Tensor, columns_R: Tensor) -> None:
 
 
 def _blocks(logits_NP: Tensor) -> Iterator[slice]:
-    """Yield rows whose logits take `BLOCK_BYTES` in fp32."""
+    """Yield slices of rows whose logits take `BLOCK_BYTES` in fp32."""
     rows = max(1, BLOCK_BYTES // (4 * logits_NP.shape[1]))
     for start in range(0, len(logits_NP), rows):
         yield slice(start, start + rows)
@@ -187,9 +188,9 @@ EAGER = LogitsFunctions(_eager_scores, _eager_gradient, _eager_loss_and_gradient
 
 
 class CompiledPass:
-    """A pass compiled for each shape; eager from then on if the compiler fails.
+    """A function compiled for each shape, with an eager fallback if the compiler fails.
 
-    Shapes beyond the number for which torch compiles a function (8 by default) are eager too.
+    Beyond torch's recompile limit (8 shapes by default), further shapes run eagerly too.
     """
 
     def __init__(self, function: Callable[..., Any], eager: Callable[..., Any]) -> None:
@@ -218,20 +219,20 @@ class CompiledPass:
 
 
 def _compiler_errors() -> tuple[type[Exception], ...]:
-    """Return the compiler's errors; called only after an error, since it loads the compiler."""
+    """Return the compiler's error types. Call only after an error: this loads the compiler."""
     from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
     return (TorchDynamoException, FailOnRecompileLimitHit)
 
 
 def _is_limit(error: Exception) -> bool:
-    """Return whether a function was compiled for too many shapes, by torch 2.13's message."""
+    """Return whether an error is torch's (2.13) for a function compiled for too many shapes."""
     text = f"{type(error).__name__} {error}".lower()
     return "recompilelimit" in text or "recompile limit" in text
 
 
 def compiled_passes() -> LogitsFunctions:
-    """Return passes that torch.compile compiles at their first calls; this loads the compiler."""
+    """Return functions that torch.compile compiles at their first call; this loads the compiler."""
     both = CompiledPass(_loss_and_gradient, EAGER.loss_and_gradient)
     return LogitsFunctions(
         CompiledPass(_scores, EAGER.scores),
@@ -254,12 +255,12 @@ def _with_targets_logits_first(compiled: CompiledPass) -> Callable[..., Tensor]:
 
 
 def padded_width(vocab: int) -> int:
-    """Return the number of columns of logits for a vocabulary of this size."""
+    """Return the number of logits' columns, padding included, for a vocabulary of this size."""
     return -(-vocab // PADDED_TO) * PADDED_TO
 
 
 def chunk_rows(rows: int, vocab: int, itemsize: int) -> int:
-    """Return the rows of a chunk: all, or equal parts of at most `CHUNK_BYTES` of logits."""
+    """Return the rows per chunk: all, or equal chunks of at most `CHUNK_BYTES` of logits."""
     row_bytes = padded_width(vocab) * itemsize
     if rows * row_bytes <= WHOLE_BYTES:
         return max(rows, 1)
@@ -279,9 +280,9 @@ def head_loss_sum(
 ) -> Tensor:
     """Return the sum of −log softmax(hidden · weightᵀ + bias)[target], in fp32 or wider.
 
-    It has a gradient. `dtype` is that of matmuls and logits (None: fp32, or the operands' if
-    wider). `kind`: "plain" computes all logits at once, "chunked" `CHUNK_ROWS` rows at a time, and
-    "auto" decides by size.
+    It is differentiable. `dtype` is the dtype of matmuls and logits (None: fp32, or the operands'
+    if wider). `kind`: "plain" computes all logits at once, "chunked" `CHUNK_ROWS` rows at a time,
+    and "auto" decides by size.
     """
     dtype = dtype or torch.promote_types(hidden_ND.dtype, torch.float32)
     counts_N = targets_N != IGNORED
@@ -291,7 +292,7 @@ def head_loss_sum(
     size = CHUNK_ROWS
     if kind == "auto":
         size = chunk_rows(rows, len(weight_VD), dtype.itemsize)
-        whole = size >= rows and passes is not EAGER  # which has a faster way of its own
+        whole = size >= rows and passes is not EAGER  # eager mode has a faster method of its own
     wanted = (hidden_ND, weight_VD) if bias_V is None else (hidden_ND, weight_VD, bias_V)
     with torch.autocast(hidden_ND.device.type, enabled=False):
         if not (torch.is_grad_enabled() and any(operand.requires_grad for operand in wanted)):
@@ -314,7 +315,7 @@ def whole_loss_sum(
 ) -> Tensor:
     """Return the loss from all logits at once; columns and counts are as in `LogitsFunctions`.
 
-    `combine` combines this rank's numbers with other ranks', if the vocabulary is split.
+    `combine` combines this rank's scores with other ranks', if the vocabulary is split.
     """
     with torch.autocast(hidden_ND.device.type, enabled=False):
         loss: Tensor = _WholeLoss.apply(  # type: ignore[no-untyped-call]
@@ -325,7 +326,7 @@ def whole_loss_sum(
 
 @dataclass
 class _KeptTensors:
-    """Tensors that a forward leaves to its backward, each until its last use.
+    """Tensors that a forward keeps for its backward, each until its last use.
 
     `due` holds the numbers of the operands whose gradients have not yet been requested.
     """
@@ -343,9 +344,8 @@ class _KeptTensors:
 class _WholeLoss(torch.autograd.Function):
     """The loss with all logits kept from forward to backward.
 
-    The gradient of each operand is computed once.
-
-    Gradients may be requested one after the other, as in schedules with split backwards.
+    Each operand's gradient is computed once. Gradients may be requested one after the other, as by
+    schedules that split the backward.
     """
 
     @staticmethod
@@ -377,17 +377,17 @@ class _WholeLoss(torch.autograd.Function):
         asked = _requested_operands(ctx)
         if not asked <= ctx.kept.due:
             raise RuntimeError(
-                "the loss on an accelerator has one backward: its logits have become their "
-                "gradient. Compute the loss again for a second one."
+                "the loss on an accelerator supports a single backward, since the gradient "
+                "overwrites the logits. Compute the loss again for a second backward."
             )
         with torch.autocast(loss_grad.device.type, enabled=False):
             return *_whole_gradients(ctx, ctx.kept, loss_grad, asked), *[None] * 5
 
 
 def _requested_operands(ctx: Any) -> set[int]:
-    """Return the operands whose gradients autograd uses in this run, among those with one.
+    """Return the operands whose gradients this run of autograd needs, of those that require one.
 
-    `needs_input_grad` stays as in the forward, whichever gradients are requested.
+    `needs_input_grad` does not say: it stays as it was in the forward.
     """
     operands = [number for number, dtype in enumerate(ctx.dtypes) if dtype is not None]
     nodes = zip(operands, ctx.next_functions, strict=False)
@@ -397,7 +397,7 @@ def _requested_operands(ctx: Any) -> set[int]:
 def _is_run(node: Any) -> bool:
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # a leaf that is asked for by `torch.autograd.grad`
+    except RuntimeError:  # a leaf requested through `torch.autograd.grad`
         return True
 
 
@@ -415,7 +415,7 @@ def _whole_gradients(
     if 0 in asked:
         assert kept.head is not None
         of_hidden = torch.mm(logits, kept.head).to(ctx.dtypes[0])
-        kept.head = None  # before the head's gradient is made
+        kept.head = None  # free it before the head's gradient is allocated
     if 1 in asked:
         of_weight = wide_matmul(logits.t(), kept.operand, ctx.dtypes[1])[: ctx.vocab]
     if 2 in asked:
@@ -427,7 +427,7 @@ def _whole_gradients(
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The loss of some rows at a time; gradients are computed in the forward and scaled once."""
+    """The loss, a chunk of rows at a time; the forward computes gradients, the backward scales."""
 
     @staticmethod
     def forward(
@@ -441,7 +441,7 @@ class _ChunkedLoss(torch.autograd.Function):
         dtype: torch.dtype,
         passes: LogitsFunctions,
     ) -> Tensor:
-        """Compute the loss, and the gradients that are due."""
+        """Compute the loss, and the gradients of operands that require one."""
         head, vocab = padded_head(weight, dtype), len(weight)
         of_hidden, of_weight, of_bias = ctx.needs_input_grad[:3]
         hidden_grad = torch.empty_like(hidden) if of_hidden else None
@@ -459,7 +459,7 @@ class _ChunkedLoss(torch.autograd.Function):
             if of_bias:
                 added = logits.sum(0, dtype=losses[0].dtype)
                 bias_grad = added if bias_grad is None else bias_grad.add_(added)
-            del logits  # before the next are made
+            del logits  # free them before the next chunk's
         ctx.grads = hidden_grad, weight_grad, bias_grad
         ctx.like = vocab, weight.dtype, None if bias is None else bias.dtype
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
@@ -469,7 +469,9 @@ class _ChunkedLoss(torch.autograd.Function):
     def backward(ctx: Any, loss_grad: Tensor) -> tuple[Tensor | None, ...]:
         """Scale the gradients of the forward, in place."""
         if ctx.grads is None:
-            raise RuntimeError("the chunked loss has no second backward; use the plain loss")
+            raise RuntimeError(
+                "the chunked loss supports one backward; use the plain loss for more"
+            )
         hidden, weight, bias = [None if g is None else g.mul_(loss_grad) for g in ctx.grads]
         ctx.grads = None
         vocab, dtype, bias_dtype = ctx.like
@@ -481,7 +483,7 @@ class _ChunkedLoss(torch.autograd.Function):
 def _loss_alone(
     operands: tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor], rows: int, dtype: torch.dtype
 ) -> Tensor:
-    """Compute the loss without gradients, uncompiled, since evaluation has too many shapes."""
+    """Compute the loss without gradients, uncompiled, since evaluation meets too many shapes."""
     hidden, weight, bias, columns, counts = operands
     head = padded_head(weight, dtype)
     loss = torch.zeros((), dtype=torch.promote_types(dtype, torch.float32), device=hidden.device)
@@ -495,7 +497,7 @@ def _loss_alone(
 
 
 def padded_head(weight_VD: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the head (P, D) in the matmuls' dtype, with rows of zeros added if needed."""
+    """Return the head (P, D) in the matmuls' dtype, padded with rows of zeros."""
     vocab, width = weight_VD.shape
     rows = padded_width(vocab)
     if rows == vocab:
@@ -516,7 +518,7 @@ def _matmul(operand_ND: Tensor, head_PD: Tensor, bias_V: Tensor | None) -> Tenso
 
 
 def wide_matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute `left` @ `right` in `dtype`, which cuBLAS writes from fp32 sums unrounded."""
+    """Compute `left` @ `right` in `dtype`; cuBLAS writes its fp32 sums unrounded."""
     if dtype == left.dtype:
         return torch.mm(left, right)
     if dtype != torch.float32:
@@ -527,7 +529,7 @@ def wide_matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _add_matmul(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
-    """Return `total` + `left` @ `right` in at least fp32, accumulated by the matmul kernel."""
+    """Return `total` + `left` @ `right` in at least fp32, accumulated inside the matmul kernel."""
     wide = torch.promote_types(left.dtype, torch.float32)
     if total is None:
         return wide_matmul(left, right, wide)
@@ -539,7 +541,7 @@ def _add_matmul(total: Tensor | None, left: Tensor, right: Tensor) -> Tensor:
 
 
 def _multiplies_wide(operand: Tensor) -> bool:
-    """Return whether the device has 16-bit matmuls with fp32 results; so do traced tensors."""
+    """Return whether the device has 16-bit matmuls with fp32 results; traced tensors always do."""
     return operand.device.type == "cuda" or type(operand) is not Tensor
 
 

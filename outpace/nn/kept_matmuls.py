@@ -1,9 +1,9 @@
-"""A block that keeps the outputs of matmuls and attention, and recomputes the rest.
+"""A block that keeps the outputs of matmuls and attention, and recomputes everything else.
 
-torch's selective checkpointing asks a policy about every operator, twice. Here, tensors that linear
-layers save for their backward are replaced by a recipe to compute them again: the input, from a
-norm or an activation function, and a copy of the weight, cast or joined. It keeps the same number
-of bytes, but the sum within the block in fp32 instead of its two terms in 16 bits.
+torch's selective checkpointing asks a policy about every operator, twice. Here, a tensor that a
+linear layer saves for its backward is replaced by a recipe to recompute it: the input from a norm
+or an activation function, and a weight's copy by casting or joining. As many bytes are kept, but
+the residual sum within the block is kept in fp32 instead of its two terms in 16 bits.
 """
 
 from collections.abc import Callable, Sequence
@@ -32,8 +32,8 @@ from outpace.nn.rotary import Tables
 class Recipe:
     """Recipe to recompute a tensor. Several readers share the result.
 
-    `compute` holds detached inputs, so as not to keep the graph alive, and runs without autocast,
-    as backwards do.
+    `compute` holds detached inputs, which do not keep the graph alive, and runs without autocast,
+    as a backward does.
     """
 
     def __init__(self, compute: Callable[[], Tensor]) -> None:
@@ -47,7 +47,7 @@ class Recipe:
         return self._read_once
 
     def _read_once(self) -> Tensor:
-        """Return the tensor, and drop it after its last reader."""
+        """Return the tensor, and free it after the last reader."""
         value = self._compute() if self._value is None else self._value
         self._left -= 1
         self._value = value if self._left > 0 else None
@@ -55,12 +55,12 @@ class Recipe:
 
 
 def _linear(layers: Sequence[nn.Linear], rows: Tensor, again: Recipe | None = None) -> Tensor:
-    """Return the outputs of linear layers for rows (N, in), by one matmul of all weights."""
+    """Return the outputs of linear layers for rows (N, in), by one matmul with all weights."""
     made = joined_matmul(rows, layers)
     dtype = made.dtype
 
     def make_weight() -> Tensor:
-        # Asked for in the backward: a shard has its whole weight there only.
+        # Read in the backward only: a sharded weight is gathered there.
         return joined_weight(layers).to(dtype).t()
 
     copied = len(layers) > 1 or layers[0].weight.dtype != dtype
@@ -74,7 +74,7 @@ def _linear(layers: Sequence[nn.Linear], rows: Tensor, again: Recipe | None = No
 
 
 def _apply_norm(norm: nn.Module, x: Tensor) -> tuple[Tensor, Recipe]:
-    """Return the norm in autocast's dtype, and a recipe to compute it from the saved `x`."""
+    """Return the norm's output in autocast's dtype, and a recipe to recompute it from `x`."""
     low, kept = to_autocast_dtype(norm(x)), x.detach()
     kind, dtype = x.device.type, low.dtype
     autocasts = kind != "meta" and torch.is_autocast_enabled(kind) and not _is_fp32(norm, kept)
@@ -101,11 +101,11 @@ def can_keep_matmuls(
     rotary: Tables | None = None,
     *more: Any,
 ) -> bool:
-    """Return whether `keep_matmuls` supports a block, as it is called.
+    """Return whether `keep_matmuls` supports a block with these arguments.
 
-    Norms come first, only the two norms of the residual stream exist, linear layers are plain ones,
-    and nothing is drawn, compiled or read from a cache. The CPU's own operators are not used, since
-    they save their own tensors.
+    The block must be pre-norm with no norms but the residual stream's two, its linear layers plain,
+    and nothing in it random, compiled or read from a cache. The CPU's own operators must not be in
+    use, since they save their own tensors.
     """
     if not isinstance(block, Block) or torch.compiler.is_compiling():
         return False
@@ -123,9 +123,9 @@ def can_keep_matmuls(
 def keep_matmuls(
     block: Block, x_BSD: Tensor, sees: Visibility, rotary: Tables | None = None, *_: Any
 ) -> Tensor:
-    """Run a block's forward, (B, S, D) to (B, S, D), without dropout, keeping its matmuls."""
+    """Run a block's forward without dropout, (B, S, D) to (B, S, D), and keep only its matmuls."""
     attention, mlp, spec = block.attention, block.mlp, block.attention.spec
-    x_ND = x_BSD.flatten(0, -2)  # rows, as matmuls have them: a view for all rather than for each
+    x_ND = x_BSD.flatten(0, -2)  # rows, as matmuls need them: one view for all layers
     low, again = _apply_norm(block.attention_norm, x_ND)
     parts = [attention.q, attention.k, attention.v]
     if attention.can_join(low):

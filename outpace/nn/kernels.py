@@ -4,11 +4,11 @@ torch's own choice is wrong or wasteful for some calls:
 
 - cuDNN returns NaN gradients of queries with a mask (pytorch#196678: cuDNN up to 9.25.1; torch 2.11
   has 9.19, 2.12 and 2.13 have 9.20, 2.14 has 9.24), and of keys and values with a single query
-  (NVIDIA/cudnn-frontend#1072, also in 9.26); on Blackwell a single query gets wrong results
-  (pytorch#193893). It is never used for these calls, in any version.
-- FlashAttention supports neither masks nor fp32, and the memory-efficient kernel no grouped queries
-  before pytorch#191085, which leaves only the kernel that holds all scores. So keys and values are
-  repeated for the memory-efficient one.
+  (NVIDIA/cudnn-frontend#1072, also in 9.26); on Blackwell it returns wrong results for a single
+  query (pytorch#193893). It is never used for these calls, in any version.
+- FlashAttention supports neither masks nor fp32, and the memory-efficient kernel did not support
+  grouped queries before pytorch#191085, so torch falls back to the kernel that holds all scores.
+  Here keys and values are repeated for the memory-efficient one instead.
 - With a mask, every kernel computes all S × T scores. FlexAttention (Dong et al., arXiv 2412.05496)
   skips invisible blocks and needs no mask in memory; it supports no dropout, no fp64, and no heads
   narrower than a tensor core's 16.
@@ -32,26 +32,26 @@ from outpace.records.errors import error_summary
 
 Kernel = Literal["any", "flash", "efficient", "math"]
 
-# For one query, the last one is fine: its scores are (B, H, 1, T).
+# "math" is fine for one query: its scores are (B, H, 1, T).
 _BACKENDS: Mapping[Kernel, tuple[SDPBackend, ...]] = {
     "flash": (SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH),
     "efficient": (SDPBackend.EFFICIENT_ATTENTION,),
     "math": (SDPBackend.MATH,),
 }
-# Kinds of masks, each with and without gradients, of one length and of any.
+# Variants: each kind of mask, with and without gradients, for one length and for any.
 _COMPILED_MOST = 64
-NARROWEST = 16  # heads that FlexAttention takes
-# cuDNN before this version returns NaN with masks: pytorch#196678, as torch's correction has it.
+NARROWEST = 16  # head width that FlexAttention supports
+# cuDNN before this version returns NaN with masks: pytorch#196678, whose fix tests this version.
 _CUDNN_WITH_MASKS = 92600
-# Values of 16 bytes or less are loaded at once: 8 of 16 bits, which is right for 4 of fp32 too.
+# Values of 16 bytes or less are loaded at once: 8 of 16 bits, which also suits 4 of fp32.
 _WIDTH_MULTIPLE = 8
 
 
 def suits_flash(width: int, dropout: float) -> bool:
-    """Return whether FlashAttention supports heads of this width on all GPUs that it supports.
+    """Return whether FlashAttention supports heads of this width on every GPU that it runs on.
 
-    torch's supports at most 256, and on sm86, sm89 and sm120 (RTX 30, 40 and 50, L4) no gradients
-    for 193 to 224, nor for more with dropout
+    torch's supports at most 256. On sm86, sm89 and sm120 (RTX 30, 40 and 50, L4) it has no
+    gradients for 193 to 224, nor above 224 with dropout
     (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp).
     """
     return width <= 192 or (224 < width <= 256 and dropout == 0)
@@ -69,7 +69,7 @@ def choose_kernel(
         return "any"
     if dtype == torch.float64:
         return "math"  # no other kernel supports it
-    # fp16 is what GPUs train in that are older than FlashAttention, which torch needs for groups.
+    # GPUs older than FlashAttention train in fp16, and torch needs FlashAttention for groups.
     if masked or dtype == torch.float32 or (grouped and dtype == torch.float16):
         return "efficient"
     if grouped and queries > 1 and not flash:
@@ -81,8 +81,8 @@ def choose_kernel(
 def without_faulty_kernels(cudnn_version: int | None) -> Iterator[None]:
     """Let torch use cuDNN's attention only if it is correct with masks.
 
-    This is for models with their own attention, whose arguments are unknown. `cudnn_version` is
-    that of `torch.backends.cudnn.version()`.
+    This is for custom models, whose attention calls are unknown. `cudnn_version` comes from
+    `torch.backends.cudnn.version()`.
     """
     if cudnn_version is None or cudnn_version >= _CUDNN_WITH_MASKS:
         yield
@@ -101,8 +101,8 @@ def attend_by_blocks(
 ) -> Tensor | None:
     """Compute softmax(q·kᵀ/√C)·v over visible keys, (B, H, S, C), by FlexAttention.
 
-    FlexAttention is a fused kernel only if it is compiled, with the surrounding code or by itself.
-    Returns None if the compiler fails on it.
+    FlexAttention is a fused kernel only if compiled, with the surrounding code or by itself.
+    Returns None if the compiler fails.
     """
     grouped = q_BHSC.shape[1] != k_BKSC.shape[1]
     if torch.compiler.is_compiling():
@@ -112,20 +112,20 @@ def attend_by_blocks(
 
 
 class _CompiledFlexAttention:
-    """FlexAttention, compiled once for each kind of mask; for all lengths from the second on."""
+    """FlexAttention, compiled for each kind of mask: first for one length, then for any."""
 
     def __init__(self, compiled: Callable[..., Tensor]) -> None:
         self._compiled = compiled
         self._fails = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
-        """Call FlexAttention; return None once the compiler has failed, which is reported once."""
+        """Call FlexAttention; return None once the compiler has failed, and report that once."""
         if self._fails:
             return None
-        from torch._dynamo import config  # is loaded where something is compiled
+        from torch._dynamo import config  # already loaded where something is compiled
         from torch._dynamo.exc import TorchDynamoException
 
-        # Also where forwards are called eagerly; at torch's own limit it would be an error.
+        # Needed where forwards run eagerly, too: reaching torch's own limit would raise an error.
         with torch.compiler.set_stance("default"), config.patch(recompile_limit=_COMPILED_MOST):
             try:
                 made: Tensor = self._compiled(*args, **kwargs)
@@ -133,8 +133,8 @@ class _CompiledFlexAttention:
                 self._fails = True
                 inner = getattr(error, "inner_exception", None) or error
                 warnings.warn(
-                    f"torch.compile fails on FlexAttention ({error_summary(inner)}), so masks "
-                    "over all queries and keys are used.",
+                    f"torch.compile fails on FlexAttention ({error_summary(inner)}), so dense "
+                    "masks are used.",
                     stacklevel=2,
                 )
                 return None
@@ -179,10 +179,10 @@ def attend_by(
 def operands_for(
     kernel: Kernel, q_BHSC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the operands for a kernel: with keys for all heads, and widths padded with zeros."""
+    """Return operands that a kernel accepts: keys for all heads, and widths padded with zeros."""
     repeats, missing = q_BHSC.shape[1] // k_BKTC.shape[1], -q_BHSC.shape[3] % _WIDTH_MULTIPLE
     if kernel in ("efficient", "math") and repeats > 1:
         k_BKTC, v_BKTC = (x.repeat_interleave(repeats, 1) for x in (k_BKTC, v_BKTC))
-    if kernel == "efficient" and missing:  # zeros do not change products
+    if kernel == "efficient" and missing:  # zeros do not change matmuls
         q_BHSC, k_BKTC, v_BKTC = (F.pad(x, (0, missing)) for x in (q_BHSC, k_BKTC, v_BKTC))
     return q_BHSC, k_BKTC, v_BKTC

@@ -19,7 +19,7 @@ from outpace.nn.transformer import Transformer, stream
 from outpace.records.errors import BadInputError
 from outpace.records.plan import LoraTarget, Plan
 
-# Where a target's matrix is in a block.
+# Path of each target's matrix within a block.
 PLACES: Mapping[LoraTarget, str] = {
     "q": "attention.q",
     "k": "attention.k",
@@ -32,7 +32,7 @@ PLACES: Mapping[LoraTarget, str] = {
 
 
 class LoraLinear(Linear):
-    """A frozen linear layer, taken from `base`, with an adapter, or without one if `rank` is 0."""
+    """A frozen linear layer, built from `base`, with an adapter, or without one if `rank` is 0."""
 
     lora_a: nn.Parameter | None
     lora_b: nn.Parameter | None
@@ -65,7 +65,7 @@ class LoraLinear(Linear):
 
 
 class NF4Linear(LoraLinear):
-    """A LoraLinear over a 4-bit matrix, whose parts are parameters so that ZeRO-3 shards them."""
+    """A LoraLinear over a 4-bit matrix; its parts are parameters, so ZeRO-3 can shard them."""
 
     def __init__(self, base: nn.Linear, rank: int, scale: float, dropout: float) -> None:
         super().__init__(base, rank, scale, dropout)
@@ -82,17 +82,17 @@ class NF4Linear(LoraLinear):
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
     def base_weight(self) -> Tensor:
-        """Return W, (out, in), as used in the computation."""
+        """Return W, (out, in), dequantized in the dtype of computation."""
         return dequantize(self._parts(), self.shape, self.dtype)
 
 
 def add_adapters(
     model: Transformer, plan: Plan, seed: int, device: torch.device | None = None
 ) -> Transformer:
-    """Freeze a model and add the plan's adapters, in place; do nothing without adapters.
+    """Freeze a model and add the plan's adapters, in place; do nothing if the plan has none.
 
-    With base nf4, the blocks' matrices are quantized one by one on `device`, where they stay, so
-    the unquantized model need not fit there. On meta, adapters have no values: see `first_value`.
+    With base nf4, the blocks' matrices are quantized one by one on `device` and stay there, so the
+    unquantized model need not fit. On the meta device, adapters get no values: see `first_value`.
     Raises BadInputError for a target that the model does not have.
     """
     if plan.lora_rank is None:
@@ -115,7 +115,7 @@ def add_adapters(
 
 
 def _matrices(model: nn.Module) -> Iterator[tuple[str, LoraTarget, nn.Linear]]:
-    """Yield a transformer's matrices that can have adapters, by name, without absent blocks."""
+    """Yield a transformer's matrices that can have adapters, by name; skip absent blocks."""
     for name, module in model.named_modules():
         for target, place in PLACES.items():
             if isinstance(module, nn.Linear) and name.endswith(f".{place}"):
@@ -138,7 +138,7 @@ def _targets(model: Transformer, plan: Plan) -> set[LoraTarget]:
 def first_value(
     name: str, shapes: Mapping[str, tuple[int, ...]], rank: int | None, seed: int
 ) -> Tensor | None:
-    """Return the initial value of the adapter of this name; None for another parameter.
+    """Return an adapter's initial value by name; None for any other parameter.
 
     `shapes`: shapes of the transformer's parameters without adapters.
     """
@@ -150,14 +150,14 @@ def first_value(
 
 
 def _draw(shape: tuple[int, ...], seed: int, name: str) -> Tensor:
-    """Draw U(−1/√in, 1/√in), as in the paper's code; each from its own stream."""
+    """Draw U(−1/√in, 1/√in), as in the paper's code; each name has its own stream."""
     bound = 1 / math.sqrt(shape[1])
     drawn = torch.empty(shape, dtype=torch.float32, device="cpu")
     return drawn.uniform_(-bound, bound, generator=stream(seed, name))
 
 
 def adapters(model: nn.Module) -> dict[str, tuple[Tensor, Tensor, float]]:
-    """Return A (r, in), B (out, r) and the scale of their product, by the name of the module."""
+    """Return A (r, in), B (out, r) and the scale of B · A, by the name of the module."""
     found: dict[str, tuple[Tensor, Tensor, float]] = {}
     for name, module in model.named_modules():
         if isinstance(module, LoraLinear) and module.lora_a is not None:

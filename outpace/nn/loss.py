@@ -2,13 +2,13 @@
 
 Legend: N tokens (B·S), D hidden width, V vocabulary.
 
-Accelerators use `head_loss`. On a CPU, large logits are computed in chunks: in bf16 around
-`low_loss`, from a quarter of a gibibyte of logits on; and in fp32 (also for fp16), with gradients
-that are accumulated in place.
+Accelerators use `head_loss`. On a CPU, large logits are computed in chunks. In bf16, chunks start
+at 256 MiB of logits and use `low_loss`; in fp32 (also for fp16), gradients are accumulated in
+place.
 
 torch's chunked operator (`F.linear_cross_entropy`, since 2.13) is not used: it sums the loss in the
-dtype of its input, where a bf16 sum over 2,048 tokens is off by up to 0.4 % and an fp16 sum above
-65,504 is infinite, and torch 2.11 lacks it.
+dtype of its input, so a bf16 sum over 2,048 tokens is off by up to 0.4 % and an fp16 sum above
+65,504 is infinite; and torch 2.11 lacks it.
 """
 
 from typing import Any, Literal
@@ -28,11 +28,11 @@ LossKind = Literal["auto", "plain", "chunked"]
 _CPUS = ("cpu", "meta")
 
 CHUNK_ROWS = 512
-# From where on "auto" takes chunks, by the bytes of fp32 logits. Measured on a 2-core Xeon (fp32,
-# D 256): plain and chunked are equal at 8 MiB (V 512 × 4,096 tokens), chunked takes 0.52 of the
-# time at 64 MiB (V 4,096) and 0.58 at 128 MiB (V 8,192): below, the logits fit the caches.
+# "auto" uses chunks from this many bytes of fp32 logits. Measured on a 2-core Xeon (fp32, D 256):
+# plain and chunked take equal time at 8 MiB (V 512 × 4,096 tokens); chunked takes 0.52 of the time
+# at 64 MiB (V 4,096) and 0.58 at 128 MiB (V 8,192). Smaller logits fit the caches.
 CHUNK_FROM_BYTES_CPU = 32 * 2**20
-# Up to here logits of 16 bits are whole on a CPU, as their gradient takes their place.
+# Up to this size, 16-bit logits are computed at once on a CPU, as their gradient replaces them.
 LOW_LOGITS_BYTES_CPU = 256 * 2**20
 
 
@@ -41,8 +41,8 @@ class LanguageModelObjective(nn.Module):
 
     `compute_dtype` is the dtype of the head's matmuls (None: fp32), since the chunked operator
     ignores autocast. `loss`: "plain" holds all logits, "chunked" never does, "auto" decides by
-    their size; `runs_on` is the kind of device to decide for, if tensors are traced on another.
-    `compiles`: whether torch.compile generates the kernels over the logits, on an accelerator;
+    their size; `runs_on` is the device type to decide for, if tensors are traced on another.
+    `compiles`: whether torch.compile generates the kernels over the logits, on an accelerator.
     `passes` are the compiled functions, or replacements.
     """
 
@@ -71,7 +71,7 @@ class LanguageModelObjective(nn.Module):
         return self.loss_from_hidden(self.hidden_states(batch), batch["targets"])
 
     def hidden_states(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return the model's hidden states (B, S, D), which need no targets."""
+        """Return the model's hidden states (B, S, D), for which no targets are needed."""
         hidden_BSD: Tensor = self.model(
             batch["tokens"],
             batch.get("documents"),
@@ -97,14 +97,14 @@ class LanguageModelObjective(nn.Module):
         return loss_sum, (targets_N != IGNORED).sum()
 
     def on_accelerator(self, tensor: Tensor) -> bool:
-        """Return whether a tensor is on an accelerator, or traced for one."""
+        """Return whether a tensor is on an accelerator, or is traced as if on one."""
         return (self.runs_on or tensor.device.type) not in _CPUS
 
     def functions_for(self, device_type: str) -> LogitsFunctions:
-        """Return an accelerator's functions on logits, compiling them on first use.
+        """Return the functions on logits for an accelerator; compile them on first use.
 
         A CPU does not use them, so no compiler is loaded there. Without gradients, as in
-        evaluations, nothing more is compiled.
+        evaluation, nothing new is compiled.
         """
         eager = not self.compiles or not torch.is_grad_enabled()
         if eager or (self.runs_on or device_type) in _CPUS:
@@ -126,9 +126,9 @@ def linear_loss_sum(
 ) -> Tensor:
     """Return the sum over targets of −log softmax(hidden · weightᵀ + bias)[target], with gradient.
 
-    The sum is fp32. Targets of −100 are ignored; if all are, the loss is 0. `dtype`: dtype of the
-    matmuls, `runs_on` the kind of device to choose for (None: the tensors'), `passes` those of an
-    accelerator.
+    The sum is fp32. Targets of −100 are ignored; if all are, the loss is 0. `dtype` is the dtype of
+    the matmuls, `runs_on` the device type to choose for (None: the tensors'), `passes` the
+    functions on logits for an accelerator.
     """
     if (runs_on or hidden_ND.device.type) not in _CPUS:
         return head_loss_sum(hidden_ND, weight_VD, bias_V, targets_N, kind, dtype, passes)
@@ -180,19 +180,19 @@ def _plain_sum(
 
 
 def _scale_once(ctx: Any, loss_grad: Tensor) -> list[Tensor | None]:
-    """Scale the gradients that a forward left in `ctx.grads`, in place. Raises the second time."""
+    """Scale the gradients that a forward left in `ctx.grads`, in place. Raises if called twice."""
     if ctx.grads is None:
-        raise RuntimeError("the chunked loss has no second backward; use the plain loss")
+        raise RuntimeError("the chunked loss supports one backward; use the plain loss for more")
     grads = [None if grad is None else grad.mul_(loss_grad) for grad in ctx.grads]
     ctx.grads = None
     return grads
 
 
 class ChunkedSum(torch.autograd.Function):
-    """The sum of losses on a CPU by chunks of rows: matmuls in bf16, fp32 sums and gradients.
+    """The loss on a CPU by chunks of rows: matmuls in bf16, sums and gradients in fp32.
 
-    It costs the three matmuls of the plain loss. Gradients are computed in the forward and
-    only scaled in the backward, so a second backward raises an error.
+    It costs the same three matmuls as the plain loss. The forward computes gradients and the
+    backward only scales them, so a second backward raises an error.
     """
 
     @staticmethod
@@ -257,7 +257,7 @@ class WideChunkedSum(torch.autograd.Function):
                 weight_grad.addmm_(grad.T, hidden[rows])
             if bias_grad is not None:
                 bias_grad += grad.sum(0)
-            del grad  # before the next one is made
+            del grad  # free it before the next chunk's
         ctx.grads = hidden_grad, weight_grad, bias_grad
         return loss_sum
 

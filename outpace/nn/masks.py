@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from outpace.catalog.efficiency import FLEX_BLOCK as BLOCK
 
-# Sample, head, query and key to True where the query sees the key; broadcasts.
+# Maps sample, head, query and key to True where the query sees the key; broadcasts.
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -20,7 +20,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 class Visibility:
     """Visibility of tokens in a layer's attention: a mask, blocks, the causal flag, or nothing.
 
-    If the flag alone suffices, there is no mask, so that the fused kernel is used. `blocks` are for
+    If the flag alone suffices, there is no mask, so the fused kernel is used. `blocks` are for
     FlexAttention, and hold (S / 128)² numbers instead of S².
     """
 
@@ -29,7 +29,7 @@ class Visibility:
     blocks: BlockMask | None = None
 
     def of_queries(self, read_B: Tensor, keys: int) -> "Visibility":
-        """Return the mask (B, 1, 1, T) of one query of each sample, at its position in `read_B`."""
+        """Return the mask (B, 1, 1, T) of one query per sample, at its position in `read_B`."""
         if self.mask is not None:
             mask_BST = self.mask[:, 0].expand(len(read_B), -1, -1)
             return Visibility(at_places(mask_BST, read_B).unsqueeze(1))
@@ -41,7 +41,7 @@ class Visibility:
         return Visibility(seen_BT[:, None, None])
 
     def as_mask(self) -> "Visibility":
-        """Return the same visibility as a mask (B, 1, S, T), if it is blocks."""
+        """Return the same visibility with blocks converted to a mask (B, 1, S, T)."""
         if self.blocks is None:
             return self
         queries, keys = self.blocks.seq_lengths
@@ -107,16 +107,17 @@ def block_mask(
     padding_mask_BS: Tensor | None,
     device: torch.device,
 ) -> BlockMask:
-    """Return the same pattern for FlexAttention without S × S values, from each block's extremes.
+    """Return the same pattern for FlexAttention from each block's extremes, without S × S values.
 
-    Blocks that are wholly visible are separated from those for which FlexAttention calls the
-    function. The latter may include an invisible block if document numbers fall and rise again, or
-    if two reasons hide different parts of it. This costs time, but does not change the result.
+    Fully visible blocks are listed separately from partial ones, for which FlexAttention calls the
+    mask function. Partial blocks may include an invisible one if document numbers fall and rise
+    again, or if two rules hide different parts of it. This costs time, but does not change the
+    result.
     """
     count = -(-length // BLOCK)
     first_N = torch.arange(count, device=device) * BLOCK
     last_N = first_N + BLOCK - 1
-    # The rows less the columns of a block are all the whole numbers from `low` to `high`.
+    # Row minus column takes every whole value from `low` to `high` in a block.
     low_NN = first_N.unsqueeze(1) - last_N.unsqueeze(0)
     high_NN = last_N.unsqueeze(1) - first_N.unsqueeze(0)
     inside_N = last_N < length
@@ -150,7 +151,7 @@ def block_mask(
 
 
 def _blocks_of(x_BS: Tensor, count: int, filler_B1: Tensor) -> Tensor:
-    """Split into blocks, (B, N, 128), with the last one filled up."""
+    """Split into blocks, (B, N, 128); pad the last one with `filler_B1`."""
     missing = count * BLOCK - x_BS.shape[1]
     filled = torch.cat((x_BS, filler_B1.expand(-1, missing)), dim=1) if missing else x_BS
     blocks: Tensor = filled.unflatten(1, (count, BLOCK))
@@ -158,7 +159,7 @@ def _blocks_of(x_BS: Tensor, count: int, filler_B1: Tensor) -> Tensor:
 
 
 def _list_columns(seen: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of True columns in each row, and column numbers with these first."""
+    """Return the number of True columns per row, and column numbers with True ones first."""
     order = seen.int().argsort(dim=-1, descending=True, stable=True)
     return seen.sum(-1, dtype=torch.int32), order.to(torch.int32)
 

@@ -21,7 +21,7 @@ from outpace.records.precisions import (
 )
 
 _LOW: Mapping[LowDtype, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
-# Of matmuls outside of fp8's blocks, None for that of the weights.
+# Dtype of matmuls outside fp8's blocks; None for the weights' dtype.
 DTYPES: Mapping[Precision, torch.dtype | None] = {
     name: None if traits.low is None else _LOW[traits.low]
     for name, traits in PRECISION_TRAITS.items()
@@ -30,13 +30,13 @@ DTYPES: Mapping[Precision, torch.dtype | None] = {
 
 @dataclass(frozen=True)
 class MixedPrecision:
-    """Mixed precision of a training run: `cast()` is entered around each forward.
+    """Mixed precision of a training run: enter `cast()` around each forward.
 
-    `cast(True)` is the same within `casts_kept`.
+    `cast(True)` keeps casts of weights within `casts_kept`.
 
-    `scaler` is None unless the loss is scaled. `weights` is the dtype to store weights in, None to
-    keep the model's own. `wide_gradients`: whether 16-bit gradients are cast to fp32 before they
-    are unscaled. `wide_sums`: whether gradients of several micro-batches are summed in fp32.
+    `scaler` is None unless the loss is scaled. `weights` is the dtype in which weights are stored,
+    None to keep the model's own. `wide_gradients`: whether 16-bit gradients are cast to fp32 before
+    they are unscaled. `wide_sums`: whether gradients of several micro-batches are summed in fp32.
     """
 
     dtype: torch.dtype | None
@@ -54,10 +54,10 @@ class MixedPrecision:
 
 @contextmanager
 def fp32_matmuls(precision: Precision, device: torch.device) -> Iterator[None]:
-    """Let CUDA round fp32 operands to TF32 for matmuls, if a precision asks for it.
+    """Let CUDA round fp32 operands of matmuls to TF32, if a precision asks for it.
 
-    TF32 has fp32's range and 10 bits of its 23 (NVIDIA, "A100 Tensor Core GPU Architecture", 2020).
-    Raises BadInputError on devices without such matmuls.
+    TF32 has fp32's range and 10 of its 23 mantissa bits (NVIDIA, "A100 Tensor Core GPU
+    Architecture", 2020). Raises BadInputError on devices without TF32.
     """
     if precision != "tf32":
         yield
@@ -76,7 +76,7 @@ def fp32_matmuls(precision: Precision, device: torch.device) -> Iterator[None]:
 
 
 def weights_dtype(precision: Precision) -> torch.dtype | None:
-    """Return the dtype in which weights are stored, None for the model's own."""
+    """Return the dtype in which weights are stored; None for the model's own."""
     name = WEIGHTS.get(precision)
     return None if name is None else {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
@@ -84,9 +84,9 @@ def weights_dtype(precision: Precision) -> torch.dtype | None:
 def lower_weights(objective: nn.Module, mixed: MixedPrecision) -> dict[str, Tensor]:
     """Cast an objective's weights in place, as `mixed` specifies.
 
-    Returns the original fp32 values of trained weights, by their names in the objective's `model`,
-    if the optimizer's master weights start from them. For a model without storage, nothing is
-    returned.
+    Return the original fp32 values of trained weights, by their names in the objective's `model`,
+    if the optimizer's master weights start from them. The result is empty for a model on the meta
+    device.
     """
     model: nn.Module = objective.model  # type: ignore[assignment]
     before = {
@@ -100,21 +100,21 @@ def lower_weights(objective: nn.Module, mixed: MixedPrecision) -> dict[str, Tens
 
 
 def keeps_casts(asked: bool | None, unknown_code: bool) -> bool:
-    """Return whether autocast keeps casts of weights until a forward ends, by request or default.
+    """Return whether autocast keeps casts of weights until a forward ends.
 
-    By default it does not: a transformer uses each matrix once in a forward, so kept casts save no
-    time, and they hold the memory of all weights in 16 bits if the backward recomputes or gathers
-    them again.
+    `asked` decides if given. The default is no: a transformer uses each matrix once per forward, so
+    kept casts save no time, and they hold 16-bit copies of all weights if the backward recomputes
+    or gathers them again.
     """
     return unknown_code if asked is None else asked
 
 
 @contextmanager
 def casts_kept() -> Iterator[None]:
-    """Make autocast keep casts of weights until this context ends, over forwards with "kept" casts.
+    """Make autocast keep casts of weights over several forwards, until this context ends.
 
-    Autocast drops them when its outermost context ends, so this enters an outer context. Weights
-    must not change in the meantime.
+    Autocast drops them when its outermost context ends, so this enters an outer one. Weights must
+    not change in the meantime.
     """
     torch.autocast_increment_nesting()
     try:
@@ -140,7 +140,7 @@ def make_mixed(
     `fully_shards`: shards of weights are gathered in 16 bits, so the fp32 shards are the master
     weights of "bf16-master" (`records.precisions.SHARD_DTYPES`).
 
-    With 16-bit weights, everything is computed in their dtype, without autocast, except for unknown
+    With 16-bit weights, everything is computed in their dtype without autocast, except in unknown
     code, which may combine them with tensors of other dtypes.
     """
     dtype = DTYPES[precision]

@@ -1,8 +1,8 @@
 """Options of any model made of repeated blocks: float8, checkpointing, offloading, torch.compile.
 
-All of them work in place and keep parameter names. Float8 matmuls replace modules, so they come
-first; then checkpointing, so that the compiler sees what is recomputed; offloading is last, since
-its hooks for saved tensors are outside a compiled block.
+All of them work in place and keep parameter names. Float8 replaces modules, so it comes first; then
+checkpointing, so that the compiler sees what is recomputed. Offloading comes last, since its hooks
+for saved tensors are outside a compiled block.
 """
 
 import re
@@ -40,10 +40,11 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 def find_blocks(module: nn.Module) -> list[nn.Module]:
     """Return the repeated blocks of a model.
 
-    They are the members of the ModuleList, or of the Sequential or numbered ModuleDict (as in
-    torchtitan's models) with a repeated class, whose most common class holds the most parameters.
-    Dicts with other names hold heads, towers or tasks. Members without a forward, such as lists,
-    are replaced by the modules in them. Raises BadInputError if there is none.
+    Blocks are members of a ModuleList, or of a Sequential or numbered ModuleDict (as in
+    torchtitan's models) in which a class repeats. Of several containers, take the one whose most
+    common class has the most parameters. Dicts with other keys hold heads, towers or tasks. Members
+    without a forward, such as lists, are replaced by the modules in them. Raises BadInputError if
+    there are no blocks.
     """
     found: list[nn.Module] = []
     for container in module.modules():
@@ -55,30 +56,30 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
     if not found:
         raise BadInputError(
             f"{type(module).__name__} has no repeated blocks: checkpointing and compilation work "
-            "on the members of an nn.ModuleList or nn.Sequential; put the model's layers into "
-            "one, or use neither"
+            "on the members of an nn.ModuleList or nn.Sequential. Put the model's layers into "
+            "one, or use neither option"
         )
     return [block for member in found for block in _callable(member)]
 
 
 def _is_sequence(container: nn.Module) -> bool:
-    """Return whether a module is a Sequential, or a ModuleDict whose names are numbered."""
+    """Return whether a module is a Sequential, or a ModuleDict with numbers as keys."""
     if isinstance(container, nn.ModuleDict):
         return all(re.fullmatch(r"\D*\d+", name) for name in container)
     return isinstance(container, nn.Sequential)
 
 
 def _most_common_members(container: nn.Module) -> list[nn.Module]:
-    """Return the members of the most common class among members with parameters."""
+    """Return the members of the most common class, counting only members with parameters."""
     members = [child for child in container.children() if _callable(child)]
-    # Each module with a parametrization has a class of its own.
+    # Each module with a parametrization has its own class.
     kinds = [type_before_parametrizations(child) for child in members]
     commonest = Counter(kinds).most_common(1)
     return [c for c, kind in zip(members, kinds, strict=True) if kind is commonest[0][0]]
 
 
 def _callable(module: nn.Module) -> list[nn.Module]:
-    """Return a module with parameters or, without a forward (lists), the callable ones in it."""
+    """Return the module if it has parameters; for one without a forward (lists), those in it."""
     if not _size([module]):
         return []
     if type(module).forward is not nn.Module.forward or "forward" in vars(module):
@@ -98,15 +99,16 @@ def apply_checkpointing(
 ) -> None:
     """Make blocks recompute their activations in the backward instead of keeping them.
 
-    `mode` is one mode for all blocks, or one for each. `blocks` are detected if not given.
+    `mode` is one mode for all blocks, or a sequence with one per block. `blocks` are detected if
+    not given.
 
     Chen et al., arXiv 1604.06174. "full" keeps only a block's input. "attention" also keeps the
-    output of fused attention. "selective" keeps the outputs of matmuls too, and recomputes
-    the cheap operators between them (Korthikanti et al., arXiv 2205.05198, §5, with the opposite
-    choice: fused attention keeps no scores, so its output is cheap to keep). Recomputation draws
-    the same random numbers. For outpace's own blocks, "selective" needs no policy that is called
-    for each operator (`kept_matmuls`); `by_policy` uses it nevertheless, for offloading, which has
-    to see all saved tensors.
+    output of fused attention. "selective" also keeps the outputs of matmuls, and recomputes the
+    cheap operators between them (Korthikanti et al., arXiv 2205.05198, §5, recompute attention;
+    here it is kept, since fused attention has no scores to keep). Recomputation draws the same
+    random numbers. For outpace's own blocks, "selective" needs no policy that is called for each
+    operator (`kept_matmuls`); `by_policy` uses one nevertheless, for offloading, which must see
+    all saved tensors.
     """
     if mode == "none":
         return
@@ -130,8 +132,8 @@ def apply_checkpointing(
 def _checkpoint_arguments(mode: Checkpointing, block: nn.Module) -> dict[str, Any]:
     """Return the arguments of torch's checkpoint.
 
-    Outpace's own blocks repeat the same computation, and draw nothing without dropout, so the
-    generators' states need not be kept, nor shapes compared.
+    Outpace's own blocks repeat exactly the same computation, and without dropout draw no random
+    numbers, so generator states need not be kept, nor shapes compared.
     """
     options: dict[str, Any] = {}
     if isinstance(block, Block):
@@ -171,7 +173,7 @@ def _run_checkpointed(
 def _without_caches(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Drop caches of keys and values, since a recomputation would append to them a second time."""
+    """Drop caches of keys and values, since recomputing would append to them twice."""
     given = (*args, *kwargs.values())
     if not any(_is_cache(value) for value in given):
         return args, kwargs
@@ -209,8 +211,8 @@ def _selective_contexts(kept: frozenset[Any]) -> Contexts:
     return contexts
 
 
-# Batched matmuls are left out on purpose: where attention is not fused they make the scores,
-# (B, H, S, S), which is what checkpointing is to be rid of.
+# Batched matmuls are left out on purpose: where attention is not fused they compute the scores, (B,
+# H, S, S), which checkpointing is meant to free.
 _MATMULS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
 _ATTENTION = frozenset(
     {
@@ -218,13 +220,14 @@ _ATTENTION = frozenset(
         torch.ops.aten._scaled_dot_product_flash_attention.default,
         torch.ops.aten._scaled_dot_product_efficient_attention.default,
         torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-        # Seen where it is compiled with what is around it; what is compiled by itself is not, and
-        # is computed again.
+        # Visible only if compiled together with surrounding code; compiled alone, it is recomputed.
         torch.ops.higher_order.flex_attention,
         attention.overload,
     }
 )
-_SELECTED = _ATTENTION | _MATMULS  # one set for all blocks, for the compiler tells sets apart
+# one set for all blocks, since the compiler distinguishes sets by identity
+# One set for all blocks, since the compiler takes another for a change.
+_SELECTED = _ATTENTION | _MATMULS
 
 
 def apply_options(

@@ -1,11 +1,11 @@
 """Weights in 4 bits: NF4 with double quantization, by bitsandbytes.
 
-Dettmers et al., "QLoRA", arXiv 2305.14314, §3: each block of 64 values is scaled by its largest and
-rounded to 16 levels, the quantiles of a normal distribution; the scales themselves are kept in 8
-bits, in blocks of 256. That is 4.127 bits per value.
+Dettmers et al., "QLoRA", arXiv 2305.14314, §3: each block of 64 values is scaled by its largest
+magnitude and rounded to 16 levels, the quantiles of a normal distribution. The scales themselves
+are quantized to 8 bits, in blocks of 256. That is 4.127 bits per value.
 
-A quantized matrix is stored as plain tensors, so code that splits, sends or copies a model's
-tensors handles these too. Blocks need not be aligned with rows.
+A quantized matrix is stored as plain tensors, so code that shards, sends or copies a model's
+tensors works on it unchanged. Blocks need not be aligned with rows.
 """
 
 import importlib.util
@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from outpace.records.errors import BadInputError
 
 BLOCK, SCALES_BLOCK = 64, 256
-# Of a quantized matrix: values two a byte, a scale a block, a scale of scales and what they have
-# in common, and the 256 levels of scales.
+# Tensors of a quantized matrix: values (two per byte), a scale per block, the scales' own scales
+# and their offset, and the 256 levels of scales.
 PARTS = ("codes", "scales", "scale_scales", "scale_mean", "scale_levels")
 
 
@@ -37,10 +37,11 @@ def require_nf4() -> None:
 
 @cache
 def _library() -> Any:
-    """Return bitsandbytes, without its advice on kernels that it would download.
+    """Return bitsandbytes, with its advice about downloading kernels silenced.
 
     Its first call computes the levels of scales for all later calls in the process. Under fake
-    tensors, as in a trace, they would be wrong, so the first call is made here, with real values.
+    tensors, as in a trace, they would have no values, so make that first call here with real
+    tensors.
     """
     speaking = logging.getLogger("bitsandbytes")
     level = speaking.level
@@ -56,7 +57,7 @@ def _library() -> Any:
 
 @torch.no_grad()
 def quantize(weight: Tensor) -> dict[str, Tensor]:
-    """Return a matrix's PARTS, one-dimensional, on its device, equal on every machine."""
+    """Return a matrix's PARTS as one-dimensional tensors on its device, equal on every machine."""
     codes, state = _library().quantize_4bit(
         weight.float().contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
     )
@@ -66,9 +67,9 @@ def quantize(weight: Tensor) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def dequantize(parts: list[Tensor], shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return the matrix of this shape, from its PARTS in order; fp64 gets the values of fp32."""
+    """Return the matrix of this shape, from its PARTS in order; fp64 gets fp32's values."""
     codes, scales, scale_scales, scale_mean, scale_levels = parts
-    # The operators that `quantize` made known, themselves: compilers and fake tensors know them.
+    # Call the operators that `quantize` registered: compilers and fake tensors know them.
     blocks = torch.ops.bitsandbytes
     scales = blocks.dequantize_blockwise.default(
         scales, scale_scales.float(), scale_levels.float(), SCALES_BLOCK, torch.float32
@@ -83,8 +84,8 @@ def dequantize(parts: list[Tensor], shape: torch.Size, dtype: torch.dtype) -> Te
 class NF4Matmul(torch.autograd.Function):
     """x · Wᵀ with a frozen 4-bit W, which is dequantized again in the backward and never kept.
 
-    bitsandbytes has such a matmul for 16 and 32 bits. This one also computes in fp64, so that the
-    code that is verified is the code that trains.
+    bitsandbytes has such a matmul for 16 and 32 bits. This one also computes in fp64, so that
+    verification runs the same code as training.
     """
 
     @staticmethod
@@ -96,7 +97,7 @@ class NF4Matmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of x only."""
+        """Return the gradient of `x`; W is frozen."""
         parts = ctx.saved_tensors
         made = dequantize(list(parts), ctx.shape, grad.dtype)
         return grad @ made, None, *(None for _ in parts)

@@ -1,8 +1,8 @@
-"""RMSNorm as one operator on a CPU, where torch composes it from several.
+"""RMSNorm as one operator on a CPU, where torch runs several.
 
-Those operators pass over memory about fifteen times, and keep the normalised values in addition to
-the input. Here three passes compute the value, and torch's kernel for LayerNorm's backward computes
-the gradients, in which only the mean's contribution is corrected.
+torch's operators make about fifteen passes over memory, and keep the normalised values in addition
+to the input. Here three passes compute the value, and torch's LayerNorm kernel computes the
+gradients, corrected for the mean.
 
 Zhang and Sennrich, arXiv 1910.07467, eq. 4: y = x / √(mean(x²) + ε) · weight.
 """
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from outpace.nn.operators import operator
 
-ROW_BYTES = 1 << 20  # of rows at a time: the second factor finds them in the cache
+ROW_BYTES = 1 << 20  # per chunk of rows; the scaling pass still finds them in cache
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
@@ -45,9 +45,9 @@ def _fake_output(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]
 def _rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, factor: Tensor, trains: bool
 ) -> list[Tensor]:
-    """Compute the gradient of `x` and, if it `trains`, of `weight`, in their dtypes.
+    """Compute the gradients of `x` and, if it `trains`, `weight`, in their dtypes.
 
-    With x̂ = x/rms and g = grad·weight it is (g − x̂·mean(g·x̂))/rms: LayerNorm's gradient for a
+    With x̂ = x/rms and g = grad·weight, x's gradient is (g − x̂·mean(g·x̂))/rms: LayerNorm's for a
     mean of 0, plus mean(g)/rms.
     """
     rows, its_grad, wide = _fp32_rows(x), _fp32_rows(grad), weight.to(factor.dtype)
@@ -95,7 +95,7 @@ rms_norm = operator(_rms_norm, _fake_output, _keep, _backward)
 
 
 class RMSNorm(nn.RMSNorm):
-    """nn.RMSNorm with the operator above if possible: on a CPU, for plain dense tensors."""
+    """nn.RMSNorm that uses the operator above where it can: on a CPU, for plain dense tensors."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (…, D) to (…, D)."""
@@ -108,8 +108,8 @@ class RMSNorm(nn.RMSNorm):
 def suits_operator(x: Tensor, weight: Tensor | None = None) -> bool:
     """Return whether a Python operator supports these tensors: dense, local, on a CPU.
 
-    A compiler fuses torch's own operators into one kernel, so it is given those, and so are
-    torch.func's transforms, since a Python operator lacks the rules that they need.
+    The compiler gets torch's own operators, which it fuses into one kernel. So do torch.func's
+    transforms, since a Python operator lacks the rules that they need.
     """
     if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False

@@ -1,9 +1,9 @@
-"""Offloading of tensors that blocks save for backward, to host memory or a disk.
+"""Offloading of the tensors that blocks save for backward, to host memory or disk.
 
 Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, §5.1.1, offload checkpoints. Here everything
 that autograd saves inside a block is offloaded; with checkpointing, that is the block's input. A
-block's tensors are offloaded while the next blocks are computed, and return in the backward while
-the following block is computed.
+block's tensors are copied out while later blocks compute, and prefetched in the backward while the
+block after it computes.
 """
 
 import weakref
@@ -22,34 +22,34 @@ from outpace.nn.spread import is_spread
 from outpace.records.errors import BadInputError
 from outpace.records.plan import Offload
 
-# A page; moving smaller tensors saves nothing.
+# One page; offloading smaller tensors saves nothing.
 LEAST_BYTES = 4096
-# Blocks that a device may be behind the program that feeds it. More would only pile up copies.
+# Blocks by which the device may lag behind the host. A larger lag only piles up copies.
 _AHEAD = 2
 
 
 class Parcel(Protocol):
-    """A tensor that is stored elsewhere, whose memory there lives as long as this object."""
+    """A tensor stored elsewhere; its memory there lives as long as this object."""
 
     def prefetch(self) -> None:
         """Start bringing the tensor back."""
 
     def open(self) -> Tensor:
-        """Return the tensor, for immediate use. It may be called again."""
+        """Return the tensor, ready for use. May be called repeatedly."""
 
 
 class Storage(Protocol):
-    """Storage that keeps tensors."""
+    """A place to store tensors."""
 
     def store(self, tensor: Tensor) -> Parcel:
         """Start copying a tensor."""
 
     def pace(self) -> None:
-        """Wait for copies that lag behind; called once per block in forward and in backward."""
+        """Wait for copies that lag behind; called once per block in forward and backward."""
 
 
 class _MappedTensor:
-    """A tensor in a mapped file; backward reads it from there."""
+    """A tensor in a memory-mapped file, from which the backward reads it."""
 
     def __init__(self, tensor: Tensor, scratch: Scratch) -> None:
         self._tensor, self._region = scratch.copy_temporarily(tensor)
@@ -63,7 +63,7 @@ class _MappedTensor:
 
 
 class DiskStore:
-    """Mapped files; the kernel reads ahead and writes back."""
+    """Memory-mapped files; the kernel reads ahead and writes back."""
 
     def __init__(self, scratch: Scratch) -> None:
         self._scratch = scratch
@@ -73,7 +73,7 @@ class DiskStore:
         return _MappedTensor(tensor, self._scratch)
 
     def pace(self) -> None:
-        """Do nothing: the kernel slows down a writer that is faster than the disk."""
+        """Do nothing: the kernel slows down writers that outpace the disk."""
 
 
 class _PinnedTensor:
@@ -84,7 +84,7 @@ class _PinnedTensor:
         with torch.cuda.stream(place.down):
             memory = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._host = memory.copy_(tensor, non_blocking=True)
-        tensor.record_stream(place.down)  # keeps its memory until it is copied
+        tensor.record_stream(place.down)  # keeps its memory until the copy is done
         self._sent = place.down.record_event()
         self._place, self._device = place, tensor.device
         self._back: Tensor | None = None
@@ -108,7 +108,7 @@ class _PinnedTensor:
 
 
 class HostStore:
-    """Page-locked host memory, with a stream for each direction besides the computation's."""
+    """Page-locked host memory, with one stream per direction beside the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.down, self.up = torch.cuda.Stream(device), torch.cuda.Stream(device)
@@ -120,7 +120,7 @@ class HostStore:
         return _PinnedTensor(tensor, self)
 
     def pace(self) -> None:
-        """Limit memory that waits to be copied, or was prefetched too early."""
+        """Limit the memory of tensors that wait to be copied out or were prefetched early."""
         computing = torch.cuda.current_stream(self._device)
         self._marks.append([stream.record_event() for stream in (computing, self.down)])
         if len(self._marks) > _AHEAD:
@@ -129,10 +129,10 @@ class HostStore:
 
 
 class _SavedTensors:
-    """Tensors saved by one forward of a block: each once, however many operations save it.
+    """Tensors saved by one forward of a block, each stored once, however many operations save it.
 
     Blocks do not share copies: a pipeline receives into the same memory repeatedly, which
-    autograd's version counters do not see.
+    autograd's version counters do not notice.
     """
 
     def __init__(self, keeper: "Keeper", weights: set[int], before: "_SavedTensors | None") -> None:
@@ -142,11 +142,11 @@ class _SavedTensors:
         self._opened = False
 
     def pack(self, tensor: Tensor) -> "Tensor | _SavedTensor":
-        """Return a function that brings a saved tensor back; or the tensor itself, if it stays."""
+        """Store a tensor and return a handle to it; or return the tensor itself, if it stays."""
         held = tensor._local_tensor if is_spread(tensor) else tensor
         if not _moves(held) or held.untyped_storage()._cdata in self._weights:
             return tensor
-        # A weak reference to a storage keeps its identity from being given to another.
+        # While a weak reference to it exists, a storage's identity is not reused.
         key = (
             StorageWeakRef(held.untyped_storage()), held._version, held.storage_offset(),
             held.shape, held.stride(), held.dtype, type(tensor),
@@ -160,7 +160,7 @@ class _SavedTensors:
         return found
 
     def open(self) -> None:
-        """Prefetch the tensors of the previous block, since the backward has reached this one."""
+        """Prefetch the previous block's tensors, since the backward has reached this one."""
         if self._opened:
             return
         self._opened = True
@@ -170,7 +170,7 @@ class _SavedTensors:
             before.prefetch()
 
     def prefetch(self) -> None:
-        """Start to bring back all tensors that are still needed."""
+        """Start to prefetch all tensors that are still needed."""
         for known in self._saved.values():
             saved = known()
             if saved is not None:
@@ -200,14 +200,14 @@ def _moves(tensor: Tensor) -> bool:
 
 
 class Keeper:
-    """Storage in `place` for tensors that blocks save."""
+    """Stores the tensors that blocks save in `place`."""
 
     def __init__(self, place: Storage) -> None:
         self.place = place
         self._last: weakref.ref[_SavedTensors] | None = None
 
     def forward(self, run: Callable[..., Any], block: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """Call `run`, the block's forward, with saved tensors stored in the place."""
+        """Call `run`, the block's forward; store the tensors that it saves."""
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)
         self.place.pace()
@@ -219,7 +219,7 @@ class Keeper:
 
 
 class KeptForward:
-    """A wrapper of a block's forward, `inner`, whose saved tensors a Keeper stores."""
+    """Wrapper of a block's forward, `inner`, whose saved tensors a Keeper stores."""
 
     def __init__(self, keeper: Keeper, inner: Callable[..., Any], block: nn.Module) -> None:
         self.inner, self._keeper, self._block = inner, keeper, block
@@ -239,7 +239,7 @@ def _memory(parameter: Tensor) -> int:
 
 
 def require_place(where: Offload, device: torch.device) -> None:
-    """Refuse a place that does not suit activations of a device. Raises BadInputError."""
+    """Raise BadInputError for a place that does not suit a device's activations."""
     if where == "cpu" and device.type != "cuda":
         raise BadInputError(
             f"offload_activations cpu: the activations of a {device.type} device are in host "
@@ -253,7 +253,7 @@ def require_place(where: Offload, device: torch.device) -> None:
 
 
 def offload_activations(blocks: Sequence[nn.Module], place: Storage) -> None:
-    """Make each block keep its saved tensors in `place`. Exact: the values are copied."""
+    """Make each block keep its saved tensors in `place`. Values do not change."""
     keeper = Keeper(place)
     for block in blocks:
         block.forward = KeptForward(keeper, block.forward, block)

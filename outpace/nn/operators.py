@@ -1,7 +1,7 @@
-"""Operators of torch written in Python, which tracing and compiling treat as one.
+"""Custom torch operators in Python; tracing and compiling see each as one operator.
 
-They replace `torch.library.custom_op`, which loads torch's compiler at its first call: half a
-second of a run's start.
+This replaces `torch.library.custom_op`, whose first call loads torch's compiler, which adds half a
+second to a run's start.
 """
 
 from collections.abc import Callable
@@ -33,10 +33,10 @@ def operator(
     keep: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
 ) -> Operator:
-    """Register `outpace::` with the name (without its _), arguments and results of `code`.
+    """Register `code` as `outpace::NAME`, with its name (without the _) and signature.
 
-    The operator must not write to its arguments. `made` returns results without values, for
-    tracing. `keep` and `backward` are as in `torch.library.register_autograd`.
+    The operator must not write to its arguments. `made` returns results without values (the fake
+    implementation). `keep` and `backward` are as in `torch.library.register_autograd`.
     """
     short = code.__name__.strip("_")
     name = f"outpace::{short}"
@@ -44,6 +44,7 @@ def operator(
     _LIBRARY.impl(short, code, "CPU")
     torch.library.register_fake(name, made, lib=_LIBRARY)
     if backward is not None:
-        backward = once_differentiable(backward)  # a second backward would silently give nothing
+        # a second backward would silently give no gradients
+        backward = once_differentiable(backward)
         torch.library.register_autograd(name, backward, setup_context=keep, lib=_LIBRARY)
     return Operator(getattr(torch.ops.outpace, short).default, code)

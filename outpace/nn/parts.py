@@ -19,7 +19,7 @@ class Part:
 
 
 class AbsentModule(nn.Module):
-    """Stand-in for a module that is on another rank: returns its first argument."""
+    """Stand-in for a module on another rank; returns its first argument."""
 
     def forward(self, x: Tensor, *_: object) -> Tensor:
         """Return the first argument."""
@@ -29,8 +29,8 @@ class AbsentModule(nn.Module):
 def take_part(model: Transformer, part: Part) -> Transformer:
     """Return a transformer with the modules of this part, which it shares with `model`.
 
-    Parameters keep their names. A part other than the first is called with hidden states (B, S, D)
-    instead of tokens. A tied embedding is also in the last part, as its head.
+    Parameters keep their names. Parts after the first are called with hidden states (B, S, D)
+    instead of tokens. A tied embedding is in the last part, too, as its head.
     """
     with torch.device("meta"):
         taken = Transformer(model.spec)

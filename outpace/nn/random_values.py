@@ -3,9 +3,9 @@
 A value is computed from its index alone (Salmon et al., "Parallel random numbers: as easy as 1, 2,
 3", SC 2011), so every device, and every rank that holds a part of a tensor, draws the same values
 in place. The bits are SplitMix64's (Steele, Lea & Flood, "Fast splittable pseudorandom number
-generators", OOPSLA 2014, fig. 17): each 16 of its 64 bits select one of 65,536 quantiles of the
-normal distribution, up to 4.3 deviations. All of this is integer arithmetic and a lookup, so
-results are equal on all devices.
+generators", OOPSLA 2014, fig. 17): each group of 16 bits selects one of 65,536 quantiles of the
+normal distribution, up to 4.3 standard deviations. Only integer arithmetic and a lookup are
+involved, so all devices get equal results.
 """
 
 import hashlib
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
-_QUANTILES, _VALUES = 1 << 16, 4  # of the distribution; values of 64 bits
+_QUANTILES, _VALUES = 1 << 16, 4  # _QUANTILES of the distribution; _VALUES per 64-bit word
 
 
 def wrap_64_bits(number: int) -> int:
-    """Return the signed number that has the lower 64 bits of `number`."""
+    """Return the lower 64 bits of `number` as a signed integer."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -27,22 +27,22 @@ def wrap_64_bits(number: int) -> int:
 GAMMA, _FIRST, _SECOND = map(
     wrap_64_bits, (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
-# Values that are made at once: on a processor their bits stay in its cache.
+# Values drawn per chunk, so that their bits stay in a processor's cache.
 _AT_ONCE_CPU, _AT_ONCE = 1 << 18, 1 << 26
 
 
 def stream_key(seed: int, name: str) -> int:
-    """Return the key of a separate stream for each name, 64 bits as a signed number."""
+    """Return the key of a stream for this seed and name, 64 bits as a signed integer."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big", signed=True)
 
 
 @torch.no_grad()
 def fill_normal(out: Tensor, seed: int, name: str, std: float, start: int = 0) -> Tensor:
-    """Fill `out` (contiguous) with values `start`, `start` + 1, … of N(0, std²) of a stream.
+    """Fill `out` (contiguous) in place with values `start`, `start` + 1, … of a stream; return it.
 
-    It is filled in place, on its device, and in fp32 before rounding to another dtype. Returns it.
-    Tensors without values (meta, fake tensors) stay as they are.
+    Values are N(0, std²), drawn on the tensor's device in fp32 before rounding to its dtype.
+    Tensors without values (meta, fake tensors) stay unchanged.
     """
     if out.is_meta or isinstance(out, FakeTensor):
         return out
@@ -64,20 +64,20 @@ def _words(key: int, first: int, count: int, device: torch.device) -> Tensor:
 
 
 def mix(state: Tensor) -> Tensor:
-    """Turn states into SplitMix64's words, int64, in place."""
+    """Apply SplitMix64's output function to states, int64, in place."""
     state = _xor_shifted(state, 30).mul_(_FIRST)
     state = _xor_shifted(state, 27).mul_(_SECOND)
     return _xor_shifted(state, 31)
 
 
 def _xor_shifted(state: Tensor, places: int) -> Tensor:
-    """Return a number's exclusive or with itself shifted to the right as an unsigned number."""
+    """Return `state` xor (`state` >> `places`), with an unsigned shift."""
     return state.bitwise_xor_((state >> places).bitwise_and_((1 << (64 - places)) - 1))
 
 
 @cache
 def _quantiles(device: torch.device) -> Tensor:
-    """Return the normal quantiles at the middles of equal shares, fp32, ascending."""
+    """Return the normal quantiles at the midpoints of 65,536 equal shares, fp32, ascending."""
     with unset_fake_temporarily(), torch.device("cpu"):
         shares = (torch.arange(_QUANTILES // 2, dtype=torch.float64) + 0.5) / _QUANTILES
         below = torch.special.ndtri(shares)

@@ -1,7 +1,7 @@
-"""Buffers that a block's forward changes, for blocks whose backward runs the forward again.
+"""Buffers that a block's forward updates, where the backward recomputes that forward.
 
-A recomputation must see the buffers (running averages, counters) that the forward saw, and must not
-update them a second time.
+The recomputation must see the buffers (running averages, counters) as the forward saw them, and
+must not update them a second time.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ _Place = tuple[nn.Module, str]
 
 
 class BufferKeeper:
-    """Keeper of the buffers that a block's forward changes, starting with the first forward."""
+    """Tracks the buffers that a block's forward changes, so that recomputing leaves them alone."""
 
     def __init__(self, block: nn.Module) -> None:
         self._kind = type(block).__name__
@@ -34,7 +34,7 @@ class BufferKeeper:
         return bool(self._places)
 
     def change_once(self, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a forward that changes buffers when first called, but not when recomputed."""
+        """Return a forward that changes buffers on its first call, but not when recomputed."""
         before: dict[_Place, Tensor] | None = None
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -58,7 +58,7 @@ class BufferKeeper:
         return self._places if self._moving is None else list(self._moving)
 
     def _changed_buffers(self, moved: set[_Place]) -> set[_Place]:
-        """Return all buffers that have changed so far."""
+        """Return all buffers that have been seen to change."""
         late = set() if self._moving is None else moved - self._moving
         if late:
             _, name = next(iter(late))
@@ -73,7 +73,7 @@ class BufferKeeper:
     def _recompute(
         self, before: dict[_Place, Tensor], forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> Any:
-        """Recompute with copies of the buffers as they were before the forward."""
+        """Recompute with copies of the buffers as they were before the first call."""
         now = {place: _buffer_at(place) for place in before}
         for (part, name), buffer in before.items():
             part._buffers[name] = buffer.clone()

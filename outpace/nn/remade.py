@@ -1,7 +1,7 @@
-"""Saved tensors of a linear matmul, replaced by functions that compute them again.
+"""Replacement of a linear layer's saved tensors by functions that recompute them.
 
-`torch.autograd.graph.saved_tensors_hooks` would call Python for each tensor saved within it. Here
-only one tensor is replaced, after the matmul.
+`torch.autograd.graph.saved_tensors_hooks` would call Python for each tensor saved in its context.
+Here only one tensor is replaced, after the matmul.
 """
 
 from collections.abc import Callable
@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# The nodes of a matmul's backward, and what they call its input (rows, (N, in)). The weight, as
-# it is multiplied, (in, out), is `mat2` to both.
+# Autograd nodes of a matmul, and their attribute for its input (rows, (N, in)). Both call the
+# weight, as it is multiplied, (in, out), `mat2`.
 _INPUTS = {"AddmmBackward0": "_raw_saved_mat1", "MmBackward0": "_raw_saved_self"}
 
 
@@ -20,11 +20,11 @@ def remake_operands(
     make_input: Callable[[], Tensor] | None,
     make_weight: Callable[[], Tensor] | None,
 ) -> None:
-    """Make the backward of `matmul`, `F.linear` of rows, call functions for its operands.
+    """Make the backward of `product`, an `F.linear` of rows, call functions for its operands.
 
-    None leaves an operand unchanged. An operand must have been saved: an input if the weight is
-    trained, a weight if the input has a gradient. Nothing changes if torch does not compute the
-    matmul as for plain tensors, or if other hooks hold saved tensors (checkpointing, offloading).
+    None leaves an operand unchanged. The operand must have been saved: the input if the weight is
+    trained, the weight if the input needs a gradient. Nothing changes if torch used other autograd
+    nodes than for plain tensors, or if other hooks hold saved tensors (checkpointing, offloading).
     """
     node = matmul.grad_fn
     name = _INPUTS.get(type(node).__name__)
@@ -37,12 +37,12 @@ def remake_operands(
 
 
 def has_hooks() -> bool:
-    """Return whether hooks receive saved tensors; torch accepts no second set of hooks."""
+    """Return whether saved-tensor hooks are active; torch does not combine them."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def remake(saved: Any, make: Callable[[], Tensor]) -> None:
-    """Drop a tensor that a node has saved in one of its `_raw_saved_` attributes."""
+    """Replace a node's saved tensor, given as its `_raw_saved_` attribute, by a function."""
     saved.register_hooks(lambda _: make, _make_again)
 
 

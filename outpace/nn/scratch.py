@@ -3,11 +3,11 @@
 Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, §5.1.2, keep such tensors in files with
 explicit reads and writes. Here the files are mapped: a tensor is used in place, the kernel reads
 ahead and writes back in the background, and as long as the machine has free memory, pages stay in
-its cache without waiting for a disk. They count as the process's memory only between their use and
-their release, and never as anonymous memory, which the kernel cannot reclaim under a memory limit.
+its cache without waiting for a disk. Pages count as the process's memory only between use and
+release, and never as anonymous memory, which the kernel cannot reclaim under a memory limit.
 
-The files have no names (O_TMPFILE, or removed as soon as they are open), so they disappear with the
-process, however it ends: nothing can be left behind or be mistaken for a checkpoint.
+The files have no names (O_TMPFILE, or deleted as soon as they are open), so they disappear with the
+process, however it ends. Nothing is left behind or mistaken for a checkpoint.
 """
 
 import ctypes
@@ -29,14 +29,14 @@ from torch import Tensor
 from outpace.records.errors import BadInputError
 from outpace.records.units import show_bytes
 
-# Of a file's address space; disk is taken only as far as it is given out. Few files stay open.
+# Address space per file, so that few files stay open; disk space is taken only as needed.
 _FILE_BYTES = 1 << 30
-_ALIGNED_BYTES = 64  # as torch's own allocations
+_ALIGNED_BYTES = 64  # as torch's own allocator
 
 
 @dataclass(frozen=True)
 class Region:
-    """A part of a mapped file, from the start of one page to that of another."""
+    """A page-aligned part of a mapped file."""
 
     mapping: mmap.mmap
     start: int
@@ -49,17 +49,16 @@ class Region:
     def release(self) -> None:
         """Release this process's memory for the region.
 
-        Its values stay in the kernel's cache, or on disk.
-
-        The next use brings them back, with a page fault.
+        Its values stay in the kernel's cache or on disk; the next use brings them back by a page
+        fault.
         """
         self.mapping.madvise(mmap.MADV_DONTNEED, self.start, self.nbytes)
 
 
 class Scratch:
-    """Allocator of memory in files in `directory` (None: the system's for temporary files).
+    """Allocator of memory in files in `directory` (None: the system's temporary directory).
 
-    `taken_bytes`: space taken on the disk, which does not shrink: freed regions are used again.
+    `taken_bytes`: disk space in use. It never shrinks, since freed regions are reused.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
@@ -79,7 +78,7 @@ class Scratch:
             self._end = self._open(max(_FILE_BYTES, pages))
         mapping, descriptor, used = self._end
         try:
-            # A page of a sparse file that finds no room on the disk would kill the process.
+            # Writing to a page of a sparse file on a full disk would kill the process.
             _allocate(descriptor, used, pages)
         except OSError as error:
             raise self._refusal(error, pages) from None
@@ -88,7 +87,7 @@ class Scratch:
         return Region(mapping, used, pages)
 
     def give_back(self, region: Region) -> None:
-        """Take back a region that is no longer used."""
+        """Mark a region as free for reuse."""
         region.release()
         self._idle[region.nbytes].append(region)
 
@@ -100,7 +99,7 @@ class Scratch:
             self._directory.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self._directory) as file:
                 os.truncate(file.fileno(), nbytes)
-                # The mapping's own descriptor stays open as long as it.
+                # The mapping keeps its own descriptor open.
                 descriptor = os.dup(file.fileno())
                 mapping = mmap.mmap(descriptor, nbytes, mmap.MAP_SHARED)
         except OSError as error:
@@ -109,7 +108,7 @@ class Scratch:
         return mapping, descriptor, 0
 
     def _require_disk(self) -> None:
-        """Refuse a named directory that is itself in memory. Raises BadInputError."""
+        """Raise BadInputError if the given directory is itself in memory."""
         whole = self._directory.absolute()
         device = next(p for p in (whole, *whole.parents) if p.exists()).stat().st_dev
         for mount in psutil.disk_partitions(all=True) if self._named else ():
@@ -122,13 +121,13 @@ class Scratch:
 
     def _refusal(self, error: OSError, nbytes: int) -> BadInputError:
         return BadInputError(
-            f"offload to disk: {self._directory} cannot hold {show_bytes(nbytes)} more in "
-            f"addition to the {show_bytes(self.taken_bytes)} that it has from this process "
-            f"({error.strerror}). Name another directory with --offload-dir, or offload less."
+            f"offload to disk: {self._directory} has no room for {show_bytes(nbytes)} more beside "
+            f"the {show_bytes(self.taken_bytes)} that this process has there ({error.strerror}). "
+            "Name another directory with --offload-dir, or offload less."
         )
 
     def copy_permanently(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Region]:
-        """Copy plain tensors into one region, side by side and permanently."""
+        """Copy plain tensors into one permanent region, side by side."""
         begins, total = [], 0
         for tensor in tensors:
             begins.append(total)
@@ -144,7 +143,7 @@ class Scratch:
         return self._placed.get(tensor.data_ptr())
 
     def copy_temporarily(self, tensor: Tensor) -> tuple[Tensor, Region]:
-        """Copy a plain tensor into a region that is freed after its last use."""
+        """Copy a plain tensor into a region that is freed when the copy is."""
         region = self.allocate(max(tensor.nbytes, 1))
         memory = (ctypes.c_char * region.nbytes).from_buffer(region.mapping, region.start)
         weakref.finalize(memory, self.give_back, region).atexit = False
@@ -152,9 +151,10 @@ class Scratch:
 
 
 def _allocate(descriptor: int, start: int, nbytes: int) -> None:
-    """Take disk space for part of a file, all of it or none. Raises OSError.
+    """Allocate disk space for part of a file, all of it or none. Raises OSError.
 
-    A file system may use up all free space before it refuses, so that other writes fail meanwhile.
+    Check first whether it fits: a file system may fill up before it refuses, so that other writes
+    fail meanwhile.
     """
     disk = os.fstatvfs(descriptor)
     if nbytes > disk.f_bavail * disk.f_frsize:
@@ -170,7 +170,7 @@ def _allocate(descriptor: int, start: int, nbytes: int) -> None:
 
 @torch.no_grad()
 def _copy(tensor: Tensor, memory: "ctypes.Array[ctypes.c_char]", at: int) -> Tensor:
-    """Copy a tensor into the memory, dense, in the order of its strides."""
+    """Copy a tensor into memory at an offset, dense, in the order of its strides."""
     if tensor.numel() == 0:
         return tensor.detach().clone()
     flat = torch.frombuffer(memory, dtype=tensor.dtype, count=tensor.numel(), offset=at)

@@ -1,4 +1,4 @@
-"""Tensors that may be spread over ranks: the local part, the whole tensor, a part of it."""
+"""Tensors that may be DTensors: the local part, the whole tensor, and parts of it."""
 
 import math
 import sys
@@ -15,13 +15,13 @@ from outpace.nn.torch_versions import all_gather_single
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
-_ALONE_BYTES = 1 << 19  # from here on, copies take longer than a message more
+_ALONE_BYTES = 1 << 19  # from this size on, copying takes longer than one more message
 
 
 def is_spread(tensor: Tensor) -> "TypeIs[DTensor]":
     """Return whether a tensor is a DTensor, without loading torch's module for it.
 
-    The module takes half a second to load. Plain tensors, for which a step calls this often, are
+    The module takes half a second to load. Plain tensors, which a step asks about often, are
     recognised first.
     """
     if type(tensor) is Tensor or type(tensor) is nn.Parameter:
@@ -56,7 +56,7 @@ def whole(tensor: Tensor) -> Tensor:
     from torch.distributed.tensor import Replicate
 
     placements = list(tensor.placements)
-    # What was split last is put together first: torch would do the same, with a warning.
+    # Gather the last split first: torch would do the same, with a warning.
     for axis in range(len(placements)):
         placements[axis] = Replicate()
         tensor = tensor.redistribute(placements=placements)
@@ -64,15 +64,15 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def splits(placement: "Placement", dim: int) -> bool:
-    """Return whether a placement splits a tensor along `dim`, contiguously or in strides.
+    """Return whether a placement splits a tensor along `dim`, contiguously or strided.
 
-    torch's `is_shard` ignores the strided ones, which result from splitting a tensor twice.
+    torch's `is_shard` ignores strided shards, which result from splitting a tensor twice.
     """
     return getattr(placement, "dim", None) == dim
 
 
 class RowSplit(NamedTuple):
-    """Split of a tensor's rows into equal parts over the ranks of one axis of its mesh.
+    """Split of a tensor's rows into equal parts over one axis of its mesh.
 
     This rank's rows start at `begin`; the last ranks may have fewer than `rows` rows, or none.
     """
@@ -99,10 +99,10 @@ def split_rows(tensor: Tensor) -> RowSplit | None:
 
 @torch.no_grad()
 def gather_rows(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Gather tensors of one dtype that have `split_rows` over the same ranks.
+    """Gather tensors of one dtype whose rows are split over the same ranks (`split_rows`).
 
-    Large ones in equal parts have a message each, without copies, and all others one; each result
-    has its own memory. Collective.
+    Each large, evenly split tensor has its own message, without copies; all others share one. Each
+    result has its own memory. Collective.
     """
     whole = [_gather_alone(tensor) for tensor in tensors]
     rest = [tensor for tensor, one in zip(tensors, whole, strict=True) if one is None]
@@ -111,7 +111,7 @@ def gather_rows(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _gather_alone(tensor: Tensor) -> Tensor | None:
-    """Gather a large tensor that is split into equal parts; None if it is none. Collective."""
+    """Gather a large tensor that is split into equal parts; None for any other. Collective."""
     rows, part = split_rows(tensor), local(tensor)
     assert rows is not None
     ranks = rows.group.size()
@@ -143,7 +143,7 @@ def _gather_together(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 @torch.no_grad()
 def part_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's part of a whole tensor, split like `like`. Nothing is sent."""
+    """Return this rank's part of a whole tensor, split like `like`, without communication."""
     if not is_spread(like):
         return tensor
     from torch.distributed.tensor import DTensor, Replicate
@@ -154,7 +154,7 @@ def part_like(tensor: Tensor, like: Tensor) -> Tensor:
 
 
 def as_spread(part: Tensor, shape: tuple[int, ...], like: Tensor) -> Tensor:
-    """Wrap a part as a DTensor of `shape`, spread like `like`, if that is spread."""
+    """Wrap a part as a DTensor of `shape`, placed like `like`; unchanged if `like` is plain."""
     if not is_spread(like):
         return part
     from torch.distributed.tensor import DTensor

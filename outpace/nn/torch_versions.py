@@ -1,8 +1,7 @@
 """Differences between the versions of torch that outpace runs on, 2.11 to 2.15.
 
-Each function behaves on every version as on the newest torch, or reports that a version cannot. No
-other module checks torch's version or the presence of a name in it;
-`tests/nn/test_torch_versions.py` checks that.
+Each function behaves as on the newest torch, or reports that a version cannot. No other module
+checks torch's version or whether it has a name; `tests/nn/test_torch_versions.py` makes sure.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,7 +31,7 @@ def all_gather_single(
 ) -> Any:
     """Gather equal parts of all ranks in one tensor; with `async_op`, return the work to wait for.
 
-    torch has used this name since 2.13, and warns about the old one.
+    torch has this name since 2.13, and warns about the old one.
     """
     if hasattr(dist, "all_gather_single"):
         return dist.all_gather_single(output, part, group=group, async_op=async_op)
@@ -44,7 +43,7 @@ def reduce_scatter_single(
 ) -> Any:
     """Sum a tensor over ranks and keep one of equal parts.
 
-    With `async_op`, return the work to wait for. torch uses this name since 2.13, and warns about
+    With `async_op`, return the work to wait for. torch has this name since 2.13, and warns about
     the old one.
     """
     if hasattr(dist, "reduce_scatter_single"):
@@ -53,10 +52,10 @@ def reduce_scatter_single(
 
 
 def add_wide_matmul(total: Tensor, left: Tensor, right: Tensor) -> Tensor:
-    """Add the matmul of two 16-bit tensors to `total` in fp32, inside cuBLAS's matmul.
+    """Add the matmul of two 16-bit tensors to `total` in fp32, inside cuBLAS's kernel.
 
-    Fake tensors do not support it before torch 2.13: they get the matmul alone, which is the same
-    work.
+    Fake tensors support this only since torch 2.13. Before, they get the matmul alone, which costs
+    the same.
     """
     if torch_release() < (2, 13) and type(total) is not Tensor:
         return torch.mm(left, right, out_dtype=torch.float32, out=total)
@@ -75,7 +74,7 @@ def compiler_reads_before_it_writes() -> bool:
 def without_buffers() -> dict[str, Any]:
     """Return the arguments that stop DistributedDataParallel from sending parameters and buffers.
 
-    It sends both when it is made, and buffers before each forward.
+    It sends both when constructed, and buffers before each forward.
 
     torch 2.13 has another name for the option, and warns about the old one.
     """
@@ -85,16 +84,16 @@ def without_buffers() -> dict[str, Any]:
 
 
 def without_saved_tensor_hooks() -> dict[str, Any]:
-    """Return the arguments that hide the tensors kept by selective checkpointing from hooks.
+    """Return the arguments that hide tensors kept by selective checkpointing from hooks.
 
-    That is the only behavior before torch 2.15, which warns unless the option is set.
+    Before torch 2.15 this is the only behavior; 2.15 warns unless the option is set.
     """
     name = "respect_saved_tensors_hooks"
     return {name: False} if name in signature(checkpoint).parameters else {}
 
 
 def fsdp_param_groups(state: Any) -> list[Any]:
-    """Return groups of parameters that a module's FSDP state gathers, a list since torch 2.12."""
+    """Return the parameter groups that a module's FSDP state gathers, a list since torch 2.12."""
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
@@ -103,7 +102,7 @@ def fsdp_param_groups(state: Any) -> list[Any]:
 def launch_config(shutdown_timeout_s: int, **settings: Any) -> "LaunchConfig":
     """Return a LaunchConfig that ends workers after `shutdown_timeout_s`, from torch 2.12.
 
-    Before 2.12, `PContext.close` has a default of 30 s, which its caller may replace.
+    Before 2.12, set it through `PContext.close`, whose default is 30 s.
     """
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -113,7 +112,7 @@ def launch_config(shutdown_timeout_s: int, **settings: Any) -> "LaunchConfig":
 
 
 def stage_votes() -> Iterator[tuple[Any, str, Any]]:
-    """Yield replacements that stop stages from voting on shapes: (owner, name, function).
+    """Yield replacements that stop pipeline stages from voting on shapes: (owner, name, function).
 
     Stages have voted since torch 2.12.
     """
@@ -124,9 +123,9 @@ def stage_votes() -> Iterator[tuple[Any, str, Any]]:
 
 
 def fill_missing_gradients(stage: Any, micro_batch: int) -> None:
-    """Give zeros to inputs of a pipeline stage without gradients, so that these can be sent.
+    """Give zeros to a pipeline stage's inputs that have no gradient, so that they can be sent.
 
-    torch itself has done this since 2.13. Before, the stage raised, and the previous stage waited.
+    torch itself does this since 2.13. Before, the stage raised, and the previous stage hung.
     """
     gradients = stage.bwd_cache.get(micro_batch)
     if gradients is None or stage.is_first or hasattr(stage, "_get_grad_send_meta"):
@@ -134,12 +133,12 @@ def fill_missing_gradients(stage: Any, micro_batch: int) -> None:
     received = stage.args_recv_info[0]
     stage.bwd_cache[micro_batch] = tuple(
         torch.zeros_like(one.buffer) if gradient is None and hasattr(one, "buffer") else gradient
-        for gradient, one in zip(gradients, received, strict=False)  # arguments by name come last
+        for gradient, one in zip(gradients, received, strict=False)  # keyword arguments come last
     )
 
 
 def flight_recorder_dumps() -> list[Callable[[], str | bytes]]:
-    """Return the functions that dump this process's flight recorders as JSON.
+    """Return functions that dump this process's flight recorders as JSON.
 
     Builds with NCCL have a second one, for its collectives.
     """
@@ -151,15 +150,15 @@ def flight_recorder_dumps() -> list[Callable[[], str | bytes]]:
 
 
 def split_backward_refusal(strategy: str) -> str | None:
-    """Explain why schedules that split the backward cannot run on a CPU; None if they can.
+    """Return why schedules that split the backward cannot run on a CPU; None if they can.
 
-    Before 2.13, `torch.autograd.grad` finds no metadata at operators with a registered backward,
+    Before 2.13, `torch.autograd.grad` finds no metadata for operators with a registered backward,
     such as norms on a CPU.
     """
     if torch_release() >= (2, 13):
         return None
     return (
-        f"{strategy} splits the backward into inputs' and weights', which torch "
-        f"{VERSION} cannot do on a CPU through operators written in Python. Use torch "
-        "2.13 or newer, or --strategy interleaved"
+        f"{strategy} computes the gradients of inputs and weights separately, which torch "
+        f"{VERSION} cannot do on a CPU through operators written in Python. Use torch 2.13 or "
+        "newer, or --strategy interleaved"
     )

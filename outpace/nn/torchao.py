@@ -7,12 +7,12 @@ from typing import Any
 
 from outpace.records.errors import BadInputError
 
-# They say at import which of torchao's kernels do not fit this machine; none is used.
+# At import, these log which of torchao's kernels do not fit this machine; outpace uses none.
 CHATTY_LOGGERS = ("torchao", "torch.utils._pytree")
 
 
 def torchao_module(name: str, asked: str) -> Any:
-    """Return `torchao.NAME`. Raises BadInputError, which names what `asked` for it."""
+    """Return `torchao.NAME`. Raises BadInputError, naming `asked`, if it is not installed."""
     if find_spec("torchao") is None:
         raise BadInputError(
             f"{asked} needs torchao, which is not installed. Install it with pip install "

@@ -76,8 +76,8 @@ class HeadTransform(nn.Module):
 def fill_initial(parameter: Tensor, spec: ModelSpec, seed: int, name: str) -> Tensor:
     """Fill a parameter with its initial value, in place. Returns it.
 
-    N(0, 0.02) is drawn from a stream of the parameter's own, so that it depends on no device, rank
-    or order. Biases are 0, norms 1, and the projections into the residual stream are divided by
+    Weights are N(0, 0.02), drawn from a stream per parameter, so they do not depend on device, rank
+    or order. Biases are 0 and norms 1. Projections into the residual stream are divided by
     √(2·layers) (Radford et al. 2019, §2.3).
     """
     if name.endswith("bias"):
@@ -94,7 +94,7 @@ def fill_initial(parameter: Tensor, spec: ModelSpec, seed: int, name: str) -> Te
 def initial_value(
     spec: ModelSpec, seed: int, name: str, shape: Sequence[int], device: torch.device | None = None
 ) -> Tensor:
-    """Return a parameter's initial value (see `fill_initial`) in fp32, by default on the host."""
+    """Return a parameter's initial value (see `fill_initial`) in fp32, by default on the CPU."""
     room = torch.empty(shape, dtype=torch.float32, device=device or "cpu")
     return fill_initial(room, spec, seed, name)
 
@@ -102,9 +102,9 @@ def initial_value(
 def drawn_transformer(
     spec: ModelSpec, seed: int, device: torch.device, dtype: torch.dtype
 ) -> "Transformer":
-    """Return a transformer with random weights, drawn on their device and in their dtype."""
+    """Return a transformer with random weights, drawn on `device` in `dtype`."""
     if device.type == "cpu" and dtype == torch.float32:
-        return Transformer(spec, seed)  # without the meta device, whose `empty_like` loads sympy
+        return Transformer(spec, seed)  # not via the meta device, whose `empty_like` loads sympy
     with torch.device("meta"):
         structure = Transformer(spec)
     model = structure.to(dtype).to_empty(device=device)
@@ -113,12 +113,12 @@ def drawn_transformer(
 
 
 class Transformer(nn.Module):
-    """A transformer with its head. Parameters are fp32; autocast lowers the computation.
+    """A transformer with its head. Parameters are fp32; autocast lowers compute precision.
 
     Weights are a pure function of (spec, seed). On the meta device, none are drawn: allocate memory
     with `to_empty` and call `reset_parameters`, or load a state dict with `assign=True`.
-    `blocks_of_masks`: whether masks are blocks if the device has a (compiled) kernel for them; else
-    they are S × S values. `runs_on`: the kind of device to choose for; by default, the tensors'
+    `blocks_of_masks`: whether to use block masks if the device has a (compiled) kernel for them;
+    otherwise masks are S × S. `runs_on`: the device type to choose for; by default, the tensors'
     device.
     """
 
@@ -164,12 +164,12 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Return hidden states (B, S, D), ready for `logits`.
 
-        `documents_BS`: number of the document of each token; attention stays within equal numbers,
-        and positions count from each document's start. `padding_mask_BS`: True for real tokens.
-        `cache`: holds the previous tokens, and is extended. `positions`: (S,) or (B, S), if they do
-        not start at 0, or if `tokens_BS` are hidden states of a part of the sequence. `read_B`: the
-        only position of each sample whose hidden state is needed and computed by the last block,
-        (B, 1, D). Raises BadInputError for sequences longer than the model's positions.
+        `documents_BS`: the document number of each token; attention stays within a document, and
+        positions count from its start. `padding_mask_BS`: True for real tokens. `cache`: holds the
+        previous tokens, and is extended. `positions`: (S,) or (B, S), if they do not start at 0, or
+        if `tokens_BS` are hidden states of a part of the sequence. `read_B`: the one position of
+        each sample whose hidden state is needed; the last block computes only these, (B, 1, D).
+        Raises BadInputError for sequences longer than the model's positions.
         """
         past = 0 if cache is None else cache.length
         length = tokens_BS.shape[1] if positions is None else positions.shape[-1]
@@ -181,7 +181,7 @@ class Transformer(nn.Module):
         x_BSD = self.embed(tokens_BS, positions, segments_BS)
         rotary = rotary_tables(self.spec, positions) if self.spec.positions == "rotary" else None
         lengths = (length, past + length)
-        # What is written from a cache has a length of its own at each token: not compiled.
+        # In generation the length changes with each token: not compiled.
         by_blocks = cache is None and self._takes_blocks(tokens_BS.device)
         seen = self._visibilities(
             lengths, documents_BS, padding_mask_BS, tokens_BS.device, by_blocks
@@ -209,7 +209,7 @@ class Transformer(nn.Module):
         device: torch.device,
         by_blocks: bool,
     ) -> dict[int | None, Visibility]:
-        """Return the visibility for each layer, made once per distinct window."""
+        """Return the visibility of each layer, computed once per distinct window."""
         windows = {self.spec.layer_window(index) for index in range(self.spec.layers)}
         causal = self.spec.causal
         given = documents_BS, padding_mask_BS
@@ -233,7 +233,7 @@ class Transformer(nn.Module):
 
 
 def hold_masks(module: nn.Module) -> None:
-    """Make transformers in the context use masks of S × S values, which need no compiling."""
+    """Make transformers in the context use S × S masks, which need no compiler."""
     for part in module.modules():
         if isinstance(part, Transformer):
             part.blocks_of_masks = False

@@ -1,7 +1,7 @@
-"""Code that torch's compiler leaves out, without loading the compiler, which takes a second.
+"""Exclusion of code from torch.compile without loading the compiler, which takes a second.
 
-Parts of torch ask it to skip some of their methods, which has no effect if nothing is compiled. Its
-answer is hard-coded here instead.
+Parts of torch ask the compiler to skip some of their methods, which has no effect if nothing is
+compiled. Here that answer is hard-coded.
 """
 
 import sys
@@ -16,22 +16,22 @@ from torch import nn
 
 
 def leave_alone(method: Callable[..., Any]) -> None:
-    """Make a method under torch's `_disable_dynamo` callable without the compiler."""
+    """Make a method that `_disable_dynamo` wraps callable without loading the compiler."""
     plain = unwrap(method)
     if plain is not method:
         plain.__dict__.setdefault("__dynamo_disable", plain)
 
 
 def leave_to_python(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that a forward which is compiled already, or in part, calls in Python.
+    """Return a hook that compiled code calls in Python instead of compiling it, too.
 
-    A compiler that traces a hook may run what it does to objects once for several calls.
+    A compiler that traces a hook may apply its side effects once for several calls.
     """
     return torch.compiler.disable(hook) if "torch._dynamo" in sys.modules else hook
 
 
 def has_compiled_parts(model: nn.Module) -> bool:
-    """Return whether a part of a model, or its forward, went through `torch.compile`."""
+    """Return whether a part of a model, or its forward, was compiled by `torch.compile`."""
     return "torch._dynamo" in sys.modules and any(
         type(part).__name__ == "OptimizedModule"
         or getattr(part, "_compiled_call_impl", None) is not None
@@ -43,14 +43,14 @@ def has_compiled_parts(model: nn.Module) -> bool:
 def run_eagerly(compiled: bool) -> AbstractContextManager[object]:
     """Return a context in which compiled code runs in Python, if any is.
 
-    Code that the compiler meets while a mode observes operators is never compiled afterwards.
+    Otherwise, code first called while a dispatch mode is active would never be compiled later.
     """
     return torch.compiler.set_stance("force_eager") if compiled else nullcontext()
 
 
 @contextmanager
 def skip_compile_query() -> Iterator[None]:
-    """Tell `DistributedDataParallel` the compiler's default mode, without loading the compiler."""
+    """Give `DistributedDataParallel` the compiler's default mode, without loading the compiler."""
     if "torch._dynamo" in sys.modules:
         yield
         return

@@ -1,1 +1,1 @@
-"""Optimizers by the names that a plan gives them, built over the parameters of a layout."""
+"""Optimizers by the names that plans use, built over a layout's parameters."""

@@ -1,8 +1,8 @@
-"""Adafactor over tensors that may be spread over ranks.
+"""Adafactor over tensors that may be DTensors.
 
 Shazeer and Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", ICML 2018,
-algorithms 4 and 5, in the form of torch.optim.Adafactor: the learning rate is the upper bound of
-the relative step. torch's version needs operations that DTensors lack, and reads numbers back from
+algorithms 4 and 5, as in torch.optim.Adafactor: the learning rate is the upper bound of the
+relative step. torch's own version needs operations that DTensors lack, and reads values back from
 the device for each parameter.
 """
 
@@ -18,15 +18,15 @@ from outpace.optim.compiled_step import CompiledStep
 from outpace.optim.multi_tensor import group_parameters, step_counts
 from outpace.optim.per_parameter import step_each
 
-MEANS = ("variance", "row_var", "col_var")  # of squares, by their names in a state
+MEANS = ("variance", "row_var", "col_var")  # means of squares, by their names in a state
 
 
 class Adafactor(torch.optim.Adafactor):
-    """Adafactor with torch's settings and states; sums over rows and columns include all ranks.
+    """Adafactor with torch's settings and states; sums over rows and columns span all ranks.
 
-    `compiled`: parameters that are not spread over ranks are updated by kernels of torch.compile.
-    `together`: small parameters of one shape are stacked and updated as one, which is faster on a
-    GPU. Compiled ones are not stacked, since Inductor fails on stacks.
+    `compiled`: plain (not sharded) parameters are updated by kernels of torch.compile. `together`:
+    small parameters of one shape are stacked and updated as one, which is faster on a GPU. Compiled
+    updates do not stack, since Inductor fails on stacks.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Adafactor(torch.optim.Adafactor):
         self._together = together
 
     def initial_state(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return zeros: means of squares over the columns and over the rows of a matrix."""
+        """Return a parameter's initial state: zero means of squares over columns and over rows."""
         state = {"step": torch.zeros((), dtype=torch.float32)}
         if parameter.ndim < 2:
             return {**state, "variance": torch.zeros_like(parameter)}
@@ -50,7 +50,7 @@ class Adafactor(torch.optim.Adafactor):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient. Collective if tensors are spread."""
+        """Update every parameter that has a gradient. Collective if parameters are sharded."""
         if not self._together:
             step_each(self, lambda parameter, _: self.initial_state(parameter), self._update)
             return
@@ -66,7 +66,7 @@ class Adafactor(torch.optim.Adafactor):
         states = [self.state[parameter] for parameter in stepped]
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)
-        # Whole sizes: ranks have to join the same ones, whatever they hold of them.
+        # Global sizes: all ranks must stack the same parameters, whatever part of them they hold.
         sizes = [parameter.numel() for parameter in stepped]
         kinds = [
             None if self._compiled and not is_spread(parameter) else _kind(parameter, count)
@@ -97,7 +97,7 @@ class Adafactor(torch.optim.Adafactor):
     def _update_stacked(
         self, parameters: list[nn.Parameter], states: list[dict[str, Any]], group: dict[str, Any]
     ) -> None:
-        """Step parameters of one shape, in copies stacked in one tensor."""
+        """Step parameters of one shape, as copies stacked in one tensor."""
         gradient = torch.stack([local(p.grad) for p in parameters])  # type: ignore[arg-type]
         names = [name for name in MEANS if name in states[0]]
         held = [[local(p) for p in parameters]]
@@ -112,7 +112,7 @@ class Adafactor(torch.optim.Adafactor):
 def _numbers(
     step: Tensor, parameter: Tensor, group: dict[str, Any]
 ) -> tuple[tuple[Tensor, Tensor, Tensor], tuple[float, float, float]]:
-    """Return the arguments of `step_tensor`: the numbers of a step and the constants."""
+    """Return the arguments of `step_tensor`: the values of this step, and the constants."""
     least = group["eps"][0] or torch.finfo(parameter.dtype).eps
     numbers = (
         step ** group["beta2_decay"],
@@ -123,7 +123,7 @@ def _numbers(
 
 
 def _kind(parameter: nn.Parameter, count: float) -> Hashable:
-    """Return the properties that parameters updated together share; None for a single number."""
+    """Return a key that parameters must share to be updated together; None for scalars."""
     gradient = parameter.grad
     if gradient is None or not parameter.ndim:
         return None
@@ -141,10 +141,10 @@ def step_tensor(
 ) -> None:
     """Update this rank's part of a parameter, `weight`, in place.
 
-    `weight` may stack several equal parameters in an additional first dimension. `means` are the
-    running means of squares: of all elements, or over columns and over rows. `numbers`: 1 − β̂₂,
-    the bound of the relative step, and the factor of weight decay. `constants`: Adafactor's ε₁, ε₂
-    and d.
+    `weight` may stack several parameters of one shape along an extra first dimension. `means` are
+    the running means of squares: of each element, or over columns and over rows. `numbers`: 1 −
+    β̂₂, the bound of the relative step, and the weight decay factor. `constants`: Adafactor's ε₁,
+    ε₂ and d.
     """
     new, bound, kept = numbers
     least, smallest, threshold = constants
@@ -159,7 +159,7 @@ def step_tensor(
 def _estimate(
     parameter: Tensor, square: Tensor, means: tuple[Tensor, ...], new: Tensor, least: float
 ) -> Tensor:
-    """Estimate the running mean of squares from its means over rows and over columns."""
+    """Estimate the running means of squares from their means over rows and over columns."""
     if len(means) == 1:
         return _blend(means[0], square, new).clone()
     rows, last = parameter.shape[-2], parameter.ndim - 1
@@ -170,17 +170,17 @@ def _estimate(
     row = _blend(means[0], over_columns, new)
     column = _blend(means[1], over_rows, new)
     mean = _sum_over_ranks(row.sum(-2, keepdim=True), parameter, last - 1) / rows
-    # No matmul, which TF32 would round.
+    # Not by a matmul, which TF32 would round.
     return (row * column).div_(mean.clamp_(min=least))
 
 
 def _blend(running: Tensor, value: Tensor, new: Tensor) -> Tensor:
-    """Replace the share `new` of `running` with `value`, in place."""
+    """Move `running` towards `value` by the fraction `new`, in place."""
     return running.mul_(1 - new).add_(value * new)
 
 
 def _root_mean_square(part: Tensor, of: Tensor) -> Tensor:
-    """Return the root mean square of a tensor, or of each of several, sharded as `of` is."""
+    """Return the root mean square of a tensor (or of each in a stack), sharded like `of`."""
     square = part.square()
     several = part.ndim > of.ndim
     total = square.sum(tuple(range(1, part.ndim)), keepdim=True) if several else square.sum()
@@ -188,7 +188,7 @@ def _root_mean_square(part: Tensor, of: Tensor) -> Tensor:
 
 
 def _sum_over_ranks(value: Tensor, of: Tensor, *dims: int) -> Tensor:
-    """Sum `value` over the ranks that split `of` along one of `dims`, in place."""
+    """Sum `value` in place over the ranks that shard `of` along one of `dims`."""
     if is_spread(of):
         for axis, placed in enumerate(of.placements):
             if any(splits(placed, dim) for dim in dims):
@@ -197,7 +197,7 @@ def _sum_over_ranks(value: Tensor, of: Tensor, *dims: int) -> Tensor:
 
 
 def _zeros_without(parameter: Tensor, dim: int) -> Tensor:
-    """Return zeros of the parameter's shape with 1 in `dim`, spread as it is along the others."""
+    """Return zeros of the parameter's shape but size 1 in `dim`, sharded like it elsewhere."""
     shape = [1 if d == dim else size for d, size in enumerate(local(parameter).shape)]
     here = local(parameter).new_zeros(shape)
     if not is_spread(parameter):

@@ -1,4 +1,4 @@
-"""Optimizers by name, with the usual groups: matrices have weight decay, vectors do not."""
+"""Optimizers by name, with the usual groups: weight decay for matrices, none for vectors."""
 
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -21,7 +21,7 @@ from outpace.records.optimizers import OPTIMIZER_TRAITS, OptimizerName, optimize
 from outpace.records.settings import TrainSettings
 
 Groups = list[dict[str, Any]]
-# Makes an optimizer of parameter groups, as torch.optim's classes do.
+# Makes an optimizer from parameter groups, as torch.optim's classes do.
 Build = Callable[[Groups], torch.optim.Optimizer]
 _STEPS_COMPLEX = optimizers_that(lambda traits: traits.steps_complex)
 
@@ -37,10 +37,10 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Make the requested optimizer over the trained parameters.
 
-    `place` is a layout's `make_optimizer`, which decides where parameters are stepped.
+    `place` is a layout's `make_optimizer`, which decides where parameters are updated.
     `master_weights` adds fp32 copies of the parameters to the optimizer; `wide_values` are this
     rank's parts of their initial values, by name, and are consumed. `compiled`: torch.compile fuses
-    steps of many operators into few kernels, if the optimizer supports it.
+    the update's many operators into a few kernels, if the optimizer supports it.
     """
     trainable = {n: p for n, p in named_parameters if p.requires_grad}
     noise = Noise(settings.seed, {p: n for n, p in trainable.items()})
@@ -55,7 +55,7 @@ def make_optimizer(
 
 
 class AdamW(torch.optim.AdamW):
-    """torch's AdamW, without the query to torch's compiler at each step, which would load it."""
+    """torch's AdamW without its query to torch.compile at each step, which loads the compiler."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -86,7 +86,7 @@ def _groups(trainable: dict[str, nn.Parameter], name: OptimizerName, decay: floa
 
 
 def _split_by_kind(group: dict[str, Any], name: OptimizerName) -> Groups:
-    """Split a group into parameters that one operator can step: whole, sharded and complex ones.
+    """Split a group into parameters that one operator can update: plain, sharded and complex ones.
 
     Raises BadInputError for complex parameters if the optimizer does not support them.
     """
@@ -125,12 +125,12 @@ def _build(
         return Muon(groups, lr=lr, betas=betas, together=steps_together(groups))
     if name == "sgd":
         together = steps_together(groups)
-        # One launch for all parameters; DTensor has no rule for it.
+        # One kernel launch for all parameters; DTensor has no sharding rule for it.
         fused = together and not any(is_spread(p) for group in groups for p in group["params"])
         sgd = torch.optim.SGD(
             groups, lr=lr, momentum=settings.beta1, fused=fused, foreach=together and not fused
         )
-        if fused:  # a skipped first fp16 step would leave uninitialised momentum
+        if fused:  # if fp16 skips the first step, momentum would stay uninitialised
             fill_state(sgd)
         return sgd
     return AdamW(
@@ -139,9 +139,9 @@ def _build(
 
 
 def steps_together(groups: Groups) -> bool:
-    """Return whether operators update all parameters at once: on a GPU, if they are alike.
+    """Return whether one operator updates all parameters: on a GPU, if they are of one kind.
 
-    Plain tensors, tensors spread over ranks, and complex ones cannot share an operator.
+    Plain, sharded and complex tensors cannot share an operator.
     """
     parameters = [parameter for group in groups for parameter in group["params"]]
     on_gpu = all(p.device.type == "cuda" and not p.is_complex() for p in parameters)
@@ -149,7 +149,7 @@ def steps_together(groups: Groups) -> bool:
 
 
 def begin_step(optimizer: torch.optim.Optimizer, number: int, lr: float) -> None:
-    """Set an optimizer's learning rate and next step, from 1, on which random numbers depend."""
+    """Set an optimizer's learning rate, and the step number (from 1) that seeds random numbers."""
     for group in optimizer.param_groups:
         group["lr"] = lr
         if "number" in group:
@@ -157,7 +157,7 @@ def begin_step(optimizer: torch.optim.Optimizer, number: int, lr: float) -> None
 
 
 def step_alone(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
-    """Update only one parameter, with the same result as a step over all."""
+    """Update a single parameter, with the same result as a step over all."""
     groups = optimizer.param_groups
     group = next(g for g in groups if any(p is parameter for p in g["params"]))
     optimizer.param_groups = [{**group, "params": [parameter]}]
@@ -171,8 +171,8 @@ def step_alone(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Non
 def fill_state(optimizer: torch.optim.Optimizer) -> None:
     """Give parameters that have not been updated yet their initial state.
 
-    This makes a checkpoint contain the state of all parameters. torch's own method is a step with
-    lr 0, which counts as a step.
+    A checkpoint then contains the state of all parameters. torch's own method is a step with lr 0,
+    which counts as a step.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -191,7 +191,7 @@ def initial_state(
     if isinstance(optimizer, torch.optim.SGD) or group.get("orthogonal"):
         return {"momentum_buffer": torch.zeros_like(parameter)}
     device = parameter.device if group.get("fused") else "cpu"
-    # From a number, so that a trace under fake tensors can read it again, as AdamW's for-loop does.
+    # From a Python number, so that a trace under fake tensors can read it as AdamW's for-loop does.
     state = {"step": torch.tensor(0.0, dtype=torch.float32, device=device)}
     moments = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
     return {**state, **moments}

@@ -1,7 +1,7 @@
-"""Compiled update steps, for a GPU, where each single operator is a pass over memory.
+"""Compiled optimizer updates for a GPU, where every single operator is a pass over memory.
 
-Numbers that change from step to step are passed as tensors, so nothing is recompiled for them. A
-function is compiled for each kind of tensors (dtypes, values that share a scale); their number is
+Values that change from step to step are passed as tensors, so they cause no recompilation. A
+function is compiled for each kind of tensor (dtypes, size of quantized blocks); their number is
 dynamic, so a model has few kinds.
 """
 
@@ -18,9 +18,9 @@ from outpace.records.errors import error_summary
 
 
 class CompiledStep:
-    """A function, compiled for each kind of arguments; eager if the compiler fails on it.
+    """A function, compiled for each kind of arguments, with an eager fallback.
 
-    Between calls of one kind, tensors among the arguments may differ in their first dimension.
+    Between calls of one kind, tensor arguments may differ in their first dimension.
     """
 
     def __init__(self, function: Callable[..., None]) -> None:
@@ -46,14 +46,14 @@ class CompiledStep:
                 maybe_mark_dynamic(tensor, 0)
         self._compiled[kind] = torch.compile(copy_with_code(self._function), fullgraph=True)
         try:
-            self._compiled[kind](*arguments)  # compiles before it changes anything
+            self._compiled[kind](*arguments)  # compiles before it changes any tensor
         except TorchDynamoException as error:
             self._fails = True
             inner = getattr(error, "inner_exception", None) or error
             reason = error_summary(inner)
             warnings.warn(
-                f"torch.compile fails on the optimizer's step ({reason}), which continues without "
-                "it. Avoid the attempt with --no-compile.",
+                f"torch.compile fails on the optimizer's step ({reason}), which runs uncompiled. "
+                "Avoid the attempt with --no-compile.",
                 stacklevel=2,
             )
             self._function(*arguments)

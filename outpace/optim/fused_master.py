@@ -1,14 +1,14 @@
 """AdamW over fp32 master weights, as one kernel for all parameters of a group.
 
-torch's fused AdamW takes gradients of the masters' dtype, so a step over 16-bit weights is five
+torch's fused AdamW needs gradients in the masters' dtype, so a step over 16-bit weights takes five
 passes over memory: gradients are cast to fp32 and multiplied by the clipping factor, AdamW runs,
-and the weights are rounded from the masters. Here each number is read and written once: 28 bytes
-per parameter with its moments instead of 46. On an H200 a step of GPT-2 launched 51 such kernels,
+and the weights are rounded from the masters. Here each value is read and written once: 28 bytes per
+parameter with its moments, instead of 46. On an H200, a step of GPT-2 launched 51 kernels for this,
 which took 1.9 of 29.7 ms.
 
 The arithmetic is torch's (Loshchilov & Hutter, ICLR 2019, algorithm 2, in fp32). The kernel is
-written in Triton: addresses of all tensors are in a table on the device, and each program processes
-a piece of one of them.
+written in Triton: a table on the device has the addresses of all tensors, and each program
+processes a piece of one tensor.
 """
 
 import math
@@ -24,13 +24,13 @@ from torch import Tensor, nn
 
 from outpace.records.errors import error_summary
 
-BLOCK = 2048  # elements of a program
-ALIGNED_BYTES = 16  # of addresses, so that values are loaded together
+BLOCK = 2048  # elements per program
+ALIGNED_BYTES = 16  # alignment of addresses, so that loads are vectorised
 State = dict[str, Any]
 
 
 class Addresses(NamedTuple):
-    """Addresses of parameters and of their gradients."""
+    """Addresses of parameters and their gradients."""
 
     weights: tuple[int, ...]
     gradients: tuple[int, ...]
@@ -38,25 +38,25 @@ class Addresses(NamedTuple):
 
 @dataclass
 class _Table:
-    """Addresses of some parameters' tensors, and their split into pieces, on the device."""
+    """Addresses of some parameters' tensors, and the split into pieces, on the device."""
 
-    addresses: Addresses  # gradients' change; weights' where they are given other memory
+    addresses: Addresses  # gradients move each step, weights when their memory is replaced
     gradient_table: Tensor  # (tensors,) int64
     fixed_table: Tensor  # (5 × tensors,) int64: weights, masters, both moments, steps
     sizes: Tensor  # (tensors,) int64: elements
-    owners: Tensor  # (programs,) int32: the tensor of each
-    starts: Tensor  # (programs,) int64: its first element there
+    owners: Tensor  # (programs,) int32: the tensor of each program
+    starts: Tensor  # (programs,) int64: its first element in that tensor
 
 
 class FusedMasterAdamW:
-    """Step of master weights, and of weights rounded from them, on a CUDA device with Triton."""
+    """AdamW step of master weights and of the weights rounded from them, on CUDA with Triton."""
 
     def __init__(self) -> None:
         self._tables: dict[tuple[int, ...], _Table] = {}
-        self._runs: bool | None = None  # whether Triton makes the kernel here, once that is known
+        self._runs: bool | None = None  # whether Triton can build the kernel here; None until tried
 
     def forget(self) -> None:
-        """Forget the addresses, because states have moved."""
+        """Forget the addresses, because the states have moved."""
         self._tables.clear()
 
     def step(
@@ -70,8 +70,8 @@ class FusedMasterAdamW:
         """Take one step of a group's parameters, whose gradients are at `addresses`.
 
         `states` have "master", "exp_avg", "exp_avg_sq" and "step", all on the device. `factor` (one
-        fp32 number there) multiplies the gradients. Returns False, having done nothing, if Triton
-        cannot build the kernel, as without a C compiler; this is reported once.
+        fp32 value there) multiplies the gradients. If Triton cannot build the kernel (without a C
+        compiler, for example), report it once, do nothing and return False.
         """
         if self._runs is False:
             return False
@@ -142,9 +142,9 @@ class FusedMasterAdamW:
 def gradient_addresses(
     group: dict[str, Any], parameters: Sequence[nn.Parameter]
 ) -> Addresses | None:
-    """Return the addresses of parameters and gradients if the kernel supports them; otherwise None.
+    """Return the addresses of parameters and gradients; None if the kernel does not support them.
 
-    It supports plain CUDA tensors, and a fused AdamW.
+    It supports plain CUDA tensors and groups of a fused AdamW.
     """
     if not group.get("fused") or group.get("amsgrad") or group.get("maximize"):
         return None
@@ -156,14 +156,14 @@ def gradient_addresses(
 
 
 def addresses_of(parameters: Sequence[nn.Parameter]) -> Addresses | None:
-    """Return the addresses of parameters and gradients; None if the kernel cannot take them."""
+    """Return the addresses of parameters and gradients; None if they are not aligned and dense."""
     weights = aligned_addresses(parameters)
     gradients = aligned_addresses([p.grad for p in parameters if p.grad is not None])
     return None if weights is None or gradients is None else Addresses(weights, gradients)
 
 
 def aligned_addresses(tensors: Sequence[Tensor]) -> tuple[int, ...] | None:
-    """Return addresses of contiguous tensors of a dtype, aligned to 16 bytes; None for others."""
+    """Return the addresses of contiguous, 16-byte aligned tensors of one dtype; None for others."""
     if len({one.dtype for one in tensors}) != 1:
         return None
     addresses = tuple(one.data_ptr() for one in tensors)
@@ -181,7 +181,8 @@ def _make_table(
     parameters: Sequence[nn.Parameter], states: Sequence[State], addresses: Addresses
 ) -> _Table:
     device = parameters[0].device
-    for state in states:  # a kernel cannot read a count on the host, as other steps leave it
+    # an update without the kernel leaves a count on the host, which the kernel cannot read
+    for state in states:
         state["step"] = state["step"].to(device)
     names = ("master", "exp_avg", "exp_avg_sq", "step")
     fixed = [*addresses.weights]
@@ -201,7 +202,7 @@ def _make_table(
 
 
 def _numbers(values: Sequence[int], device: torch.device) -> Tensor:
-    """Copy whole numbers to a device, without waiting for it."""
+    """Copy integers to a device without waiting for it."""
     on_host = torch.tensor(values, dtype=torch.int64, pin_memory=device.type == "cuda")
     return on_host.to(device, non_blocking=True)
 
@@ -216,7 +217,7 @@ def _triton_dtype(dtype: torch.dtype) -> Any:
 
 @cache
 def _kernel() -> Any:
-    """Return the kernel; loads Triton."""
+    """Return the kernel, loading Triton."""
     from outpace.optim.fused_master_kernel import step_kernel
 
     return step_kernel

@@ -17,7 +17,7 @@ def _step(
     gradient, weight, master, exp_avg, exp_avg_sq, places, inside, factor, step_size,
     correction2_root, decay, beta1, rest1, beta2, rest2, eps, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Apply AdamW to one piece of a tensor; `inside` marks elements of the tensor, if MASKED."""
+    """Apply AdamW to one piece of a tensor; if MASKED, `inside` marks valid elements."""
     mask = inside if MASKED else None
     g = tl.load(gradient + places, mask=mask).to(tl.float32) * factor
     p = tl.load(master + places, mask=mask)
@@ -41,8 +41,8 @@ def step_kernel(
 ):  # fmt: skip
     """Update one piece of one tensor per program; `fused_master` describes the tables.
 
-    1 − βⁿ is computed in fp64, since fp32 would round 0.999 by more than a hundred-thousandth of
-    the difference; `rest1` and `rest2` are 1 − β, rounded once.
+    1 − βⁿ is computed in fp64: in fp32, the rounding of 0.999 is more than 1e-5 of the difference.
+    `rest1` and `rest2` are 1 − β, rounded once.
     """
     program = tl.program_id(0)
     owner = tl.load(owners + program)

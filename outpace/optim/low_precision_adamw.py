@@ -1,15 +1,15 @@
 """AdamW with moments in 16, 8 or 4 bits, over weights of 32 or 16 bits.
 
 Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022, §2: each block of a
-moment is divided by its largest magnitude and stored as codes into a table of 256 values. Li et
-al., "Memory Efficient Optimizers with 4-bit States", NeurIPS 2023, §4: the same with tables of 16
-values, where the second moment's has no zero, since it is a divisor. The tables are torchao's.
+moment is divided by its largest magnitude and stored as indices (codes) into a table of 256 values.
+Li et al., "Memory Efficient Optimizers with 4-bit States", NeurIPS 2023, §4: the same with tables
+of 16 values; the second moment's has no zero, since it is a divisor. The tables are torchao's.
 
-torchao's own optimizers are not used. Their states are tensor subclasses that a background save of
-a checkpoint cannot copy, their blocks extend across rows and so depend on how a tensor is sharded,
-their rounding draws other numbers on each replica, and each step is compiled, even on a CPU. Here
-blocks are parts of rows: codes and scales are plain tensors that are sharded as the parameter is,
-with the same values under any sharding by rows.
+torchao's own optimizers are not used: their states are tensor subclasses that a background save
+cannot copy, their blocks span rows and so depend on how a tensor is sharded, their rounding draws
+different random numbers on each replica, and they compile each step, even on a CPU. Here blocks are
+parts of rows. Codes and scales are plain tensors, sharded like the parameter, with the same values
+under any sharding by rows.
 """
 
 import math
@@ -44,11 +44,11 @@ MOMENTS: dict[str, bool] = {"exp_avg": True, "exp_avg_sq": False}  # whether sig
 
 
 class CodeTable:
-    """The values of codes, sorted, and the codes of values in [−1, 1]."""
+    """A sorted table of code values; converts values in [−1, 1] to codes and back."""
 
     def __init__(self, bits: Literal[4, 8], signed: bool, device: torch.device) -> None:
         made = torchao_module("optim.quant_utils", f"--optimizer adamw-{bits}bit")
-        with unset_fake_temporarily():  # values are read on the way
+        with unset_fake_temporarily():  # the table's values are read
             if bits == 8:
                 values = made.create_dynamic_map(signed)
             elif signed:
@@ -60,7 +60,7 @@ class CodeTable:
         self._between = (self.values[1:] + self.values[:-1]) / 2
 
     def codes(self, x: Tensor) -> Tensor:
-        """Return the numbers of the nearest values, uint8; with 4 bits, two neighbours per byte."""
+        """Return the codes of the nearest values, uint8; with 4 bits, two neighbours per byte."""
         codes = torch.bucketize(x, self._between, right=True, out_int32=True).to(torch.uint8)
         return codes if self.bits == 8 else codes[..., ::2] << 4 | codes[..., 1::2]
 
@@ -68,7 +68,7 @@ class CodeTable:
         """Return the values of codes, fp32."""
         if self.bits == 4:
             codes = torch.stack((codes >> 4, codes & 15), dim=-1).flatten(-2)
-        # Indexing would widen the codes to 64 bits.
+        # Indexing would need 64-bit codes.
         found = torch.index_select(self.values, 0, codes.reshape(-1).int())
         return found.view(codes.shape)
 
@@ -76,12 +76,12 @@ class CodeTable:
 class LowPrecisionAdamW(KeepsDtypes):
     """AdamW that computes in fp32 and stores its moments in the format `kept`.
 
-    Moments and weights in bf16 are rounded stochastically: for β₂ > 0.998, a second moment changes
-    by 1 − β₂ of itself in a step, which is less than half of bf16's last bit, and a weight changes
-    even less. `noise` uses the group's "number", which is that of the step. `compiled`: step with
-    kernels that torch.compile generates from the same operations, where sums of products may be
-    rounded once instead of twice. Their random numbers for rounding are counter-based, as for small
-    parameters; single operators draw them for others.
+    bf16 moments and weights are rounded stochastically: for β₂ > 0.998, a second moment changes by
+    a fraction 1 − β₂ per step, which is less than half of bf16's last bit, and a weight changes
+    even less. `noise` depends on the group's "number", the step. `compiled`: step with kernels that
+    torch.compile generates from the same operations; they may round a multiply-add once instead of
+    twice. Compiled kernels and small parameters use counter-based random numbers for rounding;
+    other parameters use a generator's.
 
     Small parameters are joined and updated as one, with the same results.
     """
@@ -103,7 +103,7 @@ class LowPrecisionAdamW(KeepsDtypes):
         self._noise = noise
         self._tables: dict[tuple[bool, torch.device], CodeTable] = {}
         self._parts: dict[nn.Parameter, _Part] = {}
-        # By the first of the parameters that are stepped.
+        # By the first of the parameters that are updated.
         self._stepped: dict[nn.Parameter, _StepParts] = {}
         if kept != "bf16":
             torchao_module("optim.quant_utils", f"--optimizer adamw-{kept}")
@@ -154,19 +154,20 @@ class LowPrecisionAdamW(KeepsDtypes):
                 self._update(batch, own, numbers[count], group)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, and forget the addresses of the old state."""
+        """Load as torch does, and forget where the old state was."""
         super().load_state_dict(state_dict)
         self._parts.clear()
         self._stepped.clear()
 
     def _parts_together(self, stepped: list[nn.Parameter]) -> "_StepParts":
-        """Return the local parts of parameters, reusing the last step's if none has moved."""
+        """Return the parameters' local parts, reusing the last step's if none has moved."""
         weights = [local(parameter) for parameter in stepped]
         held = [one for parameter in stepped for one in self.state[parameter].values()]
         known = self._stepped.get(stepped[0])
         if known is None or not known.lie_in(weights, held):
             parts = [self._part(parameter) for parameter in stepped]
-            # Counts of all in one tensor, of which states have views: one operator adds to all.
+            # All step counts in one tensor, of which states have views: one operator increments
+            # all.
             steps_P = torch.stack([self.state[parameter]["step"] for parameter in stepped])
             for parameter, step in zip(stepped, steps_P.unbind(), strict=True):
                 self.state[parameter]["step"] = step
@@ -175,15 +176,15 @@ class LowPrecisionAdamW(KeepsDtypes):
         return known
 
     def _part(self, parameter: nn.Parameter) -> "_Part":
-        """Return the local part of a parameter, reusing the last step's if it has not moved."""
+        """Return a parameter's local part, reusing the last step's if it has not moved."""
         state, weight = self.state[parameter], local(parameter)
         part = self._parts.get(parameter)
         if part is None or not part.lies_in(weight, state):
             few = weight.numel() <= COUNTED_VALUES.get(weight.device.type, 0)
             part = self._parts[parameter] = _Part(
                 parameter,
-                # Whether it requires gradients, which parts together do not, is a reason to
-                # compile again.
+                # Detached, since joined parts never require gradients, and a difference would
+                # recompile.
                 weight.detach(),
                 tuple(self._moment(state, name) for name in MOMENTS),
                 counted=few or self._compiled is not None,
@@ -195,7 +196,7 @@ class LowPrecisionAdamW(KeepsDtypes):
     def _update(
         self, batch: "_Batch", gradients: list[Tensor], numbers: "Numbers", group: dict[str, Any]
     ) -> None:
-        """Step parts of one kind, each with a row for every block of values that share a scale."""
+        """Step parts of one kind, viewed with one row per block of values that share a scale."""
         parts, together = batch.parts, len(batch.parts) > 1
         first = parts[0]
         streams = self._streams(batch, group["number"])
@@ -231,7 +232,7 @@ class LowPrecisionAdamW(KeepsDtypes):
                 torch._foreach_copy_(into, made.split_with_sizes(batch.sizes))
 
     def _streams(self, batch: "_Batch", number: int) -> Streams | None:
-        """Return the start of a batch's random streams; None if rounding uses no counters."""
+        """Return a batch's counter-based random streams; None if rounding uses no counters."""
         if not batch.parts[0].counted or not any(batch.parts[0].rounds):
             return None
         if batch.streams is None:
@@ -242,7 +243,7 @@ class LowPrecisionAdamW(KeepsDtypes):
         return keys_P + self._noise.step_key(number), ends_P, sizes_P
 
     def _random(self, part: "_Part", group: dict[str, Any]) -> tuple["Randomness", ...]:
-        """Return the source of random numbers for rounding a parameter's moments and weight."""
+        """Return the source of random numbers for rounding each moment and the weight."""
         return tuple(
             self._noise.generator(part.parameter, group["number"], what) if rounds else None
             for what, rounds in zip((*MOMENTS, "weight"), part.rounds, strict=True)
@@ -262,19 +263,19 @@ class LowPrecisionAdamW(KeepsDtypes):
         return self._tables[signed, device]
 
 
-# A moment as it is kept, the scales of its blocks and what its codes stand for, where it has such.
+# A moment as stored; with codes also the scales of its blocks and the table of values.
 Moment = tuple[Tensor, Tensor | None, CodeTable | None]
-# Random numbers, or what draws them, for a moment or weight of bf16.
+# Random numbers, or their generator, for a bf16 moment or weight; None if not rounded.
 Randomness = torch.Generator | Tensor | None
 Numbers = tuple[Tensor, Tensor, Tensor]  # see `_numbers`
 
 
 @dataclass(frozen=True, eq=False)
 class _Part:
-    """Part of a parameter on this rank.
+    """This rank's part of a parameter.
 
-    `counted`: its random numbers for rounding are counter-based (`random_words`), not drawn.
-    `address`: address of the weight, None if it has no memory; `held`: the stored moments.
+    `counted`: its random numbers for rounding are counter-based (`random_words`), not drawn from a
+    generator. `address`: that of the weight, None if it has no memory. `held`: the stored moments.
     """
 
     parameter: nn.Parameter
@@ -285,7 +286,7 @@ class _Part:
     held: tuple[Tensor, ...]
 
     def lies_in(self, weight: Tensor, state: dict[str, Tensor]) -> bool:
-        """Return whether these are still the parameter's weight and state."""
+        """Return whether the parameter's weight and state are still these."""
         if self.address is None or self.address != weight.data_ptr():
             return False
         held = _moments_of(state)
@@ -299,13 +300,13 @@ class _Part:
 
     @cached_property
     def rounds(self) -> tuple[bool, ...]:
-        """Return whether both moments and the weight are rounded with random numbers."""
+        """Return whether each moment and the weight are rounded with random numbers."""
         kept = (*(moment[0] for moment in self.moments), self.weight)
         return tuple(one.dtype == torch.bfloat16 for one in kept)
 
     @cached_property
     def is_dense(self) -> bool:
-        """Return whether the whole part can be viewed as rows."""
+        """Return whether all tensors of the part can be viewed as rows."""
         held = [one for moment in self.moments for one in moment[:2] if one is not None]
         return all(one.is_contiguous() for one in (self.weight, *held))
 
@@ -315,7 +316,7 @@ class _Part:
         return (self.length, self.weight.dtype, self.weight.device, self.counted)
 
     def rows(self) -> list[Tensor]:
-        """Return views of rows of the weight, and of each moment with its scales, if it has any."""
+        """Return views in rows: the weight, then each moment and its scales, if any."""
         count = self.weight.numel() // self.length
         seen = [self.weight.view(count, -1)]
         for held, scale, _ in self.moments:
@@ -328,18 +329,18 @@ def _moments_of(state: dict[str, Tensor]) -> tuple[Tensor, ...]:
 
 
 class _StepParts:
-    """Parts of a step, with their counts of steps, and how they were joined."""
+    """Parts of a step, with their step counts and the batches in which they are joined."""
 
     def __init__(self, parts: list[_Part], steps_P: Tensor, held: list[Tensor]) -> None:
         self._parts = parts
         self._steps_P = steps_P
-        self._held = held  # states of all
+        self._held = held  # all stored states
         self._addresses = [part.address for part in parts]
         self._given: Any = None
         self._batches: list[_Batch] = []
 
     def lie_in(self, weights: list[Tensor], held: list[Tensor]) -> bool:
-        """Return whether these are still the parameters' weights and states."""
+        """Return whether the parameters' weights and states are still these."""
         if len(weights) != len(self._parts) or None in self._addresses:
             return False
         if len(held) != len(self._held) or not all(map(is_, held, self._held)):
@@ -347,11 +348,11 @@ class _StepParts:
         return [weight.data_ptr() for weight in weights] == self._addresses
 
     def count_step(self) -> list[float]:
-        """Count one more step of all parts; return the number of steps of each."""
+        """Increment all step counts; return them."""
         return step_counts(self._steps_P.add_(1))
 
     def batches(self, gradients: list[Tensor], counts: list[float]) -> "list[_Batch]":
-        """Return the batches of a step, reusing the last step's if gradients have the same form."""
+        """Return the batches of a step, reusing the last ones if gradients have the same form."""
         kinds = [(one.dtype, one.is_contiguous()) for one in gradients]
         given = kinds, [count - counts[0] for count in counts]
         if given != self._given:
@@ -365,21 +366,22 @@ class _StepParts:
 
 @dataclass
 class _Batch:
-    """Parts that are updated together, by their positions among all parts of a step."""
+    """Parts that are updated together, by their positions among the parts of a step."""
 
     parts: list[_Part]
     places: list[int]
-    rows: list[list[Tensor]]  # views of weights, of moments, of scales; none if not all are dense
-    sizes: list[int]  # rows of each part
+    # views of weights, moments and scales; empty unless all parts are dense
+    rows: list[list[Tensor]]
+    sizes: list[int]  # rows per part
     streams: Streams | None = None
 
 
 def _make_batches(
     parts: list[_Part], kinds: list[tuple[torch.dtype, bool]], counts: list[float]
 ) -> list[_Batch]:
-    """Join parts of one kind with equal step counts; `kinds` are the gradients' kinds."""
+    """Join parts of one kind with equal step counts; `kinds`: dtype and layout of gradients."""
     here = [place for place, part in enumerate(parts) if part.weight.numel()]
-    if not here:  # all are another rank's
+    if not here:  # all of them are on other ranks
         return []
     sizes = [parts[place].weight.numel() for place in here]
     alike = [
@@ -408,7 +410,7 @@ def _flat(tensors: list[Tensor]) -> Tensor:
 def _draw_rows(
     batch: list[_Part], random: list[tuple[Randomness, ...]]
 ) -> tuple[Tensor | None, ...]:
-    """Draw random numbers for each part from its generator, as rows; None if nothing is drawn."""
+    """Draw each part's random numbers from its generator, as rows; None if not rounded."""
     found: list[Tensor | None] = []
     for same in zip(*random, strict=True):
         bits = [
@@ -433,7 +435,7 @@ def step_moments(
     """Update a weight and its two moments, in place.
 
     Loshchilov and Hutter, ICLR 2019, algorithm 2. `noise`: random numbers for both moments and the
-    weight, or counter-based ones from `streams`. `numbers`: see `_numbers`.
+    weight; None draws counter-based ones from `streams`. `numbers`: see `_numbers`.
     """
     if streams is not None:
         noise = _count_bits(weight, moments, streams)
@@ -445,7 +447,7 @@ def step_moments(
         _write(*moment, value, random)
     root = square.sqrt_().div_(root_of_share).add_(eps)
     change = mean.div_(root).mul_(rate)
-    wide = weight.float()  # the weight itself, where it is fp32
+    wide = weight.float()  # the weight itself if it is fp32
     wide.mul_(kept).sub_(change)
     random = noise[2]
     if random is not None:
@@ -457,7 +459,7 @@ def step_moments(
 def _count_bits(
     weight: Tensor, moments: tuple[Moment, ...], streams: Streams
 ) -> tuple[Tensor | None, ...]:
-    """Return 16 bits of each value's word for each tensor in bf16: moments and weight."""
+    """Return 16 random bits per value for each bf16 tensor, moments and weight, from one word."""
     words = random_words(streams, weight.numel()).view(weight.shape)
     kept = (*(moment[0] for moment in moments), weight)
     return tuple(
@@ -467,14 +469,14 @@ def _count_bits(
 
 
 def _numbers(step: Tensor, group: dict[str, Any]) -> Numbers:
-    """Return lr / (1 − β₁ᵗ), √(1 − β₂ᵗ), and the factor of weight decay; fp32 on the CPU."""
+    """Return lr / (1 − β₁ᵗ), √(1 − β₂ᵗ) and the weight decay factor, fp32 on the CPU."""
     (beta1, beta2), lr = group["betas"], group["lr"]
     kept = torch.full_like(step, 1 - lr * group["weight_decay"])
     return lr / (1 - beta1**step), (1 - beta2**step).sqrt(), kept
 
 
 def _dequantize(held: Tensor, scale: Tensor | None, table: CodeTable | None) -> Tensor:
-    """Return a moment in fp32, in separate memory."""
+    """Return a moment in fp32, in memory of its own."""
     if scale is None or table is None:
         return held.to(torch.float32, copy=True)
     blocks = table.read(held).unflatten(-1, (scale.shape[-1], -1))
@@ -496,7 +498,7 @@ def _write(
 
 
 def _columns_over(parameter: Tensor) -> int:
-    """Return the number of ranks that a parameter's rows are split over."""
+    """Return the number of ranks over which a parameter's rows are sharded."""
     if not is_spread(parameter):
         return 1
     sizes = zip(parameter.placements, parameter.device_mesh.shape, strict=True)

@@ -18,15 +18,15 @@ from outpace.planner.memory.optimizer_bytes import MASTER_PIECE_BYTES
 
 
 class MasterWeights(KeepsDtypes):
-    """Any optimizer, over fp32 copies from which the weights are rounded.
+    """Any optimizer, stepping fp32 copies from which the 16-bit weights are rounded.
 
-    Gradients may be fp32 (of a parameter whose `grad_dtype` says so) or in the weights' dtype. A
-    copy is a part of its parameter's state, "master". `values` are this rank's parts of the initial
-    fp32 weights, by the parameters' names in `noise`; other copies start from their weight. The
-    given parts become the copies, and are removed from `values`.
+    Gradients may be fp32 (if the parameter's `grad_dtype` says so) or in the weights' dtype. A copy
+    is in its parameter's state as "master". `values` are this rank's parts of the initial fp32
+    weights, by the parameters' names in `noise`. They become the copies and are removed from
+    `values`; other copies start from their weights.
 
-    `factor` multiplies the copies' gradients in the next step only. If the inner optimizer is
-    fused, it skips the steps that fp16 has to skip, through `grad_scale` and `found_inf` of
+    `factor` multiplies the copies' gradients in the next step only. A fused inner optimizer itself
+    skips the steps that fp16 must skip, through `grad_scale` and `found_inf` of
     torch.amp.GradScaler, so the host does not wait.
     """
 
@@ -61,13 +61,13 @@ class MasterWeights(KeepsDtypes):
             mine.update({name: inner[name] for name in inner if name != "params"})
 
     def initial_state(self, parameter: nn.Parameter, group: dict[str, Any]) -> dict[str, Any]:
-        """Return the inner optimizer's initial state, and the copy."""
+        """Return the inner optimizer's initial state, and the fp32 copy."""
         master = self._masters[parameter]
         return {**self._inner_state(self._inner, group, master), "master": self._views[parameter]}
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update the copies, and round the weights from them, in pieces."""
+        """Update the copies and round the weights from them, piece by piece."""
         factor, self.factor = self.factor, None
         with self._scaling():
             self._step(factor)
@@ -94,7 +94,7 @@ class MasterWeights(KeepsDtypes):
     def _step_fused(
         self, group: dict[str, Any], stepped: list[nn.Parameter], factor: Tensor | None
     ) -> bool:
-        """Step with one kernel if possible; return whether it did."""
+        """Step with one kernel if possible; return whether that worked."""
         addresses = None if self._fused is None else gradient_addresses(group, stepped)
         if self._fused is None or addresses is None:
             return False
@@ -103,7 +103,7 @@ class MasterWeights(KeepsDtypes):
 
     @contextmanager
     def _scaling(self) -> Iterator[None]:
-        """Pass a GradScaler's values on to the inner optimizer."""
+        """Pass a GradScaler's tensors on to the inner optimizer."""
         told = {n: getattr(self, n) for n in ("grad_scale", "found_inf") if hasattr(self, n)}
         for name, value in told.items():
             setattr(self._inner, name, value)
@@ -114,7 +114,7 @@ class MasterWeights(KeepsDtypes):
                 delattr(self._inner, name)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, and forget the addresses of the old state."""
+        """Load as torch does, and forget where the old state was."""
         super().load_state_dict(state_dict)
         if self._fused is not None:
             self._fused.forget()
@@ -125,7 +125,7 @@ class MasterWeights(KeepsDtypes):
         if not state:
             state.update(self.initial_state(parameter, group))
         view = self._views[parameter]
-        if state["master"] is not view:  # but loaded
+        if state["master"] is not view:  # it was loaded
             view.copy_(state["master"])
             state["master"] = view
         return state
@@ -146,7 +146,7 @@ def _master(parameter: nn.Parameter, value: Tensor | None) -> nn.Parameter:
 
 
 def _pieces(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield parameters in order, with at most `MASTER_PIECE_BYTES` of fp32 gradients each time."""
+    """Yield parameters in order, in lists with at most `MASTER_PIECE_BYTES` of fp32 gradients."""
     piece: list[nn.Parameter] = []
     held = 0
     for parameter in parameters:
@@ -161,7 +161,7 @@ def _pieces(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 
 
 def _give_gradients(parameters: Iterable[nn.Parameter], masters: Iterable[nn.Parameter]) -> None:
-    """Set the copies' gradients to the parameters', in fp32."""
+    """Set the copies' gradients to the parameters' gradients, in fp32."""
     narrow: list[Tensor] = []
     wide: list[Tensor] = []
     for parameter, master in zip(parameters, masters, strict=True):
@@ -177,7 +177,7 @@ def _give_gradients(parameters: Iterable[nn.Parameter], masters: Iterable[nn.Par
 
 
 def _multiply(masters: Iterable[nn.Parameter], factor: Tensor) -> None:
-    """Multiply all of the copies' gradients with one operator."""
+    """Multiply all the copies' gradients by `factor` with one operator."""
     gradients = [local(master.grad) for master in masters if master.grad is not None]
     torch._foreach_mul_(gradients, factor.to(gradients[0].device, gradients[0].dtype))
 
@@ -185,7 +185,8 @@ def _multiply(masters: Iterable[nn.Parameter], factor: Tensor) -> None:
 def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether an optimizer's kernels skip a step if a GradScaler's tensor says so.
 
-    All parameters must be on that tensor's device: torch would copy it to another without waiting.
+    All parameters must be on that tensor's device: torch would copy it to another device without
+    waiting for it.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False
@@ -194,20 +195,20 @@ def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def _copy(sources: Iterable[Tensor], targets: Iterable[Tensor]) -> None:
-    """Copy tensors into tensors of another dtype, in one pass over all of them."""
+    """Copy tensors into tensors of another dtype, in one pass over all."""
     into, of = list(targets), list(sources)
     if into:
         torch._foreach_copy_(into, of)
 
 
 def masters_within(optimizer: torch.optim.Optimizer | None) -> MasterWeights | None:
-    """Return the optimizer that keeps master weights, perhaps inside ZeroRedundancyOptimizer."""
+    """Return the optimizer that keeps master weights, even inside ZeroRedundancyOptimizer."""
     within = getattr(optimizer, "optim", optimizer)
     return within if isinstance(within, MasterWeights) else None
 
 
 def master_weights(optimizer: torch.optim.Optimizer | None) -> Mapping[Tensor, Tensor]:
-    """Return an optimizer's fp32 copies, if it keeps any, by their parameters."""
+    """Return an optimizer's fp32 copies by parameter; empty if it keeps none."""
     if not isinstance(optimizer, MasterWeights):
         return {}
     return {parameter: state["master"] for parameter, state in optimizer.state.items() if state}

@@ -1,6 +1,6 @@
-"""Parameters that are updated together.
+"""Grouping of parameters that are updated together.
 
-Launching a step takes the host the same time for few values as for many.
+Launching an update takes the host as long for few values as for many.
 """
 
 from collections.abc import Hashable, Sequence
@@ -15,11 +15,11 @@ from outpace.planner.memory.optimizer_bytes import FEW_VALUES, JOINED_VALUES
 def group_parameters(
     sizes: Sequence[int], kinds: Sequence[Hashable], device: torch.device
 ) -> list[list[int]]:
-    """Return the positions of parameters, given their `sizes`, that are updated together.
+    """Return the positions of parameters to update together, given their `sizes`.
 
-    Parameters with equal `kinds` are updated together; a large one, or one whose kind is None, is
-    updated alone. A group has few values, or at most half as many as the largest parameter, whose
-    own update takes more memory.
+    Parameters with equal `kinds` share a group; a large one, or one whose kind is None, is updated
+    alone. A group is small, or at most half as large as the largest parameter, whose own update
+    needs more memory.
     """
     most = min(JOINED_VALUES.get(device.type, 0), max(max(sizes) // 2, FEW_VALUES))
     found: list[list[int]] = []
@@ -38,12 +38,12 @@ def group_parameters(
 
 
 def step_counts(steps_P: Tensor) -> list[float]:
-    """Return the step count of each parameter; parameters without memory have none."""
+    """Return each parameter's step count; tensors without memory have none."""
     if has_no_memory(steps_P):
         return [0.0] * len(steps_P)
     return steps_P.tolist()
 
 
 def has_no_memory(tensor: Tensor) -> bool:
-    """Return whether a tensor has no values, as in a trace."""
+    """Return whether a tensor has no storage, as in a trace."""
     return isinstance(tensor, FakeTensor) or tensor.is_meta

@@ -2,12 +2,12 @@
 
 Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024: the momentum of a
 matrix is orthogonalised before it is applied. Liu et al., "Muon is Scalable for LLM Training",
-arXiv 2502.16982, §2.2: scaled by 0.2·√max(rows, columns), so that AdamW's learning rate and weight
-decay serve both.
+arXiv 2502.16982, §2.2: the update is scaled by 0.2·√max(rows, columns), so that AdamW's learning
+rate and weight decay suit both.
 
-The momentum of a sharded or split matrix stays sharded. In each step its update is gathered, and
-every rank orthogonalises it and keeps its share of the result: one all-gather per matrix, and the
-matmuls of the iteration on every rank.
+The momentum of a sharded matrix stays sharded. In each step, every rank gathers the update,
+orthogonalises it and keeps its share of the result: one all-gather per matrix, with the iteration's
+matmuls repeated on every rank.
 """
 
 import re
@@ -36,7 +36,8 @@ _NUMBERED = re.compile(r"(^|\.)\d+\.")
 def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
     """Return whether a parameter is a matrix of a numbered layer, such as in an nn.ModuleList.
 
-    Embeddings and heads are matrices too, but their rows are used one by one.
+    Embeddings and heads are matrices, too, but their rows are used one by one, so they do not
+    count.
     """
     return parameter.ndim == 2 and _NUMBERED.search(name) is not None
 
@@ -45,8 +46,8 @@ class Muon(torch.optim.Optimizer):
     """Muon for groups with "orthogonal", and AdamW for the others.
 
     `together`: matrices of one shape are orthogonalised as a batch, and other parameters are
-    updated by torch's fused kernels. This suits a GPU, where torch's operators over lists would
-    read each tensor's step from the device.
+    updated by torch's fused kernels. This is for GPUs, where torch's foreach operators would read
+    each tensor's step from the device.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         self._together = together
         others = [group for group in groups if not group.get("orthogonal")]
-        # Fills the groups that it is given with AdamW's other settings.
+        # Adds AdamW's other settings to these groups.
         self._adamw = torch.optim.AdamW(
             others or [{"params": []}], lr=lr, betas=betas, foreach=False, fused=together
         )
@@ -67,7 +68,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """Update every parameter that has a gradient. Collective if matrices are spread."""
+        """Update every parameter that has a gradient. Collective if matrices are sharded."""
         for group in self.param_groups:
             if group["orthogonal"] and self._together:
                 self._turn_together(group)
@@ -81,7 +82,7 @@ class Muon(torch.optim.Optimizer):
         self._adamw.step()
 
     def _turn_together(self, group: dict[str, Any]) -> None:
-        """Step all matrices with gradients as `_turn` does, in few batched operators."""
+        """Step all matrices with gradients like `_turn`, in a few batched operators."""
         turned = [p for p in group["params"] if p.grad is not None]
         for parameter in turned:
             if not self.state[parameter]:
@@ -103,7 +104,7 @@ class Muon(torch.optim.Optimizer):
         matrices = [
             whole(as_spread(one, tuple(shape), p)) for one, p in zip(ahead, parameters, strict=True)
         ]
-        # Of tall matrices it is a transposed view, to which no one kernel adds all weights.
+        # For tall matrices the result is a transposed view, which foreach kernels do not take.
         made = orthogonalise(torch.stack(matrices)).to(parameters[0].dtype).contiguous()
         updates = [part_like(one, p) for one, p in zip(made, parameters, strict=True)]
         weights = [local(p) for p in parameters]
@@ -112,7 +113,7 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_add_(weights, updates, alpha=-rate)
 
     def _turn(self, parameter: nn.Parameter, group: dict[str, Any]) -> None:
-        """Step a matrix: Jordan et al., algorithm 2, with Nesterov's momentum, decoupled decay."""
+        """Step a matrix: Jordan et al., algorithm 2, with Nesterov momentum and decoupled decay."""
         state, gradient = self.state[parameter], local(parameter.grad)  # type: ignore[arg-type]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
@@ -129,14 +130,14 @@ class Muon(torch.optim.Optimizer):
 
 
 def _batches(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield matrices of one shape, as many at a time as `MUON_BATCH_BYTES` of bf16 hold."""
+    """Yield matrices of one shape, at most `MUON_BATCH_BYTES` of bf16 at a time."""
     count = max(1, MUON_BATCH_BYTES // (2 * parameters[0].numel()))
     for start in range(0, len(parameters), count):
         yield parameters[start : start + count]
 
 
 def orthogonalise(matrices_NRC: Tensor) -> Tensor:
-    """Return approximations of the nearest orthogonal matrices of N matrices; (N, R, C) in bf16.
+    """Return approximations of the nearest orthogonal matrices to (N, R, C), in bf16.
 
     Jordan et al., 2024: five steps of a fifth-order Newton-Schulz iteration in bf16, like torch's
     `_zeropower_via_newtonschulz` for one matrix.

@@ -1,10 +1,11 @@
-"""An optimizer whose state is in host memory or on a disk, and whose step runs on the CPU.
+"""An optimizer whose state is in host memory or on disk, and whose step runs on the CPU.
 
 Ren et al., "ZeRO-Offload", arXiv 2101.06840, §4: master weights and moments stay on the host,
-gradients come down and new weights go up. Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857,
-§5.2.2: the same from NVMe, piece by piece. Here a piece is a unit of parameters that are updated
-together: meanwhile, the next unit's gradients and state are transferred, and the previous unit's
-weights. The arithmetic is the optimizer's own, so the results are exactly the same.
+gradients are copied down and new weights back up. Rajbhandari et al., "ZeRO-Infinity", arXiv
+2104.07857, §5.2.2: the same from NVMe, piece by piece. Here a piece is a unit of parameters that
+are updated together. While one is updated, the next unit's gradients and state and the previous
+unit's weights are transferred. The arithmetic is the optimizer's own, so results are exactly the
+same.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -21,18 +22,18 @@ from outpace.nn.spread import is_spread, local
 from outpace.optim.build import Build, Groups, fill_state
 from outpace.records.plan import Plan
 
-# Many small tensors cost more as steps of their own than what they hold.
+# Bytes per unit: stepping many small tensors one by one costs more than their data.
 UNIT_BYTES = 4 << 20
 
 
 def with_offloading(build: Build, plan: Plan, scratch: Scratch) -> Build:
-    """Return `build`, with offloading of the optimizer's state or step if the plan has it."""
+    """Return `build`, wrapped to offload the optimizer's state or step if the plan says so."""
     if plan.offload_optimizer == "none" and plan.offload_parameters != "disk":
         return build
     disk = scratch if plan.offload_optimizer == "disk" else None
 
     def has_twin(parameter: Tensor) -> bool:
-        """Return whether a parameter has a separate copy; on a CPU, only if requested by `cpu`."""
+        """Return whether a parameter is updated as a host copy; on a CPU, only on request."""
         asked = plan.offload_optimizer == "cpu" and plan.offload_parameters == "none"
         return asked or parameter.device.type != "cpu"
 
@@ -54,7 +55,7 @@ def _stream_context(stream: torch.cuda.Stream | None) -> AbstractContextManager[
 
 @dataclass
 class _Lanes:
-    """The streams of copies to and from the host; None if there is no device to copy from."""
+    """Streams for copies to and from the host; None if parameters are not on a GPU."""
 
     device: torch.device
     down: torch.cuda.Stream | None = None
@@ -65,26 +66,26 @@ class _Lanes:
             self.down, self.up = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
 
     def host_copy(self, tensor: Tensor, wait: bool = False) -> Tensor:
-        """Start to copy to page-locked memory, so that the copy needs no wait."""
+        """Copy to page-locked memory without blocking, unless `wait`."""
         memory = torch.empty_like(tensor, device="cpu", pin_memory=self.down is not None)
         return memory.copy_(tensor, non_blocking=not wait)
 
     def begin(self) -> None:
-        """Wait for the work launched so far, which computes the gradients."""
+        """Make copies wait for the work launched so far, which computes the gradients."""
         if self.down is not None:
             self.down.wait_stream(torch.cuda.current_stream(self.device))
 
     def end(self) -> None:
-        """Make work launched from now on see the new weights."""
+        """Make work launched from now on wait for the new weights."""
         if self.up is not None:
             torch.cuda.current_stream(self.device).wait_stream(self.up)
 
 
 @dataclass
 class _Unit:
-    """Parameters that are updated together, by a separate optimizer over their twins.
+    """Parameters updated together, by a separate optimizer over their twins.
 
-    A twin is a parameter's master copy on the host, or the parameter itself if it is there.
+    A twin is a parameter's master copy on the host, or the parameter itself if it is already there.
     """
 
     parameters: Sequence[Tensor]
@@ -96,7 +97,7 @@ class _Unit:
     _arrived: torch.cuda.Event | None = None
 
     def fetch(self) -> None:
-        """Start to transfer the inputs of the step."""
+        """Start transferring the inputs of the step."""
         prefetch(self.regions)
         with _stream_context(self.lanes.down):
             for number, (parameter, twin) in enumerate(self._pairs()):
@@ -110,7 +111,7 @@ class _Unit:
             self._arrived = self.lanes.down.record_event()
 
     def step(self, group: dict[str, Any]) -> None:
-        """Step the twins with the group's learning rate and settings, and send the weights back."""
+        """Step the twins with the group's settings, and send the weights back."""
         for own in self.inner.param_groups:
             own.update({name: value for name, value in group.items() if name != "params"})
         if self._arrived is not None:
@@ -125,7 +126,7 @@ class _Unit:
         release(self.regions)
 
     def _pairs(self) -> Iterable[tuple[Tensor, Tensor]]:
-        """Return the parameters that have a separate twin: all or none."""
+        """Yield parameters with their separate twins; either all have one or none has."""
         both = zip(self.parameters, self.twins, strict=True)
         return ((p, twin) for p, twin in both if p is not twin)
 
@@ -133,10 +134,9 @@ class _Unit:
 class OffloadedOptimizer(torch.optim.Optimizer):
     """Optimizer that `build` creates from `groups`, with its state in host memory or on disk.
 
-    `has_twin` says which parameters are updated as copies on the host; `disk` stores their state
-    and these copies (None: host memory). `scratch` knows which parameters are on a disk. It looks
-    like the optimizer of `build`: the groups hold the model's parameters, and `state` is keyed by
-    them.
+    `has_twin` tells which parameters are updated as copies on the host. `disk` stores state and
+    copies (None: host memory). `scratch` knows which parameters are on disk. From outside, it looks
+    like `build`'s optimizer: groups hold the model's parameters, and `state` is keyed by them.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         disk: Scratch | None,
         scratch: Scratch,
     ) -> None:
-        like = build(groups)  # fills in missing options of the groups
+        like = build(groups)  # fills in missing options in the groups
         super().__init__(like.param_groups, like.defaults)
         held = list(chain.from_iterable(group["params"] for group in self.param_groups))
         self._lanes = _Lanes(held[0].device if held else torch.device("cpu"))
@@ -189,7 +189,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         inner: torch.optim.Optimizer,
         disk: Scratch,
     ) -> Region:
-        """Put the unit's state and twins into one region on the disk."""
+        """Put the unit's state and twins into one region on disk."""
         states = [
             (state, key, tensor)
             for state in inner.state.values()
@@ -207,7 +207,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update one unit after the other, transferring the next one during each update."""
+        """Update one unit after another, transferring the next one during each update."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -230,7 +230,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy the values to this optimizer's memory."""
+        """Copy the values into this optimizer's memory."""
         groups = state_dict["param_groups"]
         for own, saved in zip(self.param_groups, groups, strict=True):
             own.update({name: value for name, value in saved.items() if name != "params"})
@@ -248,7 +248,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
 
 
 def _parts(parameters: Iterable[Tensor]) -> Iterable[list[Tensor]]:
-    """Cut a list into parts in order, starting a new one after `UNIT_BYTES`."""
+    """Split a list into consecutive parts of about `UNIT_BYTES`."""
     part: list[Tensor] = []
     for parameter in parameters:
         part.append(parameter)

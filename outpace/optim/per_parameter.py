@@ -1,4 +1,4 @@
-"""A step of an optimizer that updates every parameter separately."""
+"""The step of optimizers that update every parameter separately."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,7 +15,7 @@ def step_each(
     begin: Callable[[nn.Parameter, Group], State],
     update: Callable[[nn.Parameter, State, Group], None],
 ) -> None:
-    """Update every parameter that has a gradient; `begin` returns the initial state."""
+    """Update every parameter that has a gradient; `begin` returns a parameter's initial state."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             if parameter.grad is None:

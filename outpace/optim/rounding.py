@@ -1,4 +1,4 @@
-"""Stochastic rounding to bf16, the same on every rank that holds the same values."""
+"""Stochastic rounding to bf16, equal on all ranks that hold the same values."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,29 +11,28 @@ from torch import Tensor, nn
 from outpace.nn.random_values import GAMMA, mix, wrap_64_bits
 from outpace.nn.spread import is_spread
 
-_LOST_BITS = 16  # of fp32's 32, bf16 has the upper ones
+_LOST_BITS = 16  # bf16 keeps the upper 16 of fp32's 32 bits
 _KEPT = -(1 << _LOST_BITS)
 _LOST = (1 << _LOST_BITS) - 1
 
-# Of the numbers of several parameters that are joined: their keys, where each one's values end, and
-# how many they are.
+# Random streams of joined parameters: their keys, the end of each one's values, their sizes.
 Streams = tuple[Tensor, Tensor, Tensor]
 
 
 def draw_bits(shape: torch.Size, noise: torch.Generator, device: torch.device) -> Tensor:
-    """Return, for each value, a uniform integer with as many bits as rounding drops, int32."""
+    """Return a uniform integer per value, with as many bits as rounding drops, int32."""
     return torch.randint(
         0, 1 << _LOST_BITS, shape, generator=noise, device=device, dtype=torch.int32
     )
 
 
 def round_to_bf16(x: Tensor, noise: torch.Generator | Tensor) -> Tensor:
-    """Round fp32 to bf16, up or down with probabilities that make the expected result `x`.
+    """Round fp32 to bf16, up or down with probabilities such that the expected value is `x`.
 
     Gupta et al., "Deep Learning with Limited Numerical Precision", ICML 2015, §3.1. Dropping the
-    lower bits rounds towards zero; a uniform number with as many bits is added first, and carries
-    over with a probability equal to the dropped bits' share of the last kept bit. `noise` are these
-    numbers, which are overwritten, or a generator of them.
+    lower bits rounds towards zero. Adding a uniform integer with as many bits first carries over
+    with a probability equal to the dropped fraction. `noise` is a tensor of such integers, which is
+    overwritten, or their generator.
     """
     if isinstance(noise, torch.Generator):
         noise = draw_bits(x.shape, noise, x.device)
@@ -45,16 +44,16 @@ def round_to_bf16(x: Tensor, noise: torch.Generator | Tensor) -> Tensor:
 class Noise:
     """Random numbers for a parameter's step, as a function of seed, name, step and position.
 
-    So replicas draw the same numbers, shards of a tensor draw different ones, and a resumed run
-    draws those that the original run would have drawn. `names` are the parameters' names in a
-    single process.
+    Replicas draw the same numbers, shards of a tensor draw different ones, and a resumed run draws
+    the numbers that an uninterrupted run would draw. `names` are the parameters' names in a single
+    process.
     """
 
     seed: int = 0
     names: dict[Tensor, str] = field(default_factory=dict)
 
     def generator(self, parameter: nn.Parameter, step: int, what: str) -> torch.Generator:
-        """Return the generator for rounding `what` of a parameter in a step."""
+        """Return the generator for rounding `what` (a moment or the weight) in a step."""
         key = (self.seed, self.names.get(parameter, ""), step, _offset_of(parameter), what)
         device = "cpu" if parameter.device.type == "meta" else parameter.device
         return torch.Generator(device).manual_seed(_hash(key) >> 1)
@@ -64,18 +63,18 @@ class Noise:
         return _hash((self.seed, self.names.get(parameter, ""), _offset_of(parameter)))
 
     def step_key(self, step: int) -> int:
-        """Return the number that a step adds to all keys, 64 bits as a signed number."""
+        """Return the offset that a step adds to all keys, 64 bits as a signed integer."""
         return wrap_64_bits(_hash((self.seed, step)))
 
 
 def make_streams(keys: Sequence[int], sizes: Sequence[int], device: torch.device) -> Streams:
     """Copy keys, ends and sizes of joined parameters to a device.
 
-    There are at least two of each, which a function compiled for many needs. The host does not
-    wait.
+    Return at least two of each, so that compiled code treats their number as dynamic. The host does
+    not wait.
     """
     ends = list(accumulate(sizes))
-    # Values are counted from the beginning of all; their own parameters' numbers are meant.
+    # Positions count over all joined values; shift keys so that each parameter counts from 0.
     each = zip(keys, ends, sizes, strict=True)
     first = [wrap_64_bits(key - end + size) for key, end, size in each]
     rows = [first, ends, list(sizes)]
@@ -89,12 +88,12 @@ def make_streams(keys: Sequence[int], sizes: Sequence[int], device: torch.device
 def random_words(streams: Streams, count: int) -> Tensor:
     """Return a word of 64 random bits for each of `count` values, (count,) int64.
 
-    They are the words of SplitMix64 (see `random_values`) from a parameter's key on, so joined
+    Words are SplitMix64's (see `random_values`), starting at each parameter's key, so joined
     parameters get the same words as separate ones.
     """
     keys_P, ends_P, sizes_P = streams
     place_N = torch.arange(count, device=keys_P.device)
-    if torch.compiler.is_compiling():  # one kernel, which looks up whose a value is
+    if torch.compiler.is_compiling():  # a single kernel that looks up each value's parameter
         owner_N = torch.bucketize(place_N, ends_P, out_int32=True, right=True)
         key_N = keys_P.index_select(0, owner_N)
     else:
@@ -103,17 +102,17 @@ def random_words(streams: Streams, count: int) -> Tensor:
 
 
 def field_of(words: Tensor, number: int) -> Tensor:
-    """Return the `number`th 16-bit field of 64-bit words, as `round_to_bf16` takes it."""
+    """Return a 16-bit field of 64-bit words, by number, in the form that `round_to_bf16` takes."""
     return (words >> (_LOST_BITS * number)).bitwise_and_(_LOST).int()
 
 
 def _hash(key: tuple[object, ...]) -> int:
-    """Return a hash of 64 bits."""
+    """Return a 64-bit hash."""
     return int.from_bytes(blake2b(repr(key).encode(), digest_size=8).digest(), "big")
 
 
 def _offset_of(parameter: Tensor) -> tuple[int, ...]:
-    """Return where in the whole tensor this rank's part begins."""
+    """Return the offset of this rank's part in the global tensor."""
     if not is_spread(parameter):
         return ()
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset

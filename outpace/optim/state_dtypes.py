@@ -1,4 +1,4 @@
-"""Optimizers with states in their own dtypes."""
+"""Optimizers whose states keep their own dtypes."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from torch import nn
 
 
 class KeepsDtypes(torch.optim.Optimizer):
-    """An optimizer whose loaded states keep their dtypes; torch casts them to the parameter's."""
+    """An optimizer whose loaded states keep their dtypes (torch casts them to the parameters')."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load as torch does, and keep the states' dtypes."""

@@ -1,1 +1,1 @@
-"""The real model and the real plan under fake tensors: memory of any rank of any world size."""
+"""The real model and plan under fake tensors: memory of any rank of any world size."""

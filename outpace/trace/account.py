@@ -30,11 +30,11 @@ from outpace.trace.reserve import events_of, peak_reserved_bytes
 from outpace.trace.steps import Trainable, Workload, run_steps
 from outpace.trace.world import lay_out, one_rank
 
-# From the second layer on all do the same, but for the last; a fourth one makes sure.
+# From the second layer on, all layers do the same, except the last; a fourth one makes sure.
 _SHALLOW = 4
-# The middle ones of more passes do as the second does.
+# With more passes than this, the middle ones do the same as the second.
 MOST_PASSES = 3
-_POINTS = 400  # of a timeline
+_POINTS = 400  # points of a timeline
 
 
 def account(
@@ -50,9 +50,9 @@ def account(
 ) -> MemoryAccount:
     """Trace the first two steps of `rank` under fake tensors.
 
-    `settings`: the optimizer's settings; without an `accelerator`, the memory is the CPU's.
-    The allocator has the accelerator's `usable_bytes` minus contexts and buffers of collectives.
-    Raises BadInputError for a plan that cannot be applied.
+    `settings`: the optimizer's settings. Without an `accelerator`, memory is that of a CPU.
+    Otherwise, the allocator has the accelerator's `usable_bytes`, minus contexts and buffers of
+    collectives. Raises BadInputError for a plan that cannot be applied.
     """
     settings = settings or TrainSettings()
     passes, rules = min(accumulation, MOST_PASSES), Rules(accelerator)
@@ -62,11 +62,10 @@ def account(
 
 
 def _strips(work: Workload, traced: Callable[[Workload], list[Strip]]) -> list[Strip]:
-    """Return the strips of all layers: recorded, or extended from two shallower models.
+    """Return the strips of the whole model: recorded, or extended from two shallower models.
 
-    Work that is split by bytes and not by layers, such as DDP's first broadcast, may not be
-    extensible: storages would be freed that were never allocated. In that case all layers are
-    recorded.
+    Work split by bytes rather than by layers, such as DDP's first broadcast, may not extend:
+    storages would be freed that were never allocated. Then all layers are recorded.
     """
     depths = shallow_depths(work.spec, work.plan)
     if depths is None:
@@ -82,7 +81,7 @@ def _strips(work: Workload, traced: Callable[[Workload], list[Strip]]) -> list[S
 
 
 def shallow_depths(spec: ModelSpec, plan: Plan) -> tuple[int, int] | None:
-    """Return two smaller numbers of layers to extrapolate from, if that is less work."""
+    """Return two smaller layer counts to extrapolate from; None if that saves nothing."""
     period = plan.checkpoint_every
     if plan.pp > 1 or plan.checkpoint_layers or spec.window_layers is not None:
         return None
@@ -92,16 +91,16 @@ def shallow_depths(spec: ModelSpec, plan: Plan) -> tuple[int, int] | None:
 
 
 def at_depth(work: Workload, layers: int) -> Workload:
-    """Return the same training run with fewer layers."""
+    """Return the same training run with this many layers."""
     spec = work.spec.model_copy(update={"layers": layers})
     return Workload(spec, work.plan, work.seq_len, work.accumulation, work.settings)
 
 
 def record_strips(work: Trainable, rank: int, rules: Rules, ranks_per_host: int) -> list[Strip]:
-    """Record the actions of a rank in two steps, under fake tensors."""
+    """Record what a rank allocates and frees in two steps, under fake tensors."""
     watch = AllocationTracer(rules)
     collecting = gc.isenabled()
-    gc.disable()  # the moment of freeing cycles would depend on earlier work
+    gc.disable()  # when cycles are freed would depend on earlier work
     try:
         with one_rank(rank, work.plan.world_size, ranks_per_host) as ranks, fake_tensors(), watch:
             with separate_host_memory(watch, rules), work.functions(rules):
@@ -119,7 +118,7 @@ def record_strips(work: Trainable, rank: int, rules: Rules, ranks_per_host: int)
 def summarise_strips(
     strips: Sequence[Strip], plan: Plan, rank: int, rules: Rules, passes: float = 1.0
 ) -> MemoryAccount:
-    """Summarise recorded strips in an account. `passes`: how often each pass occurs in a step."""
+    """Summarise recorded strips in an account. `passes`: how often each pass runs in a step."""
     course = course_of(strips)
     position = int(course.live_bytes.argmax())
     last = [strip for strip in strips if strip.step == strips[-1].step]
@@ -147,7 +146,7 @@ def _reserved_bytes(course: AllocationCourse, plan: Plan, rules: Rules) -> int |
 
 
 def _moments(course: AllocationCourse, positions: Sequence[int]) -> list[Moment]:
-    """Return the live memory after some of the changes, and the part of the step."""
+    """Return live memory and the part of the step, after the changes at `positions`."""
     found = []
     for position, by_kind in zip(positions, course.by_kind(positions), strict=True):
         entry = course.entries[course.origin[position]]
@@ -166,7 +165,7 @@ def _moments(course: AllocationCourse, positions: Sequence[int]) -> list[Moment]
 
 
 def _timeline(course: AllocationCourse) -> list[Moment]:
-    """Return the moment with the most bytes in each stretch of the last step."""
+    """Return the moment with the most memory in each stretch of the last step."""
     steps = np.array([strip.step for strip in course.strips])
     of_step = np.flatnonzero(steps[course.strip_of] == steps[-1])
     stretches = np.array_split(of_step, min(_POINTS, len(of_step)) or 1)
@@ -175,14 +174,14 @@ def _timeline(course: AllocationCourse) -> list[Moment]:
 
 
 def _activations(course: AllocationCourse, position: int) -> dict[str, int]:
-    """Return activations live at the peak, in bytes by the creating module, largest first."""
+    """Return activations live at the peak, in bytes by the module that made them, largest first."""
     sums: dict[str, int] = {}
     for origin, count in zip(
         *np.unique(course.origin[: position + 1], return_counts=True), strict=True
     ):
         entry = course.entries[origin]
         if entry.kind == "activations":
-            name = entry.made_in or "outside of modules"
+            name = entry.made_in or "outside modules"
             sums[name] = sums.get(name, 0) + entry.nbytes * int(count)
     held = {name: total for name, total in sums.items() if total > 0}
     return dict(sorted(held.items(), key=lambda pair: -pair[1]))

@@ -24,7 +24,7 @@ from outpace.trace.inside import FLOPS, TemporaryBytes
 
 _SHAPES = "_propagate_tensor_meta_non_cached"
 _CASTS = (torch.ops.aten._to_copy.default, torch.ops.prims.convert_element_type.default)
-# Operators that use memory for communication between ranks, by their namespaces.
+# Namespaces of operators that allocate memory for communication between ranks.
 _EXCHANGES = ("c10d", "_c10d_functional", "fsdp")
 
 
@@ -60,12 +60,12 @@ class Segment:
 
 
 class AllocationTracer(TorchDispatchMode):
-    """Recorder of each storage that operators allocate in the context, until it is freed.
+    """Records each storage that operators allocate in the context, until it is freed.
 
-    It observes the thread that enters it, including backwards in that thread, as on a CPU. It does
-    not observe memory that a kernel allocates and frees internally; `rules` know this for some
-    kernels of other devices. `freed_elsewhere` is called with the address of memory that another
-    thread frees, such as threads of collectives that were the last to hold a buffer.
+    It sees the thread that enters it, including backwards in that thread, as on a CPU. It does not
+    see memory that a kernel allocates and frees internally; `rules` know this for some kernels of
+    other devices. `freed_elsewhere` is called with the address of memory that another thread frees,
+    such as a collective's thread that held a buffer last.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class AllocationTracer(TorchDispatchMode):
         self._parameters: list[nn.Parameter] = []
 
     def register(self, root: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-        """Register modules by their names within `root`, and watch these parameters."""
+        """Register modules by their names within `root`, and track these parameters."""
         self._names |= {id(module): name for name, module in root.named_modules() if name}
         self._parameters = list(parameters)
         self.call(self._parameters, "weights")
@@ -97,14 +97,14 @@ class AllocationTracer(TorchDispatchMode):
                     self._piece(storage).module = name
 
     def begin_step(self, number: int) -> None:
-        """Count earlier work as the preparation, and later work as step `number`."""
+        """Attribute earlier work to the preparation, and later work to step `number`."""
         self.mark("prepare")
         self._step = self._now.step = number
 
     def mark(self, part: str) -> None:
-        """Count the work since the last mark as `part`."""
+        """Attribute the work since the last mark to `part`."""
         self._now.part = part  # type: ignore[assignment]
-        if part == "forward":  # its results are kept for its backward
+        if part == "forward":  # the backward needs the forward's results
             for change in self._now.changes:
                 if change.piece.lives and change.piece.kind is None:
                     change.piece.kind = "activations"
@@ -140,9 +140,9 @@ class AllocationTracer(TorchDispatchMode):
             register.register_module_forward_hook(self._leave_module, always_call=True),
         ]
         self._patched = [
-            # No operator resizes a storage; sharded modules do, where they gather weights.
+            # No operator resizes a storage, but FSDP does when it gathers weights.
             patch.object(torch.UntypedStorage, "resize_", self._wrap_resize()),
-            # DTensor runs operators on nothing, once, to see what shapes come out.
+            # DTensor runs operators once without data to learn the shapes of results.
             patch.object(ShardingPropagator, _SHAPES, self._wrap_propagation()),
         ]
         for patched in self._patched:
@@ -160,7 +160,7 @@ class AllocationTracer(TorchDispatchMode):
 
     @contextmanager
     def set_aside(self, wanted: bool = True) -> Iterator[None]:
-        """Ignore operators in the context, or resume recording them."""
+        """Ignore operators in the context, or with `wanted` False record them again."""
         before, self._aside = self._aside, wanted
         try:
             yield
@@ -212,7 +212,7 @@ class AllocationTracer(TorchDispatchMode):
             return NotImplemented  # called again with local tensors
         kwargs = kwargs or {}
         if func is torch.ops._c10d_functional.wait_tensor.default and _is_fake(args[0]):
-            return args[0]  # as in a real run
+            return args[0]  # the gradient keeps its tensor, as in a real run
         if self._aside:
             return func(*args, **kwargs)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -249,10 +249,10 @@ class AllocationTracer(TorchDispatchMode):
             self._now.bytes_moved += sum(moved.values())
 
     def _classify_copy(self, source: Tensor, copy: torch.UntypedStorage) -> None:
-        """Classify a copy: a weight in another dtype is a copy of the weight."""
+        """Classify a copy: a cast weight counts as a copy of the weight."""
         pieces = [self._piece(storage) for storage in _storages(source)]
         if isinstance(source, nn.Parameter):
-            for piece in pieces:  # unknown storages were gathered
+            for piece in pieces:  # unknown storages hold gathered weights
                 piece.kind = piece.kind or "unsharded"
         if any(piece.kind in ("weights", "unsharded") for piece in pieces):
             self._piece(copy).kind = self._kind() or "weight copies"
@@ -263,7 +263,7 @@ class AllocationTracer(TorchDispatchMode):
             piece.kind = piece.kind or "communication"
 
     def _module_of(self, given: list[Tensor]) -> str:
-        """Return the module that created the inputs, since backwards do not enter modules."""
+        """Return the module that made the inputs, since a backward does not enter modules."""
         for tensor in given:
             for storage in _storages(tensor):
                 held = self._pieces.get(storage._cdata)
@@ -272,7 +272,7 @@ class AllocationTracer(TorchDispatchMode):
         return self._module
 
     def _piece(self, storage: torch.UntypedStorage) -> MemoryPiece:
-        """Return the piece of a storage; a new one if the storage is new."""
+        """Return the piece of a storage, creating one for a new storage."""
         key = storage._cdata
         held = self._pieces.get(key)
         if held is None:
@@ -284,7 +284,7 @@ class AllocationTracer(TorchDispatchMode):
         return held[0]
 
     def _kind(self) -> Kind | None:
-        """Return the purpose of new memory, as far as it is known at its allocation."""
+        """Return the purpose of new memory, as far as it is known when allocated."""
         return "offloaded" if self._on_host else None
 
     def _round_up(self, nbytes: int) -> int:
@@ -306,7 +306,7 @@ class AllocationTracer(TorchDispatchMode):
 
 
 def _storages(tensor: Any) -> Iterator[torch.UntypedStorage]:
-    """Return the storages behind a tensor, or behind the parts of a composed one."""
+    """Yield the storages of a tensor, or of the parts of a composed one."""
     if not isinstance(tensor, Tensor):
         return
     parts: Any = getattr(tensor, "__tensor_flatten__", None)  # DTensor, quantized tensors

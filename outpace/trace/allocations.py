@@ -1,4 +1,4 @@
-"""Bytes that torch's allocator has allocated, from its own events."""
+"""Counts of the bytes that torch's allocator holds, from the allocator's own events."""
 
 import os
 import time
@@ -12,12 +12,12 @@ import torch
 
 
 class Allocations:
-    """Count of allocations and frees in the context, by this thread and the backward's thread.
+    """Counts allocations and frees in the context, by this thread and the backward's.
 
     `peak_bytes`: the most that was live at any time. `left_bytes`: the bytes live at the end.
-    Earlier allocations do not count unless they are freed. Internal allocations of kernels are also
-    counted. torch's profiler does not report frees by other threads: they are noticed when the
-    address is allocated again, or through `freed_elsewhere`.
+    Earlier allocations count only when they are freed. Allocations inside kernels are included.
+    torch's profiler does not report frees by other threads: they are noticed when the address is
+    allocated again, or through `freed_elsewhere`.
     """
 
     def __init__(self) -> None:
@@ -58,13 +58,13 @@ class Allocations:
             self.peak_bytes = max(self.peak_bytes, self.left_bytes)
 
     def note_free(self, address: int) -> None:
-        """Record a free by a thread that torch's profiler does not watch."""
+        """Record a free by a thread that torch's profiler does not see."""
         self._told.append((time.time_ns(), address, 0))
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress output of the profiler's library on the descriptor of standard error."""
+    """Suppress the profiler library's output to the file descriptor of standard error."""
     kept = os.dup(2)
     try:
         with Path(os.devnull).open("w") as nowhere:

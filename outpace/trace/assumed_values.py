@@ -1,7 +1,7 @@
-"""Values that a forward reads while its weights and activations have none.
+"""Values for a forward to read although its weights and activations have none.
 
-Whole numbers that depend only on tokens and sizes are computed. Experts get equal shares of the
-tokens that a router distributes.
+Integers that depend only on tokens and sizes are computed. A router's tokens are divided equally
+among its experts.
 """
 
 from typing import Any
@@ -12,19 +12,19 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 _aten = torch.ops.aten
 _EMPTY = (_aten.empty, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)
-# Floats are computed up to this many: a mask of 65,536 tokens, which some families make of floats.
-# Nothing reads larger ones, such as initial states, and they would take time and host memory.
+# Floats are computed up to this many: a mask of 65,536 tokens, which some families build from
+# floats. Nothing reads larger ones, such as initial states, and they would take time and memory.
 _MOST_FLOATS = 2**16
 
 
 class AssumedValues:
-    """Mode for operators on CPU tensors, which have values, and meta tensors, which have none.
+    """Dispatches operators on CPU tensors, which have values, and meta tensors, which have none.
 
-    Results of CPU tensors alone have values; all others have none.
+    A result has a value if all its inputs are CPU tensors.
     """
 
     def __init__(self) -> None:
-        # The router's last decision: how many experts there are, and choices among them.
+        # The router's last decision: the number of experts, and of tokens sent to them.
         self.experts = 0
         self._choices = 0
         self._reads = 0
@@ -45,9 +45,9 @@ class AssumedValues:
         return func(*args, **kwargs)
 
     def _keep_values(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Compute whole numbers, booleans and masks, also where they belong on meta.
+        """Compute integers, booleans and masks, even where they belong on meta.
 
-        Results are the same in each run: random numbers have no values, and uninitialised memory is
+        Results are the same in each run: random numbers get no values, and uninitialised memory is
         zero.
         """
         made = func(*args, **kwargs)
@@ -70,7 +70,7 @@ class AssumedValues:
         self._choices = scores.numel() // max(1, self.experts) * int(each)
 
     def _indices(self, mask: Tensor) -> Tensor:
-        """Return all experts or, one call at a time, the tokens of each."""
+        """Return the indices of all experts, or, call by call, of each expert's tokens."""
         if mask.dim() == 1 and 0 < self.experts <= len(mask):
             self._reads = 0
             return torch.arange(self.experts, device="cpu").unsqueeze(1)
@@ -81,7 +81,7 @@ class AssumedValues:
         return torch.empty((rows, mask.dim()), dtype=torch.int64, device="meta")
 
     def _move(self, func: Any, args: Any, kwargs: Any) -> Tensor:
-        """Move counts of tokens per expert with their values; leave valueless tensors in place."""
+        """Keep values when counts of tokens per expert are moved; move other tensors to meta."""
         counts = args[0]
         if counts.is_floating_point() or counts.shape != (self.experts,):
             moved: Tensor = func(*args, **{**kwargs, "device": torch.device("meta")})

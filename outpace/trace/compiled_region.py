@@ -1,12 +1,11 @@
-"""Traces of forwards that torch.compile compiles: the tensors that Inductor's kernels allocate.
+"""Traces of compiled forwards: the tensors that Inductor's kernels would allocate.
 
-The compiler itself is not run, but its partitioner is, which decides what the forward saves for the
-backward and what the backward recomputes (min-cut rematerialization; Horace He, "Min-cut optimal(*)
+The compiler itself does not run, but its partitioner does: it decides what the forward saves and
+what the backward recomputes (min-cut rematerialization; Horace He, "Min-cut optimal(*)
 recomputation with AOTAutograd", 2022), on the graph that AOTAutograd traces with Inductor's
 decompositions. The two graphs then run node by node under fake tensors. One rule of Inductor's
-fusion is used: elementwise results are written to memory only if an operator that is not fused
-reads them (a matmul, attention), or the graph returns them; otherwise they stay in
-registers.
+fusion is used: elementwise results are written to memory only if the graph returns them or an
+operator reads them that is not fused (a matmul, attention); otherwise they stay in registers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ from outpace.records.plan import Plan
 from outpace.trace.allocation_tracer import AllocationTracer
 
 _ATEN, _PRIMS = torch.ops.aten, torch.ops.prims
-# Element by element, or of the same elements in another order, without the tag that says so.
+# Pointwise operators, or ones that only reorder elements, which torch does not tag as such.
 _POINTWISE = frozenset(
     {_ATEN.clone, _ATEN._to_copy, _ATEN.embedding, _ATEN.cat, _ATEN.expand, _ATEN.full,
      _ATEN.full_like, _ATEN.where, _ATEN.select_scatter, _ATEN.slice_scatter, _ATEN.gather,
@@ -36,10 +35,10 @@ _TENSOR = object()  # placeholder for tensors among arguments
 
 
 def trace_compiled(model: nn.Module, plan: Plan, watch: AllocationTracer) -> None:
-    """Run the compiled forwards of a model, and of its parts, as their compiled graphs.
+    """Run the compiled forwards of a model and its parts as the graphs that would be compiled.
 
-    They are traced as eager if blocks are recomputed (which works the same in a compiled forward),
-    if saved tensors are offloaded, if tensors are split, and if matmuls are in fp8.
+    They are traced as eager if blocks are recomputed (which works the same when compiled), if saved
+    tensors are offloaded, if tensors are sharded by tensor parallelism, or if matmuls are in fp8.
     """
     if (
         plan.recomputes
@@ -55,7 +54,7 @@ def trace_compiled(model: nn.Module, plan: Plan, watch: AllocationTracer) -> Non
 
 
 class _PartitionedForward:
-    """A forward that runs through the graphs that a compiler would make for it and its backward."""
+    """A forward that runs through the graphs that the compiler would build for it."""
 
     def __init__(
         self, module: nn.Module, forward: Callable[..., Any], watch: AllocationTracer
@@ -77,19 +76,19 @@ class _PartitionedForward:
         with self._watch.set_aside():
             if key not in self._graphs:
                 self._graphs[key] = self._compile(leaves, shape)
-                # Its first call makes the graphs, and keeps for good what it was given.
+                # The first call builds the graphs, and keeps its arguments for good.
                 self._counts = False
                 self._graphs[key](tensors_by_name, [_stand_in(tensor) for tensor in tensors])
             self._counts = True
             return self._graphs[key](tensors_by_name, tensors)
 
     def _compile(self, leaves: Sequence[Any], shape: Any) -> Callable[..., Any]:
-        """Return a function of the module's tensors and others, compiled except for the kernels."""
+        """Return a function of the module's tensors and inputs, compiled except for kernels."""
         from torch._functorch.aot_autograd import aot_function
         from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch._inductor.decomposition import select_decomp_table
 
-        # The function lives on, and must not hold tensors.
+        # The function outlives this call, so it must not hold tensors.
         places = [_TENSOR if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
         def run(tensors_by_name: dict[str, Tensor], tensors: Sequence[Tensor]) -> Any:
@@ -108,7 +107,7 @@ class _PartitionedForward:
         )
 
     def _runner(self, gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        """Return a function that runs a graph on a list of inputs, which it empties."""
+        """Return a function that runs a graph on a list of inputs, and empties that list."""
         made = frozenset(node for node in gm.graph.nodes if _is_made(node))
 
         def run(inputs: list[Any]) -> Any:
@@ -135,9 +134,9 @@ def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None
 
 
 class _Nodes(fx.Interpreter):
-    """Runner of a graph's nodes; those that are not `made` take no memory.
+    """Runs a graph node by node; results that are not `made` take no memory.
 
-    It empties the list of its inputs, so that each of them lives until its last reader.
+    It empties the list of inputs, so that each input lives until its last reader.
     """
 
     def __init__(
@@ -153,7 +152,7 @@ class _Nodes(fx.Interpreter):
         inputs.clear()
 
     def placeholder(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """Return the region's next input, in place of a placeholder."""
+        """Return the region's next input for a placeholder."""
         return self._inputs.pop()
 
     def run_node(self, n: fx.Node) -> Any:
@@ -168,7 +167,7 @@ def _is_made(node: fx.Node) -> bool:
         return False
     packet = getattr(node.target, "overloadpacket", None)
     if packet is None:
-        return False  # an item of several outputs
+        return False  # one of several outputs
     if not _is_pointwise(node):
         return True
     return any(_is_written_for(user) for user in _readers(node))
@@ -183,7 +182,7 @@ def _readers(node: fx.Node) -> Iterator[fx.Node]:
 
 
 def _is_written_for(user: fx.Node) -> bool:
-    """Return whether a node's input must be in memory."""
+    """Return whether a node needs its inputs in memory."""
     if user.op == "output":
         return True
     packet = getattr(user.target, "overloadpacket", None)

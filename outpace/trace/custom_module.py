@@ -1,6 +1,6 @@
 """Memory of a custom model: its forward, loss and batch under fake tensors.
 
-The user's function builds the real module once; a copy without memory is traced.
+The user's function builds the real module once; a copy on the meta device is traced.
 """
 
 import copy
@@ -38,7 +38,7 @@ from outpace.trace.device import Rules
 from outpace.trace.offloading import offload_to_disk
 from outpace.trace.steps import CPU, LayOut
 
-_SMALL = 32  # numbers of a buffer that is kept with its values: programs look into it
+_SMALL = 32  # buffers up to this many elements keep their values, since programs read them
 _READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
 _MEASURE = "Let a run measure it, with values: outpace train --memory --steps 5."
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
@@ -46,9 +46,10 @@ _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 @dataclass(frozen=True)
 class ModuleWorkload:
-    """Training of a custom model: passes over `plan.samples_read` samples make a step.
+    """Training of a custom model; each step passes over `plan.samples_read` samples.
 
-    `build` creates the module with its loss; `samples` returns a batch of a number of samples.
+    `build` constructs the module with its loss; `samples` returns a batch with the given number of
+    samples.
     """
 
     build: Callable[[], CustomModel]
@@ -57,18 +58,18 @@ class ModuleWorkload:
     accumulation: int
     settings: TrainSettings
     drops: bool = False
-    value_free: bool = False  # without values
+    value_free: bool = False  # tensors have no values
 
     def batch(self) -> Any:
-        """Return the batch that a rank reads at once."""
+        """Return the batch that a rank reads in one pass."""
         return self.samples(self.plan.samples_read)
 
     def functions(self, rules: Rules) -> AbstractContextManager[object]:
-        """Return a context for a trace."""
+        """Return a context with replaced functions for a trace."""
         return rules.functions(self.drops, self.plan)
 
     def make_mixed(self) -> MixedPrecision:
-        """Return the mixed precision of the matmuls."""
+        """Return the mixed precision of the plan."""
         plan, cache = self.plan, keeps_casts(self.settings.autocast_cache, True)
         return make_mixed(plan.precision, CPU, cache, True, plan.fully_shards)
 
@@ -76,7 +77,7 @@ class ModuleWorkload:
         self, mixed: MixedPrecision, ranks: Ranks, watch: AllocationTracer, lay_out: LayOut,
         rules: Rules, scratch: Scratch,
     ) -> Layout:  # fmt: skip
-        """Return the module on this rank."""
+        """Lay out the module on this rank."""
         own, plan = self.build(), self.plan
         objective = (_ValueFree if self.value_free else CustomObjective)(own)
         lower_weights(objective, mixed)
@@ -108,7 +109,7 @@ def account_of_module(
     accelerator: Accelerator | None,
     ranks_per_host: int,
 ) -> MemoryAccount:
-    """Trace the first two steps of `rank`, as `trace.account.account` does for outpace's models.
+    """Trace the first two steps of `rank`, like `trace.account.account` for outpace's models.
 
     `model` stays unchanged. Raises BadInputError for a plan that cannot be applied, and for a
     module that cannot run without values.
@@ -134,9 +135,10 @@ def account_of_module(
         drops=has_dropout(model.module),
         value_free=True,
     )
-    drawn = random_state(CPU)  # seeded by inspections of stages
+    drawn = random_state(CPU)  # inspections of stages seed it
     try:
-        with warnings.catch_warnings():  # of scalars that are received, which are real
+        # torch's warning about received scalars, which are real tensors
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             strips = record_strips(work, rank, rules, ranks_per_host)
     except OutpaceError:
@@ -149,10 +151,10 @@ def account_of_module(
 
 
 class _ValueFree(CustomObjective):
-    """An objective whose forward must not read values, since there are none."""
+    """An objective whose forward must not read values, since tensors have none."""
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Compute loss and count. Raises BadInputError if the forward reads a number."""
+        """Compute loss and count. Raises BadInputError if the forward reads a value."""
         with _ReadRefusal(self.model):
             return super().forward(batch)
 
@@ -165,14 +167,14 @@ class _ReadRefusal(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _READS and isinstance(args[0], FakeTensor):
             raise BadInputError(
-                f"{type(self._module).__name__} or its loss depends on a computed number "
+                f"{type(self._module).__name__} or its loss depends on a computed value "
                 f"({_place(traceback.extract_stack())}), but a trace has no values. {_MEASURE}"
             )
         return func(*args, **(kwargs or {}))
 
 
 def _place(frames: traceback.StackSummary) -> str:
-    """Return the innermost line of code outside of torch and outpace."""
+    """Return the innermost line of code outside torch and outpace."""
     theirs = [frame for frame in frames if not _is_ours(Path(frame.filename))]
     return f"{theirs[-1].filename}:{theirs[-1].lineno}" if theirs else "within torch"
 
@@ -185,8 +187,8 @@ def _failure(module: nn.Module, error: Exception, compiled: bool) -> str:
     said = (str(error).strip().splitlines() or [""])[0][:200]
     where = _place(traceback.extract_tb(error.__traceback__))
     eager = (
-        "Attributes that a compiled forward sets on modules (self.aux = …) are among the things "
-        "that are not traced: leave --compile out for an upper bound. "
+        "A trace of a compiled forward ignores, among others, attributes that it sets on modules "
+        "(self.aux = …): leave out --compile for an upper bound. "
     )
     return (
         f"{type(module).__name__} cannot be traced without values: {where}: "
@@ -195,7 +197,7 @@ def _failure(module: nn.Module, error: Exception, compiled: bool) -> str:
 
 
 def _on_no_memory(structure: nn.Module) -> nn.Module:
-    """Return a copy of a module on meta, with tensors of the current mode."""
+    """Return a copy of a module on meta, in the current dispatch mode."""
     held = [*structure.parameters(), *structure.buffers()]
     memo: dict[int, Any] = {}
     for tensor in held:

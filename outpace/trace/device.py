@@ -1,26 +1,27 @@
-"""Explicit rules for where CUDA kernels use memory differently from CPU kernels.
+"""Rules for where CUDA kernels use memory differently from CPU kernels.
 
-The trace runs the CPU's operators. On CUDA, fused attention saves the same tensors (inputs, output,
-an fp32 log-sum-exp per query), and autocast casts the same operators of outpace's models. The
-following differs:
+The trace runs CPU operators. On CUDA, fused attention saves the same tensors (inputs, output, an
+fp32 log-sum-exp per query), and autocast casts the same operators of outpace's models. The
+differences are:
 
 1. The caching allocator allocates in units of 512 bytes (CUDACachingAllocator, kMinBlockSize).
 2. cuBLAS has a workspace for each of the two threads that multiply, the forward's and the
    backward's: 32 MiB on Hopper, 8.125 MiB before (torch, CUDABlas handle pool: 4096 KiB × 8; and
    4096 KiB × 2 + 16 KiB × 8).
 3. FlashAttention's backward sums query gradients in fp32, with sequences rounded up to 128 and
-   heads to 32 (64 above 128), plus one fp32 sum per query; if keys have fewer heads, it first makes
-   their gradients for all heads (Dao, arXiv 2307.08691, §3; flash_api of the library). Hopper and
-   Blackwell use cuDNN's kernel, which saves the same; NVIDIA does not document the workspace of its
-   backward, so FlashAttention's is assumed (TORCH_CUDNN_SDPA_DEPRIORITIZED=1 selects that kernel).
+   heads to 32 (64 above 128), plus one fp32 sum per query; if keys have fewer heads, it first
+   computes their gradients for all query heads (Dao, arXiv 2307.08691, §3; flash_api of the
+   library). Hopper and Blackwell use cuDNN's kernel, which saves the same; NVIDIA does not document
+   the workspace of its backward, so FlashAttention's is assumed (TORCH_CUDNN_SDPA_DEPRIORITIZED=1
+   selects that kernel).
 4. Dropout inside fused attention is drawn again in the backward, so no mask is saved; the CPU has
    no fused attention with dropout and saves the probabilities.
 5. The loss is `nn.head_loss`. Its compiled passes over the logits overwrite them with their
    gradient, and need only a few numbers per token.
-6. Weights to be quantized to 4 bits are in host memory, except the current matrix.
-7. Documents, windows and padding are blocks of FlexAttention (nn.kernels), which saves what fused
-   attention saves, and no mask. Its backward needs less than rule 3: one fp32 sum per query. With a
-   mask instead, keys and values are repeated for all heads, and saved.
+6. Weights to be quantized to 4 bits are in host memory, except the matrix being quantized.
+7. Documents, windows and padding become block masks for FlexAttention (nn.kernels), which saves
+   what fused attention saves, and no dense mask. Its backward needs less than rule 3: one fp32 sum
+   per query. With a mask instead, keys and values are repeated for all heads, and saved.
 8. Ring attention uses FlashAttention if possible (parallel.ring_kernels).
 9. Dropout saves a mask of one byte per element; the CPU saves factors in the dtype of its input
    (torch, `native_dropout`).
@@ -52,7 +53,7 @@ _THREADS_THAT_MULTIPLY = 2
 
 @dataclass(frozen=True)
 class Rules:
-    """Differences between a device and the CPU, whose operators are traced; a CPU has none."""
+    """Differences of a device from the CPU, whose operators are traced; a CPU has none."""
 
     accelerator: Accelerator | None = None
 
@@ -63,11 +64,11 @@ class Rules:
 
     @property
     def round_to(self) -> int:
-        """The allocator's unit, in bytes."""
+        """The allocator's granularity in bytes."""
         return 1 if self.accelerator is None else 512
 
     def workspaces(self) -> list[int]:
-        """Return the bytes that libraries keep after their first use."""
+        """Return sizes of workspaces that libraries keep after their first use."""
         if self.accelerator is None:
             return []
         hopper = self.accelerator.architecture in ("hopper", "blackwell")
@@ -75,11 +76,11 @@ class Rules:
         return [each] * _THREADS_THAT_MULTIPLY
 
     def builds_on_host(self, plan: Plan) -> bool:
-        """Return whether memory allocated while the model is built is on the host: rule 6."""
+        """Return whether memory allocated while building the model is on the host: rule 6."""
         return self.accelerator is not None and plan.base == "nf4"
 
     def prepare(self, objective: LanguageModelObjective) -> None:
-        """Make a model choose its kernels as it would on the device."""
+        """Make a model choose the kernels that it would use on the device."""
         if self.accelerator is None:
             return
         objective.runs_on = objective.model.runs_on = self.device
@@ -91,15 +92,12 @@ class Rules:
                 module.mix = partial(_as_on_gpu, mix)
 
     def functions(self, drops: bool, plan: Plan) -> AbstractContextManager[object]:
-        """Return a context of functions that keep other tensors on the traced device: rule 9.
-
-        `drops`: whether the model has dropout.
-        """
+        """Return a context in which dropout, if the model has any (`drops`), follows rule 9."""
         drops = drops or plan.lora_dropout > 0
         return _Masks() if drops and self.accelerator is not None else nullcontext()
 
     def temporary_bytes(self, func: Any, args: Any) -> int:
-        """Return the bytes that an operator allocates and frees internally."""
+        """Return the bytes that an operator allocates and frees internally on the device."""
         if self.accelerator is None or func not in _ATTENTION_BACKWARDS:
             return 0
         _, query, key = args[:3]
@@ -122,12 +120,12 @@ def _loss_and_gradient(logits_NP: Tensor, columns_N: Tensor, *_: Any) -> Tensor:
     return lse_N.sum()
 
 
-# Rule 5: what compiled passes take and write.
+# Rule 5: memory that compiled passes read and write.
 _IN_PLACE = LogitsFunctions(_scores, _gradient, _loss_and_gradient)
 
 
 class _Masks(TorchFunctionMode):
-    """Dropout as an accelerator's kernel does it."""
+    """Replaces dropout by what an accelerator's kernel does."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.dropout:
@@ -138,7 +136,7 @@ class _Masks(TorchFunctionMode):
 def masked_dropout(
     x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """Apply dropout as `F.dropout` does, keeping a mask of one byte per element: rule 9."""
+    """Apply dropout like `F.dropout`, but save a mask of one byte per element: rule 9."""
     return torch.native_dropout(x, p, True)[0] if training and p else x
 
 
@@ -149,7 +147,7 @@ _ATTENTION_BACKWARDS = (
 
 
 def attention_backward_bytes(query_BHSC: Tensor, key_BKTC: Tensor) -> int:
-    """Apply rule 3 to queries (B, H, S, C) and keys (B, K, T, C)."""
+    """Return the bytes of rule 3 for queries (B, H, S, C) and keys (B, K, T, C)."""
     batch, heads, queries, width = query_BHSC.shape
     keys_heads, keys = key_BKTC.shape[1:3]
     rounded_queries = -(-queries // 128) * 128
@@ -165,7 +163,7 @@ def attention_backward_bytes(query_BHSC: Tensor, key_BKTC: Tensor) -> int:
 def _as_on_gpu(
     mix: Mixing, q_BHSC: Tensor, k_BKTC: Tensor, v_BKTC: Tensor, sees: Visibility, dropout: float
 ) -> Tensor:
-    """Apply rules 4 and 7: the same tensors are kept, with other values."""
+    """Apply rules 4 and 7: save the tensors that a GPU would save; values differ."""
     if sees.blocks is not None:
         return mix(q_BHSC, k_BKTC, v_BKTC, Visibility(), 0.0)
     grouped, masked = q_BHSC.shape[1] != k_BKTC.shape[1], sees.mask is not None

@@ -1,8 +1,8 @@
 """A deep model's memory from two shallow ones, exactly: equal layers do equal work.
 
 Records at two depths differ by the work of one period of layers, once or several times in each part
-of a step. A comparison finds this work, and it is repeated for the further periods of the deep
-model. If the records differ in any other way, they cannot be extended (`IrregularError`).
+of a step. Comparing them finds this work, which is repeated for the deep model's other periods. If
+the records differ in any other way, they cannot be extended (`IrregularError`).
 """
 
 import re
@@ -17,17 +17,17 @@ from outpace.records.memory import KINDS, Kind, Part
 from outpace.trace.allocation_tracer import Segment
 
 _BLOCK = re.compile(r"(?<=blocks\.)\d+")
-# Little, next to bytes that differ: of equal ways the one in the fewest places.
+# Cost of an insertion: less than of differing bytes, so ties prefer the fewest positions.
 _INSERTION = 0.01
 
 
 class IrregularError(Exception):
-    """Error for two depths that differ by more than repeated layers."""
+    """Two depths differ by more than repeated layers."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A counted change of memory. `block` is the layer's number, −1 outside of layers."""
+    """A change of memory. `block` is the layer's number, −1 outside layers."""
 
     nbytes: int
     kind: Kind
@@ -43,7 +43,7 @@ class Entry:
 
     @property
     def loose(self) -> tuple[object, ...]:
-        """Key without the bytes, for entries whose bytes depend on the number of layers."""
+        """Key without bytes, for entries whose bytes depend on the number of layers."""
         return (self.nbytes > 0, self.kind, self.operator, self.module)
 
 
@@ -54,14 +54,14 @@ class Strip:
     step: int
     part: Part
     entries: tuple[Entry, ...]
-    repeats: tuple[tuple[int, int, int], ...]  # entries from, to, and how often they come
-    period: int  # the layers of a repeated piece
+    repeats: tuple[tuple[int, int, int], ...]  # (first entry, end, number of repetitions)
+    period: int  # layers per repetition
     flops: float
     bytes_moved: float
 
 
 def strip_of(segment: Segment) -> Strip:
-    """Convert a recorded segment, removing the numbers of layers from names."""
+    """Convert a recorded segment; layer numbers are removed from names."""
     entries = []
     for change in segment.changes:
         found = _BLOCK.search(change.module)
@@ -101,7 +101,7 @@ def drop_temporaries(strip: Strip) -> Strip:
 
 
 def _in_order(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """Order simultaneous frees, such as autocast's copies, independently of addresses."""
+    """Sort simultaneous frees, such as of autocast's copies, independently of addresses."""
     for freed, some in groupby(entries, lambda e: e.nbytes < 0 and (e.operator, e.module)):
         run = list(some)
         yield from sorted(run, key=lambda e: (e.kind, e.nbytes)) if freed else run
@@ -110,7 +110,7 @@ def _in_order(entries: Iterable[Entry]) -> Iterator[Entry]:
 def extend(
     shallow: Sequence[Strip], deeper: Sequence[Strip], times: int, period: int = 1
 ) -> list[Strip]:
-    """Extrapolate to a depth that is `times` the difference of `deeper` and `shallow` above.
+    """Extrapolate to a depth beyond `deeper` by `times` its distance from `shallow`.
 
     The two are `period` layers apart. Raises IrregularError.
     """
@@ -146,8 +146,8 @@ def _extend_one(shallow: Strip, deeper: Strip, times: int, period: int) -> Strip
 def _count_insertions(a: Sequence[Entry], b: Sequence[Entry]) -> list[int]:
     """Count the changes that only `b` has, before each change of `a` and after the last.
 
-    This is the cheapest embedding of `a` in `b`: matches with different bytes have a cost, and so
-    does each position of an insertion; changes of different kinds never match.
+    They follow from the cheapest embedding of `a` in `b`: a match with different bytes has a cost,
+    and so has each position with insertions; changes of different kinds never match.
     """
     extra = len(b) - len(a)
     if extra < 0:
@@ -156,7 +156,7 @@ def _count_insertions(a: Sequence[Entry], b: Sequence[Entry]) -> list[int]:
     sort_of_a = [numbers.setdefault(entry.loose, len(numbers)) for entry in a]
     sorts = np.array([numbers.setdefault(entry.loose, len(numbers)) for entry in b])
     sizes = np.array([float(entry.nbytes) for entry in b])
-    cost = np.full(extra + 1, np.inf)  # by how many were inserted so far
+    cost = np.full(extra + 1, np.inf)  # by number of insertions so far
     cost[0] = 0
     came_from = np.empty((len(a) + 1, extra + 1), dtype=np.int32)
     for i in range(len(a) + 1):
@@ -175,9 +175,9 @@ def _count_insertions(a: Sequence[Entry], b: Sequence[Entry]) -> list[int]:
 
 
 def _split_at_jumps(b: Sequence[Entry], begin: int, end: int) -> list[tuple[int, int]]:
-    """Split insertions where they jump from the last layer to the first.
+    """Split inserted changes where they jump from the last layer to the first.
 
-    A list of all layers' matrices, and a list of their vectors after it, each have one more layer.
+    A list of all layers' matrices, followed by a list of their vectors, gains one layer in each.
     """
     pieces, last = [begin], -1
     for n in range(begin, end):
@@ -195,9 +195,9 @@ def _unlikeness(sizes: NDArray[np.float64], size: int) -> NDArray[np.float64]:
 
 
 def _open_insertion(cost: NDArray[np.float64], came_from: NDArray[np.int32]) -> NDArray[np.float64]:
-    """Return the costs if an insertion may start here; write the predecessor to `came_from`.
+    """Return the costs if an insertion may start here; write predecessors to `came_from`.
 
-    Among ways of equal cost, the one that inserts the least here is chosen.
+    Among ways of equal cost, prefer the one that inserts least here.
     """
     least = np.minimum.accumulate(cost)
     numbers = np.arange(len(cost))
@@ -225,8 +225,8 @@ def _extrapolate_entry(one: Entry, other: Entry, times: int) -> Entry:
 class AllocationCourse:
     """All changes in sequence, with repeated ones expanded.
 
-    Change n is `entries[origin[n]]`, in strip `strip_of[n]` and layer `block[n]`. `nbytes` and
-    `kind`, an index into KINDS, belong to each change; `live_bytes` is what is live after it.
+    Change n is `entries[origin[n]]`, in strip `strip_of[n]` and layer `block[n]`. Change n has
+    `nbytes[n]` bytes of `kind[n]`, an index into KINDS, and leaves `live_bytes[n]` live.
     """
 
     strips: Sequence[Strip]
@@ -239,7 +239,7 @@ class AllocationCourse:
     live_bytes: NDArray[np.int64]
 
     def by_kind(self, positions: Sequence[int]) -> list[dict[Kind, int]]:
-        """Return live bytes by kind after some of the changes, in order."""
+        """Return live bytes by kind after the changes at `positions`."""
         sums = np.zeros(len(KINDS), dtype=np.int64)
         found, done = [], 0
         for position in positions:
@@ -278,7 +278,7 @@ def course_of(strips: Sequence[Strip]) -> AllocationCourse:
 
 
 def _unroll(strip: Strip) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the entries in the order in which they happen, and the offsets of layer numbers."""
+    """Return entry numbers in execution order, and the offset of each one's layer number."""
     indices: list[NDArray[np.int64]] = []
     shifts: list[NDArray[np.int64]] = []
 

@@ -12,18 +12,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 _READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
-# Up to how many elements: ranks of a mesh, sizes of parameters, and counts of steps or flags.
-# Token numbers and positions are int64 too, but more of them.
+# Largest number of elements by dtype: ranks of a mesh, sizes of parameters, counts of steps, flags.
+# Token numbers and positions are int64, too, but there are more of them.
 _FEW = {torch.int32: 2**20, torch.int64: 32}
 _FEW_OTHERS = 2
 
 
 class RealSmallTensors(TorchDispatchMode):
-    """Mode over a FakeTensorMode in which small tensors are real if they depend on no fake ones.
+    """Mode on top of FakeTensorMode: small tensors are real if they depend on no fake ones.
 
-    Optimizers read their step counts, meshes their ranks, and DDP the sizes of parameters: none of
-    these depends on weights or data. Values read from other tensors are 1, such as the flag that a
-    gradient exists, or that a stage knows its shapes.
+    Optimizers read step counts, meshes their ranks, and DDP the sizes of parameters: none of these
+    depends on weights or data. Any other value that is read is 1, such as the flag that a gradient
+    exists, or that a stage knows its shapes.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -31,7 +31,7 @@ class RealSmallTensors(TorchDispatchMode):
         if any(issubclass(kind, (DTensor, FakeTensor)) for kind in types):
             if func in _READS:
                 return 1.0 if args[0].dtype.is_floating_point else 1
-            if func is torch.ops.aten.nonzero.default:  # as many as there can be
+            if func is torch.ops.aten.nonzero.default:  # assume that all elements are nonzero
                 return args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
             return func(*args, **kwargs)
         if not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):
@@ -44,6 +44,6 @@ class RealSmallTensors(TorchDispatchMode):
 
 @contextmanager
 def fake_tensors() -> Iterator[None]:
-    """Create tensors that have shapes, and memory only if they are small."""
+    """Make tensors fake: they have shapes, and memory only if they are small."""
     with FakeTensorMode(allow_non_fake_inputs=True), RealSmallTensors():  # type: ignore[no-untyped-call]
         yield

@@ -1,4 +1,4 @@
-"""Memory that operators allocate and free internally, which a mode around them cannot observe."""
+"""Memory that operators allocate and free internally, which a dispatch mode cannot see."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -19,7 +19,7 @@ from outpace.nn.gelu import gelu_tanh
 from outpace.nn.norms import rms_norm, rms_norm_backward
 from outpace.trace.tracker import Tracker
 
-# Operators whose code is Python.
+# Operators implemented in Python.
 _IN_PYTHON: Mapping[Any, Callable[..., Any]] = {
     attention.overload: attention.code,
     attention_backward.overload: attention_backward.code,
@@ -27,15 +27,15 @@ _IN_PYTHON: Mapping[Any, Callable[..., Any]] = {
     rms_norm.overload: rms_norm.code,
     rms_norm_backward.overload: rms_norm_backward.code,
 }
-# On CPUs alone: accelerators have kernels of their own.
+# Implemented on CPUs only; accelerators have kernels of their own.
 _ON_CPUS = frozenset({gelu_tanh.overload, rms_norm.overload, rms_norm_backward.overload})
 
 
 class TemporaryBytes:
     """Bytes that operators need in addition to their inputs and outputs.
 
-    Norms, GELU and attention by blocks are written in Python, so their code is run on tensors
-    without memory. `on_cpu`: whether the traced device is one.
+    Norms, GELU and blocked attention are written in Python, so their code is run on meta tensors.
+    `on_cpu`: whether the traced device is a CPU.
     """
 
     def __init__(self, on_cpu: bool = True) -> None:
@@ -43,11 +43,11 @@ class TemporaryBytes:
         self._on_cpu = on_cpu
 
     def __call__(self, func: Any, args: Any) -> int:
-        """Return the bytes of one call.
+        """Return the bytes that one call needs.
 
-        They are 0 for unknown operators, and for tensors with memory.
+        Return 0 for unknown operators, and for tensors with memory.
         """
-        # Of tensors with memory too: a mode around it does not see what it is made of.
+        # Needed for tensors with memory, too: a mode around the operator does not see inside it.
         if func is low_loss.overload:
             return temporary_bytes(args[0], args[1])
         if func is low_loss_backward.overload:
@@ -85,13 +85,13 @@ _ATTENTION_BACKWARDS = (
     _ATEN._scaled_dot_product_efficient_attention_backward.default,
     _ATEN._scaled_dot_product_cudnn_attention_backward.default,
 )
-# As torch counts, whose own formulas for attention know no grouped queries before 2.13: scores
-# that a backward computes again are work, too.
+# As torch counts: scores that a backward recomputes are work, too. (Before 2.13, torch's own
+# formulas for attention do not support grouped queries.)
 FLOPS: Mapping[Any, Callable[..., int]] = {
     **{one: lambda q, k, *_, **__: 2 * _attention_flops(q, k) for one in _ATTENTIONS},
     **{one: lambda _, q, k, *__, **___: 5 * _attention_flops(q, k) for one in _ATTENTION_BACKWARDS},
     low_loss.overload: lambda hidden, weight, *_: _head_flops(hidden, weight),
-    # torch's own formula takes the dtype of the result for a shape.
+    # torch's own formula mistakes the result's dtype for a shape.
     torch.ops.aten.addmm.dtype_out: lambda _, a, b, *__, **___: 2 * a.numel() * b.shape[1],
     low_loss_backward.overload: lambda _, __, hidden, weight, ___, trains: (
         (1 + trains) * _head_flops(hidden, weight)

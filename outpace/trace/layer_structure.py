@@ -1,7 +1,7 @@
 """Attention, MLP and experts of a traced layer, recognised by the shapes of its matmuls.
 
-Recognised parts are split by tensor and expert parallelism and planned like outpace's own layers;
-of other matmuls, only the size is known.
+Recognised parts are planned like outpace's own layers, including tensor and expert parallelism; of
+other matmuls, only the size is known.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from outpace.trace.matmuls import MatmulCall
 class LayerWeights:
     """Shapes of a layer's parameters by name, its residual width, and its rows in the trace.
 
-    `cross_rows`: the rows of what its cross-attention reads.
+    `cross_rows`: the rows of the input that its cross-attention reads.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -26,9 +26,9 @@ class LayerWeights:
     cross_rows: int | None = None
 
     def is_whole(self, one: MatmulCall, *, cross: bool = False) -> bool:
-        """Return whether a matmul uses the whole matrix, once for each token.
+        """Return whether a matmul uses its whole weight, once for each token.
 
-        `cross`: the tokens are those that its cross-attention reads.
+        `cross`: also accept the tokens that cross-attention reads.
         """
         shape = self.shapes.get(one.weight or "")
         return (
@@ -59,9 +59,9 @@ class LayerStructure:
 def tell_apart(
     stack: Stack, matmuls: Sequence[MatmulCall], places: Mapping[str, int], weights: LayerWeights
 ) -> LayerStructure:
-    """Return the stack with its attention projections, and its MLP or experts, recognised.
+    """Recognise a stack's attention projections and its MLP or experts.
 
-    `matmuls` are in order; `places`: the number of matmuls before its self- and its
+    `matmuls` are in order; `places`: the number of matmuls before its self-attention and its
     cross-attention.
     """
     rest = list(matmuls)
@@ -100,7 +100,7 @@ def tell_apart(
 
 
 def _groups(matmuls: Sequence[MatmulCall]) -> Iterator[list[MatmulCall]]:
-    """Yield matmuls of the same part of the layer, innermost parts first, then all of them."""
+    """Yield matmuls grouped by part of the layer, innermost parts first, then all of them."""
     groups: dict[tuple[str, ...], list[MatmulCall]] = {}
     for one in matmuls:
         parts = str(one.weight).split(".")
@@ -110,8 +110,10 @@ def _groups(matmuls: Sequence[MatmulCall]) -> Iterator[list[MatmulCall]]:
         yield groups[path]
 
 
-def _likely_groups(before: Sequence[MatmulCall], out: MatmulCall) -> Iterator[Sequence[MatmulCall]]:
-    """Yield groups that may hold an attention's projections: its module, then outer parts."""
+def _likely_groups(
+    before: Sequence[MatmulCall], out: MatmulCall
+) -> Iterator[Sequence[MatmulCall]]:
+    """Yield groups that may hold an attention's projections: its module, then enclosing ones."""
     start = f"{_place(out)}."
     yield [one for one in before if str(one.weight).startswith(start)]
     yield from reversed(list(_groups(before)))
@@ -126,7 +128,7 @@ def _projections(
     after: Sequence[MatmulCall],
     weights: LayerWeights,
 ) -> Projected | None:
-    """Return the attention with its matmuls: matching ones before it, and the next after it."""
+    """Return attention with its matmuls: matching ones before it, and the next one after it."""
     mixed = attention.heads * attention.value_dim
     out = next((one for one in after if (one.inputs, one.outputs) == (mixed, weights.hidden)), None)
     if out is None:
@@ -144,9 +146,9 @@ def _projections(
 def _plain(
     attention: AttentionShape, before: Sequence[MatmulCall], weights: LayerWeights
 ) -> Projected | None:
-    """Find queries, keys and values by one matmul or several, all of the residual width.
+    """Find one or several matmuls for queries, keys and values, all with the residual width.
 
-    Attention with a mask has its keys repeated to the number of queries, which matmuls show.
+    Where masked attention repeats keys to the number of query heads, the matmuls show it.
     """
     read = [one for one in before if one.inputs == weights.hidden]
     queries = attention.heads * attention.head_dim
@@ -165,11 +167,12 @@ def _plain(
 def _three_of(
     read: Sequence[MatmulCall], queries: int, keys: int, values: int
 ) -> list[MatmulCall] | None:
-    """Find matmuls of queries, keys and values, joined or separate, among others."""
+    """Find matmuls for queries, keys and values, joined or separate, among others."""
     if len(read) < 3:
         return list(read) if sum(one.outputs for one in read) == queries + keys + values else None
     taken: list[MatmulCall] = []
-    for outputs in ((queries, 2 * queries), (keys,), (values,)):  # a gate joined with the queries
+    # a gate may be joined with the queries
+    for outputs in ((queries, 2 * queries), (keys,), (values,)):
         one = next((one for one in read if one.outputs in outputs and one not in taken), None)
         if one is None:
             return None
@@ -178,7 +181,7 @@ def _three_of(
 
 
 def _gate_matmuls(attention: AttentionShape, taken: Sequence[MatmulCall]) -> list[MatmulCall]:
-    """Return outputs of matmuls besides queries, keys and values: they are gates of the output."""
+    """Return matmuls other than queries, keys and values: they are gates of the output."""
     queries = attention.heads * attention.head_dim
     if attention.kv_rank is not None:
         return []
@@ -192,7 +195,7 @@ def _gate_matmuls(attention: AttentionShape, taken: Sequence[MatmulCall]) -> lis
 def _latent(
     attention: AttentionShape, before: Sequence[MatmulCall], weights: LayerWeights
 ) -> Projected | None:
-    """Find queries, and keys and values, from a narrow matmul (DeepSeek-V2, arXiv 2405.04434)."""
+    """Find low-rank matmuls for queries, keys and values (DeepSeek-V2, arXiv 2405.04434)."""
     if attention.heads != attention.kv_heads:
         return None
     queries = attention.heads * attention.head_dim
@@ -237,7 +240,7 @@ def _latent_queries(
 def _mlps(
     whole: Sequence[MatmulCall], weights: LayerWeights
 ) -> Iterator[tuple[Mlp, list[MatmulCall]]]:
-    """Yield MLPs of the layer, the one with the most work first."""
+    """Yield the layer's MLPs, the one with the most work first."""
     found = [made for group in _groups(whole) for made in _mlps_of(group, weights)]
     yield from sorted(found, key=lambda made: made[0].width, reverse=True)
 
@@ -255,7 +258,7 @@ def _mlps_of(
         joined = [one for one in up if one.outputs == 2 * width]
         for gated, taken in ((True, apart[:2]), (True, joined[:1]), (False, apart[:1])):
             if len(taken) == (2 if gated and taken == apart[:2] else 1):
-                if len(taken) + 1 < len(group):  # these matmuls belong to another part
+                if len(taken) + 1 < len(group):  # the other matmuls belong to another part
                     break
                 bias = weights.has_bias([*taken, down])
                 yield Mlp(width=width, gated=gated, bias=bias), [*taken, down]
@@ -303,7 +306,7 @@ def _place(one: MatmulCall) -> str:
 
 
 def _wider_router(mlp: Mlp, taken: Sequence[MatmulCall]) -> list[MatmulCall]:
-    """Return the router's columns for choices other than experts (LongCat's identities)."""
+    """Return the router if some of its columns are not experts (LongCat's identities)."""
     router = taken[-1]
     if not mlp.experts or router.outputs == mlp.experts:
         return []

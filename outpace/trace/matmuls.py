@@ -1,4 +1,4 @@
-"""The matmuls, convolutions and attentions of one forward, with their modules."""
+"""Matmuls, convolutions and attentions of one forward, with their modules."""
 
 import copy
 import logging
@@ -19,7 +19,7 @@ from outpace.records.errors import BadInputError
 from outpace.trace.assumed_values import AssumedValues
 
 _aten = torch.ops.aten
-# Where the two factors are among the arguments.
+# Position of the two operands among the arguments.
 _FACTORS: dict[Any, int] = {
     _aten.mm: 0,
     _aten.addmm: 1,
@@ -28,15 +28,14 @@ _FACTORS: dict[Any, int] = {
     _aten._scaled_mm: 0,
     _aten._grouped_mm: 0,
 }
-_GROUPED = "transformers.grouped_mm_fallback"  # where torch has no such matmul
+_GROUPED = "transformers.grouped_mm_fallback"  # used where torch has no grouped matmul
 _ATTENTION = ("_scaled_dot_product_", "_flash_attention_forward", "_efficient_attention_forward")
 
 
 class MatmulCall(NamedTuple):
-    """Matmul (rows, inputs) by (inputs, outputs) in `module`; `weight` names the parameter.
+    """Matmul of (rows, inputs) by (inputs, outputs) in `module`; `weight` names the parameter.
 
-    If neither factor is a weight, there are `batch` matmuls, and rows are the total of all of
-    them.
+    If neither operand is a weight, it is a batch of `batch` matmuls, and rows is their total.
     """
 
     module: str
@@ -72,11 +71,11 @@ class Forward:
 def record(module: nn.Module, inputs: Any) -> Forward:
     """Run a copy of `module` once, without memory unless the forward reads values.
 
-    `inputs` are a tuple of arguments, a mapping of named ones, or one argument. Raises
+    `inputs`: a tuple of arguments, a mapping of keyword arguments, or one argument. Raises
     BadInputError if the forward cannot run.
     """
     if all(parameter.is_meta for parameter in module.parameters()):
-        for assumed in (None, AssumedValues()):  # several times as fast as fake tensors
+        for assumed in (None, AssumedValues()):  # several times faster than fake tensors
             with _quiet(), suppress(BadInputError):
                 return _record_forward(module, inputs, None, assumed)
     try:
@@ -85,15 +84,15 @@ def record(module: nn.Module, inputs: Any) -> Forward:
     except BadInputError as error:
         if any(parameter.is_meta for parameter in module.parameters()):
             raise BadInputError(
-                f"{error}. Its parameters are on the device meta, so it cannot be run with values; "
-                "build it on the CPU if its forward reads values"
+                f"{error}. Its parameters are on the meta device, so it has no values; build it "
+                "on the CPU if its forward reads values"
             ) from error
     return _record_forward(module, inputs, None)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch's log about operations that need values, which are rerun with values."""
+    """Silence torch's log of operations that need values; they are rerun with values."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -105,7 +104,7 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _open_lstm() -> Iterator[None]:
-    """Split oneDNN's LSTM, which is otherwise one opaque operator."""
+    """Decompose oneDNN's LSTM, which is otherwise one opaque operator."""
     enabled = torch._C._get_mkldnn_enabled()
     torch._C._set_mkldnn_enabled(False)
     try:
@@ -118,7 +117,7 @@ def _record_forward(
     module: nn.Module, inputs: Any, fake: Any, assumed: AssumedValues | None = None
 ) -> Forward:
     with ExitStack() as stack:
-        # Without gradients an encoder layer takes a fast path of one operator.
+        # Without gradients, an encoder layer takes a fast path that is one operator.
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(_open_lstm())
@@ -127,7 +126,7 @@ def _record_forward(
             inputs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
             stack.enter_context(torch.device("meta"))
         if fake is None:
-            stack.enter_context(evaluation_mode(copied))  # it may be the user's
+            stack.enter_context(evaluation_mode(copied))  # the copy may be the user's own module
         else:
             inputs = tree_map_only(Tensor, fake.from_tensor, inputs)
             stack.enter_context(fake)
@@ -139,7 +138,7 @@ def _record_forward(
 
 
 def _copy_module(module: nn.Module, fake: Any) -> nn.Module:
-    """Copy the module, since a forward may store results in it, which the user must not see."""
+    """Copy the module: its forward may store results in it, and the user's must not change."""
     try:
         if fake is None:
             return copy.deepcopy(module)
@@ -169,14 +168,15 @@ def _call(module: nn.Module, inputs: Any) -> None:
 
 
 class _Watch(TorchDispatchMode):
-    """Recorder of computations. Weights are recognised by their storage, also if cast."""
+    """Records operations. Weights are recognised by their storage, even when cast."""
 
     def __init__(self, module: nn.Module, assumed: AssumedValues | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._run = _call_operator if assumed is None else assumed.run
         self.forward = Forward()
         self._inside: list[str] = []
-        self._kept: list[Any] = []  # a freed storage's place would be taken by another
+        # kept alive, since a new tensor could reuse a freed storage's address
+        self._kept: list[Any] = []
         self._weights: dict[int, str] = {}
         for name, parameter in module.named_parameters():
             self._name_weight(parameter, name)

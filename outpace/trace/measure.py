@@ -20,8 +20,8 @@ def measure(work: Trainable, ranks: Ranks) -> MemoryAccount:
     """Train two real steps on the CPU, twice; collective over the ranks of the plan.
 
     The first run is not instrumented, and gives `resident_bytes`, the growth of the process's
-    anonymous resident memory. The second one is, which itself takes memory: it gives the anatomy of
-    the tensors live at the peak, and `allocated_bytes`, the allocator's own peak.
+    anonymous resident memory. The second is instrumented, which itself takes memory: it gives the
+    tensors live at the peak, and `allocated_bytes`, the allocator's own peak.
     """
     rules = Rules()
     with resident_growth() as grown:

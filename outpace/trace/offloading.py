@@ -1,4 +1,4 @@
-"""Offloading in a trace: tensors leave the device's memory, without a disk or a second device."""
+"""Offloading in a trace: tensors leave the device's memory without a disk or second device."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ from outpace.trace.device import Rules
 
 
 class _EmptyRegion(Region):
-    """Region that takes no memory, and is never waited for."""
+    """Region that takes no memory and never waits."""
 
     def __init__(self) -> None:
         pass
@@ -31,23 +31,23 @@ class _EmptyRegion(Region):
         """Do nothing, since nothing is read."""
 
     def release(self) -> None:
-        """Do nothing, since nothing is held."""
+        """Do nothing, since no memory is held."""
 
 
 class OffloadScratch(Scratch):
-    """Memory that `watch` counts as offloaded, not as the device's."""
+    """Scratch whose tensors `watch` counts as offloaded instead of as device memory."""
 
     def __init__(self, watch: AllocationTracer) -> None:
         super().__init__()
         self._watch = watch
 
     def copy_permanently(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Region]:
-        """Return the tensors themselves, whose memory counts as offloaded from now on."""
+        """Return the tensors themselves; from now on, their memory counts as offloaded."""
         self._watch.move_away(tensors)
         return list(tensors), _EmptyRegion()
 
     def region_of(self, tensor: Tensor) -> Region | None:
-        """Return None, since nothing must be read ahead."""
+        """Return None, since nothing needs prefetching."""
         return None
 
     def copy_temporarily(self, tensor: Tensor) -> tuple[Tensor, Region]:
@@ -58,19 +58,19 @@ class OffloadScratch(Scratch):
 
 
 def offload_to_disk(plan: Plan, rules: Rules) -> Plan:
-    """Replace offloading to the host, which the CPU refuses, with offloading to disk."""
+    """Replace offloading to the host, which the CPU refuses, by offloading to disk."""
     if rules.device == "cpu" or plan.offload_activations != "cpu":
         return plan
     return plan.model_copy(update={"offload_activations": "disk"})
 
 
 def lies_on_host(plan: Plan, rules: Rules) -> bool:
-    """Return whether shards, their gradients and the optimizer's state are in host memory."""
+    """Return whether shards, their gradients and optimizer states are in host memory."""
     return plan.offload_parameters == "cpu" and rules.device != "cpu"
 
 
 def keep_on_host(watch: AllocationTracer, layout: Layout) -> None:
-    """Count shards, and their gradients once they are reduced, as offloaded."""
+    """Count shards, and their reduced gradients, as offloaded."""
     watch.move_away(local(parameter) for _, parameter in layout.named_parameters())
     parts = (part for part in layout.objective.modules() if isinstance(part, FSDPModule))
     for part in parts:
@@ -79,14 +79,14 @@ def keep_on_host(watch: AllocationTracer, layout: Layout) -> None:
 
 
 def _reduce(watch: AllocationTracer, group: Any, reduce: Callable[..., None], *unused: Any) -> None:
-    """Reduce as `fully_shard` does, and copy gradients to the shards' memory."""
+    """Reduce like `fully_shard`, and copy gradients to the shards' memory."""
     reduce(*unused)
     gradients = (held.sharded_param.grad for held in group.fsdp_params)
     watch.move_away(local(gradient) for gradient in gradients if gradient is not None)
 
 
 def _count_device_copies() -> Any:
-    """Patch gathers to copy shards on the host to the device first."""
+    """Patch FSDP's gathers to copy shards from the host to the device first."""
     inputs = vars(FSDPParam)["all_gather_inputs"].fget
 
     def copy_inputs(held: Any) -> Any:
@@ -103,7 +103,7 @@ def _count_device_copies() -> Any:
 
 @contextmanager
 def separate_host_memory(watch: AllocationTracer, rules: Rules) -> Iterator[None]:
-    """Count copies to the device as its memory, but not copies to the host."""
+    """Count copies to the device as device memory, but not copies to the host."""
     if rules.device == "cpu":
         yield
         return

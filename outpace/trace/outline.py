@@ -1,4 +1,4 @@
-"""The outline of any module, from one forward, with repeated parts grouped into stacks."""
+"""The outline of any module, from one forward; repeated parts are grouped into stacks."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,27 +15,26 @@ from outpace.records.outline import AttentionShape, MatmulShape, Outline, Stack
 from outpace.trace.matmuls import AttentionCall, Forward, MatmulCall, record
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-# Of a layer's attentions, "own" and "cross": how many matmuls come before each, and its keys.
+# By attention, "own" and "cross": how many matmuls come before it, and its number of keys.
 Places = Mapping[str, tuple[int, int]]
-# Repeated parts with less than this share of the largest's work are no layers.
+# Repeated parts with less than this share of the largest one's work do not count as layers.
 _MINOR = 0.1
 
 
 def outline_from_module(module: nn.Module, example_inputs: Any, name: str | None = None) -> Outline:
     """Run a copy of `module` once and outline its computation.
 
-    `example_inputs`: a tuple of arguments, a mapping of named ones, or one argument; the first
-    dimension of the first tensor is the number of samples. Layers are the repeated members of a
-    ModuleList or a Sequential. Matmuls of activations outside of attention keep the size that they
-    have in this run. Raises BadInputError if the forward cannot run or has no matmul with a
-    weight.
+    `example_inputs`: a tuple of arguments, a mapping of keyword arguments, or one argument; the
+    first dimension of the first tensor is the number of samples. Layers are repeated members of a
+    ModuleList or Sequential. Matmuls of activations outside attention keep the size that they have
+    in this run. Raises BadInputError if the forward cannot run or has no matmul with a weight.
     """
     return ModuleTracing(module, example_inputs).outline(name or type(module).__name__)
 
 
 @dataclass(frozen=True)
 class LayerPart:
-    """A module that may be a layer, and its operations. Equal ones may differ in size."""
+    """A module that may be a layer, and its operations. Equal parts may differ in size."""
 
     path: str
     kind: Any
@@ -45,26 +44,26 @@ class LayerPart:
 
 
 class ModuleTracing:
-    """A forward of a module that becomes an outline."""
+    """Builds an outline from a module's forward."""
 
     def __init__(self, module: nn.Module, inputs: Any) -> None:
         self.module = module
         self.sizes = {name: p.numel() for name, p in module.named_parameters()}
         tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, Tensor)]
         if not tensors or not tensors[0].dim():
-            raise BadInputError("the example inputs have no tensor with samples in it")
+            raise BadInputError("the example inputs contain no tensor of samples")
         self.samples = int(tensors[0].shape[0])
         tokens = [t for t in tensors if t.dim() == 2 and not t.is_floating_point()]
         self.seq_len = int(tokens[0].shape[1]) if tokens else None
         self.forward: Forward = record(module, inputs)
         if not any(isinstance(one, MatmulCall) and one.weight for one in self.forward.done):
             raise BadInputError(
-                f"the forward of {type(module).__name__} has no matmul with a weight, so there "
-                "is nothing to plan for"
+                f"the forward of {type(module).__name__} has no matmul with a weight, so there is "
+                "nothing to plan for"
             )
         self.hidden: int | None = None
         self.table_width: int | None = None
-        # Parameters that a matmul has been given; what it is not given is counted beside.
+        # Parameters attributed to a matmul; the others are counted separately.
         self.taken: set[str] = set()
 
     def outline(self, name: str) -> Outline:
@@ -74,7 +73,7 @@ class ModuleTracing:
         places = [i for i, one in done if _is_within(one.module, inside)]
         layered = set(places)
         outside = [(i, one) for i, one in done if i not in layered]
-        if not groups:  # one layer that does everything
+        if not groups:  # the whole forward is one layer
             stack = self._stack(self.forward.done, "", list(self.sizes), 1, None)
             return self._outline(name, [stack], [], [], None)
         width = self._residual_width(
@@ -96,17 +95,17 @@ class ModuleTracing:
         return self._outline(name, stacks, before, after, width)
 
     def equal_parts(self, part: LayerPart) -> tuple[str, ...]:
-        """Paths of the parts that this one represents, with its own first."""
+        """Return the paths of the parts that this one represents, its own first."""
         return (part.path,)
 
     def settings(self, path: str, module: nn.Module) -> Any:
-        """Return other properties that parts of one stack share."""
+        """Return other properties that parts of one stack must share."""
         return None
 
     def fill_layer(
         self, stack: Stack, rest: list[MatmulCall], places: Places, path: str, names: list[str]
     ) -> Stack:
-        """Add the matmuls of a layer to its stack; `places` are positions of its attentions."""
+        """Add a layer's matmuls to its stack; `places` are the positions of its attentions."""
         matmuls = self.matmuls(rest, path, names, self._rows(stack))
         return stack.model_copy(update={"other": tuple(matmuls)})
 
@@ -114,11 +113,11 @@ class ModuleTracing:
         return stack.seq_len or self.seq_len or 1
 
     def _parameters_of(self, path: str) -> list[str]:
-        """Return parameters of a part that no earlier one has: shared ones are named once."""
+        """Return a part's parameters, without those shared with an earlier part."""
         return [name for name in self.sizes if _is_within(name, (path,))]
 
     def _groups(self) -> list[list[LayerPart]]:
-        """Yield equal parts of the lists, in the order of the lists."""
+        """Return groups of equal parts of the lists, in order."""
         found = list(self._lists())
         most = max((sum(part.work for part in parts) for parts in found), default=0)
         groups: dict[Any, list[LayerPart]] = {}
@@ -130,7 +129,7 @@ class ModuleTracing:
         return sorted(groups.values(), key=lambda group: order[id(group[0].done[0])])
 
     def _lists(self) -> Iterator[list[LayerPart]]:
-        """Return the outermost lists that repeat something, and lists with parts of one class."""
+        """Yield the parts of outermost lists that repeat something or whose parts share a class."""
         lists = [(p, m) for p, m in self.module.named_modules() if isinstance(m, _LISTS)]
         parts: dict[str, list[LayerPart]] = {}
         chosen: list[str] = []
@@ -145,7 +144,7 @@ class ModuleTracing:
                     yield parts[path]
 
     def _find_parts(self, path: str, module: nn.Module) -> list[LayerPart]:
-        """Return the members of a list that have matmuls."""
+        """Return the members of a list that contain matmuls."""
         named = ((f"{path}.{key}" if path else key, one) for key, one in module.named_children())
         parts = [self._part(where, one) for where, one in named]
         return [part for part in parts if part.done]
@@ -162,7 +161,7 @@ class ModuleTracing:
         return LayerPart(path, kind, (kind, relative, self.settings(path, module)), done, work)
 
     def _residual_width(self, part: LayerPart) -> int | None:
-        """Return the width of the residual stream: features last, channels first in an image."""
+        """Return the width of the residual stream: the last dimension, or an image's channels."""
         shape = self.forward.shapes.get(part.path, ())
         if not shape:
             return None
@@ -199,7 +198,7 @@ class ModuleTracing:
         )
 
     def _length(self, done: Sequence[MatmulCall | AttentionCall]) -> int:
-        """Return the tokens of a sample: its input's, or the rows of most of the work."""
+        """Return the tokens per sample: the input's, or the rows of most of the work."""
         work: Counter[int] = Counter()
         for one in done:
             if isinstance(one, MatmulCall):
@@ -210,15 +209,15 @@ class ModuleTracing:
         return work.most_common(1)[0][0]
 
     def _rows_per_sample(self, rows: int) -> int:
-        """Return the rows of a sample, rounded up."""
+        """Return the rows per sample, rounded up."""
         return -(-rows // self.samples)
 
     def _attentions(
         self, done: Sequence[MatmulCall | AttentionCall], length: int, seen: int | None
     ) -> tuple[list[MatmulCall], dict[str, tuple[AttentionCall, int]]]:
-        """Return other operations of a layer, and its attentions: self- and cross-attention.
+        """Return a layer's other operations, and its attentions (self and cross).
 
-        Each attention has the number of matmuls before it.
+        Each attention comes with the number of matmuls before it.
         """
         rest: list[MatmulCall] = []
         found: dict[str, tuple[AttentionCall, int]] = {}
@@ -241,7 +240,7 @@ class ModuleTracing:
     def _pair_matmuls(
         self, done: Sequence[MatmulCall | AttentionCall]
     ) -> Iterator[MatmulCall | AttentionCall]:
-        """Recognise scores and mix written as two matmuls as an attention."""
+        """Recognise attention that is written as two matmuls (scores and mix)."""
         waiting: MatmulCall | None = None
         for one in done:
             if waiting is not None and isinstance(one, MatmulCall):
@@ -280,7 +279,7 @@ class ModuleTracing:
     def matmuls(
         self, done: Sequence[MatmulCall], path: str, names: Sequence[str], length: int | None
     ) -> list[MatmulShape]:
-        """Return each weight's matmul once, with its number of uses; others by shape."""
+        """Return one matmul per weight, with its number of uses; others by shape."""
         by_weight: dict[str, MatmulShape] = {}
         others: Counter[MatmulShape] = Counter()
         for one in done:
@@ -312,7 +311,7 @@ class ModuleTracing:
         after: list[MatmulCall | AttentionCall],
         width: int | None,
     ) -> Outline:
-        """Make the outline; `before` and `after` are the operations outside of the layers."""
+        """Build the outline; `before` and `after` are the operations outside the layers."""
         stacks = _merge_equal(stacks)
         length = stacks[-1].seq_len or self.seq_len or 1
         left = [key for key in self.sizes if key not in self.taken]
@@ -344,12 +343,12 @@ class ModuleTracing:
         return found.model_copy(update={"outside_parameters": outside})
 
     def _usual_width(self, stacks: list[Stack]) -> int:
-        """Return the width that most matmuls have."""
+        """Return the most frequent width of matmuls."""
         taken = Counter(p.inputs for stack in stacks for p in stack.other)
         return taken.most_common(1)[0][0]
 
     def _table(self, left: Sequence[str], hidden: int, outputs: int) -> str | None:
-        """Return the embedding: of the layers' width, with the head's rows or the most rows."""
+        """Return the embedding: it has the layers' width, and the head's or else the most rows."""
         rows = {
             f"{path}.weight" if path else "weight": part.num_embeddings
             for path, part in self.module.named_modules()
@@ -374,7 +373,7 @@ class ModuleTracing:
 
 
 def _merge_equal(stacks: list[Stack]) -> list[Stack]:
-    """Merge neighbouring stacks that differ only in their position."""
+    """Merge neighbouring stacks that differ only in position."""
     merged: list[Stack] = []
     for stack in stacks:
         if merged and merged[-1].model_copy(update={"layers": stack.layers}) == stack:
@@ -393,7 +392,7 @@ def _record_of(one: AttentionCall) -> AttentionShape:
 
 
 def _flat(done: Sequence[MatmulCall | AttentionCall]) -> list[MatmulCall]:
-    """Return attention as its two matmuls."""
+    """Replace each attention by its two matmuls."""
     made: list[MatmulCall] = []
     for one in done:
         if isinstance(one, MatmulCall):
@@ -407,7 +406,7 @@ def _flat(done: Sequence[MatmulCall | AttentionCall]) -> list[MatmulCall]:
 
 
 def _relative(one: MatmulCall | AttentionCall, path: str) -> MatmulCall | AttentionCall:
-    """Return the operation relative to the part at `path`."""
+    """Return the operation with names relative to the part at `path`."""
     if isinstance(one, AttentionCall):
         return one._replace(module=one.module.removeprefix(path))
     return one._replace(module=one.module.removeprefix(path), weight=_strip_path(one.weight, path))

@@ -1,4 +1,4 @@
-"""Memory that torch's CUDA allocator reserves: segments from which tensors are cut."""
+"""Memory that torch's CUDA allocator reserves: the segments that hold tensors."""
 
 import bisect
 from collections import defaultdict
@@ -8,26 +8,26 @@ from outpace.records.memory import KINDS
 from outpace.trace.extend import AllocationCourse, IrregularError
 
 _MIB = 2**20
-Events = Iterable[tuple[int, int]]  # (number of a storage, bytes: negative when it is freed)
+Events = Iterable[tuple[int, int]]  # (storage number, bytes; negative when freed)
 
 
 class CachingAllocator:
     """The rules of torch's CUDA allocator (c10/cuda/CUDACachingAllocator.cpp), for one stream.
 
-    Sizes are rounded up to 512 bytes. Sizes up to 1 MiB are cut from segments of 2 MiB, those below
-    10 MiB from segments of 20 MiB, and larger ones have their own segment, rounded up to 2 MiB. The
-    smallest sufficient free block is taken and split; free neighbours are joined. Segments are kept
-    until a new one would exceed `capacity_bytes`: empty ones are returned then.
+    Sizes are rounded up to 512 bytes. Sizes up to 1 MiB come from segments of 2 MiB, those below 10
+    MiB from segments of 20 MiB, and larger ones get their own segment, rounded up to 2 MiB. The
+    smallest sufficient free block is split; free neighbours are merged. Segments are kept until a
+    new one would exceed `capacity_bytes`; then empty ones are released.
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
         self.reserved_bytes = 0
         self.peak_bytes = 0
         self._capacity_bytes = capacity_bytes
-        self._segments: list[int] = []  # their sizes, by number
-        # Of the large and of the small pool: free blocks as (size, segment, offset), in order.
+        self._segments: list[int] = []  # segment sizes by number
+        # Free blocks of the large and the small pool, as sorted (size, segment, offset).
         self._free: tuple[list[tuple[int, int, int]], ...] = ([], [])
-        # The same blocks by where they begin, with their sizes, and by where they end.
+        # The same blocks by where they start, with sizes, and by where they end.
         self._starts: dict[tuple[int, int], int] = {}
         self._ends: dict[tuple[int, int], int] = {}
         self._used: dict[int, tuple[bool, int, int, int]] = {}
@@ -95,7 +95,7 @@ def _round_up(size: int, unit: int) -> int:
 
 
 def peak_reserved_bytes(events: Events, capacity_bytes: int | None = None) -> int:
-    """Return the most bytes that the allocator reserves on the device over these events."""
+    """Return the most bytes that the allocator reserves over these events."""
     allocator = CachingAllocator(capacity_bytes)
     for number, size in events:
         if size > 0:
@@ -106,10 +106,10 @@ def peak_reserved_bytes(events: Events, capacity_bytes: int | None = None) -> in
 
 
 def events_of(course: AllocationCourse) -> Iterator[tuple[int, int]]:
-    """Return a rank's course as allocations and frees of storages, without offloaded ones.
+    """Yield a rank's allocations and frees of storages, without offloaded ones.
 
-    The course does not say which of several equal storages is freed, so the last is assumed. Raises
-    IrregularError for a storage that is freed and was never allocated.
+    The course does not tell which of several equal storages is freed, so assume the last. Raises
+    IrregularError if a storage is freed that was never allocated.
     """
     living: defaultdict[tuple[int, int], list[int]] = defaultdict(list)
     away = KINDS.index("offloaded")
@@ -124,4 +124,6 @@ def events_of(course: AllocationCourse) -> Iterator[tuple[int, int]]:
         elif alike:
             yield alike.pop(), nbytes
         else:
-            raise IrregularError(f"{-nbytes} bytes of {KINDS[kind]} are freed that never came")
+            raise IrregularError(
+                f"{-nbytes} bytes of {KINDS[kind]} are freed without an allocation"
+            )

@@ -29,15 +29,15 @@ from outpace.trace.allocation_tracer import AllocationTracer
 from outpace.trace.device import Rules
 from outpace.trace.offloading import keep_on_host, lies_on_host
 
-STEPS = 2  # the first has no optimizer state to begin with
+STEPS = 2  # the first starts without optimizer state
 CPU = torch.device("cpu")
-_ANY_LR = 1e-3  # if there is none yet
+_ANY_LR = 1e-3  # used if none is set yet
 LayOut = Callable[[LayoutRequest, Any], Layout]
 
 
 @dataclass(frozen=True)
 class Workload:
-    """Training to trace: `accumulation` passes of `plan.samples_per_pass` samples make a step.
+    """Training to trace; a step has `accumulation` passes of `plan.samples_per_pass` samples.
 
     `settings`: the optimizer's settings.
     """
@@ -49,7 +49,7 @@ class Workload:
     settings: TrainSettings
 
     def batch(self) -> dict[str, Tensor]:
-        """Create the batch, of arbitrary tokens, that a reading rank gets at once."""
+        """Return a batch of arbitrary tokens, as a reading rank gets it in one pass."""
         shape = (self.plan.samples_read, self.seq_len)
         batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "targets")}
         if self.settings.document_attention:
@@ -57,11 +57,11 @@ class Workload:
         return batch
 
     def functions(self, rules: Rules) -> AbstractContextManager[object]:
-        """Return a context for a trace."""
+        """Return a context with replaced functions for a trace."""
         return rules.functions(self.spec.dropout > 0, self.plan)
 
     def make_mixed(self) -> MixedPrecision:
-        """Return the mixed precision of the matmuls."""
+        """Return the mixed precision of the plan."""
         plan, cache = self.plan, keeps_casts(self.settings.autocast_cache, False)
         return make_mixed(plan.precision, CPU, cache, fully_shards=plan.fully_shards)
 
@@ -69,7 +69,7 @@ class Workload:
         self, mixed: MixedPrecision, ranks: Ranks, watch: AllocationTracer, lay_out: LayOut,
         rules: Rules, scratch: Scratch,
     ) -> Layout:  # fmt: skip
-        """Return the model on this rank, with its weights."""
+        """Lay out the model on this rank, with its weights."""
         plan, objective = self.plan, _objective(self, mixed)
         rules.prepare(objective)
         watch.allocate_permanently(rules.workspaces(), "workspaces")
@@ -95,7 +95,7 @@ class Workload:
 
 
 class Trainable(Protocol):
-    """Interface for `run_steps`: training of a `Workload` or of a custom model."""
+    """Interface for `run_steps`: the training of a `Workload` or of a custom model."""
 
     @property
     def plan(self) -> Plan: ...
@@ -120,7 +120,7 @@ def run_steps(
     rules: Rules,
     scratch: Scratch,
 ) -> None:
-    """Build the model, lay it out and train, as a trainer does, within the context `watch`."""
+    """Build the model, lay it out and train like a trainer, in the context `watch`."""
     plan, away = work.plan, lies_on_host(work.plan, rules)
     lr = work.settings.lr or _ANY_LR
     with watch.on_host(away):
@@ -145,7 +145,7 @@ def run_steps(
 
 
 def _objective(work: Workload, mixed: MixedPrecision) -> LanguageModelObjective:
-    """Return the model in the dtype of its weights, without memory if it is filled later."""
+    """Return the model in its weights' dtype, without memory if it is filled later."""
     plan, before = work.plan, torch.get_default_dtype()
     torch.set_default_dtype(mixed.weights or before)  # modules cannot be cast under fake tensors
     try:
@@ -195,7 +195,7 @@ def _scale_loss(loss_sum: Tensor) -> Tensor:
 
 
 def states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield all tensors of an optimizer's state, including an inner optimizer's."""
-    within = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer has one
+    """Yield all tensors of an optimizer's state, including those of an inner optimizer."""
+    within = getattr(optimizer, "optim", optimizer)  # ZeroRedundancyOptimizer wraps one
     for state in within.state.values():
         yield from (value for value in state.values() if isinstance(value, Tensor))

@@ -1,4 +1,4 @@
-"""Storages as they are allocated and freed, through a mode."""
+"""A dispatch mode that tracks storages as they are allocated and freed."""
 
 import weakref
 from collections.abc import Iterable
@@ -10,9 +10,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class Tracker(TorchDispatchMode):
-    """Recorder of allocations and frees in its context. Enter it inside the fake mode.
+    """Records allocations and frees in its context; enter it inside the fake mode.
 
-    `events` are pairs of a storage's number and its bytes, negative when it is freed.
+    `events` are pairs of a storage's number and bytes, negative when it is freed.
     """
 
     def __init__(self) -> None:

@@ -1,6 +1,6 @@
-"""The outline of a transformers model, traced on the meta device with each layer kind once.
+"""The outline of a transformers model, traced on the meta device, each kind of layer once.
 
-transformers' code determines the layers, so a family needs no reader.
+transformers' code determines the layers, so no family needs special code.
 """
 
 import math
@@ -27,19 +27,19 @@ from outpace.trace.matmuls import AttentionCall, MatmulCall
 from outpace.trace.outline import LayerPart, ModuleTracing, Places
 
 _SAMPLES = 2
-# Twice as many tokens tell which matmuls of activations grow with the length. Recurrent layers
-# work in chunks of 64 (gated delta rule) to 256 tokens (Mamba 2), which they fill up.
+# Tracing twice as many tokens shows which matmuls of activations grow with the length. Recurrent
+# layers pad their input to chunks of 64 (gated delta rule) to 256 tokens (Mamba 2).
 _LENGTH = 512
-_TOKEN = 5  # the first ones are often padding
-_FEWEST = 3  # equal layers of which some are left out
+_TOKEN = 5  # the first token numbers are often padding
+_FEWEST = 3  # with fewer equal layers, none is left out
 _NUMBERS = re.compile(r"idx|index|layer_id|layer_number|depth")
 _COUNTS = re.compile(r"layer|block|depth|^n_", re.IGNORECASE)
 _WINDOWS = ("sliding_window", "window_size", "attention_window", "local_window_size")
 _POSITIONS = re.compile(r"^wpe$|pos")
 _MANY = 0.1
-_ANY_LENGTH = 2**20  # of a model without positions
+_ANY_LENGTH = 2**20  # for a model without positions
 _PLAIN = (bool, int, float, str, type(None))
-_EXPERT = re.compile(r"(\bexperts?[._](?:expert_)?)\d+")  # the number of an expert in a name
+_EXPERT = re.compile(r"(\bexperts?[._](?:expert_)?)\d+")  # an expert's number in a name
 Shape = tuple[int, ...]
 
 
@@ -51,7 +51,7 @@ def outline_from_folder(directory: Path) -> Outline:
     built, found = outline_of_builds(partial(build_from_folder, directory), directory.name)
     return found.model_copy(
         update={
-            "source": f"{directory / CONFIG_FILE}, built by transformers and traced",
+            "source": f"{directory / CONFIG_FILE}, built with transformers and traced",
             "untrained": f"outpace has no {built.family}",
             "notes": (*built.notes, *_unused_parameters(found)),
         }
@@ -59,33 +59,33 @@ def outline_from_folder(directory: Path) -> Outline:
 
 
 def _unused_parameters(found: Outline) -> Iterator[str]:
-    """Say how many parameters are in no matmul, if they are more than a tenth."""
+    """Report parameters used by no matmul, if they are more than a tenth."""
     rest = found.outside_parameters + sum(s.layers * s.other_parameters for s in found.stacks)
     if rest > _MANY * parameters(found):
         yield (
             f"{rest:,} of {parameters(found):,} parameters are in no matmul of the traced "
-            "forward: lookup tables, or parts that text alone does not use. They count as "
-            "weights, gradients and states of the optimizer."
+            "forward: lookup tables, or parts that text input does not use. They count as "
+            "weights, gradients and optimizer states."
         )
 
 
 def outline_of_builds(build: Callable[[str], BuiltModel], name: str) -> tuple[BuiltModel, Outline]:
     """Build a model in each dtype until one can be outlined; return the model and its outline.
 
-    Stacked experts multiply only in 16 bits, and some families' attention only in fp32. Raises
-    BadInputError if no forward can run without values.
+    Stacked experts support only 16-bit matmuls, and some families' attention only fp32. Raises
+    BadInputError if no forward runs without values.
     """
     first: BadInputError | None = None
     for dtype in ("bfloat16", "float32"):
         built = build(dtype)
-        for cached in (True, False):  # some caches do not support few layers
+        for cached in (True, False):  # some caches do not work with few layers
             try:
                 return built, _outline(built, name, cached)
             except BadInputError as error:
                 first = first or error
     raise BadInputError(
-        f"{first} Any model can be traced through a Python function that builds it, with values: "
-        "--model file.py:build."
+        f"{first} To trace any model with values, pass a Python function that builds it: --model "
+        "file.py:build."
     )
 
 
@@ -110,7 +110,7 @@ def _outline(built: BuiltModel, name: str, cached: bool) -> Outline:
 
 @contextmanager
 def _without_value_checks() -> Iterator[None]:
-    """Keep torch.distributions from reading values, since there are none (Gemma 3n)."""
+    """Stop torch.distributions from checking values, since there are none (Gemma 3n)."""
     checks = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
@@ -120,7 +120,7 @@ def _without_value_checks() -> Iterator[None]:
 
 
 def _learned_positions(model: nn.Module, found: Outline) -> int:
-    """Return the rows of the embeddings of positions, of the layers' width."""
+    """Return the rows of position embeddings that have the layers' width."""
     return sum(
         module.num_embeddings
         for name, module in model.named_modules()
@@ -154,13 +154,13 @@ def _check_parameters(tracing: "_Tracing", name: str) -> Outline:
     if parameters(found) != sum(tracing.sizes.values()) or found.outside_parameters < 0:
         raise BadInputError(
             f"the layers of {name} could not be distinguished: {parameters(found):,} parameters "
-            f"were found of {sum(tracing.sizes.values()):,}"
+            f"were found, of {sum(tracing.sizes.values()):,}"
         )
     return found
 
 
 class _Sizes:
-    """Names and shapes of a model's parameters, each once, and kinds of its layers."""
+    """Names and shapes of a model's parameters, each once, and the kinds of its layers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.shapes: dict[str, Shape] = {
@@ -175,12 +175,12 @@ class _Sizes:
         }
 
     def find_shapes(self, path: str) -> dict[str, tuple[int, ...]]:
-        """Return shapes of a part's parameters by their names in it."""
+        """Return a part's parameter shapes by name within the part."""
         start = f"{path}."
         return {n.removeprefix(start): s for n, s in self.shapes.items() if n.startswith(start)}
 
     def settings(self, path: str, part: nn.Module) -> Any:
-        """Return properties that determine a part's computation, except shapes and its number."""
+        """Return settings that affect a part's computation, except shapes and layer number."""
         number = path.rpartition(".")[2]
         kinds = self.kinds_of_layers
         kind = kinds[int(number)] if number.isdigit() and int(number) < len(kinds) else None
@@ -197,7 +197,7 @@ class _Sizes:
 def _leave_out_layers(model: nn.Module, sizes: _Sizes) -> Iterator[Mapping[str, tuple[str, ...]]]:
     """Leave out layers at the end of each list that equal earlier ones.
 
-    Yields the paths of the layers that each remaining layer stands for.
+    Yield, for each remaining layer, the paths of the layers that it stands for.
     """
     lists = [
         (path, module)
@@ -228,7 +228,7 @@ def _leave_out_layers(model: nn.Module, sizes: _Sizes) -> Iterator[Mapping[str, 
 def _representatives(
     path: str, layers: Sequence[nn.Module], sizes: _Sizes
 ) -> tuple[int, dict[str, tuple[str, ...]]]:
-    """Count the layers that cover every kind, and say which of the others each one represents."""
+    """Count the first layers that cover every kind; map each to the layers that it represents."""
     first: dict[Any, int] = {}
     rest: dict[int, list[str]] = {}
     kinds = []
@@ -244,7 +244,7 @@ def _representatives(
 
 
 class _Tracing(ModuleTracing):
-    """A forward of a transformers model, with recognised layers."""
+    """Builds an outline from a transformers model's forward."""
 
     def __init__(
         self,
@@ -293,7 +293,7 @@ class _Tracing(ModuleTracing):
         return super().fill_layer(stack, rest, places, path, names)
 
     def _add_traits(self, stack: Stack, path: str, layer: nn.Module, names: list[str]) -> Stack:
-        """Add traits that no matmul shows: norms, dropout, masks."""
+        """Add traits that matmuls do not show: norms, dropout, masks."""
         named = [(n, m) for n, m in layer.named_modules() if "norm" in type(m).__name__.lower()]
         norms = [
             m for n, m in named
@@ -315,7 +315,7 @@ class _Tracing(ModuleTracing):
         )
 
     def _limit_experts(self, stack: Stack) -> Stack:
-        """Use as many experts per token as the config says, if the code runs all of them."""
+        """Use the config's number of experts per token, if the code runs all experts."""
         each = getattr(getattr(self.module, "config", None), "num_experts_per_tok", None)
         mlp = stack.mlp
         if mlp is None or mlp.active < mlp.experts or not isinstance(each, int):
@@ -326,9 +326,9 @@ class _Tracing(ModuleTracing):
     def _set_mask(
         self, attention: AttentionShape | None, path: str, layer: nn.Module, decodes: bool
     ) -> AttentionShape | None:
-        """Set the mask from the modules, since a trace has no values of its tensor.
+        """Set the mask from the modules, since a traced mask has no values.
 
-        `decodes`: the layer belongs to a decoder, if its modules do not say so.
+        `decodes`: whether the layer belongs to a decoder, if its modules do not tell.
         """
         if attention is None:
             return None
@@ -342,13 +342,13 @@ class _Tracing(ModuleTracing):
     def _set_cross_mask(
         self, attention: AttentionShape | None, path: str, layer: nn.Module
     ) -> AttentionShape | None:
-        """Set the mask: none, unless this is the second self-attention of a layer (LongCat)."""
+        """Set no mask, unless this is the second self-attention of a layer (LongCat)."""
         if attention is None or "decoder_input_ids" not in self.inputs:
             return self._set_mask(attention, path, layer, decodes=True)
         return attention.model_copy(update={"causal": False})
 
     def _window(self, path: str, layer: nn.Module) -> int | None:
-        """Return how far back a layer attends, by its modules or its kind in the config."""
+        """Return how far back a layer attends, from its modules or from its kind in the config."""
         config = getattr(self.module, "config", None)
         kind, _ = self.known.settings(path, nn.Identity())
         if kind is not None:
@@ -378,7 +378,7 @@ def _stack_experts(
 ) -> tuple[list[MatmulCall | AttentionCall], dict[str, Shape]]:
     """Join matmuls of experts that run one by one, each on its share of the tokens.
 
-    Returns all operations, and the shapes of the joined weights.
+    Return all operations, and the shapes of the joined weights.
     """
     groups: dict[Any, list[MatmulCall]] = {}
     for one in done:
@@ -390,7 +390,8 @@ def _stack_experts(
     for group in groups.values():
         first, elements = group[0], group[0].inputs * group[0].outputs
         weights = [math.prod(shapes[name]) for name in {str(one.weight) for one in group}]
-        whole = len(weights) == len(group) or len(weights) == 1  # each its own, or parts of one
+        # a weight per expert, or parts of one
+        whole = len(weights) == len(group) or len(weights) == 1
         if len(group) > 1 and whole and sum(weights) // elements >= len(group):
             joined |= dict.fromkeys(map(id, group), None)
             joined[id(first)] = first._replace(rows=sum(one.rows for one in group))
@@ -400,7 +401,7 @@ def _stack_experts(
 
 
 def _weight_name(model: nn.Module, getter: str) -> str | None:
-    """Return the first name of the weight of the model's input embedding."""
+    """Return the first name of an embedding's weight, by the model's getter."""
     try:
         found = getattr(model, getter)()
     except (AttributeError, NotImplementedError, TypeError):
@@ -417,7 +418,7 @@ def _all_matmuls(outline: Outline) -> Iterator[MatmulShape]:
 
 
 def _scale_matmuls(short: Outline, long: Outline, length: int) -> Outline:
-    """Return the outline for the shorter sequence, with matmuls that grow with the length."""
+    """Return the shorter sequence's outline, with matmuls that grow with the length marked."""
     if [s.layers for s in short.stacks] != [s.layers for s in long.stacks]:
         return short
     stacks = tuple(
@@ -432,7 +433,7 @@ def _join_matmuls(
 ) -> tuple[MatmulShape, ...]:
     """Join equal matmuls; for those that grow with the number of tokens, set the rows per token.
 
-    A convolution over a padded sequence has a few more rows than the tokens, which are counted.
+    A convolution over a padded sequence has a few more rows than tokens; they are counted.
     """
     rows, longer = _rows_of(short, length), _rows_of(long, 2 * length)
     made = [one for one in short if one.positions is None]

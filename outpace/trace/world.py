@@ -24,7 +24,7 @@ from outpace.records.ranks import Ranks
 
 @contextmanager
 def one_rank(rank: int, world_size: int, ranks_per_host: int = 8) -> Iterator[Ranks]:
-    """Make a default process group of `world_size` ranks, with this process as `rank`.
+    """Create a default process group of `world_size` ranks, with this process as `rank`.
 
     Collectives return at once and leave their buffers unchanged.
     """
@@ -34,7 +34,7 @@ def one_rank(rank: int, world_size: int, ranks_per_host: int = 8) -> Iterator[Ra
         local_rank=rank % ranks_per_host,
         local_world_size=min(ranks_per_host, world_size),
     )
-    # It keeps meshes, whose groups have other names in another world.
+    # The cache holds meshes, whose groups have other names in another world.
     _clear_sharding_prop_cache()
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
@@ -48,19 +48,19 @@ def one_rank(rank: int, world_size: int, ranks_per_host: int = 8) -> Iterator[Ra
 
 
 def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
-    """Yield stand-ins for functions that would wait for an answer, or read missing memory."""
+    """Yield stand-ins for functions that would wait for an answer or read missing memory."""
     yield dist, "broadcast_object_list", lambda *_, **__: None
     yield dist, "all_gather_object", _gather_equal
     yield dist, "all_reduce", _with_future(dist.all_reduce)
     yield dist, "new_group", partial(_fake_group, dist.new_group)
-    # It compares sizes, in a tensor that grows with their number.
+    # DDP's check compares sizes, in a tensor that grows with their number.
     yield distributed, "_verify_param_shape_across_processes", lambda *_, **__: None
-    # Stages vote on whether their shapes are known, which they are told.
+    # Stages vote on whether their shapes are known; here they always are.
     yield from stage_votes()
-    with warnings.catch_warnings():  # of torch.jit, which this import still uses
+    with warnings.catch_warnings():  # torch.jit's warnings, which this import still triggers
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer
-    # Its buckets take the place of the parameters' memory, which fake tensors cannot change.
+    # Its buckets replace the parameters' memory, which fake tensors do not support.
     init = ZeroRedundancyOptimizer.__init__
 
     def init_without_views(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -71,16 +71,16 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _fake_group(new_group: Any, *args: Any, backend: str = "", **kwargs: Any) -> Any:
-    return new_group(*args, **kwargs)  # whatever backend: there is no store to meet others in
+    return new_group(*args, **kwargs)  # any backend will do: there is no store for a rendezvous
 
 
 def _gather_equal(gathered: list[Any], value: Any, group: Any = None) -> None:
-    """Fill `gathered` with this rank's object, as if all ranks had sent equal ones."""
+    """Fill `gathered` with this rank's object, as if all ranks had sent the same one."""
     gathered[:] = [value] * len(gathered)
 
 
 class _DoneWork:
-    """Finished work whose future has a result, unlike the fake process group's."""
+    """Finished work whose future has a result, unlike that of the fake process group."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
@@ -105,13 +105,13 @@ def _with_future(all_reduce: Any) -> Any:
 
 
 class _SequentialRing:
-    """Ring that passes a buffer around at once, since a fake mode has one thread."""
+    """A ring that passes a buffer around at once, since a fake mode has one thread."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
 
     def begin(self, buffer: Tensor) -> None:
-        """Run all steps of a buffer around the ring."""
+        """Run all of a buffer's steps around the ring."""
         ring.ring_all_reduce(buffer, self._group)
 
     def finish(self) -> None:
@@ -119,7 +119,7 @@ class _SequentialRing:
 
 
 def lay_out(request: LayoutRequest, batch: dict[str, Tensor]) -> Layout:
-    """Apply the plan as `parallel.apply` does, answering for other ranks if it waits for them."""
+    """Apply the plan like `parallel.apply`, and answer for ranks that it would wait for."""
     layout = apply(request)
     if isinstance(layout, DataParallel):
         layout.expect(batch)
@@ -129,7 +129,7 @@ def lay_out(request: LayoutRequest, batch: dict[str, Tensor]) -> Layout:
 
 
 def _keep_bucket(_: Any, bucket: GradBucket) -> torch.futures.Future[Tensor]:
-    """Return the bucket unchanged, since the fake group has no result for DDP's own all-reduce."""
+    """Return the bucket unchanged, since the fake group has no result for DDP's all-reduce."""
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(bucket.buffer())
     return future

@@ -1,1 +1,1 @@
-"""Training: the loop, precision, optimizers, checkpoints, guards, the run directory."""
+"""Training: the loop, precision, checkpoints, guards and the run directory."""

@@ -1,4 +1,4 @@
-"""Accounting of steps: from raw results to the numbers that the user reads."""
+"""Accounting of steps: raw results become the numbers that the user reads."""
 
 import statistics
 from collections import deque
@@ -42,11 +42,11 @@ class Ledger:
     skipped_steps: int = 0
     loss_sum: float = 0.0
     first_loss: float | None = None
-    gathered: RankReports | None = None  # those of the last step
-    costs_of: Callable[[int], Costs] | None = None  # by step, if they differ
-    # The latest steady steps: medians need no more, and memory stays flat.
+    gathered: RankReports | None = None  # of the last step
+    costs_of: Callable[[int], Costs] | None = None  # by step, if costs differ between steps
+    # The latest steady steps: medians need no more, and memory use stays constant.
     steady: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
-    # Seconds of the first steps after warm-up.
+    # Durations in seconds of the first steps after warm-up.
     opening_s: list[float] = field(default_factory=list)
     _seen: int = 0
 
@@ -111,7 +111,7 @@ class Ledger:
         )
 
     def median_parts(self) -> TimeParts:
-        """Return the parts of a step of median length, from the latest steps after warm-up."""
+        """Return the parts of a median-length step among the latest steps after warm-up."""
         names = TimeParts.model_fields
         return TimeParts.of_steps({name: [getattr(r, name) for r in self.steady] for name in names})
 
@@ -131,7 +131,7 @@ class Ledger:
         return _rate(amount, sum(times_s))
 
     def median_cache_freed_bytes(self) -> int | None:
-        """Return the median over the latest steps after warm-up; None if nothing is freed."""
+        """Return the median freed per step after warm-up; None if no cache is freed."""
         freed = [r.cache_freed_bytes for r in self.steady if r.cache_freed_bytes is not None]
         return int(statistics.median(freed)) if freed else None
 

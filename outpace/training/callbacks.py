@@ -1,4 +1,4 @@
-"""Callbacks through which the user's logging, and outpace's, follow a run."""
+"""Callbacks through which the user's logging, and outpace's own, follow a run."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -24,7 +24,7 @@ class Callback:
         """Handle the start of a run, before its first step."""
 
     def on_memory(self, plan: Plan, use: MemoryUse) -> None:
-        """Handle a memory report: traced before the first step, with measurements at the end."""
+        """Handle a memory report: traced before the first step, measured at the end."""
 
     def on_hint(self, sentence: str) -> None:
         """Handle a hint about something that the user may want to know or change."""
@@ -33,10 +33,10 @@ class Callback:
         """Handle a finished step."""
 
     def on_load(self, load: Load, step: int) -> None:
-        """Handle rank 0's recent host load after `step`, at most once per second."""
+        """Handle rank 0's recent host and device load, at most once per second."""
 
     def on_eval(self, evaluation: Evaluation, final: bool) -> None:
-        """Handle a loss on held-out data."""
+        """Handle an evaluation on held-out data."""
 
     def on_checkpoint(self, path: Path) -> None:
         """Handle a checkpoint that is complete on disk."""

@@ -1,9 +1,9 @@
-"""Checkpoints: written in the background by DCP, marked as complete last, verified before use.
+"""Checkpoints: written in the background by DCP, verified before use.
 
 A checkpoint is a folder `step-N` with DCP's files, `progress.json` and, written last,
-`complete.json` with the size and checksum of every file. It is used only with that marker. While it
-is being written, it also has a file `unfinished`, which distinguishes an interrupted save, which is
-removed, from a checkpoint that has lost its marker, which never is.
+`complete.json`, the marker, with the size and checksum of every file. Only folders with the marker
+are used. While a save runs, the folder also has a file `unfinished`. It tells an interrupted save,
+which is removed, from a checkpoint that has lost its marker, which never is.
 """
 
 import json
@@ -48,7 +48,7 @@ _LOOKS, _LOOK_AGAIN_S = 20, 0.5
 
 
 class Progress(Record):
-    """Progress of a run: its state other than tensors. `step` is also the position in the data."""
+    """A run's state other than tensors. `step` is also the position in the data."""
 
     has_checksum: ClassVar[bool] = True
 
@@ -82,7 +82,7 @@ def _mark_complete(folder: Path, past_cache: bool) -> None:
     sync_folder(folder)
     write_atomic(folder / MARKER, json.dumps(entries, indent=1) + "\n")
     (folder / UNFINISHED).unlink(missing_ok=True)
-    # A name is on disk only once its folder is; older checkpoints are removed after this.
+    # A new name is on disk only once its folder is; older checkpoints are removed after this.
     sync_paths(folder, folder.parent)
 
 
@@ -98,17 +98,17 @@ def _require_files(folder: Path, metadata: "Metadata") -> None:
         missing = sorted(name for name in wanted if not (folder / name).is_file())
         if not missing:
             return
-        time.sleep(_LOOK_AGAIN_S)  # network file systems may show them with a delay
+        time.sleep(_LOOK_AGAIN_S)  # network file systems may show new files with a delay
     raise OSError(
-        f"{missing[0]} and {len(missing) - 1} more files of other hosts are missing. --out must "
+        f"{missing[0]} and {len(missing) - 1} more files from other hosts are missing. --out must "
         "be a directory that all hosts share"
     )
 
 
 def damage(folder: Path) -> str | None:
-    """Describe how a checkpoint is damaged; None if its files are as they were written.
+    """Describe how a checkpoint is damaged; None if its files are intact.
 
-    An interrupted save also counts as damaged.
+    An interrupted save counts as damaged, too.
     """
     if folder.is_symlink():
         return "it is a link"
@@ -142,9 +142,9 @@ def _file_damage(folder: Path) -> str | None:
 
 
 def _content_damage(folder: Path) -> str | None:
-    """Describe impossible contents of the files that describe a checkpoint.
+    """Describe impossible contents of a checkpoint's `progress.json` or metadata; None if valid.
 
-    Raises BadInputError if metadata marked as complete are not metadata, which cannot be an
+    Raises BadInputError if metadata marked as complete are something else, which cannot happen by
     accident.
     """
     from outpace.training.safe_checkpoint import read_metadata
@@ -154,7 +154,7 @@ def _content_damage(folder: Path) -> str | None:
     except BadInputError as error:
         return str(error)
     if progress.step != step_of(folder):
-        return f"{PROGRESS_FILE} is of step {progress.step}"
+        return f"{PROGRESS_FILE} belongs to step {progress.step}"
     stored = read_metadata(folder).storage_data or {}
     missing = {info.relative_path for info in stored.values()} - _file_names(folder)
     return f"{min(missing)} is missing" if missing else None
@@ -164,7 +164,7 @@ def is_unfinished(folder: Path) -> bool:
     """Return whether this is an interrupted save, which was never a complete checkpoint."""
     if folder.is_symlink() or not folder.is_dir() or (folder / MARKER).exists():
         return False
-    # DCP writes its metadata last; earlier versions of outpace wrote no file `unfinished`.
+    # DCP writes its metadata last; earlier versions of outpace wrote no `unfinished` file.
     return (folder / UNFINISHED).exists() or not (folder / METADATA_FILE).exists()
 
 
@@ -178,7 +178,7 @@ def _steps(directory: Path) -> list[Path]:
 
 
 def whole_checkpoints(directory: Path) -> list[Path]:
-    """Return folders with a completion marker, newest first; their contents are not verified."""
+    """Return checkpoint folders with a marker, newest first; contents are not verified."""
     found = [p for p in _steps(directory) if (p / MARKER).is_file()]
     return sorted(found, key=step_of, reverse=True)
 
@@ -186,7 +186,8 @@ def whole_checkpoints(directory: Path) -> list[Path]:
 def newest_intact(directory: Path, say: Callable[[str], None]) -> Path | None:
     """Return the newest intact checkpoint; None if none was ever complete.
 
-    Damaged ones are skipped and reported by `say`. Raises BadInputError if all are damaged.
+    Damaged checkpoints are skipped and reported through `say`. Raises BadInputError if all are
+    damaged.
     """
     damaged = 0
     for folder in sorted(_steps(directory), key=step_of, reverse=True):
@@ -194,20 +195,20 @@ def newest_intact(directory: Path, say: Callable[[str], None]) -> Path | None:
         if problem is None:
             return folder
         if is_unfinished(folder):
-            say(f"checkpoint {folder} is skipped, since it was still being written")
+            say(f"skipping checkpoint {folder}: its save was interrupted")
             continue
         damaged += 1
-        say(f"checkpoint {folder} is damaged ({problem}) and is skipped")
+        say(f"skipping checkpoint {folder}, which is damaged ({problem})")
     if damaged:
         raise BadInputError(
-            f"every checkpoint in {directory} is damaged. Restore one of them, start another run "
-            "from an exported model with --model, or start again with another --out."
+            f"every checkpoint in {directory} is damaged. Restore one from a backup, start from "
+            "an exported model with --model, or start over with another --out."
         )
     return None
 
 
 class Checkpointer:
-    """Saving and loading of one rank's share of a run's state."""
+    """Saves and loads one rank's share of a run's state."""
 
     def __init__(
         self,
@@ -232,7 +233,7 @@ class Checkpointer:
         self._lends = lends
         self._lent: InPlaceStager | PinnedCopies | None = None
         self._pins = True
-        self._pinned: PinnedCopies | None = None  # its memory is kept between saves
+        self._pinned: PinnedCopies | None = None  # memory is kept between saves
         self._trained_only = trained_only
         self._masters = masters
         self._pending: tuple[Future[None], Path] | None = None
@@ -242,9 +243,10 @@ class Checkpointer:
     def save(
         self, model: nn.Module | None, optimizer: torch.optim.Optimizer | None, progress: Progress
     ) -> None:
-        """Start a save. It returns as soon as the state may change, except for lent tensors.
+        """Start a save, after waiting for an earlier one.
 
-        If an earlier save is still running, it waits for that first.
+        Return as soon as the state may change, except for tensors that are saved in place
+        (`before_change`).
 
         `model` or `optimizer` is None if other ranks have all of its relevant state.
         """
@@ -263,7 +265,7 @@ class Checkpointer:
         self._pending = (self._finisher.submit(finish), folder)
 
     def _begin(self, state: dict[str, Any], folder: Path) -> Future[Any]:
-        """Write in the background, lent or copied; or at once, if there is no room for a copy."""
+        """Write in the background; in the foreground if the copy that this needs does not fit."""
         from outpace.training import states
 
         if self._copies:
@@ -274,8 +276,8 @@ class Checkpointer:
                 if self._lent is None or self._lent is not self._pinned:
                     raise
                 self._on_trouble(
-                    "a checkpoint's copy could not be pinned in host memory, so training waits "
-                    f"while the copy is made: {first_reason(error)}"
+                    "the copy of a checkpoint could not be pinned in host memory, so training "
+                    f"waits while it is made: {first_reason(error)}"
                 )
             self._lent, self._pins = None, False
             return states.begin_write(state, folder, self._group)
@@ -287,7 +289,7 @@ class Checkpointer:
         return done
 
     def _make_stager(self, state: dict[str, Any]) -> "InPlaceStager | PinnedCopies | None":
-        """Return a stager that saves state in place during training; None to copy it."""
+        """Return a stager that saves without a copy in this call; None to copy first."""
         from outpace.training import states
 
         if states.can_lend(state):
@@ -297,13 +299,13 @@ class Checkpointer:
         return self._pinned if self._pins else None
 
     def before_change(self) -> None:
-        """Copy what the current save has yet to read, because it is about to change."""
+        """Copy what the current save has yet to read; call it before the state changes."""
         if self._lent is not None:
             self._lent.give_back()
             self._lent = None
 
     def _prepare(self, folder: Path, progress: Progress) -> bool:
-        """Create the folder on rank 0, and tell all ranks whether that worked."""
+        """Create the folder on rank 0, and share with all ranks whether that worked."""
         worked = torch.ones(1)
         if self._rank == 0:
             try:
@@ -318,7 +320,7 @@ class Checkpointer:
         return bool(worked)
 
     def _finish(self, written: Future[Any], folder: Path, past_cache: bool) -> None:
-        """Mark the checkpoint as complete, on rank 0 in the background, after all files."""
+        """Mark the checkpoint as complete on rank 0, in the background, after all files."""
         metadata = written.result()
         if self._rank == 0:
             _require_files(folder, metadata)
@@ -327,17 +329,17 @@ class Checkpointer:
     def make_ready(self) -> None:
         """Load the modules that saving needs in the background, before the first save.
 
-        If that fails, `save` fails in the same way.
+        A failure is not reported here; `save` fails in the same way.
         """
         self._finisher.submit(import_module, "outpace.training.states")
 
     def poll(self) -> None:
-        """Finish a save if its files are written; otherwise return without waiting."""
+        """Finish a save whose files are all written; never wait."""
         if self._pending is not None and self._pending[0].done():
             self.wait()
 
     def wait(self) -> bool:
-        """Wait for the current save. Returns False if it failed (reported by `on_trouble`)."""
+        """Wait for the current save; return False if it failed (reported through `on_trouble`)."""
         if self._pending is None:
             return True
         from outpace.training import states
@@ -356,7 +358,7 @@ class Checkpointer:
         return True
 
     def wait_for_ranks(self) -> bool:
-        """Wait as `wait` does, for every rank, since one that ended early would end the others."""
+        """Wait on every rank like `wait`: a rank that leaves early would end the others."""
         saved = self.wait()
         dist.barrier(self._group)
         return saved
@@ -369,7 +371,7 @@ class Checkpointer:
             self._on_trouble(f"checkpoint {folder.name} could not be saved: {why}")
 
     def _disk_full(self) -> str | None:
-        """Return the error for a full disk, since writers report it in different ways."""
+        """Return the error for a full disk, which writers report in different ways; else None."""
         try:
             free = shutil.disk_usage(self.directory.parent).free
         except OSError:
@@ -381,7 +383,7 @@ class Checkpointer:
         )
 
     def close(self) -> None:
-        """End the current save, either completely or not at all."""
+        """End the current save: complete it or remove it."""
         self.wait()
         self._finisher.shutdown()
 
@@ -395,7 +397,7 @@ class Checkpointer:
     ) -> Progress:
         """Fill model and optimizer from a checkpoint written by any number of ranks.
 
-        Raises BadInputError for a checkpoint of something else, or one that would run code.
+        Raises BadInputError if it belongs to another model, or loading it would run code.
         """
         from outpace.training import states
 
@@ -406,9 +408,9 @@ class Checkpointer:
 
 
 def put_later_aside(directory: Path, step: int, say: Callable[[str], None]) -> None:
-    """Make room after `step`, from which training resumes; keep checkpoints that were complete.
+    """Clear checkpoints after `step`, from which training resumes; keep those that were complete.
 
-    Damaged checkpoints are moved beside `directory`, and named; unfinished ones are removed.
+    Damaged checkpoints are moved beside `directory` and reported; unfinished ones are removed.
     """
     damaged = directory.with_name(f"{directory.name}-damaged")
     for folder in sorted(_steps(directory), key=step_of):
@@ -418,13 +420,13 @@ def put_later_aside(directory: Path, step: int, say: Callable[[str], None]) -> N
             _remove(folder)
             continue
         aside = put_aside(folder, folder=damaged)
-        say(f"{folder} is kept as {aside}. Remove it when you do not need it")
+        say(f"{folder} is kept as {aside}. Remove it if you do not need it")
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint, its marker first, so that no marked one is ever incomplete.
+    """Remove a checkpoint, its marker first, so that a marked folder is never incomplete.
 
-    If the folder is a link, only the link is removed, since its target was not written here.
+    If the folder is a link, only the link is removed: its target was not written by this run.
     """
     with suppress(OSError):
         if folder.is_symlink():

@@ -1,4 +1,4 @@
-"""Communication of a process: collectives and their bytes, counted as they are called."""
+"""A counter of this process's collectives and their bytes, as they are called."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from outpace.nn.spread import has_spread
 from outpace.planner.communication.volume import Tally
 
-# Prefixes of operators' names by kind of collective; the longest match counts.
+# Operator-name prefixes by kind of collective; the longest match counts.
 _KINDS = {
     "all_reduce": "all_reduce", "allreduce": "all_reduce",
     "all_gather": "all_gather", "allgather": "all_gather",
@@ -28,15 +28,15 @@ _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Counter of this thread's collectives in the context, in `planner.communication.volume.Tally`.
+    """Counts this thread's collectives in the context, into a `planner.communication.volume.Tally`.
 
-    Bytes are computed from the size of each collective by the rules of that module: the bytes that
-    this rank sends with the algorithm that sends the least.
+    Bytes follow from each collective's size by that module's rules: what this rank sends under the
+    algorithm that sends least.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: this works where nothing is compiled; skipping would load the compiler."""
+        """Return False: nothing compiled runs in it, and skipping would load the compiler."""
         return False
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class CollectiveCounter(TorchDispatchMode):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Count no collectives in this context."""
+        """Pause counting in this context."""
         self._paused = True
         try:
             yield
@@ -55,7 +55,8 @@ class CollectiveCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if has_spread(types):
-            return NotImplemented  # called again with DTensor's operators, including communication
+            # called again with the DTensor's own operators, communication included
+            return NotImplemented
         if not self._paused and func.namespace in _NAMESPACES:
             kind = _kind(func._opname.strip("_"))
             if kind is not None:
@@ -64,10 +65,10 @@ class CollectiveCounter(TorchDispatchMode):
 
     def _count(self, kind: str, args: Any) -> None:
         group = _group(args)
-        # The first number is the root, if there is one.
+        # The first number is the root, if any.
         root = kind in _ROOTED and next(a for a in args if isinstance(a, int)) == group.rank()
-        # What is written comes first, then what is read, or one list for both. A scatter's parts
-        # are equal, so that the one that a rank gets tells their size.
+        # Written tensors come first, then read ones, or there is one list for both. A scatter's
+        # parts are equal, so the received part gives their size.
         given = args[0] if kind == "scatter" else (_tensors(args[1]) or args[0])
         self.tally.add(kind, group.size(), sum(t.nbytes for t in _tensors(given)), root=root)
 

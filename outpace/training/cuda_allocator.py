@@ -1,4 +1,4 @@
-"""Settings of torch's CUDA allocator, which must be made before it starts."""
+"""Settings of torch's CUDA allocator, which must be set before it starts."""
 
 import sys
 from collections.abc import MutableMapping
@@ -8,12 +8,12 @@ _OWN = (SETTINGS, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 
 
 def grow_segments(environ: MutableMapping[str, str]) -> bool:
-    """Enable expandable segments of CUDA memory; return whether this enabled them.
+    """Enable expandable segments of CUDA memory; return whether this call did.
 
-    Call it before the first tensor is on a device, because the allocator reads its settings once.
-    With expandable segments, sizes that change from step to step leave no unusable fragments
-    (pytorch.org, "Optimizing memory usage with PYTORCH_ALLOC_CONF"). If the user configures the
-    allocator in `environ`, that is not changed.
+    Call this before any tensor is on a device, because the allocator reads its settings once. With
+    expandable segments, sizes that change from step to step leave no unusable fragments
+    (pytorch.org, "Optimizing memory usage with PYTORCH_ALLOC_CONF"). A configuration of the
+    allocator in `environ` is left unchanged.
     """
     if not sys.platform.startswith("linux") or any(name in environ for name in _OWN):
         return False

@@ -1,8 +1,8 @@
-"""The work queue of a device: marks in it, and figures copied from the device.
+"""A device's work queue: marks in it, and figures copied from the device without waiting.
 
-A GPU lags behind the host that gives it work. A host that reads a tensor waits until the device has
-done all work queued so far; so figures are copied to the host after the work that computes them,
-and read once the copy has arrived.
+A GPU lags behind the host that queues its work. Reading a tensor makes the host wait for all work
+queued so far. So figures are copied to the host right after the work that computes them, and read
+once the copy has arrived.
 """
 
 import time
@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 class Mark(Protocol):
-    """A point in a queue of work, such as a torch.cuda.Event."""
+    """A point in a work queue, such as a torch.cuda.Event."""
 
     def query(self) -> bool:
         """Return whether the device has reached this point."""
@@ -28,7 +28,7 @@ class Mark(Protocol):
 
 
 class DeviceQueue(Protocol):
-    """Interface to a device for timers and figures. `steps_behind`: see `Loop`."""
+    """Interface of a device for timers and figures. `steps_behind`: see `Loop`."""
 
     steps_behind: int
 
@@ -36,17 +36,17 @@ class DeviceQueue(Protocol):
         """Return a mark at the end of all work queued so far."""
 
     def copy_to_host(self, tensor: Tensor) -> Tensor:
-        """Start copying a tensor; it is complete when the device has reached the next mark."""
+        """Start copying a tensor; the copy is complete once the device reaches the next mark."""
 
 
 @dataclass(frozen=True)
 class HostMark:
-    """A point in the work of a host, which is reached as soon as it is queued."""
+    """A point in a host's work, which is reached as soon as it is marked."""
 
     time_s: float
 
     def query(self) -> bool:
-        """Return True, because the host has reached this point."""
+        """Return True: the host has already reached this point."""
         return True
 
     def synchronize(self) -> None:
@@ -89,12 +89,12 @@ class CudaQueue:
 
 
 def queue_of(device: torch.device) -> DeviceQueue:
-    """Return the queue of a device. Metal's is treated like a CPU's, by waiting."""
+    """Return the queue of a device. On Metal, as on a CPU, reading waits."""
     return CudaQueue() if device.type == "cuda" else HostQueue()
 
 
 class DeviceFigures:
-    """Small tensors on their way to the host. Mark the queue after creating it."""
+    """Small tensors on their way to the host. Mark the queue after constructing it."""
 
     def __init__(self, queue: DeviceQueue, tensors: Mapping[str, Tensor]) -> None:
         self._copies = {name: queue.copy_to_host(tensor) for name, tensor in tensors.items()}

@@ -1,4 +1,4 @@
-"""The loss on held-out data."""
+"""Evaluation: the loss on held-out data."""
 
 import math
 import time
@@ -15,12 +15,12 @@ from outpace.parallel.layout import divisor
 from outpace.records.measurement import Evaluation
 from outpace.training.step import Batch
 
-# Batches between checks for signals on other ranks: too few to affect the step time.
+# Batches between checks for other ranks' signals: rare enough not to cost time.
 _ASK_EVERY = 8
 
 
 class EvaluationStopped(Exception):  # noqa: N818  # not an error, on any rank
-    """A rank was asked to stop, so no rank has measured anything."""
+    """Evaluation stopped on every rank, without a result, because one was asked to stop."""
 
 
 def evaluate(
@@ -35,9 +35,9 @@ def evaluate(
 ) -> Evaluation:
     """Return the mean loss per target of all ranks over `steps` (lists of micro-batches).
 
-    The result includes the metrics of an objective that has some. Dropout is off. Each rank must
-    pass its own share and the same number of steps. Raises EvaluationStopped on all ranks if `stop`
-    returns True on any of them.
+    The result includes the objective's metrics, if any. Dropout is off. Each rank passes its own
+    share of the data, and all ranks the same number of steps. Raises EvaluationStopped on all ranks
+    if `stop` returns True on any of them.
     """
     names: Sequence[str] = getattr(layout.objective, "sums", ())
     totals = torch.zeros(2 + len(names), dtype=torch.float64)
@@ -52,7 +52,7 @@ def evaluate(
                 layout.free_gathered()
                 raise EvaluationStopped
     layout.free_gathered()
-    for part in found:  # at the end, since reading one waits for the device
+    for part in found:  # at the end, since reading them waits for the device
         totals[: len(part)] += part.cpu()  # ranks without the output have two zeros
     if group is not None:
         dist.all_reduce(totals, group=group)

@@ -1,4 +1,4 @@
-"""Guards of a run: signals, random numbers without state, deterministic kernels."""
+"""Guards of a run: signal handling, stateless random numbers, deterministic kernels."""
 
 import gc
 import os
@@ -20,7 +20,7 @@ from outpace.records.signals import ENDING, may_handle
 # The kernel, a terminal and a launcher may each deliver a single key press.
 _SAME_SIGNAL_S = 0.5
 COLLECT_EVERY = 20  # steps
-# Seconds after which a user who asked to end is told what the run waits for.
+# Seconds after which a user who asked to end learns what the run is waiting for.
 _SAID_AFTER_S = 1.0
 NOTHING_TRAINED = "interrupted before the first step was done; nothing was trained"
 _COMPLETE = "interrupted after the result was written; the run is complete"
@@ -29,19 +29,19 @@ Result = TypeVar("Result")
 
 
 class _EndSignal(BaseException):
-    """Interruption by a signal; not an Exception, which a compiler would take for its failure."""
+    """Interruption by a signal; a BaseException, so compilers do not mistake it for a failure."""
 
 
 _WAITED_FOR = (
-    "asked to end: the current step is finished first, then a checkpoint is saved. Another "
-    "signal, or Ctrl-C pressed again, ends the run at once without saving"
+    "ending on request: finishing the current step, then saving a checkpoint. Another signal, or "
+    "Ctrl-C pressed again, ends the run at once without saving"
 )
 
 
 class _Arrivals:
-    """Signals that have reached the process in this context, even if Python has yet to handle them.
+    """Signals that have reached the process, even those that Python has not handled yet.
 
-    The kernel's handler writes their numbers to a pipe. None are recorded outside of the main
+    The kernel's handler writes their numbers to a pipe. Nothing is recorded outside the main
     thread, or if the program already uses such a pipe (as asyncio does).
     """
 
@@ -79,9 +79,9 @@ class _Arrivals:
 class StopSignal:
     """Handler of signals that ask a run to end (`ENDING`); the second one ends it at once.
 
-    Before the first step is done, there is nothing to save, so the signal raises
-    InterruptedRunError. Later, `say` reports what the run waits for if that takes a while. Use it
-    as a context manager in the main thread; in other threads, signals are not handled.
+    Before the first step is done, there is nothing to save, so a signal raises InterruptedRunError.
+    Later, `say` reports what the run is waiting for, if that takes a while. Use it as a context
+    manager in the main thread; in other threads, signals are not handled.
     """
 
     def __init__(self, say: Callable[[str], None] = lambda sentence: None) -> None:
@@ -97,13 +97,13 @@ class StopSignal:
         self._ended = False
         self._disarmed = False
         self._peer_ended = False
-        self.message = NOTHING_TRAINED  # of the immediate interruption
+        self.message = NOTHING_TRAINED  # for an immediate interruption
 
     def __enter__(self) -> "StopSignal":
         self._thread = threading.get_ident()
         try:
             for number in ENDING:
-                # A shell's background job ignores SIGINT, but still handles other signals.
+                # A background job of a shell ignores SIGINT, but still handles other signals.
                 if number in (signal.SIGTERM, signal.SIGINT) or may_handle(number):
                     self._previous[number] = signal.signal(number, self._receive)
         except ValueError:
@@ -119,14 +119,14 @@ class StopSignal:
     def unless_ended(self, work: Callable[[], Result]) -> Result:
         """Run code that a signal may end at any point. Raises InterruptedRunError with `message`.
 
-        This is for the first step, and for everything after the last one. An error after the signal
-        also counts as an interruption, because other ranks leave too. It raises immediately if a
-        signal has ended another rank.
+        Use it for the first step and for everything after the last. An error after the signal
+        counts as an interruption, too, because other ranks leave. If a signal has ended another
+        rank, raise at once.
         """
         try:
             with self._arrivals:
                 self._raising = True
-                if self.requested or self._peer_ended:  # in the meantime
+                if self.requested or self._peer_ended:  # while `work` ran
                     self._end(_EndSignal())
                 found = work()
                 self._raising = False
@@ -141,25 +141,25 @@ class StopSignal:
         return found
 
     def disarm(self) -> None:
-        """Ignore the first signal from now on, because the remaining work takes only a moment.
+        """Ignore the first signal from now on: the remaining work takes only a moment.
 
-        A second one still ends the process.
+        A second signal still ends the process.
         """
         self._raising, self._disarmed, self.message = False, True, _COMPLETE
 
     def ends_at_once(self) -> bool:
         """Return whether a signal ends this process at once: before step 1 ends or after the last.
 
-        Any thread may call this, also while the main thread waits in a library, which handles no
-        signal until it returns.
+        Any thread may call this, even while the main thread waits in a library and handles no
+        signals.
         """
         return self._ended or (self._raising and self._arrivals.pop())
 
     def interrupt(self) -> bool:
-        """End the main thread before its first step is done, or after the last, as a signal would.
+        """End the main thread as a signal would, before its first step is done or after its last.
 
-        This is for a thread that learns that a signal has ended another rank. Between these two
-        points, `unless_ended` ends it. Returns False if signals are not handled, or end nothing.
+        For a thread that learns that a signal has ended another rank. During steps, `unless_ended`
+        raises later. Return False if signals are not handled here, or would end nothing.
         """
         if not self._previous or self._disarmed:
             return False
@@ -173,7 +173,7 @@ class StopSignal:
         raise error
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        now_s = time.monotonic()  # another signal may arrive in this call, but not below
+        now_s = time.monotonic()  # another signal may arrive during this call, but not below
         if self.requested:
             if now_s - self._first_s > _SAME_SIGNAL_S:
                 os._exit(128 + number)
@@ -182,7 +182,7 @@ class StopSignal:
         if self._raising:
             self._end(_EndSignal())
         if self._ended or self._disarmed:
-            return  # it ends in a moment
+            return  # it ends in a moment anyway
         if not self.stepping:
             self._end(InterruptedRunError(NOTHING_TRAINED))
         self._say.start()
@@ -192,9 +192,9 @@ class StopSignal:
 def collect_garbage_every(steps: int | None) -> Iterator[Callable[[], None]]:
     """Yield a function to call after each step, which collects garbage every `steps` steps.
 
-    Otherwise, Python would search all long-lived objects, which takes a second with torch, in the
-    middle of a step while a device waits, and ranks would do so one after another. Objects that
-    exist now are not searched. None leaves collection to Python.
+    Left alone, Python would search all long-lived objects in the middle of a step, which takes a
+    second with torch while the device waits, and ranks would do so one after another. Objects that
+    already exist are excluded from collection. None leaves collection to Python.
     """
     if steps is None or not gc.isenabled():
         yield lambda: None
@@ -230,8 +230,8 @@ def deterministic_kernels(
 ) -> Iterator[None]:
     """Restrict a GPU to deterministic kernels if `wanted`.
 
-    cuBLAS needs a workspace of fixed size for this, which is requested in `environ` (NVIDIA,
-    cuBLAS, "Results Reproducibility"). Raises BadInputError if an operator has no such kernel.
+    This sets the fixed-size workspace that cuBLAS needs in `environ` (NVIDIA, cuBLAS, "Results
+    Reproducibility"). Raises BadInputError if an operator has no such kernel.
     """
     if not wanted or device.type != "cuda":
         yield
@@ -241,7 +241,7 @@ def deterministic_kernels(
     memory = torch.utils.deterministic
     fills = memory.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
-    # Everything that is read has been written before.
+    # Uninitialised memory need not be filled: everything that is read has been written before.
     memory.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield

@@ -1,4 +1,4 @@
-"""Settings of glibc's heap: keep freed memory for the next step, touch pages ahead of use."""
+"""glibc's heap: keep freed memory for the next step, touch pages ahead of use."""
 
 import ctypes
 import mmap
@@ -8,29 +8,29 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Self
 
-# glibc's constants in malloc.h, and the value that disables trimming (mallopt(3)).
+# glibc's constants from malloc.h, and the value that disables trimming (mallopt(3)).
 _M_TRIM_THRESHOLD, _M_MMAP_MAX, _NEVER = -1, -4, -1
 _PIECE_BYTES = 64 << 20
 _HUGE_PAGE_BYTES = 2 << 20
 
 
 def c_library() -> ctypes.CDLL | None:
-    """Return the system's C library on Linux."""
+    """Return the system's C library on Linux; None elsewhere."""
     return ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def keep_freed(environment: Mapping[str, str]) -> bool:
     """Make glibc keep freed memory; return whether it does.
 
-    By default, glibc returns large blocks to the system at once, and each step pays for the same
-    pages again: a tenth to a sixth of its time (docs/development/log.md). If the user configures
-    glibc in `environment`, that is not changed.
+    By default, glibc returns large blocks to the system at once, so each step pays again for the
+    same pages: 10 to 17 % of its time (docs/development/log.md). A configuration of glibc in
+    `environment` is left unchanged.
     """
     own = [name for name in environment if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]
     library = c_library()
     if own or library is None or not hasattr(library, "mallopt"):
         return False
-    # In this order: everything comes from the heap, and nothing is given back.
+    # In this order: take everything from the heap, and return nothing.
     return bool(library.mallopt(_M_MMAP_MAX, 0) and library.mallopt(_M_TRIM_THRESHOLD, _NEVER))
 
 
@@ -39,12 +39,12 @@ class PagePrefaulter:
 
     The first touch of a page is the expensive part of an allocation: on a virtual machine whose
     host reclaims free memory, it takes 0.2 to 1.4 s per GB (docs/development/log.md). An idle core
-    can do it while modules are loaded. The same amount after it also gets huge pages, if the system
-    supports them, but is not touched. Nothing happens if `keep_freed` is not in effect or if there
-    is not enough memory.
+    can do it while modules load. An equal amount of memory beyond it is marked for huge pages, if
+    the system supports them, but not touched. Nothing happens without `keep_freed` or enough
+    memory.
 
-    Touched memory is held until it is handed over, because free memory may be returned to the
-    system (`malloc_trim`).
+    Touched memory stays allocated until it is handed over, because free memory may be returned to
+    the system (`malloc_trim`).
     """
 
     def __init__(self, nbytes: int, environment: Mapping[str, str]) -> None:
@@ -57,30 +57,30 @@ class PagePrefaulter:
             self._heap = _Heap(library)
             room = self._heap.next_room(2 * nbytes)
             self._pieces = self._heap.pieces(nbytes // _PIECE_BYTES)
-            # Afterwards, since malloc's headers between pieces would each take a huge page.
+            # After touching, since malloc's headers between pieces would each take a huge page.
             self._heap.prefer_huge_pages(room)
         self._thread = threading.Thread(target=self._touch, daemon=True)
 
     def start(self) -> Self:
-        """Start the thread; call `end` before the touched memory is needed."""
+        """Start the thread; call `end` before the memory is needed."""
         self._thread.start()
         return self
 
     @contextmanager
     def pause(self) -> Iterator[int]:
-        """Yield the resident bytes that nobody uses yet; no more is touched in this context."""
+        """Yield the resident bytes not in use yet; nothing more is touched in this context."""
         with self._touching:
             yield len(self._held) * _PIECE_BYTES
 
     def hand_over(self) -> None:
-        """Release the touched memory for use, and further memory as soon as it is touched."""
+        """Free the touched memory for use, and further memory as soon as it is touched."""
         self._handed_over.set()
         with self._touching:
             while self._held:
                 self._heap.free(self._held.pop())
 
     def end(self) -> None:
-        """Hand over, and stop after the piece that is being touched."""
+        """Hand over the memory, and stop after the current piece."""
         self._ended.set()
         self.hand_over()
 
@@ -89,11 +89,11 @@ class PagePrefaulter:
         self._thread.join()
 
     def _touch(self) -> None:
-        # None is asked for again once it is free: that would be the same one.
+        # Do not reallocate a piece once it is free: it would be the same one.
         for piece in self._pieces:
             with self._touching:
                 if not self._ended.is_set():
-                    ctypes.memset(piece, 0, _PIECE_BYTES)  # releases Python's lock
+                    ctypes.memset(piece, 0, _PIECE_BYTES)  # releases Python's GIL
                 if self._handed_over.is_set():
                     self._heap.free(piece)
                 else:
@@ -110,7 +110,7 @@ class _Heap:
         self._madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
     def next_room(self, nbytes: int) -> range:
-        """Return the addresses of the next bytes to be allocated; empty if there are too few."""
+        """Return the addresses of the next bytes that malloc will hand out; empty if too few."""
         start = self._malloc(nbytes)
         if start is None:
             return range(0)
@@ -118,7 +118,7 @@ class _Heap:
         return range(start, start + nbytes)
 
     def prefer_huge_pages(self, room: range) -> None:
-        """Request huge pages where they lie completely inside."""
+        """Request huge pages where they fit completely inside `room`."""
         first = -(-room.start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
         whole = (room.stop - first) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
         if whole > 0:

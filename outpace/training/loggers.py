@@ -1,6 +1,6 @@
 """TensorBoard, Weights & Biases and MLflow, each an optional extra.
 
-All of them hold copies of what is in metrics.jsonl, so a failure of one does not end a run.
+They log copies of metrics.jsonl, so a failure does not end a run.
 """
 
 import os
@@ -19,7 +19,7 @@ from outpace.records.utilisation import Load
 from outpace.training.callbacks import Callback
 from outpace.training.run_dir import WANDB_FOLDER, RunDir
 
-# Figures of a step to log as curves.
+# Fields of a step that are logged as curves.
 _CURVES = (
     "loss", "lr", "grad_norm", "step_time_s", "data_s", "forward_s", "backward_s", "optimizer_s",
     "communication_s", "tokens_per_s", "samples_per_s", "model_flops_per_s", "mfu", "hfu",
@@ -27,7 +27,8 @@ _CURVES = (
 )  # fmt: skip
 
 
-# MLflow's own are 7 and 120 s, in which the ranks of a training wait (its "Environment Variables").
+# MLflow's defaults are 7 and 120 s, during which training would wait (see MLflow, "Environment
+# Variables").
 _MLFLOW_PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 _FIRST_PAUSE_S = 60.0
 # Names of wandb's run folders.
@@ -36,9 +37,10 @@ _WANDB_RUN = re.compile(r"(?:offline-)?run-(?P<time>\d{8}_\d{6})-(?P<id>.+)")
 
 @dataclass(frozen=True)
 class LoggerContext:
-    """Information about a run for loggers that start.
+    """Information that loggers need to start.
 
-    `start_step`: the last step that a resumed run keeps, or None. `say` is called with a sentence.
+    `start_step`: the last step that a resumed run keeps, or None. `say` reports a message to the
+    user.
     """
 
     run_dir: RunDir
@@ -48,10 +50,10 @@ class LoggerContext:
 
 
 class _Scalars(Callback):
-    """Base class that passes figures of steps and evaluations to `_write(values, step)`.
+    """Base class that passes values of steps and evaluations to `_write(values, step)`.
 
-    If that fails (unreachable server, full disk), it reports so once and retries after a pause,
-    which doubles each time.
+    A failure (unreachable server, full disk) is reported once, and logging is retried after a pause
+    that doubles each time.
     """
 
     _name = ""
@@ -75,7 +77,8 @@ class _Scalars(Callback):
 
     def _note(self, error: Exception, when: str) -> None:
         """Report once that logging failed, and pause it."""
-        # A signal, and the end of a loader's worker, which torch reports wherever it is heard of.
+        # Not a logger's failure: a signal, or the end of a data worker, which torch raises
+        # wherever.
         if isinstance(error, OutpaceError) or str(error).startswith("DataLoader worker"):
             raise error
         self._quiet_until_s = time.monotonic() + self._pause_s
@@ -84,7 +87,7 @@ class _Scalars(Callback):
             self._failed = True
             self._say(
                 f"--log {self._name} failed {when}: {_words(error)}. Training continues without "
-                "it; metrics.jsonl has all figures"
+                "it; metrics.jsonl has all values"
             )
 
     def _finish(self, action: Callable[[], object]) -> None:
@@ -99,7 +102,7 @@ class _Scalars(Callback):
         self._send(known, record.step)
 
     def on_load(self, load: Load, step: int) -> None:
-        """Log the utilisation of devices and cores."""
+        """Log the utilisation of devices and CPU cores."""
         figures = {"cores": load.host.utilisation, "run_cores": load.host.run_cores}
         for device in load.devices:
             name = f"device_{device.index}"
@@ -117,7 +120,7 @@ class _Scalars(Callback):
 class TensorBoard(_Scalars):
     """Event files in the run's directory, read by `tensorboard --logdir DIR`.
 
-    Steps that are repeated after resuming replace those that were logged before.
+    Steps repeated after resuming replace those logged before.
     """
 
     _name = "tensorboard"
@@ -125,7 +128,7 @@ class TensorBoard(_Scalars):
     def __init__(self, logged: LoggerContext) -> None:
         super().__init__(logged)
         module = _import("torch.utils.tensorboard", "tensorboard", needs="tensorboard")
-        # The evaluation after the last kept step stays; a run from step 0 repeats all.
+        # Keep the evaluation after the last kept step; a run from step 0 repeats all.
         again = logged.start_step + 1 if logged.start_step else logged.start_step
         folder = str(logged.run_dir.path / "tensorboard")
         self._writer = module.SummaryWriter(folder, purge_step=again)
@@ -141,7 +144,7 @@ class TensorBoard(_Scalars):
 
 
 class Wandb(_Scalars):
-    """A Weights & Biases run, the same one after a resume.
+    """A Weights & Biases run, which a resumed run continues.
 
     WANDB_MODE=offline keeps it on this machine.
     """
@@ -166,7 +169,7 @@ class Wandb(_Scalars):
         self._run.log(values, step=step)
 
     def on_end(self, measurement: Measurement) -> None:
-        """Put the result into the run's summary."""
+        """Write the result to the run's summary."""
         values = measurement.model_dump(mode="json")
         self._finish(lambda: self._run.summary.update(values))
 
@@ -175,9 +178,9 @@ class Wandb(_Scalars):
 
 
 def _newest_id(folder: Path) -> str | None:
-    """Return the ID of the resumed W&B run, from the newest folder that wandb made for it.
+    """Return the W&B ID of the run to resume, from the newest folder that wandb made for it.
 
-    None if there is none, or if WANDB_RUN_ID is set.
+    None if there is no folder, or if WANDB_RUN_ID is set.
     """
     if os.environ.get("WANDB_RUN_ID"):
         return None
@@ -196,7 +199,7 @@ class MLflow(_Scalars):
             os.environ.setdefault(variable, value)
         self._mlflow = _import("mlflow", "mlflow")
         folder = logged.run_dir.path
-        # MLflow keeps the place for its process and those that it starts: for this run alone here.
+        # MLflow keeps the address for this process and its children; restrict it to this run.
         self._sets_place = not self._mlflow.environment_variables.MLFLOW_TRACKING_URI.get()
         if self._sets_place:
             self._mlflow.set_tracking_uri(f"sqlite:///{(folder / 'mlflow.db').resolve()}")
@@ -222,7 +225,7 @@ _LOGGERS: dict[str, Callable[[LoggerContext], Callback]] = {
 
 
 def make_loggers(logged: LoggerContext) -> list[Callback]:
-    """Create the requested loggers. Raises BadInputError if one cannot start (no login)."""
+    """Create the requested loggers. Raises BadInputError if one cannot start (without a login)."""
     return [_begin(name, logged) for name in logged.record.settings.log]
 
 
@@ -240,7 +243,7 @@ def _words(error: Exception) -> str:
 
 
 def require_loggers(names: tuple[str, ...]) -> None:
-    """Refuse loggers that are not installed, before anything is written."""
+    """Raise BadInputError for loggers that are not installed, before anything is written."""
     modules = {"tensorboard": "tensorboard", "wandb": "wandb", "mlflow": "mlflow"}
     for name in names:
         _import(modules[name], name)

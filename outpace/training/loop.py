@@ -1,4 +1,4 @@
-"""The loop: steps, evaluations, checkpoints, and the ways in which a run ends."""
+"""The training loop: steps, evaluations, checkpoints, and the ways in which a run ends."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -42,27 +42,28 @@ class Loop:
     start_step: int
     device: torch.device
     begin_activity: Callable[..., None] = lambda what, limited=False: None  # reports a new activity
-    watch: AbstractContextManager[Callable[[], None]] | None = None  # profiler, called each step
-    # At the first step's batch, before it; gives its passes' totals where it made them, and may.
+    # a profiler, called after each step
+    watch: AbstractContextManager[Callable[[], None]] | None = None
+    # Called with the first batch before its step; may return the totals of passes that it ran.
     check_first_batch: Callable[[list[Batch], bool], Tensor | None] | None = None
     step_context: Callable[[int, list[Batch]], AbstractContextManager[None]] | None = (
-        None  # each step
+        None  # called each step
     )
-    run_started: str | None = None  # from run.json, so that checkpoints name their run
+    run_started: str | None = None  # from run.json, so that checkpoints identify their run
     # Steps between garbage collections; None leaves them to Python.
     collect_every: int | None = None
 
     def run(self) -> None:
         """Train to the last step.
 
-        Raises InterruptedRunError if a signal ended the run early (a checkpoint is saved), and
-        DivergedError if the loss is not a number.
+        Raises InterruptedRunError if a signal ended the run early (after saving a checkpoint), and
+        DivergedError if the loss is not finite.
         """
         for _ in self.iterate():
             pass
 
     def iterate(self) -> Iterator[int]:
-        """Train like `run`, and yield each step's number to the caller, who drives the loop."""
+        """Train like `run`, but yield each step's number to a caller that drives the loop."""
         waiting: deque[RawStep] = deque()
         self.stop.stepping = True
         with (
@@ -85,7 +86,7 @@ class Loop:
         self.checkpointer.wait_for_ranks()
 
     def _first_step(self) -> RawStep:
-        """Run the first step, which includes compilation, so that a signal ends it at once."""
+        """Run the first step, compilation included, so that a signal interrupts it at once."""
         return self.stop.unless_ended(lambda: self._step(self.start_step + 1))
 
     def _step(self, step: int) -> RawStep:
@@ -96,7 +97,7 @@ class Loop:
         seed_step(settings.seed, step, self.random_rank, self.device)
         if self.check_first_batch is not None and step == self.start_step + 1:
             self.begin_activity("the check of the first batch", limited=True)
-            # The check is not part of what a step's context measures.
+            # Keep the check out of what a step's context measures.
             self.stepper.totals = self.check_first_batch(batches, self.step_context is None)
             if self.stepper.totals is None:
                 self.stepper.begin()
@@ -106,10 +107,10 @@ class Loop:
             return self.stepper.run(step, rate, batches, lambda: self.stop.requested)
 
     def _record_steps(self, waiting: deque[RawStep], left: int) -> None:
-        """Account for finished steps until at most `left` are still waiting for the device.
+        """Account for finished steps until at most `left` still wait for the device.
 
-        A single rank also accounts for all steps that are already done. Several ranks follow the
-        count alone, so that all of them find a NaN loss at the same step and end together.
+        A single rank also accounts for any other steps that are done. Several ranks only go by the
+        count, so that all find a NaN loss at the same step and end together.
         """
         alone = self.world_size == 1
         while waiting and (len(waiting) > left or (alone and waiting[0].done)):
@@ -125,7 +126,7 @@ class Loop:
         due_eval = settings.eval_every and step % settings.eval_every == 0 and not last
         due_save = last or stopping or (settings.save_every and step % settings.save_every == 0)
         if due_eval or due_save:
-            self._record_steps(waiting, 0)  # never save a state whose loss is NaN
+            self._record_steps(waiting, 0)  # never save a state after a NaN loss
             self.stepper.pause()
         if due_eval and not stopping:
             self.begin_activity(f"the evaluation after step {step}")
@@ -165,7 +166,7 @@ class Loop:
         )
 
     def progress(self, step: int) -> Progress:
-        """Return the run's state at `step` that is not a tensor."""
+        """Return the run's state at `step`, other than tensors."""
         ledger, scaler = self.ledger, self.stepper.mixed.scaler
         return Progress(
             step=step,

@@ -1,4 +1,4 @@
-"""Memory of this process: its peak, and memory that allocators cache."""
+"""Memory of this process: its peak, and what allocators cache."""
 
 import ctypes
 import resource
@@ -14,13 +14,13 @@ from outpace.training.heap import c_library
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """Return the peak so far: of tensors on CUDA, of the resident process on a CPU."""
+    """Return peak memory so far: of tensors on CUDA, of the resident process on a CPU."""
     if device.type == "cuda":
-        # `max_memory_allocated` makes a flat dictionary of all statistics, sorted, at each call.
+        # `max_memory_allocated` builds and sorts a dictionary of all statistics at each call.
         known = torch.cuda.memory_stats_as_nested_dict(device)
         return int(known["allocated_bytes"]["all"]["peak"]) if known else 0
     if device.type == "cpu":
-        # Linux counts KiB, macOS bytes.
+        # Linux reports KiB, macOS bytes.
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
     return None
@@ -29,7 +29,7 @@ def peak_memory_bytes(device: torch.device) -> int | None:
 def reset_peak_memory(device: torch.device) -> None:
     """Reset `peak_memory_bytes` if the system can, and release unused memory.
 
-    On a CPU, only Linux can reset it.
+    On a CPU, the peak can only be reset on Linux.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -42,9 +42,10 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 class CacheFreer:
-    """Release of the memory that an allocator caches: torch's on CUDA, glibc's on a CPU.
+    """Frees memory that an allocator caches: torch's on CUDA, glibc's on a CPU.
 
-    Later allocations have to request it from the system again. Raises BadInputError elsewhere.
+    Later allocations have to request it from the system again. Raises BadInputError on other
+    devices.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -54,7 +55,7 @@ class CacheFreer:
             self._trim = _glibc_trim(device)
 
     def free(self) -> None:
-        """Release unused memory."""
+        """Free cached memory."""
         before = self._held_bytes()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
@@ -79,7 +80,7 @@ def _glibc_trim(device: torch.device) -> "ctypes._NamedFuncPointer":
     library = c_library() if device.type == "cpu" else None
     if not hasattr(library, "malloc_trim"):
         raise BadInputError(
-            "--empty-cache: there is no cache that can be freed here. It works on CUDA devices, "
-            "and on the CPU with glibc. Leave it out."
+            "--empty-cache: no cache can be freed here. The option works on CUDA devices, and on "
+            "a CPU with glibc. Leave it out."
         )
     return library.malloc_trim  # type: ignore[union-attr]

@@ -12,9 +12,9 @@ Holder = tuple[str, str, int]  # kind, name, bytes
 
 
 def holders(layout: Layout, optimizer: torch.optim.Optimizer | None) -> list[Holder]:
-    """Return each tensor that this rank keeps on the layout's device, with its kind and name.
+    """Return kind, name and bytes of each tensor that this rank keeps on the layout's device.
 
-    It is safe to call from a thread other than the training thread.
+    Other threads than the training thread may call it.
     """
     seen: set[int] = set()
     found: list[Holder] = []

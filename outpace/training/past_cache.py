@@ -1,7 +1,7 @@
-"""Files that are written and read without the page cache, if the file system allows it (O_DIRECT).
+"""Files written and read without the page cache, where the file system allows it (O_DIRECT).
 
-Data that pass through the cache take the same amount of memory, page by page, from the computation,
-and a virtual machine may be slow to provide it (docs/development/log.md).
+The page cache would take as much memory from the computation as data pass through it, and a virtual
+machine may be slow to provide that memory (docs/development/log.md).
 """
 
 import errno
@@ -14,19 +14,19 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-# Errors of file systems that refuse O_DIRECT, on opening or on use.
+# Errors of file systems that refuse O_DIRECT, when opening or using a file.
 REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY)
 _BLOCK_BYTES = 4 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 def _block() -> mmap.mmap:
-    """Make a page-aligned block, as O_DIRECT requires, in shared memory in case threads fork."""
+    """Return a page-aligned block, as O_DIRECT requires; shared, in case threads fork."""
     return mmap.mmap(-1, _BLOCK_BYTES)
 
 
 class DirectWriter:
-    """Writer of a new file, block by block, complete and on the disk once it is closed."""
+    """Writes a new file block by block; it is complete and on disk once closed."""
 
     def __init__(self, path: Path) -> None:
         self._block = _block()
@@ -64,7 +64,7 @@ class DirectWriter:
         """Do nothing: blocks are written when they are full, and the last one on close."""
 
     def close(self) -> None:
-        """Write the rest: whole pages directly, the remainder through the page cache."""
+        """Write the rest: whole pages directly, the remainder through the page cache, and sync."""
         if self._file is None:
             return
         try:
@@ -93,7 +93,7 @@ class DirectWriter:
 
 
 def blocks(path: Path, past_cache: bool) -> Iterator[memoryview]:
-    """Yield a file's contents in blocks; use each one before you request the next."""
+    """Yield a file's contents in blocks; each is valid until the next."""
     file = _open(path, os.O_RDONLY) if past_cache else os.open(path, os.O_RDONLY)
     try:
         left = os.fstat(file).st_size
@@ -110,7 +110,7 @@ def blocks(path: Path, past_cache: bool) -> Iterator[memoryview]:
 
 
 def through_cache(file: int) -> bool:
-    """Use the page cache from now on; return whether the file bypassed it until now."""
+    """Switch a file to the page cache; return whether it bypassed the cache until now."""
     flags = fcntl.fcntl(file, fcntl.F_GETFL)
     fcntl.fcntl(file, fcntl.F_SETFL, flags & ~_DIRECT)
     return bool(flags & _DIRECT)
@@ -126,7 +126,7 @@ def _open(path: Path, flags: int) -> int:
 
 
 def _direct_or_not(file: int, act: Callable[[], int]) -> int:
-    """Return the bytes that `act` moved, without O_DIRECT if the file system refuses it."""
+    """Return the bytes that `act` moved; switch off O_DIRECT if the file system refuses it."""
     try:
         return act()
     except OSError as error:

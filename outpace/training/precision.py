@@ -1,4 +1,4 @@
-"""The precision that suits a device, and the sizes that suit a precision."""
+"""Defaults of precision by device, and hints on sizes that suit a precision."""
 
 import torch
 
@@ -7,9 +7,9 @@ from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.precisions import WIDE, Precision
 
-# Features of CPUs that multiply faster in bf16 than in fp32, each with the maker of whom that is
-# true. With avx512_bf16 bf16 takes 0.2 of fp32's time on AMD's, 1.3 to 1.7 times as long on an
-# Intel Xeon without AMX (docs/development/log.md).
+# CPU features with which bf16 matmuls are faster than fp32, each with the vendor for which this
+# holds. With avx512_bf16, bf16 takes 0.2 of fp32's time on AMD CPUs, and 1.3 to 1.7 times as long
+# on an Intel Xeon without AMX (docs/development/log.md).
 _FAST_BF16 = (("amx_bf16", ""), ("avx512_bf16", "AMD"))
 
 
@@ -18,8 +18,8 @@ def default_precision(
 ) -> Precision:
     """Return bf16 if the device computes faster in it than in fp32, otherwise fp32.
 
-    With `keeps_masters`, a GPU uses bf16 weights and residual stream over fp32 master weights if
-    the run supports them. The loss is as good (benchmarks/bf16_master.py), with half the
+    With `keeps_masters` (the run supports fp32 master weights), a GPU gets bf16-master: bf16
+    weights and residual stream. The loss is as good (benchmarks/bf16_master.py), with half the
     activations and no casts of weights.
     """
     if device.type == "cuda":
@@ -34,21 +34,21 @@ def default_precision(
 
 
 def float8_hints(plan: Plan) -> list[str]:
-    """Return advice if float8 would be slow: scales take many passes that a compiler fuses.
+    """Return a hint if float8 would be slow: its scaling needs a compiler to fuse many passes.
 
-    On one H200, float8 took 5.5 times bf16's step (Llama-3.2-1B, 2026-11-27), and 0.92 times
-    compiled block by block.
+    On one H200, a float8 step took 5.5 times as long as bf16's (Llama-3.2-1B, 2026-11-27), and 0.92
+    times when compiled block by block.
     """
     if plan.precision != "fp8" or plan.compile:
         return []
     return [
-        "float8 that is not compiled takes several times as long as bf16: use --compile, or "
+        "float8 without compilation takes several times as long as bf16: use --compile, or "
         "--precision bf16"
     ]
 
 
 def shape_hints(plan: Plan, spec: ModelSpec | None, seq_len: int) -> list[str]:
-    """Return sizes that are not multiples of 8 in mixed precision, with the nearest better one.
+    """Return hints on sizes that are not multiples of 8 in mixed precision, with the next multiple.
 
     Tensor cores need multiples of 8 in 16-bit types (NVIDIA, "Train With Mixed Precision", §4.2).
     """
@@ -59,7 +59,7 @@ def shape_hints(plan: Plan, spec: ModelSpec | None, seq_len: int) -> list[str]:
         sizes |= {"vocabulary": spec.vocab, "hidden": spec.hidden, "ffn": spec.ffn}
         sizes["head_dim"] = spec.head_dim
     return [
-        f"{name} {size} is not a multiple of 8, which is slower in {plan.precision}: "
+        f"{name} {size} is not a multiple of 8, which makes it slower in {plan.precision}: "
         f"{-(-size // 8) * 8} would be better"
         for name, size in sizes.items()
         if size % 8

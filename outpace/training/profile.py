@@ -1,4 +1,4 @@
-"""A Chrome trace of a few steps; torch's memory snapshot."""
+"""Profiles: a Chrome trace of a few steps, and torch's memory snapshot."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,8 +7,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-# Two steps let caches and compilers settle, and a third where it is captured as a CUDA graph; three
-# are shown.
+# Two steps to let caches and compilers settle, one more to capture a CUDA graph; three are traced.
 _SKIPPED, _SKIPPED_CUDA, _WARM, _SHOWN = 1, 2, 1, 3
 _SNAPSHOT_EVENTS = 200_000
 
@@ -19,8 +18,8 @@ def profiler(
 ) -> Iterator[Callable[[], None]]:
     """Write `trace-rank<r>.json`, which chrome://tracing and Perfetto open.
 
-    Call the yielded function after each of the run's `steps`. A run too short to skip its first
-    steps is traced completely.
+    Call the yielded function after each of the run's `steps`. A run that is too short to skip its
+    first steps is traced completely.
     """
     skipped = _SKIPPED_CUDA if device.type == "cuda" else _SKIPPED
     short = steps < skipped + _WARM + _SHOWN
@@ -38,7 +37,7 @@ def profiler(
         schedule=schedule(wait=wait, warmup=warm, active=shown, repeat=1),
         on_trace_ready=write,
         record_shapes=True,
-        acc_events=True,  # for the only cycle; torch 2.11 warns that others are lost
+        acc_events=True,  # the trace has one cycle; torch 2.11 warns that others are lost
     ) as running:
         yield running.step
 

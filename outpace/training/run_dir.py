@@ -24,27 +24,27 @@ METRICS_FILE = "metrics.jsonl"
 EVALS_FILE = "evals.jsonl"
 RESULT_FILE = "result.json"
 FAILURE_FILE = "failure.json"
-# Files of an exported model, one of which exists, depending on its kind.
+# Files of an exported model; which of them exists depends on its kind.
 MODEL_FILES = ("config.json", "adapter_config.json", "model.json")
 STANDSTILL_FILE = "standstill.json"
 STANDSTILL_PAGE = "standstill.html"
 UTILISATION_FOLDER = "utilisation"
-# Folder of wandb's links to its logs, which outpace leaves alone.
+# wandb's folder of links to its logs, which outpace leaves alone.
 WANDB_FOLDER = "wandb"
-# Name of a temporary file that tells whether hosts share a folder.
+# Temporary file that shows whether hosts share a folder.
 TOKEN_PREFIX = TEMPORARY_PREFIX
 # With less free space, a run could not write metrics, a checkpoint or the model.
 _LEAST_FREE_BYTES = 16 << 20
 
 
 class RunDir:
-    """Paths of a run, with the rules for creating and resuming its directory."""
+    """Paths of a run, and the rules for creating and resuming its directory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
-        self.base = path / "base"  # random weights that adapters were trained with
+        self.base = path / "base"  # random weights that adapters were trained on
 
     @property
     def exists(self) -> bool:
@@ -52,7 +52,7 @@ class RunDir:
         return (self.path / RUN_FILE).is_file()
 
     def require_free(self) -> None:
-        """Refuse a directory that already holds another run, or anything else."""
+        """Raise BadInputError if the directory already holds another run, or anything else."""
         if self.exists:
             raise BadInputError(
                 f"{self.path} already holds a run. Use --resume to continue it, or another --out."
@@ -76,21 +76,23 @@ class RunDir:
         """Return the record of the run to resume. Raises BadInputError if there is none."""
         if not self.exists:
             raise BadInputError(
-                f"{self.path} holds no run to resume (no {RUN_FILE}). Leave out --resume to start."
+                f"{self.path} holds no run to resume (no {RUN_FILE}). Leave out --resume to start "
+                "one."
             )
         self._refuse_links()
         return RunRecord.load(self.path / RUN_FILE)
 
     def _refuse_links(self) -> None:
-        """Refuse links out of the run, since its files are written and removed by name."""
+        """Raise BadInputError for links out of the run, since its files are replaced by name."""
         root = self.path.resolve()
         for folder, below, files in os.walk(self.path):
             for path in (Path(folder, name) for name in (*below, *files)):
                 if path.is_symlink() and not _target(path).is_relative_to(root):
                     raise BadInputError(
-                        f"{path} is a link out of the run, to {_target(path)}: resuming would "
-                        "write or remove files there. Replace the link with its target. To keep "
-                        "a run on another disk, link to the whole run."
+                        f"{path} is a link that leads out of the run, to {_target(path)}: "
+                        "resuming would write or remove files there. Replace the link with its "
+                        "target. To keep a run on another disk, make the run's whole directory a "
+                        "link."
                     )
             if Path(folder) == self.path and WANDB_FOLDER in below:
                 below.remove(WANDB_FOLDER)
@@ -98,7 +100,7 @@ class RunDir:
     def begin(self, record: RunRecord) -> None:
         """Write run.json, the first file of a run; leave nothing behind if that fails.
 
-        If the run is resumed, the record of why it ended is removed.
+        For a resumed run, the record of why it ended is removed.
         """
         created = not self.path.exists()
         try:
@@ -130,7 +132,7 @@ class RunDir:
 
     @property
     def has_steps(self) -> bool:
-        """Return whether a step of the run was completed."""
+        """Return whether the run has completed a step."""
         metrics = self.path / METRICS_FILE
         return metrics.is_file() and metrics.stat().st_size > 0
 
@@ -140,7 +142,7 @@ class RunDir:
             shutil.rmtree(self.path, ignore_errors=True)
 
     def end_early(self, reason: str, checkpoint_step: int | None = None) -> None:
-        """Record why the run ends before its last step, and which checkpoint is its newest."""
+        """Record why the run ends before its last step, and the step of its newest checkpoint."""
         now = datetime.now(UTC).isoformat(timespec="seconds")
         failure = Failure(reason=reason, ended=now, checkpoint_step=checkpoint_step)
         failure.save(self.path / FAILURE_FILE)
@@ -160,7 +162,7 @@ class RunDir:
         )
 
     def put_damaged_models_aside(self, say: Callable[[str], None]) -> None:
-        """Make room for models to be written again, and keep the remains of damaged ones."""
+        """Make room for models to be written again; keep damaged ones under another name."""
         for folder in (self.model, self.base):
             damage = model_damage(folder)
             if damage is not None and os.path.lexists(folder):
@@ -169,23 +171,23 @@ class RunDir:
     def continue_from(
         self, step: int, total_steps: int, history: "History", say: Callable[[str], None]
     ) -> None:
-        """Keep only the part of `history` before a resumed run's first step, `step` + 1.
+        """Keep only the part of `history` up to `step`, after which a run resumes.
 
-        Later steps are repeated, and so are evaluations after the last kept step. Files that cannot
-        be read are kept under another name, which is reported.
+        Later steps are repeated, and so are evaluations after `step`. Unreadable files are kept
+        under another name, which is reported.
         """
         self._remove_leftovers()
-        self.require_room()  # before dropping any step
+        self.require_room()  # before dropping steps
         again = step if step in (0, total_steps) else None  # these steps are evaluated again
         done = history.steps.last_step
         if step == 0 and history.steps.lines:
             for log in (history.steps, history.evaluations):
                 if os.path.lexists(log.path):
-                    say(f"the previous {log.path} is kept as {put_aside(log.path, 'earlier')}")
+                    say(f"the earlier {log.path} is kept as {put_aside(log.path, 'earlier')}")
         else:
             if done < step:
                 steps = f"step {step}" if done == step - 1 else f"steps {done + 1} to {step}"
-                say(f"{history.steps.path} lacks {steps}, which had been done")
+                say(f"{history.steps.path} lacks {steps}, which the run had completed")
             elif done > step:
                 steps = "1 step is" if done == step + 1 else f"{done - step} steps are"
                 say(f"after step {step}, {steps} repeated")
@@ -197,7 +199,7 @@ class RunDir:
                 say(f"{damage}. It is kept as {put_aside(self.path / name)}.")
 
     def _remove_leftovers(self) -> None:
-        """Remove files that a kill left half-written; keep complete models about to be replaced."""
+        """Remove half-written files of a killed process; keep complete models to be replaced."""
         for path in self.path.glob(f"{TEMPORARY_PREFIX}*.tmp.old"):
             if not self.model.exists():
                 path.rename(self.model)
@@ -218,7 +220,8 @@ class History:
     """Results of a run: steps, evaluations, its measurement, and whether it has a model.
 
     `measurement` is None if there is no result, or if it cannot be read (`result_damage`).
-    `failure` is None in the same way; it says why the run ended before its last step.
+    `failure`: why the run ended before its last step; None if it did not, or if that cannot be
+    read.
     """
 
     failure: Failure | None
@@ -231,19 +234,19 @@ class History:
 
     @property
     def is_finished(self) -> bool:
-        """Return whether there is evidence that the run was once finished."""
+        """Return whether there is evidence that the run finished once."""
         return self.measurement is not None or self.result_damage is not None or self.has_model
 
 
 def model_damage(folder: Path) -> str | None:
-    """Describe how an exported model is damaged; None if it is as written."""
+    """Describe how an exported model is damaged; None if it is intact."""
     if not any((folder / name).is_file() for name in MODEL_FILES):
         return f"{folder} holds no complete model"
     return folder_damage(folder)
 
 
 def _load(path: Path, kind: type[Loaded]) -> tuple[Loaded | None, str | None]:
-    """Return a record and None, or None and its damage; (None, None) if it is missing."""
+    """Return a record and None, or None and the file's damage; (None, None) if it is missing."""
     if not os.path.lexists(path):
         return None, None
     try:
@@ -261,7 +264,7 @@ def _target(link: Path) -> Path:
 
 
 class MetricsWriter(Callback):
-    """Writer of a JSON object per step to metrics.jsonl, and one per evaluation to evals.jsonl."""
+    """Writes a line of JSON per step to metrics.jsonl, and one per evaluation to evals.jsonl."""
 
     def __init__(self, run_dir: RunDir) -> None:
         with ExitStack() as opened:
@@ -282,7 +285,7 @@ class MetricsWriter(Callback):
 
 
 class _LineWriter(AbstractContextManager["_LineWriter"]):
-    """Writer that appends whole lines to a file and buffers nothing."""
+    """Appends whole, unbuffered lines to a file."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

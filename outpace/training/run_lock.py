@@ -1,4 +1,4 @@
-"""Lock that lets only one training process at a time use a run's directory."""
+"""A lock that lets only one training process at a time use a run's directory."""
 
 import errno
 import fcntl
@@ -22,7 +22,7 @@ def lock_run(
 ) -> Iterator[None]:
     """Lock `folder` against other training runs until the context or this process ends.
 
-    If another process holds the lock, it waits for `patience_s` and says so once: when a job is
+    If another process holds the lock, report that and wait for up to `patience_s`: when a job is
     requeued or restarted, its earlier ranks may still be shutting down. Raises BadInputError if the
     lock is held for longer. On a file system without locks, nothing is locked.
     """
@@ -30,9 +30,9 @@ def lock_run(
     while (lock := _try_lock(folder / _LOCK)) is None:
         if time.monotonic() >= until_s:
             raise BadInputError(
-                f"another process is training in {folder}{_holder(folder / _LOCK)}, and both "
-                "would overwrite each other's files. Wait until it has ended, end it, or use "
-                "another --out."
+                f"another process is training in {folder}{_holder(folder / _LOCK)}, and the two "
+                "would overwrite each other's files. Wait until it ends, stop it, or use another "
+                "--out."
             )
         if not said:
             say(
@@ -50,7 +50,7 @@ def lock_run(
 
 
 def _try_lock(path: Path) -> int | None:
-    """Return the open file, now locked by this process; None if another process has the lock."""
+    """Return the open file, now locked; None if another process has the lock."""
     try:
         own = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
@@ -62,7 +62,7 @@ def _try_lock(path: Path) -> int | None:
             return own  # this file system has no locks
         os.close(own)
         return None
-    if not _is_there(path, own):  # its last holder removed it before we locked it
+    if not _is_there(path, own):  # the previous holder removed the file before we locked it
         os.close(own)
         return None
     os.truncate(own, 0)
@@ -78,7 +78,7 @@ def _is_there(path: Path, descriptor: int) -> bool:
 
 
 def _holder(path: Path) -> str:
-    """Describe the holder of the lock, in brackets, if that can be read."""
+    """Return a description of the lock's holder in brackets; empty if it cannot be read."""
     with suppress(OSError):
         if said := path.read_text(errors="replace")[:200]:
             return f" ({said})"

@@ -1,4 +1,4 @@
-"""metrics.jsonl and evals.jsonl: a record per line, read back and truncated on resume."""
+"""metrics.jsonl and evals.jsonl: one record per line, read back and truncated on resume."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ class Line(Generic[Entry]):
 
 @dataclass(frozen=True)
 class RunLog(Generic[Entry]):
-    """Contents of a file of records: its lines in order, and what cannot be read."""
+    """A file of records: its readable lines in order, and its damage."""
 
     path: Path
     lines: tuple[Line[Entry], ...] = ()
@@ -41,15 +41,15 @@ class RunLog(Generic[Entry]):
         return self.lines[-1].record.step if self.lines else 0
 
     def cut(self, keeps: Callable[[Entry], bool], say: Callable[[str], None]) -> None:
-        """Keep only the lines whose record is to be kept.
+        """Drop the lines whose records `keeps` rejects.
 
-        If a part of a file cannot be read, the file is kept under another name, which is reported.
+        If parts of the file cannot be read, it is kept under another name, which is reported.
         """
         kept = [line.content for line in self.lines if keeps(line.record)]
         if self.damage is not None:
             say(
                 f"{self.path}: {self.damage}. It is kept as {put_aside(self.path)}, and "
-                f"{len(kept)} lines are kept."
+                f"{len(kept)} readable lines are kept."
             )
             write_atomic(self.path, b"".join(kept))
         elif kept != [line.content for line in self.lines[: len(kept)]]:
@@ -61,8 +61,8 @@ class RunLog(Generic[Entry]):
 def read_log(path: Path, kind: type[Entry]) -> RunLog[Entry]:
     """Read a file of `kind`; a missing file counts as empty.
 
-    An incomplete last line, which a kill leaves behind, is ignored. Raises BadInputError if the
-    file system does not allow reading the file.
+    An incomplete last line, left by a killed process, is ignored. Raises BadInputError if the file
+    system refuses to read the file.
     """
     if path.is_fifo():  # reading would wait for a writer
         return RunLog(path, damage="it is a named pipe")
@@ -91,7 +91,7 @@ def read_log(path: Path, kind: type[Entry]) -> RunLog[Entry]:
 
 
 def _order(lines: Sequence[Line[Entry]]) -> list[Line[Entry]]:
-    """Keep lines with increasing steps; of two out of order, keep the better fitting one."""
+    """Return lines with increasing steps; of two out of order, keep the better-fitting one."""
     kept: list[Line[Entry]] = []
     for line, after in zip_longest(lines, lines[1:]):
         before = kept[-1].record.step if kept else -1
@@ -103,7 +103,7 @@ def _order(lines: Sequence[Line[Entry]]) -> list[Line[Entry]]:
 
 
 def _damage(numbers: Sequence[int], changed: set[int], kind: type[Entry]) -> str:
-    """Describe damaged lines, and say so if all of them were changed rather than truncated."""
+    """Describe damaged lines; say so if all of them were edited rather than truncated."""
     what = "step" if issubclass(kind, StepRecord) else "evaluation"
     shown = ", ".join(map(str, numbers[:_SHOWN]))
     more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
@@ -116,7 +116,7 @@ def _damage(numbers: Sequence[int], changed: set[int], kind: type[Entry]) -> str
 
 
 def _truncate(path: Path, kept: Sequence[bytes]) -> None:
-    """Keep only the file's first lines, and restore a missing line end after the last one."""
+    """Truncate the file to its first lines, and restore a missing newline after the last one."""
     length = sum(map(len, kept))
     if path.stat().st_size < length:
         with path.open("ab") as file:

@@ -1,7 +1,7 @@
-"""Reader of checkpoints that runs no code from them, since they may come from anyone.
+"""A reader of checkpoints that never runs code from them, since they may come from anyone.
 
-By default, torch's reader unpickles `.metadata`, and values other than tensors, with whatever code
-they name. Here they may name only the classes of DCP's own metadata and plain values.
+torch's reader unpickles `.metadata`, and values other than tensors, with whatever code they name.
+Here pickles may name only the classes of DCP's metadata and plain values.
 """
 
 import io
@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from outpace.records.errors import BadInputError
 from outpace.training.checkpoint_metadata import METADATA_FILE
 
-# Classes that torch writes there.
+# Classes that torch writes in metadata.
 _NAMES = {
     "torch.distributed.checkpoint.metadata": {
         "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta",
@@ -42,7 +42,7 @@ class RestrictedReader(FileSystemReader):
         self._metadata = read_metadata(folder)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata that were read when this object was created."""
+        """Return the metadata read at construction."""
         about = self._metadata.storage_meta or StorageMeta()
         about.load_id = self.load_id
         self._metadata.storage_meta = about
@@ -50,7 +50,7 @@ class RestrictedReader(FileSystemReader):
 
 
 class PlainLoadPlanner(DefaultLoadPlanner):
-    """DCP's planner, which accepts only plain values apart from tensors."""
+    """DCP's load planner, which accepts only plain values apart from tensors."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Store a value in the state. Raises BadInputError for a value that is not plain."""
@@ -59,7 +59,7 @@ class PlainLoadPlanner(DefaultLoadPlanner):
             found = torch.load(value, weights_only=True)
         except pickle.UnpicklingError:
             raise BadInputError(
-                f"{name} is not a plain value. It is not read, since that could run code"
+                f"{name} is not a plain value. It is not loaded, since that could run code"
             ) from None
         set_element(self.original_state_dict, self.mappings[name], found)
 
@@ -68,15 +68,15 @@ _IN_PYTHON: Any = pickle._Unpickler
 
 
 def _build(unpickler: Any) -> None:
-    """Set an unpickled object's state, but never a class's or another live object's."""
+    """Set an unpickled object's state, but never that of a class or another live object."""
     made = unpickler.stack[-2]
     if isinstance(made, type) or not is_dataclass(made):
-        raise pickle.UnpicklingError(f"it would change {made!r}")
+        raise pickle.UnpicklingError(f"it would modify {made!r}")
     _IN_PYTHON.load_build(unpickler)
 
 
 class _Unpickler(_IN_PYTHON):  # type: ignore[misc]
-    """Unpickler in pure Python, whose instructions can be refused one by one."""
+    """Pure-Python unpickler, whose instructions can be refused one by one."""
 
     dispatch: ClassVar = {**_IN_PYTHON.dispatch, pickle.BUILD[0]: _build}
 
@@ -84,13 +84,11 @@ class _Unpickler(_IN_PYTHON):  # type: ignore[misc]
         is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
         if is_dtype or name in _NAMES.get(module, ()):
             return super().find_class(module, name)
-        raise pickle.UnpicklingError(
-            f"it names {module}.{name}, which does not belong in a checkpoint"
-        )
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which checkpoints do not need")
 
 
 def read_metadata(folder: Path) -> Metadata:
-    """Return a checkpoint's metadata. Raises BadInputError for invalid ones."""
+    """Return a checkpoint's metadata. Raises BadInputError if they are invalid."""
     path = folder / METADATA_FILE
     try:
         with path.open("rb") as file:
@@ -98,9 +96,9 @@ def read_metadata(folder: Path) -> Metadata:
         files = {info.relative_path for info in (found.storage_data or {}).values()}
     except OSError as error:
         raise BadInputError(f"cannot read {path}: {error.strerror}") from None
-    except Exception as error:  # broken pickles raise many kinds of errors
-        raise BadInputError(f"{path} cannot be read, and nothing of it was run: {error}") from None
+    except Exception as error:  # broken pickles raise many types of errors
+        raise BadInputError(f"{path} cannot be read (no code in it was run): {error}") from None
     outside = [name for name in files if Path(str(name)).name != name]
     if not isinstance(found, Metadata) or outside:
-        raise BadInputError(f"{path} names files outside of its folder: {sorted(outside)[:3]}")
+        raise BadInputError(f"{path} names files outside its folder: {sorted(outside)[:3]}")
     return found

@@ -1,7 +1,7 @@
-"""A run's tensors in the form in which torch's distributed checkpoint (DCP) writes and reads them.
+"""A run's tensors in the form that torch's distributed checkpoint (DCP) writes and reads.
 
-It is separate from `checkpoint`, which determines when and where: loading DCP takes half a second,
-which a run need not wait for if it saves nothing, or not yet.
+`checkpoint` decides when and where to save. This module is separate because loading DCP takes half
+a second, which a run that saves nothing, or not yet, need not wait for.
 """
 
 import io
@@ -46,18 +46,17 @@ from outpace.training.checkpoint_metadata import first_reason
 from outpace.training.past_cache import DirectWriter
 from outpace.training.safe_checkpoint import PlainLoadPlanner, RestrictedReader
 
-# Errors of saving and loading: DCP wraps those of ranks in a BaseException.
+# Errors of saving and loading: DCP wraps ranks' errors in a BaseException.
 ERRORS = (Exception, CheckpointException)
-SMALL_BYTES = 8  # torch's stager pins nothing for storages below 5
+SMALL_BYTES = 8  # torch's stager pins no memory for storages below 5 bytes
 _OTHER_BLOCKS = re.compile(r"Size mismatch .* for optimizer\.state\.\S+_scale\b")
-_STATE_OF_MASTER = "state.{}.master"  # in the optimizer's flat state
+_STATE_OF_MASTER = "state.{}.master"  # name in the optimizer's flat state
 
 
 def _options(trained_only: bool) -> StateDictOptions:
     """Return options that store each parameter's optimizer state under its name, for any layout.
 
-    With `trained_only`, the checkpoint has no frozen parameters, so loading accepts that the rest
-    of the model is missing from it.
+    With `trained_only`, the checkpoint has no frozen parameters, and loading accepts that.
     """
     if not trained_only:
         return StateDictOptions(flatten_optimizer_state_dict=True)
@@ -67,23 +66,23 @@ def _options(trained_only: bool) -> StateDictOptions:
 
 
 class InPlaceStager(AsyncStager):
-    """Stager that saves a state in place until it changes, and from a copy after that.
+    """Saves a state without a copy until it is about to change, and from a copy after that.
 
-    A copy of the whole state takes as much memory again, which a virtual machine may be slow to
-    provide (docs/development/log.md). A step's forward and backward, which change nothing, are long
-    enough to write most of the state. Each tensor is copied separately when its turn comes, so a
-    change of the state waits only for memory, never for a disk. This is only for plain CPU tensors.
+    A copy of the whole state needs as much memory again, which a virtual machine may be slow to
+    provide (docs/development/log.md). Forward and backward change no state, and are long enough to
+    write most of it. Each tensor is copied only when its turn comes, so a change waits for memory
+    at most, never for a disk. For plain CPU tensors only.
     """
 
     _synchronize_after_execute = False  # `give_back` is called before the state changes
 
     def __init__(self) -> None:
         self._turn = threading.Lock()
-        self._unread: dict[int, Tensor] = {}  # by `id`
-        self._room: mmap.mmap | None = None  # room for a copy of one tensor
+        self._unread: dict[int, Tensor] = {}  # tensors to read, by `id`
+        self._room: mmap.mmap | None = None  # memory for a copy of one tensor
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Stage the same memory, with tensors whose memory can be swapped."""
+        """Stage the same memory in tensors whose memory can be swapped."""
         lent: dict[str, Any] = tree_map_only(Tensor, Tensor.detach, state_dict)
         self._unread = {id(one): one for one in tree_leaves(lent) if isinstance(one, Tensor)}
         return lent
@@ -95,7 +94,7 @@ class InPlaceStager(AsyncStager):
         """Do nothing, since there is nothing to close."""
 
     def drop_except(self, wanted: Iterable[Any]) -> None:
-        """Drop all staged tensors except those that will be read."""
+        """Drop all staged tensors that will not be read."""
         places = {id(one) for one in wanted}
         with self._turn:
             self._unread = {k: v for k, v in self._unread.items() if k in places}
@@ -108,7 +107,7 @@ class InPlaceStager(AsyncStager):
             return found if self._unread.pop(id(found), None) is None else self._copy(found)
 
     def _copy(self, tensor: Tensor) -> Tensor:
-        """Copy into existing memory, in this thread, since torch's copy would use several."""
+        """Copy a tensor into reused memory in this thread; torch would use several threads."""
         if self._room is None or not tensor.is_contiguous() or not tensor.numel():
             return tensor.clone()
         copied = torch.frombuffer(self._room, dtype=tensor.dtype, count=tensor.numel())
@@ -116,7 +115,7 @@ class InPlaceStager(AsyncStager):
         return copied.view(tensor.shape)
 
     def give_back(self) -> None:
-        """Copy everything that was not read, before the state changes."""
+        """Copy everything not yet read, before the state changes."""
         with self._turn:
             for tensor in self._unread.values():
                 tensor.data = tensor.clone()
@@ -124,7 +123,7 @@ class InPlaceStager(AsyncStager):
 
 
 class CopyStream:
-    """A GPU stream for copies that run in parallel to the computation."""
+    """A GPU stream for copies that overlap with computation."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -151,16 +150,16 @@ class CopyStream:
 
 
 def is_small_on_gpu(tensor: Tensor) -> bool:
-    """Return whether torch's stager cannot pin memory for a separate copy of this tensor."""
+    """Return whether a GPU tensor is too small for torch's stager to pin its copy."""
     return tensor.is_cuda and tensor.nbytes < SMALL_BYTES
 
 
 @torch.no_grad()
 def join_small(state: dict[str, Any], memory: dict[Any, Tensor]) -> dict[str, Any]:
-    """Return the state with small tensors of the same device and dtype as views of one tensor.
+    """Return the state with its small tensors joined per device and dtype, as views of one tensor.
 
-    Copies to memory that is not pinned make the host wait for all copies before them, and fused
-    optimizers have a small tensor, "step", for each parameter. `memory` is reused.
+    A copy to unpinned memory makes the host wait for all copies before it, and fused optimizers
+    have a small tensor, "step", for each parameter. `memory` is reused between calls.
     """
     leaves, structure = tree_flatten(state)
     alike: dict[Any, list[int]] = {}
@@ -172,7 +171,8 @@ def join_small(state: dict[str, Any], memory: dict[Any, Tensor]) -> dict[str, An
         sizes = [part.numel() for part in parts]
         total = sum(sizes)
         if kind not in memory or memory[kind].numel() != total + SMALL_BYTES:
-            memory[kind] = parts[0].new_empty(total + SMALL_BYTES)  # so that it is not small itself
+            # large enough not to be small itself
+            memory[kind] = parts[0].new_empty(total + SMALL_BYTES)
         joined = memory[kind][:total]
         torch.cat([part.reshape(-1) for part in parts], out=joined)
         for place, part, view in zip(places, parts, joined.split(sizes), strict=True):
@@ -184,19 +184,19 @@ def join_small(state: dict[str, Any], memory: dict[Any, Tensor]) -> dict[str, An
 class PinnedCopies(AsyncStager):
     """Copies of a GPU's state in pinned host memory, made while the GPU computes.
 
-    The memory is kept for the next save, because pinning it takes longer than the copy. Training
-    waits for the copy only on the device, and only before the optimizer changes the copied state.
+    The memory is kept for the next save, because pinning takes longer than copying. Only the device
+    waits for the copy, and only before the optimizer changes the copied state.
     """
 
     _synchronize_after_execute = False  # `give_back` is called before the state changes
 
     def __init__(self, stager: StateDictStager, stream: CopyStream) -> None:
         self._stager, self._stream = stager, stream
-        self._state: dict[str, Any] | None = None  # held until it is copied
+        self._state: dict[str, Any] | None = None  # kept until it is copied
         self._joined: dict[Any, Tensor] = {}  # joined small tensors, by device and dtype
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Return the state in host memory, whose values are valid after `read`."""
+        """Return the state in host memory; its values are valid after `read`."""
         self._state = state_dict
         with self._stream.copy_after_computing():
             joined = join_small(state_dict, self._joined)
@@ -204,16 +204,16 @@ class PinnedCopies(AsyncStager):
         return staged
 
     def synchronize_staging(self) -> None:
-        """Do nothing: `read` waits."""
+        """Do nothing, because `read` waits."""
 
     def close(self) -> None:
         """Do nothing, because the memory is kept."""
 
     def drop_except(self, wanted: Iterable[Any]) -> None:
-        """Do nothing, because everything is copied already or about to be."""
+        """Do nothing, because everything is copied or about to be."""
 
     def read(self, found: Any) -> Any:
-        """Return what was staged, after waiting for it."""
+        """Return the staged value, after waiting for the copies."""
         self._stream.wait()
         self._state = None
         return found
@@ -224,7 +224,7 @@ class PinnedCopies(AsyncStager):
 
 
 class _Planner(DefaultSavePlanner):
-    """Save planner that reads lent tensors, and of replicated data what this rank writes."""
+    """A save planner that reads tensors in place, and of replicated data only this rank's part."""
 
     def __init__(self, lent: InPlaceStager | PinnedCopies) -> None:
         super().__init__()
@@ -240,10 +240,10 @@ class _Planner(DefaultSavePlanner):
 
 
 class _QuietWriter(io.BufferedWriter):
-    """File that may be flushed after it was closed.
+    """A file that may be flushed after it is closed.
 
-    torch's streams flush it on deletion. If the disk was full, this happens after it was closed,
-    and Python 3.13 reports an ignored exception each time.
+    torch's streams flush on deletion. On a full disk, that happens after closing, and Python 3.13
+    reports an ignored exception each time.
     """
 
     def flush(self) -> None:
@@ -252,7 +252,7 @@ class _QuietWriter(io.BufferedWriter):
 
 
 class _ThroughCache(FileSystem):
-    """Writer like torch's, without warnings when a closed file is flushed again."""
+    """A file system like torch's, without warnings when a closed file is flushed."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
@@ -261,7 +261,7 @@ class _ThroughCache(FileSystem):
 
 
 class _PastCache(FileSystem):
-    """Writer that bypasses the page cache, which would take memory from the computation."""
+    """A file system that bypasses the page cache, which would take memory from the computation."""
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
@@ -270,10 +270,10 @@ class _PastCache(FileSystem):
 
 
 class _Writer(_FileSystemWriter):
-    """Writer without torch's checksum of each tensor, since the files have a better one.
+    """A DCP writer without torch's checksum per tensor, since each file has a stronger one.
 
-    It derives from the class below `FileSystemWriter`, so that a stager makes the copies.
-    `past_cache`: bypass the page cache, for writing during a step. These files sync themselves to
+    It derives from `FileSystemWriter`'s base class, so that a stager makes the copies.
+    `past_cache`: bypass the page cache when writing during a step. Such files sync themselves to
     disk.
     """
 
@@ -287,7 +287,7 @@ class _Writer(_FileSystemWriter):
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
     ) -> torch.futures.Future[list[WriteResult]]:
-        before = get_crc32_options()  # for this thread, which writes
+        before = get_crc32_options()  # per thread; this one writes
         set_crc32_options(False)
         try:
             return super().write_data(plan, planner)
@@ -296,13 +296,13 @@ class _Writer(_FileSystemWriter):
 
 
 def can_lend(state: dict[str, Any]) -> bool:
-    """Return whether all tensors are plain ones on a CPU."""
+    """Return whether all tensors are plain CPU tensors, which can be saved in place."""
     tensors = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
     return all(type(one) in (Tensor, nn.Parameter) and one.is_cpu for one in tensors)
 
 
 def pinned_copies(state: dict[str, Any]) -> PinnedCopies | None:
-    """Return copies for a state with tensors on a GPU; None for others."""
+    """Return a stager for a state with tensors on a GPU; None for others."""
     leaves = (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
     device = next((leaf.device for leaf in leaves if leaf.device.type == "cuda"), None)
     if device is None:
@@ -316,7 +316,7 @@ def begin_write(
     group: dist.ProcessGroup,
     lent: InPlaceStager | PinnedCopies | None = None,
 ) -> Future[Any]:
-    """Write in the background, from `lent` tensors, or from a copy made before this returns."""
+    """Write in the background: from `lent` tensors, or from a copy made before this returns."""
     planner = None if lent is None else _Planner(lent)
     written = async_save(
         state,
@@ -330,14 +330,14 @@ def begin_write(
 
 
 def write_state(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) -> Any:
-    """Write in the foreground; DCP's metadata on rank 0. Raises `ERRORS`."""
+    """Write in the foreground, with DCP's metadata on rank 0. Raises `ERRORS`."""
     return save(state, storage_writer=_Writer(folder), process_group=group)
 
 
 def read_state(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) -> None:
     """Fill the tensors of `state` from a checkpoint written by any number of ranks.
 
-    Raises BadInputError for a checkpoint of something else, or one that would run code.
+    Raises BadInputError if it belongs to another model, or loading it would run code.
     """
     reader = RestrictedReader(folder)
     try:
@@ -346,9 +346,9 @@ def read_state(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) ->
         reason = first_reason(error)
         if _OTHER_BLOCKS.search(reason):
             raise BadInputError(
-                f"checkpoint {folder} has optimizer states in 8 or 4 bits, in blocks that tensor "
-                "parallelism splits: with another --tp, the blocks differ and cannot be read. "
-                "Resume with the --tp that saved it."
+                f"checkpoint {folder} has 8-bit or 4-bit optimizer states, whose blocks depend on "
+                "tensor parallelism: with another --tp, they cannot be read. Resume with the "
+                "--tp that saved it."
             ) from None
         raise BadInputError(
             f"checkpoint {folder} does not fit this model and optimizer: {reason}"
@@ -358,10 +358,10 @@ def read_state(state: dict[str, Any], folder: Path, group: dist.ProcessGroup) ->
 def collect_tensors(
     model: nn.Module | None, optimizer: torch.optim.Optimizer | None, trained_only: bool
 ) -> dict[str, Any]:
-    """Return the tensors to save or to fill, by their names in a single process.
+    """Return the tensors to save or to fill, under the names that a single process would use.
 
-    If the optimizer keeps fp32 copies of weights, these replace the weights. The checkpoint is then
-    like that of an fp32 run, and either kind of run can resume from it.
+    An optimizer's fp32 copies of weights replace the weights. The checkpoint then looks like that
+    of an fp32 run, and both kinds of run can resume from it.
     """
     if model is None:
         return {}
@@ -377,7 +377,7 @@ def collect_tensors(
 
 
 def drop_rounded(state: dict[str, Any], model: nn.Module | None) -> None:
-    """Leave trainable 16-bit weights out of a checkpoint.
+    """Leave trained 16-bit weights out of a checkpoint.
 
     They are rounded from fp32 copies, which other ranks save.
     """
@@ -393,7 +393,7 @@ def load_tensors(
     state: dict[str, Any],
     trained_only: bool,
 ) -> None:
-    """Apply the values that were read to `state`."""
+    """Apply the values read into `state` to model and optimizer."""
     if model is None:
         return
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -413,7 +413,7 @@ def load_tensors(
             optim_state_dict=states,
             options=_options(trained_only),
         )
-    # The settings decide this, not the saved values.
+    # Settings decide this, not the saved values.
     for group, decay in zip(optimizer.param_groups, decays, strict=True):
         if decay is not None:
             group["weight_decay"] = decay
@@ -428,7 +428,7 @@ def _masters(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Te
 
 @contextmanager
 def _without_empty_groups(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Drop empty parameter groups, which torch refuses; a rank may have no share of a group."""
+    """Drop empty parameter groups, which torch refuses; a rank's share of a group may be empty."""
     groups = optimizer.param_groups
     optimizer.param_groups = [group for group in groups if group["params"]]
     try:

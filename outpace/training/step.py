@@ -23,9 +23,9 @@ Batch = Any
 
 
 class RankReports:
-    """Reports of all ranks on a step. The first access waits for them.
+    """Reports of all ranks on a step; the first access waits for them.
 
-    Each rank reports whether to stop, its peak memory in bytes, and its own time in seconds.
+    Each rank reports whether to stop, its peak memory in bytes, and its busy time in seconds.
     """
 
     def __init__(self, values: Tensor | list[list[float]], work: Any = None) -> None:
@@ -33,7 +33,7 @@ class RankReports:
         self._work = work
 
     def wait(self) -> list[list[float]]:
-        """Return (world, 3), when all ranks have reported."""
+        """Return the reports (world, 3) once all ranks have sent theirs."""
         if self._work is not None:
             self._work.wait()
             self._work = None
@@ -48,19 +48,19 @@ class RankReports:
 
     @property
     def peak_memory_by_rank(self) -> tuple[int, ...]:
-        """Peak memory of each rank in bytes; empty if a rank does not know it."""
+        """Peak memory of each rank in bytes; empty if a rank's is unknown."""
         peaks = [int(peak) for _, peak, _ in self.wait()]
         return tuple(peaks) if min(peaks) >= 0 else ()
 
     @property
     def busy_s(self) -> tuple[float, ...]:
-        """Seconds of each rank without waiting for others; empty if a rank does not know them."""
+        """Seconds each rank spent without waiting for others; empty if a rank's are unknown."""
         own = tuple(own_s for _, _, own_s in self.wait())
         return own if min(own) >= 0 else ()
 
     @property
     def peak_memory_bytes(self) -> int | None:
-        """Peak memory of the fullest rank."""
+        """Peak memory of the rank that uses most, in bytes."""
         peak = max(int(peak) for _, peak, _ in self.wait())
         return peak if peak >= 0 else None
 
@@ -82,7 +82,7 @@ class RawStep:
 
     step: int
     lr: float
-    totals: Tensor  # (2,) float64: loss sum, target count, over the global batch
+    totals: Tensor  # (2,) float64: loss sum and target count of the global batch
     grad_norm: Tensor
     marks: Marks
     copied: DeviceFigures
@@ -91,7 +91,7 @@ class RawStep:
 
     @property
     def done(self) -> bool:
-        """Return whether the device has finished the step, so that figures are available."""
+        """Return whether the device has finished the step, so that its figures are available."""
         return self.marks[-1][1].query()
 
     def figures(self) -> Figures:
@@ -107,10 +107,9 @@ class RawStep:
 class Stepper:
     """The live objects that a step needs.
 
-    `expected_targets` is the number of targets in a global batch: exact if `targets_known`,
-    otherwise an estimate that is corrected before the optimizer steps. `on_gradients` is called
-    when a step's gradients are complete, before they are clipped. `queue` is the device's,
-    unless another is given.
+    `expected_targets` is the number of targets in a global batch: exact if `targets_known`, else an
+    estimate that is corrected before the optimizer's step. `on_gradients` is called once a step's
+    gradients are complete, before clipping. `queue` defaults to the device's.
     """
 
     def __init__(
@@ -135,33 +134,35 @@ class Stepper:
         self._device = device
         self._control = control
         self._world_size = plan.world_size
-        self._parts = plan.pp_microbatches  # of each batch, for a pipeline
+        self._parts = plan.pp_microbatches  # parts of each batch, for a pipeline
         self._expected_targets = expected_targets
         self._targets_known = targets_known
         self._on_gradients = on_gradients
-        # From micro-batch to micro-batch, where weights stay as they are and a backward needs their
-        # casts anyway: at the end of a forward the memory is the same.
+        # Keep casts across micro-batches where weights do not change in between and the backward
+        # needs the casts anyway: peak memory is the same.
         whole = plan.strategy in ("single", "ddp", "zero1") and plan.offload_parameters == "none"
         whole = whole and layout.shares_casts
         self._keeps_casts = whole and not plan.recomputes and not plan.optimizer_in_backward
-        self.on_mark: Callable[[str], None] = lambda part: None  # a part of a step is done
-        # The loss is a sum over local targets; what averages gradients divides it by the ranks
-        # (x W / N: see docs/design).
+        # called when a part of a step is done
+        self.on_mark: Callable[[str], None] = lambda part: None
+        # The loss is a sum over local targets, and averaging gradients divides it by the number of
+        # ranks (× W / N: see docs/design).
         self._scale = layout.averages / expected_targets
         self.queue = queue_of(device) if queue is None else queue
         self._timer = StepTimer(self.queue)
         self._own_time = BusyTime(self.queue)
-        self.heard: RankReports | None = None  # on the latest step with all reports
-        self._speaking: RankReports | None = None  # reports that may be incomplete
+        self.heard: RankReports | None = None  # the latest step with all reports
+        self._speaking: RankReports | None = None  # reports that may still be incomplete
         self._freer = CacheFreer(device) if plan.empty_cache else None
-        self.totals: Tensor | None = None  # of the next step, if the check has run its passes
+        # of the next step, if the check of the first batch has already run its passes
+        self.totals: Tensor | None = None
 
     def begin(self) -> None:
-        """Start the next step: the time from here on counts as waiting for data."""
+        """Start the next step: from now on, time counts as waiting for data."""
         self._timer.begin()
 
     def pause(self) -> None:
-        """Exclude the time until the next step begins, such as an evaluation, from all steps."""
+        """Exclude the time until the next `begin` (an evaluation, say) from all steps."""
         self._timer.pause()
 
     def run(
@@ -169,7 +170,7 @@ class Stepper:
     ) -> RawStep:
         """Run step number `step` (from 1) with learning rate `lr`, after calling `begin`.
 
-        `stop` is queried late, so that a signal during the step reaches all ranks within it, or
+        `stop` is asked late in the step, so that all ranks learn of a signal within this step, or
         within the next one if the device lags behind the host.
         """
         timer = self._timer
@@ -183,7 +184,7 @@ class Stepper:
         gathered, summed = self._share_totals(totals, stop())
         if not self._targets_known:
             _wait(summed)
-            # Correct the gradients for the true number of targets in the global batch.
+            # Rescale gradients to the true number of targets in the global batch.
             self._layout.scale_gradients(self._expected_targets / divisor(totals[1]))
         self._mark("communication")
         if self._on_gradients is not None:
@@ -196,14 +197,14 @@ class Stepper:
         copied = DeviceFigures(self.queue, {"totals": totals, "grad_norm": grad_norm, **fp16})
         timer.mark("communication")
         marks = timer.pop_marks()
-        if self._world_size > 1:  # a single rank reports to nobody, and would keep all marks
+        if self._world_size > 1:  # a single rank has nobody to report to, and would keep all marks
             self._own_time.add(marks)
         freed = None if self._freer is None else self._freer.pop_freed_bytes()
         return RawStep(step, lr, totals, grad_norm, marks, copied, gathered, freed)
 
     @property
     def step_pass(self) -> StepHooks:
-        """Return the casts, the scale and the marks for a step's passes."""
+        """Return the casts, loss scale and marks for a step's passes."""
         return StepHooks(self.mixed.cast, self._scale_loss, self._mark)
 
     def forward_backward(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
@@ -217,14 +218,14 @@ class Stepper:
             return self._layout.gradients(batches, replace(hooks, cast=cast))
 
     def _mark(self, part: str) -> None:
-        """Mark the end of a part of the step, which includes freeing its cache."""
+        """Mark the end of a part of the step; freeing its cache belongs to it."""
         if part in ("forward", "backward", "optimizer"):
             self.free_cache()
         self._timer.mark(part)
         self.on_mark(part)
 
     def free_cache(self) -> None:
-        """Free cached memory of allocators, if the plan asks for it."""
+        """Free the allocators' cached memory, if the plan requests it."""
         if self._freer is not None:
             self._freer.free()
 
@@ -246,9 +247,9 @@ class Stepper:
         return RankReports(heard, work), summed
 
     def _wait_for_status(self, gathered: RankReports) -> None:
-        """Wait for the ranks' reports on this step, or on the one before if the device is behind.
+        """Wait for the ranks' reports on this step, or on the previous one if the device lags.
 
-        All ranks decide by the same step, since they must stop together.
+        All ranks look at the same step, since they must stop together.
         """
         if self.queue.steps_behind and self._world_size > 1:
             before, self._speaking = self._speaking, gathered
@@ -261,8 +262,8 @@ class Stepper:
     def _update(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Clip gradients, step, and zero gradients.
 
-        Returns the norm before clipping; with fp16 also the loss scale and, for each device,
-        whether an overflow made it skip the step.
+        Return the norm before clipping, and with fp16 also the loss scale and, per device, whether
+        an overflow made it skip the step.
         """
         optimizer, scaler = self._optimizer, self.mixed.scaler
         if scaler is None:
@@ -288,6 +289,6 @@ class Stepper:
 
 
 def _wait(work: Any) -> None:
-    """Wait for a collective; on a device, only its stream waits, not the host."""
+    """Wait for a collective; on a GPU, only the stream waits, not the host."""
     if work is not None:
         work.wait()

@@ -1,4 +1,4 @@
-"""Steps of a plan on random tokens, to measure the cost of a strategy without data."""
+"""Steps of a plan on random tokens, to measure a strategy's cost without data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ _LR = 1e-3
 
 @dataclass(frozen=True)
 class SyntheticTraining:
-    """Synthetic training: a model, on the same random global batch in every step."""
+    """Synthetic training: a model, and one random global batch for every step."""
 
     spec: ModelSpec
     global_batch: int
@@ -45,12 +45,12 @@ class SyntheticTraining:
 
     @property
     def targets(self) -> int:
-        """Return the targets in a global batch."""
+        """Return the number of targets in a global batch."""
         return self.global_batch * self.seq_len
 
 
 def shares(batch: Batch, plan: Plan, rank: int) -> list[Batch | None]:
-    """Return a rank's micro-batches of a global batch, in the order of the loader."""
+    """Return a rank's micro-batches of a global batch, in the loader's order."""
     size, degree = plan.samples_read, plan.readers
     first = plan.data_rank(rank)
     samples = len(batch["tokens"])
@@ -61,9 +61,10 @@ def shares(batch: Batch, plan: Plan, rank: int) -> list[Batch | None]:
 
 
 class SyntheticSteps:
-    """A laid-out plan that can run steps of a synthetic training. Other ranks do nothing.
+    """A plan, ready to run steps of synthetic training. Ranks that it does not use do nothing.
 
-    Every rank of the job creates and calls it in the same way. `control` carries host messages.
+    Every rank of the job constructs and calls it in the same way. `control` is the process group
+    for host messages.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""CPU threads: as requested, by OMP_NUM_THREADS, or a process's share of the cores."""
+"""CPU threads: as requested, from OMP_NUM_THREADS, or a process's share of the cores."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -8,7 +8,7 @@ import torch
 from outpace.records.inventory import omp_threads
 
 OMP_NUM_THREADS = "OMP_NUM_THREADS"
-OUTPACE = "outpace-"  # prefix of the names that outpace's launcher gives
+OUTPACE = "outpace-"  # prefix of thread names that outpace's launcher sets
 
 
 def set_threads(
@@ -17,7 +17,7 @@ def set_threads(
     local_world_size: int,
     environ: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
-    """Set and return the number of threads that this process computes with."""
+    """Set and return the number of threads for computation in this process."""
     threads = asked or _from_environment(environ) or max(1, cores // local_world_size)
     torch.set_num_threads(threads)
     return threads
@@ -26,8 +26,8 @@ def set_threads(
 def _from_environment(environ: Mapping[str, str]) -> int | None:
     """Return the number of threads set by the user; None if unset.
 
-    A 1 from torchrun is ignored: torchrun sets it by default, which leaves all cores of a rank but
-    one idle.
+    A 1 from torchrun is ignored: it is torchrun's default, which leaves all but one of a rank's
+    cores idle.
     """
     threads = omp_threads(environ.get(OMP_NUM_THREADS, ""))
     run_id = environ.get("TORCHELASTIC_RUN_ID", OUTPACE)

@@ -10,15 +10,15 @@ from outpace.training.device_queue import DeviceQueue, Mark
 
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
 
-# A mark, with the part of the step that it ends.
+# A mark, with the part of the step that ends there.
 Marks = Sequence[tuple[str, Mark]]
 
 
 class StepTimer:
     """Marks the ends of a step's parts in a device's queue.
 
-    Parts that are marked several times (forward, backward of each micro-batch) are summed. A step's
-    clock starts where the previous one ended, so the times of steps leave no gaps.
+    Parts marked several times (forward and backward of each micro-batch) are summed. A step starts
+    where the previous one ended, so step times leave no gaps.
     """
 
     def __init__(self, queue: DeviceQueue) -> None:
@@ -27,7 +27,7 @@ class StepTimer:
         self._marks: list[tuple[str, Mark]] = []
 
     def begin(self) -> None:
-        """Start the step; work since the previous one belongs to it as "other"."""
+        """Start the step; work since the previous one counts as "other"."""
         now = self._queue.mark()
         self._marks = [("", now)] if self._end is None else [("", self._end), ("other", now)]
 
@@ -36,17 +36,17 @@ class StepTimer:
         self._marks.append((part, self._queue.mark()))
 
     def pop_marks(self) -> Marks:
-        """Return the marks of the step; `durations` reads them when the device is done."""
+        """Return the step's marks; pass them to `durations` once the device is done."""
         self._end = self._marks[-1][1]
         return self._marks
 
     def pause(self) -> None:
-        """Exclude the time until the next step begins from all steps."""
+        """Exclude the time until the next `begin` from all steps."""
         self._end = None
 
 
 def durations(marks: Marks) -> dict[str, float]:
-    """Return seconds by part, for marks that the device has reached."""
+    """Return seconds by part, from marks that the device has reached."""
     seconds: dict[str, float] = {}
     for (_, begin), (part, end) in pairwise(marks):
         seconds[part] = seconds.get(part, 0.0) + begin.elapsed_time(end) / 1000
@@ -54,10 +54,10 @@ def durations(marks: Marks) -> dict[str, float]:
 
 
 class BusyTime:
-    """Time that this rank spends on a step, without waiting for others.
+    """Time that this rank spends on a step without waiting for others.
 
-    On a CPU, this is the time in which its thread is busy. On a GPU, it is the time spent on
-    waiting for data and on forwards, in which replicas do not communicate.
+    On a CPU, the time in which its thread is busy. On a GPU, the time spent waiting for data and in
+    forwards, during which replicas do not communicate.
     """
 
     def __init__(self, queue: DeviceQueue) -> None:
@@ -67,14 +67,14 @@ class BusyTime:
         self._latest_s = -1.0
 
     def add(self, marks: Marks) -> None:
-        """Record that a step was queued."""
+        """Record that a step has been queued."""
         if not self._on_host:
             self._running.append(marks)
 
     def pop_seconds(self) -> float:
-        """Return the seconds since the last call; on a GPU, of the latest finished step.
+        """Return the seconds since the last call; on a GPU, those of the latest finished step.
 
-        It is -1 if unknown. This does not wait.
+        Return −1 if unknown. Never wait.
         """
         if self._on_host:
             before, self._busy_s = self._busy_s, thread_busy_s()
@@ -86,10 +86,10 @@ class BusyTime:
 
 
 def thread_busy_s() -> float:
-    """Return how long this thread has run, or could have run if a core had been free.
+    """Return how long this thread has run, or could have run on a free core.
 
-    Waiting for a core that another process uses is not waiting for other ranks: it counts as busy
-    if the kernel reports it (Linux). So threads that share cores are busy for longer.
+    Waiting for a core that another process uses is not waiting for other ranks, so it counts as
+    busy if the kernel reports it (Linux). Threads that share cores are therefore busy for longer.
     """
     try:
         ran_ns, waited_ns, _ = _SCHEDSTAT.read_text().split()

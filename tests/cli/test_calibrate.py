@@ -117,7 +117,7 @@ def test_a_run_of_outpace(capsys: pytest.CaptureFixture[str], run: Path) -> None
     assert row["trainer"] == "outpace" and min(times) <= row["step_time_s"] <= max(times)
     assert abs(row["after"]) < abs(row["before"])
     said = refusal(capsys, str(run), "--model=gpt2", "--machine=l4")
-    assert "Give the model that was trained" in said
+    assert "Pass the model that was trained" in said
 
 
 def test_what_no_flag_supplies(
@@ -128,7 +128,7 @@ def test_what_no_flag_supplies(
     assert "its layout has 8 devices, but 2 × 8 = 16 are given" in said
     log.write_text("\n".join(line for line in LOG.splitlines() if "step:" in line))
     said = refusal(capsys, str(log), *WORDS[:2], "--layout=strategy=zero3,dp_shard=8")
-    assert "titan.log does not say the number of tokens per sequence. Give --seq-len" in said
+    assert "titan.log does not state the number of tokens per sequence. Pass --seq-len" in said
     notes = log.with_name("notes.txt")
     notes.write_text("step 1 went well")
     assert "write settings of a plan as name=value" in refusal(
@@ -206,17 +206,17 @@ def test_a_layout_that_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path
     said = refusal(capsys, *words)
     assert "llama-3.1-8b in this layout does not fit" in said
     assert "LoRA" in said and "quantized" in said and "--model" in said
-    assert "since adapters are not corrected for yet. Did it use recomputation" in said
+    assert "since corrections do not support adapters yet. Did it use recomputation" in said
     said = refusal(capsys, *words, "--layout=lora_rank=16,base=nf4,checkpointing=full")
     assert "a run with adapters (lora_rank) cannot correct a machine" in said
-    assert "since adapters are not corrected for yet. Give the log of a run that trained" in said
+    assert "since corrections do not support adapters yet. Pass the log of a run that trained" in said
     assert not out.exists()
 
 
 def test_more_memory_than_the_device_has(capsys: pytest.CaptureFixture[str], log: Path) -> None:
     log.write_text(LOG.replace("47.50GiB", "147.50GiB"))
     said = refusal(capsys, str(log), *WORDS)
-    assert "it used 147.50 GiB of a device's memory" in said and "--machine" in said
+    assert "the run used 147.50 GiB of a device's memory" in said and "--machine" in said
 
 
 def test_what_is_assumed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_what_is_assumed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     )
     said = refusal(capsys, str(console), *CARD)
     assert "of the 16 per step, 1 data-parallel rank" in said
-    assert "Give --layout micro_batch=N" in said
+    assert "Pass --layout micro_batch=N" in said
     layout = "--layout=micro_batch=16,checkpointing=full"
     (row,) = told(capsys, str(console), *CARD, layout)
     assert row["assumed"] == {"precision": "bf16", "optimizer": "adamw-fused"}

@@ -257,7 +257,7 @@ def test_strategies_are_compared_by_training_them(capsys, tmp_path, monkeypatch)
     runs = [str(tmp_path / "c" / one.run) for one in found.outcomes]
     assert main(["compare", "--runs", *runs, "--price=2"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "did not take turns" in shown and "Losses agree on all steps" in shown
+    assert "were not interleaved" in shown and "Losses agree on all steps" in shown
     assert "sent a step" in shown and "cores busy" in shown and "GPU busy" not in shown
     assert "in these two runs (of too few steps" in shown and "per M" in shown
     (stored := compared(capsys, tmp_path, "--runs", *runs, out="again")).experiment

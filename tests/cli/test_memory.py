@@ -149,7 +149,7 @@ def test_the_formula_draws_its_peak_and_names_no_rank(capsys, tmp_path):
     assert '"name":"weights"' in drawn and "estimated" in drawn and "the fullest of 8" in drawn
     assert "Memory over a step" not in drawn
     assert main([*FORMULA, "--rank=7"]) == 2
-    assert "only gives the fullest rank. Leave --rank out." in capsys.readouterr().err
+    assert "only covers the fullest rank. Leave --rank out." in capsys.readouterr().err
 
 
 def test_what_does_not_fit_is_followed_by_a_command_that_is_answered(capsys):

@@ -559,7 +559,7 @@ def test_without_a_machine_it_is_planned_for_this_one(capsys, tmp_path, monkeypa
     assert found["nodes"] == 1 and found["plans"]
     assert any("planned for this machine" in note for note in found["notes"])
     assert any("were measured in a few seconds" in note for note in found["notes"])
-    assert "Name it with --machine" in refused(
+    assert "Choose it with --machine" in refused(
         capsys, "plan", "--model=outpace-tiny", "--network=100Gbit/s"
     )
 

@@ -46,7 +46,7 @@ def test_adapters_of_a_plan_are_refused_as_the_plans(
     (path := tmp_path / "lora.json").write_text(file.model_dump_json())
     words = ["train", "--model=outpace-tiny", f"--out={tmp_path / 'run'}", "--steps=1"]
     said = " ".join(refused(capsys, *words, f"--plan={path}").split())
-    assert f"lora_rank 16 of plan {path} trains adapters of trained weights" in said
+    assert f"lora_rank 16 of plan {path} trains adapters over pretrained weights" in said
     assert "--lora-rank" not in said and "a plan without adapters" in said
     typed = " ".join(refused(capsys, *words, "--lora-rank=16").split())
     assert "--lora-rank 16 trains adapters" in typed and "a plan without" not in typed

@@ -198,7 +198,7 @@ def test_what_a_resumed_run_does_otherwise_is_said_with_its_learning_rate(
     ):  # fmt: skip
         assert part in said, (part, said)
     code, said = said_by(capsys, resume, "--steps=8")
-    assert code == 2 and "steps already" in said
+    assert code == 2 and "has already completed" in said
     code, said = said_by(capsys, resume, "--steps=9", "--precision=bf16", "--schedule=constant",
                          "--eval-batches=1")  # fmt: skip
     assert "--eval-batches was 0, is 1" in said

@@ -53,7 +53,7 @@ def gone(pid):
 def test_a_run_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
     instead_of_outpace(STUCK, tmp_path, monkeypatch)
     found = train_once({}, tmp_path / "run", tmp_path / "a.toml", limit_s=2.0)
-    assert found == RunFailure(None, "it was stopped after 2 s")
+    assert found == RunFailure(None, "stopped at the limit of 2 s")
     assert gone(int((tmp_path / "pid").read_text()))
 
 

@@ -97,7 +97,7 @@ class NormsInFloat32(Stack):
 
 
 @pytest.mark.parametrize(
-    ("kind", "note"), [(NeedsFloat32, "in fp32, since"), (NormsInFloat32, "fp32 in parts")]
+    ("kind", "note"), [(NeedsFloat32, "in fp32, since"), (NormsInFloat32, "partly computed in fp32")]
 )
 def test_modules_that_compute_in_fp32_have_its_tolerance(kind, note):
     certificate = outpace.verify(kind(), loss=squares, batch=batch, plans="ddp")
@@ -137,7 +137,7 @@ def with_term(module, batch):
     return (made - batch[1]).square().mean() + made.abs().mean()
 
 
-NOT_ALIKE = "Ranks do not compute what one process does"
+NOT_ALIKE = "Ranks do not compute the same as one process"
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3", "1f1b"])

@@ -108,7 +108,7 @@ def test_one_that_fails_leaves_the_others_to_go_on(entrant):
 
 def test_what_does_not_end_in_time_is_ended(entrant):
     (found,) = train_in_turn([entrant("a")], 50, 1.5)
-    assert found.result == RunFailure(None, "it was stopped after 2 s")
+    assert found.result == RunFailure(None, "stopped at the limit of 2 s")
 
 
 def test_where_we_are_killed_nothing_stays_stopped(entrant, tmp_path):

@@ -24,7 +24,7 @@ def test_a_layout_for_other_ranks_is_left_when_a_run_is_resumed(axis, world_size
     found = with_axes_that_fit(settings, ranks, recorded, said.append)
     assert getattr(found, axis) is None and found.micro_batch is None
     assert said == [
-        f"the run had the layout {axis} 2, which is not possible on {world_size} "
+        f"the run's layout was {axis} 2, which is not possible on {world_size} "
         f"process{'es' if world_size > 1 else ''}: it is resumed with {now}"
     ]
     # What is asked for now, and what fits, stays.

@@ -51,7 +51,7 @@ def test_a_prompt_begins_as_the_tokenizer_begins_texts(tmp_path: Path) -> None:
     Writer(tmp_path, Sampling(1, 0.0, None, 0), "cpu", hints.append).continue_text("a b c")
     assert not any("positions" in hint for hint in hints)
     Writer(tmp_path, Sampling(1, 0.0, None, 0), "cpu", hints.append).continue_text("a b c " * 20)
-    said = "the prompt has 61 tokens, and the model has 32 positions: only its last 16 tokens were "
+    said = "the prompt has 61 tokens, and the model has 32 positions: only the last 16 tokens were "
     said += "read"
     assert hints[-1].startswith(said)
 

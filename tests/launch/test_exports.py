@@ -177,7 +177,7 @@ def test_another_base_is_said_and_a_longer_tokenizer_refused(home, tmp_path):
     found = merge_adapter(adapter, tmp_path / "b", model=None, base=None, dtype="fp32")
     assert found.notes == ()
     for merged in (adapter, source):
-        with pytest.raises(BadInputError, match=f"--out {merged} is one of the folders that are"):
+        with pytest.raises(BadInputError, match=f"--out {merged} is one of the folders to merge"):
             merge_adapter(adapter, merged, model=None, base=None, dtype="fp32")
     train_tokenizer(["more words than the base has tokens"] * 9, 290).save(tmp_path / "t")
     longer = json.loads((tmp_path / "t" / "tokenizer.json").read_text())
@@ -189,7 +189,7 @@ def test_another_base_is_said_and_a_longer_tokenizer_refused(home, tmp_path):
     ]  # fmt: skip
     (adapter / "tokenizer.json").write_text(json.dumps(longer))
     for model in (None, source):
-        with pytest.raises(BadInputError, match="trained with a larger embedding"):
+        with pytest.raises(BadInputError, match="trained over a larger embedding"):
             merge_adapter(adapter, tmp_path / "c", model=model, base=None, dtype="fp32")
     with pytest.raises(BadInputError, match="the tokenizer has a vocabulary of"):
         generate(adapter, "a", max_new_tokens=1, temperature=0.0, top_k=None, seed=0, device="cpu")

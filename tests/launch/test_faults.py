@@ -128,7 +128,7 @@ def test_restarts_are_limited_and_a_wrong_setting_is_not_retried(tmp_path):
     code, _, errors = run(*words, "--max-restarts", 1, "--out", "run", cwd=tmp_path)
     assert code == 1, errors
     assert "rank 1 failed: RuntimeError: a broken fan. Resuming from the last checkpoint" in errors
-    assert "It has restarted 1 time, which is the limit of --max-restarts 1" in errors
+    assert "The run has restarted 1 time, the limit set by --max-restarts 1" in errors
     code, _, errors = run(
         *TINY, "--nproc", 2, "--tp", 3, "--max-restarts", 3, "--out", "no", cwd=tmp_path
     )

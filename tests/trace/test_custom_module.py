@@ -171,5 +171,5 @@ def test_a_compiled_module_saves_less_and_does_as_much():
 
 
 def test_what_a_compiled_block_leaves_on_itself_is_refused_with_a_way_out():
-    with pytest.raises(BadInputError, match="leave --compile out for an upper bound"):
+    with pytest.raises(BadInputError, match="leave out --compile for an upper bound"):
         traced(plan_of("single", 1, compile=True), PenaltyNet, penalised)

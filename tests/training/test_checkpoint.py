@@ -317,7 +317,7 @@ def test_a_save_that_a_kill_cut_short_is_removed(tmp_path, group):
     (directory / "step-2" / UNFINISHED).touch()
     said = []
     assert newest_intact(directory, said.append) == directory / "step-1"
-    assert "step-2" in said[0] and "still being written" in said[0]
+    assert "step-2" in said[0] and "its save was interrupted" in said[0]
     clear_partial(directory)
     assert not (directory / "step-2").exists()
 

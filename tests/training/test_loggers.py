@@ -91,7 +91,7 @@ def test_a_logger_that_fails_ends_no_training(name, tmp_path, monkeypatch):
     assert len(tried) == 2
     assert said == [
         f"--log {name} failed at step 1: the server is away. Training continues without it; "
-        "metrics.jsonl has all figures"
+        "metrics.jsonl has all values"
     ]
     monkeypatch.setattr(logger, "_write", raising(InterruptedRunError("stopped")))
     monkeypatch.setattr(logger, "_quiet_until_s", 0.0)

@@ -112,7 +112,7 @@ def test_a_last_line_that_a_kill_cut_short_is_written_anew(run: RunDir, lost: in
     path = run.path / METRICS_FILE
     path.write_bytes(path.read_bytes()[:-lost])
     said = resumed(run, 8)
-    assert said == ([] if lost == 1 else [f"{path} lacks step 8, which had been done"])
+    assert said == ([] if lost == 1 else [f"{path} lacks step 8, which the run had completed"])
     assert path.read_bytes().endswith(b"}\n")
     assert steps_in(path) == [1, 2, 3, 4, 5, 6, 7, *([8] if lost == 1 else [])]
 

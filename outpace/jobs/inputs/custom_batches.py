@@ -6,11 +6,11 @@ from typing import Any
 
 from outpace.records.errors import BadInputError
 
-_TRIAL_TOKENS, _TRIAL_SAMPLES = 16, 8  # in each batch for verifying strategies
+_TRIAL_TOKENS, _TRIAL_SAMPLES = 16, 8  # per batch in a verification of strategies
 
 
 def batch_of(model: Any, samples: int, seq_len: int | None) -> Any:
-    """Return a batch from a user's data set, or a batch of `seq_len` zero tokens."""
+    """Return a batch from a user's data set, or else a batch of `seq_len` zero tokens."""
     import torch
 
     if model.dataset is not None:
@@ -22,7 +22,7 @@ def batch_of(model: Any, samples: int, seq_len: int | None) -> Any:
 
 
 def _samples_of(dataset: Any, first: int, count: int) -> Any:
-    """Return a batch of a user's data set, which is repeated if it is too short."""
+    """Return a batch from a user's data set, repeating the data if there is too little."""
     from outpace.data.loader import collate
 
     if not len(dataset):
@@ -34,7 +34,7 @@ def _samples_of(dataset: Any, first: int, count: int) -> Any:
 
 
 def _require_tokens(module: Any) -> int:
-    """Return the vocabulary of a module that reads tokens."""
+    """Return the vocabulary size of a module that reads tokens; raise BadInputError for others."""
     from outpace.interop.custom_model import read_vocab
 
     vocab = read_vocab(module)
@@ -47,10 +47,10 @@ def _require_tokens(module: Any) -> int:
 
 
 def trial_batches(model: Any, ranks: int, multiple: int = 1) -> Callable[[int], Any]:
-    """Return small global batches of a user's model for `ranks` processes, by step from 1.
+    """Return a function that maps a step (from 1) to a small global batch for a user's model.
 
-    The number of samples is a multiple of `ranks` and `multiple`. They come from the model's data
-    set, or are random tokens with uneven padding at the end.
+    The number of samples is a multiple of `ranks` and `multiple`. Samples come from the model's
+    data set, or are random tokens with padding of various lengths at the end.
     """
     import torch
 

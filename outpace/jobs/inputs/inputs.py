@@ -55,7 +55,7 @@ from outpace.training.callbacks import Callback, notify
 Split = Literal["train", "validation", "all"]
 
 
-_NARROW_IDS, _WIDE_BYTES = 1 << 16, 4  # number of ids that 2 bytes hold; the next size
+_NARROW_IDS, _WIDE_BYTES = 1 << 16, 4  # number of IDs that fit in 2 bytes; the next size
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class TrainingInputs:
     eval_fingerprint: str | None = None
     eval_corpus: Corpus | None = None
     seq_len: int | None = None
-    labels: tuple[str, ...] | None = None  # classes, for a classifier
+    labels: tuple[str, ...] | None = None  # a classifier's classes
     hints: tuple[str, ...] = ()
 
     def starts_from_stored(self, settings: TrainSettings) -> bool:
@@ -86,12 +86,12 @@ class TrainingInputs:
 
     @property
     def is_transformer(self) -> bool:
-        """Return whether the model is an outpace transformer with its head, not a classifier."""
+        """Return whether the model is outpace's transformer with its head, not a classifier."""
         return self.custom_model is None and self.labels is None
 
     @property
     def targets_per_sample(self) -> int | None:
-        """Number of targets per sample; None if it varies (masked tokens, a user's data)."""
+        """Number of targets per sample; None if it varies (masked tokens, a user's data set)."""
         if isinstance(self.train_data, PaddedDataset):
             return None if self.labels is None else 1
         causal = self.spec is not None and self.spec.causal
@@ -117,7 +117,7 @@ def gather(
     device_type: str = "cpu",
     origins: Mapping[str, str] = MappingProxyType({}),
 ) -> TrainingInputs:
-    """Open the model and prepare the data. Raises BadInputError if something does not fit.
+    """Open the model and prepare the data. Raises BadInputError if they do not fit together.
 
     `origins`: where settings come from, for messages.
     """
@@ -132,7 +132,7 @@ def gather(
     if custom_model is not None and settings.init is not None:
         raise BadInputError(
             f"--init {settings.init}: a custom model gets its weights from its own function. "
-            "Leave --init out; to start from stored weights, give a run's directory."
+            "Leave out --init; to start from stored weights, give a run's directory."
         )
     if custom_model is not None and custom_model.dataset is not None:
         if settings.data != ("stdlib",) or settings.task != "pretrain":
@@ -167,7 +167,7 @@ def gather(
         check_vocab(corpus, tokenizer, vocab, name)
     theirs = tokenizer or _model_tokenizer(opened)
     foreign = [hint for corpus in corpora for hint in foreign_id_hints(corpus, theirs)]
-    # Data that is not evaluated on may be too short for a sample.
+    # Held-out data may be shorter than a sample if it is never evaluated.
     unread = settings.eval_batches == 0 and any(len(one) <= seq_len for one in corpora[1].streams)
     train, held_out = (
         None
@@ -198,9 +198,9 @@ def gather(
 
 
 def prepare_data(settings: TrainSettings, callbacks: Sequence[Callback]) -> None:
-    """Fill the cache with the data that training with these settings reads. Raises BadInputError.
+    """Prepare and cache the data that training with these settings reads. Raises BadInputError.
 
-    Custom models are left out, since their code runs only where they train.
+    Custom models are skipped, since their code runs only where they train.
     """
     cache_dir = cache_folder(settings.cache_dir, os.environ)
     if open_model(settings.model, cache_dir).build is not None:
@@ -213,7 +213,7 @@ def prepare_data(settings: TrainSettings, callbacks: Sequence[Callback]) -> None
 
 
 def _reading_notes(opened: OpenedModel | None, settings: TrainSettings) -> tuple[str, ...]:
-    """Return notes on how the model's folder was read."""
+    """Return notes on how the model folder was read."""
     if opened is None:
         return ()
     notes = list(opened.notes)
@@ -225,8 +225,9 @@ def _reading_notes(opened: OpenedModel | None, settings: TrainSettings) -> tuple
         std = read_config(opened.folder).get("initializer_range", INIT_STD)
         if std != INIT_STD:
             notes.append(
-                f"{opened.folder}: initializer_range {excerpt(std)} is not read: random weights "
-                f"have a standard deviation of {INIT_STD}, and less into the residual stream"
+                f"{opened.folder}: initializer_range {excerpt(std)} is ignored: random weights "
+                f"have a standard deviation of {INIT_STD}, and less for projections into the "
+                "residual stream"
             )
     return tuple(notes)
 
@@ -234,7 +235,7 @@ def _reading_notes(opened: OpenedModel | None, settings: TrainSettings) -> tuple
 def _other_tokenizer_hints(
     opened: OpenedModel | None, settings: TrainSettings, tokenizer: Tokenizer | None
 ) -> list[str]:
-    """Note that stored weights would be trained on ids from a different tokenizer."""
+    """Note if stored weights would be trained on IDs from a different tokenizer."""
     if settings.tokenizer is None or tokenizer is None or opened is None:
         return []
     if opened.weights is None or settings.init == "random":
@@ -248,8 +249,8 @@ def _other_tokenizer_hints(
         return []
     return [
         f"--tokenizer {settings.tokenizer} differs from {opened.name}'s tokenizer in {others:,} "
-        f"of {len(known):,} ids, which stand for other tokens in the stored weights. "
-        "Leave --tokenizer out to train with the model's tokenizer"
+        f"of {len(known):,} ids, for which the stored weights learned other tokens. Leave out "
+        "--tokenizer to train with the model's tokenizer"
     ]
 
 
@@ -271,7 +272,7 @@ def _class_hints(
 
 
 def _shared_file_hints(settings: TrainSettings) -> list[str]:
-    """Note that some validation files are also training files."""
+    """Note if validation files are also training files."""
     if settings.eval_data is None:
         return []
     train, held_out = (map(open_source, names) for names in (settings.data, settings.eval_data))
@@ -283,13 +284,13 @@ def _shared_file_hints(settings: TrainSettings) -> list[str]:
         f" and {len(found) - 1} more of --eval-data are" if len(found) > 1 else " of --eval-data is"
     )
     return [
-        f"{found[0]}{more} also in --data, so the validation loss would be of text that is "
-        "trained on. Leave it out of one of them"
+        f"{found[0]}{more} also in --data, so the validation loss would be measured on training "
+        "text. Leave it out of one of them"
     ]
 
 
 def _repeated_file_hints(settings: TrainSettings) -> list[str]:
-    """Note that sources of --data or --eval-data have files in common, including copies."""
+    """Note if sources of --data or --eval-data share files, including copies."""
     hints = []
     for option, names in (("--data", settings.data), ("--eval-data", settings.eval_data or ())):
         sources = [open_source(name) for name in names]
@@ -307,15 +308,15 @@ def _repeated_file_hints(settings: TrainSettings) -> list[str]:
 
 
 def _require_read_weights(opened: OpenedModel | None, settings: TrainSettings) -> None:
-    """Refuse a folder whose weight files are not read, unless random weights are requested."""
+    """Raise BadInputError for a folder whose weights are in unknown files, unless --init random."""
     if opened is None or opened.folder is None or opened.weights is not None:
         return
     found = unread_weights(opened.folder)
     if found and settings.init != "random":
         more = f" and {len(found) - 1} more" if len(found) > 1 else ""
         raise BadInputError(
-            f"{opened.folder} has weights in {found[0]}{more}, but none of the files that are "
-            "read (model.safetensors or pytorch_model.bin, or their .index.json with its "
+            f"{opened.folder} has weights in {found[0]}{more}, but none in the files that outpace "
+            "reads (model.safetensors or pytorch_model.bin, or their .index.json with its "
             "parts). Save the model with transformers' save_pretrained, or start with random "
             "weights: --init random."
         )
@@ -327,24 +328,26 @@ def _require_base(
     custom_model: CustomModel | None,
     asked: str,
 ) -> None:
-    """Refuse a base model with which adapters cannot be trained; `asked` names their setting."""
+    """Raise BadInputError for a base model that does not support adapters.
+
+    `asked` names the setting that requests them.
+    """
     if custom_model is not None or opened is None:
         raise BadInputError(
             f"{asked} applies to outpace's and Hugging Face models. In a custom model, freeze "
-            "the weights that are not to be trained (requires_grad)."
+            "the weights that should not be trained (requires_grad)."
         )
     if not _starts_pretrained(opened, settings) and settings.init != "random":
         other = "" if asked.startswith("-") else ", or a plan without adapters"
         raise BadInputError(
-            f"{asked} trains adapters of trained weights, but {opened.name} would start with "
-            f"random ones, which stay frozen. Give a Hugging Face directory or a run with "
+            f"{asked} trains adapters over pretrained weights, but {opened.name} would start with "
+            "random ones, which stay frozen. Give a Hugging Face directory or a run with "
             f"--model{other}; to measure only speed or memory, add --init random."
         )
     if opened.adapter is not None:
         raise BadInputError(
-            f"{asked}: {opened.name} is an adapter already, and another one cannot be stacked "
-            f"on it. Merge it first: outpace merge {opened.adapter} --out DIR, then --model "
-            "DIR."
+            f"{asked}: {opened.name} is already an adapter, and a second one cannot be stacked on "
+            f"it. Merge it first: outpace merge {opened.adapter} --out DIR, then --model DIR."
         )
     if settings.base == "nf4":
         require_nf4()
@@ -359,7 +362,7 @@ def _splits(settings: TrainSettings) -> list[tuple[tuple[str, ...], Split]]:
 def _custom_model(
     opened: OpenedModel | None, live: nn.Module | Callable[[], Any] | None, seed: int
 ) -> CustomModel | None:
-    """Return the user's model; a seed makes its function draw the same weights on every rank."""
+    """Return the user's model, built after seeding so that every rank draws the same weights."""
     if isinstance(live, nn.Module):
         return build_custom_model(lambda: live)
     seed_generators(seed)
@@ -407,7 +410,7 @@ def _corpus(
 
 
 def check_vocab(corpus: Corpus, tokenizer: Tokenizer | None, vocab: int | None, name: str) -> None:
-    """Refuse ids for which the model has no embedding. Raises BadInputError."""
+    """Raise BadInputError for IDs in the data that the model has no embedding for."""
     if vocab is None:
         return
     over = next((stream for stream in corpus.streams if stream.largest() >= vocab), None)
@@ -423,7 +426,7 @@ def check_vocab(corpus: Corpus, tokenizer: Tokenizer | None, vocab: int | None, 
 
 
 def check_tokenizer(tokenizer: Tokenizer, vocab: int, name: str) -> None:
-    """Refuse a tokenizer with tokens for which the model has no embedding. Raises BadInputError."""
+    """Raise BadInputError for a tokenizer whose tokens exceed the model's embedding."""
     if tokenizer.vocab_size > vocab:
         raise BadInputError(
             f"the tokenizer has a vocabulary of {tokenizer.vocab_size}, but {name} has {vocab}. "
@@ -432,7 +435,7 @@ def check_tokenizer(tokenizer: Tokenizer, vocab: int, name: str) -> None:
 
 
 def _model_tokenizer(opened: OpenedModel | None) -> Tokenizer | None:
-    """Return the tokenizer stored with a model, which may have encoded the data, or None."""
+    """Return the tokenizer stored with a model, which may have encoded the data; None without."""
     if opened is None or opened.tokenizer is None:
         return None
     try:
@@ -442,15 +445,15 @@ def _model_tokenizer(opened: OpenedModel | None) -> Tokenizer | None:
 
 
 def foreign_id_hints(corpus: Corpus, tokenizer: Tokenizer | None) -> list[str]:
-    """Return a note if the data contain ids that the tokenizer does not have, or lack some."""
+    """Return a note if the data probably come from another tokenizer, or lost IDs."""
     if tokenizer is None:
         return []
     narrow = any(stream.id_bytes < _WIDE_BYTES for stream in corpus.streams)
     if narrow and tokenizer.vocab_size > _NARROW_IDS:
         return [
             f"the data has token ids of 2 bytes, up to {_NARROW_IDS - 1:,}, but the tokenizer has "
-            f"{tokenizer.vocab_size:,} tokens. Its larger ids were written as others, which lie "
-            f"{_NARROW_IDS:,} below them, if there were any. Write ids as uint32, or give texts"
+            f"{tokenizer.vocab_size:,} tokens. Larger ids, if there were any, wrapped around by "
+            f"{_NARROW_IDS:,}. Write ids as uint32, or give texts"
         ]
     if corpus.vocab_needed <= tokenizer.vocab_size:
         return []
@@ -470,9 +473,8 @@ def build_objective(
 ) -> LanguageModelObjective | CustomObjective | ClassificationObjective:
     """Build the model with its loss on the device, with its initial weights in fp32.
 
-    `compute_dtype` is the dtype of a language model's matmuls (see
-    `LanguageModelObjective`). If no rank holds the whole model, it has no storage yet: lay it out,
-    then `fill` it.
+    `compute_dtype` is the dtype of a language model's matmuls (see `LanguageModelObjective`). If no
+    rank holds the whole model, it is on the meta device: lay it out, then `fill` it.
     """
     if inputs.custom_model is not None:
         return CustomObjective(inputs.custom_model).to(device)
@@ -491,7 +493,7 @@ def build_objective(
 
 
 def _drawing_place(plan: Plan, device: torch.device) -> "DrawingPlace":
-    """Return where and in which dtype random weights are drawn: on the device, if it is a GPU.
+    """Return the device and dtype for drawing random weights: on the GPU, if there is one.
 
     Weights that will be quantized to 4 bits are drawn in host memory.
     """
@@ -504,7 +506,7 @@ def _drawing_place(plan: Plan, device: torch.device) -> "DrawingPlace":
 def weights_of(
     inputs: TrainingInputs, settings: TrainSettings, plan: Plan, device: torch.device
 ) -> Callable[[str], torch.Tensor]:
-    """Return the whole initial weights by name: stored ones, or ones drawn on `device`."""
+    """Return a function from a name to the whole initial weight: stored, or drawn on `device`."""
     spec, opened = inputs.spec, inputs.opened
     assert spec is not None and opened is not None
     shapes, seed = parameter_shapes(spec), settings.seed
@@ -545,7 +547,7 @@ def _initial_classifier(
     settings: TrainSettings,
     place: DrawingPlace,
 ) -> Classifier:
-    """Build a model as `initial_model` does, with a layer over the labels."""
+    """Build a classifier like `initial_model`, with a layer over the labels."""
     if not _starts_pretrained(opened, settings):
         model = drawn_transformer(spec, settings.seed, place.device, place.dtype)
         return Classifier(model, len(labels), settings.seed)
@@ -562,7 +564,7 @@ def load_model(opened: OpenedModel, spec: ModelSpec) -> Transformer:
 
 
 def stored_weights(opened: OpenedModel, spec: ModelSpec) -> dict[str, torch.Tensor]:
-    """Return the stored weights by outpace's names, with any adapter merged in."""
+    """Return the stored weights under outpace's names, with any adapter merged in."""
     assert opened.weights is not None
     weights = read_weights(opened.weights, spec)
     if opened.adapter is not None:
@@ -573,7 +575,7 @@ def stored_weights(opened: OpenedModel, spec: ModelSpec) -> dict[str, torch.Tens
 def _starts_pretrained(opened: OpenedModel, settings: TrainSettings) -> bool:
     if settings.init == "pretrained" and opened.weights is None:
         raise BadInputError(
-            f"--init pretrained: {opened.name} is a {opened.kind} and has no weights. Name a "
+            f"--init pretrained: {opened.name} is a {opened.kind} and has no weights. Pass a "
             "Hugging Face directory or a run, or use --init random."
         )
     return settings.init != "random" and opened.weights is not None

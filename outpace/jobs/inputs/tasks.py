@@ -1,4 +1,4 @@
-"""Data of a task: rows as samples, with the tokenizer that they need."""
+"""Data of a task: rows as samples, with the tokenizer they need."""
 
 import json
 import math
@@ -43,12 +43,11 @@ from outpace.records.strategies import TRAITS
 from outpace.training.accounting import Costs
 from outpace.training.callbacks import Callback, notify
 
-# Strategies and options for next-token losses only, each with an alternative.
+# Strategies that only support next-token losses: what prevents a classifier, and an alternative.
 NOT_CLASSIFY: dict[Strategy, str] = {
     "dp": "computes a loss over the vocabulary on rank 0. Use ddp",
     "cp": (
-        "has no masks for padding, and a single rank would hold the token that is "
-        "classified. Use ddp"
+        "has no padding masks, and a single rank would hold the token that is classified. Use ddp"
     ),
     "3d": "splits models with a head over the vocabulary. Use zero3 or hsdp",
 }
@@ -56,7 +55,7 @@ NOT_CLASSIFY: dict[Strategy, str] = {
 
 @dataclass(frozen=True)
 class TaskData:
-    """Samples of a task. `labels` are a classifier's classes; `hints` are notes for the user."""
+    """A task's samples. `labels` are a classifier's classes; `hints` are notes for the user."""
 
     tokenizer: Tokenizer
     train: PaddedDataset
@@ -69,13 +68,13 @@ class TaskData:
 
 
 def name_adapters(rank: int, origins: Mapping[str, str]) -> str:
-    """Name the setting that asks for adapters of this rank, as the user gave it."""
+    """Return the setting that requests adapters of this rank, as the user set it."""
     origin = origins.get("lora_rank", "")
     return f"lora_rank {rank} of {origin}" if origin.startswith("plan ") else f"--lora-rank {rank}"
 
 
 def check_task(settings: TrainSettings, plan: Plan, origins: Mapping[str, str]) -> None:
-    """Refuse a strategy that cannot train the task. Raises BadInputError."""
+    """Raise BadInputError for a strategy that cannot train the task."""
     task = settings.task
     if task == "classify" and plan.strategy in NOT_CLASSIFY:
         raise BadInputError(
@@ -83,10 +82,10 @@ def check_task(settings: TrainSettings, plan: Plan, origins: Mapping[str, str]) 
         )
     if task == "classify" and plan.lora_rank is not None:
         asked = name_adapters(plan.lora_rank, origins)
-        other = "Leave --lora-rank out" if asked.startswith("-") else "Give a plan without adapters"
+        other = "Leave out --lora-rank" if asked.startswith("-") else "Give a plan without adapters"
         raise BadInputError(
-            f"{asked} with --task classify: a classifier's new layers are trained fully, which an "
-            f"adapter cannot store. {other}, or use --task chat."
+            f"{asked} with --task classify: a classifier's new layers are trained in full, and an "
+            f"adapter cannot store them. {other}, or use --task chat."
         )
     if settings.padding == "dynamic" and TRAITS[plan.strategy].one_shape:
         raise BadInputError(
@@ -96,7 +95,7 @@ def check_task(settings: TrainSettings, plan: Plan, origins: Mapping[str, str]) 
 
 
 def _has_fixed_length(settings: TrainSettings, plan: Plan | None) -> bool:
-    """Return whether all batches have one length: as requested, or by default if it is needed."""
+    """Return whether all batches have one length: as requested, or by default where needed."""
     if settings.padding is not None or plan is None:
         return settings.padding == "fixed"
     return TRAITS[plan.strategy].one_shape
@@ -104,7 +103,7 @@ def _has_fixed_length(settings: TrainSettings, plan: Plan | None) -> bool:
 
 @dataclass(frozen=True)
 class TaskRows:
-    """The rows of a task's data, in two parts, before tokenization."""
+    """A task's rows, for training and validation, before tokenization."""
 
     train: list[Row]
     validation: list[Row]
@@ -123,7 +122,7 @@ class TaskModel:
     vocab: int | None
 
     def check_vocab(self, tokenizer: Tokenizer) -> None:
-        """Refuse a tokenizer with tokens that the model lacks. Raises BadInputError."""
+        """Raise BadInputError for a tokenizer with tokens that the model lacks."""
         if self.vocab is not None and tokenizer.vocab_size > self.vocab:
             raise BadInputError(
                 f"the tokenizer has a vocabulary of {tokenizer.vocab_size}, but the model "
@@ -134,9 +133,9 @@ class TaskModel:
 
 @dataclass(frozen=True)
 class PaddingRule:
-    """Rule for the lengths of samples, which have at most `seq_len` tokens.
+    """How samples are padded; they have at most `seq_len` tokens.
 
-    All samples are padded to `padded` if `fixed`, otherwise to multiples of `multiple`.
+    All are padded to `padded` if `fixed`, otherwise to multiples of `multiple`.
     """
 
     seq_len: int
@@ -147,7 +146,7 @@ class PaddingRule:
 
 @dataclass(frozen=True)
 class TaskRequest:
-    """A task's rows, and everything that turns them into samples."""
+    """A task's rows, and everything needed to turn them into samples."""
 
     settings: TrainSettings
     model: TaskModel
@@ -157,14 +156,14 @@ class TaskRequest:
     callbacks: Sequence[Callback]
 
     def tokenizer(self, masked: bool, texts: Callable[[], Iterable[str]]) -> Tokenizer:
-        """Return the tokenizer of the task, trained on `texts` if there is none."""
+        """Return the task's tokenizer; train one on `texts` if there is none."""
         return task_tokenizer(
             self.settings, self.model.opened, self.model.vocab, masked,
             fingerprint(self.source.train), texts, self.cache_dir, self.callbacks,
         )  # fmt: skip
 
     def dataset(self, samples: RaggedSamples, once_in: int | None, **more: bool) -> PaddedDataset:
-        """Return the samples as a data set, padded by the given rule."""
+        """Return the samples as a data set, padded by the request's rule."""
         rule = self.padding
         return PaddedDataset(
             samples, rule.padded, rule.fixed, once_in=once_in, multiple=rule.multiple,
@@ -180,7 +179,7 @@ def load_task_inputs(
     callbacks: Sequence[Callback],
     device_type: str = "cpu",
 ) -> TaskData:
-    """Read and encode a task's data. Raises BadInputError if something does not fit."""
+    """Read and encode a task's data. Raises BadInputError if data and model do not fit together."""
     opened, spec, positions = model.opened, model.spec, model.positions
     name = opened.name if opened is not None else "own"
     if settings.task == "chat" and spec is not None and not spec.causal:
@@ -192,23 +191,22 @@ def load_task_inputs(
         if spec is None:
             raise BadInputError(
                 "--task classify adds a classification layer to outpace's and Hugging Face "
-                "models. A custom model comes with its own loss and data set: leave --task "
-                "out."
+                "models. A custom model comes with its own loss and data set: leave --task out."
             )
         if opened is None or opened.kind in ("preset", "spec"):
-            require_exportable(spec)  # models written by transformers are; asking it takes time
+            require_exportable(spec)  # models written by transformers are; the check takes time
     seq_len = resolve_seq_len(settings, positions)
-    # Ranks of tensor parallelism share every length.
+    # All ranks of a tensor-parallel group must see the same lengths.
     tp = 1 if plan is None else plan.tp
     most = round_up(seq_len, math.lcm(MULTIPLE, tp))
     if positions is not None and most > positions:
         most = positions // tp * tp
     seq_len = min(seq_len, most)
     source = read_source(settings)
-    if source.parts == 1 and plan is not None:  # training, not evaluation
+    if source.parts == 1 and plan is not None:  # for training, not for evaluation
         said = (
-            "the validation rows are also training rows, so their loss says nothing about "
-            "other data"
+            "the validation rows are also training rows, so their loss says nothing about other "
+            "data"
         )
         source = replace(source, hints=(*source.hints, said))
     fixed = _has_fixed_length(settings, plan)
@@ -241,7 +239,9 @@ def read_source(settings: TrainSettings) -> TaskRows:
     hints = [hint for table in (*tables, *others) for hint in table.hints]
     hints += unread_file_hints(settings.data)
     if left_out:
-        hints.append(f"{left_out:,} lines do not have the columns of their header and were skipped")
+        hints.append(
+            f"{left_out:,} lines do not match the columns of their header and were skipped"
+        )
     if eval_names is not None and tuple(train_names) == tuple(eval_names):
         return TaskRows(rows, rows, tables[0], (*hints, *nul_hints(rows)), parts=1)
     hints += nul_hints((*rows, *_rows(others)))
@@ -276,7 +276,7 @@ def _chat(request: TaskRequest, *, saved: bool) -> TaskData:
     hints = [*source.hints, *_chat_hints(chat, parts[: source.parts], seq_len, _count(source))]
     opened = request.model.opened
     if settings.lora_rank is not None and settings.init != "random":
-        assert opened is not None and opened.weights is not None  # checked with the base
+        assert opened is not None and opened.weights is not None  # checked with the base model
         encoded = [part.samples for part in parts[:1]]
         hints += untrained_token_hints(opened.weights, chat.tokenizer, encoded)
     if plain.chat_template is None:
@@ -295,7 +295,7 @@ def _chat(request: TaskRequest, *, saved: bool) -> TaskData:
 
 
 def held_out_part(settings: TrainSettings) -> str:
-    """Return a phrase that describes the validation data, to put after a noun."""
+    """Return a phrase for the validation data that follows a noun."""
     if settings.eval_data is not None:
         return f"in --eval-data {' '.join(settings.eval_data)}"
     return "held out for validation (give other data with --eval-data)"
@@ -304,24 +304,25 @@ def held_out_part(settings: TrainSettings) -> str:
 def _chat_hints(
     chat: ChatFormat, parts: Sequence[Conversations], seq_len: int, count: str
 ) -> list[str]:
-    """Note which parts of conversations are not learnt, or differ from the data."""
+    """Return notes on parts of conversations that are not trained on, or differ from the data."""
     counted = {
-        "cut": f"are longer than {seq_len} tokens and were cut there",
-        "empty": "have no answer to learn and were skipped",
-        "partial": "are rendered differently by the chat template as they grow, so only their "
-        "last answer is learnt",
+        "cut": f"are longer than {seq_len} tokens and were truncated",
+        "empty": "have no answer to train on and were skipped",
+        "partial": "are rendered differently by the chat template as they grow, so only their last "
+        "answer is trained on",
     }
     named = {
-        "altered": "have answers that the chat template changes: the omitted parts are not learnt",
-        "toolless": "have tools that the chat template leaves out: answers are learnt without them",
-        "unwritten": "have messages that the chat template leaves out: answers are learnt without "
+        "altered": "have answers that the chat template changes: omitted parts are not trained on",
+        "toolless": "have tools that the chat template leaves out: answers are trained on without "
         "them",
-        "marked": "contain the name of a special token, which is read as that token, such as the "
+        "unwritten": "have messages that the chat template leaves out: answers are trained on "
+        "without them",
+        "marked": "contain the text of a special token, which is read as that token, such as the "
         "end of an answer",
         "wordless": "have an empty answer, so the model learns to say nothing",
-        "joined": "have an answer whose beginning is one token with the chat template's text "
-        "before it. That token is not learnt, and no prompt ends with it. Let the template end "
-        "before the space or line break there",
+        "joined": "have an answer whose beginning merges into one token with the chat template's "
+        "text before it. That token is not trained on, and no prompt ends with it. Let the "
+        "template end before the space or line break there",
     }
     hints = []
     for name, what in counted.items():
@@ -344,8 +345,8 @@ def _chat_hints(
         )
     if chat.dated:
         hints.append(
-            "the chat template writes the date: conversations always use "
-            f"{LEARNED_DATE:%d %b %Y}, so that runs can be repeated and resumed"
+            f"the chat template inserts the date: training always uses {LEARNED_DATE:%d %b %Y}, so "
+            "that runs can be repeated and resumed"
         )
     return hints
 
@@ -377,7 +378,7 @@ def _classify(request: TaskRequest) -> TaskData:
     how = "|".join((*columns.texts, columns.label, *labels))
     fingerprints = _fingerprints(source, tokenizer, how)
     segments = spec.segments > 1
-    # Everything besides the rows that samples depend on, including how class names became labels.
+    # Besides the rows, everything that samples depend on, such as how class names became labels.
     more = json.dumps([1, columns.texts, columns.label, labels, list(classes), seq_len, segments,
                        encoder, tokenizer.pad_id, tokenizer.truncation_side])  # fmt: skip
     encoded = [
@@ -406,19 +407,20 @@ def _classify(request: TaskRequest) -> TaskData:
         )
     if other is not None:
         hints.append(
-            f"the stored classifier predicts {other}, but --task classify learns one class for "
-            "each text, so its classification layer is replaced by a new one"
+            f"the stored classifier predicts {other}, but --task classify learns one class per "
+            "text, so its classification layer is replaced by a new one"
         )
     if known is not None and kept is None:
         hints.append(
             f"the stored classifier has the classes {', '.join(known)}, but the data has "
-            f"{', '.join(labels)}, so its classification layer is replaced by a new one. To "
-            "keep it, label rows with its names or the numbers of its classes"
+            f"{', '.join(labels)}, so its classification layer is replaced by a new one. To keep "
+            "it, label rows with its class names or numbers"
         )
     hints += _unknown_hints(tokenizer, [part.samples for part in encoded])
     if cut:
         hints.append(
-            f"{cut:,} of {_count(source)} samples are longer than {seq_len} tokens and were cut"
+            f"{cut:,} of {_count(source)} samples are longer than {seq_len} tokens and were "
+            "truncated"
         )
     train, validation = (
         request.dataset(part.samples, once, mask=encoder, last=not encoder)
@@ -428,7 +430,7 @@ def _classify(request: TaskRequest) -> TaskData:
 
 
 def _unknown_hints(tokenizer: Tokenizer, parts: Sequence[RaggedSamples]) -> list[str]:
-    """Note that the tokenizer lacks too many of the texts' characters."""
+    """Note if the tokenizer lacks too many of the texts' characters."""
     tokens = np.concatenate([part.values["tokens"] for part in parts])
     unknown = 0 if tokenizer.unknown_id is None else int((tokens == tokenizer.unknown_id).sum())
     return unknown_hints("of the data", unknown, len(tokens))
@@ -439,7 +441,7 @@ def _count(source: TaskRows) -> str:
 
 
 def _fingerprints(source: TaskRows, tokenizer: Tokenizer, how: str) -> tuple[str, str]:
-    """Return the fingerprints of both parts, from the rows and how they become tokens."""
+    """Return fingerprints of training and validation samples: of rows, and how they are encoded."""
     first, second = (
         xxhash.xxh3_128_hexdigest(f"{fingerprint(rows)}|{tokenizer.fingerprint}|{how}".encode())
         for rows in (source.train, source.validation)
@@ -458,8 +460,8 @@ def step_costs(
 ) -> Callable[[int], Costs]:
     """Return a function that maps a step to its costs.
 
-    Tokens and the model's FLOPs exclude padding; the hardware's include it. If only adapters are
-    trained, `adapters` is the number of their parameters.
+    Tokens and model FLOPs exclude padding; hardware FLOPs include it. If only adapters are trained,
+    `adapters` is the number of their parameters.
     """  # fmt: skip
 
     def costs_of(step: int) -> Costs:

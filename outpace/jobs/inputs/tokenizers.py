@@ -19,7 +19,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.settings import TrainSettings
 from outpace.training.callbacks import Callback, notify
 
-# Vocabulary of a byte-level BPE for a model of unknown vocabulary.
+# Vocabulary size of the byte-level BPE trained for a model of unknown vocabulary.
 DEFAULT_VOCAB = 8192
 
 
@@ -31,7 +31,7 @@ def tokenizer_for(
     cache_dir: Path,
     callbacks: Sequence[Callback],
 ) -> Tokenizer | None:
-    """Return the run's tokenizer; None if all data are tokens already and none is given."""
+    """Return the run's tokenizer; None if all data are already tokens and none is given."""
     if settings.tokenizer is not None:
         return load_tokenizer(settings.tokenizer)
     encoded = [source for source in settings.data if is_tokens(source)]
@@ -41,7 +41,7 @@ def tokenizer_for(
         return load_tokenizer(str(opened.tokenizer))
     if encoded:
         raise BadInputError(
-            f"{encoded[0]} holds the ids of a tokenizer, but other data is text. Name that "
+            f"{encoded[0]} holds the ids of a tokenizer, but other data is text. Pass that "
             "tokenizer with --tokenizer."
         )
     _require_no_weights(settings, opened)
@@ -77,21 +77,21 @@ def task_tokenizer(
 
 
 def _family(opened: OpenedModel | None) -> str | None:
-    """Return the family that the model is exported as, None for a custom model."""
+    """Return the family that the model is exported as; None for a custom model."""
     return None if opened is None or opened.spec is None else exported_type(opened.spec)
 
 
 def _require_no_weights(settings: TrainSettings, opened: OpenedModel | None) -> None:
     if opened is not None and opened.weights is not None and settings.init != "random":
         raise BadInputError(
-            f"{opened.name} has weights but no tokenizer, and they do not work with another "
-            "tokenizer's ids. Name its tokenizer with --tokenizer, or use --init random."
+            f"{opened.name} has weights but no tokenizer, and other tokenizers' ids do not suit "
+            "its weights. Pass its tokenizer with --tokenizer, or use --init random."
         )
 
 
 @dataclass(frozen=True)
 class _Learner:
-    """Trainer of a tokenizer of `vocab` tokens, which is cached."""
+    """Trains and caches a tokenizer of `vocab` tokens."""
 
     vocab: int
     masked: bool
@@ -100,7 +100,7 @@ class _Learner:
     callbacks: Sequence[Callback]
 
     def load_or_train(self, told: str, texts: Callable[[], Iterable[str]]) -> Tokenizer:
-        """Load the tokenizer of the texts identified by `told`, or train it if none is intact."""
+        """Load the cached tokenizer for the texts that `told` identifies, or train it."""
         by_family = has_class_by_family(self.family)
         told += f"|{self.family}" if by_family else ""
         key = xxhash.xxh3_128_hexdigest(told.encode())
@@ -130,7 +130,7 @@ class _Learner:
 
 
 def _load_cached(folder: Path) -> Tokenizer | None:
-    """Return the cached tokenizer; None if the file is not as it was written."""
+    """Return the cached tokenizer; None if its file is damaged."""
     try:
         return load_tokenizer(str(folder))
     except BadInputError:

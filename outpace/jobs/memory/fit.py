@@ -1,4 +1,4 @@
-"""Whether a job fits into its ranks' memory, and which changes would make it fit, before step 1."""
+"""Check before step 1 whether a job fits into its ranks' memory, and what would make it fit."""
 
 import time
 from dataclasses import dataclass
@@ -23,21 +23,21 @@ from outpace.records.settings import TrainSettings
 from outpace.records.units import show_bytes
 from outpace.training.precision import default_precision
 
-# Time limit of the search, since ranks that are out of memory wait for it. Before the first step
-# there is more time.
+# Time limits of the search: short when ranks that ran out of memory wait for it, longer before the
+# first step.
 SEARCH_S, SEARCH_BEFORE_S = 60.0, 180.0
 
 
 @dataclass(frozen=True)
 class Limit:
-    """Bytes that a rank may use, and where the limit comes from, in words."""
+    """Bytes that a rank may use, and a description of where the limit comes from."""
 
     bytes: int
     name: str
 
 
 def limit_of(settings: TrainSettings, ranks: Ranks, device: torch.device) -> Limit:
-    """Return the least of the requested limit, the control group's share, and available memory."""
+    """Return the lowest of the requested limit, the control group's share, and available memory."""
     limits = _of_device(device) if device.type == "cuda" else _of_host(ranks, device)
     if settings.memory_limit is not None:
         limits.append(Limit(settings.memory_limit, "--memory-limit"))
@@ -74,10 +74,10 @@ def limit_device(limit_bytes: int | None, device: torch.device) -> None:
 
 
 class MemoryFit:
-    """Comparison of the memory that plans need with the memory of this job's ranks.
+    """Compares the memory that plans need with the memory of this job's ranks.
 
-    `account` returns the memory of a rank; if it or `spec` is None, nothing can be predicted.
-    `ahead_bytes` of the process's memory are already allocated for the planned training.
+    `account` returns a rank's traced memory; if it or `spec` is None, nothing can be predicted.
+    `ahead_bytes`: memory of this process that is already allocated for the planned training.
     """
 
     def __init__(
@@ -92,14 +92,14 @@ class MemoryFit:
         ahead_bytes: int = 0,
     ) -> None:
         if device.type == "cpu":
-            give_back_free()  # data preparation leaves cached memory
+            give_back_free()  # preparing the data leaves cached memory
         self.limit = limit_of(settings, ranks, device)
         self._settings = settings
         self._device = device
         self._machine = machine
         self._spec = spec
         self._seq_len = seq_len
-        # On the host, the process itself counts, including its loaded libraries.
+        # On a CPU, the process itself counts, including its loaded libraries.
         self.held_bytes = anonymous_bytes() - ahead_bytes if device.type == "cpu" else 0
         chip = find_in_catalog(machine, device)
         if chip is not None:
@@ -121,13 +121,13 @@ class MemoryFit:
         return self._predict
 
     def trace_requests(self, plan: Plan) -> list[TraceRequest]:
-        """Return the ranks whose memory to trace; none if it cannot be traced."""
+        """Return the ranks whose memory to trace; empty if the model cannot be traced."""
         if self._account is None or self._spec is None or self._seq_len is None:
             return []
         return accounts_to_ask(self._settings, self._spec, plan, self._seq_len, self._site)
 
     def with_budget(self, plan: Plan) -> Plan:
-        """Return the plan with outpace's own choices adapted to the available memory."""
+        """Return the plan, with choices left to outpace adapted to the available memory."""
         if self._settings.memory_budget is None:
             return plan
         return self.fit_budget(plan, self._settings.memory_budget)
@@ -136,13 +136,13 @@ class MemoryFit:
         """Choose what to recompute for a memory budget. Raises BadInputError if nothing fits."""
         if self.predict is None or self._spec is None:
             raise BadInputError(
-                "--memory-budget needs a prediction, which exists for outpace's transformers "
-                "on token data. Use --checkpointing selective or full."
+                "--memory-budget needs a prediction, which is only available for outpace's "
+                "transformers on token data. Use --checkpointing selective or full."
             )
         return plan_within(plan, self._spec, budget_bytes, self.predict)
 
     def shortage(self, plan: Plan) -> Shortage | None:
-        """Return a plan's predicted shortage; None if it fits, or if nothing is known.
+        """Return a plan's predicted shortage; None if it fits or nothing can be predicted.
 
         The trace is skipped if a rough estimate shows that there is plenty of memory.
         """
@@ -154,18 +154,18 @@ class MemoryFit:
         try:
             needed = self.predict(plan).peak_memory_bytes
         except BadInputError:
-            return None  # models that cannot be traced are trained anyway
+            return None  # models that cannot be traced are trained regardless
         if needed <= self.limit.bytes:
             return None
         return Shortage(
             0,
-            f"a step is predicted to need {show_bytes(needed)} on the fullest rank, more than "
-            f"the {show_bytes(self.limit.bytes)} of {self.limit.name}",
+            f"a step is predicted to need {show_bytes(needed)} on the rank that needs most, more "
+            f"than the {show_bytes(self.limit.bytes)} of {self.limit.name}",
             needed,
         )
 
     def is_certain(self, plan: Plan) -> bool:
-        """Return whether a plan's tensors alone do not fit, given the process's current memory."""
+        """Return whether a plan certainly does not fit: its tensors alone need too much memory."""
         if self._device.type != "cpu" or self.predict is None:
             return False
         return self.held_bytes + self.predict(plan).tensor_bytes > self.limit.bytes
@@ -173,14 +173,14 @@ class MemoryFit:
     def proposals(
         self, plan: Plan, short: Shortage, resumes: bool = False, search_s: float = SEARCH_S
     ) -> list[Proposal]:
-        """Return the cheapest changes that fit, with a margin for a prediction that was too low.
+        """Return the cheapest changes that fit, with a margin by which the prediction was too low.
 
-        `resumes`: the run resumes from a checkpoint, so its optimizer state cannot change.
+        `resumes`: the run resumes from a checkpoint, so its optimizer state must keep its form.
         """
         if self.predict is None:
             return []
         try:
-            # It needed more than the limit, even if the refused allocation is not counted as used.
+            # It needed more than the limit, even if the failed allocation is not counted as used.
             needed = max(short.used_bytes, self.limit.bytes + 1)
             too_low = max(0, needed - self.predict(plan).peak_memory_bytes)
         except BadInputError:
@@ -195,12 +195,13 @@ class MemoryFit:
         )
 
     def changes(self, plan: Plan, resumes: bool = False) -> list[list[Change]]:
-        """Return the settings that could be changed, since the user did not set them."""
+        """Return lists of changes to settings, only of those that the user did not set."""
         low = default_precision(self._device, self._machine) == "bf16"
         beside_host = self._device.type != "cpu"
         kinds = kinds_of_change(plan, low_precision=low, beside_host=beside_host)
         fixed = {"optimizer"} if resumes or self._settings.resume else set()
-        if self._settings.memory_budget is not None:  # the budget chose what is recomputed
+        # the budget already decided what is recomputed
+        if self._settings.memory_budget is not None:
             fixed.add("checkpointing")
         if any(getattr(self._settings, axis) is not None for axis in AXES):
             fixed.add("strategy")

@@ -15,13 +15,13 @@ from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 from outpace.records.settings import TrainSettings
 
-# Name, outline and, if outpace can build it, spec of a model reference.
+# Name, outline and, if outpace can build the model, spec of a model reference.
 FindOutline = Callable[[str], tuple[str, Outline, ModelSpec | None]]
 
 
 @dataclass(frozen=True)
 class FormulaQuestion:
-    """`MemoryQuery` for a model with a known outline that cannot be traced."""
+    """A `MemoryQuery` for a model that has an outline but cannot be traced."""
 
     outline: Outline
     plan: Plan
@@ -36,7 +36,7 @@ class FormulaQuestion:
         return resolve_seq_len(self.settings, positions)
 
     def trace(self, rank: int) -> MemoryAccount:
-        """Return the formula's memory of the fullest rank, recorded under the number `rank`."""
+        """Return the formula's memory of the rank that needs most, recorded as rank `rank`."""
         columns = of_plans([self.plan], self.global_batch, self.outline.layers)
         device: peak.Device = "cpu" if self.accelerator is None else "cuda"
         by_kind = peak.anatomy(self.outline, self.seq_len, columns, device)
@@ -61,7 +61,7 @@ class FormulaQuestion:
 
 
 def find_untrained(reference: str, find_outline: FindOutline) -> Outline | None:
-    """Return the outline of a model that outpace plans for but cannot train; None for any other."""
+    """Return the outline of a model that outpace plans for but cannot train; None for others."""
     try:
         _, found, spec = find_outline(reference)
     except BadInputError:

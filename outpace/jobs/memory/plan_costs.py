@@ -17,21 +17,21 @@ from outpace.records.settings import TrainSettings
 Account = Callable[[TraceRequest], AccountSummary]
 _MIB = 1 << 20
 
-# Memory besides live tensors and the allocator's rules: pieces of other streams, of kernels.
+# Memory besides live tensors that the allocator's rules do not model: other streams, kernels.
 _SHARE = 0.05
-# glibc keeps pieces of up to 32 MiB (DEFAULT_MMAP_THRESHOLD_MAX) on its heap until the memory
-# monitor releases them; by then there are about 100 MiB, if the model is large enough.
+# glibc keeps freed pieces of up to 32 MiB (DEFAULT_MMAP_THRESHOLD_MAX) on its heap until the memory
+# monitor releases them. By then they add up to about 100 MiB, if the model is large enough.
 _HEAP_BYTES = 3 * 32 * _MIB
-# Code that is loaded only for the optimizer, for saving and for exporting.
+# Code loaded later: for the optimizer, saving and exporting.
 _LATER_CODE_BYTES = 32 * _MIB
-# Tokens of a micro-batch that are traced: of chunks of logits, which have 512 tokens on a CPU and
-# 4096 or more on devices.
+# Largest micro-batch, in tokens, that is traced: enough chunks of logits, which have 512 tokens on
+# a CPU and 4096 or more on GPUs.
 _MOST_TOKENS_CPU = 64 * 512
 _MOST_TOKENS = 128 * 4096
 
 
 def slack_bytes(tensor_bytes: int, device: torch.device) -> int:
-    """Return the memory of a process in addition to the tensors live at its peak."""
+    """Return the memory that a process needs beyond the tensors live at its peak."""
     share = round(_SHARE * tensor_bytes)
     if device.type != "cpu":
         return share
@@ -40,7 +40,7 @@ def slack_bytes(tensor_bytes: int, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class JobSite:
-    """Environment of a job's ranks; `held_bytes` is what a process holds besides the training."""
+    """Environment of a job's ranks; `held_bytes` is what a process holds besides training."""
 
     device: torch.device
     accelerator: Accelerator | None
@@ -67,7 +67,7 @@ def predictor(
 def accounts_to_ask(
     settings: TrainSettings, spec: ModelSpec, plan: Plan, seq_len: int, site: JobSite
 ) -> list[TraceRequest]:
-    """Return the ranks whose accounts determine the account of a plan."""
+    """Return requests for the ranks whose accounts determine a plan's memory."""
     return [
         TraceRequest(
             spec=spec,
@@ -84,10 +84,10 @@ def accounts_to_ask(
 
 
 def account_of_samples(account: Account, ask: TraceRequest) -> AccountSummary:
-    """Return a rank's account; that of many samples at once from those of fewer.
+    """Return a rank's account; for a large micro-batch, extrapolate from smaller ones.
 
-    A trace takes as long as a pass has chunks of logits. Memory and time grow by the same amount
-    with each further sample once there are many chunks.
+    A trace takes time in proportion to the chunks of logits. Once there are many chunks, each
+    further sample adds the same memory and time.
     """
     tokens = _MOST_TOKENS_CPU if ask.accelerator is None else _MOST_TOKENS
     high = max(2, tokens // ask.seq_len)
@@ -114,7 +114,7 @@ def account_of_samples(account: Account, ask: TraceRequest) -> AccountSummary:
 
 
 def _with_micro_batch(ask: TraceRequest, samples: int) -> TraceRequest:
-    """Return the request with as many passes, each of micro-batches of `samples`."""
+    """Return the request with micro-batches of `samples` and as many passes as before."""
     plan = ask.plan.model_copy(update={"micro_batch": samples})
     batch = plan.samples_per_pass * plan.data_parallel * ask.accumulation
     settings = ask.settings.model_copy(update={"global_batch": batch})
@@ -142,7 +142,7 @@ def _cost(
 
 
 def _save_bytes(found: AccountSummary, plan: Plan, device: torch.device) -> int:
-    """Return the host memory that saving needs: the state, and a copy unless it is on disk."""
+    """Return the host memory needed to save: the state, and a copy unless it is on disk."""
     kinds: tuple[Kind, ...] = ("weights", "optimizer state")
     state = sum(found.by_kind.get(kind, 0) for kind in kinds)
     on_disk = "disk" in (plan.offload_optimizer, plan.offload_parameters)

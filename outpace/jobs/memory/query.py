@@ -1,4 +1,4 @@
-"""The query of `outpace memory` as a trace, and the rank that needs the most memory."""
+"""Queries of `outpace memory`: training to trace, and the rank that needs the most memory."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from outpace.training.precision import default_precision
 
 
 class MemoryQuery(Record):
-    """Training to trace; `ask` describes rank 0, and can be changed for any other rank."""
+    """Training to trace; `ask` describes rank 0, and is adapted for any other rank."""
 
     ask: TraceRequest
     global_batch: int
@@ -53,12 +53,12 @@ class MemoryQuery(Record):
 
     @property
     def accelerator(self) -> Accelerator | None:
-        """Accelerator whose memory is predicted; None for the CPU."""
+        """Accelerator whose memory is predicted; None for a CPU."""
         return self.ask.accelerator
 
     @property
     def workload(self) -> Trainable:
-        """Workload for the trace."""
+        """Training in the form that the trace runs."""
         ask = self.ask
         return Workload(ask.spec, ask.plan, ask.seq_len, ask.accumulation, ask.settings)
 
@@ -69,7 +69,7 @@ class MemoryQuery(Record):
 
 @dataclass(frozen=True)
 class ModuleQuestion:
-    """`MemoryQuery` for a custom model, which is built once."""
+    """A `MemoryQuery` for a custom model, which is built once."""
 
     model: CustomModel
     plan: Plan
@@ -93,7 +93,7 @@ class ModuleQuestion:
 
     @property
     def workload(self) -> Trainable:
-        """Workload of two real steps, for which the module is built again."""
+        """Training for two real steps; the module is built again."""
         from outpace.trace.custom_module import ModuleWorkload
 
         return ModuleWorkload(
@@ -101,7 +101,7 @@ class ModuleQuestion:
         )
 
     def trace(self, rank: int) -> MemoryAccount:
-        """Trace a rank's memory. Raises BadInputError if plan or module cannot be traced."""
+        """Trace a rank's memory. Raises BadInputError if the plan or module cannot be traced."""
         from outpace.trace.custom_module import account_of_module
 
         return account_of_module(
@@ -148,10 +148,11 @@ def question(
     nodes: int,
     find_outline: FindOutline | None = None,
 ) -> AnyQuery:
-    """Resolve open settings as training would on that machine. Raises BadInputError.
+    """Build a query, resolving open settings as training would on that machine.
 
-    With `find_outline`, a model that outpace can plan for but not train becomes a question for the
-    planner's formula. Without a global batch, it is one micro-batch per data-parallel rank.
+    With `find_outline`, a model that outpace can plan for but not train is answered by the
+    planner's formula. The default global batch is one micro-batch per data-parallel rank. Raises
+    BadInputError for settings that cannot be traced.
     """
     _require_traceable(settings)
     named = None if node is None else node.accelerator
@@ -199,33 +200,33 @@ def question(
 
 
 def _require_formula(plan: Plan, outline: Outline) -> None:
-    """Refuse options that the formula does not cover, for a model that cannot be traced."""
+    """Raise BadInputError for options that the formula does not cover."""
     if plan.lora_rank is not None:
         raise BadInputError(
             f"--lora-rank: {outline.untrained}, and the formula assumes that all weights are "
-            "trained. Leave --lora-rank out for an upper bound."
+            "trained. Leave out --lora-rank for an upper bound."
         )
 
 
 def _require_traceable(settings: TrainSettings) -> None:
-    """Refuse settings that only training can resolve, and losses that are not over a vocabulary."""
+    """Raise BadInputError for settings that only training resolves, and for other losses."""
     said = "outpace memory traces a plan as given"
     if settings.micro_batch == "auto":
         raise BadInputError(f"--micro-batch auto: {said}. Give a number of samples.")
     if settings.memory_budget is not None:
         raise BadInputError(
-            f"--memory-budget: {said}. Choose what is recomputed with --checkpointing or "
+            f"--memory-budget: {said}. Choose what to recompute with --checkpointing or "
             "--checkpoint-layers."
         )
     if settings.memory_limit is not None:
         raise BadInputError(
-            "--memory-limit: outpace memory compares with the memory of --machine. Leave the "
-            "option out, or use it with outpace train, which says what would fit."
+            "--memory-limit: outpace memory compares with the memory of --machine. Leave out the "
+            "option, or use it with outpace train, which reports what would fit."
         )
     if settings.task == "classify":
         raise BadInputError(
             "--task classify: outpace memory traces models with a head over the vocabulary, "
-            "which a classifier does not have. Leave --task out for an upper bound."
+            "which a classifier does not have. Leave out --task for an upper bound."
         )
 
 
@@ -234,7 +235,7 @@ def _plan(settings: TrainSettings, world_size: int, per_host: int, given: int | 
     machine, cpu = identify(find_accelerator), torch.device("cpu")
     if given is None:
         each = settings.micro_batch or 1
-        # With the optimizer in backward there is one micro-batch.
+        # With the optimizer in the backward there is only one micro-batch.
         most = 1 if settings.optimizer_in_backward else 4 * world_size
         pipeline = settings.pp_microbatches or most
         settings = settings.model_copy(
@@ -263,8 +264,8 @@ def _require_fp8(accelerator: Accelerator | None, node: Node | None) -> None:
         host = "this host" if node is None else node.name
         who = f"{host}'s CPU" if accelerator is None else accelerator.name
         raise BadInputError(
-            f"--precision fp8 needs float8 matmuls, which {who} does not have. Name a "
-            "--machine that has them, such as hgx-h100, or use --precision bf16."
+            f"--precision fp8 needs float8 matmuls, which {who} does not have. Choose a --machine "
+            "that has them, such as hgx-h100, or use --precision bf16."
         )
 
 
@@ -275,18 +276,18 @@ def account(asked: AnyQuery, rank: int | None = None) -> MemoryAccount:
 
 
 def require_rank(asked: AnyQuery, rank: int | None) -> None:
-    """Raise BadInputError if the plan has no such rank, or if no formula distinguishes it."""
+    """Raise BadInputError if the plan has no such rank, or the formula cannot tell ranks apart."""
     if rank is not None and rank >= asked.plan.world_size:
         raise BadInputError(f"--rank {rank}: the plan has ranks 0 to {asked.plan.world_size - 1}.")
     if rank is not None and isinstance(asked, FormulaQuestion):
         raise BadInputError(
-            f"--rank {rank}: {asked.outline.untrained}, and the formula only gives the fullest "
+            f"--rank {rank}: {asked.outline.untrained}, and the formula only covers the fullest "
             "rank. Leave --rank out."
         )
 
 
 def worst(asked: AnyQuery) -> MemoryAccount:
-    """Return the rank that needs the most memory."""
+    """Return the account of the rank that needs the most memory."""
     return max(
         (asked.trace(rank) for rank in representatives(asked.plan)),
         key=lambda found: found.needed_bytes,

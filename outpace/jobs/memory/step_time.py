@@ -26,9 +26,9 @@ def step_time_s(
     ranks: int,
     device: Literal["cpu", "cuda"],
 ) -> float:
-    """Return the seconds of a plan's step with `ranks` processes on each host like this one.
+    """Return the seconds per step of a plan, with `ranks` processes on each host like this one.
 
-    Raises BadInputError for a plan that does not divide the global batch.
+    Raises BadInputError if the plan does not divide the global batch.
     """
     model = outline(spec, settings.model)
     if settings.task == "classify":
@@ -44,10 +44,10 @@ def _find_cluster(ranks: int, device: Literal["cpu", "cuda"]) -> Cluster:
     machine = identify(find_accelerator)
     host = machine.model_copy(update={"devices": ()})
     used = host if device == "cpu" else machine
-    with suppress(BadInputError):  # unreadable, or without a necessary figure
+    with suppress(BadInputError):  # unreadable, or a figure is missing
         probed = find_probe(used)
         if probed is not None:
             return of_probe(probed, ranks)
-    with suppress(BadInputError):  # an unknown accelerator: use its host
+    with suppress(BadInputError):  # for an unknown accelerator, use its host
         return of_host(used, ranks)
     return of_host(host, ranks)

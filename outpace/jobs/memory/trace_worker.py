@@ -1,7 +1,8 @@
 """Memory accounts from a separate process, for a job in progress.
 
-A trace creates a process group, which a process that already has one cannot do, and its memory must
-not count as this process's. Run as a program, it answers each line with one line.
+A trace creates a process group, which is impossible in a process that already has one, and its
+memory must not count as this process's. Run as a program, this module answers each line of input
+with one line of output.
 """
 
 import json
@@ -20,7 +21,7 @@ from outpace.records.settings import TrainSettings
 
 
 class TraceRequest(Record):
-    """Request for the memory of one rank on one device. `settings` are the optimizer's."""
+    """A request for one rank's memory on one device. `settings` are the optimizer's."""
 
     spec: ModelSpec
     plan: Plan
@@ -28,13 +29,13 @@ class TraceRequest(Record):
     accumulation: int
     rank: int
     settings: TrainSettings
-    accelerator: Accelerator | None  # None: the CPU's memory
+    accelerator: Accelerator | None  # None: a CPU
     ranks_per_host: int
     whole: bool = False
 
 
 class AccountSummary(Record):
-    """The part of an account that is needed to choose between plans, and the estimated step time.
+    """The part of an account that is needed to choose between plans, with the estimated step time.
 
     `step_s`: None if the planner does not know it.
     """
@@ -46,17 +47,17 @@ class AccountSummary(Record):
 
 
 class Tracer:
-    """Tracer of plans in a process that starts with the first one and is ended by `close`."""
+    """Traces plans in a process that starts with the first request and ends on `close`."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[str] | None = None
 
     def __call__(self, ask: TraceRequest) -> AccountSummary:
-        """Trace what one rank needs. Raises BadInputError for an impossible plan."""
+        """Trace what one rank needs. Raises BadInputError for a plan that cannot be applied."""
         return AccountSummary.model_validate(self._request(ask))
 
     def trace_timeline(self, ask: TraceRequest) -> MemoryAccount:
-        """Return the account of one rank with its full memory timeline. Raises BadInputError."""
+        """Return one rank's account with its full memory timeline. Raises BadInputError."""
         return MemoryAccount.model_validate(self._request(ask.model_copy(update={"whole": True})))
 
     def _request(self, ask: TraceRequest) -> dict[str, Any]:
@@ -91,7 +92,7 @@ class Tracer:
         return answer
 
     def give_up(self) -> bool:
-        """End the process from another thread, failing calls that wait; False if there is none."""
+        """End the process from another thread; waiting calls fail. Return False if none runs."""
         process = self._process
         if process is None or process.poll() is not None:
             return False
@@ -108,15 +109,16 @@ class Tracer:
 
 
 def serve(asked: IO[str], told: IO[str]) -> None:
-    """Answer requests until there are no more."""
+    """Answer requests until the input ends."""
     for line in asked:
         told.write(json.dumps(_answer(TraceRequest.model_validate_json(line))) + "\n")
         told.flush()
 
 
 def account_of(ask: TraceRequest) -> MemoryAccount:
-    """Trace one rank in this process. Raises BadInputError for an impossible plan."""
-    from outpace.trace.account import account  # saves its 30 MiB in processes that only ask
+    """Trace one rank in this process. Raises BadInputError for a plan that cannot be applied."""
+    # saves its 30 MiB in processes that only send requests
+    from outpace.trace.account import account
 
     return account(
         ask.spec,
@@ -131,7 +133,7 @@ def account_of(ask: TraceRequest) -> MemoryAccount:
 
 
 def time_of(ask: TraceRequest) -> float | None:
-    """Return the seconds of a step by the planner; None if it does not know them."""
+    """Return the planner's step time in seconds; None if it does not know it."""
     from outpace.jobs.memory.step_time import step_time_s  # same
 
     device: Literal["cpu", "cuda"] = "cpu" if ask.accelerator is None else "cuda"
@@ -140,13 +142,13 @@ def time_of(ask: TraceRequest) -> float | None:
             ask.settings, ask.spec, ask.plan, ask.seq_len, ask.ranks_per_host, device
         )
     except BadInputError:
-        return None  # the memory alone is useful
+        return None  # memory alone is useful, too
 
 
 def _answer(ask: TraceRequest) -> dict[str, Any]:
     try:
         found = account_of(ask)
-    except Exception as error:  # what cannot be traced is not proposed
+    except Exception as error:  # plans that cannot be traced are not proposed
         return {"refused": str(error) or type(error).__name__}
     if ask.whole:
         return found.model_dump(mode="json")

@@ -1,4 +1,4 @@
-"""An estimate with traced memory: the real model under fake tensors, on its fullest rank."""
+"""Estimates with traced memory: the real model under fake tensors, on the rank that needs most."""
 
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.models import without_weights
@@ -15,7 +15,7 @@ from outpace.records.settings import TrainSettings
 
 
 def use_traced_memory(planned: RankedPlan, model: str, job: PlanningProblem) -> RankedPlan:
-    """Replace the formula's memory with the traced memory.
+    """Replace the formula's memory by traced memory.
 
     Raises BadInputError for plans and models that outpace cannot train.
     """
@@ -31,7 +31,7 @@ def use_traced_memory(planned: RankedPlan, model: str, job: PlanningProblem) -> 
     kinds["allocator and libraries"] = max(0, needed - sum(kinds.values()))
     changed = {"depth": "trace", "peak_memory_bytes": needed, "memory": kinds}
     if not planned.estimate.disk_offloaded_bytes:
-        # The host's memory need not peak together with the device's.
+        # Host memory need not peak together with device memory.
         changed["host_offloaded_bytes"] = max(away, planned.estimate.host_offloaded_bytes)
     estimate = planned.estimate.model_copy(update=changed)
     return planned.model_copy(update={"estimate": estimate})
@@ -40,7 +40,7 @@ def use_traced_memory(planned: RankedPlan, model: str, job: PlanningProblem) -> 
 def fullest(
     plan: Plan, model: str, job: PlanningProblem, dropout: float | None = None
 ) -> MemoryAccount:
-    """Return the traced account of the fullest rank, by default with the model's own dropout.
+    """Return the traced account of the rank that needs most, by default with the model's dropout.
 
     Raises BadInputError if it cannot be traced.
     """

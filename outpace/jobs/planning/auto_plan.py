@@ -1,4 +1,4 @@
-"""`outpace train --plan`: a plan file, or the planner's choice for this machine, traced."""
+"""`outpace train --plan`: a plan from a file, or the planner's choice for this machine, traced."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -55,7 +55,7 @@ def apply_settings_plan(
     ranks: Ranks | None,
     say: Callable[[str], None],
 ) -> Settings:
-    """Replace --plan by the plan's settings, and return these with their origins.
+    """Replace --plan by the plan's settings; return all settings and their origins.
 
     Raises BadInputError if no plan fits, or if settings contradict the plan.
     """
@@ -77,7 +77,7 @@ def apply_settings_plan(
     if given == "auto" and settings.compile is None and chosen.compile:
         del values["compile"]  # depends on the run's length
     if ranks is not None:
-        values["nproc"] = None  # ranks exist already; with several hosts each has its own number
+        values["nproc"] = None  # ranks exist already; with several hosts, each has its own number
     if given != "auto" and settings.expect_step_time_s is None:
         path = Path(given).expanduser()
         values["expect_step_time_s"] = _tuned_step_time(
@@ -92,7 +92,7 @@ def apply_settings_plan(
 
 
 def _workload(file: PlanFile, origins: Mapping[str, str]) -> dict[str, int]:
-    """Return the length and batch of a plan's file, unless the user gives others."""
+    """Return sequence length and batch from a plan's file, except where the user sets them."""
     known = {"seq_len": file.seq_len, "global_batch": file.global_batch}
     return {
         name: value
@@ -108,7 +108,7 @@ def _values(plan: Plan, settings: TrainSettings) -> dict[str, Any]:
     for axis in AXES:
         values[axis] = getattr(plan, axis) if plan.world_size > 1 else None
     if plan.loss == "auto":
-        del values["loss"]  # the user's choice
+        del values["loss"]  # left to the user
     if plan.pp == 1 or plan.strategy == "mp":
         values["pp_microbatches"] = None
     values["pp_schedule"] = plan.pp_schedule if plan.strategy == "3d" and plan.pp > 1 else None
@@ -125,7 +125,7 @@ def _values(plan: Plan, settings: TrainSettings) -> dict[str, Any]:
 def _tuned_step_time(
     path: Path, plan: Plan, settings: TrainSettings, say: Callable[[str], None]
 ) -> float | None:
-    """Return the step time in seconds from the tuning beside the plan, if the run is the same."""
+    """Return the step time in seconds from the tuning next to the plan, if the run matches it."""
     beside = path.parent / TUNING_FILE
     if not beside.is_file():
         return None
@@ -156,7 +156,7 @@ def _check_file(
         )
     for name, value in _values(plan, settings).items():
         asked = getattr(settings, name)
-        if asked == -1 or LEVELS.get(asked, asked) == value:  # −1 is the rest; a level of Apex
+        if asked == -1 or LEVELS.get(asked, asked) == value:  # −1 is the rest; or a level of Apex
             continue
         if origins.get(name) not in (None, DEFAULT) and asked != value and name != "nproc":
             raise BadInputError(
@@ -186,7 +186,7 @@ def _pick(
         assert failed is not None
         raise failed
     if any(job.cluster.calibrated for _, job in answers):
-        # Rates not corrected by steps are too high and would win (docs/development/log.md).
+        # Rates that steps did not correct are too high and would win (docs/development/log.md).
         answers = [(answer, job) for answer, job in answers if job.cluster.calibrated]
     answers.sort(key=lambda pair: pair[0].plans[0].estimate.step_time_s)
     for answer, job in answers:
@@ -203,7 +203,7 @@ def _pick(
 def _worlds(settings: TrainSettings, ranks: Ranks | None, machine: Machine) -> list[int]:
     """Return numbers of processes to plan for: the current one, or those that this host can start.
 
-    A CPU without measurements is not divided, since its processes' communication is unknown.
+    A CPU without measurements is not split among processes, whose communication is unknown.
     """
     if ranks is not None:
         return [ranks.world_size]
@@ -221,7 +221,7 @@ def candidate_world_sizes(machine: Machine) -> list[int]:
 
 
 def _require_known(settings: TrainSettings, origins: Mapping[str, str]) -> None:
-    """Refuse settings that the planner cannot plan or cannot predict the time of."""
+    """Raise BadInputError for settings that the planner cannot plan or predict."""
     what = None
     for name in Plan.model_fields:
         field = TrainSettings.model_fields.get(name)
@@ -244,7 +244,7 @@ def question(
     per_node: int | None = None,
     measured: HostRates | None = None,
 ) -> PlanningProblem:
-    """Ask the planner for the open settings, on `world` processes of machines like this one.
+    """Build the planning problem for open settings, on `world` processes of hosts like this one.
 
     `per_node` is the number of processes per host; None means all on one. `measured` are this
     host's rates, if it was not probed.
@@ -265,7 +265,7 @@ def question(
     keep = {name: value for name, value in keep.items() if name not in AXES or value != -1}
     if settings.offload is not None:  # short for two settings
         keep |= resolve_offload(settings)
-    # Numerics are not the planner's choice, except what offloading requires.
+    # The planner does not choose numerics, except where offloading requires it.
     precision = resolve_precision(settings, resolve_device(settings, Ranks()), machine)
     check_adapters({"precision": precision, **keep}, outline)
     away = None if settings.precision is not None else WHERE_OFFLOADED.get(precision)
@@ -295,7 +295,7 @@ def question(
 
 
 def _find_excluded(settings: TrainSettings, world: int) -> Collection[Strategy]:
-    """Return strategies that cannot split a custom model; none for outpace's models."""
+    """Return strategies that cannot split a custom model; empty for outpace's models."""
     if not names_code(settings.model):
         return ()
     from outpace.parallel.custom.module_shape import find_refused_strategies
@@ -308,11 +308,11 @@ def _find_excluded(settings: TrainSettings, world: int) -> Collection[Strategy]:
 def _cluster(
     settings: TrainSettings, machine: Machine, world: int, per_node: int, measured: HostRates | None
 ) -> Cluster:
-    """Return the cluster as probed, if the machine.json here is of such a machine."""
+    """Return the cluster as probed, if the machine.json here describes this machine."""
     if world % per_node:
         raise BadInputError(
-            f"--plan auto: {per_node} of {world} ranks are on this host, and other hosts have "
-            "a different number. It plans for equal hosts. Give each the same number, or "
+            f"--plan auto: {per_node} of {world} ranks are on this host, and other hosts have a "
+            "different number, but plans are for equal hosts. Start equally many on each, or "
             "choose --strategy and its axes yourself."
         )
     probed = find_probe(machine)
@@ -326,7 +326,7 @@ def _cluster(
     if allowed is None:
         return cluster
     if cluster.device.kind == "cpu":
-        # On the host, the process itself counts, including its loaded libraries.
+        # On a CPU, the process itself counts, including its loaded libraries.
         own = anonymous_bytes()
         if own >= allowed:
             raise BadInputError(
@@ -340,7 +340,7 @@ def _cluster(
 def _fits(
     planned: RankedPlan, settings: TrainSettings, job: PlanningProblem, say: Callable[[str], None]
 ) -> bool:
-    """Return whether the trace fits; if it cannot be traced, the formula decides."""
+    """Return whether the plan fits when traced; if it cannot be traced, by the formula."""
     limit = job.cluster.device.memory_bytes
     # A traced model has a head over the vocabulary.
     if planned.untrained is not None or limit is None or settings.task == "classify":
@@ -348,13 +348,13 @@ def _fits(
     try:
         needed = fullest(planned.plan, settings.model, job, settings.dropout).device_bytes
     except BadInputError as error:
-        say(f"not traced ({error}), so its memory is the formula's: {planned.title}")
+        say(f"not traced ({error}), so its memory is the formula's estimate: {planned.title}")
         return True
     if needed <= limit:
         return True
     say(
-        f"skipped: {planned.title} needs {show_bytes(needed)} of {show_bytes(limit)} when "
-        f"traced (the formula says {show_bytes(planned.estimate.peak_memory_bytes)})"
+        f"skipped: {planned.title} needs {show_bytes(needed)} of {show_bytes(limit)} when traced "
+        f"(the formula gives {show_bytes(planned.estimate.peak_memory_bytes)})"
     )
     return False
 

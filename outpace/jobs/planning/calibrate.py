@@ -34,10 +34,10 @@ _AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
 @dataclass(frozen=True)
 class CalibratedRun:
-    """A logged run, the prediction for its layout, and the prediction with the corrected rates.
+    """A logged run, the prediction for its layout, and the prediction with corrected rates.
 
-    `planned_memory_bytes` is of the same kind as the run's peak: allocated, reserved or resident.
-    `assumed` are settings of the plan that come neither from the log nor from a flag.
+    `planned_memory_bytes` is the same kind of memory as the run's peak: allocated, reserved or
+    resident. `assumed` are settings of the plan that come neither from the log nor from a flag.
     """
 
     observed: ObservedRun
@@ -49,18 +49,18 @@ class CalibratedRun:
 
     @property
     def error_before(self) -> float:
-        """Error of the prediction with the uncorrected rates, relative to the measured time."""
+        """Relative error of the prediction with uncorrected rates."""
         return self.before_s / self.observed.step_time_s - 1
 
     @property
     def error_after(self) -> float:
-        """Error of the prediction with the corrected rates, relative to the measured time."""
+        """Relative error of the prediction with corrected rates."""
         return self.after_s / self.observed.step_time_s - 1
 
 
 @dataclass(frozen=True)
 class CalibrationRequest:
-    """Logs, and the settings that they lack: `plan` is a complete layout, `layout` part of one."""
+    """Logs, and settings that they lack: `plan` is a complete layout, `layout` part of one."""
 
     logs: tuple[Path, ...]
     asked: PlanQuestion
@@ -74,7 +74,7 @@ def calibrate_machine(
     """Compare each log with the plan for its layout, and correct the machine.
 
     Runs of an earlier calibration in the machine's file are kept. Raises BadInputError if a log
-    cannot be read or lacks something that no flag supplies.
+    cannot be read or lacks something that no flag provides.
     """
     logged = [read_log(path) for path in request.logs]
     base, kept = _base(request.asked)
@@ -109,11 +109,11 @@ def calibrate_machine(
 
 
 def _base(asked: PlanQuestion) -> tuple[PlanQuestion, tuple[ObservedRun, ...]]:
-    """Return the machine before any correction, and the runs used to correct it."""
+    """Return the machine before any correction, and the runs that corrected it."""
     if asked.machine is None:
         raise BadInputError(
-            "which machine are the logs from? Name it with --machine, such as --machine "
-            "hgx-h100, or give the machine.json of outpace probe."
+            "which machine are the logs from? Pass it as --machine, such as --machine hgx-h100, "
+            "or pass the machine.json of outpace probe."
         )
     path = Path(asked.machine).expanduser()
     if not is_corrected(path):
@@ -121,7 +121,7 @@ def _base(asked: PlanQuestion) -> tuple[PlanQuestion, tuple[ObservedRun, ...]]:
     file = CorrectedMachine.load(path, option="--machine ")
     if file.node is None:
         raise BadInputError(
-            f"{path} was corrected from a probe. Give the probe's machine.json and all logs."
+            f"{path} was corrected from a probe. Pass the probe's machine.json and all logs."
         )
     check_network(asked, file, path)
     devices = file.devices_per_node
@@ -160,7 +160,7 @@ def _file(asked: PlanQuestion, runs: tuple[ObservedRun, ...]) -> CorrectedMachin
 def _question(
     logged: LoggedRun, request: CalibrationRequest, base: PlanQuestion
 ) -> tuple[PlanningProblem, Plan]:
-    """Return the planner's request for the run of a log, and the run's plan."""
+    """Return the planning problem for a log's run, and the run's plan."""
     answers = _answers(request)
     check_contradictions(logged, answers)
     plan = _plan(logged, request)
@@ -171,14 +171,14 @@ def _question(
         (batch, "--global-batch", "sequences per step"),
     ):
         if value is None:
-            raise BadInputError(f"{logged.log} does not say the number of {what}. Give {flag}.")
+            raise BadInputError(f"{logged.log} does not state the number of {what}. Pass {flag}.")
     check_micro_batch(logged, plan, answers, batch or 1)
     question = job(replace(base, seq_len=seq_len, global_batch=batch, precision=plan.precision))
     known = parameters(question.outline)
     if logged.parameters is not None and logged.parameters != known:
         raise BadInputError(
             f"{logged.log} is from a model with {logged.parameters:,} parameters, but --model "
-            f"{base.model} has {known:,}. Give the model that was trained."
+            f"{base.model} has {known:,}. Pass the model that was trained."
         )
     if question.wanted.world != plan.world_size:
         raise BadInputError(
@@ -191,7 +191,7 @@ def _question(
 
 
 def _answers(request: CalibrationRequest) -> Answers:
-    """Return the values that flags give for the runs."""
+    """Return the values that flags provide for the runs."""
     asked = request.asked
     layout = _read_layout(request.layout)
     if request.plan is not None:
@@ -202,7 +202,7 @@ def _answers(request: CalibrationRequest) -> Answers:
 
 
 def _observe(logged: LoggedRun, question: PlanningProblem, plan: Plan) -> ObservedRun:
-    """Return the run with its step time, which some logs give as a throughput."""
+    """Return the run with its step time, which some logs give as throughput."""
     wanted = question.wanted
     step_time_s = logged.step_time_s
     if step_time_s is None and logged.samples_per_s is not None:
@@ -260,13 +260,13 @@ def _read_layout(text: str | None) -> dict[str, Any]:
 
 
 def _add_data_parallel(values: dict[str, Any], logged: LoggedRun) -> dict[str, Any]:
-    """Add the data-parallel degree that the other axes leave, if the log counts devices."""
+    """Add the data-parallel degree that the other axes leave over, if the log counts devices."""
     rest = logged.world_size
     if rest is None or {"dp_replicate", "dp_shard"} & values.keys():
         return values
     for axis in ("cp", "tp", "pp"):
         rest //= values.get(axis, 1)
-    # Experts are divided among ranks that shard, at least the optimizer's state.
+    # Experts are distributed over ranks that shard at least the optimizer state.
     shards = bool(logged.zero) or values.get("ep", 1) > 1
     strategy = values.get("strategy")
     replicated = strategy in ("ddp", "ring", "ps") or (strategy is None and not shards)
@@ -276,7 +276,7 @@ def _add_data_parallel(values: dict[str, Any], logged: LoggedRun) -> dict[str, A
 def _add_pipeline(
     values: dict[str, Any], logged: LoggedRun, request: CalibrationRequest
 ) -> dict[str, Any]:
-    """Add settings that only combined axes have: the ZeRO stage, and pipeline micro-batches."""
+    """Add settings that only combined axes have: ZeRO stage and pipeline micro-batches."""
     found = dict(values)
     if found["strategy"] == "3d" and logged.zero is not None:
         found.setdefault("zero", max(1, logged.zero))
@@ -288,7 +288,7 @@ def _add_pipeline(
 
 
 def _strategy(values: dict[str, Any], logged: LoggedRun) -> str:
-    """Return the strategy of a layout, from its axes and the trainer's name for its sharding."""
+    """Return a layout's strategy, from its axes and the trainer's name for its sharding."""
     axes = {axis for axis in _AXES if values.get(axis, 1) > 1}
     if not axes:
         return "single"

@@ -1,4 +1,4 @@
-"""Checks that a logged run is possible on this machine and in this layout; and its assumptions."""
+"""Checks that a logged run is possible on this machine and in this layout; its assumptions."""
 
 import math
 from collections.abc import Mapping
@@ -14,12 +14,12 @@ from outpace.records.plan import Plan
 from outpace.records.training_log import LoggedRun, ObservedRun
 from outpace.records.units import show_bytes, show_seconds
 
-# Predicted memory has an error too (docs/results/accuracy.md): a run that is predicted to need
-# slightly more than the device has may have run.
+# Memory predictions have errors, too (docs/results/accuracy.md): a run predicted to need slightly
+# more than the device has may well have run.
 _MEMORY_ERROR = 1.2
-# A batch that follows from a rate, or from three digits, is not exact.
+# A batch derived from a rate, or rounded to three digits, is not exact.
 _BATCH_ERROR = 0.05
-# Lines of a log include evaluations and checkpoints, and rates cover only some steps.
+# Step times in a log include evaluations and checkpoints; rates cover only some steps.
 _CLOCK_ERROR = 1.5
 # A probe's best matmul is not a peak: other programs may have slowed it down.
 _PROBE_ERROR = 2.0
@@ -28,7 +28,7 @@ _ASSUMED = ("precision", "checkpointing", "optimizer")
 
 @dataclass(frozen=True)
 class Answers:
-    """Values from flags for logged runs; `layout` is from the flag `source`, --layout or --plan."""
+    """Values from flags for logged runs; `source` is the flag of `layout`: --layout or --plan."""
 
     source: str
     layout: Mapping[str, Any]
@@ -42,7 +42,8 @@ def check_contradictions(logged: LoggedRun, answers: Answers) -> None:
     if (logged.plan is not None and logged.plan.lora_rank) or answers.layout.get("lora_rank"):
         raise BadInputError(
             f"{logged.log}: a run with adapters (lora_rank) cannot correct a machine, since "
-            "adapters are not corrected for yet. Give the log of a run that trained all weights."
+            "corrections do not support adapters yet. Pass the log of a run that trained all "
+            "weights."
         )
     told = logged.model_dump() if logged.plan is None else logged.plan.model_dump()
     for name, value in answers.layout.items():
@@ -59,27 +60,27 @@ def check_contradictions(logged: LoggedRun, answers: Answers) -> None:
 
 def _refuse(logged: LoggedRun, told: str, given: str) -> None:
     raise BadInputError(
-        f"{logged.log} says {told}, but {given}. Leave the flag out, or give the log that matches "
+        f"{logged.log} says {told}, but {given}. Leave out the flag, or pass the log that matches "
         "it."
     )
 
 
 def check_micro_batch(logged: LoggedRun, plan: Plan, answers: Answers, global_batch: int) -> None:
-    """Raise BadInputError if nothing gives the number of sequences per device and pass."""
+    """Raise BadInputError if nothing determines the number of sequences per device and pass."""
     if logged.plan is not None or logged.micro_batch is not None or "micro_batch" in answers.layout:
         return
     ranks = plan.dp_replicate * plan.dp_shard
     if global_batch != ranks:
         raise BadInputError(
-            f"{logged.log} does not say how many sequences a device took at once: of the "
-            f"{global_batch} per step, {ranks} data-parallel "
-            f"{'rank' if ranks == 1 else 'ranks'} may have taken any part. Give --layout "
-            "micro_batch=N, the batch size per device."
+            f"{logged.log} does not state how many sequences a device processed at once: any part "
+            f"of the {global_batch} per step over {ranks} data-parallel "
+            f"{'rank' if ranks == 1 else 'ranks'}. Pass --layout micro_batch=N, the batch size "
+            "per device."
         )
 
 
 def list_assumed(logged: LoggedRun, plan: Plan, answers: Answers) -> dict[str, str]:
-    """Return the names of a plan's settings that come neither from the log nor from a flag."""
+    """Return a plan's settings that come neither from the log nor from a flag, by name."""
     if logged.plan is not None or answers.source == "--plan":
         return {}
     told = {name for name in _ASSUMED if getattr(logged, name, None) is not None}
@@ -88,32 +89,32 @@ def list_assumed(logged: LoggedRun, plan: Plan, answers: Answers) -> dict[str, s
 
 
 def check_possible(question: PlanningProblem, run: ObservedRun, planned: Estimate) -> None:
-    """Raise BadInputError for a step too fast for such a machine, or a layout that does not fit."""
+    """Raise BadInputError for a step too fast for the machine, or a layout that does not fit."""
     device = question.cluster.device
     most = device.nominal_bytes or device.memory_bytes
     peak = run.peak_memory_bytes
     if most is not None and peak is not None and run.memory_kind != "resident" and peak > most:
         raise BadInputError(
-            f"{run.log}: it used {show_bytes(peak)} of a device's memory, but {device.name} "
-            f"has {show_bytes(most)}. Give the machine that it ran on with --machine."
+            f"{run.log}: the run used {show_bytes(peak)} of a device's memory, but {device.name} "
+            f"has {show_bytes(most)}. Pass the machine that it ran on with --machine."
         )
     _check_speed(question, run)
     limit = planned.memory_bytes
     if limit is not None and planned.peak_memory_bytes > _MEMORY_ERROR * limit:
         raise BadInputError(
             f"{run.log}: {question.outline.name} in this layout does not fit: it needs "
-            f"{show_bytes(planned.peak_memory_bytes)}, but {device.name} has "
-            f"{show_bytes(limit)}. Did it use LoRA or quantized weights? Such runs cannot "
-            "correct a machine, since adapters are not corrected for yet. Did it use "
-            "recomputation (--layout checkpointing=full), more devices (--nodes, "
-            "--devices-per-node), or another model (--model)? Nothing is corrected."
+            f"{show_bytes(planned.peak_memory_bytes)}, but {device.name} has {show_bytes(limit)}. "
+            "Did it use LoRA or quantized weights? Such runs cannot correct a machine, since "
+            "corrections do not support adapters yet. Did it use recomputation (--layout "
+            "checkpointing=full), more devices (--nodes, --devices-per-node), or another model "
+            "(--model)? Nothing is corrected."
         )
 
 
 def check_clock(logged: LoggedRun, run: ObservedRun) -> None:
-    """Raise BadInputError if batch and length do not match the log's own step times.
+    """Raise BadInputError if batch and length contradict the log's own step times.
 
-    The throughput in a log implies a step time, which must agree with the times of its lines, or
+    A logged throughput implies a step time, which must agree with the times of the log's lines, or
     with a step time given next to it.
     """
     tokens = run.global_batch * run.seq_len
@@ -135,14 +136,14 @@ def check_clock(logged: LoggedRun, run: ObservedRun) -> None:
     raise BadInputError(
         f"{run.log}: at {told}, a step of {run.global_batch} sequences of {run.seq_len} tokens "
         f"takes {show_seconds(by_rate_s)}, but by the log's clock it took "
-        f"{show_seconds(clock_s)}. Give the batch of a whole step, over all devices and "
+        f"{show_seconds(clock_s)}. Pass the batch of a whole step, over all devices and "
         "accumulated micro-batches, with --global-batch, the length with --seq-len, or the "
         "number of devices (--nodes, --devices-per-node). Nothing is corrected."
     )
 
 
 def _check_speed(question: PlanningProblem, run: ObservedRun) -> None:
-    """Compare the model FLOPs with the peak, counting half of attention for causal masks."""
+    """Compare model FLOPs with the peak, counting half of attention for causal masks."""
     plan, device = run.plan, question.cluster.device
     dtype = dtype_of(plan.precision)
     best = device.peak_flops_per_s.get(dtype)

@@ -14,10 +14,10 @@ from outpace.records.plan import Plan
 def estimate(
     asked: PlanQuestion, plan: Plan, name: str = "the plan", *, trace: bool = False
 ) -> tuple[RankedPlan, PlanningProblem]:
-    """Estimate a plan on the requested machines, and also return the request.
+    """Estimate a plan on the requested machines; also return the planning problem.
 
-    `name`: the plan's name in errors. With `trace`, the real model runs under fake tensors, which
-    gives its true peak memory. Raises BadInputError.
+    `name`: what errors call the plan. With `trace`, the real model runs under fake tensors, which
+    gives its exact peak memory. Raises BadInputError.
     """
     question = job(asked)
     if plan.world_size != question.wanted.world:
@@ -27,7 +27,7 @@ def estimate(
             "axes or --nodes and --devices-per-node."
         )
     if asked.global_batch is None:
-        # As plan's default, rounded up to a batch that the plan divides.
+        # Like `plan`'s default, rounded up to a batch that the plan divides.
         least = plan.samples_per_pass * plan.data_parallel
         batch = least * math.ceil(question.wanted.global_batch / least)
         question = replace(question, wanted=replace(question.wanted, global_batch=batch))

@@ -1,4 +1,4 @@
-"""The plan to export for another trainer, what the export loses, and the cost of the result."""
+"""The plan to export for another trainer, what the export loses, and the result's cost."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -23,19 +23,19 @@ from outpace.records.plan import Plan
 from outpace.records.precisions import COMPUTES_IN_BF16, COMPUTES_IN_FP16
 from outpace.records.units import show_bytes, show_seconds, show_share
 
-# No other trainer splits a large vocabulary's logits into chunks by itself.
+# No other trainer chunks the logits of a large vocabulary on its own.
 _OTHERS = replace(OUTPACE, chunks_loss=False)
 _HABITS: Mapping[str, FrameworkTraits] = MappingProxyType({"outpace": OUTPACE})
-# Formats and trainers that use another stack: fully_shard over transformers' modules, and TRL's
+# Formats and trainers built on another one: fully_shard over transformers' modules, and TRL's
 # SFTTrainer, which is a Trainer.
 _STACKS: Mapping[str, str] = MappingProxyType({"fsdp": "accelerate", "trl": "trainer"})
 
-_ALIKE = 5e-4  # shown as 0.0 %
+_ALIKE = 5e-4  # displayed as 0.0 %
 
 
 @dataclass(frozen=True)
 class NamedModel:
-    """A model, or its outline if outpace cannot build it, and the user's name for it."""
+    """A model (or its outline, if outpace cannot build it) and the user's name for it."""
 
     reference: str
     model: ModelSpec | Outline
@@ -43,11 +43,11 @@ class NamedModel:
 
 @dataclass(frozen=True)
 class ExportChoice:
-    """The exported plan, the configuration that was written, and why this plan was chosen.
+    """The exported plan, the configuration written, and why this plan was chosen.
 
-    `number` is its position in the answer, None if it is not listed. `estimate` belongs to the
-    written configuration, None if that cannot be estimated. `warning` names the parts of the plan
-    that the format lacks, None if it lacks nothing.
+    `number` is its position in the answer; None if not listed. `estimate` is for the written
+    configuration; None if it cannot be estimated. `warning` names the parts of the plan that the
+    format cannot express; None if there are none.
     """
 
     planned: RankedPlan
@@ -63,15 +63,15 @@ def pick_plan(
 ) -> ExportChoice:
     """Choose the `chosen` plan, or the recommended one, or the fastest that `name` can express.
 
-    The recommended plan is chosen if the format can express it, and if, run by that trainer, it
-    fits and is about as fast as the fastest. It is also chosen if the format can express no plan.
-    Raises BadInputError if no configuration of the chosen plan, or of any, can be written.
+    The recommended plan is chosen if the format can express it and it fits and is about as fast as
+    the fastest when that trainer runs it, and also if the format can express no plan at all. Raises
+    BadInputError if no configuration can be written for the chosen plan, or for any.
     """
     if job.wanted.adapters is not None and name != "outpace":
         raise BadInputError(
-            f"{job.wanted.adapters.title}: no configuration of {name} has adapters, so it would "
-            "train all weights. Write the plan with --out plan.json, and train with outpace train "
-            "--plan plan.json."
+            f"{job.wanted.adapters.title}: configurations for {name} do not support adapters, so "
+            "they would train all weights. Write the plan with --out plan.json, and train with "
+            "outpace train --plan plan.json."
         )
     there = assign_trainer(name, job.with_nodes(answer.nodes - answer.idle_nodes))
     if chosen is not None:
@@ -160,8 +160,8 @@ def _find_obstacle(
 ) -> str | None:
     """Return why the recommended plan is not written; None if nothing prevents it.
 
-    `found` is the fastest plan that the format can express, `lost` what it cannot express of
-    `first`.
+    `found` is the fastest plan that the format can express; `lost` describes what it cannot express
+    of `first`.
     """
     if lost:
         return f"{name} cannot express plan 1 ({first.title}): {lost}"
@@ -179,7 +179,7 @@ def _find_obstacle(
 
 
 def _reason_for_first(name: str, job: PlanningProblem, first: RankedPlan, found: RankedPlan) -> str:
-    """Say that the recommended plan is written, and compare it with the fastest."""
+    """Explain that the recommended plan is written, and compare it with the fastest."""
     label = f"Plan 1, the {join_and(first.roles)}: {first.title}"
     slower = estimate_plan(job, first.plan).estimate.step_time_s / found.estimate.step_time_s - 1
     if found.plan == first.plan or slower < _ALIKE:
@@ -203,7 +203,7 @@ def _compare_with_fastest(found: RankedPlan, answer: Plans) -> str:
 def _estimate_written(
     job: PlanningProblem, plan: Plan, written: ExportedPlan
 ) -> tuple[Estimate | None, bool]:
-    """Return the estimate of what the configuration describes, and whether it is complete."""
+    """Estimate the written configuration, and return whether the estimate covers all of it."""
     described, known = written.written_plan(plan)
     if described is None:
         return None, False
@@ -216,24 +216,24 @@ def _estimate_written(
 def _warning(
     name: str, planned: RankedPlan, written: ExportedPlan, estimate: Estimate | None, known: bool
 ) -> str | None:
-    """Say what is lost, and whether the plan that is written instead fits."""
+    """Describe what is lost, and whether the plan that is written instead fits."""
     if not written.differences:
         return None
     rests = f"the plan uses features that {name} cannot express. {' '.join(written.differences)}"
-    more = "" if known else " What is written instead may change time and memory too."
+    more = "" if known else " What is written instead may change time and memory, too."
     if estimate is None:
         return f"{rests}{more}"
     has = "" if estimate.memory_bytes is None else f" of {show_bytes(estimate.memory_bytes)}"
     return (
         f"{rests} {_describe_condition(written)}, a device needs "
-        f"{show_bytes(estimate.peak_memory_bytes)}{has}, as planned "
-        f"{show_bytes(planned.estimate.peak_memory_bytes)}: it "
+        f"{show_bytes(estimate.peak_memory_bytes)}{has}, compared with "
+        f"{show_bytes(planned.estimate.peak_memory_bytes)} as planned: it "
         f"{'fits' if estimate.fits else 'does NOT fit'}.{more}"
     )
 
 
 def _describe_condition(written: ExportedPlan) -> str:
-    """Say when a configuration trains as described: unchanged, or after edits to the script."""
+    """Describe when a configuration trains as estimated: unchanged, or after edits to a script."""
     match len(written.edits):
         case 0:
             return "As written"

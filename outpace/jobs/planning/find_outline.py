@@ -1,4 +1,4 @@
-"""Outline of any model that can be named, for planning."""
+"""The outline of any model, from its reference, for planning."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 from outpace.records.outline import Outline
 
-# A custom language model is traced with this many tokens, if it accepts as many.
+# Tokens with which a custom language model is traced, if it accepts that many.
 _TRACED_TOKENS = 128
 _TRACED_SAMPLES = 2
 
@@ -19,10 +19,10 @@ _TRACED_SAMPLES = 2
 def find_outline(reference: str) -> tuple[str, Outline, ModelSpec | None]:
     """Return the name, the outline and, if outpace can build it, the spec of the model `reference`.
 
-    References are resolved as for train's --model: first a preset, then the catalog's outlines
-    (both also in capitals and by their Hugging Face Hub names, unless there is such a file), a
-    Hugging Face directory, a finished run, a spec file (.toml, .json), and "file.py:function",
-    which runs the user's code and is traced. Raises BadInputError.
+    References are resolved like train's --model: a preset, an outline in the catalog (both in any
+    case, or by Hugging Face Hub name, unless a file has that name), a Hugging Face directory, a
+    finished run, a spec file (.toml, .json), or "file.py:function", which runs and traces the
+    user's code. Raises BadInputError if none matches.
     """
     if not Path(reference).expanduser().exists():
         reference = name_of_hub(reference) or named_model(reference)
@@ -61,7 +61,7 @@ def _open(reference: str, path: Path) -> tuple[str, Outline, ModelSpec | None]:
 
 
 def _config_of(path: Path) -> Path | None:
-    """Return the directory whose config.json describes a model, even if it cannot be built."""
+    """Return the directory whose config.json describes a model, even one that cannot be built."""
     from outpace.interop.config import CONFIG_FILE
     from outpace.interop.custom_model import CUSTOM_MODEL_FILE
     from outpace.interop.peft import ADAPTER_CONFIG, base_of
@@ -89,7 +89,10 @@ def _trace(build: Any, name: str) -> tuple[Outline, ModelSpec | None]:
 
 
 def _by_config(module: Any) -> Outline | None:
-    """Read a known transformers architecture by its config, which is more detailed than a trace."""
+    """Return the outline of a known transformers architecture from its config; None for others.
+
+    It has more detail than a trace.
+    """
     from outpace.interop.outline import READERS, outline_from_config
 
     config = getattr(module, "config", None)
@@ -97,7 +100,7 @@ def _by_config(module: Any) -> Outline | None:
         return None
     try:
         found = outline_from_config(config, "the module's config")
-    except (BadInputError, AttributeError):  # another config with this name
+    except (BadInputError, AttributeError):  # another architecture's config with this name
         return None
     own = sum(parameter.numel() for parameter in module.parameters())
     return found if parameters(found) == own else None

@@ -1,4 +1,4 @@
-"""A --plan file as settings of the training to trace."""
+"""Settings of a --plan file, for training that is traced."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,16 +13,17 @@ from outpace.records.settings import TrainSettings
 def follow_plan(
     settings: TrainSettings, origins: Mapping[str, str], node: Node | None, nodes: int
 ) -> tuple[TrainSettings, dict[str, str]]:
-    """Merge the settings of the --plan file, with their origins. Raises BadInputError.
+    """Merge the --plan file's settings into the given ones. Raises BadInputError.
 
-    Other settings must agree with it; length and batch may differ from the file's.
+    Return both, with their origins. Other settings must agree with the file; sequence length and
+    batch may differ.
     """
     if settings.plan is None:
         return settings, dict(origins)
     if settings.plan == "auto":
         raise BadInputError(
-            "--plan auto: outpace memory traces a plan as given. Give a file that outpace "
-            "plan --out wrote, or leave --plan out."
+            "--plan auto: outpace memory traces a plan as given. Pass a file that outpace plan "
+            "--out wrote, or leave out --plan."
         )
     there = None if node is None else node.processes * nodes
     world = PlanFile.load(Path(settings.plan).expanduser(), option="--plan ").world_size

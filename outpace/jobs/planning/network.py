@@ -1,4 +1,4 @@
-"""The network question: the bandwidth that a run needs, and the cost of another network."""
+"""Answers of `outpace network`: the bandwidth that a run needs, and other networks' cost."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -53,7 +53,7 @@ def network_report(asked: NetworkQuestion) -> NetworkReport:
 
 
 def _file_entry(asked: NetworkQuestion, plan: Plan, site: Site) -> NetworkEntry:
-    """Return the plan of a file. Raises BadInputError if it is for another number of devices."""
+    """Return the entry of a plan file. Raises BadInputError if its number of devices differs."""
     world = site.nodes * site.per_node
     if plan.world_size != world:
         raise BadInputError(
@@ -68,7 +68,7 @@ def _file_entry(asked: NetworkQuestion, plan: Plan, site: Site) -> NetworkEntry:
 def _compare(
     asked: NetworkQuestion, problem: NetworkProblem, precision: Precision
 ) -> tuple[list[Need], dict[str, str]]:
-    """Return the needs of one plan for each strategy, and why others are not possible."""
+    """Return the needs of one plan per strategy, and why other strategies are not possible."""
     found = list(candidate_plans(problem, asked, precision))
     refused = dict(one for one in found if not isinstance(one, NetworkEntry))
     axes = {axis: getattr(asked, axis) for axis in ("tp", "pp") if getattr(asked, axis)}
@@ -88,14 +88,14 @@ def _notes(global_batch: int | None, needs: Sequence[Need]) -> list[str]:
     words = ", ".join(f"{size} by {', '.join(of)}" for size, of in sorted(taken.items()))
     return [
         (
-            f"--global-batch {global_batch} cannot be divided by all plans. These are used "
+            f"--global-batch {global_batch} is not divisible by all plans. These are used "
             f"instead: {words}."
         )
     ]
 
 
 def _networks(words: Sequence[str], machine_network: Network | None) -> list[Network]:
-    """Return the networks of catalog, request and machine, once each, slowest first."""
+    """Return the networks of catalog, request and machine, each once, slowest first."""
     named = ([] if machine_network is None else [machine_network]) + [
         read_network(text) for text in words
     ]
@@ -110,8 +110,8 @@ def _model(reference: str) -> tuple[str, ModelSpec]:
     opened = open_model(reference)
     if opened.spec is None:
         raise BadInputError(
-            f"{opened.name} is a custom model, whose dimensions are unknown, but the network "
-            "question needs them. Give a preset, a spec file or a Hugging Face directory."
+            f"{opened.name} is a custom model, whose dimensions are unknown, but this command "
+            "needs them. Pass a preset, a spec file or a Hugging Face directory."
         )
     return opened.name, opened.spec
 

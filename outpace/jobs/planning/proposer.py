@@ -1,4 +1,4 @@
-"""The planner's proposals for a training run on this machine, refined by every trial."""
+"""The planner's proposals for training on this machine, refined after every trial."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -35,7 +35,7 @@ from outpace.records.settings import TrainSettings
 from outpace.records.tuning import PlanTrial
 
 _COUNT = 256  # plans considered per number of processes
-# Uncertainty of rates that a probe's steps have corrected, as a standard deviation of logarithms.
+# Uncertainty of rates that a probe's steps corrected, as a standard deviation of logarithms.
 _CALIBRATED = math.log(1.2)
 
 
@@ -54,7 +54,7 @@ class TuningProposal:
 
 
 def rates_to_begin_with(settings: TrainSettings) -> HostRates | None:
-    """Measure this host's rates to start with; None if it was probed, or training uses a GPU."""
+    """Measure this host's rates to start from; None if it was probed, or training uses a GPU."""
     machine = identify(find_accelerator)
     if resolve_device(settings, Ranks()).type != "cpu" or find_probe(machine) is not None:
         return None
@@ -62,7 +62,7 @@ def rates_to_begin_with(settings: TrainSettings) -> HostRates | None:
 
 
 class Proposer:
-    """The planner's predictions for tuning a training run on this machine."""
+    """Predicts step times of plans on this machine for tuning."""
 
     def __init__(
         self,
@@ -71,9 +71,10 @@ class Proposer:
         host_bytes: int | None = None,
         measured: HostRates | None = None,
     ) -> None:
-        """Make the proposer; `host_bytes`: what all processes may use, if no limit is given.
+        """Prepare a planning problem for each number of processes.
 
-        `measured` are this host's rates, if it was not probed.
+        `host_bytes`: memory for all processes together, if no limit is set. `measured`: this host's
+        rates, if it was not probed.
         """
         self.machine = identify(find_accelerator)
         own, device = _ranks(settings), resolve_device(settings, Ranks())
@@ -110,10 +111,9 @@ class Proposer:
         return _propose(self._jobs[plan.world_size], [plan], self._learn_once(trials))[0]
 
     def _too_many_bytes(self, trials: Sequence[PlanTrial]) -> dict[int, float]:
-        """Return the smallest predicted bytes of a rank that unexpectedly did not fit.
+        """Return the smallest predicted bytes per rank that failed to fit, by number of processes.
 
-        The result is by number of processes, which share the memory. Where several failed, none is
-        used.
+        Trials that ran together with others are ignored, since their memory was shared.
         """
         found: dict[int, float] = {}
         for trial in trials:
@@ -124,7 +124,7 @@ class Proposer:
         return found
 
     def _learn_once(self, trials: Sequence[PlanTrial]) -> "_Lessons":
-        """Return the lessons of all trials together, computed once."""
+        """Return what all trials together show, computed once."""
         if tuple(trials) not in self._told:
             self._told[tuple(trials)] = self._learn(trials)
         return self._told[tuple(trials)]
@@ -142,7 +142,7 @@ class Proposer:
         }
         known = all(job.cluster.calibrated for job in self._jobs.values())
         found = calibrate(rates, seen, _CALIBRATED if known else UNKNOWN)
-        # Of a repeated plan, the faster trial; the fastest of all comes last.
+        # Of a plan's repeated trials, keep the fastest; the fastest of all comes last.
         fastest = {one.plan.model_dump_json(): one
                    for one in sorted(seen, key=lambda one: -one.step_time_s)}  # fmt: skip
         tried = sorted(fastest.values(), key=lambda one: -one.step_time_s)
@@ -159,7 +159,7 @@ class Proposer:
 
 @dataclass(frozen=True)
 class _Lessons:
-    """Results of trials: rates, shared by all numbers of processes, and other costs of plans.
+    """Results of trials: rates, shared by all numbers of processes, and plans' other costs.
 
     `slopes`: derivatives of the fastest trial's time with respect to the rates, (knobs, 1).
     """
@@ -177,7 +177,7 @@ def _propose(
     world, take = job.wanted.world, partial(_steps_s, job, plans)
     said_s, slopes = take(learned.rates.rates[world]), learned.rates.slopes(world, take)
     longer, own = learned.deviations.predict(plans)
-    # Only rates that the fastest trial does not depend on equally.
+    # Errors in rates on which the fastest trial depends equally cancel.
     spreads = np.hypot(learned.rates.spreads(slopes - learned.slopes), own)
     figures = zip(said_s * np.exp(longer), spreads, _needs(job, plans), strict=True)
     return [
@@ -187,7 +187,7 @@ def _propose(
 
 
 def _needs(job: PlanningProblem, plans: Sequence[Plan]) -> Floats:
-    """Return the bytes of a rank."""
+    """Return the bytes that a rank of each plan needs."""
     return job.required_bytes(of_plans(plans, job.wanted.global_batch, job.outline.layers))
 
 
@@ -198,9 +198,9 @@ def _fitting_plans(job: PlanningProblem, plans: Sequence[Plan], too_many: float)
 
 
 def _drop_needless_savings(plans: Sequence[Plan], layers: int) -> list[Plan]:
-    """Drop plans that save memory at the cost of time, if the same plan fits without them.
+    """Drop plans that save memory at the cost of time, if the same plan fits without that.
 
-    They cannot be faster, however wrong the planner is.
+    They cannot be faster, however wrong the predictions are.
     """
     saves = [_saves(plan, layers) for plan in plans]
     beside: dict[str, set[tuple[int, int]]] = {}
@@ -215,12 +215,12 @@ def _drop_needless_savings(plans: Sequence[Plan], layers: int) -> list[Plan]:
 
 
 def _saves(plan: Plan, layers: int) -> tuple[int, int]:
-    """Return how much is recomputed, and whether the loss is chunked: both save memory."""
+    """Return how many layers recompute, and whether the loss is chunked: both save memory."""
     return sum(map(MODES.index, plan.modes(layers))), int(plan.loss == "chunked")
 
 
 def _without_savings(plan: Plan) -> str:
-    """Return the plan without these savings."""
+    """Return a key of the plan without these savings."""
     nothing = {"checkpointing": "none", "checkpoint_every": 1, "checkpoint_layers": (),
                "loss": "auto"}  # fmt: skip
     return plan.model_copy(update=nothing).model_dump_json()
@@ -232,19 +232,19 @@ def _steps_s(job: PlanningProblem, plans: Sequence[Plan], rates: RateFit) -> Flo
 
 
 def _with_rates(job: PlanningProblem, rates: RateFit) -> PlanningProblem:
-    """Return the request for a machine with these rates."""
+    """Return the problem for a machine with these rates."""
     cluster = replace(job.cluster, device=rates.device, fabric=rates.fabric)
     return replace(job, cluster=cluster)
 
 
 def _ranks(settings: TrainSettings) -> Ranks:
-    """Return the number of ranks that `outpace train` starts by default."""
+    """Return the ranks that `outpace train` starts by default."""
     count = settings.nproc or 1
     return Ranks(world_size=count, local_world_size=count)
 
 
 def _worlds(settings: TrainSettings, machine: Machine) -> list[int]:
-    """Return numbers of processes to try: as given, or one, all devices, divisors of cores."""
+    """Return numbers of processes to try: as given, or one, all devices, or divisors of cores."""
     if settings.nproc is not None:
         return [settings.nproc]
     if machine.devices:

@@ -1,4 +1,4 @@
-"""A layout for the remaining ranks when a run resumes on a different number of them."""
+"""A new layout for a run that resumes on a different number of ranks."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -13,7 +13,7 @@ from outpace.records.ranks import Ranks
 from outpace.records.settings import TrainSettings
 from outpace.training.run_dir import RUN_FILE, RunDir
 
-# Settings that divide a step among ranks; how it computes, and on which samples, stays.
+# Settings that divide a step among ranks; numerics and samples do not change.
 _LAYOUT = (*AXES, "strategy", "servers", "pp_microbatches", "pp_schedule", "micro_batch")
 
 
@@ -22,15 +22,15 @@ def replan(
 ) -> auto_plan.Settings:
     """Return settings with which the run in `settings.out` can resume on these ranks.
 
-    The requested layout is kept if possible; otherwise the planner picks another one, for the same
-    global batch, samples and precision. Raises BadInputError if there is no layout for these ranks.
+    The requested layout is kept if possible; otherwise the planner chooses one, with the same
+    global batch, samples and precision. Raises BadInputError if these ranks have no layout.
     """
     assert settings.out is not None
     before = RunDir(settings.out).require_run().plan.world_size
     if before == ranks.world_size or not settings.resume:
         return settings, dict(origins)
     moved = f"the run had {before} ranks and resumes with {ranks.world_size}"
-    # What the user gives now takes precedence over the run's last settings.
+    # What the user passes now takes precedence over the run's last settings.
     of_run = [name for name in _LAYOUT if origins.get(name) == RUN_FILE]
     typed = any(origins.get(name) not in (None, auto_plan.DEFAULT, RUN_FILE) for name in _LAYOUT)
     why = None
@@ -52,7 +52,7 @@ def _drop_settings(settings: TrainSettings, names: Sequence[str]) -> TrainSettin
 
 
 def _why_not(settings: TrainSettings, ranks: Ranks) -> str | None:
-    """Say why the requested layout is not possible on these ranks."""
+    """Return why the requested layout is not possible on these ranks; None if it is."""
     try:
         machine = identify(find_accelerator)
         device = resolve_device(settings, ranks)

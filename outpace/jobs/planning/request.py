@@ -1,4 +1,4 @@
-"""Planning requests from what the user gives: model, machine, batch, fixed settings."""
+"""Planning problems from a user's question: model, machine, batch and fixed settings."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -49,10 +49,10 @@ from outpace.records.units import read_bytes, write_bytes
 
 PLANNED_SEQ_LEN = 2048
 CALIBRATED_HINT = (
-    f"{PROBE_FILE} here was written by outpace calibrate for another machine, so it is not "
-    f"read. To plan for that machine, use --machine {PROBE_FILE}."
+    f"{PROBE_FILE} in this directory was written by outpace calibrate for another machine, so it "
+    f"is ignored. To plan for that machine, use --machine {PROBE_FILE}."
 )
-# Names for `--keep`: what the search decides, and what all of its plans share.
+# Names for `--keep`: settings that the search decides, and those shared by all its plans.
 KEPT = (
     "strategy", "dp_replicate", "dp_shard", "zero", "tp", "cp", "pp", "ep", "pp_schedule",
     "virtual_stages", "stage_split", "sequence_parallel", "async_tp", "micro_batch",
@@ -69,11 +69,10 @@ class PlanQuestion:
     """The user's question to the planner.
 
     `machine` is a name in the catalog or a file of outpace probe; None is this machine. `adapters`:
-    settings of adapters that are given by their own options. `autocast`: the planned trainer uses
-    16 bits only through autocast. `trainer`: the training software; None: outpace. `measures`: if
-    this machine has no accelerator and was not probed, first measure matmuls, which takes
-    about two seconds. `host_memory`: bytes of a node's host; None if they are those known of
-    the machine.
+    adapter settings that come from their own options. `autocast`: the planned trainer uses 16 bits
+    only through autocast. `trainer`: the training software; None: outpace. `measures`: if this
+    machine has no accelerator and was not probed, measure matmuls first, which takes about two
+    seconds. `host_memory`: bytes of memory per host; None for the machine's.
     """
 
     model: str
@@ -100,7 +99,7 @@ class PlanQuestion:
 
 
 def job(asked: PlanQuestion) -> PlanningProblem:
-    """Build the planner's request. Raises BadInputError for unknown or impossible values."""
+    """Build the planning problem. Raises BadInputError for unknown or impossible values."""
     _, outline, _ = find_outline(asked.model)
     cluster = _set_host_memory(_cluster(asked), asked.host_memory)
     world = cluster.devices
@@ -143,17 +142,17 @@ def job(asked: PlanQuestion) -> PlanningProblem:
 def _with_positions(outline: Outline, seq_len: int, trained: bool) -> Outline:
     """Return the outline, with a note if sequences are longer than the model's positions.
 
-    Rotary positions have no parameters, so time and memory are known in any case. Raises
-    BadInputError if only plans that outpace can train are requested.
+    Rotary positions have no parameters, so time and memory can be planned anyway. Raises
+    BadInputError if only trainable plans are requested (`trained`).
     """
     most = outline.max_positions
     if seq_len <= most:
         return outline
     note = (
-        f"Sequences of {seq_len} tokens are longer than the {most} positions of "
-        f"{outline.name}, so outpace train refuses the model as it is. To train with them, "
-        "give it more positions (max_position_embeddings in its config.json, with rotary "
-        "scaling); time and memory are as planned."
+        f"Sequences of {seq_len} tokens are longer than the {most} positions of {outline.name}, "
+        "so outpace train refuses the model as it is. To train on them, give it more positions "
+        "(max_position_embeddings in its config.json, with rotary scaling); time and memory are "
+        "as planned."
     )
     if trained:
         raise BadInputError(f"--seq-len {seq_len}: {note[0].lower()}{note[1:]}")
@@ -163,7 +162,7 @@ def _with_positions(outline: Outline, seq_len: int, trained: bool) -> Outline:
 def _vary(
     asked: PlanQuestion, keep: Mapping[str, Any], cluster: Cluster, outline: Outline
 ) -> dict[str, tuple[Any, ...]]:
-    """Return the requested settings to vary and those always searched, in the order of VARIED."""
+    """Return settings to vary, requested ones and those always searched, in the order of VARIED."""
     found = {**default_vary(cluster, keep), **_read_vary(asked, keep, cluster)}
     small = parameters(outline) < FP8_PARAMETERS
     if "precision" in found and (small or "lora_rank" in keep):
@@ -172,7 +171,7 @@ def _vary(
 
 
 def default_vary(cluster: Cluster, keep: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
-    """Return the settings searched by default on this machine: on a GPU, whether to compile."""
+    """Return the settings varied by default on this machine: on a GPU, whether to compile."""
     asks = cluster.device.kind == "cuda" and "compile" not in keep
     return {"compile": VARIED["compile"]} if asks else {}
 
@@ -187,7 +186,7 @@ def _this_machine(asked: PlanQuestion) -> Cluster:
         return _cluster(replace(asked, machine=str(PROBE_FILE)))
     if asked.network is not None:
         raise BadInputError(
-            f"--network {asked.network} applies to a machine. Name it with --machine."
+            f"--network {asked.network} applies to another machine. Choose it with --machine."
         )
     ranks = asked.devices_per_node or len(machine.devices) or 1
     measures = asked.measures and not machine.devices
@@ -223,7 +222,7 @@ def _cluster(asked: PlanQuestion) -> Cluster:
 
 
 def _larger_node(node: Node, devices: int) -> str:
-    """Say how to ask for nodes with that many devices of the same kind, if there are any."""
+    """Return advice on how to request nodes with that many devices of the same kind."""
     try:
         name = find_node(f"{devices}x{node.accelerator}", ACCELERATORS).name
     except BadInputError:
@@ -232,19 +231,19 @@ def _larger_node(node: Node, devices: int) -> str:
 
 
 def _set_host_memory(cluster: Cluster, nbytes: int | None) -> Cluster:
-    """Return the cluster with that much memory in each host. Raises BadInputError on CPUs."""
+    """Return the cluster with that much memory per host. Raises BadInputError on CPUs."""
     if nbytes is None:
         return cluster
     if cluster.device.kind == "cpu":
         raise BadInputError(
-            f"--host-memory {write_bytes(nbytes)}: {cluster.name} trains on its CPUs, so the "
-            "host's memory is that of the devices and nothing is offloaded to it. Leave it out."
+            f"--host-memory {write_bytes(nbytes)}: {cluster.name} trains on its CPUs, so host "
+            "memory is device memory and nothing is offloaded to it. Leave it out."
         )
     return replace(cluster, host_bytes=nbytes)
 
 
 def check_network(asked: PlanQuestion, file: CorrectedMachine, path: Path) -> None:
-    """Raise BadInputError if the network differs from the network that the logged runs used."""
+    """Raise BadInputError if the network differs from the one that the logged runs used."""
     if asked.network is None or asked.network == file.network:
         return
     if file.network is not None and _same_network(asked.network, file.network):
@@ -260,7 +259,7 @@ def _same_network(one: str, other: str) -> bool:
 
 
 def _read_corrected(asked: PlanQuestion, path: Path) -> Cluster:
-    """Read a machine corrected by logged runs. Raises BadInputError if flags contradict it."""
+    """Return a machine corrected by logged runs. Raises BadInputError if flags contradict it."""
     file = CorrectedMachine.load(path, option="--machine ")
     check_network(asked, file, path)
     devices = asked.devices_per_node or file.devices_per_node
@@ -281,10 +280,10 @@ def _probed_cluster(machine: Machine, nodes: int, devices: int | None) -> Cluste
 
 
 def _precision(cluster: Cluster, autocast: bool) -> Precision:
-    """Return bf16 if the device multiplies in it; on a CPU, only if measured to be faster.
+    """Return bf16 if the device computes in it; on a CPU, only if measured to be faster.
 
-    On a GPU, outpace keeps weights and the residual stream in bf16 as well, over master weights,
-    and never chooses fp16 by itself (`training.precision.default_precision`).
+    On a GPU, outpace also keeps weights and the residual stream in bf16, over master weights, and
+    never chooses fp16 by default (`training.precision.default_precision`).
     """
     rates = cluster.device.best_flops_per_s
     if cluster.device.kind == "cpu":
@@ -295,7 +294,7 @@ def _precision(cluster: Cluster, autocast: bool) -> Precision:
 
 
 def split_settings(text: str | None) -> Iterator[tuple[str, str, str | None]]:
-    """Yield name and value of each part of "precision=bf16,micro-batch=1"; None for no value."""
+    """Yield name and value of each part of "precision=bf16,micro-batch=1"; None without a value."""
     for part in (text or "").split(","):
         if part.strip():
             name, equals, value = (word.strip() for word in part.partition("="))
@@ -321,7 +320,7 @@ def read_keep(text: str | None) -> dict[str, Any]:
 
 
 def _add_adapters(keep: Mapping[str, Any], asked: PlanQuestion) -> dict[str, Any]:
-    """Add the adapters that have options of their own. Raises BadInputError."""
+    """Add adapter settings that come from their own options. Raises BadInputError."""
     found = dict(keep)
     for name, text in asked.adapters.items():
         typed = f"--{name.replace('_', '-')} {text}"
@@ -332,15 +331,15 @@ def _add_adapters(keep: Mapping[str, Any], asked: PlanQuestion) -> dict[str, Any
 
 
 def check_adapters(values: Mapping[str, Any], outline: Outline, trainer: str | None = None) -> None:
-    """Raise BadInputError for adapters that cannot be planned with the other settings of a plan."""
+    """Raise BadInputError for adapter settings that a plan's other settings do not allow."""
     adapters = AdapterSettings.from_values(values)
     if adapters is None:
         for name in ADAPTER_NAMES:
             value = values.get(name)
             if value is not None and value != Plan.model_fields[name].default:
                 raise BadInputError(
-                    f"{name} {value} belongs to LoRA. Give a lora_rank, such as 16, "
-                    f"or leave {name} out."
+                    f"{name} {value} belongs to LoRA. Set a lora_rank, such as 16, or leave out "
+                    f"{name}."
                 )
         return
     require_adaptable(outline)
@@ -353,17 +352,17 @@ def check_adapters(values: Mapping[str, Any], outline: Outline, trainer: str | N
         raise BadInputError(
             f"lora_rank {adapters.rank} with {what}: the planner knows the memory and time of "
             f"adapters that outpace trains with strategy {', '.join(ADAPTER_STRATEGIES)}, without "
-            "offloading. Leave one of the two out; outpace memory traces any plan."
+            "offloading. Leave out one of the two; outpace memory traces any plan."
         )
 
 
-_FEW_LETTERS = 4  # shorter words start too many names
+_FEW_LETTERS = 4  # shorter words are prefixes of too many names
 
 
 def _suggest_setting(name: str, value: str) -> str:
     """Return ' Did you mean …?' with settings that begin with the name, before similar ones.
 
-    If there are several, only those that accept the value are returned (checkpoint=full excludes
+    If several begin with it, return only those that accept the value (checkpoint=full rules out
     checkpoint_every).
     """
     start = name if len(name) >= _FEW_LETTERS else f"{name}_"
@@ -388,8 +387,8 @@ def _read_vary(
 ) -> dict[str, tuple[Any, ...]]:
     """Parse "precision,compile" as values to try; "all" is everything not fixed.
 
-    Precisions are those that the device has, the default first; optimizers are those that work with
-    the precision. Raises BadInputError.
+    Precisions are those of the device, the default first; optimizers are those that support the
+    precision. Raises BadInputError.
     """
     text, asked = question.vary, question.precision
     names = [part.strip().replace("-", "_") for part in (text or "").split(",") if part.strip()]
@@ -398,8 +397,8 @@ def _read_vary(
         names = [name for name in VARIED if name not in decided]
     if asked and "precision" in names:
         raise BadInputError(
-            f"--precision {asked} and --vary {text}: use one precision or search all. Leave "
-            "one of the two out."
+            f"--precision {asked} and --vary {text}: use one precision or search all. Leave out "
+            "one of the two."
         )
     precision = asked or _precision(cluster, question.autocast)
     for name in names:
@@ -411,7 +410,7 @@ def _read_vary(
         if name in keep:
             raise BadInputError(
                 f"--vary {name} and --keep {name}={keep[name]}: use one value or search all. "
-                "Leave one of the two out."
+                "Leave out one of the two."
             )
     found = {name: VARIED[name] for name in VARIED if name in names}
     if "precision" in found:
@@ -424,7 +423,7 @@ def _read_vary(
 
 
 def _parse_value(name: str, value: str, typed: str | None = None) -> Any:
-    """Parse the value of a plan's field; the plan's record says what is allowed.
+    """Parse the value of a plan's field, validated by the plan's record.
 
     `typed`: the option that sets it; None means --keep.
     """
@@ -454,7 +453,7 @@ def _parse_value(name: str, value: str, typed: str | None = None) -> Any:
 
 
 def _format_allowed(problem: Any) -> str:
-    """Say what a setting may be, based on its record's error."""
+    """Describe a setting's allowed values, from its record's error."""
     kind, bounds = problem["type"], problem.get("ctx", {})
     if kind == "literal_error":
         return f"use one of {bounds['expected'].replace(' or ', ', ').replace(chr(39), '')}"
@@ -470,9 +469,9 @@ def _format_allowed(problem: Any) -> str:
 
 
 def what_if(asked: PlanQuestion, text: str) -> tuple[PlanQuestion, Mapping[str, float]]:
-    """Return the request with a changed network, node interconnect, memory or number of nodes.
+    """Return the question with a changed network, node interconnect, memory or number of nodes.
 
-    The mapping contains the rates and sizes to set in the cluster. Raises BadInputError.
+    The mapping has the rates and sizes to set in the cluster. Raises BadInputError.
     """
     changed, numbers = asked, {}
     for part in text.split(","):
@@ -500,7 +499,7 @@ def what_if(asked: PlanQuestion, text: str) -> tuple[PlanQuestion, Mapping[str, 
 
 
 def _inside_share(cluster: Cluster) -> float:
-    """Return the share of the nominal rate that links in a node reach; 1 for a probed machine."""
+    """Return the share of their nominal rate that links in a node reach; 1 if probed."""
     node = NODES.get(cluster.name)
     if node is None or node.device_link is None:
         return 1.0
@@ -509,7 +508,7 @@ def _inside_share(cluster: Cluster) -> float:
 
 
 def with_numbers(question: PlanningProblem, numbers: Mapping[str, float]) -> PlanningProblem:
-    """Replace rates and sizes of the request's machine."""
+    """Replace rates and sizes of the problem's machine."""
     cluster = question.cluster
     fabric, device = cluster.fabric, cluster.device
     inside, across = fabric.inside_bytes_per_s, numbers.get("link", fabric.across_bytes_per_s)
@@ -517,7 +516,7 @@ def with_numbers(question: PlanningProblem, numbers: Mapping[str, float]) -> Pla
         inside = numbers["inside"] * _inside_share(cluster)
     fabric = fabric.with_rates(inside, across)
     if "memory" in numbers:
-        # The given size is a maker's figure; assume that the driver leaves the same share of it.
+        # The given size is a vendor's figure; assume that the driver leaves the same share usable.
         said, now, nominal = int(numbers["memory"]), device.memory_bytes, device.nominal_bytes
         left = now / nominal if now and nominal else 1.0
         device = replace(device, memory_bytes=round(said * left), nominal_bytes=said)

@@ -1,4 +1,4 @@
-"""The collectives of a job's ranks: times by size on every axis, links, stragglers, overlap."""
+"""Measurement of collectives: times by size on every axis, links, stragglers, overlap."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,11 +39,11 @@ from outpace.probing.timing.section import ProbeSection
 from outpace.records.errors import BadInputError
 from outpace.records.figure import Figure
 
-# Planned samples per case, if nothing delays them.
+# Samples per case, if nothing slows them down.
 _QUICK_SAMPLES, _SAMPLES = 16, 60
-# Shares of the budget; the rest is overhead.
+# Shares of the time budget; the rest is overhead.
 _CASES, _PAIRS, _RANKS, _OVERLAP = 0.55, 0.10, 0.08, 0.12
-_TIMED = 0.9  # of a part; the rest is for checking the values again
+_TIMED = 0.9  # of a part's share; the rest is for verifying values
 _ALL_PAIRS = 64
 _TOP_BYTES = 4 << 30
 
@@ -63,16 +63,16 @@ class _Run:
 
     @property
     def rounds(self) -> int:
-        """Return the rounds of each case."""
+        """Return the number of rounds per case."""
         return rounds_of(self.quick)
 
     @property
     def samples(self) -> int:
-        """Return the samples of each case, over all rounds."""
+        """Return the number of samples per case, over all rounds."""
         return _QUICK_SAMPLES if self.quick else _SAMPLES
 
     def separate_place(self) -> AxisPlace:
-        """Return the place with separate buffers, which interleaved measurements do not touch."""
+        """Return the place with buffers of its own, which interleaved measurements do not touch."""
         buffers = self.place.buffers
         return replace(self.place, buffers=Buffers(buffers.device, buffers.rank))
 
@@ -98,15 +98,17 @@ def probe_collectives(
     """Measure the communication between ranks. All ranks call it, and rank 0 gets the result.
 
     With `only`, one collective is measured: its times by size on all axes, and the fitted models.
-    Arrays stay within a share of memory and time, and results are checked. Raises RankLostError if
-    a rank dies or hangs, naming it and the collective, and WrongResultError if a collective
-    computes a wrong result; both on all remaining ranks.
+    Array sizes are bounded by memory and time, and results are verified. On all remaining ranks,
+    raises RankLostError, naming the rank and the collective, if a rank dies or hangs, and
+    WrongResultError if a collective computes a wrong result.
     """
     if only is not None and only not in COLLECTIVES:
         raise BadInputError(f"there is no collective {only!r}: {', '.join(COLLECTIVES)}")
     if groups.ranks.world_size < 2:
         return ProbeSection(
-            notes=(("one rank: no collective ran, since there is nothing to communicate"),)
+            notes=(
+                ("one rank: no collectives were measured, since there is nothing to communicate"),
+            )
         )
     doing = RankActivity()
     with hang_watchdog(groups, doing):
@@ -146,7 +148,7 @@ def _begin(
 
 
 def backend_of(device: torch.device) -> str:
-    """Return the backend of this device's tensors in the default group: 'gloo' or 'nccl'."""
+    """Return the default group's backend for this device's tensors: 'gloo' or 'nccl'."""
     return str(dist.group.WORLD._get_backend(device).name())  # type: ignore[union-attr]
 
 
@@ -154,7 +156,7 @@ def _by_size(run: _Run, collectives: Sequence[str], share: float) -> Turns[Probe
     """Measure all collectives on all axes, in the same rounds."""
     axes = axes_of(run.nodes)
     budget_s = share * run.budget_s
-    # Half of the time is for large arrays: the clock makes a call before each sample, and all
+    # Half of the time goes to large arrays: the clock makes a call before each sample, and all
     # smaller sizes together take a third of the largest one's time.
     calls = 2 * run.samples * 4 / 3 * len(axes) * len(collectives)
     limits = SizeLimits(_most_bytes(run), budget_s / 2 / calls)
@@ -183,12 +185,12 @@ def _by_size(run: _Run, collectives: Sequence[str], share: float) -> Turns[Probe
 
 
 def _place_on(run: _Run, axis: Axis) -> AxisPlace:
-    """Return this rank's place on an axis. Creates the axis's groups, so all ranks call it."""
+    """Return this rank's place on an axis, creating the axis's groups. All ranks call it."""
     if axis.name == "all":
         return run.place
     timeout = run.place.group._get_backend(run.place.buffers.device).options._timeout
     own = run.place.group
-    for members in axis.groups:  # every rank creates each, in the same order
+    for members in axis.groups:  # every rank creates all groups, in the same order
         made = dist.new_group(list(members), timeout=timeout)
         if made is not None and run.groups.ranks.rank in members:
             own = made
@@ -196,7 +198,7 @@ def _place_on(run: _Run, axis: Axis) -> AxisPlace:
 
 
 def _most_bytes(run: _Run) -> int:
-    """Return the largest array size such that every rank has memory for two."""
+    """Return the largest array size that fits twice into every rank's memory."""
     device = run.place.buffers.device
     if device.type == "cuda":
         share = torch.cuda.mem_get_info(device)[0] // 8
@@ -208,7 +210,7 @@ def _most_bytes(run: _Run) -> int:
 
 
 def _note_case(doing: RankActivity, case: Case) -> Case:
-    """Return the case, which reports when it starts."""
+    """Return the case, extended to report when it starts."""
 
     def make() -> Callable[[], object]:
         of = case.key.of
@@ -219,7 +221,7 @@ def _note_case(doing: RankActivity, case: Case) -> Case:
 
 
 def _rank_speeds(run: _Run) -> Turns[ProbeSection]:
-    """Measure the speed of each rank while the others compute too."""
+    """Measure the speed of each rank while the others compute, too."""
     work, budget_s = work_of(run.place.buffers.device), _RANKS * run.budget_s
     figures = yield from ranks_figures(work, run.place, run.clock, run.rounds, budget_s)
     return ProbeSection(tuple(figures), advice=tuple(rank_advice(figures)))
@@ -237,14 +239,14 @@ def _between_pairs(run: _Run) -> Turns[ProbeSection]:
     if len(pairs) > _ALL_PAIRS:
         named = {key for one in advice for key in one.of}
         kept = {pair: of for pair, of in pairs.items() if any(f.key in named for f in of)}
-        notes = [f"{len(pairs)} pairs were measured; only the slow ones are kept"]
+        notes = [f"{len(pairs)} pairs were measured; only slow ones are listed"]
         pairs = kept
     figures = [figure for of in pairs.values() for figure in of]
     return ProbeSection(tuple(figures), advice, tuple(notes), tuple(pair_fits(pairs)))
 
 
 def _overlap(run: _Run) -> Turns[ProbeSection]:
-    """Measure how much of the collectives is hidden by computation."""
+    """Measure how much of the collectives' time computation hides."""
     size = min(
         (4 << 20) if run.place.buffers.device.type == "cpu" else (256 << 20), _most_bytes(run)
     )
@@ -258,7 +260,7 @@ def _overlap(run: _Run) -> Turns[ProbeSection]:
 
 
 def overlap_notes(figures: Sequence[Figure]) -> list[str]:
-    """Describe how much of a collective is hidden, with times only if they are steady enough."""
+    """Describe how much of a collective is hidden, with times only if they are steady."""
     hidden, name = figures[-1], figures[1].key.what
     compute, alone, both = (figure.value for figure in figures[:3])
     times = ""

@@ -53,13 +53,13 @@ from outpace.records.probed import ProbeRecord, ProgressDisplay, SectionName, St
 from outpace.records.ranks import Ranks
 from outpace.training.threads import set_threads
 
-# A rank that is silent for longer has died or hangs.
+# A rank that is silent for longer is dead or hangs.
 _TIMEOUT_S = 60.0
 _DRIVER_S = 10.0
 
 
 def probe_here(request: ProbeRequest, shown: ProgressDisplay) -> Machine:
-    """Probe this host: local sections in this process, sections between ranks in new ones."""
+    """Probe this host: local sections in this process, sections between ranks in new processes."""
     begin_s, steady = time.monotonic(), InterferenceWatch()
     request.check()
     device, notes = _device(request, Ranks())
@@ -81,7 +81,7 @@ def probe_here(request: ProbeRequest, shown: ProgressDisplay) -> Machine:
 
 
 def probe_ranks(request: ProbeRequest, ranks: Ranks, shown: ProgressDisplay) -> Machine | None:
-    """Probe as one of a job's ranks. Returns the machine on rank 0, None on others."""
+    """Probe as one of a job's ranks. Return the machine on rank 0, None on others."""
     begin_s, steady = time.monotonic(), InterferenceWatch()
     request.check()
     device, notes = _device(request, ranks)
@@ -108,17 +108,17 @@ def probe_ranks(request: ProbeRequest, ranks: Ranks, shown: ProgressDisplay) -> 
 
 
 def _device(request: ProbeRequest, ranks: Ranks) -> tuple[torch.device, tuple[str, ...]]:
-    """Return the device to measure. Metal devices have no clock here."""
+    """Return the device to measure; not Metal's, for which there is no clock here."""
     device = resolve_device(request.settings, ranks)
     if device.type != "mps":
         return device, ()
-    note = "Metal devices are not measured: all figures are for the processor"
+    note = "Metal devices are not measured: all figures are for the CPU"
     return torch.device("cpu"), (note,)
 
 
 @dataclass(frozen=True)
 class _ProcessState:
-    """Shared state of all sections in a process.
+    """State shared by all sections in a process.
 
     `seen`: observations of its GPU by all sections. `slowed`: slowdowns that its processes report.
     """
@@ -146,7 +146,7 @@ class _Notes:
 
 
 def _probe_alone(name: SectionName, here: _ProcessState) -> Turns[ProbeSection]:
-    """Probe the sections that one process runs alone."""
+    """Probe the sections that a single process runs."""
     notes = _Notes(here.gpu)
     section = yield from wrap_turns(_turns(name, here), notes.record)
     here.shown(name, 1.0)
@@ -193,9 +193,9 @@ def _judge(
     name: SectionName, section: ProbeSection, device: torch.device,
     hosts: Sequence[Sequence[CoreSeconds]], seen: Sequence[GpuObservation],
 ) -> ProbeSection:  # fmt: skip
-    """Return the section, withdrawn if other programs used the hardware, or if it was slowed.
+    """Return the section, withdrawn if other programs used the hardware or something slowed it.
 
-    Disks and data loading are the processor's work, whatever the device.
+    Storage and data loading run on the CPU, whatever the device.
     """
     on_gpu = device.type == "cuda" and name not in ("storage", "loader")
     why = gpus_disturbed(seen) if on_gpu else disturbance(hosts)
@@ -203,20 +203,22 @@ def _judge(
 
 
 def _progress(name: str, shown: ProgressDisplay) -> Callable[[float], None]:
-    """Return a progress callback for a part of a section."""
+    """Return a progress callback for one section."""
     return lambda share: shown(name, min(share, 0.99))
 
 
 def _probe_started(
     names: Sequence[SectionName], here: _ProcessState, nproc: int
 ) -> Turns[ProbeSection]:
-    """Probe between ranks, on processes that start when half of the other sections are done."""
+    """Probe between ranks, in processes that start when half of the other sections are done."""
     wishes, device, shown = here.request, here.device, here.shown
     for name in names if nproc < 2 else ():
         if name != "steps":
             shown(name, 1.0)
     lonely = nproc < 2 and any(name != "steps" for name in names)
-    notes = ("one device: no collective ran, since there is nothing to communicate",) * lonely
+    notes = (
+        "one device: no collectives were measured, since there is nothing to communicate",
+    ) * lonely
     names = [name for name in names if nproc > 1 or name == "steps"]
     if not names:
         return ProbeSection(notes=notes)
@@ -273,14 +275,14 @@ def _probe_between(name: SectionName, here: _ProcessState, groups: Groups) -> Tu
 
 
 def _gather_observations(seen: Sequence[GpuObservation], groups: Groups) -> list[GpuObservation]:
-    """Return all ranks' observations of their GPUs, by rank, since hosts share GPU numbers."""
+    """Return all ranks' GPU observations, labelled by rank, since hosts share GPU numbers."""
     rank = groups.ranks.rank
     own = [replace(one, gpu=f"{one.gpu} of rank {rank}") for one in seen]
     return [one for of in gather_objects(own, groups.control) for one in of]
 
 
 def _by_host(used: CoreSeconds, groups: Groups) -> list[list[CoreSeconds]]:
-    """Return the usage of each host's ranks; a host begins with its local rank 0."""
+    """Return the usage by ranks, grouped by host; local rank 0 is a host's first."""
     hosts: list[list[CoreSeconds]] = []
     for local_rank, one in gather_objects((groups.ranks.local_rank, used), groups.control):
         if local_rank == 0:
@@ -317,7 +319,7 @@ def _machine(
 
 
 def _from_catalog(machine: Machine) -> list[Figure]:
-    """Return published figures of the first device, peaks and memory bandwidth, for comparison."""
+    """Return published figures of the first device for comparison: peaks and memory bandwidth."""
     if not machine.devices or machine.devices[0].accelerator is None:
         return []
     known = ACCELERATORS[machine.devices[0].accelerator]

@@ -1,4 +1,4 @@
-"""Notes of a probe on the machine besides its figures: wrong settings, published peaks."""
+"""Notes of a probe beside its figures: misconfigured settings, published peaks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -26,7 +26,7 @@ def finding_notes(examination: Examination) -> list[str]:
 
 
 def peak_notes(figures: Sequence[Figure]) -> Iterator[str]:
-    """Describe the share of the catalog's peak that each dtype's best matmul reaches."""
+    """Yield the share of the catalog's peak that each dtype's best matmul reaches."""
     peaks = {f.key.of["dtype"]: f for f in figures if (f.key.kind, f.key.what) == _PEAK}
     for best in (f for f in figures if (f.key.kind, f.key.what) == _BEST):
         peak = peaks.get(best.key.of["dtype"])

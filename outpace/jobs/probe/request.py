@@ -1,4 +1,4 @@
-"""Request for a probe: what to measure, on what, and for how long."""
+"""Request for a probe: what to measure, on which device, and for how long."""
 
 import tempfile
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from outpace.records.model import ModelSpec
 from outpace.records.probed import SectionName
 from outpace.records.settings import TrainSettings
 
-# Seconds per section, quick and full: all sections together end within 60 s and within 10 minutes.
+# Seconds per section, quick and full: all sections together take at most 60 s and 10 minutes.
 SECONDS: Mapping[SectionName, tuple[float, float]] = MappingProxyType(
     {
         "matmul": (9, 120), "memory": (4, 45), "storage": (4, 40), "loader": (7, 45),
@@ -29,10 +29,10 @@ BETWEEN_RANKS: tuple[SectionName, ...] = ("allreduce", "collectives", "steps")
 
 @dataclass(frozen=True)
 class ProbeRequest:
-    """Request for a probe; it uses `settings` for device, model, data and directories.
+    """Request for a probe; `settings` determine device, model, data and directories.
 
-    `within_s`: time for all sections; None for the usual time. `environ` is examined, together with
-    the host, for settings that hurt performance; None if the launching process does that.
+    `within_s`: time for all sections; None for the usual time. `environ` and the host are examined
+    for settings that cost speed; None if the launching process does that.
     """
 
     sections: tuple[SectionName, ...]
@@ -58,7 +58,7 @@ class ProbeRequest:
         return tuple(name for name in self.sections if name in BETWEEN_RANKS)
 
     def check(self) -> None:
-        """Refuse bad input before measuring. Raises BadInputError."""
+        """Raise BadInputError for bad input, before measuring."""
         if "matmul" in self.sections:
             self.tokens()
             self.spec()
@@ -66,13 +66,13 @@ class ProbeRequest:
             self.directories()
 
     def spec(self) -> ModelSpec:
-        """Model for which to give advice on sizes. Raises BadInputError."""
+        """Model for which sizes are recommended. Raises BadInputError."""
         spec = open_model(self.settings.model).spec
         if spec is None:
             raise BadInputError(
                 f"--model {self.settings.model}: the dimensions of a custom model are unknown. "
-                "Give a preset, a Hugging Face directory or a spec file; outpace probe loader "
-                "measures its data set."
+                "Pass a preset, a Hugging Face directory or a spec file; outpace probe loader "
+                "measures a custom model's data set."
             )
         return spec
 
@@ -94,8 +94,8 @@ class ProbeRequest:
         for role, place in places.items():
             if not place.is_dir():
                 raise BadInputError(
-                    f"{place} is to be measured for {role}, but it is not a directory. Create "
-                    "it first, or give another one on the same disk."
+                    f"cannot measure {place} for {role}: it is not a directory. Create it first, "
+                    "or pass another one on the same disk."
                 )
         return places
 

@@ -1,4 +1,4 @@
-"""Steps of the catalog's small runs, which a probe times in addition to matmuls and links."""
+"""Training steps of the catalog's small runs, which a probe times besides matmuls and links."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,8 +33,8 @@ def probe_steps(
 ) -> Turns[ProbeSection]:
     """Time a step of every reference on one rank and on all. Every rank calls it.
 
-    A single rank uses all cores of the host, as training on a single process does. Raises
-    RankLostError if a rank dies or hangs.
+    A single rank uses all cores of the host, as single-process training does. Raises RankLostError
+    if a rank dies or hangs.
     """
     doing = RankActivity()
     with hang_watchdog(groups, doing):
@@ -42,7 +42,7 @@ def probe_steps(
         assert everyone is not None
         clock = RanksClock(patient_clock(device, everyone), groups.control)
         cases, notes = _cases(groups, device, quick, doing)
-        # Call a step once before timing it, to wake what it needs (`RanksClock`).
+        # Call a step once before timing it, to warm it up (`RanksClock`).
         effort = Effort(
             budget_s, rounds_of(quick), sample_s=0.0, least_rounds=2 if quick else 5,
             most_samples=1, wakes=False,
@@ -54,7 +54,7 @@ def probe_steps(
 def _cases(
     groups: Groups, device: torch.device, quick: bool, doing: RankActivity
 ) -> tuple[list[Case], list[str]]:
-    """Return the cases that together fit into half of the memory, and why the others do not."""
+    """Return cases that together fit into half of the memory, and why the others do not."""
     cases, notes = [], []
     world, room = groups.ranks.world_size, _room(groups, device)
     for ranks in sorted({1, world}):
@@ -87,14 +87,14 @@ def _case_or_refusal(
 
 
 def _needs(one: Reference, device: torch.device) -> float:
-    """Return the bytes of a rank."""
+    """Return the bytes that a rank needs."""
     columns = of_plans([one.plan], one.global_batch, one.spec.layers)
     model = outline(one.spec, one.name)
     return float(peak.reserved_bytes(model, one.seq_len, columns, _kind(device))[0])
 
 
 def _room(groups: Groups, device: torch.device) -> float:
-    """Return half of the free memory of the rank that has the least. Collective."""
+    """Return half of the free memory, in bytes, of the rank that has least. Collective."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:
@@ -117,7 +117,7 @@ def _case(
     def threads() -> Iterator[None]:
         doing.what = f"a step of {one.name}"
         own = torch.get_num_threads()
-        if ranks == 1 and device.type == "cpu":  # the process has the cores of other ranks, too
+        if ranks == 1 and device.type == "cpu":  # then the process also has the other ranks' cores
             torch.set_num_threads(usable_cores())
         try:
             yield
@@ -126,7 +126,7 @@ def _case(
 
     with threads():
         steps = SyntheticSteps(one.plan, course, groups.ranks, device, groups.control)
-        steps.step()  # may refuse only now
+        steps.step()  # may fail only now
     key = Key(kind="step", what="time",
               of={"reference": one.name, "ranks": ranks, "device": device.type,
                   "digest": one.digest})  # fmt: skip

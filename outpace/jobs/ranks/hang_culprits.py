@@ -1,4 +1,4 @@
-"""The ranks that keep others waiting, found from the snapshots of all."""
+"""Identification of the ranks that keep others waiting, from all ranks' snapshots."""
 
 import json
 import socket
@@ -9,9 +9,9 @@ from outpace.jobs.ranks.rank_snapshot import process_state
 from outpace.records.errors import EXIT_HANG, OutpaceError
 from outpace.records.hang_report import RankSnapshot
 
-# Kernel states of a process that has stopped working, in words.
-GONE = "is gone: look at its last output, and at its host"
-UNSEEN = "is gone, or cannot be reached: look at its last output, and at its host"
+# Kernel states of a process that does not run, as phrases for messages.
+GONE = "is gone: check its last output and its host"
+UNSEEN = "is gone or unreachable: check its last output and its host"
 _NOT_RUNNING = {
     "stopped": "is stopped (by SIGSTOP, or a debugger)",
     "tracing-stop": "is stopped (by a debugger)",
@@ -19,13 +19,14 @@ _NOT_RUNNING = {
     "zombie": GONE,
     "dead": GONE,
 }
-FAILED = "failed by itself: "
+FAILED = "failed on its own: "
 
 
 class RankLostError(OutpaceError):
     """A rank died, or did not answer in time, while others waited for it in the activity `what`.
 
-    `sentence` says which; `why` follows it. The exit code says whether its process still exists.
+    `sentence` names the rank; `why` is the original error. The exit code depends on whether its
+    process still exists.
     """
 
     def __init__(self, what: str, sentence: str, why: str = "") -> None:
@@ -33,7 +34,7 @@ class RankLostError(OutpaceError):
         super().__init__(message)
         is_over = any(words in sentence for words in (GONE, UNSEEN, FAILED))
         self.exit_code = 1 if is_over else EXIT_HANG
-        self.on_all_ranks = "rank 0 on " not in message  # rank 0 cannot report it itself
+        self.on_all_ranks = "rank 0 on " not in message  # rank 0 cannot report its own failure
 
 
 def has_exited(who: dict[str, Any]) -> bool:
@@ -43,13 +44,13 @@ def has_exited(who: dict[str, Any]) -> bool:
 
 
 def read_process(store: Any, rank: int) -> dict[str, Any]:
-    """Return the host and the process ID that a rank wrote to the store; {} before it did."""
+    """Return the host and process ID that a rank wrote to the store; {} if none yet."""
     key = f"alive/who/{rank}"
     return json.loads(store.get(key)) if store.check([key]) else {}
 
 
 def silent_snapshot(rank: int, who: dict[str, Any], others: Iterable[RankSnapshot]) -> RankSnapshot:
-    """Make a snapshot of a rank that does not answer, from what other ranks on its host see."""
+    """Return a snapshot for a rank that does not answer, from what ranks on its host see."""
     host, pid = str(who.get("host", "")), int(who.get("pid", 0))
     if host == socket.gethostname():
         seen = process_state(pid)
@@ -62,7 +63,7 @@ def silent_snapshot(rank: int, who: dict[str, Any], others: Iterable[RankSnapsho
 
 
 def is_lost(one: RankSnapshot) -> bool:
-    """Return whether a silent rank is lost for good, rather than too busy to answer."""
+    """Return whether a silent rank is lost for good, rather than just too busy to answer."""
     return one.state == "silent" and one.place in {*_NOT_RUNNING.values(), UNSEEN}
 
 
@@ -82,18 +83,18 @@ def find_culprits(found: Sequence[RankSnapshot]) -> list[RankSnapshot]:
         if any(number < most[group] for group, number in its.items())
     ]
     if behind and len(behind) < len(found):
-        # A rank that waits in another group may wait for one that works.
+        # A rank that waits in another group may be waiting for one that works.
         return [one for one in behind if one.state == "works"] or behind
     working = [one for one in found if one.state == "works"]
     return working if len(working) < len(found) else []
 
 
 def format_culprits(guilty: Sequence[RankSnapshot]) -> str:
-    """Say which rank the others wait for, and what it does; if there is none, that one hangs."""
+    """Describe the rank that the others wait for and what it does; explain the hang if none."""
     if not guilty:
         return (
             "all ranks are running, but not all reached it in time: one hangs, or a connection "
-            "between two is broken"
+            "between two of them is broken"
         )
     one = guilty[0]
     who = f"rank {one.rank}" + (f" on {one.host}" if one.host else "")

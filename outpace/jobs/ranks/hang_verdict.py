@@ -1,8 +1,8 @@
-"""The verdict in the ranks' shared store: which rank delays the others.
+"""The verdict in the ranks' shared store: which rank keeps the others waiting.
 
-A rank that has waited for a long time asks all ranks for their state, and records which one does
+A rank that has waited for a long time queries the state of all ranks, and records which one does
 not arrive. No rank ends because of this yet, since the late rank may still arrive. The verdict
-becomes final once a rank ends because of it. Until then it is ignored if the rank that asked is
+becomes final once a rank ends because of it. Until then, it is ignored if the rank that asked is
 lost or no longer waits.
 """
 
@@ -19,7 +19,7 @@ _NONE = "none"
 class HangVerdict(Record):
     """The ranks that keep others waiting (`blamed`), and a sentence about them.
 
-    `by` is the rank that asked, `number` that of its query, 0 without one.
+    `by` is the rank that asked, `number` its query's number (0 without one).
     """
 
     sentence: str
@@ -32,7 +32,7 @@ class HangVerdict(Record):
 class HangVerdicts:
     """The single verdict in a store, read and replaced in one operation each.
 
-    This way, no rank waits for a key that another rank has deleted, or died before writing.
+    This way, no rank waits for a key that another rank deleted, or died before writing.
     """
 
     def __init__(self, store: Store) -> None:
@@ -45,7 +45,7 @@ class HangVerdicts:
     def replace(self, known: HangVerdict | None, new: HangVerdict | None) -> HangVerdict | None:
         """Replace the verdict `known`, as read before, by `new`; return the stored verdict.
 
-        If another rank was faster, it is that rank's verdict.
+        If another rank was faster, that rank's verdict is stored.
         """
         return _parse(self._store.compare_set(_KEY, _text(known), _text(new)))
 
@@ -60,7 +60,7 @@ class HangVerdicts:
         return known
 
     def finalize(self, verdict: HangVerdict) -> HangVerdict | None:
-        """Make a verdict final, since it ends this rank; return the final one, if there is one."""
+        """Make a verdict final, because it ends this rank; return the final verdict, if any."""
         final = verdict.model_copy(update={"final": True})
         found = self.replace(verdict, final)
         return found if found is not None and found.final else None

@@ -1,7 +1,7 @@
-"""Watchdog that finds the rank at fault when a collective fails or takes too long.
+"""A watchdog that finds the rank at fault when a collective fails or takes too long.
 
 Every rank has a thread that writes a snapshot to the store when another rank asks. This finds a
-rank that is gone, was stopped, or hangs in a line of Python while others wait in a collective.
+rank that is gone, suspended, or hanging in a line of Python while others wait in a collective.
 """
 
 import json
@@ -44,29 +44,29 @@ from outpace.records.errors import (
 from outpace.records.hang_report import HangReport, RankSnapshot
 from outpace.training.guards import StopSignal
 
-# Factor that keeps a rank that waits for a core from being taken for dead.
+# Grace factor, so that a rank that waits for a core does not count as dead.
 _LOOK_S = 4.0
-# Share of the time limit of collectives: ranks are queried if a step takes longer.
+# Ranks are queried if a step takes longer than this share of the collectives' time limit.
 _LONG = 0.8
-# Seconds that a process has to end by itself after a collective failed because of another rank: the
-# time limit, within these bounds.
+# Bounds, in seconds, of the time for a process to end by itself after another rank made a
+# collective fail; in between, it is the collectives' time limit.
 _LEAST_UNWIND_S, _MOST_UNWIND_S = 10.0, 60.0
-_STORE_LOST = f"the host where all meet {UNSEEN}"
+_STORE_LOST = f"the host of the rendezvous {UNSEEN}"
 _ASKS = "alive/asks"
-# Key that says that a signal has ended a rank, and how many ranks know it.
+# Keys: a signal has ended a rank, and how many ranks know about it.
 _INTERRUPTED, _KNOWING = "alive/interrupted", "alive/knowing"
-# Key of what was found to be wrong with the ranks before they train.
+# Key: what was found to be wrong with the ranks before they train.
 _MIXED = "alive/mixed"
 _CHECK_JOBS = (
-    "It was refused. If two jobs were started at the same time, their ranks may be mixed: then "
-    "stop both, and start each with a MASTER_PORT of its own."
+    "It was refused. If two jobs started at the same time, their ranks may be mixed: then stop "
+    "both, and start each with a MASTER_PORT of its own."
 )
-# Seconds in which an interrupted rank ends by itself, before it is ended.
+# Seconds for an interrupted rank to end by itself before it is killed.
 _INTERRUPTED_S = 4.0
-# gloo raises plain RuntimeErrors, and so does DDP for errors of its hook; for failed connections
-# they contain one of these.
+# gloo raises plain RuntimeErrors, and so does DDP for errors of its hook; those of failed
+# connections contain one of these.
 _CONNECTIONS = ("gloo/transport/", "DistNetworkError: ")
-# Parts of a message that mean nothing to the user.
+# Parts of a message that mean nothing to users.
 _SOURCE = re.compile(
     r"^(\[[^\]]*\.cc:\d+\]|Got the following error when running the callback: DistNetworkError:) "
 )
@@ -74,11 +74,11 @@ _SOURCE = re.compile(
 
 @dataclass
 class RankActivity:
-    """The current activity of this rank, in words for the user.
+    """The current activity of this rank, described for the user.
 
-    `limited_s` is when it started an activity to which the collectives' time limit applies. If
-    ranks hang, `on_hang` is called on one of them with a report on all of them. `on_surplus` is
-    called on rank 0 with a sentence, if a process of another job comes while these ranks train.
+    `limited_s` is the start time of an activity to which the collectives' time limit applies. If
+    ranks hang, `on_hang` is called on one of them with a report on all. `on_surplus` is called on
+    rank 0 with a message if a process of another job tries to join while these ranks train.
     """
 
     what: str = "the beginning"
@@ -101,21 +101,21 @@ def hang_watchdog(
     deadline: ExitDeadline | None = None,
     stop: StopSignal | None = None,
 ) -> Iterator[None]:
-    """Watch the ranks while they communicate: each answers in the store when another asks.
+    """Watch the ranks while they communicate: each answers through the store when another asks.
 
-    A rank that is stopped, gone or disconnected is also found within `timeout_s` if others wait for
-    it without a time limit, as while a checkpoint is saved or rank 0 acts for all. `deadline` then
-    ends the process, since nothing else interrupts that wait.
+    A rank that is suspended, gone or disconnected is found within `timeout_s` even if others wait
+    for it without a time limit, as during a save or while rank 0 acts for all. `deadline` then ends
+    the process, since nothing else interrupts that wait.
 
     If a signal ends a rank before its first step is done, or after its last (`stop`), all others
     end as well, including those that compile or wait in a collective.
 
     If a rank is gone or does not join a collective, RankLostError replaces the backend's error and
-    names that rank and its activity. If a signal has ended that rank, InterruptedRunError replaces
-    it. Other errors are unchanged. The wait is limited by the time limit of the process groups,
-    `timeout_s`. NCCL's path has never run, since no machine with two GPUs was available: there,
-    `outpace.probing.timing.rank_clock.await_event` waits, and NCCL's watchdog ends the process,
-    after the query that is made before the limit.
+    names that rank and its activity. If a signal ended that rank, InterruptedRunError replaces it.
+    Other errors are unchanged. The wait is limited by `timeout_s`, the process groups' time limit.
+    The NCCL path has never run, since no machine with two GPUs was available: there,
+    `outpace.probing.timing.rank_clock.await_event` waits, and NCCL's watchdog ends the process
+    after the query that precedes the limit.
     """
     own = ExitDeadline(None)
     deadline = own if deadline is None else deadline
@@ -125,7 +125,7 @@ def hang_watchdog(
         yield
     except RuntimeError as error:
         lost = _communication(error)
-        # Of CUDA, and others that are no failure of communication, the class says so.
+        # The type of CUDA errors and others shows that they are no communication failures.
         if not lost and type(error) is not RuntimeError:
             raise
         if watcher.is_interrupted():
@@ -146,7 +146,7 @@ def hang_watchdog(
 
 
 def _communication(error: RuntimeError) -> bool:
-    """Return whether an error says that ranks could not reach each other, at all or in time."""
+    """Return whether an error means that ranks could not reach each other, at all or in time."""
     said = str(error)
     return isinstance(error, dist.DistError) or any(sign in said for sign in _CONNECTIONS)
 
@@ -155,15 +155,15 @@ def _communication(error: RuntimeError) -> bool:
 class _HangQuery:
     """A query of all ranks by one that has waited for a long time, and its verdict.
 
-    `number` is the activity's, `position` its line. `is_author`: this rank reached the
-    verdict, rather than another waiting rank.
+    `number` is the activity's number, `position` where this rank waited. `is_author`: this rank,
+    not another waiting rank, wrote the verdict.
     """
 
     number: int
     position: Position
     verdict: HangVerdict
     is_author: bool
-    age_s: float = 0.0  # while this process ran
+    age_s: float = 0.0  # counted only while this process runs
 
 
 @dataclass
@@ -179,10 +179,11 @@ class _Watchdog:
     interrupted: bool = False
     hearing: threading.Lock = field(default_factory=threading.Lock)
     failed: str | None = None
-    look: _HangQuery | None = None  # of a wait that may not be over
+    look: _HangQuery | None = None  # about a wait that may not be over
     answered: int = 0  # number of answered queries
     over: threading.Event = field(default_factory=threading.Event)
-    store_silent_s: float = 0.0  # since the store's last answer, while this process ran
+    # since the store's last answer, counted only while this process runs
+    store_silent_s: float = 0.0
     seen: tuple[int, str] | None = None  # latest verdict in the store
     seen_s: float = 0.0  # how long it has been there
     told_of_surplus: bool = False
@@ -190,12 +191,12 @@ class _Watchdog:
     def __post_init__(self) -> None:
         self.rank = self.groups.ranks.rank
         self.everyone = range(self.groups.ranks.world_size)
-        # Ignore what was written while these ranks were watched before.
+        # Ignore what was written when these ranks were watched before.
         entries = self.groups.store.add(f"alive/entries/{self.rank}", 1)
         self.store = PrefixStore(f"watch-{entries}", self.groups.store)
         who = {"host": socket.gethostname(), "pid": os.getpid()}
         self.store.set(f"alive/who/{self.rank}", json.dumps(who))
-        # NCCL's watchdog ends a process at the limit without finding the culprit.
+        # NCCL's watchdog ends a process at the limit without identifying the culprit.
         self.ends_silently = "nccl" in str(dist.get_backend_config())
         self.beats = Heartbeats(self.rank, len(self.everyone), self.timeout_s)
         self.threads = [
@@ -210,10 +211,10 @@ class _Watchdog:
     def close(self) -> None:
         self.over.set()
         for thread in self.threads:
-            thread.join(_LOOK_S)  # unless it waits for a host that is cut off
+            thread.join(_LOOK_S)  # unless it waits for an unreachable host
 
     def _run(self) -> None:
-        """Answer queries, and query all ranks if a step takes too long or a rank is silent."""
+        """Answer queries; query all ranks if a step takes too long or a rank is silent."""
         store: Any = self.store.clone()  # type: ignore[attr-defined]  # torch's stub
         shared: Any = self.groups.shared
         if shared is not None:
@@ -239,18 +240,19 @@ class _Watchdog:
             self.beats.end(store)
 
     def _watch_store(self) -> None:
-        """End this process if the store does not answer, since threads that query it block."""
-        limit_s = self.timeout_s + 2 * _LOOK_S  # only a query takes that long in `_run`
+        """End this process if the store stops answering, since threads that query it block."""
+        limit_s = self.timeout_s + 2 * _LOOK_S  # in `_run`, only a query takes that long
         while not self.over.wait(LISTEN_S):
-            self.store_silent_s += LISTEN_S  # counted, since this process may have been stopped
+            # counted rather than timed, since this process may have been suspended
+            self.store_silent_s += LISTEN_S
             if self.store_silent_s > limit_s:
                 self.deadline.end_now(f"{self.doing.what}: {_STORE_LOST}", 1)
                 return
 
     def _look_for_lost(self, store: Any) -> None:
-        """End the job if a rank is stopped, gone or cut off."""
+        """End the job if a rank is suspended, gone or unreachable."""
         verdict = self._look_around(store, doubtful=True, final=True)
-        if verdict is None:  # too busy for its heartbeat
+        if verdict is None:  # too busy to send its heartbeat
             self.beats.reset()
         else:
             self._end(verdict)
@@ -264,7 +266,7 @@ class _Watchdog:
             self.look = _HangQuery(number, position, verdict, verdict.by == self.rank)
 
     def _follow(self, look: _HangQuery, verdicts: HangVerdicts) -> None:
-        """Forget a query when the wait is over; end the process if nothing else ends the wait."""
+        """Drop a query when the wait is over; end the process if nothing else ends the wait."""
         look.age_s += LISTEN_S
         if (self.doing.number, find_position(self.trains)) != (look.number, look.position):
             self._withdraw(verdicts)
@@ -279,7 +281,8 @@ class _Watchdog:
         elif look.is_author and self.ends_silently and not look.verdict.final:
             if look.age_s > (1 - _LONG) * self.timeout_s - 2 * LISTEN_S:
                 look.verdict = verdicts.finalize(look.verdict) or look.verdict
-        elif not look.is_author and verdicts.read() is None:  # its rank is free, this one is not
+        # the rank that asked no longer waits, but this one does
+        elif not look.is_author and verdicts.read() is None:
             self.look = None
             self._restart_clock(look, self.timeout_s)
 
@@ -297,7 +300,7 @@ class _Watchdog:
     def _heed_verdict(self, verdicts: HangVerdicts) -> None:
         """End this rank on a verdict that it has not noticed by itself.
 
-        A verdict because of which no rank ends is dropped, since the rank that asked is lost.
+        If no rank ends because of a verdict, drop it: the rank that asked is lost.
         """
         verdict = verdicts.read()
         key = None if verdict is None else (verdict.number, verdict.sentence)
@@ -311,7 +314,7 @@ class _Watchdog:
             verdicts.replace(verdict, None)
 
     def _heed_interruption(self, store: Any) -> None:
-        """Tell all ranks that a signal ends this one, or learn the same from another rank."""
+        """Tell all ranks that a signal ends this one, or learn that from another rank."""
         if self.stop is None or len(self.everyone) == 1:
             return
         with self.hearing:
@@ -327,7 +330,7 @@ class _Watchdog:
             self.deadline.start(self.stop.message, EXIT_INTERRUPTED, _INTERRUPTED_S)
 
     def _heed_surplus(self, store: Any, shared: Any) -> None:
-        """Tell rank 0 of processes that come too many; before training, end all ranks for it."""
+        """Report surplus processes to rank 0; before training, end all ranks because of them."""
         session = self.groups.session
         if session is None or self.stop is None:
             return
@@ -344,7 +347,7 @@ class _Watchdog:
             self.deadline.end_now(store.get(_MIXED).decode(), BadInputError.exit_code)
 
     def _await_knowing(self, store: Any) -> None:
-        """Let rank 0, which may serve the store, leave once all ranks know of the interruption."""
+        """Keep rank 0, which may serve the store, until all ranks know of the interruption."""
         until_s = time.monotonic() + _LOOK_S
         while self.interrupted and self.rank == 0 and time.monotonic() < until_s:
             if store.add(_KNOWING, 0) >= len(self.everyone):
@@ -370,7 +373,7 @@ class _Watchdog:
         return since_s is not None and time.monotonic() - since_s > _LONG * self.timeout_s
 
     def _answer(self, store: Any, asks: int) -> None:
-        """Write a snapshot of this rank, once for each query."""
+        """Write a snapshot of this rank, once per query."""
         self.answered = asks
         ranks, host, neighbours = self.groups.ranks, socket.gethostname(), {}
         first = self.rank - ranks.local_rank
@@ -385,7 +388,7 @@ class _Watchdog:
     def verdict(self, lost: bool, why: str) -> str | None:
         """Return the rank to blame for a collective that failed on this rank.
 
-        None if no rank is to blame, and nothing else shows that one is `lost`.
+        None if no rank is to blame and nothing else shows that one is `lost`.
         """
         self.failed = f"a failed collective: {why}"
         found: list[HangVerdict | None] = []
@@ -400,7 +403,7 @@ class _Watchdog:
         (verdict,) = found
         if verdict is None:
             return None
-        # If all fail by themselves, none fails because of another.
+        # If all failed on their own, no rank failed because of another.
         if not lost and (FAILED in verdict.sentence or self.rank in verdict.blamed):
             return None
         if self.rank == 0:
@@ -408,7 +411,7 @@ class _Watchdog:
         return verdict.sentence
 
     def report_failure(self, error: str) -> None:
-        """Tell the ranks that will wait for this one that it has failed."""
+        """Tell ranks that will wait for this one that it has failed."""
         sentence = f"rank {self.rank} on {socket.gethostname()} {FAILED}{error}"
         fault = HangVerdict(sentence=sentence, by=self.rank, blamed=(self.rank,), final=True)
 
@@ -419,11 +422,11 @@ class _Watchdog:
         _run_with_limit(write_fault, _LOOK_S)
 
     def _look_around(self, store: Any, doubtful: bool, final: bool) -> HangVerdict | None:
-        """Query all ranks and return the blamed ones; the first rank to ask tells the others.
+        """Query all ranks and return the verdict; the first rank to ask writes it for the others.
 
-        None if all make progress, or if it is `doubtful` and all answer. `final`: this rank ends
-        because of the verdict, so it accepts only one that has ended a rank, since the late rank
-        may have arrived.
+        None if all make progress, or if all answer and it is `doubtful` that one is lost. `final`:
+        this rank ends because of the verdict, so of others' verdicts it accepts only one that has
+        ended a rank, since the late rank may have arrived.
         """
         verdicts = HangVerdicts(store)
 
@@ -439,12 +442,12 @@ class _Watchdog:
             return known
         guilty = [one for one in found if is_lost(one)]
         if not guilty and not doubtful:
-            # All ranks are there, and still wait for the subject of the verdict.
+            # All ranks are there, and still wait for what the verdict is about.
             settled = None if known is None else verdicts.finalize(known)
             if settled is not None:
                 return settled
             guilty = find_culprits(found)
-        # An error that may be this rank's own is only attributed to a rank that is gone.
+        # Blame an error that may be this rank's own only on a rank that is gone.
         if not guilty and (doubtful or not any(one.state == "waits" for one in found)):
             return None
         verdict = HangVerdict(
@@ -463,9 +466,9 @@ class _Watchdog:
         return standing
 
     def _query_all(self, store: Any) -> tuple[int, list[RankSnapshot]]:
-        """Return the number of the query, and snapshots of all ranks."""
+        """Return the query's number, and snapshots of all ranks."""
         asks = store.add(_ASKS, 1)
-        self._answer(store, asks)  # its thread may be the one that asks
+        self._answer(store, asks)  # its own thread may be the one that asks
         until_s = time.monotonic() + _LOOK_S
         missing = list(self.everyone)
         while missing and time.monotonic() < until_s:
@@ -484,7 +487,7 @@ class _Watchdog:
 
 
 def _run_with_limit(ask: Callable[[], None], limit_s: float) -> None:
-    """Query the store with a time limit, since it would wait forever for an unreachable host."""
+    """Query the store with a time limit, since for an unreachable host it would wait forever."""
     asking = threading.Thread(target=ask, name="asking the store", daemon=True)
     asking.start()
     asking.join(limit_s)

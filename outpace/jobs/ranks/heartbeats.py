@@ -2,17 +2,17 @@
 
 from typing import Any
 
-LISTEN_S = 0.5  # seconds between two calls of `Heartbeats.send_and_check`
-# Heartbeats per time limit, and the most seconds between two.
+LISTEN_S = 0.5  # seconds between calls of `Heartbeats.send_and_check`
+# Heartbeats per time limit, and the longest pause between two in seconds.
 _BEATS, _MOST_BETWEEN_S = 8, 10.0
 _ENDED = b"ended"
 
 
 class Heartbeats:
-    """Heartbeats in the store: each rank writes its own, and checks that of the next.
+    """Heartbeats in the store: each rank writes its own and checks that of the next rank.
 
-    So the number of queries grows with the number of ranks, not that of pairs. Seconds are counted
-    while this process runs, so a process that was stopped itself suspects no other.
+    The number of queries thus grows with the number of ranks, not of pairs. Seconds count only
+    while this process runs, so a process that was suspended does not suspect others.
     """
 
     def __init__(self, rank: int, world_size: int, timeout_s: float) -> None:
@@ -24,7 +24,7 @@ class Heartbeats:
         self._last: bytes | None = None
 
     def send_and_check(self, store: Any) -> bool:
-        """Send this rank's heartbeat when it is due; return whether the next rank's is overdue."""
+        """Send this rank's heartbeat when due; return whether the next rank's is overdue."""
         if self._alone:
             return False
         self._since_own_s += LISTEN_S

@@ -1,4 +1,4 @@
-"""Monitor of a process's memory during training, to end runs before the kernel kills them."""
+"""A monitor of a process's memory during training, to end runs before the kernel kills them."""
 
 import ctypes
 import threading
@@ -16,8 +16,8 @@ _JOIN_S = 5.0
 class Reading:
     """Memory use that may grow to `soft_bytes`; above `hard_bytes` there is no time left to react.
 
-    `limit` names the limit for the user, `limit_bytes` is its size, and `ranks` the number that
-    share it.
+    `limit` is the limit's name for the user, `limit_bytes` its size, and `ranks` the number of
+    ranks that share it.
     """
 
     limit: str
@@ -36,11 +36,11 @@ class Reading:
 
 
 class Interruption(BaseException):
-    """Exception raised in the training thread, which no `except Exception` catches."""
+    """Raised in the training thread; no `except Exception` catches it."""
 
 
 def interrupt(thread: int) -> None:
-    """Raise Interruption in a thread, as soon as it returns to Python."""
+    """Raise Interruption in a thread as soon as it returns to Python."""
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(thread), ctypes.py_object(Interruption)
     )
@@ -52,7 +52,7 @@ def call_off(thread: int) -> None:
 
 
 class Watch:
-    """A thread that calls `look` repeatedly, until it returns that it is done, or until `close`."""
+    """A thread that calls `look` repeatedly until it returns True, or until `close`."""
 
     def __init__(self, look: Callable[[], bool]) -> None:
         self._look = look
@@ -66,7 +66,7 @@ class Watch:
                 return
 
     def close(self) -> None:
-        """End the thread, unless it is waiting for a disconnected host."""
+        """End the thread, unless it is waiting for an unreachable host."""
         self._closed.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(_JOIN_S)

@@ -1,10 +1,10 @@
 """Orderly end of all ranks when memory runs out, with the reason and what would fit.
 
-A rank that needs too much is noticed when an allocator raises, or when a monitoring thread finds
-this process's memory above a limit. The training thread is then interrupted as soon as it is back
-in Python, and unwinds without leaving files half-written. The other ranks learn of it through the
-job's store, and are interrupted too. A rank that cannot be interrupted, because it waits in a
-collective or computes without end, is ended by its thread, if the process is ours to end (`end`).
+A shortage shows when an allocator raises, or when a monitoring thread finds this process's memory
+above a limit. The training thread is then interrupted as soon as it is back in Python, and unwinds
+without leaving half-written files. The other ranks learn of it through the job's store and are
+interrupted, too. A rank that cannot be interrupted, because it waits in a collective or computes
+without end, is ended by the monitoring thread, if it may end the process (`end`).
 """
 
 import json
@@ -28,7 +28,7 @@ from outpace.records.units import show_bytes
 
 # Seconds for the training thread to return to Python before the process is ended.
 GRACE_S = 5.0
-# Most seconds from the shortage to the end of every rank, including communication and predictions.
+# Most seconds from the shortage to the end of every rank, communication and predictions included.
 END_S = 120.0
 _HEAR_EVERY = 10  # checks of memory per check of the store
 _SHORT, _ANSWER, _HEARD = "memory/short", "memory/answer", "memory/heard"
@@ -50,7 +50,7 @@ class Shortage:
 
 
 def readings(limit_bytes: int | None, device: torch.device, ranks: Ranks) -> list[Reading]:
-    """Return the readings of this rank: its own host memory, and its control group's."""
+    """Return this rank's readings: its own host memory, and that of its control group."""
     found = []
     if limit_bytes is not None and device.type == "cpu":
         above = limit_bytes + max(64 * _MIB, limit_bytes // 10)
@@ -66,11 +66,11 @@ def readings(limit_bytes: int | None, device: torch.device, ranks: Ranks) -> lis
 
 
 class Guard:
-    """Context in which OutOfMemoryError is raised on all ranks if one of them runs out of memory.
+    """A context that raises OutOfMemoryError on all ranks if one of them runs out of memory.
 
     `answer` formats the message about a shortage, and `list_holders` lists what holds memory; both
     are set once a job has them. `relieve`, if set, frees memory that training can spare. `tidy` is
-    called with the reason, then `end` ends this process with message and exit code.
+    called with the reason; then `end` ends this process with a message and exit code.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device, end: End | None) -> None:
@@ -93,7 +93,7 @@ class Guard:
         self._answered: str | None = None
 
     def watch(self, readings: Sequence[Reading], store: Store | None) -> None:
-        """Start monitoring memory and listening to the other ranks through the job's store."""
+        """Start monitoring memory and listening to other ranks through the job's store."""
         self._readings = readings
         self._store = store if self._ranks.world_size > 1 else None
         if readings or self._store is not None:
@@ -126,12 +126,12 @@ class Guard:
                 shortage = self._read_shortage()  # a collective fails when another rank ends
             if shortage is None:
                 return
-        traceback.clear_frames(trace)  # frees activations of the failed step
+        traceback.clear_frames(trace)  # frees the failed step's activations
         give_back_free()
         raise OutOfMemoryError(self._message(shortage)) from None
 
     def _of_exception(self, error: BaseException) -> Shortage | None:
-        """Return the shortage that an allocator noticed, None for another error."""
+        """Return the shortage that an allocator reported; None for other errors."""
         if isinstance(error, torch.OutOfMemoryError) and self._device.type == "cuda":
             return self._on_cuda(error)
         on_host = isinstance(error, RuntimeError) and any(w in str(error) for w in _SHORT_ON_HOST)
@@ -160,10 +160,10 @@ class Guard:
             fragmentation_advice(used, reserved, expandable_segments(self._device)),
         )
 
-    # The following runs in the monitoring thread, or in both.
+    # What follows runs in the monitoring thread, or in both threads.
 
     def _check(self) -> bool:
-        """Check once; return True if the end of this process is being handled."""
+        """Check once; return True once the end of this process is being handled."""
         if self._shortage is None:
             over = first_too_high(self._readings)
             if over is not None and not self.relieve():
@@ -194,7 +194,7 @@ class Guard:
                 interrupt(self._thread)
 
     def _see_to_the_end(self) -> bool:
-        """Wait for the training thread to end, and end the process if it does not."""
+        """Wait for the training thread to end; end the process if it does not."""
         assert self._shortage is not None
         waited_s = time.monotonic() - self._since_s
         pressed = any(reading.now() > reading.hard_bytes for reading in self._readings)
@@ -206,20 +206,20 @@ class Guard:
         return False
 
     def _end_here(self, end: End, shortage: Shortage, pressed: bool) -> NoReturn:
-        """End the process; under memory pressure immediately, without predicting what would fit."""
+        """End the process; under memory pressure at once, without predicting what would fit."""
         with self._lock:
             message = self._answered
         if message is None:
             message = f"out of memory: {shortage.sentence}" if pressed else self._message(shortage)
-        with suppress(Exception):  # must end in any state
+        with suppress(Exception):  # must end whatever happens
             self.tidy(message)
         end(message, EXIT_OUT_OF_MEMORY)
 
     def _agree(self, shortage: Shortage) -> Shortage:
-        """Return the job's first shortage: this one, or one that another rank reported before."""
+        """Return the job's first shortage: this one, or one that another rank reported earlier."""
         if self._store is None:
             return shortage
-        with suppress(Exception):  # without a store there is nobody to tell
+        with suppress(Exception):  # without a store, there is nobody to tell
             told = self._other_end().compare_set(_SHORT, "", json.dumps(asdict(shortage)))
             return _parse_shortage(told)
         return shortage
@@ -234,7 +234,7 @@ class Guard:
             return None
 
     def _other_end(self) -> Store:
-        """Return this thread's connection, since threads that share one block each other."""
+        """Return this thread's own connection, since threads that share one block each other."""
         assert self._store is not None
         kept = threading.current_thread().__dict__
         if "_outpace_store" not in kept or kept["_outpace_store"][0] is not self:
@@ -243,7 +243,7 @@ class Guard:
         return store
 
     def _message(self, shortage: Shortage) -> str:
-        """Return the message that every rank shows, made by the rank that ran out of memory."""
+        """Return the message that all ranks show, written by the rank that ran out of memory."""
         if shortage.rank == self._ranks.rank:
             message = self._make_message(shortage)
         else:
@@ -286,17 +286,17 @@ def _parse_shortage(told: bytes) -> Shortage:
 
 
 def expandable_segments(device: torch.device) -> bool:
-    """Return whether the CUDA allocator may already grow its segments."""
+    """Return whether the CUDA allocator already uses expandable segments."""
     settings = torch.cuda.memory._snapshot(device)["allocator_settings"]
     return bool(settings["expandable_segments"])
 
 
 def fragmentation_advice(used_bytes: int, reserved_bytes: int, expandable: bool) -> str:
-    """Return advice if the allocator holds much memory that no tensor could use; otherwise ""."""
+    """Return advice if the allocator holds much memory that no tensor could use; else ""."""
     unused = reserved_bytes - used_bytes
     if expandable or unused < max(256 * _MIB, reserved_bytes // 10):
         return ""
     return (
-        f"The allocator holds {show_bytes(unused)} in pieces that were too small. Set "
-        "PYTORCH_ALLOC_CONF=expandable_segments:True and run the same command again."
+        f"The allocator holds {show_bytes(unused)} in pieces that are too small (fragmentation). "
+        "Set PYTORCH_ALLOC_CONF=expandable_segments:True and run the same command again."
     )

@@ -1,4 +1,4 @@
-"""Whether ranks are numbered host by host, as groups of neighbouring ranks expect."""
+"""Check that ranks are numbered host by host, as groups of neighbouring ranks expect."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -9,7 +9,7 @@ from outpace.records.ranks import Ranks
 
 
 def placement_hints(groups: Groups) -> list[str]:
-    """Say if neighbouring ranks are on different hosts. Collective if there are several hosts."""
+    """Return a hint if neighbouring ranks are on different hosts. Collective on several hosts."""
     ranks = groups.ranks
     if ranks.world_size == ranks.local_world_size:
         return []
@@ -20,13 +20,13 @@ def placement_hints(groups: Groups) -> list[str]:
     return [
         f"ranks are not numbered host by host: rank {stray} is on a different host from rank "
         f"{stray - 1}, though more ranks of that host follow. Results stay the same, but groups "
-        "of neighbouring ranks, as of --tp, cross hosts and wait for their network. Start with "
+        "of neighbouring ranks, as for --tp, span hosts and wait for the network. Start with "
         "srun --distribution=block, mpirun --map-by slot, or torchrun"
     ]
 
 
 def first_stray_rank(places: Sequence[Ranks]) -> int | None:
-    """Return the first of the ordered ranks that is not next to its predecessor, or None."""
+    """Return the first rank, in order, that is not on its predecessor's host; None if all are."""
     for before, after in pairwise(places):
         ended = before.local_rank + 1 == before.local_world_size
         if after.local_rank != (0 if ended else before.local_rank + 1):

@@ -31,15 +31,15 @@ from outpace.records.ranks import Ranks
 
 Result = TypeVar("Result")
 _PATIENCE = timedelta(hours=6)
-# torch's limits apply first, where it observes them.
+# Where torch observes time limits, its own apply first.
 _MARGIN_S = 10.0
 _LOOK_AGAIN_S = 0.1
-_MISSING_RANK = re.compile(r"wait timeout after .*/(\d+)$")  # torch's store about a missing key
+_MISSING_RANK = re.compile(r"wait timeout after .*/(\d+)$")  # torch's store, about a missing key
 
 
 @dataclass(frozen=True)
 class Fact:
-    """A value that must be equal on all ranks, and what to do if one differs."""
+    """A value that must be equal on all ranks, and what to do if it is not."""
 
     value: object
     remedy: str
@@ -49,12 +49,12 @@ class Fact:
 class Groups:
     """Process groups of a job, which a context creates and destroys.
 
-    `control` carries the small host messages of each step, `saving` those of checkpoints.
+    `control` carries each step's small host messages, `saving` those of checkpoints.
 
-    `patient` and `saving` wait for work that rank 0 does alone, however slow its disk is. Even so,
-    the death of a rank ends the others' wait at once. `store` is the rendezvous store, and
-    `variables` are environment variables set while these groups exist. `session` is None for one
-    process, and `shared` the whole store, to which processes of other jobs may come.
+    `patient` and `saving` wait for work that rank 0 does alone, however slow its disk is; the death
+    of a rank still ends the others' wait at once. `store` is the ranks' part of the rendezvous
+    store, `shared` all of it, in which processes of other jobs may appear. `variables` are
+    environment variables set while these groups exist. `session` is None for a single process.
     """
 
     ranks: Ranks
@@ -67,7 +67,7 @@ class Groups:
     shared: Store | None = None
 
     def run_on_rank_0(self, action: Callable[[], Result]) -> Result:
-        """Run `action` on rank 0. Return its result, or raise its OutpaceError, on all ranks."""
+        """Run `action` on rank 0; return its result, or raise its OutpaceError, on all ranks."""
         outcome: list[object] = [None, None]
         if self.ranks.rank == 0:
             try:
@@ -85,15 +85,15 @@ class Groups:
         dist.barrier(self.patient)
 
     def require_one_job(self) -> None:
-        """Raise BadInputError if more processes came than there are ranks. Collective."""
+        """Raise BadInputError if more processes joined than there are ranks. Collective."""
         if self.session is not None and self.shared is not None:
             self.run_on_rank_0(partial(self.session.require_no_surplus, self.shared))
 
     def require_same(self, facts: Mapping[str, Fact]) -> None:
-        """Refuse ranks whose facts differ from rank 0's. Raises BadInputError on all ranks.
+        """Raise BadInputError on all ranks if a rank's facts differ from rank 0's. Collective.
 
-        Other ranks than 0 may have none, and are then not compared. The facts themselves are sent
-        only if digests of them differ. Collective.
+        Ranks other than 0 may have no facts, and are then not compared. Facts are sent only if
+        their digests differ.
         """
         values = repr({what: fact.value for what, fact in facts.items()})
         digest = hashlib.blake2b(values.encode(), digest_size=16).digest() if facts else None
@@ -116,23 +116,23 @@ class Groups:
 
 
 def resolve_backend(asked: Literal["auto", "gloo", "nccl", "mpi"], device: torch.device) -> str:
-    """Return torch's name for the communication backend. Raises BadInputError if there is none.
+    """Return torch's name for the communication backend. Raises BadInputError if not available.
 
     The default is NCCL between CUDA devices and gloo between CPU processes. Host messages use gloo.
     """
     on_cuda = device.type == "cuda"
     if asked == "nccl" and not on_cuda:
         raise BadInputError(
-            "--backend nccl communicates tensors of CUDA devices, but the device is "
-            f"{device.type}. Use --backend gloo."
+            f"--backend nccl transfers tensors of CUDA devices, but the device is {device.type}. "
+            "Use --backend gloo."
         )
     if asked == "nccl" and not dist.is_nccl_available():
         raise BadInputError("--backend nccl: this torch has no NCCL. Use --backend gloo.")
     if asked == "mpi" and not dist.is_mpi_available():
         raise BadInputError(
-            "--backend mpi: this torch was built without MPI, as pip packages are. Build "
-            "torch from source with MPI installed, or use --backend "
-            f"{'nccl' if on_cuda else 'gloo'}, which mpirun can start too."
+            "--backend mpi: this torch was built without MPI, as pip packages are. Build torch "
+            f"from source with MPI installed, or use --backend {'nccl' if on_cuda else 'gloo'}, "
+            "which mpirun can start, too."
         )
     if asked == "auto":
         asked = "nccl" if on_cuda and dist.is_nccl_available() else "gloo"
@@ -146,8 +146,8 @@ def _join(
 
     Raises BadInputError if MPI reports another number of ranks.
 
-    NCCL is given its device, so that it connects at once rather than in the first collective, and
-    subgroups are split from this group.
+    NCCL gets its device, so that it connects now rather than in the first collective, and subgroups
+    are split from this group.
     """
     if backend != "mpi":
         dist.init_process_group(
@@ -163,8 +163,9 @@ def _join(
     found = Ranks(rank=dist.get_rank(), world_size=dist.get_world_size())
     if (found.rank, found.world_size) != (ranks.rank, ranks.world_size):
         raise BadInputError(
-            f"--backend mpi: MPI says rank {found.rank} of {found.world_size}, the environment "
-            f"{ranks.rank} of {ranks.world_size}. Start all processes with one mpirun."
+            f"--backend mpi: according to MPI, this is rank {found.rank} of {found.world_size}; "
+            f"according to the environment, {ranks.rank} of {ranks.world_size}. Start all "
+            "processes with one mpirun."
         )
     # With MPI, torch's store is an empty placeholder; the gloo groups need this one.
     everyone = dist.group.WORLD
@@ -172,10 +173,7 @@ def _join(
 
 
 def _leave(backend: str, failure: type[BaseException] | None, *_: object) -> None:
-    """Destroy all groups; after a failure, abort NCCL's.
-
-    Otherwise they would wait for messages that never come.
-    """
+    """Destroy all groups; after a failure, abort NCCL's, which would wait for lost messages."""
     if failure is not None and "nccl" in backend:
         _abort_process_group()  # destroy_process_group would wait
     else:
@@ -185,9 +183,9 @@ def _leave(backend: str, failure: type[BaseException] | None, *_: object) -> Non
 def _open_store(ranks: Ranks, timeout: timedelta, apart: bool) -> Store:
     """Return the rendezvous store: the launcher's, or one that rank 0 serves.
 
-    Rank 0 listens on MASTER_ADDR only, if the address that other ranks use for it is known. Raises
-    BadInputError if another program uses the port, and OutpaceError if the ranks do not connect
-    within `timeout`.
+    Rank 0 listens on MASTER_ADDR only, if it is known which address other ranks resolve it to.
+    Raises BadInputError if another program uses the port, and OutpaceError if the ranks do not
+    connect within `timeout`.
     """
     url = init_method(os.environ)
     host, port = _place(url)
@@ -196,7 +194,7 @@ def _open_store(ranks: Ranks, timeout: timedelta, apart: bool) -> Store:
     def connect() -> Store:
         if ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             # If the port is in use: by these ranks' earlier groups, which torch shares, or by
-            # another process, as torch reports.
+            # another process, which torch reports.
             with suppress(OSError):
                 bound = listen(host, port, apart)
                 if bound is not None:
@@ -208,9 +206,9 @@ def _open_store(ranks: Ranks, timeout: timedelta, apart: bool) -> Store:
 
 
 def _wait_for_name(host: str, limit_s: float) -> float:
-    """Wait until a host name resolves, as for a starting pod; return the seconds that took.
+    """Wait until a host name resolves (a pod may still be starting); return the seconds waited.
 
-    Raises BadInputError if it gets none within the limit.
+    Raises BadInputError if it does not resolve within the limit.
     """
     began_s = time.monotonic()
     while True:
@@ -219,9 +217,9 @@ def _wait_for_name(host: str, limit_s: float) -> float:
         except (socket.gaierror, UnicodeError) as error:
             if time.monotonic() - began_s >= limit_s:
                 raise BadInputError(
-                    f"environment: MASTER_ADDR = {host!r} has no address on this host after "
+                    f"environment: MASTER_ADDR = {host!r} does not resolve on this host after "
                     f"{limit_s:.0f} s ({getattr(error, 'strerror', None) or error}). Set it to a "
-                    "name or an address of rank 0's host that this host knows."
+                    "name or address of rank 0's host that this host can resolve."
                 ) from None
         else:
             return time.monotonic() - began_s
@@ -231,10 +229,10 @@ def _wait_for_name(host: str, limit_s: float) -> float:
 def _in_time(
     action: Callable[[], Result], ranks: Ranks, timeout: timedelta, waited_s: float = 0.0
 ) -> Result:
-    """Run a step that needs all ranks. Raises OutpaceError if they do not come within `timeout`.
+    """Run an action that needs all ranks. Raises OutpaceError if they do not join within `timeout`.
 
-    It runs in a thread, since torch's store waits without limit for a server that does not answer,
-    and signals are not handled while it waits.
+    It runs in a thread, since torch's store waits forever for a server that does not answer, and
+    blocks signals meanwhile.
     """
     outcome: list[Result] = []
     errors: list[BaseException] = []
@@ -255,7 +253,7 @@ def _in_time(
     if errors:
         raise errors[0]
     if not outcome:
-        silence = TimeoutError("what listens there does not answer like rank 0")
+        silence = TimeoutError("the process listening there does not answer as rank 0 would")
         raise _not_met(silence, ranks, timeout)
     return outcome[0]
 
@@ -266,19 +264,19 @@ def _not_met(error: Exception, ranks: Ranks, timeout: timedelta) -> Exception:
     host, port = _place(init_method(os.environ))
     if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
         return BadInputError(
-            f"the ranks cannot meet at {host}, port {port}: another program listens there. Start "
-            "them with another MASTER_PORT."
+            f"the ranks cannot use {host}, port {port} for their rendezvous: another program "
+            "listens there. Start them with another MASTER_PORT."
         )
     why = next(iter(str(error).strip().splitlines()), type(error).__name__)
     missing = _MISSING_RANK.search(why)
     if missing is not None:
         why = f"rank {missing[1]} did not join"
     elif "Ping failed" in why:  # torch's message lists bytes as numbers
-        why = "what listens there is another program"
+        why = "another program listens there"
     return OutpaceError(
-        f"rank {ranks.rank} does not find the others at {host}, port {port} within "
+        f"rank {ranks.rank} did not find the others at {host}, port {port} within "
         f"{timeout.total_seconds():.0f} s ({why}). Check that all {ranks.world_size} were "
-        "started, and that this host and port can be reached from here."
+        "started, and that this host and port are reachable from here."
     )
 
 
@@ -295,15 +293,15 @@ def process_groups(
 ) -> Iterator[Groups]:
     """Join this job's processes, and leave them at the end.
 
-    `backend` is that of `resolve_backend`. A job with one process also gets a group, so that the
+    `backend` comes from `resolve_backend`. A job with one process gets a group, too, so that the
     rest of the code is the same. Each time ranks join, they use new names in the store, which may
-    still contain those of earlier ranks.
+    still contain earlier ones.
     """
     if dist.is_initialized():
         raise BadInputError(
-            "torch.distributed is already initialized in this process, but outpace creates "
-            "its own process group. Call outpace.train before init_process_group, or in "
-            "another process."
+            "torch.distributed is already initialized in this process, but outpace creates its "
+            "own process group. Call outpace.train before init_process_group, or in another "
+            "process."
         )
     require_interfaces(os.environ)
     timeout = timedelta(seconds=timeout_s)

@@ -1,4 +1,4 @@
-"""Snapshot of this rank: its threads' stacks, and its collectives by torch's flight recorder."""
+"""A snapshot of this rank: its threads' stacks, and collectives in torch's flight recorder."""
 
 import json
 import socket
@@ -18,7 +18,7 @@ from outpace.records.hang_report import CollectiveEvent, RankSnapshot
 
 _LAST = 20  # latest collectives to keep
 _OPEN = "started"  # gloo's stay "scheduled" even when finished
-# Places where a thread waits for other ranks, or for autograd that does.
+# Functions in which a thread waits for other ranks, or for autograd that does.
 _WAITING = ("/torch/distributed/", "/torch/autograd/", "/outpace/training/step.py")
 
 Position = tuple[FrameType | None, int, dict[str, int]]
@@ -29,7 +29,7 @@ def snapshot_rank(
 ) -> RankSnapshot:
     """Snapshot this rank; `thread` is the ID of its training thread.
 
-    `neighbours`: this host's PIDs by rank. `failed`: the collective that has failed, as text.
+    `neighbours`: this host's PIDs by rank. `failed`: a description of the collective that failed.
     """
     frames = sys._current_frames()
     collectives = read_flight_recorder()
@@ -57,7 +57,7 @@ def snapshot_rank(
 
 
 def process_state(pid: int) -> str:
-    """Return the process state from the kernel: "running", "sleeping", "stopped", …; "gone"."""
+    """Return the kernel's state of a process: "running", "sleeping", "stopped", …; or "gone"."""
     try:
         return str(psutil.Process(pid).status())
     except psutil.NoSuchProcess:
@@ -65,7 +65,7 @@ def process_state(pid: int) -> str:
 
 
 def _line(at: traceback.FrameSummary) -> str:
-    """Format a place in the source, as file and line."""
+    """Format a position in the source, as file and line."""
     name = "/".join(Path(at.filename).parts[-2:])
     return f"{name}:{at.lineno} in {at.name}: {(at.line or '').strip()}"
 
@@ -89,9 +89,9 @@ def _stacks(frames: Mapping[int, FrameType], main: int) -> str:
 
 
 def find_position(thread: int) -> Position:
-    """Return where a thread of this rank is. Positions are equal while it waits in one collective.
+    """Return where a thread of this rank is; equal as long as it waits in one collective.
 
-    The recorder has no messages between two ranks, so the waiting call counts as well. A position
+    The recorder lacks messages between two ranks, so the waiting call counts as well. A position
     keeps alive the objects that this call refers to.
     """
     frame = sys._current_frames().get(thread)
@@ -100,7 +100,7 @@ def find_position(thread: int) -> Position:
 
 
 def read_flight_recorder() -> list[CollectiveEvent]:
-    """Return torch's flight recorder entries of this rank; [] if there are none."""
+    """Return this rank's entries in torch's flight recorder; [] if there are none."""
     found: list[CollectiveEvent] = []
     for dump in flight_recorder_dumps():
         with suppress(ValueError, KeyError, TypeError, RuntimeError):
@@ -121,5 +121,5 @@ def _parse(entries: Sequence[Mapping[str, Any]]) -> list[CollectiveEvent]:
 
 
 def _group(name: str, described: str) -> str:
-    """Describe a group; groups of one axis of a mesh share a description."""
+    """Describe a group; all groups of one mesh axis share a description."""
     return f"group {name}" if described in ("", "undefined") else f"{described} (group {name})"

@@ -1,13 +1,13 @@
-"""A unique name for the joining ranks, in a store that others may have used or may use.
+"""A unique name for the joining ranks, in a store that other ranks may also use.
 
 A launcher's store outlives groups of ranks: those of an earlier run in the same processes, from
 before a restart, or from before hosts joined or left. A restart count cannot distinguish them,
 since each host's elastic agent counts only the restarts that its own ranks caused.
 
-Two jobs at one address are told apart by what their launchers set (`job_identity`). If nothing
-differs, more processes come than there are ranks: each one too many is refused, and rank 0 learns
-of it. One that an elastic agent has restarted is not too many, since the agent ended the one before
-it: it joins in its place, or waits for the next rank 0.
+Two jobs at one address are distinguished by the variables that their launchers set
+(`job_identity`). If none differ, more processes join than there are ranks: each surplus process is
+refused, and rank 0 learns of it. A process that an elastic agent restarted is not surplus, since
+the agent ended its predecessor: it takes that place, or waits for the next rank 0.
 """
 
 import os
@@ -26,9 +26,9 @@ from outpace.records.base import Record
 from outpace.records.errors import BadInputError
 from outpace.records.ranks import Ranks
 
-# Pause between two checks for arriving ranks; it grows while none arrives.
+# Pause between checks for arriving ranks; it grows while none arrives.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
-# What is set for a token instead of a session's name begins so.
+# Prefix of an answer to a token that is a refusal, not a session's name.
 _REFUSAL = "refused: "
 _APART = (
     "Give each job a MASTER_PORT of its own (torchrun: --master-port, or --rdzv-endpoint and "
@@ -37,7 +37,7 @@ _APART = (
 
 
 class _Arrival(Record):
-    """A process that joins: its token, rank and job, its host, and whether it was restarted."""
+    """A process that joins: its token, rank, job and host, and whether it was restarted."""
 
     token: str
     rank: int
@@ -49,11 +49,11 @@ class _Arrival(Record):
 
     @property
     def process(self) -> str:
-        """Return its name for the user."""
+        """Return the process's name for the user."""
         return f"process {self.pid} on {self.host}"
 
     def find_difference(self, other: "_Arrival") -> str | None:
-        """Return the difference that shows that a process belongs to another job, or None."""
+        """Return a difference showing that a process belongs to another job; None without one."""
         if self.world_size != other.world_size:
             return f"a world of {other.world_size} processes, not {self.world_size}"
         for name, value in self.job.items():
@@ -64,18 +64,18 @@ class _Arrival(Record):
 
 @dataclass
 class Session:
-    """The joined ranks' name in the store, by which rank 0 also looks for further processes."""
+    """The joined ranks' name in the store; rank 0 also uses it to look for surplus processes."""
 
     name: str
     arrival: _Arrival
-    answered: int = 0  # tokens up to this number
+    answered: int = 0  # tokens answered so far
     pending: set[int] = field(default_factory=set)
 
     def find_surplus(self, store: Store) -> str | None:
-        """Refuse processes that came after all ranks had; return a sentence on the first of them.
+        """Refuse processes that joined after all ranks had; return a sentence on the first of them.
 
-        For rank 0. Neither a process of a member that joins its next session nor one that replaces
-        a member counts.
+        For rank 0. Members that join their next session, and processes that replace a member, do
+        not count.
         """
         claimed = f"surplus/{self.name}"
         found = _read_arrival(store, claimed) if store.check([claimed]) else None
@@ -93,19 +93,19 @@ class Session:
             different = self.arrival.find_difference(late)
             if different is None and (late.restarted or self._is_member(store, late)):
                 continue
-            why = f"it has {different}" if different else "all ranks of the job there had come"
+            why = f"it has {different}" if different else "all ranks of that job had already joined"
             store.set(f"session/{key}", f"{_REFUSAL}{_format_refusal(late, self.arrival, why)}")
             if different is None:
                 found = found or late
         if found is None:
             return None
         return (
-            f"{found.process} came as rank {found.rank} too, when that rank was there already. "
+            f"{found.process} tried to join as rank {found.rank}, which had already joined. "
             "Another job uses the same MASTER_ADDR and MASTER_PORT, or a rank was started twice"
         )
 
     def require_no_surplus(self, store: Store) -> None:
-        """Raise BadInputError if more processes came than there are ranks. For rank 0."""
+        """Raise BadInputError if more processes joined than there are ranks. For rank 0."""
         found = self.find_surplus(store)
         if found is not None:
             raise BadInputError(format_mixed(found))
@@ -130,12 +130,12 @@ def agree_on_session(
 ) -> Session:
     """Return a session that only these ranks share. Collective.
 
-    Each rank publishes a token, and uses the name that rank 0 returns for it, which no earlier rank
-    0 can have done. Rank 0 waits until all ranks have received it, since a token that it finds may
-    be an old one. Rank 0 queries the store a few times per rank, and each rank a few times in
-    total, however long they wait. Raises RuntimeError if a rank does not arrive within `timeout_s`,
-    BadInputError if this process belongs to another `job` than rank 0, or its rank is taken and it
-    was not `restarted`.
+    Each rank publishes a token, and uses the name that rank 0 returns for it; an earlier rank 0
+    cannot have answered this token. Rank 0 waits until all ranks have received the name, since a
+    token that it finds may be an old one. Rank 0 queries the store a few times per rank, and each
+    rank a few times in total, however long they wait. Raises RuntimeError if a rank does not join
+    within `timeout_s`, and BadInputError if this process belongs to another `job` than rank 0, or
+    if its rank is taken and it was not `restarted`.
     """
     arrival = _Arrival(
         token=uuid.uuid4().hex, rank=ranks.rank, world_size=ranks.world_size,
@@ -160,14 +160,14 @@ def agree_on_session(
             store.add(f"joined/{name}", 1)
         return Session(name, arrival)
     store.set(f"surplus/{name}", shown)
-    why = "another process had come as this rank"
+    why = "another process had already joined as this rank"
     raise BadInputError(_format_refusal(arrival, _read_arrival(store, f"leader/{name}"), why))
 
 
 def _publish_session(store: Store, leader: _Arrival, timeout_s: float) -> Session:
     """Send the session's name to every rank that publishes a token, until all ranks have joined."""
     name, world_size = leader.token, leader.world_size
-    seen, waiting = 0, set[int]()  # token numbers; a rank first counts, then shows its own
+    seen, waiting = 0, set[int]()  # tokens seen; a rank first counts up, then writes its token
     pause_s, until_s = _FIRST_PAUSE_S, time.monotonic() + timeout_s
     store.set(f"leader/{name}", leader.model_dump_json())
     while store.add(f"joined/{name}", 0) < world_size - 1:
@@ -187,7 +187,7 @@ def _publish_session(store: Store, leader: _Arrival, timeout_s: float) -> Sessio
 
 
 def _invite(leader: _Arrival, one: _Arrival | None) -> str:
-    """Return the session's name for a process of this job, or why it is of another."""
+    """Return the session's name for a process of this job, or a refusal for any other."""
     different = None if one is None else leader.find_difference(one)
     if one is None or different is None:
         return leader.token
@@ -198,7 +198,7 @@ def _format_refusal(one: _Arrival, leader: _Arrival | None, why: str) -> str:
     rank_0 = "" if leader is None else f" (its rank 0 is {leader.process})"
     return (
         f"rank {one.rank} ({one.process}) found another job at this MASTER_ADDR and "
-        f"MASTER_PORT{rank_0}: {why}. {_APART}. If it is meant to be the same job, stop all its "
+        f"MASTER_PORT{rank_0}: {why}. {_APART}. If it should be the same job, stop all its "
         "processes and start them again, each rank once and all by one launcher, or by torchrun "
         "with one --rdzv-id."
     )

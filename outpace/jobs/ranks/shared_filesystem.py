@@ -26,14 +26,14 @@ def require_shared(groups: Groups, folder: Path) -> None:
     if blind:
         raise BadInputError(
             f"{folder} on {said[0][0]} is not visible on {', '.join(blind)}, but every host "
-            "writes its part of a checkpoint. Give --out on a path that all hosts share, or "
-            "use --measure-only."
+            "writes its part of a checkpoint. Pass an --out that all hosts share, or use "
+            "--measure-only."
         )
 
 
 @contextmanager
 def _token(groups: Groups, folder: Path) -> Iterator[str]:
-    """Yield the name of a file that rank 0 keeps there until all have looked for it."""
+    """Yield the name of a file that rank 0 keeps there until all ranks have looked for it."""
     token = folder / f"{TOKEN_PREFIX}{uuid.uuid4().hex}"
 
     def write() -> str:

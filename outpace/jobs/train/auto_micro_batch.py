@@ -1,9 +1,9 @@
 """`--micro-batch auto`: the largest micro-batch that is predicted to fit, then tried.
 
 A trial is a separate job with the same number of ranks: each rank starts a child process, and the
-children do two steps together and save. When one of them runs out of memory, all of them end (see
-`oom`), or fail when it is killed. The ranks of this job wait only for their children, never for
-each other's steps, and agree on the outcome over a separate group. So no rank ever waits in a
+children run two steps together and save. When one of them runs out of memory, all end (see
+`oom_guard`), or fail when it is killed. The ranks of this job wait only for their children, never
+for each other's steps, and agree on the outcome over a separate group. So no rank ever waits in a
 collective that another has left.
 """
 
@@ -28,28 +28,28 @@ from outpace.records.plan import POWERSGD_LEAST_START, Plan
 from outpace.records.settings import TrainSettings
 from outpace.training.callbacks import Callback, notify
 
-# The second step is the first that starts with optimizer state.
+# The second step is the first to start with optimizer state.
 TRIAL_STEPS = 2
 # A long run needs slightly more than a short one, because of fragmentation.
 OF_LIMIT = 0.95
 
-# Runs two steps with these settings on a port of rank 0's host; returns the child's exit code and
-# output.
+# Runs two steps with these settings, with the rendezvous at a port of rank 0's host; returns the
+# child's exit code and output.
 Try = Callable[[TrainSettings, int], tuple[int, str]]
 
 
 def sizes(plan: Plan) -> list[int]:
-    """Return micro-batches of the same global batch, largest first: divisors of a share."""
+    """Return micro-batch sizes for the same global batch, largest first: divisors of a share."""
     return [n for n in range(plan.micro_batch, 0, -1) if plan.micro_batch % n == 0]
 
 
 def with_size(plan: Plan, size: int) -> Plan:
-    """Return the plan with another micro-batch, and accumulation that keeps the global batch."""
+    """Return the plan with another micro-batch; accumulation keeps the global batch."""
     return plan.model_copy(update={"micro_batch": size})
 
 
 def predict_largest(plan: Plan, predict: Predict | None, limit_bytes: int) -> int:
-    """Return the largest size predicted to fit, by bisection; all sizes without a prediction."""
+    """Return sizes from the largest that is predicted to fit; all sizes without a prediction."""
     known = sizes(plan)
     if predict is None:
         return known[0]
@@ -59,7 +59,7 @@ def predict_largest(plan: Plan, predict: Predict | None, limit_bytes: int) -> in
         try:
             fits = predict(with_size(plan, known[middle])).peak_memory_bytes <= limit_bytes
         except BadInputError:
-            return known[0]  # what cannot be traced is tried
+            return known[0]  # models that cannot be traced are tried
         low, high = (low, middle) if fits else (middle + 1, high)
     return known[low]
 
@@ -74,7 +74,8 @@ def find_micro_batch(
 ) -> Plan:
     """Return the plan with the largest micro-batch that fits, the same on all ranks.
 
-    Raises OutOfMemoryError if one sample does not fit, BadInputError if a trial fails otherwise.
+    Raises OutOfMemoryError if one sample does not fit, and BadInputError if a trial fails for
+    another reason.
     """
     notify(callbacks, "on_stage", "predicting the largest micro-batch")
     limit = fitting.limit.bytes

@@ -79,7 +79,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PreparedRun:
-    """A job whose objects are all created and ready for its first step."""
+    """A job whose objects are all created and ready for the first step."""
 
     job: Job
     loop: Loop
@@ -94,7 +94,7 @@ class PreparedRun:
     compiled_s: float  # spent in the compiler earlier in this process
 
     def run(self) -> Measurement:
-        """Train to the end and summarise."""
+        """Train to the end and return the measurement."""
         notify(self.job.callbacks, "on_stage", TRAINING)
         wanted, rank = self.job.settings.memory_snapshot, self.job.ranks.rank
         self.recording.start()
@@ -119,8 +119,8 @@ class PreparedRun:
             seen |= self.comm_stats.figures()
         if self.looker is not None:
             self.looker.finish()
-        # After this, a signal may end a rank, which ends the others: all have saved by then, and
-        # say so.
+        # From here on, a signal may end a rank, which ends the others: all have saved by then, and
+        # report that.
         self.loop.stop.message = self._interruption_message
         self.job.groups.wait_for_all()
         return self.loop.stop.unless_ended(partial(self._conclude, train_s, seen))
@@ -144,7 +144,7 @@ class PreparedRun:
         )
 
     def _first_step(self) -> dict[str, Any]:
-        """Return the time to the end of the first step, with a note if it includes compilation."""
+        """Return the time to the end of the first step; note if it includes compilation."""
         first_step_s = time.perf_counter() - self.began_s
         compile_s = compile_time_s() - self.compiled_s
         if self.job.plan.compile:
@@ -175,9 +175,10 @@ def assemble(
     looker: "Looker | None",
     began_s: float,
 ) -> PreparedRun:
-    """Build everything that trains, on every rank; afterwards, the first step can start.
+    """Build everything for training, on every rank; afterwards, the first step can start.
 
-    `began_s` is when the job started. A run that fails during its first step leaves nothing behind.
+    `began_s` is when the job started. A run that fails during its first step leaves no files
+    behind.
     """
     settings, plan, device = job.settings, job.plan, job.device
     compiled_s = compile_time_s()
@@ -189,7 +190,7 @@ def assemble(
     objective = build_objective(job.inputs, settings, plan, mixed.dtype, device)
     _choose_kernels(job, objective, stack)
     if own and mixed.keeps_masters and plan.world_size > 1:
-        make_equal(objective)  # otherwise each rank would have other masters
+        make_equal(objective)  # otherwise ranks would start from different master weights
     whole_values = lower_weights(objective, mixed)
     parameters, trained = parameter_counts(objective.model)
     record = run_record(job, threads, parameters)
@@ -259,7 +260,8 @@ def assemble(
         total_steps=job.total_steps,
         start_step=start_step,
         device=device,
-        # Custom code may leave large tensors in cycles, which only a collection frees.
+        # Custom code may leave large tensors in reference cycles, which only the garbage collector
+        # frees.
         collect_every=None if own else COLLECT_EVERY,
         begin_activity=job.doing.begin,
         check_first_batch=_make_first_check(first, layout, stepper, device, start_step),
@@ -274,7 +276,7 @@ def assemble(
     comm_stats = CommStats(job, start_step) if settings.measure_only else None
     if looker is not None:
         looker.follow(stepper, layout, optimizer, start_step)
-        loop.step_context = looker.step_context  # otherwise it would see the counter's memory
+        loop.step_context = looker.step_context  # otherwise it would count the counter's own memory
     elif comm_stats is not None:
         loop.step_context = comm_stats.step_context
     stragglers = Stragglers(job, recording)
@@ -325,7 +327,7 @@ def _make_first_check(
     device: torch.device,
     start_step: int,
 ) -> Callable[[list[Any], bool], torch.Tensor | None] | None:
-    """Return the check of the first batch of a run after `start_step`, or None."""
+    """Return the check of the first batch of a run after `start_step`; None if there is none."""
     if first is None:
         return None
     first.resumed = start_step > 0
@@ -390,7 +392,7 @@ def _optimizer(
 
 
 def _open_logs(job: Job, record: RunRecord, start_step: int | None = None) -> None:
-    """Start the run's logs, on rank 0. `start_step` is the step at which a run was resumed."""
+    """Start the run's logs, on rank 0. `start_step`: the step from which the run resumes."""
     if job.ranks.rank == 0:
         logged = LoggerContext(
             job.run_dir, record, start_step, partial(notify, job.callbacks, "on_hint")
@@ -399,7 +401,7 @@ def _open_logs(job: Job, record: RunRecord, start_step: int | None = None) -> No
 
 
 def _discard_unbegun(job: Job) -> None:
-    """Remove everything of a run that failed before its first step was done."""
+    """Remove all files of a run that failed before its first step was done."""
     if job.ranks.rank == 0 and not job.settings.resume:
         job.run_dir.discard_unbegun()
 
@@ -450,17 +452,17 @@ def _stepper(
 
 
 def _require_known_targets(job: Job) -> None:
-    """Require the gradients' scale before the first parameter is stepped."""
+    """Raise BadInputError if gradients' scale is unknown when the first parameter is updated."""
     if job.inputs.targets_per_sample is None:
         raise BadInputError(
-            "--optimizer-in-backward: the number of targets in a batch, which divides "
-            "gradients, is known only after its backward with masked tokens and with custom "
-            "losses. Leave it out."
+            "--optimizer-in-backward: gradients are divided by a batch's number of targets, "
+            "which is known only after the backward with masked tokens or a custom loss. Leave "
+            "it out."
         )
 
 
 def _checkpointer(job: Job, mixed: MixedPrecision) -> Checkpointer:
-    own = job.inputs.custom_model is not None  # its forward may change any state
+    own = job.inputs.custom_model is not None  # a custom model's forward may change any state
     return Checkpointer(
         job.run_dir.checkpoints,
         job.settings.keep,
@@ -511,7 +513,7 @@ def _ledger(job: Job, progress: Progress | None, trained: int) -> Ledger:
 def _loader(
     job: Job, data: Any, start_step: int, total_steps: int, batch: int | None = None
 ) -> Loader:
-    """Return this rank's micro-batches of `data`, by step; `batch` replaces the global batch."""
+    """Return this rank's micro-batches of `data` by step; `batch` replaces the global batch."""
     settings = job.settings
     pin = job.device.type == "cuda" if settings.pin_memory is None else settings.pin_memory
     return Loader(
@@ -531,11 +533,11 @@ def _loader(
 
 
 def _check_number(hint_once: Callable[[str], None], found: Evaluation | None) -> None:
-    """Say that a validation loss is NaN or infinite; `hint_once` repeats no sentence."""
+    """Report a validation loss that is NaN or infinite; `hint_once` repeats no sentence."""
     if found is not None and not math.isfinite(found.loss):
         hint_once(
-            f"the validation loss is {found.loss}: look for NaN or overly large values in the "
-            "validation data, and for samples without a target"
+            f"the validation loss is {found.loss}: check the validation data for NaN, for very "
+            "large values and for samples without a target"
         )
 
 
@@ -544,8 +546,8 @@ def _evaluate(
 ) -> Evaluation | None:
     """Return the held-out loss and a task's metrics; None without held-out data or evaluation.
 
-    Each sample of outpace's data is used once, whatever the global batch and the ranks; of a user's
-    data set, samples that do not fill a batch of all ranks are left out.
+    Each sample of outpace's own data is used once, whatever the global batch and the number of
+    ranks. Of a user's data set, samples that do not fill a batch of all ranks are left out.
     """
     data = job.inputs.eval_data
     if data is None or job.settings.eval_batches == 0:
@@ -580,7 +582,7 @@ def _held_out_samples(job: Job) -> int:
 
 
 def _evaluation_stage(job: Job, which: str) -> str:
-    """Describe an evaluation, with its length: on a processor it may take longer than training."""
+    """Describe an evaluation and its length: on a CPU it may take longer than training."""
     stage, data = f"measuring the {which} loss", job.inputs.eval_data
     if data is None or job.settings.eval_batches == 0:
         return stage
@@ -594,7 +596,7 @@ def _initial_evaluation(
 ) -> Evaluation | None:
     """Evaluate before the first step; a resumed run reads the result from its evaluations.
 
-    Changes to a user's module are undone, since the check before step 1 has already copied it.
+    Undo changes to a user's module, which the check before step 1 has already copied.
     """
     if start_step > 0:
         return job.groups.run_on_rank_0(lambda: job.run_dir.evaluation(0))

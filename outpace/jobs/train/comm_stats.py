@@ -1,7 +1,7 @@
-"""Bytes that a step sends and time that ranks wait, for runs that are only measured.
+"""Bytes that a step sends and time that ranks wait, for runs that only measure.
 
-The measured steps are not disturbed: the last warm-up step is counted, and clocks are read after it
-and after the very last step.
+Measured steps are not disturbed: bytes are counted in the last warm-up step, and clocks are read
+after it and after the very last step.
 """
 
 import time
@@ -20,7 +20,7 @@ from outpace.training.timing import thread_busy_s
 
 
 class CommStats:
-    """Communication of one run on this rank, whose first step comes after `start_step`."""
+    """Communication of one run on this rank; its first step follows `start_step`."""
 
     def __init__(self, job: Job, start_step: int) -> None:
         self._job = job
@@ -31,7 +31,7 @@ class CommStats:
 
     @property
     def _can_count(self) -> bool:
-        """Return whether operator hooks see a step's communication, the same in every step."""
+        """Return whether operator hooks see a step's communication, and each step has the same."""
         plan = self._job.plan
         begun = plan.powersgd_start is None or plan.powersgd_start < self._warm
         return begun and not plan.compile and plan.strategy != "horovod"
@@ -42,7 +42,7 @@ class CommStats:
         if step != self._warm or not self._can_count:
             yield
             return
-        # On CUDA, backward runs in a separate thread, which the counter does not see.
+        # On CUDA, the backward runs in a separate thread, which the counter does not see.
         with CollectiveCounter() as wire, torch.autograd.set_multithreading_enabled(False):
             yield
         self._sent_bytes = wire.tally.bytes
@@ -59,7 +59,7 @@ class CommStats:
         self._began = now
 
     def figures(self) -> dict[str, Any]:
-        """Return figures over all ranks, by their names in a Measurement. Collective."""
+        """Return values over all ranks, by their names in a Measurement. Collective."""
         said = gather_objects((self._sent_bytes, self._idle_share), self._job.groups.control)
         sent, idle = zip(*said, strict=True)
         return {

@@ -1,4 +1,4 @@
-"""Decision whether a run compiles by default: on CUDA, if that saves more time than it takes."""
+"""The default decision to compile a run: on CUDA, if that saves more time than it takes."""
 
 from dataclasses import dataclass
 
@@ -17,31 +17,31 @@ from outpace.records.settings import TrainSettings
 from outpace.records.units import show_seconds
 from outpace.training.run_dir import RunDir
 
-# On one H200 (torch 2.11, 16 cores, empty caches; 2026-11-27): GPT-2 was built, compiled block by
-# block and trained for 30 steps in 6.8 s, of which compiling took about 4 s. Compiled as a whole,
-# Llama-3.2-1B's 16 layers took about 49 s and GPT-2's 12 about 24 s (1.7 s per layer), in runs of
-# 58 and 29 s.
+# On one H200 (torch 2.11, 16 cores, empty caches; 2026-11-27), building GPT-2, compiling it block
+# by block and training it for 30 steps took 6.8 s, about 4 s of it for compiling. Compiled as a
+# whole, Llama-3.2-1B's 16 layers took about 49 s and GPT-2's 12 about 24 s (1.7 s per layer), in
+# runs of 58 and 29 s.
 _COMPILER_S = 4.0
 _LAYER_S = 2.8
-# For models unknown to the planner: compiling pays off after this many steps if it takes 20 s and
+# For models unknown to the planner: compiling takes this many steps to pay off if it takes 20 s and
 # saves 20 ms per step; GPT-2 (16 x 1,024) saved 29 ms on that H200.
 _UNKNOWN_STEPS = 1000
-# Least share of a step that it saves: Llama-3.2-1B by block there, 177.7 to 155.7 ms.
+# Smallest share of a step that compiling saves: Llama-3.2-1B by block there, 177.7 to 155.7 ms.
 _SAVED_SHARE = 0.12
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether to compile, and a message for the user, if there is something to say."""
+    """A decision to compile or not, and a message for the user, if there is anything to report."""
 
     compile: bool
     sentence: str | None = None
 
 
 def expected_compile_s(layers: int, region: Region) -> float:
-    """Return an upper bound of the compile time.
+    """Return an upper bound of the compile time in seconds.
 
-    Equal blocks share their code; a whole model compiles each of them.
+    Compiled by block, equal blocks share code; as a whole model, each block is compiled.
     """
     return _COMPILER_S + (_LAYER_S * layers if region == "whole" else 0.0)
 
@@ -58,7 +58,7 @@ def decide(
     """Decide whether to compile a plan: as before if a run resumes, else by the time saved.
 
     `layers` is None for a model that the planner does not know. A run that only measures is
-    compiled, since it stands for a longer one, and so is fp8, which is slow otherwise.
+    compiled, since it stands for a longer one. So is fp8, which is slow uncompiled.
     """
     if settings.resume and settings.out is not None:
         earlier = RunDir(settings.out).require_run()
@@ -77,7 +77,7 @@ def decide(
 
 
 def by_times(eager_s: float, compiled_s: float, once_s: float, total_steps: int) -> Decision:
-    """Decide whether to compile a run: whether its steps save more time than compiling takes."""
+    """Decide whether a run's steps save more time than compiling takes."""
     saved_s = max(eager_s - compiled_s, _SAVED_SHARE * eager_s)
     steps = once_s / saved_s
     expected = (

@@ -24,14 +24,13 @@ from outpace.training.run_dir import RunDir
 
 @dataclass(frozen=True)
 class RunContext:
-    """Contributions of this process to a run, apart from its settings.
+    """Everything that this process contributes to a run, apart from settings.
 
-    `origins` are those of the settings, and `command` is the command that started the run; both are
-    recorded. `callbacks` are called on rank 0. `model` is a live module, or a function that builds
-    one, and replaces `settings.model`. `end` ends this process if nothing else can; `attempt` tries
-    settings in another process; `explain` shows a hang report in the run's folder;
-    `page_prefaulter` touches memory that training will use. `foresee`: whether to predict if the
-    run fits.
+    `origins` tell where settings come from, and `command` started the run; both are recorded.
+    `callbacks` are called on rank 0. `model` is a live module, or a function that builds one, and
+    replaces `settings.model`. `end` ends this process if nothing else can; `attempt` tries settings
+    in another process; `explain` writes a hang report into the run's folder; `page_prefaulter`
+    touches memory that training will use. `foresee`: whether to predict if the run fits.
     """
 
     ranks: Ranks = field(default_factory=Ranks)

@@ -29,7 +29,7 @@ from outpace.training.run_dir import RESULT_FILE
 
 SAMPLE_PROMPT = "def "
 PROMPT_TOKENS = 6
-_SEARCHED_TOKENS = 128  # for a prompt of whole words
+_SEARCHED_TOKENS = 128  # of held-out text, for a prompt of whole words
 
 
 def finish(
@@ -43,8 +43,8 @@ def finish(
 ) -> Measurement:
     """Export, sample and summarise. Rank 0 writes; all ranks get the measurement. Collective.
 
-    `seen`: fields measured outside of the loop. Once the measurement is written, the run is
-    complete, and a signal no longer ends it.
+    `seen`: fields measured outside the loop. Once the measurement is written, the run is complete
+    and a signal no longer ends it.
     """
     job.doing.begin("writing the model")
     if job.plan.precision in MASTERS:
@@ -66,7 +66,7 @@ def finish(
                 notify(
                     job.callbacks,
                     "on_hint",
-                    f"wrote {job.run_dir.model} again; no steps were left to do",
+                    f"wrote {job.run_dir.model} again; no steps were left to run",
                 )
                 loop.stop.disarm()
                 return before
@@ -96,7 +96,7 @@ def _export(job: Job, model: nn.Module) -> None:
             base, ends = _base_weights(job), _stop_ids(job)
             write_adapter(directory, model, job.plan, base, save, ends)
             return
-        dtype = model.head_weight.dtype  # 16-bit weights stay so
+        dtype = model.head_weight.dtype  # 16-bit weights stay 16-bit
         write_model(
             directory, model.spec, model.state_dict(), save, dtype, origin=origin,
             stop_ids=_stop_ids(job),
@@ -108,9 +108,9 @@ def _export(job: Job, model: nn.Module) -> None:
 
 
 def _kept_files(job: Job) -> tuple[Callable[[Path], None] | None, Path | None]:
-    """Return a writer of the run's tokenizer, and the folder whose ids and settings are kept.
+    """Return a writer of the run's tokenizer, and the model folder whose settings are kept.
 
-    A tokenizer from a folder is copied unchanged; that of the model, even if the data are already
+    A tokenizer from a folder is copied unchanged, and the model's even if the data are already
     tokens. With any other tokenizer, nothing from the model's folder is kept.
     """
     tokenizer, opened = job.inputs.tokenizer, job.inputs.opened
@@ -134,7 +134,7 @@ def _with_positions(job: Job, tokenizer: Tokenizer) -> Tokenizer:
 
 
 def _stop_ids(job: Job) -> tuple[int, ...]:
-    """Return the ids that end an answer, if the model has learnt to answer."""
+    """Return the ids that end an answer, if the model was trained to answer."""
     tokenizer = job.inputs.tokenizer
     if tokenizer is None or not isinstance(job.inputs.train_data, PaddedDataset):
         return ()
@@ -142,7 +142,7 @@ def _stop_ids(job: Job) -> tuple[int, ...]:
 
 
 def _base_weights(job: Job) -> Path:
-    """Return the directory of the adapters' base weights; random weights are written to the run."""
+    """Return the directory of the adapters' base weights; random ones are written to the run."""
     opened, settings = job.inputs.opened, job.settings
     assert opened is not None and job.inputs.spec is not None
     if job.inputs.starts_from_stored(settings):
@@ -154,7 +154,7 @@ def _base_weights(job: Job) -> Path:
 
 
 def _prompt(job: Job, tokenizer: Tokenizer) -> list[int]:
-    """Return the first held-out words, or for Python source the beginning of a function."""
+    """Return the first held-out words; for Python source, the beginning of a function."""
     corpus = job.inputs.eval_corpus
     if corpus is None or job.settings.data == ("stdlib",):
         return tokenizer.encode(SAMPLE_PROMPT) or [tokenizer.eos_id]
@@ -169,7 +169,7 @@ def _prompt(job: Job, tokenizer: Tokenizer) -> list[int]:
 
 
 def whole_words(ids: Sequence[int], tokenizer: Tokenizer, begins: bool) -> list[int]:
-    """Return a few tokens that begin and end at words, if tokens of words start with spaces.
+    """Return a few tokens that begin and end at word boundaries, if words start with spaces.
 
     `begins`: the first token starts a text, rather than continuing a word.
     """

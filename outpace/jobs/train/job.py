@@ -70,7 +70,7 @@ from outpace.training.threads import set_threads
 
 
 def train(settings: TrainSettings, context: RunContext) -> Measurement:
-    """Train as `settings` say, on this rank; every rank of a job calls this.
+    """Train with `settings` on this rank; every rank of a job calls this.
 
     Raises BadInputError, DivergedError, InterruptedRunError, OutOfMemoryError, RankLostError.
     """
@@ -79,15 +79,15 @@ def train(settings: TrainSettings, context: RunContext) -> Measurement:
 
 
 def try_steps(settings: TrainSettings, *, ranks: Ranks, end: End) -> None:
-    """Do a few steps and save, as `train` would, in a separate folder. Raises the same errors."""
+    """Run a few steps and save, as `train` would, in a separate folder. Raises the same errors."""
     with prepare_run(settings, RunContext(ranks, end=end, foresee=False)) as ready:
-        assert settings.steps == TRIAL_STEPS  # saves after the last of them
+        assert settings.steps == TRIAL_STEPS  # it saves after the last of them
         ready.loop.run()
 
 
 @contextmanager
 def prepare_run(settings: TrainSettings, context: RunContext) -> Iterator[PreparedRun]:
-    """Prepare a run up to its first step, as `train` does, for callers that drive the loop."""
+    """Prepare a run up to its first step, like `train`, for callers that drive the loop."""
     began_s = time.perf_counter()
     ranks, ahead = context.ranks, context.page_prefaulter
     heard = list(context.callbacks) if ranks.rank == 0 else []
@@ -120,7 +120,7 @@ def prepare_run(settings: TrainSettings, context: RunContext) -> Iterator[Prepar
         if settings.micro_batch == "auto" and (context.model is not None or backend == "mpi"):
             raise BadInputError(
                 "--micro-batch auto runs trials in separate processes, which is not possible "
-                "with a live model or MPI. Give a number, name the model by its file, or use "
+                "with a live model or MPI. Pass a number, refer to the model by its file, or use "
                 "gloo or nccl."
             )
         stack.enter_context(fp32_matmuls(plan.precision, device))
@@ -150,7 +150,7 @@ def prepare_run(settings: TrainSettings, context: RunContext) -> Iterator[Prepar
             tracer = Tracer()
             stack.callback(tracer.close)
             guard.relieve = tracer.give_up
-            # A trace has a head over the vocabulary.
+            # A trace assumes a head over the vocabulary.
             account = tracer if context.foresee and inputs.is_transformer else None
             with nullcontext(0) if ahead is None else ahead.pause() as ahead_bytes:
                 fitting = MemoryFit(
@@ -188,7 +188,7 @@ def prepare_run(settings: TrainSettings, context: RunContext) -> Iterator[Prepar
             groups.run_on_rank_0(answer.check_fit)
             looker = None
             if settings.memory:
-                # Loaded on request: a trace is 30 MiB of code.
+                # Loaded on demand: a trace is 30 MiB of code.
                 from outpace.jobs.train.memory_report import Looker
 
                 notify(heard, "on_stage", "tracing memory")
@@ -228,10 +228,10 @@ def _with_compile(
     groups: Groups, settings: TrainSettings, plan: Plan, device: torch.device, machine: Machine,
     total_steps: int, spec: ModelSpec | None, heard: Sequence[Callback],
 ) -> Plan:  # fmt: skip
-    """Return the plan with `compile` as requested, else enabled if it pays off within the run."""
+    """Return the plan with `compile` as requested, or by default if it pays off within the run."""
     if settings.compile is not None or not plan.compile:
         return plan
-    # The planner is loaded only if it is asked.
+    # The planner is loaded only if needed.
     from outpace.jobs.train.compile_decision import decide
 
     layers = None if spec is None else spec.layers
@@ -244,7 +244,7 @@ def _with_compile(
 
 
 def _keep(run_dir: RunDir, explain: Callable[[Path], None] | None, found: HangReport) -> None:
-    """Save the hang report where resume and report look for it."""
+    """Save the hang report where resuming and reports look for it."""
     path = run_dir.path / STANDSTILL_FILE
     found.save(path)
     if explain is not None:
@@ -269,7 +269,7 @@ def _require_possible(
     is_custom: bool,
     origins: Mapping[str, str],
 ) -> None:
-    """Refuse impossible requests before the data are prepared, which may take a long time."""
+    """Raise BadInputError for impossible requests before preparing data, which may take long."""
     check_task(settings, plan, origins)
     takes_cuda_graphs(settings, plan, device, is_custom)
     require(plan, device)
@@ -283,7 +283,7 @@ def _require_possible(
         RunDir(settings.out).require_free()
 
 
-# Settings that ranks may have in several ways: of one host or rank, and places whose contents are
+# Settings that may differ between ranks: those of one host or rank, and paths whose contents are
 # compared. The device and the number of steps are compared as resolved, and so is the plan.
 _RANK_LOCAL_SETTINGS = frozenset(Plan.model_fields) | {
     "model", "tokenizer", "data", "eval_data", "cache_dir", "offload_dir", "out", "plan", "log",
@@ -291,7 +291,7 @@ _RANK_LOCAL_SETTINGS = frozenset(Plan.model_fields) | {
     "device", "resume", "steps", "tokens", "epochs", "expect_step_time_s", "profile",
     "memory_snapshot",
 }  # fmt: skip
-_SAMPLE_BYTES = 16 << 10  # of each of three places in a file: every host reads them
+_SAMPLE_BYTES = 16 << 10  # from each of three places in a file: every host reads them
 
 
 def _flag(name: str) -> str:
@@ -302,7 +302,7 @@ def _require_same(
     groups: Groups, settings: TrainSettings, device: torch.device, plan: Plan, total_steps: int,
     inputs: TrainingInputs,
 ) -> None:  # fmt: skip
-    """Refuse ranks that would not train the same thing, before they wait for each other."""
+    """Raise BadInputError if ranks would train differently, before they wait for each other."""
     planned = {
         _flag(name) if name in TrainSettings.model_fields else f"{name} of its plan": value
         for name, value in plan
@@ -324,7 +324,7 @@ def _require_same(
             "answer to whether the run resumes": settings.resume,
             **asked,
             **planned,
-            # These lead to collectives, also where they resolve to the same plan.
+            # These lead to collectives, even if they resolve to the same plan.
             "--micro-batch": "auto" if settings.micro_batch == "auto" else plan.micro_batch,
             "--compile": settings.compile,
             "answer to whether it compiles": plan.compile,
@@ -359,12 +359,12 @@ def _require_same(
             for what, value in values.items()
         }
     )
-    if groups.ranks.world_size > 1 and not settings.resume:  # which reads a checkpoint
+    if groups.ranks.world_size > 1 and not settings.resume:  # resuming reads a checkpoint instead
         groups.require_same(_stored_weights(groups.ranks, settings, inputs))
 
 
 def _fingerprint_template(settings: TrainSettings, tokenizer: Tokenizer | None) -> str | None:
-    """Return a hash of the template that conversations are learnt with, or None."""
+    """Return a hash of the chat template in training, or None."""
     if settings.task != "chat" or tokenizer is None:
         return None
     return xxhash.xxh3_64_hexdigest((tokenizer.chat_template or "").encode())
@@ -373,7 +373,7 @@ def _fingerprint_template(settings: TrainSettings, tokenizer: Tokenizer | None) 
 def _stored_weights(
     ranks: Ranks, settings: TrainSettings, inputs: TrainingInputs
 ) -> dict[str, Fact]:
-    """Return a digest of the stored weights to start from, on the first rank of each host."""
+    """Return a digest of the stored weights to start from, on each host's first rank."""
     if ranks.rank != 0 and ranks.local_rank != 0:
         return {}
     opened, content, folder = inputs.opened, None, settings.model
@@ -382,7 +382,7 @@ def _stored_weights(
         files = weight_files(opened.weights)
         folder = str(opened.weights)
         if opened.adapter is not None:
-            # Where it is missing, reading it says so.
+            # If it is missing, the reader reports that.
             files += [path for path in [opened.adapter / ADAPTER_WEIGHTS] if path.is_file()]
             folder += f" and {opened.adapter}"
             scaled = fingerprint_config(opened.adapter)

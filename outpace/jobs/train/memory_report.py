@@ -1,4 +1,4 @@
-"""`outpace train --memory`: the predicted memory of a run next to its measured memory.
+"""`outpace train --memory`: a run's predicted memory next to its measured memory.
 
 One step is traced tensor by tensor; the whole run is measured by its allocator and process.
 """
@@ -34,7 +34,7 @@ _LOOK_EVERY_S = 0.02
 
 
 class Looker:
-    """Monitor of one run's memory on this rank, created before its model is built."""
+    """Monitors one run's memory on this rank, from before its model is built."""
 
     def __init__(self, job: Job, fitting: MemoryFit, tracer: Tracer, stack: ExitStack) -> None:
         self._job = job
@@ -50,7 +50,7 @@ class Looker:
     def follow(
         self, stepper: Stepper, layout: Layout, optimizer: torch.optim.Optimizer, start_step: int
     ) -> None:
-        """Start monitoring the objects of the run, just before it starts."""
+        """Start monitoring the run's objects, just before it starts."""
         self._stepper, self._layout, self._optimizer = stepper, layout, optimizer
         self._step = min(start_step + _SETTLED, self._job.total_steps)
 
@@ -62,7 +62,7 @@ class Looker:
             yield
             return
         watch = AllocationTracer()
-        # On CUDA, backward runs in a separate thread, which the tracer does not see.
+        # On CUDA, the backward runs in a separate thread, which the tracer does not see.
         with watch, torch.autograd.set_multithreading_enabled(False):
             named = self._layout.named_parameters()
             watch.register(self._layout.model, (parameter for _, parameter in named))
@@ -79,7 +79,7 @@ class Looker:
         self._watched = summarise_strips(strips, self._job.plan, self._job.ranks.rank, Rules())
 
     def finish(self) -> None:
-        """Gather all measurements; show and save the rank with the highest peak. Collective."""
+        """Gather all measurements; show and save those of the fullest rank. Collective."""
         job = self._job
         said = gather_objects(self._measure(), job.groups.control)
         if job.ranks.rank != 0:
@@ -109,12 +109,12 @@ class Looker:
 
 
 def _trace(job: Job, fitting: MemoryFit, tracer: Tracer) -> MemoryAccount | None:
-    """Return the fullest rank's account; None if there is none."""
+    """Return the account of the rank that needs most; None if it cannot be traced."""
     if job.inputs.custom_model is not None:
         notify(
             job.callbacks, "on_hint",
-            "--memory: a custom model is measured in a run, not predicted. To predict its "
-            "memory, use outpace memory --model FILE.py:FUNCTION with the same options.",
+            "--memory: for a custom model, memory is measured but not predicted. To predict it, "
+            "use outpace memory --model FILE.py:FUNCTION with the same options.",
         )  # fmt: skip
         return None
     try:

@@ -1,4 +1,4 @@
-"""`--micro-batch auto` of one process on a GPU: sizes are tried in this process on random tokens.
+"""`--micro-batch auto` for one process on a GPU: sizes are tried here on random tokens.
 
 A GPU's allocator fails at once if a size does not fit, and frees a failed trial's memory, so
 neither a prediction nor a separate process is needed: a trial costs only its steps.
@@ -20,14 +20,14 @@ from outpace.records.settings import TrainSettings
 from outpace.training.callbacks import Callback, notify
 from outpace.training.synthetic import SyntheticSteps, SyntheticTraining
 
-# Runs some steps of a plan with this many samples each; raises torch.OutOfMemoryError.
+# Runs a few steps of a plan with this many samples each; raises torch.OutOfMemoryError.
 Steps = Callable[[Plan, int], None]
 
 
 def can_try(
     plan: Plan, settings: TrainSettings, device: torch.device, is_transformer: bool
 ) -> bool:
-    """Return whether a trial in this process would need the memory that training will need."""
+    """Return whether a trial in this process needs the same memory as training will."""
     alone = plan.world_size == 1 and device.type == "cuda"
     like_training = plan.lora_rank is None and not plan.optimizer_in_backward
     like_training &= plan.offload_parameters != "disk" and not settings.document_attention
@@ -42,7 +42,7 @@ def device_steps(
     limit_bytes: int,
     asked_bytes: int | None,
 ) -> Steps:
-    """Run steps on the device with slightly less than its limit.
+    """Return a function that runs steps on the device with slightly less than its limit.
 
     `asked_bytes` is the requested limit, which is restored afterwards.
     """
@@ -67,7 +67,8 @@ def find_on_device(
 ) -> Plan:
     """Return the plan with the largest micro-batch that fits. Raises OutOfMemoryError if none does.
 
-    Trials are eager: otherwise each size would be compiled, and compiled code needs no more memory.
+    Trials run eagerly: otherwise each size would be compiled, and compiled code does not need more
+    memory.
     """
     for size in sizes(plan):
         notify(callbacks, "on_stage", f"trying micro-batch {size}")
@@ -75,7 +76,7 @@ def find_on_device(
         passes = min(2, sized.accumulation(settings.global_batch))
         eager = sized.model_copy(update={"compile": False})
         fits = _fits(take, eager, sized.samples_per_pass * passes)
-        # Only cycles and the allocator's cache still hold the failed trial's memory.
+        # Only reference cycles and the allocator's cache still hold the failed trial's memory.
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()

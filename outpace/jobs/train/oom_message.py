@@ -19,11 +19,11 @@ from outpace.training.callbacks import notify
 from outpace.training.memory_anatomy import holders
 
 _LARGEST = 4
-PYTHON = "python"  # origin of settings given to outpace.train
+PYTHON = "python"  # origin of settings passed to outpace.train
 
 
 class OomMessage:
-    """Formatter of a job's messages about actual and predicted memory shortages."""
+    """Formats a job's messages about actual and predicted memory shortages."""
 
     def __init__(self, job: Job, fitting: MemoryFit) -> None:
         self._job = job
@@ -35,7 +35,7 @@ class OomMessage:
         short = self._fitting.shortage(self._job.plan)
         if short is None:
             return
-        notify(self._job.callbacks, "on_stage", "searching settings that fit the memory")
+        notify(self._job.callbacks, "on_stage", "searching for settings that fit in memory")
         text = self.format(short, search_s=SEARCH_BEFORE_S)
         if self._fitting.is_certain(self._job.plan):
             raise OutOfMemoryError(text)
@@ -59,7 +59,7 @@ def anatomy(
 ) -> tuple[str, ...]:
     """List memory by kind, and the largest tensors that outlive a step.
 
-    `before_bytes` were in use before the model was built. The rest belongs to the step itself:
+    `before_bytes` were in use before the model was built. What remains belongs to the step itself:
     activations, temporary and communication buffers.
     """
     found = holders(layout, optimizer)
@@ -95,9 +95,9 @@ def format_oom(
 
 def _without_proposals() -> str:
     return (
-        "No single change, and no two together, is predicted to fit. Use several: "
-        "--micro-batch 1, --checkpointing full, --optimizer adamw-8bit, --offload disk; or a "
-        "smaller --seq-len or model, or --strategy zero3 on more devices or hosts."
+        "No single change, nor any two together, is predicted to fit. Use several: --micro-batch "
+        "1, --checkpointing full, --optimizer adamw-8bit, --offload disk; or a smaller --seq-len "
+        "or model, or --strategy zero3 on more devices or hosts."
     )
 
 
@@ -117,14 +117,14 @@ def _caution(proposal: Proposal) -> str:
     if proposal.exact:
         return ""
     if proposal.settings.get("optimizer", ADAMW[0]) not in ADAMW:
-        return " (a different optimizer with its own learning rate: leave --lr out)"
+        return " (a different optimizer with its own learning rate: leave out --lr)"
     return " (rounds differently, so the numbers change)"
 
 
 def changed_command(
     command: Sequence[str], origins: Mapping[str, str], change: Change, run: Path | None
 ) -> str:
-    """Return the command with changed settings, to paste; in Python, the call's keywords."""
+    """Return the command with changed settings, ready to paste; in Python, the call's keywords."""
     values: dict[str, Any] = dict(change)
     if run is not None:
         values = {**values, "out": str(run), "resume": True}

@@ -1,4 +1,4 @@
-"""Prefaulting of the memory that training will need, while its modules are loaded.
+"""Prefaulting of memory that training will need, while modules are loaded.
 
 This runs before torch is imported, so nothing here may import it.
 """
@@ -18,7 +18,7 @@ from outpace.records.settings import TrainSettings
 from outpace.training.heap import PagePrefaulter
 
 _FP32_BYTES = 4
-# Memory per parameter: weights, gradients and AdamW's two moments; and bf16 operands.
+# Bytes per parameter: weights, gradients and AdamW's two moments; and bf16 operands.
 _OF_WEIGHTS, _OF_CASTS = 4, 0.5
 _OF_FREE = 0.5
 _ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/dri")
@@ -29,8 +29,7 @@ def prefault_memory(
 ) -> PagePrefaulter | None:
     """Start touching the memory that training in this process will need.
 
-    This is done only on a CPU, and on a core that would otherwise be idle, so not next to other
-    ranks.
+    This is only for a CPU, and for a core that would otherwise be idle, so not next to other ranks.
     """
     if ranks.world_size > 1 or len(usable_cpus()) < 2 or not _on_cpu(settings):
         return None
@@ -41,10 +40,10 @@ def prefault_memory(
 
 
 def needed_bytes(settings: TrainSettings) -> int:
-    """Return the bytes of fp32 weights, gradients and AdamW's moments on a CPU; 0 for other setups.
+    """Return the bytes of fp32 weights, gradients and AdamW's moments on a CPU; else 0.
 
-    The model is a preset, or a directory with weights in fp32 or smaller. A head that a classifier
-    does not read is included.
+    The model must be a preset, or a directory with weights in fp32 or smaller. A head is counted
+    even if a classifier does not use it.
     """
     precision = settings.precision or "fp32"
     others = (
@@ -56,7 +55,7 @@ def needed_bytes(settings: TrainSettings) -> int:
         - {None, "none"},
         settings.memory_limit is not None,  # unused memory counts towards it, too
         settings.micro_batch == "auto",  # trials are processes that need the memory
-        settings.workers > 0,  # forks share what was touched, and then copy it
+        settings.workers > 0,  # forks share touched memory, and then copy it
         settings.memory,
         settings.empty_cache,
     )
@@ -70,7 +69,7 @@ def _weights_bytes(reference: str) -> int:
     name = reference if Path(reference).exists() else named_model(reference)
     if name in PRESETS:
         return _FP32_BYTES * parameter_count(PRESETS[name].spec)
-    # Opening the model reports what is wrong with it.
+    # Opening the model later reports what is wrong with it.
     with suppress(OSError):
         single = Path(reference) / "model.safetensors"
         files = [single] if single.is_file() else Path(reference).glob("model-*.safetensors")

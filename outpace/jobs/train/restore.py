@@ -32,7 +32,8 @@ def restore(
 ) -> Progress | None:
     """Load the newest intact checkpoint of a resumed run; None means that it starts at step 0.
 
-    It does not change the run. Collective. Raises BadInputError if step 0 would overwrite work.
+    The run's folder is not changed. Collective. Raises BadInputError if starting at step 0 would
+    overwrite work.
     """
     if not job.settings.resume:
         return None
@@ -57,50 +58,49 @@ def _checkpoint(job: Job, say: Callable[[str], None]) -> Path | None:
 
 
 def _require_saved_by(checkpoint: Path, run: RunRecord) -> None:
-    """Refuse a checkpoint of another run, whose weights and data differ."""
+    """Raise BadInputError for a checkpoint of another run, whose weights and data differ."""
     of = Progress.load(checkpoint / PROGRESS_FILE).run_started
     if of is not None and of != run.started:
         raise BadInputError(
-            f"checkpoint {checkpoint} was saved by another run, which was started at {of}; the "
-            f"run that you resume was started at {run.started}. Move it out of "
-            f"{checkpoint.parent} to resume from this run's checkpoints, or resume the run "
-            "that it belongs to."
+            f"checkpoint {checkpoint} was saved by another run, started at {of}; the run that you "
+            f"resume was started at {run.started}. Move it out of {checkpoint.parent} to resume "
+            "from this run's checkpoints, or resume the run that it belongs to."
         )
 
 
 def _require_unsaved(job: Job, earlier: RunRecord, history: History) -> None:
-    """Refuse to start at step 0 if there was a complete checkpoint, or the run was finished."""
+    """Raise BadInputError for a start at step 0 if there was a checkpoint or the run finished."""
     sign = _sign_of_checkpoints(earlier, history)
     if sign is None:
         return
     run = job.run_dir.path
     model = f"start another run from its model with --model {run}, " if history.has_model else ""
     raise BadInputError(
-        f"{job.run_dir.checkpoints} has no checkpoint, but {sign}: resuming would start at "
-        f"step 0 and overwrite that. Restore the checkpoints, {model}or start another run with "
-        "another --out."
+        f"{job.run_dir.checkpoints} has no checkpoint, but {sign}: resuming would start at step 0 "
+        f"and overwrite that. Restore the checkpoints, {model}or start another run with another "
+        "--out."
     )
 
 
 def _sign_of_checkpoints(earlier: RunRecord, history: History) -> str | None:
     """Return the evidence that the run had a checkpoint, or finished without one."""
     if history.is_finished:
-        return "the run has been finished before"
+        return "the run finished before"
     resumed = max((int(one.get("step", 0)) for one in earlier.resumes), default=0)
     if resumed > 0:
-        return f"the run was resumed from one of step {resumed}"
+        return f"the run was resumed from one at step {resumed}"
     saved = history.failure.checkpoint_step if history.failure is not None else None
     if saved is not None:
-        return f"there was one of step {saved}"
+        return f"there was one at step {saved}"
     every, done = earlier.settings.save_every, history.steps.last_step
     # The second save waits until the first is on disk.
     if every and not earlier.settings.measure_only and done > 2 * every:
-        return f"{done} steps were done, and one was saved every {every}"
+        return f"{done} steps were completed, and one was saved every {every}"
     return None
 
 
 def continue_run(job: Job, record: RunRecord, start_step: int) -> None:
-    """Record that a run is resumed after `start_step`; refuse one that has nothing left to do.
+    """Record that a run is resumed after `start_step`; refuse a run with no steps left.
 
     Call it on rank 0, after everything that resuming needs has been read.
     """
@@ -112,9 +112,9 @@ def continue_run(job: Job, record: RunRecord, start_step: int) -> None:
     whole = finished and model_damage(run_dir.model) is None
     if (whole and start_step == job.total_steps) or start_step > job.total_steps:
         raise BadInputError(
-            f"{run_dir.path} has done {start_step} of {job.total_steps} steps already. Train "
-            f"it further with --steps above {start_step}, or start another run from its "
-            f"weights with --model {run_dir.path}."
+            f"{run_dir.path} has already completed {start_step} of {job.total_steps} steps. Train "
+            f"it further with --steps above {start_step}, or start another run from its weights "
+            f"with --model {run_dir.path}."
         )
     run_dir.put_damaged_models_aside(say)
     earlier = run_dir.require_run()

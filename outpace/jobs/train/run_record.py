@@ -1,4 +1,4 @@
-"""Record of a job: its run.json, and what is shown before the first step."""
+"""The record of a job: its run.json, and what is reported before the first step."""
 
 import math
 import os
@@ -38,29 +38,28 @@ from outpace.training.run_dir import RUN_FILE, RunDir
 from outpace.training.run_lock import lock_run
 from outpace.training.schedule import learning_rate, warmup_steps
 
-# Settings that may change on resume, and that change what it learns or is evaluated on.
+# Settings that may change on resume although they affect what the run learns or evaluates.
 _MAY_CHANGE = (
     "lr", "warmup", "schedule", "min_lr_ratio", "clip", "weight_decay", "eval_batches",
 )  # fmt: skip
 # fp16 matmuls on a CPU take over a hundred times as long as bf16's.
-_LARGE_RATE = 0.1  # for AdamW and similar, whose steps have about that size
-# With fewer steps, weights of a model of any size hardly move, at a twentieth of their earlier
-# rate.
+_LARGE_RATE = 0.1  # for AdamW and similar optimizers, whose updates are about that large
+# In fewer steps than this, at a twentieth of their earlier rate, weights of any size hardly move.
 _FEW_STEPS, _MUCH_HIGHER = 1_000, 5.0
 _TOY_PARAMETERS = 1_000_000
-_DEV = Path("/dev")  # NVIDIA's driver has a file per GPU there, AMD's has one for all
+_DEV = Path("/dev")  # has a file per GPU from NVIDIA's driver, and one for all GPUs from AMD's
 _HIDING = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
-# Up to this many passes, repeated data is about as good as new (Muennighoff et al., arXiv
+# Up to this many passes, repeated data is about as good as new data (Muennighoff et al., arXiv
 # 2305.16264).
 _USEFUL_PASSES = 4
 
 
 def claim(job: Job, record: RunRecord, stack: ExitStack) -> RunRecord:
-    """Lock the run's directory on rank 0, and check that a run to resume can be resumed.
+    """Lock the run's directory on rank 0, check that it can be used, and return the run's record.
 
-    No other training can use the directory until `stack` is closed. Returns the run's record. A
-    resumed run's record is not written yet, since other checks may fail. It keeps its original
-    command and the origins of its settings, with which the run can be repeated.
+    No other training can use the directory until `stack` is closed. A resumed run's record is not
+    written yet, since later checks may fail. It keeps its original command and the origins of its
+    settings, so that the run can be repeated.
     """
     if not job.settings.resume:
         job.run_dir.require_free()
@@ -68,7 +67,7 @@ def claim(job: Job, record: RunRecord, stack: ExitStack) -> RunRecord:
         stack.enter_context(lock_run(job.run_dir.path, 0.0))
         return record
     job.run_dir.require_run()  # before opening anything: no link leads out; the record may change
-    # Within this limit, ranks notice that others are gone; those before a restart may have to.
+    # Within this limit, ranks notice that others are gone; ranks from before a restart may need to.
     stack.enter_context(
         lock_run(
             job.run_dir.path, job.settings.comm_timeout_s,
@@ -90,7 +89,7 @@ def claim(job: Job, record: RunRecord, stack: ExitStack) -> RunRecord:
 
 
 def _require_same_inputs(earlier: RunRecord, now: RunRecord, run_dir: RunDir) -> None:
-    """Refuse to resume with another model, other samples, or ids of another tokenizer."""
+    """Raise BadInputError if model, samples or tokenizer have changed since the start."""
     code = (earlier.model_code, now.model_code)
     changed = [
         what
@@ -113,7 +112,7 @@ def _require_same_inputs(earlier: RunRecord, now: RunRecord, run_dir: RunDir) ->
 
 
 def _model_change(was: ModelSpec | None, now: ModelSpec | None) -> str:
-    """Name the model, with the fields that have changed."""
+    """Describe the model by its fields that have changed."""
     if was is None or now is None:
         return "the model"
     earlier, later = was.model_dump(), now.model_dump()
@@ -157,12 +156,12 @@ def changed_settings(earlier: RunRecord, job: Job, start_step: int) -> str | Non
 
 
 def _require_same_weights(earlier: Plan, now: Plan, run_dir: RunDir) -> None:
-    """Refuse a precision that stores weights or optimizer state differently."""
+    """Raise BadInputError for a precision that stores weights or optimizer state differently."""
     was, is_now = earlier.precision, now.precision
     if was != is_now and {was, is_now} & set(PURE):
         raise BadInputError(
             f"--precision {is_now}: the run in {run_dir.path} was trained in {was}, and one of "
-            "them keeps weights only in 16 bits, the other in fp32. Leave --precision out to "
+            "them keeps weights only in 16 bits, the other in fp32. Leave out --precision to "
             f"resume, or start another run from its weights with --model {run_dir.path}."
         )
 
@@ -216,7 +215,7 @@ def run_record(job: Job, threads: int, parameters: int) -> RunRecord:
 def _computation(job: Job, parameters: int) -> list[str]:
     """Return hints on sizes and precisions that would be faster on this device."""
     hints = []
-    if job.device.type != "cpu":  # other matmuls need no such sizes
+    if job.device.type != "cpu":  # CPU matmuls do not need such sizes
         hints += shape_hints(job.plan, job.inputs.spec, job.inputs.seq_len or 8)
     hints += float8_hints(job.plan) + _unused_gpus(job)
     slow = job.plan.precision in COMPUTES_IN_FP16 and job.device.type == "cpu"
@@ -229,7 +228,7 @@ def _computation(job: Job, parameters: int) -> list[str]:
 
 
 def _unused_gpus(job: Job) -> list[str]:
-    """Say that this host has GPUs but torch sees none of them."""
+    """Return a hint if this host has GPUs but torch sees none of them."""
     if job.device.type != "cpu" or job.settings.device != "auto":
         return []
     of_amd = torch.version.hip is not None
@@ -242,8 +241,8 @@ def _unused_gpus(job: Job) -> list[str]:
     if of_amd and hiding:
         # ROCm, "GPU isolation techniques".
         why = (
-            f"{' '.join(hiding)} hides them (the second and third count from 0 what the first "
-            f"of {', '.join(_HIDING)} leaves, so set one alone)"
+            f"{' '.join(hiding)} hides them (of {', '.join(_HIDING)}, the second and third count "
+            "only the GPUs that the first leaves, so set one alone)"
         )
     elif of_amd:
         why = "rocm-smi shows what the driver sees of them"
@@ -254,7 +253,7 @@ def _unused_gpus(job: Job) -> list[str]:
     else:
         why = "outpace doctor shows what it sees of them"
     return [
-        f"this host has {maker} GPU, but torch sees none, and the run is on the CPU: {why}. Use "
+        f"this host has {maker} GPU, but torch sees none, so the run is on the CPU: {why}. Use "
         "--device cpu if that is intended"
     ]
 
@@ -262,14 +261,18 @@ def _unused_gpus(job: Job) -> list[str]:
 def _without_effect(
     settings: TrainSettings, plan: Plan, origins: Mapping[str, str]
 ) -> Iterator[str]:
-    """Yield hints on settings that the user gave but that have no effect in this run."""
+    """Yield hints on settings that the user set but that have no effect in this run."""
     plain = all(Path(one).is_file() and form_of(Path(one)) == "text" for one in settings.data)
     alone = plan.world_size == 1 and plan.compress_gradients != "none"
     cases = (
         ("min_lr_ratio", settings.schedule == "constant", "schedule constant keeps --lr"),
         ("beta1", settings.optimizer == "adafactor", "adafactor has no such moment"),
         ("beta2", settings.optimizer == "sgd", "sgd has no second moment"),
-        ("beta2", settings.optimizer == "adafactor", "adafactor's decay grows with the steps"),
+        (
+            "beta2",
+            settings.optimizer == "adafactor",
+            "adafactor's decay rate changes with the steps",
+        ),
         ("eval_every", settings.eval_batches == 0, "--eval-batches is 0"),
         ("eval_fraction", settings.eval_data is not None, "--eval-data is given"),
         ("text_field", settings.task == "pretrain" and plain, "the data have no fields"),
@@ -283,7 +286,7 @@ def _without_effect(
     )
     for name, is_idle, why in cases:
         origin = origins.get(name, "default")
-        # A plan sets whatever it has fields for.
+        # A plan sets every field it has.
         if is_idle and origin not in ("default", RUN_FILE) and not origin.startswith("plan "):
             yield f"--{name.replace('_', '-')} changes nothing in this run: {why}"
 
@@ -306,10 +309,10 @@ def _unlikely_settings(settings: TrainSettings, plan: Plan) -> list[str]:
 
 
 def _low_rate(job: Job, record: RunRecord, start_step: int) -> list[str]:
-    """Warn that weights trained at a high rate hardly move in a few steps at the default rate.
+    """Warn if weights trained at a high rate will hardly move in a few steps at the default rate.
 
-    It says nothing if no rate was recorded: most published weights ended at a low rate, for which
-    the default is right, and their sizes do not show how they were trained.
+    There is no warning if no rate was recorded: most published weights ended at a low rate, for
+    which the default is right, and weights do not show how they were trained.
     """
     settings = job.settings
     chosen = record.origins.get("lr", "default") != "default" or settings.lora_rank is not None
@@ -359,7 +362,7 @@ def run_info(
         if width is not None and job.plan.lora_rank > width:
             asked = name_adapters(job.plan.lora_rank, record.origins)
             hints.append(
-                f"{asked} is above the model's width of {width}: its adapters can express no more "
+                f"{asked} is above the model's width of {width}: its adapters cannot express more "
                 f"than those of rank {width}. 8 to 64 are usual"
             )
     level = job.settings.precision
@@ -373,15 +376,16 @@ def run_info(
         hints.append(f"--warmup {warmup} is longer than the run's {job.total_steps} steps")
     if job.plan.compress_gradients == "powersgd" and start_step:
         hints.append(
-            "checkpoints do not contain the gradient error that PowerSGD carries over: it starts "
-            f"again after at least {POWERSGD_LEAST_START} steps that all-reduce whole gradients"
+            "checkpoints do not contain the gradient error that PowerSGD carries over, so after "
+            f"resuming, it starts again after at least {POWERSGD_LEAST_START} steps that "
+            "all-reduce whole gradients"
         )
     if job.device.type == "cpu" and "cpu" in (
         job.plan.offload_parameters, job.plan.offload_optimizer
     ):  # fmt: skip
         hints.append(
-            "on a CPU everything is in host memory, so offloading to it has no benefit, and "
-            "costs memory. --offload disk frees some"
+            "on a CPU everything is already in host memory, so offloading to it has no benefit "
+            "and costs memory. --offload disk frees some"
         )
     if job.ranks.local_world_size % job.plan.tp:
         hints.append(
@@ -413,13 +417,14 @@ def run_info(
 
 
 def _repetitions(job: Job) -> list[str]:
-    """Return hints on data that are repeated more often than their share of the run suggests."""
+    """Return hints on data repeated more often than their share of the run suggests."""
     data, batch = job.inputs.train_data, job.settings.global_batch
     hints = []
-    if batch > len(data) and note_passes(batch, len(data)) is None:  # else it was said at once
+    # otherwise it was reported before
+    if batch > len(data) and note_passes(batch, len(data)) is None:
         hints.append(
-            f"the global batch of {batch} is larger than the {len(data)} samples of the data, "
-            f"so a step uses each of them up to {math.ceil(batch / len(data))} times"
+            f"the global batch of {batch} is larger than the data's {len(data)} samples, so a "
+            f"step uses each of them up to {math.ceil(batch / len(data))} times"
         )
     if isinstance(data, TokenDataset) and job.settings.data_weights is not None:
         passes = data.passes(job.total_steps * batch)
@@ -433,7 +438,7 @@ def _repetitions(job: Job) -> list[str]:
 
 
 def with_earlier_precision(settings: TrainSettings) -> TrainSettings:
-    """Return the settings of a resumed run with its earlier precision, whatever the machine."""
+    """Return a resumed run's settings with its earlier precision, whatever the machine."""
     if not settings.resume or settings.precision is not None or settings.out is None:
         return settings
     earlier = RunDir(settings.out).require_run()

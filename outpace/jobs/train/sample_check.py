@@ -1,4 +1,4 @@
-"""Comparison of the ranks' data sets before step 1, by a few samples of each."""
+"""A comparison of the ranks' data sets before step 1, by a few samples of each."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +15,9 @@ from outpace.training.callbacks import Callback, notify
 def check_samples(
     groups: Groups, settings: TrainSettings, custom: CustomModel | None, heard: Sequence[Callback]
 ) -> None:
-    """Refuse ranks whose data sets differ; note what cannot be repeated.
+    """Raise BadInputError on all ranks if their data sets differ; note what cannot be repeated.
 
-    Ranks wait for each other, however long reading takes. Raises BadInputError on all ranks.
+    Ranks wait for each other, however long reading takes.
     """
     if custom is None or custom.dataset is None or settings.check != "on":
         return
@@ -36,9 +36,9 @@ def _check_dataset(
         error = BadInputError(
             f"sample {difference.index} of the {name} differs between rank {difference.rank} and "
             f"rank 0, as do most of those compared, though both have {len(dataset)} samples. Give "
-            "every rank the same complete data set, not a part of it: outpace divides the "
-            "samples of each step among the ranks itself. If they must differ, --check model "
-            "accepts them (and still compares the first batch)."
+            "every rank the same complete data set, not a part of it: outpace itself divides "
+            "each step's samples among the ranks. If they must differ, --check model accepts "
+            "them (and still compares the first batch)."
         )
         error.on_all_ranks = True
         raise error
@@ -63,9 +63,9 @@ def describe_unsteady(name: str, found: Sequence[SampleDigests]) -> str:
     index = min(one.unsteady[0] for one in found if one.unsteady)
     ranks = ", and cannot be compared between ranks" if len(found) > 1 else ""
     return (
-        f"sample {index} of the {name} differs each time that it is read{ranks}: it depends on "
-        "a separate random generator, on the time or on earlier reads. A resumed run then "
-        "learns from other samples than an uninterrupted one, and ranks and loading processes "
-        "may draw the same ones. Draw from torch's, NumPy's or random's functions, which "
-        "outpace seeds for each sample"
+        f"sample {index} of the {name} differs each time it is read{ranks}: it depends on a "
+        "separate random generator, on the time or on earlier reads. A resumed run then trains "
+        "on different samples than an uninterrupted one, and ranks and loading processes may "
+        "draw the same ones. Draw from torch's, NumPy's or random's functions, which outpace "
+        "seeds for each sample"
     )

@@ -1,4 +1,4 @@
-"""Warning during a run if its first steps take longer than expected."""
+"""A warning during a run if its first steps take longer than expected."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from outpace.training.callbacks import Callback, notify
 
 
 class StepTimeMonitor(Callback):
-    """Callback that compares step times with the plan's once, as soon as enough steps are done."""
+    """Compares step times with the plan's once, as soon as enough steps are done."""
 
     def __init__(self, ledger: Ledger, expected_s: float, heard: Sequence[Callback]) -> None:
         self._ledger, self._expected_s, self._heard = ledger, expected_s, heard

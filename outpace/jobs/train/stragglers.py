@@ -1,4 +1,4 @@
-"""Detection of a rank that stays slower than others with the same work during training."""
+"""Detection of ranks that stay slower in training than others with the same work."""
 
 import socket
 from dataclasses import dataclass
@@ -15,10 +15,11 @@ from outpace.records.utilisation import Load
 from outpace.training.callbacks import notify
 from outpace.training.step import RankReports
 
-# The median of so many steps is a look; so many looks are judged at once, and then forgotten. Who
-# was slow twice running is named: chance alone would name somebody in a long run.
+# A check takes the median of this many steps; this many checks are judged together, then dropped. A
+# rank is reported if it is slow in two judgements in a row: by chance alone, some rank would be
+# slow once in a long run.
 _STEPS, _LOOKS = 5, 8
-_MORE_CORES = 0.25  # more cores used by other programs than elsewhere
+_MORE_CORES = 0.25  # cores that other programs use beyond those on other hosts
 _SLOWER_CLOCK = 0.93
 
 
@@ -37,7 +38,7 @@ class Facts:
 
 
 class Stragglers:
-    """Stragglers of one run. All ranks have the same data and the same result at a step."""
+    """Detects stragglers in one run. All ranks see the same times and get the same result."""
 
     def __init__(self, job: Job, recording: Recording) -> None:
         self._job = job
@@ -90,7 +91,7 @@ class Stragglers:
 
 
 def equal_ranks(plan: Plan) -> list[tuple[int, ...]]:
-    """Group ranks that do the same work: the ranks of a pipeline stage, no parameter servers."""
+    """Group ranks that do the same work: those of a pipeline stage, without parameter servers."""
     if plan.servers:
         return []
     size = plan.world_size // plan.pp
@@ -99,7 +100,7 @@ def equal_ranks(plan: Plan) -> list[tuple[int, ...]]:
 
 
 def _with_loads(said: list[tuple[Facts, Load | None]]) -> list[Facts]:
-    """Add to each rank's facts the load of its host, which one rank per host reports."""
+    """Add to each rank's facts its host's load, which one rank per host reports."""
     loads = {facts.host: load for facts, load in said if load is not None}
     found = []
     for facts, _ in said:
@@ -115,7 +116,7 @@ def _with_loads(said: list[tuple[Facts, Load | None]]) -> list[Facts]:
 
 
 def cause(its: Facts, others: list[Facts]) -> str:
-    """Describe the likely cause of a slow rank: how its host differs from the others."""
+    """Describe the likely cause of a slow rank: how its host differs from the others'."""
     used = its.others_cores
     elsewhere = [one.others_cores for one in others if one.others_cores is not None]
     if used is not None and elsewhere and used > median(elsewhere) + _MORE_CORES:

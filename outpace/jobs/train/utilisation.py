@@ -1,4 +1,4 @@
-"""Recording of the utilisation of a run's hosts and devices, with one thread per host."""
+"""Recording of utilisation of a run's hosts and devices, with one thread per host."""
 
 import os
 import socket
@@ -14,7 +14,7 @@ from outpace.training.run_dir import UTILISATION_FOLDER
 
 
 class Recording:
-    """Recording of one run on this rank's host; a host's first rank records for all of them."""
+    """Records one run on this rank's host; a host's first rank records for all of its ranks."""
 
     def __init__(self, job: Job, start_step: int) -> None:
         self._job = job
@@ -38,7 +38,7 @@ class Recording:
 
     @property
     def latest(self) -> Load | None:
-        """Return the latest utilisation of this host; None except on the host's first rank."""
+        """Return this host's latest utilisation; None except on the host's first rank."""
         return None if self._recorder is None else self._recorder.latest
 
     def close(self) -> None:
@@ -47,7 +47,7 @@ class Recording:
             self._recorder.close()
 
     def averages(self) -> tuple[Load, ...]:
-        """Return the mean utilisation of each host, on all ranks. Collective; after `close`."""
+        """Return each host's mean utilisation, on all ranks. Collective; call it after `close`."""
         found = self._recorder.series if self._recorder is not None else None
         mine = None if found is None else found.average()
         said = gather_objects(mine, self._job.groups.control)
@@ -55,7 +55,7 @@ class Recording:
 
 
 class _Curves(Callback):
-    """Callback that passes on new loads with their step, in the training thread."""
+    """Passes new loads on with their step, in the training thread."""
 
     def __init__(self, job: Job, recorder: LoadRecorder) -> None:
         self._job = job

@@ -569,7 +569,7 @@ def test_stored_weights_with_another_tokenizer_are_said(home, chatted, tmp_path)
             "test",
         )  # fmt: skip
         found = " ".join(gather(settings, None, home / "cache", 1, ()).hints)
-        assert ("which stand for other tokens in the stored weights" in found) is told
+        assert ("for which the stored weights learned other tokens" in found) is told
 
 
 def test_files_that_are_trained_and_validated_on_are_said(home, chatted, tmp_path):

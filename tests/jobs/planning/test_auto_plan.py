@@ -133,7 +133,7 @@ def test_what_does_not_fit_when_traced_is_passed_over(monkeypatch):
     monkeypatch.setattr(auto_plan, "fullest", fullest)
     found, _, said = picked(nproc=2)
     over = [line for line in said if line.startswith("skipped: ")]
-    assert len(over) == 2 and "when traced (the formula says" in over[0]
+    assert len(over) == 2 and "when traced (the formula gives" in over[0]
     assert any(line.startswith("plan: ") for line in said)
     assert found.strategy == asked[2].strategy
 

@@ -98,7 +98,7 @@ def lost(how, folder):
 @pytest.mark.parametrize(
     ("how", "said_of_it"),
     [
-        ("die", "rank 2 on .* is gone: look at its last output"),
+        ("die", "rank 2 on .* is gone: check its last output"),
         pytest.param(
             "hang",
             "rank 2 on .* does not reach it: .* in deadly: time.sleep",

@@ -96,7 +96,7 @@ def test_a_rank_that_comes_twice_is_refused_and_not_taken_for_two(store):
     with pytest.raises(RuntimeError, match="rank 2 did not join"):
         agree_on_session(store, Ranks(world_size=3, local_world_size=3), 1.0)
     (refused,) = [one for one in found if isinstance(one, str)]
-    assert "rank 1 (process" in refused and "another process had come as this rank" in refused
+    assert "rank 1 (process" in refused and "another process had already joined as this rank" in refused
 
 
 def test_rank_0_is_told_of_a_rank_that_came_twice(store, monkeypatch):
@@ -104,7 +104,7 @@ def test_rank_0_is_told_of_a_rank_that_came_twice(store, monkeypatch):
     found, leader = [], []
     threads = [start(found, store, 1, 2), start(found, store, 1, 2)]
     start(leader, store, 0, 2).join()
-    with pytest.raises(BadInputError, match=r"came as rank 1 too.*MASTER_PORT of its own"):
+    with pytest.raises(BadInputError, match=r"tried to join as rank 1.*MASTER_PORT of its own"):
         while any(thread.is_alive() for thread in threads):
             leader[0].require_no_surplus(store)
         leader[0].require_no_surplus(store)

@@ -36,7 +36,7 @@ def both(first, second, *words):
 def test_a_folder_that_one_host_does_not_see_is_refused_before_training(tmp_path):
     codes, said = both(tmp_path / "a", tmp_path / "b")
     assert codes == [2, 2], said
-    assert "is not visible on" in said[0] and "on a path that all hosts share" in said[0]
+    assert "is not visible on" in said[0] and "Pass an --out that all hosts share" in said[0]
     assert not list(tmp_path.glob("*/run/*"))
     assert both(tmp_path / "a", tmp_path / "b", "--measure-only")[0] == [0, 0]
     assert both(tmp_path / "c", tmp_path / "c")[0] == [0, 0]

@@ -79,9 +79,9 @@ def damage_checkpoints(run: Path) -> None:
     [
         (remove_markers, "every checkpoint in"),
         (damage_checkpoints, "every checkpoint in"),
-        (remove_checkpoints, "the run has been finished before"),
-        (leave_metrics_alone, "4 steps were done, and one was saved every 1"),
-        (leave_failure_alone, "there was one of step 2"),
+        (remove_checkpoints, "the run finished before"),
+        (leave_metrics_alone, "4 steps were completed, and one was saved every 1"),
+        (leave_failure_alone, "there was one at step 2"),
     ],
 )
 def test_a_run_is_not_begun_anew_over_its_work(
@@ -111,7 +111,7 @@ def test_a_lost_marker_costs_that_checkpoint_alone(
     data = (run / "checkpoints" / "step-4" / "__0_0.distcp").read_bytes()
     assert resume(run) == 0
     error = capsys.readouterr().err
-    assert "step-4 is damaged (it has no file complete.json) and is skipped" in error
+    assert "step-4, which is damaged (it has no file complete.json)" in error
     assert "after step 3, 1 step is repeated" in error
     assert (run / "checkpoints-damaged" / "step-4.damaged-1" / "__0_0.distcp").read_bytes() == data
     lines = (run / "metrics.jsonl").read_text().splitlines()
