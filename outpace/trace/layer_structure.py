@@ -110,9 +110,7 @@ def _groups(matmuls: Sequence[MatmulCall]) -> Iterator[list[MatmulCall]]:
         yield groups[path]
 
 
-def _likely_groups(
-    before: Sequence[MatmulCall], out: MatmulCall
-) -> Iterator[Sequence[MatmulCall]]:
+def _likely_groups(before: Sequence[MatmulCall], out: MatmulCall) -> Iterator[Sequence[MatmulCall]]:
     """Yield groups that may hold an attention's projections: its module, then enclosing ones."""
     start = f"{_place(out)}."
     yield [one for one in before if str(one.weight).startswith(start)]

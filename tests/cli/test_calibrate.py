@@ -209,7 +209,9 @@ def test_a_layout_that_does_not_fit(capsys: pytest.CaptureFixture[str], tmp_path
     assert "since corrections do not support adapters yet. Did it use recomputation" in said
     said = refusal(capsys, *words, "--layout=lora_rank=16,base=nf4,checkpointing=full")
     assert "a run with adapters (lora_rank) cannot correct a machine" in said
-    assert "since corrections do not support adapters yet. Pass the log of a run that trained" in said
+    assert (
+        "since corrections do not support adapters yet. Pass the log of a run that trained" in said
+    )
     assert not out.exists()
 
 

@@ -97,7 +97,8 @@ class NormsInFloat32(Stack):
 
 
 @pytest.mark.parametrize(
-    ("kind", "note"), [(NeedsFloat32, "in fp32, since"), (NormsInFloat32, "partly computed in fp32")]
+    ("kind", "note"),
+    [(NeedsFloat32, "in fp32, since"), (NormsInFloat32, "partly computed in fp32")],
 )
 def test_modules_that_compute_in_fp32_have_its_tolerance(kind, note):
     certificate = outpace.verify(kind(), loss=squares, batch=batch, plans="ddp")

@@ -192,4 +192,6 @@ def test_a_host_whose_clock_is_a_minute_off_is_refused(cluster, tmp_path):
         code, _, errors = cluster.run(*TINY, "--hosts", BOTH, "--out", "run", cwd=tmp_path)
     finally:
         cluster.shift("host-b", None)
-    assert code == 2 and re.search(r"host-b: its clock is off by (5\d|6\d) s. Synchronise it by NTP", errors)
+    assert code == 2 and re.search(
+        r"host-b: its clock is off by (5\d|6\d) s. Synchronise it by NTP", errors
+    )

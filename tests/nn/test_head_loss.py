@@ -156,7 +156,9 @@ def test_gradients_may_be_asked_for_one_after_the_other():
         torch.autograd.grad(loss, operands)
 
 
-@pytest.mark.parametrize(("kind", "message"), [("plain", "a single backward"), ("chunked", "one backward")])
+@pytest.mark.parametrize(
+    ("kind", "message"), [("plain", "a single backward"), ("chunked", "one backward")]
+)
 def test_a_second_backward_and_a_second_derivative_are_refused(kind, message):
     operands, targets = operands_of()
     loss = loss_of(operands, targets, kind, torch.bfloat16)

@@ -96,7 +96,10 @@ def test_a_rank_that_comes_twice_is_refused_and_not_taken_for_two(store):
     with pytest.raises(RuntimeError, match="rank 2 did not join"):
         agree_on_session(store, Ranks(world_size=3, local_world_size=3), 1.0)
     (refused,) = [one for one in found if isinstance(one, str)]
-    assert "rank 1 (process" in refused and "another process had already joined as this rank" in refused
+    assert (
+        "rank 1 (process" in refused
+        and "another process had already joined as this rank" in refused
+    )
 
 
 def test_rank_0_is_told_of_a_rank_that_came_twice(store, monkeypatch):
