@@ -133,7 +133,7 @@ class TaskModel:
 
 @dataclass(frozen=True)
 class PaddingRule:
-    """How samples are padded; they have at most `seq_len` tokens.
+    """Rule for padding samples, which have at most `seq_len` tokens.
 
     All are padded to `padded` if `fixed`, otherwise to multiples of `multiple`.
     """

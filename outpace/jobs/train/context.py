@@ -24,9 +24,9 @@ from outpace.training.run_dir import RunDir
 
 @dataclass(frozen=True)
 class RunContext:
-    """Everything that this process contributes to a run, apart from settings.
+    """Contributions of this process to a run, apart from settings.
 
-    `origins` tell where settings come from, and `command` started the run; both are recorded.
+    `origins` says where settings come from, and `command` started the run; both are recorded.
     `callbacks` are called on rank 0. `model` is a live module, or a function that builds one, and
     replaces `settings.model`. `end` ends this process if nothing else can; `attempt` tries settings
     in another process; `explain` writes a hang report into the run's folder; `page_prefaulter`
