@@ -285,7 +285,16 @@ def scales(known: Mapping[str, Tensor], floor: float) -> dict[str, float]:
 
 def largest(tensor: Tensor) -> float:
     """Return the largest absolute value; 0 for an empty tensor."""
-    return float(tensor.abs().max()) if tensor.numel() and tensor.dtype != torch.bool else 0.0
+    if not tensor.numel() or tensor.dtype == torch.bool:
+        return 0.0
+    return float(_widen(tensor).abs().max())
+
+
+def _widen(tensor: Tensor) -> Tensor:
+    """Return a tensor in a dtype that torch can compute with: not in 8 bits or without a sign."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        return tensor.float() if tensor.itemsize == 1 else tensor
+    return tensor.long()
 
 
 def relative(tensor: Tensor, known: Tensor | None, scale: float) -> float | None:
@@ -299,10 +308,11 @@ def relative(tensor: Tensor, known: Tensor | None, scale: float) -> float | None
         return None
     if not tensor.numel():
         return 0.0
+    if tensor.dtype == known.dtype == torch.bool:
+        return float((tensor != known).any())
+    tensor, known = _widen(tensor), _widen(known)
     both = torch.promote_types(tensor.dtype, known.dtype)
     apart = (tensor.to(both), known.to(both))
-    if both == torch.bool:
-        return float((apart[0] != apart[1]).any())
     if both.is_floating_point or both.is_complex:
         nothing = apart[0].isnan() & apart[1].isnan()
         apart = (apart[0].masked_fill(nothing, 0), apart[1].masked_fill(nothing, 0))
