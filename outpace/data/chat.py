@@ -245,7 +245,8 @@ class ChatFormat:
     ) -> RenderedConversation:
         """Return the whole text and the assistant's parts. Raises BadInputError, naming `where`.
 
-        A template that writes the current date writes LEARNED_DATE.
+        A template that writes the current date writes LEARNED_DATE. Messages after the last answer
+        are left out if the template writes that answer differently because of them.
         """
         template = _with_fixed_date(self._tool_template if tools else self._template)
         if _MARKED.search(template):
@@ -266,6 +267,8 @@ class ChatFormat:
         if len(found) == len(spans):
             return RenderedConversation(text, found, answers)
         if spans[-1] is None:
+            if answers[-1] + 1 < len(messages):  # which no answer depends on
+                return self.render(messages[: answers[-1] + 1], where, tools)
             asked = self._text(messages[: answers[-1]], False, where, tools, template)
             _require_header(asked, before, through, where)
             raise BadInputError(

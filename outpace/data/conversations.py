@@ -48,12 +48,12 @@ _SPEAKERS = frozenset(("role", "from", "speaker", "author", "sender"))
 _CONTENTS = frozenset(("content", "value", "text"))
 _CLASSES = frozenset(("label", "labels"))
 # Keys of a message that say whether it is learned, and torchtune's key that says that it is not.
-_WEIGHTS = ("weight", "train", "training", "trainable", "loss", "loss_weight", "loss_mask",
+WEIGHTS = ("weight", "train", "training", "trainable", "loss", "loss_weight", "loss_mask",
             "loss_scale")  # fmt: skip
 _MASKED = "masked"
 # Columns of KTO's data (trl, ms-swift; LLaMA-Factory) that say whether an answer is wanted.
 _WANTED = ("label", "kto_tag")
-LEARNING_KEYS = frozenset((*_WEIGHTS, _MASKED))
+LEARNING_KEYS = frozenset((*WEIGHTS, _MASKED))
 _FORMS = (
     "'messages' (a list of {role, content}), 'conversations' (a list of {from, value}), "
     + ", ".join(f"{ask!r} and {answer!r}" for ask, answer in _PAIRS)
@@ -273,7 +273,7 @@ def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
         calls = [{"type": "function", "function": older}]
     if calls:
         content = content or ""
-    elif isinstance(content, list):
+    if isinstance(content, list):
         _require_one_text(content, row)
         content = "".join(_part(part, row) for part in content)
     other = ("from", "value", "function_call")
@@ -288,7 +288,7 @@ def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
 
 def _is_learned(one: Message, row: Row) -> bool:
     """Return whether a message's weight asks to learn it. Raises BadInputError for a fraction."""
-    for name in (*_WEIGHTS, _MASKED):
+    for name in (*WEIGHTS, _MASKED):
         value = one.get(name)
         if value is None:
             continue
@@ -318,7 +318,7 @@ def _part(part: Any, row: Row) -> str:
     if isinstance(part, str):
         return part
     if isinstance(part, dict) and part.get("type", "text") == "text" and "text" in part:
-        for name in (*_WEIGHTS, _MASKED):
+        for name in (*WEIGHTS, _MASKED):
             if part.get(name) is not None:
                 raise BadInputError(
                     f"{row.where}: a part of a message has the {name} {part[name]!r}, and only "

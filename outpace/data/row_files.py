@@ -81,6 +81,8 @@ def _require_tabs(file: Path) -> None:
         first = next((line for line in _lines_of(file) if line.strip()), "")
         if "\t" in first:
             return
+    with readable(file) as stream:
+        require_text(file, stream.read(_READ_BYTES))
     raise BadInputError(
         f"{file} is plain text, not rows with columns, as conversations and labels are. Give "
         ".jsonl, .json, .tsv, .csv, .parquet or hf:NAME. Training and eval take texts with --task "
@@ -553,16 +555,43 @@ def _lines_of(file: Path) -> Iterator[str]:
 def _quotes(file: Path) -> bool:
     """Return whether cells between tabs that begin with a quotation mark are quoted, as in CSV.
 
-    They are if quotation marks within them are doubled and every such cell is well-formed.
+    They are if all are well-formed, and the header is quoted or some marks are doubled; or if all
+    rows have the header's columns only so, as with tabs and line breaks in cells. Raises
+    BadInputError for one column with line breaks, which could be read both ways.
     """
-    doubled = False
-    for line in _lines_of(file):
-        for cell in line.rstrip("\r\n").split("\t"):
+    columns = opened = 0
+    named = doubled = False
+    even = True
+    for number, line in enumerate(_lines_of(file), 1):
+        cells = line.rstrip("\r\n").split("\t")
+        if cells == [""]:
+            continue
+        if not columns:
+            columns, named = len(cells), all(map(_QUOTED_CELL.fullmatch, cells))
+        even = even and len(cells) == columns
+        for cell in cells:
             if cell.startswith('"'):
-                if not _QUOTED_CELL.fullmatch(cell):
-                    return False
-                doubled = doubled or '""' in cell[1:-1]
-    return doubled
+                doubled = doubled or cell == '""' or '""' in cell[1:-1]
+                opened = opened or (0 if _QUOTED_CELL.fullmatch(cell) else number)
+    if not opened:
+        return doubled or named
+    if not _is_even_if_quoted(file) or (even and columns > 1 and not named):
+        return False
+    if even and not (named or doubled):
+        raise BadInputError(
+            f"{file}, line {opened}: a quotation mark begins a line and another one ends a later "
+            "line, so these may be one text or several. Write the texts as .jsonl; or as .csv, "
+            "where quotation marks around a text are no part of it."
+        )
+    return True
+
+
+def _is_even_if_quoted(file: Path) -> bool:
+    """Return whether all rows of a table with quoted cells between tabs have as many columns."""
+    try:
+        return len({len(cells) for _, cells, _ in _read_csv(file, "\t")}) == 1
+    except BadInputError:
+        return False
 
 
 def _read_tabs(file: Path) -> Iterator[tuple[int, list[str], int]]:

@@ -7,7 +7,7 @@ leave the reasoning out of answers.
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
-from outpace.data.conversations import LEARNING_KEYS, Conversation, Message, Tool
+from outpace.data.conversations import LEARNING_KEYS, WEIGHTS, Conversation, Message, Tool
 from outpace.records.errors import BadInputError
 
 Render = Callable[[Sequence[Message]], str]
@@ -65,7 +65,16 @@ def unwritten_roles(messages: Sequence[Message], whole: str, render: Render) -> 
 
 
 def unwritten_keys(talk: Conversation, render: Render) -> list[str]:
-    """Return the keys of messages, other than their text, that the template omits."""
+    """Return the keys of messages, other than their text, that have no effect.
+
+    The template omits them, or they ask to learn a message that is not the assistant's.
+    """
+    asked = dict.fromkeys(
+        f"{key!r} of {one['role']!r} messages (only the assistant's are learnt)"
+        for one in talk.messages
+        for key in WEIGHTS
+        if one["role"] != "assistant" and one.get(key) == 1
+    )
     keys = dict.fromkeys(
         key
         for one in talk.messages
@@ -73,9 +82,9 @@ def unwritten_keys(talk: Conversation, render: Render) -> list[str]:
         if key not in _READ and value not in (None, "", [], {})
     )
     if not keys:
-        return []
+        return list(asked)
     whole = render(talk.messages)
-    found = []
+    found = list(asked)
     for key in keys:
         others = [{k: v for k, v in one.items() if k != key} for one in talk.messages]
         with suppress(BadInputError):  # raised by a template on purpose

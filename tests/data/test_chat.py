@@ -239,6 +239,8 @@ SYSTEM = ("system", "s", False)
          LEARNT),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}, TALK[1]]},
          LEARNT),
+        ({"messages": [TALK[0], {"role": "assistant", "content": [{"type": "text", "text": "b"}],
+                                 "tool_calls": [{"function": {"name": "f"}}]}]}, LEARNT),
         ({"conversations": [{"from": "Human", "value": "a"}, {"from": "bard", "value": "b"}]},
          LEARNT),
         ({"conversations": [{"from": "human", "value": "a"},
@@ -271,6 +273,9 @@ def test_what_messages_have_beside_their_words_is_written_or_counted(plain, form
         Row({"messages": [TALK[0], {**TALK[1], "train_on_turn": False, "name": ""}]}, "line 1")
     ]
     assert encode_all(formats[1], quiet, 64).unread == {"'train_on_turn' of messages": 1}
+    asked = [Row({"messages": [{**TALK[0], "train": True, "weight": 0}, TALK[1]]}, "line 1")]
+    told = "'train' of 'user' messages (only the assistant's are learnt)"
+    assert encode_all(formats[1], asked, 64).unread == {told: 1}
     thinks = CHATML.replace("m.content +", "(m.reasoning_content or '') + m.content +")
     chat = ChatFormat(plain.replace(plain.inner, {"chat_template": thinks}))
     assert encode_all(chat, rows, 64).unread == {}
@@ -448,6 +453,7 @@ def test_a_template_that_rewrites_earlier_answers_shows_the_last(plain):
     learnt = [int(t) for t in targets if t != IGNORED]
     assert chat.tokenizer.decode(learnt) == "<think></think>two\n"
     assert found.partial == 1
+    assert learnt_of(chat, row("q", "one", "r"))[:2] == learnt_of(chat, row("q", "one"))[:2]
 
 
 def test_a_template_in_which_answers_cannot_be_found_is_refused(plain):

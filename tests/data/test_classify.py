@@ -1,5 +1,6 @@
 """GLUE's formats and others, to labelled samples."""
 
+import gzip
 import json
 
 import datasets
@@ -40,6 +41,11 @@ def test_plain_text_is_no_table_with_its_first_line_as_header(tmp_path, name):
         read_table(str(path))
     with pytest.raises(BadInputError, match="is plain text"):
         next(read_rows(text))
+    (tmp_path / "x.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}'))
+    with pytest.raises(
+        BadInputError, match=r"x\.jsonl\.gz is compressed with gzip, not text\. Unp"
+    ):
+        read_table(str(tmp_path / "x.jsonl.gz"))
 
 
 def test_mrpc_is_read_without_quoting(tmp_path):

@@ -15,6 +15,7 @@ from tokenizers import models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from outpace.data.corpus import content_fingerprint, read_documents, unigram_entropy
+from outpace.data.rows import read_table
 from outpace.data.sources import files_in_both, open_source, repeated_files
 from outpace.data.text import pieces
 from outpace.data.tokenizer import Tokenizer
@@ -547,9 +548,28 @@ def test_cells_between_tabs_are_quoted_where_all_of_them_say_so(tmp_path, prepar
     write_table(tmp_path / "x.tsv", "\t", rows)
     assert '""no""' in (tmp_path / "x.tsv").read_text()
     assert tokens(prepare(tmp_path / "x.tsv")) == [ids_of('he said "no"', "plain")]
-    glue = ['"" is doubled, he said', '"No," he said.', '"yes"']
-    (tmp_path / "y.tsv").write_text("text\n" + "\n".join(glue) + "\n")
-    assert tokens(prepare(tmp_path / "y.tsv")) == [ids_of(*glue)]
+    for glue in (
+        ['"" is doubled, he said', '"No," he said.', '"yes"'],
+        ['"I came.', 'He left."', '"a" b'],
+    ):
+        (tmp_path / "y.tsv").write_text("text\n" + "\n".join(glue) + "\n")
+        assert tokens(prepare(tmp_path / "y.tsv")) == [ids_of(*glue)]
+
+
+@pytest.mark.parametrize("text", ["two\nlines", 'a\n\n"b"\tc', "a\tb", "a\r\nb", "plain", ""])
+@pytest.mark.parametrize("quoting", [csv.QUOTE_MINIMAL, csv.QUOTE_ALL])
+@pytest.mark.parametrize("columns", [["text"], ["n", "text"]])
+def test_cells_between_tabs_hold_what_was_written(tmp_path, text, quoting, columns):
+    """One column with line breaks alone could be texts of one line each, too."""
+    with (tmp_path / "x.tsv").open("w", newline="") as file:
+        writer = csv.writer(file, delimiter="\t", quoting=quoting)
+        writer.writerows([columns, *([text] * len(columns) for _ in range(2))])
+    if columns == ["text"] and quoting == csv.QUOTE_MINIMAL and text in ("two\nlines", "a\r\nb"):
+        with pytest.raises(BadInputError, match=r"x.tsv, line 2: .* one text or several\. Write"):
+            read_table(str(tmp_path / "x.tsv"))
+    else:
+        rows = read_table(str(tmp_path / "x.tsv")).rows
+        assert [row.values for row in rows] == [dict.fromkeys(columns, text)] * 2
 
 
 def test_a_cell_may_be_long(tmp_path, prepare, ids_of):
