@@ -325,6 +325,8 @@ def binary_kind(head: bytes) -> str | None:
         return "an Arrow stream, as datasets writes it (name the folder of save_to_disk)"
     if head.startswith(b"RIFF") and head[8:12] in _RIFF:
         return _RIFF[head[8:12]]
+    if head[257:262] == b"ustar":
+        return "a tar archive"
     return next((kind for sign, kind in _SIGNATURES.items() if head.startswith(sign)), None)
 
 

@@ -26,6 +26,7 @@ _LLMC_MAGIC: Mapping[int, tuple[str | None, int]] = {
 _HEADER_BYTES = 1024
 _LOOKED_AT = 1 << 20
 _MOST_IDS = 1 << 20
+_LEAST_PAIRS = 1000  # of bytes, to tell ids of one byte from ids of two
 # Bytes of a mapped file that may count as this process's memory; the kernel caches them anyway.
 _RESIDENT_BYTES = 32 << 20
 _FAULT_BYTES = 2 << 20  # most that is mapped with a page: a huge page
@@ -293,16 +294,34 @@ def _llmc_stream(path: Path, header: Array, size: int) -> Stream:
 def _width_of(path: Path, size: int) -> str:
     """Return the type of the ids: the widest whose upper bits no word uses.
 
-    16-bit ids would look like 32-bit ones only if every second id were less than 16.
+    16-bit ids would look like 32-bit ones only if every second id were less than 16; where all are
+    less than 16, only if every second one were 0.
     """
     for dtype, least in (("<u8", 8), ("<u4", 16)):
         width = np.dtype(dtype).itemsize
         if size % width or size < least * width:
             continue
         words = np.asarray(np.memmap(path, dtype=dtype, mode="r")[:_LOOKED_AT])
-        if words.max() < _MOST_IDS and (words & 0xFFFF).max() >= 16:
+        if 0 < words.max() < (_MOST_IDS if (words & 0xFFFF).max() >= 16 else 1 << 16):
             return dtype
+    _require_two_bytes(path)
     return "<u2"
+
+
+def _require_two_bytes(path: Path) -> None:
+    """Refuse text, and ids of one byte, which would be read in pairs.
+
+    None of their bytes is above 127. Among ids of two bytes, of which most are above 255, the lower
+    bytes have all values.
+    """
+    pairs = np.asarray(np.memmap(path, dtype="<u1", mode="r")[: 2 * _LOOKED_AT]).reshape(-1, 2)
+    large = len(pairs) >= _LEAST_PAIRS and pairs[:, 1].astype(bool).mean() > 0.5
+    if large and pairs.max() < 128:
+        raise BadInputError(
+            f"{path} holds bytes below 128 only: it is text, or ids of one byte, not ids of 16, 32 "
+            "or 64 bits. Name a text .txt; write ids as uint16 with numpy, as in "
+            "ids.astype('uint16').tofile(FILE)."
+        )
 
 
 def megatron_stream(path: Path) -> Stream:

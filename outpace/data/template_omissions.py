@@ -70,7 +70,7 @@ def unwritten_keys(talk: Conversation, render: Render) -> list[str]:
     The template omits them, or they ask to learn a message that is not the assistant's.
     """
     asked = dict.fromkeys(
-        f"{key!r} of {one['role']!r} messages (only the assistant's are learnt)"
+        f"{key!r} of {one['role']!r} messages (only the assistant's are learned)"
         for one in talk.messages
         for key in WEIGHTS
         if one["role"] != "assistant" and one.get(key) == 1

@@ -195,7 +195,7 @@ def parts_of(values, roles=()):
     found = conversation_of(Row(values, "line 1"), roles)
     return [
         (m["role"], m["content"], mine)
-        for m, mine in zip(found.messages, found.learnt, strict=True)
+        for m, mine in zip(found.messages, found.learned, strict=True)
     ]
 
 
@@ -274,7 +274,7 @@ def test_what_messages_have_beside_their_words_is_written_or_counted(plain, form
     ]
     assert encode_all(formats[1], quiet, 64).unread == {"'train_on_turn' of messages": 1}
     asked = [Row({"messages": [{**TALK[0], "train": True, "weight": 0}, TALK[1]]}, "line 1")]
-    told = "'train' of 'user' messages (only the assistant's are learnt)"
+    told = "'train' of 'user' messages (only the assistant's are learned)"
     assert encode_all(formats[1], asked, 64).unread == {told: 1}
     thinks = CHATML.replace("m.content +", "(m.reasoning_content or '') + m.content +")
     chat = ChatFormat(plain.replace(plain.inner, {"chat_template": thinks}))

@@ -224,17 +224,17 @@ def write_llmc(path, dtype, ids, count=None, version=None):
 
 
 @pytest.mark.parametrize("dtype", ["<u2", "<u4", "<u8"])
-@pytest.mark.parametrize("largest", [50_000, 65_000])
+@pytest.mark.parametrize("largest", [4, 50_000, 65_000])
 def test_ids_of_each_width(tmp_path, prepare, dtype, largest):
     ids = np.random.default_rng(0).integers(0, largest, 999)
-    if dtype != "<u2":
+    if dtype != "<u2" and largest > 4:
         ids[7] = 128_255  # Llama 3's last
     (tmp_path / "x.bin").write_bytes(ids.astype(dtype).tobytes())
     assert tokens(prepare(tmp_path / "x.bin", tokenizer=None)) == [ids.tolist()]
 
 
 def test_short_and_dull_ids_of_16_bits_stay_so(tmp_path, prepare):
-    for ids in ([1, 0, 2, 0], [0] * 64, [5, 1] * 64):
+    for ids in ([1, 0, 2, 0], [0] * 64, [5, 1] * 64, [*b"ASCII text", 256] * 200):
         (tmp_path / "x.bin").write_bytes(np.array(ids, dtype="<u2").tobytes())
         assert tokens(prepare(tmp_path / "x.bin", tokenizer=None)) == [ids]
 
@@ -678,6 +678,8 @@ def test_two_columns_of_one_name_in_a_parquet_file_are_refused(tmp_path, prepare
         ("x.jsonl.gz", b"\x1f\x8b\x08\x00", "is compressed with gzip, not text"),
         ("x.jsonl", b"\x1f\x8b\x08\x00", "is compressed with gzip, not text"),
         ("x.zip", b"PK\x03\x04abcd", "is a ZIP archive"),
+        ("x.tar", b"a.txt".ljust(257, b"\0") + b"ustar" + b"word " * 999, "is a tar archive, not"),
+        ("x.bin", b"A text. " * 250, "x.bin holds bytes below 128 only: it is text, or ids of one"),
         ("x.arrow", b"\xff\xff\xff\xff\x98\x00\x00\x00", "is an Arrow stream, as datasets writes"),
         ("x.avro", b"Obj\x01\x04\x14", "is an Avro file"),
         ("x.pdf", b"%PDF-1.7\nplain ascii", "is a PDF document"),
