@@ -240,9 +240,14 @@ class LayoutComparison:
         lost: list[str] = []
         off: list[str] = []
         for number, name in enumerate(self._names):
-            scale = max(self._sizes[number], abs(plain[number]), self._allowed.floor * largest)
+            size, wanted = self._sizes[number], abs(plain[number])
+            # Rounding does not make all of a gradient 0, so a smaller one is known to be lost.
+            if not size and wanted > self._allowed.cut * largest:
+                lost.append(name)
+                continue
+            scale = max(size, wanted, self._allowed.floor * largest)
             if abs(self._products[number] - plain[number]) > self._allowed.projection * scale:
-                (off if self._sizes[number] else lost).append(name)
+                off.append(name)
         if lost:
             return FoundDifference(
                 f"{first_names(lost)} {'has' if len(lost) == 1 else 'have'} no gradient",

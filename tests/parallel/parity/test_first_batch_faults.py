@@ -44,6 +44,14 @@ class ScaledBlock(Block):
         return x + self.scale * torch.tanh(self.linear(x))
 
 
+class FaintStack(ScaledStack):
+    """Its second block begins as nearly nothing, as residual branches often do."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks[1].scale.fill_(1e-4)
+
+
 def swap_in_the_layout(layout):
     """After the check has taken its copy's values, as a strategy that confuses buffers would."""
     given = layout.gradients
@@ -82,7 +90,7 @@ double_at_the_end = at_the_end(lambda gradient: gradient.mul_(2))
 @pytest.mark.parametrize(
     ("fault", "make", "loss", "words"),
     [
-        (lose_at_the_end, Stack, squares, "blocks.1.linear.weight has no gradient"),
+        (lose_at_the_end, FaintStack, squares, "blocks.1.linear.weight has no gradient"),
         (double_at_the_end, Stack, squares, "blocks.1.linear.weight is 2 × the plain module's"),
         (drop_a_term, Stack, with_term, "the loss is"),
         (swap_in_the_layout, ScaledStack, squares, "the loss is"),
