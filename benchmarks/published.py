@@ -567,17 +567,28 @@ def _products(row: Row) -> Iterator[Plan | None]:
     tp, pp, cp, dp = _axes(row)
     said, share = row["recompute"], row.number("global_batch") // dp
     stated = row.optional("micro_batch", 0)
-    sizes = (stated,) if stated else tuple(n for n in _MICRO_BATCHES if share % n == 0)
+    loops = _virtual(row, pp)
+    sizes = (stated,) if stated else _micro_batches(row, share, pp * loops[0] if loops else 1)
     modes = _recomputation(said)
     if not said and row.framework.recipes:
         modes = (recipe_recomputation(outline(row), row["source"], row["gpu"], row["precision"]),)
     elif not said and row.framework.whole_experts:  # whose settings name modules, not whole blocks
         modes = ("none", "selective", "attention", "full")
-    loops = _virtual(row, pp)
     for size in sizes:
         for mode in modes:
             for count in loops:
                 yield _product(row, (tp, pp, cp, dp), size, share, mode, count)
+
+
+def _micro_batches(row: Row, share: int, stages: int) -> Sequence[int]:
+    """Return the sizes to try of a rank's `share` of samples.
+
+    torchtitan has as many micro-batches as a pipeline has stages, unless it is told otherwise
+    (pytorch/torchtitan 9dec370, parallelisms/pipelining_utils.py, build_pipeline_schedule).
+    """
+    if row.framework.stack == "torchtitan" and stages > 1:
+        return (share // stages,) if share % stages == 0 else ()
+    return tuple(n for n in _MICRO_BATCHES if share % n == 0)
 
 
 def _axes(row: Row) -> tuple[int, int, int, int]:
@@ -622,6 +633,8 @@ def _virtual(row: Row, pp: int) -> Sequence[int]:
         return (layers // pp // int(said.split()[0]),)
     if said:
         return (int(float(said)),)
+    if row.framework.stack == "torchtitan":  # generate_split_points in the file above
+        return (2,) if "interleaved" in row["precision"] else (1,)
     if row["micro_batch"]:
         return (virtual_stages(row.source, outline(row)) or 1,)
     return tuple(n for n in _VIRTUAL if layers % (pp * n) == 0)
