@@ -282,6 +282,14 @@ def test_rows_that_name_pytorchs_flash_kernel_are_asked_with_it(accuracy):
     assert accuracy.published.columns(rows["259"], plans, held.outline.layers, times=True).compile
 
 
+def test_pipelines_of_torchtitan_have_as_many_micro_batches_as_stages(accuracy):
+    rows = {row.id: row for row in accuracy.published.rows(*accuracy.published.ALL)}
+    for name, samples, stages in (("229", 4, 8), ("230", 2, 16), ("231", 1, 8)):  # 405B on 512
+        (plan,) = accuracy.published.plans(rows[name])
+        assert (plan.micro_batch, plan.pp_microbatches) == (samples, stages)
+        assert plan.pp_schedule == ("interleaved" if stages > 8 else "1f1b")
+
+
 def test_rows_that_train_adapters_are_asked_with_them(accuracy):
     published = accuracy.published
     rows = {row.id: row for row in published.rows(*published.ALL)}

@@ -74,7 +74,7 @@ def test_cases_state_their_precision():
     [
         ({}, ()),
         ({"devices": 1024, "plan": Plan(strategy="zero3", dp_shard=1024)},
-         ("no measurement of ZeRO-3 by torchtitan above 256 devices",)),
+         ("no measurement of ZeRO-3 by torchtitan above 512 devices",)),
         ({"stack": "outpace", "plan": Plan(strategy="zero3", dp_shard=8), "seq_len": 10**7},
          ("no measurement of sequences above",)),
         ({"parameters": 20_000}, ("no measurement of models above",)),
