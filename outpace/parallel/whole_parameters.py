@@ -18,6 +18,7 @@ from outpace.records.errors import BadInputError
 
 _MIXED = "got mixed torch.Tensor and DTensor"
 _COPIED = "FSDP does not support deepcopy"
+_TRANSFORMED = "functorch transforms"
 _FREED = "out of bounds for storage of size 0"
 
 
@@ -68,7 +69,7 @@ class WholeParameters:
 
 
 def explain_shards(error: Exception) -> BadInputError | None:
-    """Return advice if a user's code has used or copied a shard; None for other errors."""
+    """Return advice if a user's code cannot use, copy or transform a shard; None otherwise."""
     if _MIXED in str(error):
         return BadInputError(
             "the module or its loss uses parameters of a block outside of a call of the block, "
@@ -81,6 +82,12 @@ def explain_shards(error: Exception) -> BadInputError | None:
             "the module or its loss copies the module (copy.deepcopy) in training, where this rank "
             "holds a shard of its parameters. Compute with other values by "
             "torch.func.functional_call, or use strategy ddp or zero1."
+        )
+    if _TRANSFORMED in str(error):
+        return BadInputError(
+            "the module or its loss applies a transform of torch.func (vmap, grad, jvp) to whole "
+            "parameters or across blocks, of which this rank holds shards. Apply it inside of a "
+            "block, or use strategy ddp or zero1."
         )
     if _FREED in str(error):
         return BadInputError(
