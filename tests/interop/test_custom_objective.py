@@ -284,6 +284,8 @@ def test_a_loss_function_may_return_a_dict_with_the_loss() -> None:
         CustomModel(module, lambda m, b: {"loss": m(b).mean(), "log": 1.0})
     )(x)
     torch.testing.assert_close(total / count, module(x).mean())
+    mixed = CustomObjective(CustomModel(module, lambda m, b: m(b["x"]).mean()))
+    assert int(mixed({"share": torch.tensor(0.3), "x": x})[1]) == 3  # not of the number before
     with pytest.raises(BadInputError, match=r"a dict; .* Add up several losses"):
         CustomObjective(CustomModel(module, lambda m, b: {"boxes": m(b).mean()}))(x)
 

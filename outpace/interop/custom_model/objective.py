@@ -287,9 +287,10 @@ def _pair(total: Tensor, count: Any) -> tuple[Tensor, Tensor]:
 
 
 def _samples(batch: Any) -> int:
-    """Return the length of the first tensor in a batch."""
-    for tensor in _tensors(batch):
-        return int(tensor.shape[0]) if tensor.dim() else 1
+    """Return the length of the first tensor in a batch that has one; 1 if all are numbers."""
+    tensors = list(_tensors(batch))
+    if tensors:
+        return next((tensor.size(0) for tensor in tensors if tensor.dim()), 1)
     raise BadInputError(f"a batch of the data set has no tensor in it: {type(batch).__name__}")
 
 
