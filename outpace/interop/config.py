@@ -13,12 +13,13 @@ from outpace.interop.config_check import (
     ReadValues,
     format_missing_dimensions,
     quiet_transformers,
+    read_type,
     reading_notes,
     require_consistent,
 )
 from outpace.records.base import Record, keep_memo, read_object, require_no_pointer
 from outpace.records.content import misplaced_content
-from outpace.records.errors import BadInputError, shorten
+from outpace.records.errors import BadInputError, excerpt, shorten
 from outpace.records.model import ModelSpec
 from outpace.records.model_families import FAMILIES, FAMILY_TRAITS
 
@@ -102,14 +103,16 @@ def read_spec_with_notes(directory: Path) -> ConfigReading:
     """Read a spec like `spec_from_hf`, with notes on defaults used and keys ignored."""
     where = str(directory / CONFIG_FILE)
     values = read_config(directory)
-    model_type = values.get("model_type")
+    model_type = read_type(values)
     if model_type == OWN_TYPE:
         return ConfigReading(spec=ModelSpec.parse(values.get("spec") or {}, where))
     if not isinstance(model_type, str):
         raise no_model_type(values, where)
     if model_type not in FAMILIES:
+        other = " (as which transformers reads a mistral with layer_types)"
         raise BadInputError(
-            f"{where}: outpace does not train the architecture {model_type!r}, only "
+            f"{where}: outpace does not train the architecture {model_type!r}"
+            f"{other if model_type != values['model_type'] else ''}, only "
             f"{', '.join(FAMILIES)}. Any other model can be trained through a Python function that "
             "builds it: --model file.py:build. outpace plan and outpace estimate take any language "
             "model that transformers has."
@@ -119,6 +122,7 @@ def read_spec_with_notes(directory: Path) -> ConfigReading:
         spec = spec_from_config(config, where)
     except DimensionsError as error:
         raise BadInputError(f"{error}{format_missing_dimensions(values)}") from None
+    _require_padding_row(config.config, where)
     return ConfigReading(spec=spec, notes=reading_notes(values, config, where))
 
 
@@ -209,6 +213,16 @@ def spec_from_config(config: Any, where: str) -> ModelSpec:
         raise DimensionsError(str(error)) from None
 
 
+def _require_padding_row(config: Any, where: str) -> None:
+    """Refuse a padding token without a row of the embedding, for which nothing can be built."""
+    pad, rows = config.pad_token_id, config.vocab_size
+    if config.model_type != "gpt2" and isinstance(pad, int) and not -rows <= pad < rows:
+        raise BadInputError(
+            f"{where}: pad_token_id = {pad}, and the embedding has {rows} rows (vocab_size), so "
+            "transformers cannot build the model. Write the number of a token, or null."
+        )
+
+
 def _refuse(config: Any, where: str, allowed: Mapping[str, Any]) -> None:
     """Refuse settings that change the model's computation in a way that a spec cannot express."""
     for name, value in allowed.items():
@@ -259,6 +273,8 @@ def _read_bert(config: Any, where: str) -> dict[str, Any]:
         where,
         {"position_embedding_type": "absolute", "is_decoder": False, "add_cross_attention": False},
     )
+    if config.type_vocab_size < 1:
+        raise BadInputError(f"{where}: type_vocab_size = 0; BERT has at least one type of token.")
     return {
         "layers": config.num_hidden_layers,
         "hidden": config.hidden_size,
@@ -296,13 +312,14 @@ def _read_llama_like(config: Any, where: str) -> dict[str, Any]:
 
 def _read_biases(config: Any) -> dict[str, Any]:
     """Return which projections have biases, if the family does not fix that."""
-    if not FAMILY_TRAITS[config.model_type].biases:
+    names = FAMILY_TRAITS[config.model_type].biases
+    if not names:
         return {}
     attention = config.attention_bias
     return {
         "qkv_bias": attention,
         "out_bias": attention,
-        "mlp_bias": getattr(config, "mlp_bias", False),
+        "mlp_bias": "mlp_bias" in names and config.mlp_bias,
     }
 
 
@@ -321,8 +338,14 @@ def _read_windows(config: Any, where: str) -> dict[str, Any]:
             "sliding_attention"
         )
     layers = tuple(index for index, kind in enumerate(kinds) if kind == "sliding_attention")
-    if not layers or window is None:
+    if not layers:
         return {}
+    if window is None:
+        raise BadInputError(
+            f"{where} contradicts itself: layer_types has sliding_attention, and no window is in "
+            "use (sliding_window is null or use_sliding_window false). Correct the one that is "
+            "wrong."
+        )
     everywhere = len(layers) == config.num_hidden_layers
     return {"sliding_window": window, "window_layers": None if everywhere else layers}
 
@@ -341,7 +364,13 @@ def _read_rope(rope: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"{where}: partial_rotary_factor = {rope['partial_rotary_factor']} is not supported; "
             "rotary positions are applied to whole heads here"
         )
-    read: dict[str, Any] = {"rope_theta": rope.get("rope_theta", 10_000.0)}
+    theta = rope.get("rope_theta", 10_000.0)
+    if isinstance(theta, bool) or not isinstance(theta, int | float):
+        raise BadInputError(
+            f"{where}: rope_theta = {excerpt(theta)}, with which transformers builds no model. "
+            "Write the number that the model was trained with."
+        )
+    read: dict[str, Any] = {"rope_theta": theta}
     if kind == "llama3":
         names = ("factor", "low_freq_factor", "high_freq_factor")
         read["rope_scaling"] = {

@@ -48,7 +48,7 @@ _CHANGES = re.compile(
     r"|multi_query|new_decoder|cross_attention|position_embedding|pos_emb|relative_attention|mup"
     r"|(^|_)norm_(type|first|position|after)|(pre|post|sandwich)_?norm|layernorm_type|mlp_type"
     r"|_bias$|^use_.*bias|^no_bias$|gated|glu|activation|hidden_act|embedding_size|kv_heads"
-    r"|head_dim|bidirectional|^mm_|vision|audio|_shared|share_|skip_layers|altup|laurel"
+    r"|key_value_heads|head_dim|bidirectional|^mm_|vision|audio|_shared|share_|skip_layers|altup|laurel"
 )
 _CONFIG = re.compile(r"config$")
 _TRUE_BY_NATURE = frozenset({"use_rope", "use_rotary", "is_causal", "causal"})
@@ -143,11 +143,17 @@ def require_consistent(values: Mapping[str, Any], where: str, *, strict: bool) -
             )
 
 
+def read_type(values: Mapping[str, Any]) -> Any:
+    """Return the model_type by which transformers reads a config; a Mistral may be a Ministral."""
+    told = values.get("model_type")
+    return "ministral" if told == "mistral" and "layer_types" in values else told
+
+
 def _parts(values: Mapping[str, Any], where: str) -> Iterator[tuple[Mapping[str, Any], type, str]]:
     """Yield the config and its `text_config`, if its class has one; each with its class."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    kind = CONFIG_MAPPING[str(values["model_type"])]
+    kind = CONFIG_MAPPING[str(read_type(values))]
     yield values, kind, where
     inner = getattr(kind, "sub_configs", {}).get("text_config")
     text = values.get("text_config")
@@ -214,7 +220,7 @@ def format_missing_dimensions(values: Mapping[str, Any]) -> str:
     """List, for an error, the dimensions that a config.json omits, with transformers' defaults."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    kind = CONFIG_MAPPING[str(values["model_type"])]
+    kind = CONFIG_MAPPING[str(read_type(values))]
     aliases: Mapping[str, str] = getattr(kind, "attribute_map", {})
     given = {aliases.get(name, name) for name in values}
     fields = getattr(kind, "__dataclass_fields__", {})
@@ -344,6 +350,8 @@ def _is_neutral(key: str, values: Mapping[str, Any]) -> bool:
         return all(item in (1, True, "full_attention", "attention") for item in value)
     if isinstance(value, str):
         return value.lower() in _USUAL_WORDS or value == values.get("hidden_act")
+    if key == "num_key_value_heads":
+        return bool(value == values.get("num_attention_heads", values.get("n_head")))
     if key == "embedding_size":
         return bool(value == values.get("hidden_size"))
     if key == "sliding_window":

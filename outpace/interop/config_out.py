@@ -21,16 +21,22 @@ def hf_config(
     bos_id: TokenIds = None,
     pad_id: TokenIds = None,
     dtype: str = "float32",
+    given: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
     """Return the `transformers` config whose model computes the same as the spec's.
 
     Its architecture is the spec's family if that has all of the spec's features, or else the first
-    family that does. Raises BadInputError if none does.
+    family that does. `given` has the values of the config.json that the spec was read from: what
+    the family keeps there beside the spec is kept. Raises BadInputError if no family has all of
+    the spec's features.
     """
+    if isinstance(pad_id, int) and pad_id >= spec.vocab:
+        pad_id = None  # transformers builds no embedding that lacks the row
     ids = {"eos_token_id": eos_id, "bos_token_id": bos_id, "pad_token_id": pad_id}
     order = sorted(FAMILIES, key=lambda family: family != spec.family)
     for family in order:
-        config = _config_of(family, spec, ids)
+        kept = _kept(given, spec, ids) if family == given.get("model_type") else {}
+        config = _config_of(family, spec, ids | kept)
         if config is not None:
             config.architectures = [FAMILY_TRAITS[family].language_model]
             config.dtype = dtype
@@ -68,7 +74,28 @@ def add_old_rotary_keys(values: dict[str, Any]) -> None:
         values["rope_scaling"] = None if plain else scaling
 
 
-def _config_of(family: Family, spec: ModelSpec, ids: Mapping[str, TokenIds]) -> Any | None:
+def _kept(given: Mapping[str, Any], spec: ModelSpec, ids: Mapping[str, TokenIds]) -> dict[str, Any]:
+    """Return the settings of a config.json that a spec lacks, and special ids that it leaves out.
+
+    For these transformers takes those of the family. Dropouts are the spec's.
+    """
+    import transformers
+
+    fields = getattr(transformers, FAMILY_TRAITS[spec.family].config).__dataclass_fields__
+    common = transformers.PreTrainedConfig.__dataclass_fields__
+    found = {
+        name: given[name]
+        for name in fields.keys() & given.keys() - common.keys() - ids.keys()
+        if name != "classifier_dropout"
+    }
+    for name in [name for name, value in ids.items() if value is None and name not in given]:
+        usual = fields[name].default
+        if isinstance(usual, int) and usual < spec.vocab:
+            found[name] = usual
+    return found
+
+
+def _config_of(family: Family, spec: ModelSpec, settings: Mapping[str, Any]) -> Any | None:
     """Return the family's config; None if reading it back would give another model."""
     import transformers
     from huggingface_hub.errors import StrictDataclassError
@@ -76,7 +103,7 @@ def _config_of(family: Family, spec: ModelSpec, ids: Mapping[str, TokenIds]) -> 
     try:
         with quiet_transformers():
             config_class = getattr(transformers, FAMILY_TRAITS[family].config)
-            config = config_class(**_write(family, spec), **ids)
+            config = config_class(**{**settings, **_write(family, spec)})
         same = _meaning(spec_from_config(config, "")) == _meaning(spec)
     except (BadInputError, StrictDataclassError, ValueError, TypeError):  # the values are invalid
         return None

@@ -22,7 +22,12 @@ from outpace.interop.config import (
     spec_from_config,
     spec_from_hf,
 )
-from outpace.interop.config_check import ReadValues, format_missing_dimensions, reading_notes
+from outpace.interop.config_check import (
+    ReadValues,
+    format_missing_dimensions,
+    read_type,
+    reading_notes,
+)
 from outpace.interop.transformers_build import can_build, transformers_version
 from outpace.planner.model.outline import outline
 from outpace.records.base import explain
@@ -34,6 +39,12 @@ from outpace.records.outline import AttentionShape, MatmulShape, Mlp, Outline, S
 # More is a typing error.
 _MOST_LAYERS, _MOST = 100_000, 2**32
 _KINDS = ("full_attention", "sliding_attention")
+# Keys that config classes lack and their models read, and what classes derive from others.
+_BESIDE_FIELDS = frozenset(
+    {"head_dim", "seq_length", "n_positions", "tie_word_embeddings", "is_gated_act"}
+)
+# Families that divide the hidden width among the heads, even if a file has a head_dim.
+_SPLIT_WIDTH = frozenset({"gpt2", "bert", "gpt_neox", "bloom", "mpt", "opt"})
 
 
 class _Values:
@@ -44,7 +55,10 @@ class _Values:
         self.where = where
 
     def get(self, name: str, default: Any = None) -> Any:
-        found = getattr(self.config, name, None)
+        """Return a value that the config's class has, since transformers reads no other."""
+        config = self.config.config if isinstance(self.config, ReadValues) else self.config
+        known = {*config.__dataclass_fields__, *config.attribute_map, *_BESIDE_FIELDS}
+        found = getattr(self.config, name, None) if name in known else None
         return default if found is None else found
 
     def positive_int(self, name: str, default: int | None = None) -> int:
@@ -67,8 +81,7 @@ class _Values:
 
     def head_dim(self, hidden: int, heads: int) -> int:
         """Return a head's width: as given, else the hidden width divided by the heads."""
-        given = self.get("head_dim")
-        if given is not None:
+        if self.config.model_type not in _SPLIT_WIDTH and self.get("head_dim") is not None:
             return self.positive_int("head_dim")
         if hidden % heads:
             raise BadInputError(
@@ -86,7 +99,7 @@ Reader = Callable[[_Values], dict[str, Any]]
 
 def needs_trace(directory: Path) -> bool:
     """Return whether no reader knows the family of a folder, but transformers can build it."""
-    model_type = read_config(directory).get("model_type")
+    model_type = read_type(read_config(directory))
     return can_build(model_type) and model_type not in READERS
 
 
@@ -97,7 +110,7 @@ def read_outline_and_spec(directory: Path) -> tuple[Outline, ModelSpec | None]:
     """
     where = str(directory / CONFIG_FILE)
     values = read_config(directory)
-    model_type = values.get("model_type")
+    model_type = read_type(values)
     if model_type == OWN_TYPE:
         own = spec_from_hf(directory)
         return outline(own, directory.name), own

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -46,14 +47,15 @@ def write_model(
     """
     with whole_folder(directory, CONFIG_FILE) as folder:
         ids: dict[str, TokenIds] = {}
+        given = {} if origin is None else read_config(origin)
         if tokenizer_save is not None:
             tokenizer_save(folder)
             ids |= special_ids(folder)
         if origin is not None:
-            ids |= kept_ids(origin, read_config(origin))
+            ids |= kept_ids(origin, given)
         if stop_ids:
             ids["eos_id"] = with_stops(ids.get("eos_id"), stop_ids)
-        config = write_config(folder, spec, ids, dtype)
+        config = write_config(folder, spec, ids, dtype, given=given)
         if config is not None and spec.causal:
             write_generation_config(folder, config, origin)
         model_type = OWN_TYPE if config is None else config.model_type
@@ -80,10 +82,14 @@ def write_config(
     ids: Mapping[str, TokenIds],
     dtype: torch.dtype,
     change: Callable[[Any], None] = lambda config: None,
+    given: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any | None:
-    """Write config.json after `change`; return it, or None if it is in outpace's own format."""
+    """Write config.json after `change`; return it, or None if it is in outpace's own format.
+
+    `given` has the values of the config.json that the spec was read from.
+    """
     try:
-        config = hf_config(spec, **ids, dtype=str(dtype).removeprefix("torch."))
+        config = hf_config(spec, **ids, dtype=str(dtype).removeprefix("torch."), given=given)
     except BadInputError:
         values = {"model_type": OWN_TYPE, "spec": spec.model_dump(mode="json")}
         (folder / CONFIG_FILE).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")

@@ -93,6 +93,24 @@ def test_the_architecture_that_has_the_features(
     assert spec_from_config(config, "") == spec.model_copy(update={"family": becomes})
 
 
+def test_a_padding_token_without_a_row_is_left_out() -> None:
+    """transformers would not build the model; GPT-2's and others' ids may be any."""
+    spec = ModelSpec.model_validate({"family": "llama", **SIZE})
+    config = hf_config(spec, pad_id=61, eos_id=61)
+    assert (config.pad_token_id, config.eos_token_id) == (None, 61)
+    assert hf_config(spec, pad_id=60).pad_token_id == 60
+
+
+def test_what_a_spec_lacks_is_kept() -> None:
+    spec = ModelSpec.model_validate({"family": "llama", **SIZE})
+    given = {"model_type": "llama", "initializer_range": 0.5, "eos_token_id": None, "vocab_size": 9}
+    config = hf_config(spec, given=given)
+    assert (config.initializer_range, config.vocab_size) == (0.5, 61)
+    # Of ids that the file leaves out, transformers takes Llama's; null is none.
+    assert (config.bos_token_id, config.eos_token_id) == (1, None)
+    assert hf_config(spec, given={**given, "model_type": "qwen2"}).initializer_range == 0.02
+
+
 def test_no_architecture_has_the_features() -> None:
     spec = ModelSpec.model_validate({"family": "gpt2", **SIZE, "positions": "rotary"})
     with pytest.raises(BadInputError, match="no architecture of transformers has all features"):
@@ -154,6 +172,18 @@ LLAMA = {"model_type": "llama"}
             {"model_type": "qwen3", "num_hidden_layers": 1, "layer_types": ["chunked_attention"]},
             "layer_types has chunked_attention",
         ),
+        (
+            {"model_type": "mistral", "num_hidden_layers": 1, "layer_types": ["full_attention"]},
+            "the architecture 'ministral' (as which transformers reads a mistral with layer_types)",
+        ),
+        (
+            {"model_type": "qwen2", "num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
+            "layer_types has sliding_attention, and no window is in use",
+        ),
+        ({**LLAMA, "rope_theta": None}, "rope_theta = None, with which transformers builds no"),
+        ({**LLAMA, "pad_token_id": 32000}, "pad_token_id = 32000, and the embedding has 32000"),
+        ({"model_type": "bert", "type_vocab_size": 0}, "type_vocab_size = 0"),
+        ({"model_type": "gpt2", "num_key_value_heads": 4}, "num_key_value_heads 4, which"),
         ({"model_type": "gemma"}, "does not train the architecture 'gemma'"),
         ({"model_type": "lama"}, "does not train the architecture 'lama'"),
         ({"hidden_size": 8}, "has no model_type"),

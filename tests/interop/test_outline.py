@@ -194,6 +194,21 @@ def beyond_windows(read: Outline) -> int:
     )
 
 
+@pytest.mark.parametrize("name", SMALL)
+def test_keys_of_other_families_change_nothing(name: str) -> None:
+    """transformers keeps any key in a config, and its models read their own family's."""
+    theirs = small(name)
+    foreign = {
+        "num_key_value_heads": 1, "head_dim": 4, "attention_bias": True, "mlp_bias": True,
+        "layer_types": ["sliding_attention"] * 3, "num_experts": 2,
+    }  # fmt: skip
+    known = {*theirs.to_dict(), *type(theirs).__dataclass_fields__}
+    if name == "phi-normed":  # its norms have the width of hidden / heads: another fails
+        known.add("head_dim")
+    changed = small(name, **{key: foreign[key] for key in foreign.keys() - known})
+    assert parameters(outline_from_config(changed, name)) == on_meta(changed)
+
+
 def test_an_encoder_of_another_length() -> None:
     config = small("t5")
     model = auto_class("t5").from_config(config, attn_implementation="eager").eval()
