@@ -35,8 +35,10 @@ def hf_config(
     ids = {"eos_token_id": eos_id, "bos_token_id": bos_id, "pad_token_id": pad_id}
     order = sorted(FAMILIES, key=lambda family: family != spec.family)
     for family in order:
-        kept = _kept(given, spec, ids) if family == given.get("model_type") else {}
-        config = _config_of(family, spec, ids | kept)
+        settings = dict(ids)
+        if family == given.get("model_type"):
+            settings |= _settings_beside_spec(family, given, ids, spec.vocab)
+        config = _config_of(family, spec, settings)
         if config is not None:
             config.architectures = [FAMILY_TRAITS[family].language_model]
             config.dtype = dtype
@@ -74,14 +76,16 @@ def add_old_rotary_keys(values: dict[str, Any]) -> None:
         values["rope_scaling"] = None if plain else scaling
 
 
-def _kept(given: Mapping[str, Any], spec: ModelSpec, ids: Mapping[str, TokenIds]) -> dict[str, Any]:
+def _settings_beside_spec(
+    family: Family, given: Mapping[str, Any], ids: Mapping[str, TokenIds], vocab: int
+) -> dict[str, Any]:
     """Return the settings of a config.json that a spec lacks, and special ids that it leaves out.
 
     For these transformers takes those of the family. Dropouts are the spec's.
     """
     import transformers
 
-    fields = getattr(transformers, FAMILY_TRAITS[spec.family].config).__dataclass_fields__
+    fields = getattr(transformers, FAMILY_TRAITS[family].config).__dataclass_fields__
     common = transformers.PreTrainedConfig.__dataclass_fields__
     found = {
         name: given[name]
@@ -90,7 +94,7 @@ def _kept(given: Mapping[str, Any], spec: ModelSpec, ids: Mapping[str, TokenIds]
     }
     for name in [name for name, value in ids.items() if value is None and name not in given]:
         usual = fields[name].default
-        if isinstance(usual, int) and usual < spec.vocab:
+        if isinstance(usual, int) and usual < vocab:
             found[name] = usual
     return found
 

@@ -242,6 +242,16 @@ def test_the_answer_says_how_a_family_was_read(tmp_path: Path) -> None:
     assert not needs_trace(folder(tmp_path, model_type="llama"))
 
 
+def test_a_mistral_with_kinds_of_layers_is_a_ministral(tmp_path: Path) -> None:
+    kinds = ["full_attention", "sliding_attention"] * 2
+    values = {**given(_WIDTHS), "num_hidden_layers": 4, "head_dim": 8, "sliding_window": 128}
+    values |= {"architectures": ["MistralForCausalLM"], "layer_types": kinds}
+    _, found, _ = find_outline(str(folder(tmp_path, model_type="mistral", **values)))
+    windows = [(stack.layers, getattr(stack.attention, "window", None)) for stack in found.stacks]
+    assert windows == [(2, None), (2, 128)]
+    assert found.untrained == "outpace has no ministral"
+
+
 def test_contradictions_are_refused(tmp_path: Path) -> None:
     values = given(_WIDTHS)
     folder(tmp_path, model_type="olmo2", architectures=["LlamaForCausalLM"], **values)
