@@ -128,7 +128,7 @@ def test_a_checkpoints_metadata_change_nothing(words, run, hacked, refused):
     change = b"\x80\x02cpathlib\nPosixPath\nN" + there + b"\x86b0"
     (folder / ".metadata").write_bytes(change + genuine)
     signed(folder)
-    assert "it would change <class 'pathlib" in refused(*further(words, run))
+    assert "it would modify <class 'pathlib" in refused(*further(words, run))
     assert str(Path("elsewhere")) == "elsewhere" and not hacked.exists()
 
 

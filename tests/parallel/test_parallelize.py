@@ -158,7 +158,7 @@ def test_layouts_are_checked_before_anything_is_split():
         layouts_of(model, None, 2)
     with pytest.raises(BadInputError, match="Did you mean 'colwise'"):
         layouts_of(model, {"layers.*.q": "colwize"}, 2)
-    with pytest.raises(BadInputError, match=r"'layers.\*.k'.*no such part"):
+    with pytest.raises(BadInputError, match=r"'layers.\*.k'.*no such module"):
         layouts_of(model, {"layers.*.k": "colwise"}, 2)
     with pytest.raises(BadInputError, match="6 rows, which 4 ranks"):
         layouts_of(model, {"layers.*.q": "colwise"}, 4)

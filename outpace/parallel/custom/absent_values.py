@@ -1,4 +1,4 @@
-"""NaN in place of values that a pipeline stage does not have, without memory."""
+"""NaN placeholders, which take no memory, for values that a pipeline stage does not have."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,14 +11,14 @@ from outpace.parallel.tensors import parameter_like
 
 
 def nan_of(device: torch.device, leaf: Any) -> Any:
-    """Return NaN in the form of a tensor, or 0 for integers; other values as they are."""
+    """Return a tensor of the same form filled with NaN (0 for integers); other values unchanged."""
     if not isinstance(leaf, Tensor):
         return leaf
     return torch.full(leaf.shape, _absent_value(leaf.dtype), dtype=leaf.dtype, device=device)
 
 
 def nan_like(args: Any, kwargs: Mapping[str, Any]) -> Tensor:
-    """Return NaN in the form of a block's first input."""
+    """Return NaN in the form of a block's first argument."""
     given = next((t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)), torch.empty(()))
     dtype = given.dtype if _is_inexact(given.dtype) else torch.get_default_dtype()
     return given.new_full(given.shape, math.nan, dtype=dtype)
@@ -29,14 +29,14 @@ def _is_inexact(dtype: torch.dtype) -> bool:
 
 
 def _absent_value(dtype: torch.dtype) -> Any:
-    """Return the value of a tensor that is absent: NaN, or 0 for integers."""
+    """Return the placeholder for an absent tensor: NaN, or 0 for integers."""
     return math.nan if _is_inexact(dtype) else 0
 
 
 def forget_all_but(kept: Sequence[Tensor], module: nn.Module) -> None:
-    """Replace other parameters with NaN, or with 0 for integers, without memory.
+    """Replace all other parameters with NaN (0 for integers) that takes no memory.
 
-    They stay parameters, so that a loss over all parameters is also NaN.
+    They remain parameters, so a loss over all parameters is also NaN.
     """
     ids = {id(tensor) for tensor in kept}
     for part in module.modules():

@@ -1,8 +1,8 @@
 """Values that a user's blocks store on themselves, such as an auxiliary loss in `self.aux`.
 
-The model's forward or the loss may read them on another stage of a pipeline. An inspection with the
-first batch finds which attributes and buffers a stage's blocks change (`changes`), and which of
-them other stages read (`ReadLog`); these travel with the hidden states.
+The model's forward or the loss may read them on another pipeline stage. An inspection with the
+first batch finds which attributes and buffers a stage's blocks change (`changes`) and which of
+these other stages read (`ReadLog`); those are sent along with the hidden states.
 """
 
 import math
@@ -26,9 +26,9 @@ _CONSTANTS = (int, float, str, bool, type(None))
 
 @dataclass(frozen=True)
 class Form:
-    """The structure of a value: the positions of its tensors, and the parts that never change.
+    """The structure of a value: where its tensors are, and the parts that never change.
 
-    Complex tensors are sent as real ones, since not every backend sends complex numbers.
+    Complex tensors are sent as real tensors, since not every backend supports complex numbers.
     """
 
     spec: TreeSpec
@@ -37,7 +37,7 @@ class Form:
     complexes: tuple[bool, ...]  # for each tensor
 
     def join(self, tensors: Sequence[Tensor]) -> Any:
-        """Rebuild the value from these tensors."""
+        """Rebuild the value from its tensors."""
         pairs = zip(tensors, self.complexes, strict=True)
         given = iter([torch.view_as_complex(t) if is_complex else t for t, is_complex in pairs])
         leaves = [
@@ -48,7 +48,7 @@ class Form:
 
 
 def split(value: Any) -> tuple[Form, list[Tensor]] | None:
-    """Split a value into its form and its tensors; None if some of it cannot be sent."""
+    """Split a value into its form and its tensors; return None if part of it cannot be sent."""
     leaves, spec = tree_flatten(value)
     if not all(isinstance(leaf, (Tensor, *_CONSTANTS)) for leaf in leaves):
         return None
@@ -75,12 +75,12 @@ Snapshot = dict[Key, tuple[Any, tuple[Any, ...]]]
 
 
 def snapshot(modules: Mapping[str, nn.Module]) -> Snapshot:
-    """Record the state that `changes` compares with."""
+    """Record the state, for `changes` to compare with."""
     return {key: (value, _state(value)) for key, value in collect_values(modules).items()}
 
 
 def _state(value: Any) -> tuple[Any, ...]:
-    """Return a form that differs after an in-place change, such as an append to a list."""
+    """Return a summary of a value that reveals in-place changes, such as an append to a list."""
     if isinstance(value, Tensor | list | tuple | dict):
         return tuple(
             (leaf, _version(leaf), fingerprint(leaf)) if isinstance(leaf, Tensor) else (leaf,)
@@ -113,9 +113,9 @@ def _same_state(old: tuple[Any, ...], new: tuple[Any, ...]) -> bool:
 
 
 class UnsentValue(Tensor):
-    """NaN in place of a block's value that is not sent to a stage; records its use.
+    """A NaN placeholder for a block's value that is not sent to a stage; it records its use.
 
-    `used` collects the keys of the values that operations read.
+    `used` collects the keys of placeholders that operations read.
     """
 
     key: Key
@@ -123,7 +123,7 @@ class UnsentValue(Tensor):
 
     @classmethod
     def make(cls, key: Key, used: set[Key]) -> "UnsentValue":
-        """Return a value for a key."""
+        """Return a placeholder for the value of a key."""
         made: UnsentValue = torch.tensor(math.nan).as_subclass(cls)
         made.key, made.used = key, used
         return made
@@ -140,14 +140,14 @@ class UnsentValue(Tensor):
 
 
 class ReadLog:
-    """Record of which of the attributes `keys` are read."""
+    """A record of which of the attributes `keys` are read."""
 
     def __init__(self) -> None:
         self.found: set[Key] = set()
 
     @contextmanager
     def record_reads(self, keys: Iterable[Key], modules: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Record reads of the attributes by temporarily changing the classes of the modules."""
+        """Record reads of the attributes inside the context, by changing the modules' classes."""
         wanted: dict[nn.Module, dict[str, list[Key]]] = {}
         for key in keys:
             wanted.setdefault(modules[key[0]], {}).setdefault(key[1], []).append(key)
@@ -181,7 +181,7 @@ class ReadLog:
 
 
 def set_value(modules: Mapping[str, nn.Module], key: Key, value: Any) -> None:
-    """Set a value of a module, as a buffer or as a plain attribute."""
+    """Set a value of a module as a buffer or a plain attribute."""
     module, attribute = modules[key[0]], key[1]
     if attribute in module._buffers:
         module._buffers[attribute] = value
@@ -195,8 +195,8 @@ def get(modules: Mapping[str, nn.Module], key: Key) -> tuple[Form, list[Tensor]]
     if found is None:
         raise BadInputError(
             f"block part {key[0]!r} stores a {type(_value(modules, key)).__name__} in {key[1]!r}, "
-            "which is read outside of the block, but pipeline stages send only tensors and "
-            "numbers, also in lists and dicts. Store only these, or use zero3."
+            "which is read outside of the block, but pipeline stages can only send tensors and "
+            "numbers, and lists and dicts of them. Store only these, or use zero3."
         )
     return found
 
@@ -207,7 +207,7 @@ def can_travel(modules: Mapping[str, nn.Module], key: Key) -> bool:
 
 
 def is_constant(value: Any) -> bool:
-    """Return whether a value is a number, a name or nothing, which is the same on all ranks."""
+    """Return whether a value is a number, string or None, which is the same on all ranks."""
     return isinstance(value, _CONSTANTS)
 
 

@@ -1,4 +1,4 @@
-"""Messages between the stages of a custom model's pipeline, sent with their form."""
+"""Messages between the stages of a custom model's pipeline, each sent with its form."""
 
 import warnings
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ _DTYPES = (
 
 @dataclass
 class Message:
-    """Message between stages: the output of the last block, and attributes that blocks set.
+    """A message between stages: the output of the last block, and attributes that blocks set.
 
-    `returned` is each block's output so far, as meta tensors: its structure, shapes and dtypes.
+    `returned` holds each block's output so far as meta tensors, for structure, shapes and dtypes.
     """
 
     form: Form
@@ -38,7 +38,7 @@ class Message:
         return [*self.tensors, *(t for _, tensors in self.values.values() for t in tensors)]
 
     def select(self, keys: Sequence[Key]) -> "Message":
-        """Return a message with only these values, without memory for tensors."""
+        """Return a message with only these values, whose tensors take no memory."""
         values = {key: self.values[key] for key in keys}
         return Message(self.form, self.tensors, values, self.returned).to_meta()
 
@@ -57,9 +57,9 @@ class Message:
 
 
 class _DetachableCopy(torch.autograd.Function):
-    """A copy of a tensor that a split backward may detach in place.
+    """A copy of a tensor that torch's split backward may detach in place.
 
-    The original may be a view, a parameter, or a tensor that an operation keeps for its gradient.
+    The original must not be detached: it may be a view, a parameter, or saved for a backward.
     """
 
     @staticmethod
@@ -72,7 +72,7 @@ class _DetachableCopy(torch.autograd.Function):
 
 
 def make_sendable(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor that is a separate node of the graph."""
+    """Return a contiguous copy of a tensor that is a graph node of its own."""
     tensor = tensor.contiguous()
     if not tensor.requires_grad:
         return tensor
@@ -81,40 +81,40 @@ def make_sendable(tensor: Tensor) -> Tensor:
 
 
 def refuse_dtypes(message: Message, name: str) -> BadInputError | None:
-    """Return a refusal if dtypes cannot be sent between processes; None if all can."""
+    """Return a message about a dtype that cannot be sent between processes; None if all can."""
     for tensor in message.flat():
         if tensor.dtype not in _DTYPES:
             return BadInputError(
-                f"block {name!r} returns or stores {tensor.dtype}, which is needed outside of it; "
-                f"pipeline stages send only {', '.join(map(str, _DTYPES))} and complex numbers of "
-                "these. Use one of them, or zero3."
+                f"block {name!r} returns or stores a tensor of {tensor.dtype} that is needed "
+                f"outside of it, but pipeline stages can only send {', '.join(map(str, _DTYPES))} "
+                "and complex numbers of these. Use one of these dtypes, or zero3."
             )
     return None
 
 
 def refuse_transforms(name: str, output: Any) -> None:
-    """Refuse an output that torch.func wraps: a wrapper is invalid outside its transform.
+    """Refuse an output that torch.func has wrapped: wrappers are invalid outside a transform.
 
-    So do tangents of derivatives in forward mode. Raises BadInputError.
+    This includes tangents of forward-mode derivatives. Raises BadInputError.
     """
     for leaf in tree_leaves(output):
         if isinstance(leaf, Tensor) and (
             is_functorch_wrapped_tensor(leaf) or unpack_dual(leaf).tangent is not None
         ):
             raise BadInputError(
-                f"block {name!r} runs within a transform of torch.func (jvp, "
-                "grad, vmap) or a derivative in forward mode, which spans all blocks, but each "
-                "stage of a pipeline runs some of them. Apply it inside of a block, or use ddp."
+                f"block {name!r} runs inside a torch.func transform (jvp, grad, vmap) or a "
+                "forward-mode derivative that spans all blocks, but each pipeline stage runs only "
+                "some of them. Apply it inside a block, or use ddp."
             )
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor of any dtype."""
+    """Return the bytes of a contiguous tensor of any dtype."""
     return tensor.view(-1).view(torch.uint8) if tensor.numel() else tensor.new_empty(0).byte()
 
 
 def send(message: Message | None, group: dist.ProcessGroup, to: int) -> None:
-    """Send a message, preceded by its form, which the receiver does not know; None is a refusal."""
+    """Send a message preceded by its form, which the receiver does not know; None is a refusal."""
     form = None if message is None else message.to_meta()
     dist.send_object_list([form], group=group, group_dst=to)
     if message is not None:
@@ -125,7 +125,7 @@ def send(message: Message | None, group: dist.ProcessGroup, to: int) -> None:
 def receive(device: torch.device, group: dist.ProcessGroup, source: int) -> Message | None:
     """Receive a message from rank `source` of the group; None is a refusal."""
     told: list[Message | None] = [None]
-    with warnings.catch_warnings():  # raised by torch when it unpickles its own types
+    with warnings.catch_warnings():  # torch warns when it unpickles its own types
         warnings.simplefilter("ignore", FutureWarning)
         dist.recv_object_list(told, group=group, group_src=source)
     form = told[0]

@@ -1,4 +1,4 @@
-"""Strategies that the structure of a user's module rules out, found without laying it out."""
+"""Strategies that the structure of a user's module rules out, found without applying them."""
 
 from outpace.interop.custom_model import CustomModel
 from outpace.parallel.custom.stage_blocks import stages_of

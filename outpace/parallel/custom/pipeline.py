@@ -1,10 +1,10 @@
-"""Pipelines of a custom model, split at given or detected blocks.
+"""Pipelines of a custom model that is split at given or detected blocks.
 
-Stages are in stage.py, the inspection by the first batch in pipeline_inspection.py. This module
-cuts the model, and sends messages between stages as the schedule requires.
+Stages are in stage.py, the inspection with the first batch in pipeline_inspection.py. This module
+splits the model, and sends messages between stages as the schedule requires.
 
-Parameters outside of the blocks (embedding, head) are on the first and the last rank, and their
-gradients are added up over the two.
+The first and the last rank both hold the parameters outside of the blocks (embedding, head), and
+their gradients are summed over the two.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,7 +52,7 @@ from outpace.records.pipelines import SCHEDULES
 
 
 class CustomPipelineStage(Stage):
-    """A stage whose user-written forward may use activation checkpointing around its blocks."""
+    """A stage whose user-written forward may use activation checkpointing around blocks."""
 
     submod: CustomStage
 
@@ -68,9 +68,9 @@ class CustomPipelineStage(Stage):
         full_backward: bool = True,
         last_backward: Any = False,
     ) -> None:
-        """Run a backward. If it recomputes activations, do not defer the gradients of weights.
+        """Run a backward; if it recomputes activations, do not defer weight gradients.
 
-        Otherwise, the activations would be recomputed once more for each weight.
+        Deferred, they would recompute the activations once more for each weight.
         """
         whole = full_backward or self.submod.recomputes
         if whole:
@@ -83,7 +83,7 @@ class CustomPipelineStage(Stage):
             super().backward_one_chunk(bwd_chunk_id, loss, whole, last_backward)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: Any = False) -> None:
-        """Compute the gradients of weights, unless they exist already."""
+        """Compute the weight gradients unless they exist already."""
         if bwd_chunk_id in self._done:
             return
         with (
@@ -93,7 +93,7 @@ class CustomPipelineStage(Stage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def backward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the backward, and make gradients contiguous before they are sent."""
+        """Run the backward, and make the gradients to be sent contiguous."""
         gradients, groups = super().backward_maybe_with_nosync(*args, **kwargs)
         if gradients is not None:
             gradients = tuple(g if g is None else g.contiguous() for g in gradients)
@@ -106,7 +106,7 @@ class CustomPipelineStage(Stage):
 
 
 class CustomPipeline(SpreadLayout):
-    """This rank's stages of a custom model; `parts` are the blocks of each stage, by number."""
+    """This rank's stages of a custom model; `parts` maps stage numbers to their blocks."""
 
     # Of the current step, for the schedule's loss, which gets no arguments before torch 2.13.
     _pass: StepHooks
@@ -136,7 +136,7 @@ class CustomPipeline(SpreadLayout):
         drop_all_but([*kept, *model.buffers()], held)
         drop_buffers(named_blocks(held, names), {n for s in mine for n in parts[s]})
         self._draws = StageDraws(request.device, group)
-        # The last stage uses the objective itself, after the others have copied it.
+        # The last stage uses the objective itself, so it comes after the others, which copy it.
         self._stages = {
             stage: CustomStage(
                 objective,
@@ -161,7 +161,7 @@ class CustomPipeline(SpreadLayout):
         )
 
     def _make_shared(self, rest: Mapping[str, nn.Parameter]) -> dist.ProcessGroup | None:
-        """Create a group of the ranks of the first and last stages, if these share parameters."""
+        """Create the group of the first and the last stage's ranks, if both hold parameters."""
         ends = {self._ranks_of[0], self._ranks_of[-1]}
         trained = [parameter for parameter in rest.values() if parameter.requires_grad]
         if len(ends) == 1 or not trained:
@@ -177,7 +177,7 @@ class CustomPipeline(SpreadLayout):
         return self._at
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
-        """Build the optimizer; a stage may have no parameters (activations, pooling)."""
+        """Build the optimizer. A stage may have no parameters (only activations or pooling)."""
         if any(True for group in groups for _ in group["params"]):
             return build(groups)
         return PlaceholderParameter(self._at).optimizer(build)
@@ -185,22 +185,22 @@ class CustomPipeline(SpreadLayout):
     def checkpoint_state(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
-        """Return the state to save. A stage without parameters may have none."""
+        """Return the state to save; a stage without parameters may have none."""
         if any(parameter.requires_grad for parameter in all_parameters(self.model)):
             return self.model, optimizer
         return (self.model if self.model.state_dict() else None), None
 
     def resume_from(self, start_step: int) -> None:
-        """Let all stages have the extra state that the last one has loaded. Collective."""
+        """Give all stages the extra state that the last one has loaded. Collective."""
         if start_step:
             self._extra.share(self._at, self._group)
 
     def learn_forms(self, batch: Batch, hooks: StepHooks) -> None:
-        """Determine the message forms for the schedule, and which buffers belong to each stage."""
+        """Determine the messages' forms for the schedule, and the buffers of each stage."""
         self._schedule_for(cut(batch, self._plan.pp_microbatches)[0], hooks)
 
     def learn_forms_alone(self, objective: nn.Module, batch: Batch, hooks: StepHooks) -> None:
-        """Do what `learn_forms` does with a whole objective without values on this rank."""
+        """Do what `learn_forms` does on this rank alone, with a whole objective without values."""
         ends = (0, len(self._parts) - 1)
         by_micro_batch(objective.model)  # type: ignore[arg-type]
         whole = {
@@ -211,10 +211,10 @@ class CustomPipeline(SpreadLayout):
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
         """Compute the step's gradients; each batch is split into the pipeline's micro-batches."""
-        # A loss scaler sets its scale in the first call, and only the last stage has a loss.
+        # A loss scaler sets its scale at its first call, but only the last stage has a loss.
         hooks.scale(torch.zeros((), device=self._at))
         totals = torch.zeros(2, dtype=torch.float64, device=self._at)
-        self.learn_forms(batches[0], hooks)  # also finds where random numbers are drawn
+        self.learn_forms(batches[0], hooks)  # this also finds where random numbers are drawn
         with self._draws.step():
             self._run_passes(batches, hooks, totals)
         self._require_sent(totals)
@@ -240,13 +240,13 @@ class CustomPipeline(SpreadLayout):
             self._pass, self._totals = hooks, totals
             try:
                 schedule.step(numbers, target=numbers, return_outputs=False, number=numbers)
-            except RuntimeError as error:  # torch's stages wrap everything that a forward raises
+            except RuntimeError as error:  # torch's stages wrap any exception that a forward raises
                 if isinstance(error.__cause__, BadInputError):
                     raise error.__cause__ from None
                 raise
 
     def _require_sent(self, totals: Tensor) -> None:
-        """Refuse a loss that is NaN because it takes what does not travel to the last stage."""
+        """Refuse a loss that is NaN because it uses a value that is not sent to the last stage."""
         last = self._stages.get(len(self._parts) - 1)
         if last is None or not last.unsent_used or not bool(totals[0].isnan()):
             return
@@ -259,7 +259,7 @@ class CustomPipeline(SpreadLayout):
         )
 
     def plain_draws(self) -> PlainDraws:
-        """Return seeds for a plain module to draw the numbers of the stages in the next step."""
+        """Return seeds that let a plain module draw what the stages draw in the next step."""
         told = gather_objects(self._draws.peek(), self._group)
         if self._draws.shared:
             after = {name: number + 1 for number, name in enumerate(self._names)}
@@ -269,7 +269,7 @@ class CustomPipeline(SpreadLayout):
         return PlainDraws(keys, begins, self._at)
 
     def _schedule_for(self, batch: Batch, hooks: StepHooks) -> Any:
-        """Return the schedule for micro-batches like this one, rebuilt when their shapes change."""
+        """Return the schedule for this micro-batch's shapes, rebuilt when they change."""
         shapes = [leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
         if self._shapes != shapes:
             self._inspect(batch, hooks)
@@ -281,18 +281,18 @@ class CustomPipeline(SpreadLayout):
         return self._schedule
 
     def _inspect(self, batch: Batch, hooks: StepHooks) -> None:
-        """Determine what stages send, and whether they share draws. Collective."""
+        """Determine what stages send, and whether they share random draws. Collective."""
         with run_eagerly(has_compiled_parts(self.objective)):
             self._inspection.inspect(batch, hooks)
         self._draws.shared = self._inspection.shares_draws
 
     def _scaled_loss(self, made: Tensor, number: Tensor) -> Tensor:
-        """Return the start of the backward on the last stage, and add to the totals."""
+        """Return the value that the last stage's backward starts from, and add to the totals."""
         self._totals += made.detach().double()
         return self._pass.scale(made[0])
 
     def _stage(self, number: int) -> CustomPipelineStage:
-        """Build a stage with the forms of its inputs and outputs, as found by an inspection."""
+        """Build a stage with the forms of inputs and outputs that the inspection found."""
         stage = self._stages[number]
         inputs = [torch.empty(1, dtype=torch.int64)] if stage.taken is None else stage.taken.flat()
         totals = [torch.empty(2, dtype=self._inspection.loss_dtype)]
@@ -308,7 +308,7 @@ class CustomPipeline(SpreadLayout):
         )
 
     def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
-        """Run forward passes only, one micro-batch after the other through this rank's stages."""
+        """Run only forward passes, one micro-batch at a time, through this rank's stages."""
         parts = cut(batch, self._plan.pp_microbatches)
         if not self._inspection.taken:
             self._inspect(parts[0], hooks)
@@ -338,12 +338,12 @@ class CustomPipeline(SpreadLayout):
         return self._zero_totals()
 
     def _zero_totals(self) -> Tensor:
-        """Return the totals of an evaluation that counted nothing."""
+        """Return totals that count nothing, with the objective's additional sums."""
         sums = getattr(self.objective, "sums", ())
         return torch.zeros(2 + len(sums), dtype=torch.float64, device=self._at)
 
     def _add_up_rest(self) -> None:
-        """Sum the gradients of parameters outside the blocks over the first and the last stage."""
+        """Sum the gradients of parameters outside of blocks over the first and the last stage."""
         if self._shared is None:
             return
         for bucket in self._buckets:
@@ -352,9 +352,9 @@ class CustomPipeline(SpreadLayout):
             bucket.assign_gradients()
 
     def counted_gradients(self) -> list[Tensor]:
-        """Return the gradients.
+        """Return this rank's gradients, each counted on one rank only.
 
-        Those that both the first and the last rank hold are counted on the first.
+        Gradients that both the first and the last rank hold count on the first.
         """
         copies = self._rest if self._rank != self._ranks_of[0] else set()
         return [
@@ -364,12 +364,12 @@ class CustomPipeline(SpreadLayout):
         ]
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the weights by fp32 copies, including those that other ranks send."""
+        """Replace the weights with fp32 copies, including those received from other ranks."""
         super().raise_weights(optimizer)
         widen_trained(self._meta_model)
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
-        """Send all blocks' parameters to the first rank, which alone may request them."""
+        """Send all blocks' parameters to the first rank; no other rank may request them."""
         held = self.model.state_dict()
         weights: dict[str, Any] = {}
         wanted_state = self._meta_model.state_dict(keep_vars=True)
@@ -383,7 +383,7 @@ class CustomPipeline(SpreadLayout):
             elif self._rank == owner != 0:
                 dist.send(held[name].contiguous(), group=self._group, group_dst=0)
             elif self._rank == 0 and owner:
-                # Contiguous, because it is sent as contiguous memory.
+                # Messages are sent as contiguous memory.
                 weights[name] = torch.empty_like(
                     like, device=self._at, memory_format=torch.contiguous_format
                 )
@@ -399,9 +399,9 @@ class CustomPipeline(SpreadLayout):
         return self._meta_model
 
     def _choose_names(self, state: Mapping[str, Any]) -> dict[str, str]:
-        """Return the name under which to send each entry; a tensor with several names has one.
+        """Choose one name for each tensor to be sent, as it may have several.
 
-        A name in a block is preferred.
+        Names in blocks are preferred.
         """
         names: dict[int, list[str]] = {}
         for name, value in state.items():
@@ -414,7 +414,7 @@ class CustomPipeline(SpreadLayout):
         return {name: main.get(id(value), name) for name, value in state.items()}
 
     def _first_of(self, value: Any, owner: int) -> Any:
-        """Return, on the first rank, the owner's value of an entry that is not a tensor."""
+        """Return the owner's value of an entry that is not a tensor. Valid on the first rank."""
         given = [value]
         if self._rank == owner != 0:
             dist.send_object_list(given, group=self._group, group_dst=0)
@@ -423,14 +423,14 @@ class CustomPipeline(SpreadLayout):
         return given[0]
 
     def _owner(self, name: str) -> int:
-        """Return the rank that has an entry; of parameters that two have, the first one."""
+        """Return the rank that has an entry; the first rank if two have it."""
         rank = self._rank_of_block(name)
         if name in self._inspection.buffers or (rank is None and is_extra_state(name)):
             return self._ranks_of[-1]
         return self._ranks_of[0] if rank is None else rank
 
     def _rank_of_block(self, name: str) -> int | None:
-        """Return the rank of the block that a name is in; None for a name in no block."""
+        """Return the rank of the block that contains a name; None if no block does."""
         for part, rank in zip(self._parts, self._ranks_of, strict=True):
             if any(name.startswith(f"{self._names[number]}.") for number in part):
                 return rank
@@ -441,9 +441,9 @@ _group_as_torch = _backward.get_param_groups
 
 
 def _group_parameters(*graph: Any) -> list[dict[str, Any]]:
-    """Group parameters as torch's split backward does, but with no node in two groups.
+    """Group parameters as torch's split backward does, but never with a node in two groups.
 
-    If a parameter is used in several places, torch's own groups may overlap, depending on the order
+    torch's own groups may overlap if a parameter is used in several places, depending on the order
     of a set. Then a gradient is computed twice, or from a graph that has been freed.
     """
     merged: list[dict[str, Any]] = []
@@ -460,22 +460,22 @@ def _group_parameters(*graph: Any) -> list[dict[str, Any]]:
 
 
 def _meta_like(tensor: Tensor) -> Tensor:
-    """Return a tensor of this shape and dtype, without memory."""
+    """Return a tensor of the same shape and dtype that takes no memory."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").requires_grad_(
         tensor.is_floating_point()
     )
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Reduce the model to this rank's stages. Requires the default process group.
+    """Keep only this rank's stages of the model. Requires the default process group.
 
-    Raises BadInputError if the blocks cannot be stages.
+    Raises BadInputError if the blocks cannot form stages.
     """
     model: nn.Module = request.objective.model  # type: ignore[assignment]
     if request.plan.compile:
         raise BadInputError(
-            "compile cannot be combined with a pipeline of a custom model: a stage is a copy of "
-            "the model that leaves its forward early. Leave compile out, or use zero3."
+            "compile does not work with a pipeline of a custom model, because each stage is a "
+            "copy of the model that leaves its forward early. Omit compile, or use zero3."
         )
     refuse_scripted(model, request.plan.strategy)
     stages = stages_of(model, request.blocks, request.plan.strategy, request.plan.pp)

@@ -1,10 +1,9 @@
-"""Inspection of a custom model's pipeline with its first batch.
+"""Inspection of a custom model's pipeline with the first batch.
 
-One forward through all stages shows the structure of the messages between them, the attributes that
-blocks set and where these are read, and which buffers outside of blocks change. For the first
-micro-batch, the last stage's rank also computes the whole forward, with the parameters of each
-block in turn. If its loss differs, the forward or the loss uses something from blocks that is not
-sent.
+One forward through all stages shows the structure of the messages between them, which attributes
+blocks set, where these are read, and which buffers outside of blocks change. The last stage's rank
+also computes the whole forward of the first micro-batch, borrowing the parameters of one block at a
+time. If the losses differ, the forward or the loss uses something from blocks that is not sent.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,7 +38,7 @@ from outpace.records.errors import BadInputError
 
 @dataclass
 class StageFindings:
-    """Results of an inspection for one stage."""
+    """Results of the inspection for one stage."""
 
     left: tuple[Key, ...] = ()  # values that its own blocks store
     read: tuple[Key, ...] = ()  # values of earlier stages
@@ -50,7 +49,7 @@ class StageFindings:
 
 
 class PipelineInspection:
-    """Inspections of a pipeline, each with one micro-batch. All methods but two are collective."""
+    """Inspections of a pipeline, each with one micro-batch. All but two methods are collective."""
 
     def __init__(
         self,
@@ -76,12 +75,12 @@ class PipelineInspection:
             for name, part in stage.modules_of(stage.mine).items()
             if part._buffers
         ]
-        # Changing buffers outside of blocks; the last stage's are kept.
+        # Buffers outside of blocks that change; the last stage's values are kept.
         self.buffers: tuple[str, ...] = ()
         self.loss_dtype = torch.float32
 
     def inspect(self, batch: Batch, hooks: StepHooks) -> None:
-        """Determine what each stage receives and sends.
+        """Find out what each stage receives and sends.
 
         Raises BadInputError on all ranks if one of them fails.
         """
@@ -104,9 +103,9 @@ class PipelineInspection:
             self.taken = True
 
     def learn_alone(self, whole: Mapping[int, CustomStage], batch: Batch, hooks: StepHooks) -> None:
-        """Configure each stage as `inspect` would, with all stages on this rank. Not collective.
+        """Configure stages as `inspect` does, by running all of them on this rank. Not collective.
 
-        `whole` holds the stages of a model without values, by number; nothing is compared.
+        `whole` maps numbers to the stages of a model without values. Losses are not compared.
         """
         taken: dict[int, Message | None] = {}
         outputs: dict[int, Message | Tensor | None] = {}
@@ -125,7 +124,7 @@ class PipelineInspection:
 
     @contextmanager
     def _preserve_training_state(self) -> Iterator[None]:
-        """Restore the model and its random numbers at the end."""
+        """Restore the model and the random generators on exit."""
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(without_reentry(always=True))
@@ -142,7 +141,7 @@ class PipelineInspection:
         outputs: dict[int, Message | Tensor | None],
         found: dict[int, StageFindings],
     ) -> None:
-        """Run the micro-batch through this rank's stages; pass a refusal on to the next ones."""
+        """Run the micro-batch through this rank's stages; pass any refusal on to the next ones."""
         output: Message | Tensor | None = None
         error: Exception | None = None
         ranks = self._ranks_of
@@ -180,7 +179,7 @@ class PipelineInspection:
     def _run_stage(
         self, stage: CustomStage, batch: Batch, hooks: StepHooks, taken: Message | None
     ) -> tuple["Message | Tensor", StageFindings]:
-        """Inspect a stage, without regard to its values."""
+        """Inspect a stage, ignoring the values that it computes."""
         stage.records = True
         try:
             with hooks.cast(), NoCollectives(self._strategy):
@@ -221,9 +220,9 @@ class PipelineInspection:
         error: Exception | None,
         given: tuple[Batch, StepHooks] | None,
     ) -> dict[int, StageFindings]:
-        """Gather the findings of all stages. Raises on every rank if one has an error.
+        """Gather the findings of all stages. Raises on every rank if any has an error.
 
-        `given` is the micro-batch, on which a single process is tried if the cause is unknown.
+        If the cause is unknown, the micro-batch `given` is run by a single process for comparison.
         """
         known = error if error is None or isinstance(error, BadInputError) else explain_known(error)
         failed = None if error is None or known else _describe(error)
@@ -241,7 +240,7 @@ class PipelineInspection:
         return {number: seen for one, _, _ in told for number, seen in one.items()}
 
     def _fails_alone(self, batch: Batch, hooks: StepHooks) -> str | None:
-        """Return how a single process fails on a micro-batch; None if it does not. Collective."""
+        """Return a single process's error on a micro-batch; None if it succeeds. Collective."""
         said = None
         if self._ranks_of[-1] == self._rank:
             made = self._run_alone(batch, hooks)
@@ -254,7 +253,7 @@ class PipelineInspection:
     def _compare(
         self, batch: Batch, hooks: StepHooks, outputs: Mapping[int, "Message | Tensor | None"]
     ) -> None:
-        """Refuse a pipeline whose loss differs from one process's. Raises BadInputError."""
+        """Refuse a pipeline whose loss differs from a single process's. Raises BadInputError."""
         last = len(self._parts) - 1
         refusal: str | None = None
         if self._ranks_of[last] != self._rank:
@@ -269,7 +268,7 @@ class PipelineInspection:
             differs = whole is not None and _difference(staged, whole) > self._tolerance(hooks)
             if self._broadcast_from_last(
                 differs
-            ):  # a forward that draws other numbers each time cannot be compared
+            ):  # a forward that draws different numbers each time cannot be compared
                 again = self._single_process_totals(batch, hooks)
                 if whole is not None and again is not None:
                     apart, repeated = _difference(staged, whole), _difference(whole, again)
@@ -283,7 +282,7 @@ class PipelineInspection:
             raise BadInputError(refusal)
 
     def _broadcast_from_last(self, said: Any) -> Any:
-        """Broadcast the answer of the last stage's rank."""
+        """Return the last stage's answer on all ranks. Collective."""
         told = [said]
         dist.broadcast_object_list(told, group=self._group, group_src=self._ranks_of[-1])
         return told[0]
@@ -295,7 +294,7 @@ class PipelineInspection:
         return micro_loss_tolerance(min(sizes, default=4), low)
 
     def _single_process_totals(self, batch: Batch, hooks: StepHooks) -> Tensor | None:
-        """Return the totals of a single process with all ranks' parameters; None if it fails."""
+        """Return the totals of a single process with all parameters; None if it fails."""
         made = self._run_alone(batch, hooks)
         return made if isinstance(made, Tensor) else None
 
@@ -328,7 +327,7 @@ class PipelineInspection:
     def _received_tensors(self, number: int) -> list["_Held"]:
         """Return a block's parameters and buffers, received from the rank that runs it.
 
-        That rank tells which ones there are, because a forward may replace its buffers.
+        The sender lists them first, because a forward may replace its buffers.
         """
         source = self._owner(number)
         if source == self._rank:
@@ -343,7 +342,7 @@ class PipelineInspection:
         return received
 
     def _send_blocks(self) -> None:
-        """Send this rank's blocks, in order, to the last stage's rank."""
+        """Send this rank's blocks to the last stage's rank, in order."""
         to = self._ranks_of[-1]
         for number, name in enumerate(self._names):
             if self._owner(number) == self._rank:
@@ -364,9 +363,9 @@ class PipelineInspection:
         taken: Mapping[int, Message | None],
         outputs: Mapping[int, "Message | Tensor | None"],
     ) -> BadInputError | None:
-        """Tell stages which values to send, from the stage that stores them to the last reader.
+        """Tell stages which values to pass on, from the stage that stores one to its last reader.
 
-        Returns why one of this rank's stages cannot send them.
+        Returns an error if one of this rank's stages cannot send its values.
         """
         unsendable: BadInputError | None = None
         ends = {key: max((s for s in seen if key in seen[s].read), default=0)
@@ -392,19 +391,19 @@ class PipelineInspection:
         return unsendable
 
     def _separate_buffers(self, seen: Mapping[int, StageFindings]) -> None:
-        """Give each stage its own copy of changing buffers outside of blocks.
+        """Give each stage its own copy of buffers outside of blocks that change.
 
-        Those of the last stage are the valid ones, because it computes everything outside of
-        blocks; middle stages compute it from NaN parameters.
+        The last stage's copies are valid, because it computes everything outside of blocks with
+        real parameters, whereas middle stages have NaN parameters there.
         """
         last = len(self._parts) - 1
         moved = {key: number for number in sorted(seen) for key in seen[number].moved}
         for key, number in moved.items():
             if number != last or key in seen[last].nan:
                 raise BadInputError(
-                    f"buffer {'.'.join(filter(None, key))} is outside of the pipeline's blocks, "
-                    f"and changes between them, on stage {number}, by values that no stage has "
-                    "completely. Include its module in the blocks, or use zero3."
+                    f"buffer {'.'.join(filter(None, key))} is outside of the pipeline's blocks and "
+                    f"changes between them, on stage {number}, depending on values that no single "
+                    "stage has. Include its module in the blocks, or use zero3."
                 )
         if self.buffers or not moved:
             return
@@ -425,7 +424,7 @@ class PipelineInspection:
     def settle_buffers(self) -> None:
         """Copy the buffers of this rank's stages to its model after a step.
 
-        On all ranks, changing buffers outside of blocks get the values of the last stage.
+        Buffers outside of blocks that change get the last stage's values on all ranks.
         """
         for held, running in self._holders:
             for name, buffer in running._buffers.items():
@@ -453,7 +452,7 @@ def _means(*totals: Tensor) -> list[float]:
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
-    """Return the difference of two mean losses; 0 if the single process's loss is not finite."""
+    """Return the difference of two mean losses; 0 if the single process's is not finite."""
     return difference(*_means(one, other))
 
 
@@ -474,9 +473,9 @@ def _say(staged: Tensor, whole: Tensor) -> str:
 
 
 def _find_lent_parameter(totals: Tensor) -> str | None:
-    """Find a borrowed parameter in the graph of a loss from which the blocks' outputs are detached.
+    """Find a borrowed parameter in the graph of a loss whose block outputs are detached.
 
-    Such a loss depends on the parameter other than through what its block returns and stores.
+    The loss then depends on the parameter by another way than what its block returns and stores.
     """
     waiting, done = [totals.grad_fn], set()
     while waiting:
@@ -491,7 +490,7 @@ def _find_lent_parameter(totals: Tensor) -> str | None:
     return None
 
 
-_Held = tuple[str, str, Tensor]  # name of a module in a block, of its attribute, and the value
+_Held = tuple[str, str, Tensor]  # module name within a block, attribute name, value
 
 
 def _tensors_of(block: nn.Module) -> list[_Held]:
@@ -509,7 +508,7 @@ def _tensors_of(block: nn.Module) -> list[_Held]:
 def _borrow_tensors(
     name: str, parts: Mapping[str, nn.Module], lent: Sequence[_Held]
 ) -> Iterator[None]:
-    """Give a block of this name these parameters and buffers inside the context."""
+    """Give the named block these parameters and buffers inside the context."""
     inside = dict(next(iter(parts.values())).named_modules())
     before = {part: dict(part._buffers) for part in inside.values()}
     parameters: list[tuple[nn.Module, str, Any]] = []
@@ -522,7 +521,7 @@ def _borrow_tensors(
         parameter = parameter_like(tensor.detach(), old)
         parameter.lent_as = f"{name} ({attribute} of a {type(part).__name__})"  # type: ignore[attr-defined]
         parameters.append((part, attribute, old))
-        setattr(part, attribute, parameter)  # RNNs keep a second reference
+        setattr(part, attribute, parameter)  # RNNs keep a second reference to their weights
     try:
         yield
     finally:

@@ -1,14 +1,14 @@
-"""A stage of a custom model: the user's forward, entered at a block and left after another.
+"""A stage of a custom model: the user's forward, entered at one block and left after another.
 
-It runs on the batch that every rank of the pipeline has read. So masks, positions and other
-arguments of blocks are available on every stage, and nothing needs to be known about the forward
-except that it calls its blocks once each, in order. The block before the stage's first one returns
-what was received, and the forward is left after the stage's last block. Values that blocks store on
-themselves are sent along (`block_values`) if other stages read them.
+Every rank of the pipeline has read the batch, so masks, positions and other arguments of blocks are
+available on every stage. All that the forward has to do is to call each block once, in order. The
+block before the stage's first one returns what was received, and the forward is left after the
+stage's last block. Values that blocks store on themselves are sent along (`block_values`) if other
+stages read them.
 
-Parameters that a stage does not have are NaN without memory, and blocks of earlier stages return
-NaN: if a stage uses anything that it cannot know, this shows in the inspection with the first
-batch.
+Parameters that a stage does not have are NaN and take no memory, and blocks of earlier stages
+return NaN, so the inspection with the first batch reveals a stage that uses anything it does not
+have.
 """
 
 import random
@@ -47,9 +47,9 @@ from outpace.records.errors import BadInputError, first_names
 
 
 class StageExit(BaseException):
-    """Exception that leaves a user's forward with the output of the stage's last block.
+    """An exception that leaves a user's forward, carrying the output of the stage's last block.
 
-    It does not derive from Exception, so that the user's code does not catch it.
+    It does not derive from Exception, so the user's code is unlikely to catch it.
     """
 
     def __init__(self, output: Any, name: str) -> None:
@@ -58,11 +58,11 @@ class StageExit(BaseException):
 
 
 class CustomStage(nn.Module):
-    """The part of an objective from block `mine.start` to block `mine.stop`, of all `names`.
+    """The part of an objective that runs the blocks `names[mine.start:mine.stop]`.
 
-    `holds_rest` says that parameters outside of blocks are real here. Parameters and buffers are
-    shared with the original objective. `in_place` uses the objective itself instead of a copy, for
-    losses that refer to the module other than by their argument. `splits`: the backward is split.
+    Parameters and buffers are shared with the original objective. `holds_rest`: this stage has the
+    real parameters outside of blocks. `in_place`: use the objective itself instead of a copy, for
+    losses that refer to the module by more than their argument. `splits`: the backward is split.
     `draws` seeds the random numbers of stage `number`.
     """
 
@@ -83,25 +83,25 @@ class CustomStage(nn.Module):
         self._names, self.mine, self._splits = names, mine, splits
         self.first, self.last = mine.start == 0, mine.stop == len(names)
         self.batches: Sequence[Batch] = ()
-        self.leaves: tuple[Key, ...] = ()  # the values that travel to the next stage
-        self.unsent_used: set[Key] = set()  # values that are read although they do not travel here
-        self.taken: Message | None = None  # form of the incoming message, from the inspection
+        self.leaves: tuple[Key, ...] = ()  # the values that are sent to the next stage
+        self.unsent_used: set[Key] = set()  # values that are read although they are not sent here
+        self.taken: Message | None = None  # form of the incoming message, found by the inspection
         self.given: Message | None = None
-        self.recomputes = False  # whether the user's forward checkpoints blocks
+        self.recomputes = False  # whether the user's forward uses checkpointing around blocks
         self.records = False  # whether to record the forms of blocks' outputs
-        # Whether it reads random numbers that code outside of blocks draws before this stage begins
-        # (set by an inspection).
+        # Whether this stage depends on random numbers that code outside of blocks draws before it
+        # begins (set by an inspection).
         self.reads_early_draws = False
         self._draws_early = self._is_early = self._moves_draws = False
         self._borrow: Callable[[int], Any] | None = None
         self._before: Snapshot | None = None
         self._inspects = False
-        # Whether the forward changes tensors of the batch, or its entries.
+        # whether the forward changes the batch's tensors or entries
         self._writes = self._takes = False
         self._received: Message | None = None
         self._returned: list[Any] = []
         self._next = 0
-        self._micro_batch: int | None = None  # the one whose forward is running
+        self._micro_batch: int | None = None  # the block whose forward is running
         self._past: dict[int, Message] = {}
         self._recomputing: int | None = None
         blocks = named_blocks(self.objective.model, names)  # type: ignore[arg-type]
@@ -118,25 +118,25 @@ class CustomStage(nn.Module):
             block.forward = partial(self._visit, number, block.forward)
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """Return the parameters that are real on this stage."""
+        """Return the parameters that this stage has."""
         return iter(self._kept)
 
     def nan_parameters(self) -> list[str]:
-        """Return the names of real parameters that have become NaN."""
+        """Return the names of this stage's parameters that have become NaN."""
         mine = {id(parameter) for parameter in self._kept}
         named = self.objective.model.named_parameters()  # type: ignore[union-attr]
         return [name for name, parameter in named if id(parameter) in mine and is_nan(parameter)]
 
     def blocks(self) -> list[nn.Module]:
-        """Return the blocks that this stage runs."""
+        """Return this stage's blocks."""
         return [next(iter(self._parts[number].values())) for number in self.mine]
 
     def modules_of(self, blocks: range) -> dict[str, nn.Module]:
-        """Return the modules in blocks by their names in the model; a block's ends with a dot."""
+        """Return the modules in blocks, by name in the model; a block's own ends with a dot."""
         return {name: part for number in blocks for name, part in self._parts[number].items()}
 
     def forward(self, *received: Tensor, number: Tensor) -> Any:
-        """Return the message of this micro-batch to the next stage; on the last one, the totals."""
+        """Return the message to the next stage for a micro-batch; on the last stage, the totals."""
         self._micro_batch = micro_batch = int(number)
         message = None
         if self._draws is not None and (self.first or self._draws.shared):
@@ -154,23 +154,23 @@ class CustomStage(nn.Module):
         return tuple(output.flat())
 
     def _require_alike(self, message: Message) -> None:
-        """Raise BadInputError if the structure of values has changed since the inspection."""
+        """Raise BadInputError if values have a different structure than in the inspection."""
         seen = self.given
         assert seen is not None
         for key, (form, tensors) in message.values.items():
             known, old = seen.values[key]
             if form != known or [t.shape for t in tensors] != [t.shape for t in old]:
                 raise BadInputError(
-                    f"the value that block part {key[0]!r} stores in {key[1]!r} changes its form "
-                    "between micro-batches, but pipeline stages send tensors of known shapes. "
-                    "Store tensors of one shape, or use zero3."
+                    f"the value that block part {key[0]!r} stores in {key[1]!r} changes its "
+                    "structure or shape between micro-batches, but pipeline stages can only send "
+                    "tensors of known shapes. Store tensors of one shape, or use zero3."
                 )
         name = self._names[self.mine.stop - 1]
         if message.form != seen.form:
             raise BadInputError(
-                f"block {name!r} returns a different structure from that for the first "
-                "micro-batch, but pipeline stages always send the same. Return only tensors, the "
-                "same number each time, or use zero3."
+                f"block {name!r} returns a different structure than for the first micro-batch, but "
+                "pipeline stages always send the same structure. Return the same number of "
+                "tensors each time, and nothing else, or use zero3."
             )
         now, known_forms = (
             [(tuple(t.shape), t.dtype) for t in one.tensors] for one in (message, seen)
@@ -190,10 +190,10 @@ class CustomStage(nn.Module):
         """Run the stage as `forward` does, on a given micro-batch."""
         self._received, self._next, self._returned = received, 0, []
         self._seed(2 * len(self._names))
-        # Other stages of this rank, and micro-batches in the same memory, must see the batch
+        # Other stages of this rank and micro-batches that share memory must see the batch
         # unchanged.
         given = batch
-        # Inspections run in training mode, so nothing is known about evaluations.
+        # Inspections run in training mode, so they tell nothing about evaluation.
         if self._inspects or self._writes or self._takes or not self.objective.training:
             given = copy_batch(batch, tensors=self._inspects or self._writes)
         before = copy_batch(given, tensors=False) if self._inspects else None
@@ -219,10 +219,10 @@ class CustomStage(nn.Module):
     def inspect(
         self, batch: Batch, received: Message | None
     ) -> "tuple[Message | Tensor, set[Key], list[Key]]":
-        """Run the stage with the random numbers that all stages draw in an inspection.
+        """Run the stage with the random numbers that all stages draw in inspections.
 
-        All values that blocks store are passed on. It also returns the earlier stages' values that
-        are read, and the buffers outside of blocks that change.
+        The message has all values that blocks store. Also returns the keys of earlier stages'
+        values that this stage reads, and of buffers outside of blocks that change.
         """
         reads, rest, places = ReadLog(), self._rest(), self._places()
         mine, others = self.modules_of(self.mine), self.modules_of(range(self.mine.start))
@@ -241,12 +241,12 @@ class CustomStage(nn.Module):
         return found, reads.found, moved
 
     def _places(self) -> dict[str, int]:
-        """Return which module each name in the model is."""
+        """Return the module that each name in the model refers to."""
         model: nn.Module = self.objective.model  # type: ignore[assignment]
         return {name: id(part) for name, part in model.named_modules(remove_duplicate=False)}
 
     def _require_places(self, before: Mapping[str, int]) -> None:
-        """Refuse a forward that replaces modules with others. Raises BadInputError."""
+        """Raise BadInputError if the forward has replaced modules with others."""
         now = self._places()
         moved = [name for name, part in before.items() if now.get(name) != part]
         if moved:
@@ -260,7 +260,7 @@ class CustomStage(nn.Module):
     def _is_moved_by_draws(
         self, batch: Batch, received: Message | None, found: "Message | Tensor"
     ) -> bool:
-        """Return whether other numbers, drawn before this stage begins, change what it returns."""
+        """Return whether different random draws before this stage change what it returns."""
         self._moves_draws = True
         try:
             again = self.run(batch, received)
@@ -272,7 +272,7 @@ class CustomStage(nn.Module):
     def inspect_whole(self, batch: Batch, borrow: Callable[[int], Any]) -> Tensor:
         """Return the totals of a single process.
 
-        Within `borrow(number)`, a block has its parameters. The graph of the totals reaches back
+        Inside `borrow(number)`, that block has its parameters. The graph of the totals reaches back
         only to the outputs of blocks and to values that are sent.
         """
         self._borrow, self._inspects = borrow, True
@@ -285,7 +285,7 @@ class CustomStage(nn.Module):
         return found
 
     def forget(self, keys: Sequence[Key]) -> None:
-        """Set values that are not received here to NaN, in blocks that this stage does not run."""
+        """Set values that this stage does not receive to NaN, in blocks that it does not run."""
         parts = self.modules_of(range(self.mine.start))
         sent = {*self.modules_of(self.mine).values(), *self._rest().values()}
         for key in keys:
@@ -299,9 +299,10 @@ class CustomStage(nn.Module):
         return {name: part for name, part in model.named_modules() if part not in inside}
 
     def _seed(self, number: int) -> None:
-        """Seed the generators in an inspection, and record what was drawn since the last call.
+        """Seed the generators in an inspection; record whether any were used since the last call.
 
-        Block n begins with number 2 n and ends with 2 n + 1; the last one is the forward's begin.
+        Block n begins with number 2n and ends with 2n + 1; the number after all these begins the
+        forward.
         """
         if not self._inspects:
             return
@@ -320,7 +321,7 @@ class CustomStage(nn.Module):
         return self._inspects and self._draws is not None and self._draws.note()
 
     def _seed_after(self, number: int, micro_batch: int | None) -> None:
-        """Seed what comes after block `number` of a micro-batch, in training."""
+        """Seed the code after block `number` of a micro-batch, in training."""
         if self._draws is None or micro_batch is None:
             return
         if self._draws.shared:
@@ -353,7 +354,7 @@ class CustomStage(nn.Module):
         )
 
     def _visit(self, number: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run a block when the user's forward calls it."""
+        """Run, skip or leave at a block when the user's forward calls it."""
         if self._recomputing is not None:
             return self._visit_in_backward(number, forward, *args, **kwargs)
         self._follow(number)
@@ -377,7 +378,7 @@ class CustomStage(nn.Module):
         return output
 
     def _cut_off(self, number: int, output: Any) -> Any:
-        """Detach a block's output, and the values it stores for this stage, from the graph."""
+        """Detach a block's output from the graph, and the values that it stores for this stage."""
         parts = self._parts[number]
         for key in () if self.taken is None else self.taken.values:
             if key[0] in parts:
@@ -388,7 +389,7 @@ class CustomStage(nn.Module):
     def _visit_in_backward(
         self, number: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run a block in a backward that recomputes a checkpoint of the user's forward."""
+        """Run a block in a backward that recomputes a checkpointed part of the user's forward."""
         self.recomputes = True
         assert self._recomputing is not None
         if number in self.mine:
@@ -402,14 +403,14 @@ class CustomStage(nn.Module):
     def _substitute_output(
         self, number: int, message: Message | None, args: Any, kwargs: Mapping[str, Any]
     ) -> Any:
-        """Return and store the values of another stage's block: received ones, or NaN."""
+        """Return and store the values of another stage's block: those received, or NaN."""
         if message is None:
             return nan_like(args, kwargs)
         for key, (form, tensors) in message.values.items():
             if key[0] in self._parts[number]:
                 set_value(self._parts[number], key, form.join([t.clone() for t in tensors]))
         if number + 1 == self.mine.start:
-            # Cloned, because it may be changed in place.
+            # Cloned because the forward may change it in place.
             return message.form.join([tensor.clone() for tensor in message.tensors])
         if number < len(message.returned):
             device, form = message.tensors[0].device, message.returned[number]
@@ -430,7 +431,7 @@ class CustomStage(nn.Module):
 
     @contextmanager
     def allow_recompute(self, micro_batch: int, done: bool) -> Iterator[None]:
-        """Mark a micro-batch's backward, which may recompute activations; `done` marks the last."""
+        """Enclose a micro-batch's backward, which may recompute activations; `done`: the last."""
         self._recomputing = micro_batch
         try:
             yield
@@ -441,9 +442,9 @@ class CustomStage(nn.Module):
 
 
 def _uncompile_around(blocks: Sequence[nn.Module], module: nn.Module) -> None:
-    """Let modules that contain blocks run in Python: a compiler would trace what a stage does.
+    """Run modules that contain blocks without compiling, which would trace the stage's own code.
 
-    A block that `torch.compile` has wrapped stays compiled, but not one that `compile()` has.
+    Blocks wrapped by `torch.compile` stay compiled, but those compiled by their `compile()` do not.
     """
     inside = set(blocks)
     for part in module.modules():
@@ -469,7 +470,7 @@ def _tensors_of(found: Message | Tensor) -> list[Tensor]:
 
 
 def _form_of(leaf: Any) -> Any:
-    """Return a value with tensors on meta; of other values, only numbers and strings are kept."""
+    """Return a value's structure: tensors on meta, numbers and strings, None for other leaves."""
     if isinstance(leaf, Tensor):
         return leaf.detach().to("meta")
     return leaf if is_constant(leaf) else None

@@ -1,4 +1,4 @@
-"""Division of a custom model's blocks among pipeline stages, and what cannot be divided."""
+"""The division of a custom model's blocks among pipeline stages, and what cannot be divided."""
 
 from collections.abc import Sequence
 
@@ -18,14 +18,15 @@ from outpace.records.strategies import Strategy
 def stages_of(model: nn.Module, given: Blocks | None, strategy: str, ranks: int) -> list[list[str]]:
     """Return the names of each stage's blocks, in order.
 
-    Raises BadInputError if there are too few.
+    Raises BadInputError if there are too few blocks.
     """
     count = ranks * SCHEDULES[strategy].stages_per_rank
     if given and not isinstance(given[0], str):
         if len(given) != count:
             raise BadInputError(
-                f"blocks are given for {len(given)} stages, but {strategy} on {ranks} ranks "
-                f"has {count}. Give as many lists of names, or one list to be divided."
+                f"blocks has lists for {len(given)} stages, but {strategy} on {ranks} ranks has "
+                f"{count} stages. Give a list of names for each stage, or one list for outpace to "
+                "divide."
             )
         return [list(stage) for stage in given]
     names = flat(given) if given is not None else _find_stage_blocks(model)
@@ -43,7 +44,7 @@ def stages_of(model: nn.Module, given: Blocks | None, strategy: str, ranks: int)
 
 
 def _find_stage_blocks(model: nn.Module) -> list[str]:
-    """Return all parts of an nn.Sequential, or of the container of the repeated blocks."""
+    """Return all children of an nn.Sequential, or of the container of the repeated blocks."""
     inside = set(model.children())
     if not isinstance(model, nn.Sequential):
         inside = set(found_blocks(model))
@@ -57,7 +58,7 @@ def _find_stage_blocks(model: nn.Module) -> list[str]:
 def require_separate_blocks(
     model: nn.Module, stages: Sequence[Sequence[str]], blocks: Sequence[nn.Module]
 ) -> None:
-    """Refuse parameters that would be on two stages, and normalisation over absent values."""
+    """Refuse parameters that two stages would share, and batch normalisation outside of blocks."""
     where: dict[int, int] = {}
     everything = [id(p) for p in parameters_outside(model, blocks).values()]
     numbered = iter(blocks)
@@ -90,7 +91,7 @@ def require_separate_blocks(
 
 
 def require_split_backward(model: nn.Module, strategy: Strategy) -> None:
-    """Refuse modules whose gradients of weights cannot be computed separately.
+    """Refuse modules that cannot compute weight gradients separately.
 
     Raises BadInputError.
     """

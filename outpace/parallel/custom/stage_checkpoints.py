@@ -9,19 +9,19 @@ from torch import Tensor
 
 
 class _NotReentrant:
-    """Replacement for torch's CheckpointFunction, which `use_reentrant=True` checkpoints use.
+    """A replacement for torch's CheckpointFunction, which implements `use_reentrant=True`.
 
     CheckpointFunction runs its part without a graph, runs a backward within the backward, and
-    passes on only the gradients of its inputs: a stage that ends inside it would have no gradient,
-    and a split backward could not use it. Values and gradients are the same. `always`: treat inputs
-    as needing gradients even if they do not seem to.
+    passes on only the gradients of its inputs. So a stage that ends inside it would have no
+    gradient, and a split backward could not use it. Values and gradients are the same here.
+    `always`: treat inputs as needing gradients even if they do not seem to.
     """
 
     def __init__(self, reentrant: Any, always: bool) -> None:
         self._reentrant, self._always = reentrant, always
 
     def apply(self, function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        """Checkpoint as CheckpointFunction does; nothing trains if no input needs gradients."""
+        """Checkpoint as CheckpointFunction does: nothing trains unless an input needs gradients."""
         needed = (isinstance(arg, Tensor) and arg.requires_grad for arg in args)
         if not (self._always or any(needed)):
             return self._reentrant.apply(function, preserve_rng_state, *args)
@@ -32,9 +32,10 @@ class _NotReentrant:
 
 @contextmanager
 def without_reentry(always: bool) -> Iterator[None]:
-    """Make all activation checkpointing in the context non-reentrant, however it is requested.
+    """Make all activation checkpointing inside the context non-reentrant.
 
-    `always`: even if no input seems to need a gradient, as with outputs of absent blocks.
+    `always`: compute gradients even if no input seems to need one, such as outputs of absent
+    blocks.
     """
     kept = torch_checkpoint.CheckpointFunction
     torch_checkpoint.CheckpointFunction = _NotReentrant(kept, always)  # type: ignore[assignment,misc]

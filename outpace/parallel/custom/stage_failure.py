@@ -1,4 +1,4 @@
-"""Advice about forwards that cannot run in the stages of a pipeline."""
+"""Advice about forwards that cannot run in pipeline stages."""
 
 import copy
 import traceback
@@ -17,32 +17,32 @@ _OTHERWISE = "Use strategy ddp or zero1."
 
 def explain_known(error: Exception) -> BadInputError | None:
     """Return advice about an error whose cause is known wherever it is raised; None for others."""
-    if _SHARED_MEMORY in str(error):  # as only stubs of parameters do that a stage lacks
+    if _SHARED_MEMORY in str(error):  # raised for placeholder parameters
         return BadInputError(explain_writes_outside())
     if _is_raised_in(error, torch.autograd.grad.__code__):
         return BadInputError(
-            "the module or its loss computes gradients within the forward (torch.autograd.grad, as "
-            "for forces or gradient penalties), but a stage of a pipeline runs only its own "
+            "the module or its loss computes gradients in the forward (torch.autograd.grad, for "
+            "example for forces or gradient penalties), but a pipeline stage runs only its own "
             f"blocks. {_OTHERWISE}"
         )
     if _is_raised_in(error, copy.deepcopy.__code__):
         return BadInputError(
-            "the module or its loss copies the module (copy.deepcopy) in training, but a stage of "
-            f"a pipeline has only its own blocks. {_OTHERWISE}"
+            "the module or its loss copies the module (copy.deepcopy) during training, but a "
+            f"pipeline stage has only its own blocks. {_OTHERWISE}"
         )
     return None
 
 
 def _is_raised_in(error: Exception, code: CodeType) -> bool:
-    """Return whether an error comes from within a function, or from what it calls."""
+    """Return whether an error was raised in a function or in code that it calls."""
     frames = traceback.walk_tb(error.__traceback__)
     return any(frame.f_code is code for frame, _ in frames)
 
 
 def explain_writes_outside(names: Sequence[str] = ()) -> str:
-    """Return a message about a forward that needs other stages' parameters to write to some.
+    """Return a message about a forward that writes to parameters of other stages.
 
-    `names` are those that it writes to, if known.
+    `names` are the parameters that it writes to, if known.
     """
     to = f"{first_names(names)} by" if names else "parameters of"
     what = "parameters of blocks" if names else "blocks from outside of them"
@@ -54,15 +54,15 @@ def explain_writes_outside(names: Sequence[str] = ()) -> str:
 
 
 def explain_failure(rank: int, error: str, alone: bool, batch: Batch, cuts: bool) -> str:
-    """Return a message about a forward that failed on a rank with a micro-batch.
+    """Return a message about a forward that failed on a rank for a micro-batch.
 
-    `alone`: a single process fails on it, too. `cuts`: the strategy splits batches.
+    `alone`: a single process fails on it too. `cuts`: the strategy splits batches.
     """
     said = f"rank {rank} failed in the forward: {error}"
     if not alone:
         return (
-            f"{said}. The forward needs values on each stage that blocks of other stages return or "
-            "hold. Name other parts as `blocks`, or use zero3."
+            f"{said}. On each stage, the forward needs values that blocks of other stages return "
+            "or hold. Name other parts as `blocks`, or use zero3."
         )
     same = f"{said}, and so does a single process on these {samples_in(batch)} samples"
     if not cuts:

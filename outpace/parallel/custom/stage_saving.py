@@ -1,4 +1,4 @@
-"""Saving and loading a rank's part of a custom model that runs in the copies of its stages."""
+"""Saving and loading of a rank's part of a custom model, which its stages run as copies."""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from outpace.parallel.tensors import save_held_alone
 
 
 def drop_buffers(blocks: Sequence[nn.Module], mine: Collection[int]) -> None:
-    """Remove the buffers of blocks that other ranks run, which alone save and load them."""
+    """Remove the buffers of blocks that other ranks run, because only those save and load them."""
     kept = {part for number in mine for part in blocks[number].modules()}
     for number, block in enumerate(blocks):
         for part in () if number in mine else block.modules():
@@ -24,10 +24,10 @@ def drop_buffers(blocks: Sequence[nn.Module], mine: Collection[int]) -> None:
 
 
 class StageExtraState:
-    """Extra state (`get_extra_state`) of this rank's `stages`, as saved and loaded by `held`.
+    """The extra state (`get_extra_state`) of this rank's `stages`, saved and loaded through `held`.
 
-    A block's is that of the stage that runs it. All stages run the code outside of blocks, each as
-    far as its own blocks; only the last of `count` stages runs all of it, and has its state saved.
+    The stage that runs a block saves its state. Each stage runs the code outside of blocks as far
+    as its own blocks need; only the last of `count` stages runs all of it, so its state is saved.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class StageExtraState:
                 )
 
     def share(self, device: torch.device, group: dist.ProcessGroup) -> None:
-        """Give the state outside of blocks, which the last stage has, to all stages. Collective."""
+        """Give all stages the last one's state outside of blocks. Collective."""
         mine: dict[str, Any] = {}
         for name, copies in self._outside.items() if self._saves else ():
             mine[f"{name}.{EXTRA_STATE}"] = copies[-1].get_extra_state()

@@ -21,7 +21,7 @@ class StagedObjective(nn.Module):
     def train(self, mode: bool = True) -> Self:
         """Switch all stages' modes. Raises BadInputError if a user's method writes to parameters.
 
-        Each stage has a copy of the module, so that it would write once for each.
+        Each stage has a copy of the module, so the method would write once for each copy.
         """
         own = any(type(part).train is not nn.Module.train for part in self.model.modules())
         before = _print_parameters(self.model) if own else {}
@@ -31,15 +31,15 @@ class StagedObjective(nn.Module):
         if written:
             raise BadInputError(
                 f"the module's {'train' if mode else 'eval'}() changes the values of "
-                f"{first_names(written)}, and stages of a pipeline have copies of the module, each "
-                "of which would change them. Compute with other values in the forward (if "
+                f"{first_names(written)}, but each pipeline stage has a copy of the module, and "
+                "each copy would change them. Compute with other values in the forward (if "
                 "self.training), or use strategy ddp or zero1."
             )
         return self
 
     @property
     def sums(self) -> Sequence[str]:
-        """The additional sums of the objective in an evaluation."""
+        """Names of the objective's additional sums in an evaluation."""
         return getattr(self.stages[0].objective, "sums", ())
 
     def metrics(self, sums: Mapping[str, float], count: float) -> dict[str, float]:

@@ -1,8 +1,8 @@
-"""Tensor parallelism of a custom model, by a table of names and layouts.
+"""Tensor parallelism of a custom model, specified by a table of names and layouts.
 
 Shoeybi et al., "Megatron-LM", arXiv 1909.08053, §3. Layouts are named as in the tp plans that
-transformers models define. Modules that the table does not name are whole on every rank, and all
-ranks compute the same with them; this includes a matrix that two modules share (tied embeddings).
+transformers models define. Modules that the table does not name are whole on every rank and compute
+the same on all ranks, as does a matrix that two modules share (tied embeddings).
 """
 
 import itertools
@@ -31,7 +31,7 @@ from outpace.parallel.tensor import SplitRows
 from outpace.parallel.tensors import all_parameters, meta_copy
 from outpace.records.errors import BadInputError, suggest
 
-# Each layout's style, and the dimension of the weight that it splits.
+# each layout's style, and the dimension of the weight that it splits
 _STYLES: Mapping[str, tuple[Callable[[], ParallelStyle], int]] = {
     "colwise": (ColwiseParallel, 0),
     "rowwise": (RowwiseParallel, 1),
@@ -39,16 +39,16 @@ _STYLES: Mapping[str, tuple[Callable[[], ParallelStyle], int]] = {
     "rowwise_split_input": (lambda: RowwiseParallel(input_layouts=Replicate()), 1),
     "embedding_rowwise": (lambda: SplitRows(Replicate()), 0),
 }
-# Layouts of whole weights. In the second, ranks see a part of the heads, so gradients are partial
-# sums.
+# Layouts that keep weights whole. In the second, each rank sees some of the heads, so gradients are
+# partial sums.
 _WHOLE = ("replicate", "replicated_with_grad_allreduce")
 LAYOUTS = (*_STYLES, *_WHOLE)
 
 
 class CustomTensorParallel(ShardedLayout):
-    """Custom model on the ranks of `mesh`, which all read the same samples.
+    """A custom model on the ranks of `mesh`, which all read the same samples.
 
-    `shares` are names of modules whose weights are not split but whose gradients must be summed.
+    `shares`: names of modules whose weights are whole but whose gradients must be summed.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class CustomTensorParallel(ShardedLayout):
         ]
 
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
-        """Build the optimizer. Its kernels do not accept a mixture of plain and split tensors."""
+        """Build the optimizer; its kernels require plain and split tensors in separate groups."""
         return build([part for group in groups for part in _split_by_kind(group)])
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
-        """Compute the step's gradients; one rank reports the totals."""
+        """Compute the step's gradients; only one rank reports the totals."""
         totals = super().gradients(batches, hooks)
         for parameter in self._shares:
             if parameter.grad is not None:
@@ -73,12 +73,12 @@ class CustomTensorParallel(ShardedLayout):
         return totals * self._tells
 
     def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
-        """Evaluate a micro-batch; one rank reports the totals."""
+        """Evaluate a micro-batch; only one rank reports the totals."""
         return super().evaluate(batch, hooks) * self._tells
 
 
 def _split_by_kind(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Split a parameter group into one of plain tensors and one of DTensors."""
+    """Split a parameter group into a group of plain tensors and a group of DTensors."""
     for kind in (False, True):
         held = [p for p in group["params"] if isinstance(p, DTensor) == kind]
         if held:
@@ -104,7 +104,7 @@ def layouts_of(model: nn.Module, given: Mapping[str, str] | None, ranks: int) ->
 
 
 def _resolve_layouts(model: nn.Module, table: Mapping[str, str], ranks: int) -> dict[str, str]:
-    """Resolve the user's layouts, each of which must match a module."""
+    """Resolve the patterns of the user's layouts, each of which must match a module."""
     modules, holders = dict(model.named_modules()), _holders(model)
     found: dict[str, str] = {}
     for pattern, layout in table.items():
@@ -116,8 +116,8 @@ def _resolve_layouts(model: nn.Module, table: Mapping[str, str], ranks: int) -> 
         names = [name for name in modules if _matches(name, pattern)]
         if not names:
             raise BadInputError(
-                f"layouts names {pattern!r}, but {type(model).__name__} has no such part."
-                f"{suggest(pattern, modules)}"
+                f"layouts names {pattern!r}, but {type(model).__name__} has no such "
+                f"module.{suggest(pattern, modules)}"
             )
         for name in names:
             if layout in _WHOLE or _splittable(name, modules[name], layout, ranks, holders):
@@ -126,10 +126,10 @@ def _resolve_layouts(model: nn.Module, table: Mapping[str, str], ranks: int) -> 
 
 
 def _resolve_model_plan(model: nn.Module, table: Mapping[str, str], ranks: int) -> dict[str, str]:
-    """Resolve a transformers model's plan, leaving out modules with a part that cannot be split.
+    """Resolve a transformers model's plan, except for modules with a part that cannot be split.
 
-    The parts of one module belong together, because each expects the previous one to be split.
-    Embeddings and heads are independent, since their inputs and outputs are whole.
+    The parts of a module belong together, because each expects the previous one to be split.
+    Embeddings and heads are independent of these, since their inputs and outputs are whole.
     """
     modules, holders = dict(model.named_modules()), _holders(model)
     found: dict[str, str] = {}
@@ -163,7 +163,7 @@ def _parent_name(name: str) -> str:
 
 
 def _matches(name: str, pattern: str) -> bool:
-    """Match a name with a pattern; `*` stands for one component of a name, or for a part of one."""
+    """Match a name with a pattern; `*` stands for all or part of one component of the name."""
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))
 
@@ -177,14 +177,14 @@ def _splittable(
     wanted = nn.Embedding if layout == "embedding_rowwise" else nn.Linear
     if type(module) not in (wanted, Linear if wanted is nn.Linear else wanted):
         raise BadInputError(
-            f"layouts has {name!r}: {layout!r}, which is for an nn.{wanted.__name__}, but it is a "
-            f"{type(module).__name__}. Leave it out: it stays whole on every rank."
+            f"layouts has {name!r}: {layout!r}, which requires an nn.{wanted.__name__}, not a "
+            f"{type(module).__name__}. Leave it out; the module then stays whole on every rank."
         )
     weight = module.get_parameter("weight")
     if holders[id(weight)] > 1:
         return False  # a tied weight
     if isinstance(module, nn.Embedding) and module.padding_idx is not None:
-        return False  # the padding row has no gradient, and a shard does not know which row it is
+        return False  # a shard cannot tell which row is the padding row, which has no gradient
     dim = _STYLES[layout][1]
     if weight.shape[dim] % ranks:
         raise BadInputError(

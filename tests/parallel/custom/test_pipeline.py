@@ -142,7 +142,7 @@ def test_derivatives_in_forward_mode_over_all_blocks_are_refused():
     objective = CustomObjective(build_custom_model(lambda: CustomModel(Chain("plain"), slope)))
     names = [f"layers.{n}" for n in range(3)]
     stage = CustomStage(objective, names, range(2), True)
-    with pytest.raises(BadInputError, match=r"block .layers.1. runs within a transform"):
+    with pytest.raises(BadInputError, match=r"block .layers.1. runs inside a torch.func transform"):
         stage.run(torch.ones(2, 3), None)
 
 
