@@ -245,7 +245,7 @@ class ChatFormat:
     ) -> RenderedConversation:
         """Return the whole text and the assistant's parts. Raises BadInputError, naming `where`.
 
-        A template that writes the current date writes LEARNED_DATE. Messages after the last answer
+        A template that writes the current date writes LEARNED_DATE. Questions after the last answer
         are left out if the template writes that answer differently because of them.
         """
         template = _with_fixed_date(self._tool_template if tools else self._template)
@@ -261,14 +261,18 @@ class ChatFormat:
         for number in answers:
             before = self._text_before(messages[:number], where, tools, template)
             through = self._text(messages[: number + 1], False, where, tools, template)
+            if not text.startswith(through) and text.endswith(self.tokenizer.eos_token or ""):
+                # Some templates, such as Phi's, end only the whole conversation with it.
+                through = through.removesuffix(self.tokenizer.eos_token or "")
             is_prefix = text.startswith(through) and through.startswith(before)
             spans.append((len(before), len(through)) if is_prefix else None)
         found = tuple(span for span in spans if span is not None)
         if len(found) == len(spans):
             return RenderedConversation(text, found, answers)
         if spans[-1] is None:
-            if answers[-1] + 1 < len(messages):  # which no answer depends on
-                return self.render(messages[: answers[-1] + 1], where, tools)
+            rest = messages[answers[-1] + 1 :]  # which no answer depends on
+            if rest and all(message["role"] != "tool" for message in rest):
+                return self.render(messages[: -len(rest)], where, tools)
             asked = self._text(messages[: answers[-1]], False, where, tools, template)
             _require_header(asked, before, through, where)
             raise BadInputError(

@@ -456,6 +456,17 @@ def test_a_template_that_rewrites_earlier_answers_shows_the_last(plain):
     assert learnt_of(chat, row("q", "one", "r"))[:2] == learnt_of(chat, row("q", "one"))[:2]
 
 
+def test_a_template_that_ends_the_whole_conversation_shows_all_answers(plain):
+    """As Phi's, whose end of text stands behind the last message alone."""
+    once = CHATML.replace(
+        "{% if add", "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}{% if add"
+    )
+    chat = ChatFormat(plain.replace(plain.inner, {"chat_template": once}))
+    _, said, found = learnt_of(chat, row("q", "one", "r", "two"))
+    assert said == "one<|im_end|>\ntwo<|im_end|>\n<|endoftext|>" and not found.partial
+    assert learnt_of(chat, row("q", "one", "r"))[1] == "one<|im_end|>\n"
+
+
 def test_a_template_in_which_answers_cannot_be_found_is_refused(plain):
     with pytest.raises(BadInputError, match="renders the start of a conversation differently"):
         ChatFormat(plain.replace(plain.inner, {"chat_template": SHUFFLED}))
