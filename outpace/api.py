@@ -1,7 +1,7 @@
 """outpace's Python API: one function per command, which returns what the command prints.
 
-Each keyword is an option of the command, with _ for -. All functions raise BadInputError for a
-request that cannot be met. The examples run as tests, in this order, in a folder with a corpus.txt.
+Each keyword is an option of the command, with _ for -. All functions raise BadInputError for an
+impossible request. The examples run as tests, in this order, in a folder with a corpus.txt.
 """
 
 import multiprocessing
@@ -47,15 +47,14 @@ def train(
 ) -> "Measurement":
     """Train a model and return what was measured; `.run` is the directory of the run.
 
-    Without arguments it trains a small GPT on the source of Python's standard library. `model` is
-    what `--model` takes, a live module, or a function that builds one. `data` is what `--data`
-    takes, one value or several. Every flag of `outpace train` is a keyword: `steps=200`,
-    `global_batch=32`, `nproc=2`, `out="runs/first"`, `resume=True`. `callbacks` are called on rank
-    0; `progress=False` silences the lines on standard error. Under torchrun each process calls this
-    and is one rank.
+    Without arguments it trains a small GPT on the source of Python's standard library. `model` is a
+    value of `--model`, a live module, or a function that builds one. `data` is one or several
+    values of `--data`. Every flag of `outpace train` is a keyword: `steps=200`, `global_batch=32`,
+    `nproc=2`, `out="runs/first"`, `resume=True`. `callbacks` are called on rank 0; `progress=False`
+    silences the lines on standard error. Under torchrun each process calls this and is one rank.
 
-    Raises BadInputError if the request is not possible, DivergedError when the loss becomes NaN or
-    infinite, InterruptedRunError when a signal ended the run after a save.
+    Raises BadInputError for an impossible request, DivergedError if the loss becomes NaN or
+    infinite, and InterruptedRunError if a signal ended the run after a save.
 
     >>> first = outpace.train("outpace-tiny", "corpus.txt", steps=3, seq_len=32, out="first")
     >>> first.steps, first.run
@@ -229,7 +228,7 @@ def estimate(
     """Estimate the time and memory of a plan, given as a Plan or as a file, and whether it fits.
 
     Unlike a file, a Plan has no sequence length or batch, so pass those that it was made for. With
-    depth "trace" the model runs under fake tensors, which gives its true peak of memory.
+    depth "trace", the model runs under fake tensors, which gives its exact peak memory.
 
     >>> ddp = outpace.Plan(strategy="ddp", dp_replicate=8, micro_batch=4, precision="bf16")
     >>> found = outpace.estimate("gpt2", ddp, "hgx-h100", seq_len=1024, global_batch=64)
@@ -261,7 +260,7 @@ def memory(
     rank: int | None = None,
     **settings: Any,
 ) -> "MemoryAccount":
-    """Trace where memory goes in a training step of the fullest rank, or of `rank`, in bytes.
+    """Trace what uses memory in a training step of the fullest rank, or of `rank`, in bytes.
 
     `model` may be "file.py:build". `machine` is a name in the catalog; None stands for `nproc`
     processes on CPUs. Other keywords are as for `train`.
@@ -313,7 +312,7 @@ def topology(
 
 
 def doctor(run: str | Path | None = None, *, timeout_s: float = 20.0) -> "Examination":
-    """Find what slows down this host, or what limited a run, the costliest first.
+    """Find what slows this host down, or what limited a run, the most costly first.
 
     >>> isinstance(outpace.doctor().findings, tuple)
     True
@@ -338,10 +337,10 @@ def probe(
 ) -> "Machine":
     """Measure this machine: its matmuls, memory, links, disks and data loading.
 
-    `sections` are any of "matmul", "memory", "storage", "loader", "collectives" and "steps";
-    without any, all are measured. `quick` takes less than a minute, and with `budget_s` it takes
-    about that many seconds. `out` is the file for the record, which `plan` takes as `machine`.
-    Settings are options of `outpace probe`: `device`, `nproc`, ….
+    `sections` are any of "matmul", "memory", "storage", "loader", "collectives" and "steps"; the
+    default is all. `quick` takes less than a minute, and with `budget_s` it takes about that many
+    seconds. `out` is the file for the record, which `plan` takes as `machine`. Settings are options
+    of `outpace probe`: `device`, `nproc`, ….
 
     >>> outpace.probe("memory", quick=True, budget_s=1, device="cpu").probed is not None
     True
@@ -413,7 +412,7 @@ def report(
     from outpace.cli.report import write_report
 
     if not paths:
-        raise BadInputError("outpace.report: give a run, or something else to report on.")
+        raise BadInputError("outpace.report: name a run, or another record to report on.")
     return write_report([Path(path) for path in paths], _path(out), format, browser)
 
 
@@ -452,7 +451,7 @@ def _path(place: str | Path | None) -> Path | None:
 
 
 def _pairs(given: str | Mapping[str, Any] | None) -> str | None:
-    """Return settings in the form of an option: precision=bf16,tp=2."""
+    """Return settings as an option's value: precision=bf16,tp=2."""
     if given is None or isinstance(given, str):
         return given
     return ",".join(f"{name}={value}" for name, value in given.items())
@@ -488,7 +487,7 @@ def _words(value: str | Path | Iterable[str | Path]) -> tuple[str, ...]:
 
 
 def _name_of(live: object) -> str:
-    """Return the name that run.json gives to a model from the caller's program."""
+    """Return the name under which run.json records a model from the caller's program."""
     from torch import nn
 
     kind = live if callable(live) and not isinstance(live, nn.Module) else type(live)

@@ -1,8 +1,8 @@
 """Tokens that a folder adds to its tokenizer.json, as transformers reads it.
 
 tokenizer_config.json may name tokens that tokenizer.json lacks, or change the properties of those
-that it has, and older folders have added_tokens.json. transformers adds them all, so a model used
-with it sees different ids than a model trained without them.
+that it has, and older folders have added_tokens.json. transformers adds them all, so ids in
+transformers would differ from those of a training without these tokens.
 """
 
 import json
@@ -34,15 +34,15 @@ def add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], folder: P
     listed = _numbered_tokens(config, folder)
     stored = inner.get_added_tokens_decoder().values()
     known = {repr(token) for token in stored}
-    # Tokens of roles keep their existing properties.
+    # Tokens with a role keep their existing properties.
     alike = {token.content: token for token in (() if _has_list(config) else stored)}
     alike |= {token.content: token for token in listed.values()}
     tokens = [token for _, token in sorted(listed.items(), key=lambda pair: pair[0])]
     inner.add_tokens([token for token in tokens if repr(token) not in known])
     vocabulary = inner.get_vocab(with_added_tokens=True)
     extra = _extra(config)
-    # `Tokenizer` refuses some roles whose token is missing, and ignores others unless tokens added
-    # after them take their ids.
+    # `Tokenizer` refuses some roles whose token is missing, and ignores others unless later tokens
+    # take their ids.
     behind = any(token.content not in vocabulary for token in extra)
     named = [
         alike.get(token.content, token)
@@ -86,7 +86,7 @@ def _extra(config: Mapping[str, Any]) -> list[AddedToken]:
 
 
 def _special(value: Any) -> AddedToken | None:
-    """Read a special token, which is written as itself or with its properties."""
+    """Read a special token: its text alone, or with its properties."""
     if isinstance(value, str) and value:
         return AddedToken(value, special=True, normalized=False)
     if isinstance(value, dict) and isinstance(value.get("content"), str) and value["content"]:

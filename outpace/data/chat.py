@@ -2,9 +2,9 @@
 
 A conversation is rendered as one text by the tokenizer's chat template (Jinja, as transformers
 renders it). The assistant's parts are found by the template's own marks ({% generation %} blocks)
-if it has them. Otherwise they are found by rendering prefixes: the conversation up to an answer,
-with the header that asks for one, and up to its end. Both must be prefixes of the whole text, which
-is checked: some templates write earlier turns differently once others follow.
+if it has them. Otherwise, outpace renders prefixes: the conversation up to an answer, with the
+header that prompts for it, and up to the answer's end. Both must be prefixes of the whole text,
+which is checked: some templates render earlier turns differently if others follow.
 """
 
 import re
@@ -36,7 +36,7 @@ from outpace.records.errors import BadInputError, OutpaceError, shorten
 _TRIAL_CPU_S, _CONVERSATION_CPU_S = 5.0, 60.0
 _MEMORY_BYTES = 2 << 30
 
-# Characters of an answer that a prompt's header may have written, such as <think>.
+# Beginnings of an answer that a prompt's header may already contain, such as <think>.
 _HEADER_CHARACTERS = 64
 Span = tuple[int, int]  # characters [start, end) of a text
 
@@ -188,7 +188,7 @@ class ChatFormat:
     def _adapt_messages(
         self, messages: Sequence[Message], where: str, template: str
     ) -> Sequence[Message]:
-        """Return the messages with contents and arguments of calls as the template takes them."""
+        """Return the messages with contents and call arguments as the template expects them."""
 
         def render(trial: Sequence[Message]) -> str:
             return self._apply_template(trial, False, where, (), template)
@@ -276,7 +276,8 @@ class ChatFormat:
             asked = self._text(messages[: answers[-1]], False, where, tools, template)
             _require_header(asked, before, through, where)
             raise BadInputError(
-                f"{where}: what the assistant says cannot be found: the tokenizer's chat template "
+                f"{where}: outpace cannot find what the assistant says: the tokenizer's chat "
+                "template "
                 "renders the start of a conversation differently if more messages follow. Use a "
                 "template with {% generation %} blocks, or set chat_template in the tokenizer's "
                 "folder."
@@ -286,7 +287,7 @@ class ChatFormat:
     def _render_generation_marks(
         self, messages: Sequence[Message], tools: Sequence[Tool], template: str
     ) -> RenderedConversation:
-        """Render the text, with the spans that the template marks as the assistant's."""
+        """Render the text; also return the spans that the template marks as the assistant's."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         # Annotated as returning text, it also returns positions.
@@ -306,7 +307,7 @@ class ChatFormat:
 
     @contextmanager
     def _refusals(self, where: str) -> Iterator[None]:
-        """Turn any exception of a template into a refusal."""
+        """Raise BadInputError for any exception of a template."""
         try:
             yield
         except IsolatedError as error:
@@ -342,7 +343,7 @@ class ChatFormat:
     def encode_joined(
         self, rendered: RenderedConversation, spans: Sequence[Span]
     ) -> tuple[list[int], list[bool], bool]:
-        """Encode as `encode` does; also return whether a span starts in a token (not learned)."""
+        """Encode like `encode`; also return whether a span starts inside a token (not learned)."""
         encoding = self._inner.encode(rendered.text, add_special_tokens=False)
         starts = {start for start, _ in spans}
         joined = any(
@@ -352,7 +353,7 @@ class ChatFormat:
 
 
 def _mask_spans(places: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
-    """Return for each position whether it begins in one of the spans; both are in order."""
+    """Return for each position whether it begins in one of the spans; both are sorted."""
     found, at = [], 0
     for start, _ in places:
         while at < len(spans) and start >= spans[at][1]:
@@ -368,10 +369,10 @@ class _HeaderError(BadInputError):
 
 
 def _require_header(asked: str, before: str, through: str, where: str) -> None:
-    """Refuse an answer that a template writes behind another header than its prompt has.
+    """Refuse an answer if the template writes a different header before it than in its prompt.
 
-    `before` is the conversation `asked` so far with the prompt's header, `through` the conversation
-    through the answer. Raises _HeaderError.
+    `asked` is the conversation so far, `before` the same with the prompt's header, and `through`
+    the conversation including the answer. Raises _HeaderError.
     """
     most = min(len(before), len(through))
     shared = next((at for at in range(most) if before[at] != through[at]), most)
@@ -380,15 +381,16 @@ def _require_header(asked: str, before: str, through: str, where: str) -> None:
     error = _HeaderError(
         f"{where}: the tokenizer's chat template asks for an answer with {before[len(asked) :]!r}, "
         f"but writes the answer as {shorten(through[len(asked) :], 80)!r}, so the model would be "
-        "prompted differently from how it is trained. Begin the answers in the data as the prompt "
-        "ends, if the template keeps that; or change it in the tokenizer's folder (chat_template)."
+        "prompted differently from how it is trained. Begin the answers in the data with the end "
+        "of the prompt, if the template keeps that, or change the template in the tokenizer's "
+        "folder (chat_template)."
     )
     error.opening = before[shared:]
     raise error
 
 
 def _line_of(error: Exception) -> int | None:
-    """Return the line of a template at which it failed or cannot be read."""
+    """Return the line at which a template failed or cannot be parsed."""
     line = getattr(error, "lineno", None)
     step = error.__traceback__
     while step is not None:
@@ -400,7 +402,7 @@ def _line_of(error: Exception) -> int | None:
 
 @dataclass(frozen=True)
 class Conversations:
-    """Samples of conversations, with counts of those that were not used completely.
+    """Samples of conversations, with counts of those that were not used in full.
 
     `cut` were longer than a sample; `empty` have nothing to learn (in the remaining part); for
     `partial`, only the last answer could be found. `altered` have answers that the template
@@ -456,9 +458,9 @@ def encode_all(
         raise BadInputError(
             f"none of {empty} conversations{part} has an answer of the assistant within {seq_len} "
             + (
-                f"tokens; {silent} of them have none to learn at all. Give others."
+                f"tokens; {silent} of them have no answer to learn at all. Use other data."
                 if silent
-                else "tokens. Give others, or a longer --seq-len."
+                else "tokens. Use other data, or a longer --seq-len."
             )
         )
     pad = chat.tokenizer.pad_id

@@ -60,7 +60,7 @@ def columns_of(table: Table, texts: tuple[str, ...] | None, label: str | None) -
                 names or [n for n in _LABELS if what == "label"] or [n for t in _TEXTS for n in t]
             )
             _require_in_first(table, wanted)
-            lacks = f"no column {missing[0]!r}" if missing else f"no column that is known as {what}"
+            lacks = f"no column {missing[0]!r}" if missing else f"no known column of {what}"
             form = describe_form(table.columns)
             rows = nested_rows(table.rows[0]) if len(table.rows) == 1 else ""
             folder = _partition_of(table, wanted)
@@ -71,7 +71,7 @@ def columns_of(table: Table, texts: tuple[str, ...] | None, label: str | None) -
 
 
 def _partition_of(table: Table, wanted: Sequence[str]) -> str:
-    """Return advice if a column is part of the folders' names, as Hive and Spark write it."""
+    """Return advice if a column is only in folder names, as Hive and Spark write it."""
     folders = Path(table.rows[0].where.rpartition(", row ")[0]).parts[:-1]
     for part in folders:
         name = part.partition("=")[0]
@@ -84,18 +84,18 @@ def _partition_of(table: Table, wanted: Sequence[str]) -> str:
 
 
 def _require_in_first(table: Table, wanted: Sequence[str]) -> None:
-    """Refuse a first row, which determines the columns, if it lacks one that a later row has."""
+    """Refuse a first row, which determines the columns, that lacks a column of a later row."""
     for row in table.rows:
         name = next((name for name in wanted if name in row.values), None)
         if name is not None and name not in table.rows[0].values:
             raise BadInputError(
-                f"{table.rows[0].where} has no {name!r}, which {row.where} has. Give it one, or "
-                "leave it out."
+                f"{table.rows[0].where} has no {name!r}, which {row.where} has. Add it to the "
+                "first row, or remove it everywhere."
             )
 
 
 def columns_hints(table: Table, columns: TextColumns, *, texts: bool, label: bool) -> list[str]:
-    """Suggest other columns that look like texts or labels, for those not requested.
+    """Suggest other columns that look like texts or labels, unless the user named the columns.
 
     `texts`, `label`: whether the user named these.
     """
@@ -179,10 +179,9 @@ def examples_of(
     classes: Sequence[str] = (),
     known: Sequence[str] = (),
 ) -> list[list[Example]]:
-    """Return the texts and labels of the rows of each part; numbers of `classes` become names.
-
-    A label of -1 marks a test set without labels, unless the parts together have -1 and 1 only, or
-    -1 is among the labels `known` from a stored classifier. Raises BadInputError.
+    """Return the texts and labels of the rows of each part; numbers of `classes` become names. A
+    label of -1 marks a test set without labels, unless the parts together have -1 and 1 only, or -1
+    is among the labels `known` from a stored classifier. Raises BadInputError.
     """
     seen = {_number(row.values.get(columns.label)) for part in parts for row in part}
     signed = not classes and (seen == {-1, 1} or (seen <= {-1, 1} and "-1" in known))
@@ -199,7 +198,7 @@ def examples_of(
 
 
 def _number(value: Any) -> Any:
-    """Return a value as a whole number if it is one, also as text in a table."""
+    """Return a label; "-1" and "1", as in tables, become numbers. None if it is neither kind."""
     if isinstance(value, str) and value.strip() in ("-1", "+1", "1"):
         return int(value)
     return value if isinstance(value, (str, int, float)) else None
@@ -276,7 +275,7 @@ def label_names(examples: Sequence[Example], classes: Sequence[str]) -> tuple[st
     if len(seen) < 2:
         raise BadInputError(
             f"all {len(examples)} samples have the label {excerpt(next(iter(seen)))}, so there is "
-            "nothing to tell apart. Give data with two labels or more."
+            "nothing to distinguish. Give data with two labels or more."
         )
     if len(seen) > max(2, len(examples) // 2):
         raise BadInputError(

@@ -1,7 +1,7 @@
 """Contents of messages in the form that a chat template takes: a text, or a list of parts.
 
 Templates of models that also see images may accept only lists of parts, and write nothing for a
-text. All others take texts.
+text. All others accept texts.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ _WORD = "outpace_word"
 
 
 def takes_parts(render: Callable[[Messages], str]) -> bool:
-    """Return whether a template writes contents only if they are lists of parts.
+    """Return whether a template renders contents only if they are lists of parts.
 
     `render` writes messages by the template, and raises BadInputError if the template refuses them.
     """

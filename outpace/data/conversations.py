@@ -47,7 +47,7 @@ _KNOWN = {name: role for role, names in _ROLES.items() for name in (role, *names
 _SPEAKERS = frozenset(("role", "from", "speaker", "author", "sender"))
 _CONTENTS = frozenset(("content", "value", "text"))
 _CLASSES = frozenset(("label", "labels"))
-# Keys of a message that say whether it is learned, and torchtune's key that says that it is not.
+# Keys of a message that say whether to learn it, and torchtune's key for messages not to learn.
 WEIGHTS = ("weight", "train", "training", "trainable", "loss", "loss_weight", "loss_mask",
             "loss_scale")  # fmt: skip
 _MASKED = "masked"
@@ -99,7 +99,7 @@ def conversation_of(row: Row, roles: Collection[str] = ()) -> Conversation:
 
 
 def describe_form(columns: Collection[str]) -> str | None:
-    """Say what rows with these columns are, and what to do, if outpace has no task for them.
+    """Describe rows with these columns, and what to do, if outpace has no task for them.
 
     None for other rows.
     """
@@ -277,7 +277,7 @@ def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
         _require_one_text(content, row)
         content = "".join(_part(part, row) for part in content)
     other = ("from", "value", "function_call")
-    # A key without a value, as Arrow fills in where other messages have one, is no key.
+    # Arrow adds keys without values if other messages have them; these do not count.
     kept = {key: value for key, value in one.items() if key not in other and value is not None}
     if calls:
         with_arguments([{"tool_calls": calls}], False, row.where)  # refuses repeated keys
@@ -310,7 +310,7 @@ def _require_one_text(parts: Sequence[Any], row: Row) -> None:
         raise BadInputError(
             f"{row.where}: a message has a list of {len(texts)} texts ({_show(texts[0])}, …), "
             "which may be parts of one text or alternatives. Join them, write parts "
-            'as {"type": "text", "text": …}, or give each alternative a row of its own.'
+            'as {"type": "text", "text": …}, or put each alternative into a separate row.'
         )
 
 

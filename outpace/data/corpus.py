@@ -109,9 +109,8 @@ def _check_weights(sources: tuple[str, ...], weights: tuple[float, ...] | None) 
 
 
 def _choose(entry: Path, index: Index, split: Split, eval_fraction: float) -> Stream:
-    """Choose a split of an entry: by hash of documents, if that is close to the fraction.
-
-    With few documents it may be far off; then the last tokens are held out.
+    """Choose a split of an entry: by hash of documents, if that is close to the fraction. With few
+    documents, it may be far off; then the last tokens are held out.
     """
     train = cached_stream(entry, index, "train")
     held_out = cached_stream(entry, index, "validation")
@@ -168,7 +167,7 @@ def read_documents(
 
 
 def _in_turns(streams: Sequence[Iterator[str]]) -> Iterator[str]:
-    """Yield all texts, always from the stream that has given the fewest characters."""
+    """Yield all texts, each from the stream that has yielded the fewest characters so far."""
     given = dict.fromkeys(range(len(streams)), 0)
     while given:
         least = min(given, key=lambda k: (given[k], k))

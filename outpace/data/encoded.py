@@ -45,8 +45,8 @@ def _to_npz(made: EncodedSamples) -> bytes:
 
 
 def _read_samples(path: Path) -> EncodedSamples:
-    """Read a file; raises for one that is not whole, by the checksums of zip files."""
-    # From memory: numpy leaves closing an invalid file to the garbage collector.
+    """Read a file. Raises an error if it is incomplete, by the checksums of zip files."""
+    # From memory: numpy leaves it to the garbage collector to close an invalid file.
     with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as kept:
         found = {name: kept[name] for name in kept.files}
     values, fill = (

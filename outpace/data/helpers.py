@@ -114,7 +114,7 @@ class _Helper:
             self._process.kill()
 
     def end(self) -> None:
-        """Let the process end, which it does when told to or when its input ends.
+        """Let the process end: it does so on request, or when its input ends.
 
         Its input may end late: processes that were forked in the meantime hold the pipe too.
         """

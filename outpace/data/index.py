@@ -47,7 +47,7 @@ class Misread(Record):
 
 
 class Index(Record):
-    """All data of an entry; index.json."""
+    """All data of an entry, stored in index.json."""
 
     format: Literal[1] = FORMAT
     dtype: Literal["<u2", "<u4"]
@@ -63,10 +63,10 @@ class Index(Record):
         for name, split in self.splits.items():
             own = [shard_name(name, number) for number in range(len(split.shards))]
             if [*split.shards, split.documents] != [*own, documents_name(name)]:
-                raise ValueError(f"{name} has other files than those of an entry")
+                raise ValueError(f"{name} does not have the files of an entry")
             names |= {*own, documents_name(name)}
         if names != set(self.files):
-            raise ValueError("its splits have other files than are listed")
+            raise ValueError("its splits' files are not those that are listed")
         for name, split in self.splits.items():
             held = sum(self.files[shard].bytes for shard in split.shards)
             if held != split.tokens * np.dtype(self.dtype).itemsize:

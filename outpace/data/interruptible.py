@@ -10,9 +10,9 @@ Result = TypeVar("Result")
 def call_interruptibly(work: Callable[[], Result]) -> Result:
     """Call `work` in a thread, and wait so that signals are handled in the meantime.
 
-    Python handles a signal between its own instructions, and a native library may run for minutes
-    within one. Exceptions of a handler are raised here; the thread continues, and
-    ends with the process.
+    Python handles a signal only between its own instructions, and a native library may run for
+    minutes within one. Exceptions of a handler are raised here; the thread continues, and ends with
+    the process.
     """
     results: list[Result] = []
     errors: list[BaseException] = []

@@ -1,8 +1,8 @@
 """Untrusted work, in a forked process with limits on its memory and processor time.
 
 A chat template is a program, and a tokenizer's normalizers and patterns may be too: they may loop
-forever, allocate any amount of memory, or end the process through an abort in their library.
-Nothing in the same process can stop that.
+forever, allocate any amount of memory, or end the process by an abort in their library. Nothing in
+the same process can prevent that.
 """
 
 import faulthandler
@@ -80,7 +80,7 @@ def _receive(
     before_s = _cpu_s(child)
     while not here.poll(_WAIT_S):
         if _cpu_s(child) - before_s > cpu_limit_s:
-            raise IsolatedError(f"it computes for more than {cpu_limit_s:.0f} s without finishing")
+            raise IsolatedError(f"it has not finished after {cpu_limit_s:.0f} s of computing")
     try:
         kind, value = here.recv()
     except EOFError:
@@ -88,7 +88,7 @@ def _receive(
         code = os.waitstatus_to_exitcode(status)
         why = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
         raise IsolatedError(
-            f"its process ended by {why}: it may ask for more than the "
+            f"its process ended by {why}: it may need more than the "
             f"{show_bytes(memory_limit_bytes)} that it is given"
         ) from None
     if isinstance(value, MemoryError):

@@ -28,8 +28,8 @@ class Loader:
     """Iterator over steps; an item is the list of this rank's micro-batches of that step.
 
     Slot s of a global batch goes to accumulation pass a and rank r with s // micro_batch = a ·
-    data_parallel + r. So the samples of a step do not depend on the number of ranks or workers, or
-    on where training was resumed. A rank of None reads nothing, and gets None for each micro-batch.
+    data_parallel + r. So a step's samples depend neither on the number of ranks or workers, nor on
+    where training was resumed. A rank of None reads nothing, and gets None for each micro-batch.
     Raises BadInputError if workers die, or deliver no batch within `timeout_s` (0: no limit).
     """
 
@@ -203,7 +203,7 @@ class _SeededDataset(Dataset[Any]):
         return list(zip(positions.tolist(), indices.tolist(), strict=True))
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Any:
-        """Return the samples, as torch's own fetcher gets them."""
+        """Return the samples as torch's own fetcher would."""
         if hasattr(self._dataset, "__getitems__"):
             seed_generators(self._seed, keys[0][0], _OWN)
             found = self._dataset.__getitems__([index for _, index in keys])
@@ -222,7 +222,7 @@ class _SeededDataset(Dataset[Any]):
 
 
 def collate(found: Any) -> Batch:
-    """Collate a list of samples; return a batch that the data set has collated unchanged.
+    """Collate a list of samples; a batch that the data set has collated is returned unchanged.
 
     Raises BadInputError if torch cannot collate them.
     """

@@ -1,4 +1,4 @@
-"""Tokens of a text that its author may not have intended."""
+"""Tokens in a text that its author may not have intended."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ _SHOWN = 3
 
 
 class MisreadText:
-    """Counts of special tokens' names in texts, unknown tokens, lost characters, and NULs."""
+    """Counts of special tokens' names in texts, unknown tokens, lost characters and NULs."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._names = {number: name for name, number in tokenizer.special_tokens.items()}
@@ -54,7 +54,7 @@ def misread_hints(
     hints = []
     if nuls:
         hints.append(
-            f"the text of {reference} has {nuls:,} NUL characters, which are learned as they are. "
+            f"the text of {reference} has {nuls:,} NUL characters, which are learned unchanged. "
             "They usually come from a file that was truncated or converted wrongly: check it, or "
             "remove them"
         )
@@ -74,12 +74,12 @@ def misread_hints(
 
 
 def unknown_hints(of: str, unknown: int, tokens: int) -> list[str]:
-    """Warn if many tokens stand for text that the tokenizer does not know."""
+    """Warn if many tokens are the unknown token."""
     if unknown <= _UNKNOWN_SHARE * tokens:
         return []
     return [
         f"{unknown / tokens:.1%} of the tokens {of} stand for text that the tokenizer does not "
-        "know. Is the tokenizer for this language, and for this spelling?"
+        "know. Is the tokenizer for this language and script?"
     ]
 
 

@@ -32,7 +32,7 @@ def samples_at(seed: int, positions: Index, n_samples: int) -> Index:
 def permute(places: Index, size: int, key: NDArray[np.uint64]) -> Index:
     """Map each of the `places` with a keyed permutation of [0, size).
 
-    `key`: a number for each round, (rounds,), or others for each place, (rounds, places).
+    `key`: a number for each round, (rounds,), or for each round and place, (rounds, places).
     """
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half_bits) - 1)
@@ -61,7 +61,7 @@ def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def mixture_at(seed: int, positions: Index, counts: tuple[int, ...]) -> tuple[Index, Index]:
-    """Return the source of each position's sample, and its number within that source.
+    """Return the source of each position's sample, and the sample's number within that source.
 
     Every block of sum(counts) positions has exactly counts[k] samples of source k, shuffled.
     """

@@ -15,7 +15,7 @@ IGNORED = -100
 # Tensor cores want multiples of 8 (NVIDIA, "Train With Mixed Precision", §4.2).
 MULTIPLE = 8
 CUDA_MULTIPLE = 64
-COMPILED_SHAPES = 4  # that a run compiles one after the other
+COMPILED_SHAPES = 4  # that a run compiles in turn
 FILLER = -1
 Batch = dict[str, torch.Tensor]
 Ints = NDArray[np.int64]
@@ -80,10 +80,10 @@ class PaddedDataset(Dataset[Batch]):
     """Batches of samples of at most `most` tokens, padded on the right to a `multiple`.
 
     With `fixed`, every batch is padded to `most`, otherwise to its longest sample. Large multiples
-    make few shapes, for kernels and compiled code that are prepared once per shape (see
+    limit the number of shapes, since kernels and compiled code are prepared once per shape (see
     `shape_multiple`). `mask` adds a `padding_mask`, True for real tokens, which encoders need and
-    causal models do not; `last` adds the position of each sample's last token. With `once_in` the
-    samples (or only the first `most_samples`) come once each and in order, in batches of `once_in`;
+    causal models do not; `last` adds the position of each sample's last token. With `once_in`, each
+    sample (of the first `most_samples`, if given) comes once and in order, in batches of `once_in`;
     the last batch is filled up with samples without targets.
     """
 

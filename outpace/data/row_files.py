@@ -25,7 +25,7 @@ from outpace.records.errors import BadInputError, json_error, quote_names
 _READ_BYTES = 1 << 20
 _QUOTED_CELL = re.compile(r'"(?:[^"]|"")*"')
 _SPACES = " \t\r\n"
-# Python that reads rows in an object under a name, and writes one per line.
+# Python code that reads the list of rows under a key, and writes one row per line.
 _UNPACK = "import json, sys; [print(json.dumps(row)) for row in json.load(open(sys.argv[1]))[{!r}]]"
 # Delimiters in tables of other tools, as users know them.
 _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
@@ -173,7 +173,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _describe_repetition(names: Iterable[str], what: str) -> str:
-    """Complete `what` with the name that occurs more than once."""
+    """Complete the sentence `what` with the repeated name."""
     name, times = Counter(names).most_common(1)[0]
     return (
         f"{what} {name!r} {'twice' if times == 2 else f'{times} times'}, and it is unknown which "
@@ -205,7 +205,7 @@ def nested_rows(row: Row) -> str:
 
 
 def rows_in_columns(row: Row) -> str:
-    """Describe rows stored by column, as lists or by row number, as `nested_rows` does."""
+    """Describe rows stored by column, as lists or by row number, like `nested_rows`."""
     columns = [
         [*value.values()] if isinstance(value, dict) else value for value in row.values.values()
     ]
@@ -222,21 +222,21 @@ def rows_in_columns(row: Row) -> str:
 
 
 def _suggest_unpacking(file: Path | None, name: str, what: str) -> str:
-    """Say how to read rows in an object under a name, as the end of a sentence."""
+    """Say how to read rows that are under a key of an object, as the end of a sentence."""
     source = "FILE" if file is None else str(file)
     command = shlex.join(["python3", "-c", _UNPACK.format(name), source])
     return f". Its {name!r} is {what}: if these are the rows, write them by {command} > rows.jsonl"
 
 
 def first_sign(file: Path) -> str:
-    """Return the first character of a file that is not blank; empty if there is none."""
+    """Return a file's first character that is not white space; empty if there is none."""
     with readable(file) as stream:
         head = stream.read(1 << 12).removeprefix(codecs.BOM_UTF8).lstrip()
     return head[:1].decode("latin-1")
 
 
 def _format_json_error(error: Exception, column: int | None = None) -> str:
-    """Format the reason why JSON cannot be read, with the column (the error's by default)."""
+    """Describe why JSON cannot be read, with the column (the error's by default)."""
     if isinstance(error, json.JSONDecodeError):
         message = error.msg.removesuffix(" at").removesuffix(" starting")
         return f"{message} at column {error.colno if column is None else column}"
@@ -280,7 +280,7 @@ def _json_lines(file: Path) -> Iterator[tuple[Row, int]]:
 
 
 def _nested_name(file: Path) -> str:
-    """Describe nested rows as `nested_rows` does, for a file too large to read whole; or '.'."""
+    """Describe nested rows like `nested_rows`, for a file too large to read whole; else '.'."""
     if file.stat().st_size <= LINE_BYTES:
         return "."
     with readable(file) as stream:
@@ -336,12 +336,12 @@ def _json_list(file: Path) -> Iterator[tuple[Row, int]]:
 
 
 def _require_end(file: Path, text: "_Text") -> None:
-    """Refuse what follows the list of a file, such as another list, which would go unread."""
+    """Refuse content after a file's list, such as a second list, which would not be read."""
     text.skip("]", 1)
     text.skip(_SPACES)
     if text.sign():
         raise BadInputError(
-            f"{file}, line {text.line()}: something follows the end of the list "
+            f"{file}, line {text.line()}: there is more text after the end of the list "
             f"({text.sign()!r}), as in files that were joined. Join them with `jq -c '.[]'` into a "
             ".jsonl, or keep one list."
         )
@@ -383,7 +383,7 @@ class _Text:
         return self._text[self._at : self._at + 1]
 
     def skip(self, signs: str, most: int | None = None) -> None:
-        """Skip characters that are among `signs`."""
+        """Skip characters in `signs`."""
         left = most
         while (sign := self.sign()) and sign in signs and left != 0:
             self._at += 1
@@ -394,7 +394,7 @@ class _Text:
         return self._position(self._at)[0]
 
     def _position(self, at: int) -> tuple[int, int]:
-        """Return the line and column, each from 1, of the character at this index of the text."""
+        """Return the line and column, each from 1, of the character at an index of the text."""
         begin = self._text.rfind("\n", 0, at)
         column = self._column + at if begin < 0 else at - begin
         return self._lines + self._text.count("\n", 0, at), column
@@ -410,7 +410,7 @@ class _Text:
                 far = len(self._text) - self._at > LINE_BYTES
                 if self._ended or far or isinstance(error, RecursionError):
                     at = error.pos if isinstance(error, json.JSONDecodeError) else self._at
-                    # Search behind the last character that is not blank.
+                    # Search after the last character that is not white space.
                     line, column = self._position(min(at, len(self._text.rstrip(_SPACES))))
                     raise BadInputError(
                         f"{where}, line {line}, is not JSON: {_format_json_error(error, column)}"
@@ -423,10 +423,10 @@ class _Text:
 
 
 def without_fillers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row of a columnar format without the nulls that it fills in within columns.
+    """Return a row of a columnar format without the nulls that the format adds within columns.
 
-    Arrow gives each object of a column the keys of all others, so that a call's arguments, or a
-    tool's parameters, have those of all tools. A message's content may be null by itself.
+    Arrow gives each object of a column the keys of all others, so a call's arguments, or a tool's
+    parameters, have the keys of all tools. A message's content may really be null.
     """
     return {name: _drop_nulls(value) for name, value in values.items()}
 
@@ -474,8 +474,8 @@ def _table(
 ) -> Iterator[tuple[Row, int]]:
     """Yield rows of a table below its header.
 
-    GLUE's tab-separated files do not quote: a quotation mark in them is part of the text. Other
-    files do, such as pandas' (see `_quotes`).
+    GLUE's tab-separated files do not quote: a quotation mark is part of the text. Other files
+    quote, such as those of pandas (see `_quotes`).
     """
     quoted = delimiter == "," or _quotes(file)
     cells = _read_csv(file, delimiter) if quoted else _read_tabs(file)
@@ -505,7 +505,7 @@ def _table(
 
 
 def _require_delimiter(file: Path, delimiter: str, header: Sequence[str]) -> None:
-    """Refuse a table with one column whose name is a list of names with another delimiter."""
+    """Refuse a table whose only column name is a list of names with another delimiter."""
     if len(header) != 1:
         return
     for other, name in _DELIMITERS.items():
@@ -520,16 +520,16 @@ def _require_delimiter(file: Path, delimiter: str, header: Sequence[str]) -> Non
 
 
 def _require_line_ends(file: Path, line: bytes) -> None:
-    """Refuse a file that reads as one line because its lines end in carriage returns only."""
+    """Refuse a file that is read as one line because its lines end in carriage returns only."""
     if b"\r" in line.rstrip(b"\r\n") and not line.endswith(b"\n"):
         raise BadInputError(
-            f"{file} ends its lines with carriage returns only, as old systems did. Convert it, "
+            f"{file} has lines that end with carriage returns only, as on old systems. Convert it, "
             f"as with tr '\\r' '\\n' < {shlex.quote(str(file))}."
         )
 
 
 def _lines_of(file: Path) -> Iterator[str]:
-    """Yield the lines of a text, with their line ends. Raises BadInputError if it is not UTF-8."""
+    """Yield a text's lines with their line ends. Raises BadInputError if it is not UTF-8."""
     offset = 0
     with readable(file) as stream:
         while line := stream.readline(LINE_BYTES + 1):

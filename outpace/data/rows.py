@@ -71,7 +71,7 @@ def splits_of(references: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ..
 
 
 def unread_file_hints(references: Sequence[str]) -> list[str]:
-    """List the row files in a folder that are ignored because it has named splits."""
+    """Note the row files in a folder that are ignored because it has named splits."""
     hints = []
     for reference in references:
         if not Path(reference).is_dir():
@@ -159,8 +159,8 @@ def _of_files(source: Source) -> Table:
 def split_rows(rows: Sequence[Row], fraction: float) -> tuple[list[Row], list[Row]]:
     """Split rows into training and validation rows, by hash of their contents.
 
-    If there are too few rows for the hash to come near the fraction, the last rows are held out.
-    Raises BadInputError if one of the two would be empty.
+    If there are too few rows for the hash to come close to the fraction, the last rows are held
+    out. Raises BadInputError if one of the two would be empty.
     """
     parts: tuple[list[Row], list[Row]] = ([], [])
     for row in rows:
@@ -206,7 +206,7 @@ def nul_hints(rows: Iterable[Row]) -> list[str]:
         return []
     return [
         f"{len(found):,} rows have NUL characters, which usually come from a file that was "
-        f"truncated or converted wrongly, and are learned as they are (first {found[0]})"
+        f"truncated or converted wrongly, and are learned unchanged (first {found[0]})"
     ]
 
 

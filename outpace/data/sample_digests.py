@@ -1,7 +1,7 @@
 """Digests of a few samples of a user's data set, to compare the data sets of ranks.
 
-Samples are read with torch's, NumPy's and Python's generators seeded equally, so that augmentations
-are equal on all ranks. Differences between hosts that equal data may have are ignored: the last
+Samples are read with torch's, NumPy's and Python's generators seeded equally, so augmentations are
+equal on all ranks. Differences that equal data may have on different hosts are ignored: the last
 bits of decoded values, paths, the order of sets.
 """
 
@@ -25,8 +25,8 @@ from outpace.data.workers import forks_workers, start_method, starting_workers
 _CHOSEN = 4  # additional samples, besides the first and the last
 _DIGEST = 0x646967  # separates these seeds from those of training
 _BLOCKS = 64  # blocks of an array whose means are compared
-_MEASURED_BYTES = 2  # narrower integers are pixels or sound, which decoders round
-_OF_SPREAD, _OF_SIZE = 0.05, 1e-3  # allowed differences of means: by decoders, and by three digits
+_MEASURED_BYTES = 2  # narrower integers are pixels or audio, which decoders round
+_OF_SPREAD, _OF_SIZE = 0.05, 1e-3  # allowed differences: of decoders; with three digits
 _DEPTH = 8
 
 
@@ -80,7 +80,7 @@ class SampleDigests:
 
 @dataclass(frozen=True)
 class SampleDifference:
-    """A rank, and the first index whose sample differs from rank 0's; `most`: if most differ."""
+    """A rank, the first index whose sample differs from rank 0's, and whether `most` differ."""
 
     rank: int
     index: int
@@ -98,7 +98,7 @@ def digest_samples(
     """
     indices = _choose(len(dataset), seed)
     if not workers and not forks_workers():
-        unread = "no process can be forked to read them, or another way to start them was chosen"
+        unread = "no process can be forked to read them, or another start method was chosen"
         return SampleDigests(dict.fromkeys(indices), (), unread)
     try:
         with starting_workers() as begin:
@@ -119,7 +119,7 @@ def digest_samples(
 
 
 def find_difference(found: Sequence[SampleDigests]) -> SampleDifference | None:
-    """Return the first rank that differs from rank 0 in most samples, or else in any.
+    """Return the first rank that differs from rank 0 in most samples, else in any sample.
 
     Samples that are unsteady or have no digest are not compared. Returns None if all agree.
     """

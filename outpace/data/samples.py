@@ -18,7 +18,7 @@ IGNORED = -100
 # Devlin et al. 2019, §3.1: of the 15 % to predict, 80 % are masked and 10 % replaced at random.
 PREDICTED, _MASKED, _REPLACED = 0.15, 0.8, 0.1
 
-FILLER = -1  # stream of a sample that stands for none
+FILLER = -1  # stream of a sample that stands for no sample
 # Location of a sample, and its position in training.
 Key = tuple[int, int, int]  # stream, sample within it, position since the start of training
 Batch = dict[str, torch.Tensor]
@@ -155,7 +155,7 @@ class TokenDataset(Dataset[Batch]):
         return tensors
 
     def _documents(self, source: int, index: int, row: Array) -> Array:
-        """Return the document of each token, as recorded, else by counting end-of-text tokens."""
+        """Return the document of each token: as recorded, or by counting end-of-text tokens."""
         stream, length = self._streams[source], self._seq_len
         if stream.document_starts is not None:
             return stream.documents(index * length, length)
@@ -165,7 +165,7 @@ class TokenDataset(Dataset[Batch]):
 
 
 class _MaskIds:
-    """Random masking of tokens, as a pure function of (seed, position)."""
+    """Random masking of tokens, a pure function of (seed, position)."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         if tokenizer is None or tokenizer.mask_id is None:

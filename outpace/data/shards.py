@@ -37,13 +37,13 @@ Tokens = np.ndarray[Any, np.dtype[Any]]
 
 INDEX = "index.json"
 SHARD_TOKENS = 256 << 20
-# Enough text to be worth passing on, and little enough to keep memory flat.
+# Enough text to be worth passing on, and little enough to keep memory use constant.
 _BATCH_CHARACTERS = 2 << 20
 # Shorter texts are never cut into pieces.
 _HASHED_CHARACTERS = 1 << 14
 _BUFFERED_TOKENS = 1 << 20
 _SIGNS_KEPT = 1000  # of lost characters, in the index
-# Above this, checksums would take longer than a user waits; sizes are always compared.
+# Above this, checksums would take too long; sizes are always compared.
 _CHECKED_BYTES = 4 << 30
 
 
@@ -98,7 +98,7 @@ def ensure_entry(
 
 
 def read_index(entry: Path) -> tuple[Index | None, str | None]:
-    """Return the index of a complete entry, or a description of its damage."""
+    """Return the index of a complete entry, or a description of the damage."""
     if not entry.is_dir():
         return None, None
     try:

@@ -86,7 +86,7 @@ _LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "idlelib",
      "lib2to3", "ensurepip", "turtledemo", "pydoc_data", "encodings"}
 )  # fmt: skip
-# Table files in it, by prefix: from them a model would learn to write tables.
+# Prefixes of files with tables in it, from which a model would learn to write tables.
 _TABLES = ("_sysconfigdata", "entities")
 
 
@@ -147,7 +147,7 @@ class Source:
 
 
 def _first_names(names: Sequence[str]) -> str:
-    """Return the first of some names and the number of the others, with the verb "to be"."""
+    """Return the first of some names and the number of the others, with "is" or "are"."""
     more = f" and {len(names) - 3:,} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more} {'is' if len(names) == 1 else 'are'}"
 
@@ -179,7 +179,7 @@ def _source_by_kind(reference: str, rows: bool) -> Source:
             _refuse_lost(lost)
         if outputs and not files:
             raise BadInputError(
-                f"{reference} holds only runs or a cache of outpace; is it the right folder?"
+                f"{reference} contains only runs or a cache of outpace; is it the right folder?"
             )
         found = _of_several(reference, files, rows)
         return replace(found, outputs=tuple(outputs), lost=tuple(lost))
@@ -215,7 +215,7 @@ def _refuse_lost(lost: Sequence[Path]) -> None:
 
 
 def _drop_repeated(files: Iterable[Path]) -> list[Path]:
-    """Return a pattern's files in order, each by its shortest path if folders link in a circle."""
+    """Return a pattern's files in order, each by its shortest path if links form a circle."""
     by_path = sorted(files, key=lambda file: len(str(file)), reverse=True)
     return sorted({(os.path.realpath(file.parent), file.name): file for file in by_path}.values())
 
@@ -247,7 +247,7 @@ def _with_indices(files: Iterable[Path]) -> list[Path]:
 
 
 def _of_several(reference: str, files: list[Path], rows: bool) -> Source:
-    """Return the files of a folder or pattern in the form that makes up most of its bytes."""
+    """Return the files of a folder or pattern that have the form of most of its bytes."""
     if not files:
         raise BadInputError(f"no files below {reference}; is it the right folder?")
     groups: dict[Kind, list[Path]] = {"tokens": [], "rows": [], "text": []}
@@ -286,7 +286,7 @@ def _chosen_kind(groups: Mapping[Kind, Sequence[Path]], rows: bool) -> Kind:
 
 
 def _has_rows(file: Path) -> bool:
-    """Return whether a .json begins as a list of objects, or with an object per line."""
+    """Return whether a .json begins with a list of objects, or has an object per line."""
     with readable(file) as stream:
         lines = stream.read(_SNIFFED_BYTES).removeprefix(b"\xef\xbb\xbf").split()
     head = b"".join(lines[:3])[:3]
@@ -298,7 +298,7 @@ def _has_rows(file: Path) -> bool:
 
 
 def _is_object(line: bytes) -> bool:
-    """Return whether a line is a JSON object, or begins one that is longer than the part read."""
+    """Return whether a line is a JSON object, or the beginning of one longer than the part read."""
     if not line.lstrip().startswith(b"{"):
         return False
     try:
@@ -381,7 +381,7 @@ def _markup_of(file: Path) -> str | None:
 
 
 def files_in_both(train: Source, held_out: Source) -> list[Path]:
-    """Return the validation files that are also among the training files, by complete contents.
+    """Return the validation files whose contents are also those of a training file.
 
     If there are very many validation files, only the first are checked. Empty files and indices
     contain nothing to train on.
@@ -422,7 +422,7 @@ def repeated_files(source: Source) -> list[Path]:
 
 
 def _compared_sizes(source: Source) -> dict[Path, int]:
-    """Return the sizes of the files to compare: the first, without empty ones and indices."""
+    """Return the first files, without empty ones and indices, with their sizes to compare."""
     return {
         file: size
         for file in source.files[:_COMPARED_FILES]
@@ -476,7 +476,7 @@ def _splits_by_name(files: Sequence[Path]) -> dict[Path, str | None]:
 
 
 def _split_by_name(names: Sequence[str]) -> str | None:
-    """Return the split that the last of the names indicates, if any."""
+    """Return the split that the last indicative name names, if any."""
     for name in reversed(names):
         if _TRAIN_NAME.search(name):
             return "train"
@@ -549,7 +549,7 @@ def _files_below(
                 lost.append(entry.path)
                 continue
             if entry.is_dir() and entry.name not in left_out:
-                if entry.is_symlink():  # visit each once, against circular links
+                if entry.is_symlink():  # visit each once, since links may be circular
                     target = os.path.realpath(entry.path)
                     if target in linked:
                         continue
@@ -561,7 +561,7 @@ def _files_below(
 
 
 def _is_of_outpace(folder: Path, names: Collection[str]) -> bool:
-    """Return whether a folder is a run or a cache, which may lie within the data."""
+    """Return whether a folder is a run or a cache of outpace, which may be inside the data."""
     names = {name for name in names if not name.startswith(".")}
     if folder.name in _CACHED and names:
         entry = re.compile(f"{_HASH}({re.escape(_CACHED[folder.name])})?{_UNFINISHED}")
@@ -577,7 +577,7 @@ def _is_of_outpace(folder: Path, names: Collection[str]) -> bool:
 
 
 def _leads_nowhere(entry: "os.DirEntry[str] | Path") -> bool:
-    """Return whether a path is a link to nothing, or to itself."""
+    """Return whether a path is a link without a target, or to itself."""
     return entry.is_symlink() and not os.path.exists(entry)  # noqa: PTH110 (text at hand)
 
 
@@ -610,7 +610,7 @@ def fingerprint(source: Source, text_field: str) -> str:
     digest = xxhash.xxh3_128()
     files = source.files
     if source.kind == "dataset":
-        # Its own fingerprint is of the code that made it, not of the files which that code read.
+        # Its own fingerprint is that of the code that made it, not of the files that the code read.
         dataset = open_dataset(source.reference)
         digest.update(str(dataset._fingerprint).encode())
         files = dataset_files(dataset)
@@ -632,7 +632,8 @@ def dataset_files(dataset: Any) -> tuple[Path, ...]:
 def open_dataset(reference: str) -> Any:
     """Open a Hugging Face dataset: hf:NAME[:CONFIG[:SPLIT]], where NAME may be a local path.
 
-    Its rows are Python's values, whatever format it was saved with; images and sound are bytes.
+    Its rows have plain Python values, whatever format it was saved with; images and audio are
+    bytes.
     """
     name, config, split = _dataset_name(reference)
     try:
@@ -653,7 +654,7 @@ def _open_split(reference: str, name: str, config: str, split: str) -> Any:
     if not isinstance(found, datasets.DatasetDict):
         if split != "train":  # only the training rows were requested
             raise BadInputError(
-                f"the dataset {reference} has no splits, thus no {split!r}; write hf:{name}"
+                f"the dataset {reference} has no splits, so no {split!r}; write hf:{name}"
             )
         return found
     if split not in found:
@@ -665,7 +666,7 @@ def _open_split(reference: str, name: str, config: str, split: str) -> Any:
 
 
 def _drop_format(dataset: Any) -> Any:
-    """Return a dataset without a format for other programs, and without decoding media."""
+    """Return a dataset that yields plain Python values and does not decode media."""
     import datasets
 
     features = {name: _keep_stored_media(kind) for name, kind in dataset.features.items()}
@@ -678,7 +679,7 @@ def _drop_format(dataset: Any) -> Any:
 
 
 def _keep_stored_media(kind: Any) -> Any:
-    """Return the type of a column whose images, sound and the like stay as they are stored."""
+    """Return a column's type, changed so that images, audio and the like are not decoded."""
     if isinstance(kind, dict):
         return {name: _keep_stored_media(inner) for name, inner in kind.items()}
     if hasattr(kind, "feature"):  # a list

@@ -29,7 +29,7 @@ _MOST_IDS = 1 << 20
 _LEAST_PAIRS = 1000  # of bytes, to tell ids of one byte from ids of two
 # Bytes of a mapped file that may count as this process's memory; the kernel caches them anyway.
 _RESIDENT_BYTES = 32 << 20
-_FAULT_BYTES = 2 << 20  # most that is mapped with a page: a huge page
+_FAULT_BYTES = 2 << 20  # the most that one page fault maps: a huge page
 
 # How often a mapped file is checked while it is read, and how much of it is compared if its time or
 # size has changed.
@@ -42,11 +42,11 @@ _START_AGAIN = (
 
 
 class MappedTokens:
-    """A file of token ids that is mapped into memory on use; pickling keeps only its path.
+    """A file of token ids that is mapped into memory when used; pickling keeps only its path.
 
     Reading raises BadInputError if the file was overwritten or truncated since: other tokens would
-    be learned, or the kernel would end the process. A file that replaces it by its name does no
-    harm, as the mapped one stays, nor does one that only grows.
+    be learned, or the kernel would end the process. Replacing the file under its name does no harm,
+    since the mapped file stays; nor does appending.
     """
 
     def __init__(self, path: Path, dtype: str, offset: int = 0) -> None:
@@ -68,8 +68,7 @@ class MappedTokens:
 
     def part(self, offset: int, count: int) -> Array:
         """Return ids from the file's pages, and drop earlier pages so that few stay resident.
-
-        Otherwise, the whole file would become resident in training and count in its memory peak.
+        Otherwise, training would make the whole file resident, and count it in the memory peak.
         """
         self._require_unchanged()
         found = self.ids[offset : offset + count]
@@ -103,7 +102,7 @@ class MappedTokens:
         self._state = state
 
     def _compute_digest(self) -> str:
-        """Hash ids at places all over the file. It is read, since mapped pages count as memory."""
+        """Hash ids at places all over the file, by reading: mapped pages would count as memory."""
         last = max(self.ids.nbytes - _PLACE_BYTES, 0)
         digest = xxhash.xxh3_128()
         with self.path.open("rb") as file:
@@ -113,13 +112,13 @@ class MappedTokens:
         return digest.hexdigest()
 
     def load(self, offset: int, count: int) -> Array:
-        """Read ids into memory, since mapped pages count as memory of this process."""
+        """Read ids into memory: mapped pages would count as memory of this process."""
         at = self._offset + offset * self.ids.itemsize
         return np.fromfile(self.path, dtype=self._dtype, count=count, offset=at)
 
 
 def _state_of(path: Path) -> tuple[int, int, int]:
-    """Return a file's number, size and time of the last change."""
+    """Return a file's inode number, size and time of the last change."""
     found = path.stat()
     return found.st_ino, found.st_size, found.st_mtime_ns
 
@@ -292,7 +291,7 @@ def _llmc_stream(path: Path, header: Array, size: int) -> Stream:
 
 
 def _width_of(path: Path, size: int) -> str:
-    """Return the type of the ids: the widest whose upper bits no word uses.
+    """Return the type of the ids: the widest type whose upper bits no word uses.
 
     16-bit ids would look like 32-bit ones only if every second id were less than 16; where all are
     less than 16, only if every second one were 0.
@@ -353,8 +352,9 @@ def megatron_stream(path: Path) -> Stream:
         if not len(borders) or borders[0] != 0 or borders[-1] != sequences:
             ends = f"{borders[0]} to {borders[-1]}" if len(borders) else "none"
             raise ValueError(
-                f"it has {sequences} sequences, but its documents belong to others ({ends}), as "
-                "happens if files are merged without their documents. Create it again from the "
+                f"it has {sequences} sequences, but its documents belong to other sequences "
+                f"({ends}), as happens if files are merged without their documents. Create it "
+                "again from the "
                 "texts"
             )
         document_starts = starts[borders[:-1]]

@@ -1,7 +1,7 @@
 """Parts of conversations that a chat template leaves out of the text that it writes.
 
-Templates skip roles, tools, calls and keys of messages that they were not written for, and some
-leave the reasoning out of answers.
+Templates skip roles, tools, calls and message keys that they were not written for, and some leave
+the reasoning out of answers.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,7 +27,7 @@ def unwritten_parts(
     prompt: str,
     render: Callable[[Sequence[Message], Sequence[Tool]], str],
 ) -> list[str]:
-    """Describe what the template leaves out of a `prompt`: messages, tools, calls of tools.
+    """Describe what the template leaves out of a `prompt`: messages, tools, tool calls.
 
     `render` writes the prompt of other messages or tools.
     """

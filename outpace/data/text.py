@@ -18,7 +18,7 @@ from outpace.data.row_files import (
 from outpace.data.sources import Source, open_dataset, readable
 from outpace.records.errors import BadInputError, quote_names
 
-# Longer texts are passed on in pieces, to keep memory flat.
+# Longer texts are passed on in pieces, to keep memory use constant.
 PIECE_BYTES = 1 << 20
 _LEAST_PIECE = 1 << 14
 
@@ -75,7 +75,7 @@ def _decode(decoder: codecs.IncrementalDecoder, block: bytes, file: Path, read: 
     try:
         return decoder.decode(block, final=not block)
     except UnicodeDecodeError as error:
-        # The decoder kept the first bytes of a character that the block before ended in.
+        # The decoder kept the first bytes of a character that was cut by the previous block's end.
         offset = read - len(decoder.getstate()[0]) + error.start
         raise BadInputError(
             f"{file} is not UTF-8 text: byte {error.object[error.start]:#04x} at offset {offset}. "
@@ -135,7 +135,7 @@ def _documents(file: Path, field: str) -> Iterator[tuple[str, int]]:
 
 
 def _remedy(row: Row, before: int) -> str:
-    """Say how to read records without the field: as the form that they have, or by another field.
+    """Say how to read records without the field: by their task, or by another field.
 
     `before`: number of earlier records that have it.
     """
@@ -145,7 +145,7 @@ def _remedy(row: Row, before: int) -> str:
         conversation_of(row)
     except BadInputError:
         return nested_rows(row) or (
-            ". Records before it have it: correct this one, or take it out."
+            ". Records before it have it: correct this one, or remove it."
             if before
             else ". Name it with --text-field."
         )

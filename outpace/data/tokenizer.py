@@ -58,7 +58,7 @@ _GPT2_CLASSES = frozenset(
     {"GPT2Tokenizer", "RobertaTokenizer", "CodeGenTokenizer", "BartTokenizer",
      "LongformerTokenizer", "BlenderbotTokenizer", "LEDTokenizer", "DebertaTokenizer"}
 )  # fmt: skip
-# Roles whose token is in the data, so that another token would be another text.
+# Roles whose token is in the data, so that another token would change the text.
 _NEEDED = ("mask_token", "cls_token", "sep_token")
 
 
@@ -68,7 +68,7 @@ class Tokenizer:
     `eos_id` ends a document. `vocab_size` is one more than the largest id. `cuts_texts`: a text cut
     after a line break, before a letter or digit, or before the blank between two words, has the ids
     of its parts. `chat_template` is the template for conversations that came with it, or the
-    default of several; `chat_templates` are all by name, and `template_file` is their file.
+    default of several; `chat_templates` has all of them by name, and `template_file` is their file.
     `config` holds the values of tokenizer_config.json; `save` writes them again.
     """
 
@@ -153,7 +153,7 @@ class Tokenizer:
         }
 
     def known_characters(self) -> frozenset[str] | None:
-        """Characters that survive encoding if others are lost: a character-level BPE, no [UNK]."""
+        """Characters with a token, if others are lost (character BPE without [UNK]); else None."""
         told = json.loads(self.inner.to_str())
         model = told["model"]
         bytes_too = model.get("byte_fallback") or "ByteLevel" in json.dumps(
@@ -174,7 +174,7 @@ class Tokenizer:
 
     @property
     def roles(self) -> dict[str, str]:
-        """The tokens with a role, by transformers' names: eos_token, pad_token, …"""
+        """Tokens with a role, by transformers' names: eos_token, pad_token, …"""
         return dict(self._roles)
 
     def replace(self, inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> "Tokenizer":
@@ -186,17 +186,15 @@ class Tokenizer:
 
     def with_length(self, positions: int) -> "Tokenizer":
         """Return the tokenizer with a model's positions as maximum length, unless it has one.
-
-        transformers cuts longer texts only at that, and a model fails beyond its positions.
+        transformers truncates texts only to that length, and a model fails beyond its positions.
         """
         if "model_max_length" in self._config:
             return self
         return self.replace(self.inner, {"model_max_length": positions})
 
     def encode(self, text: str) -> list[int]:
-        """Return the ids of a text, without added ones.
-
-        A special token's name becomes that token.
+        """Return the ids of a text, without added tokens. A special token's name becomes that
+        token.
         """
         with _refusing_panics():
             if len(text) > _LONG_CHARACTERS:
@@ -393,7 +391,7 @@ def load_tokenizer(reference: str) -> Tokenizer:
     try:
         found = _load(path)
         if found is not None:
-            # Some only then notice that a token is missing, or that a rule never ends.
+            # Only then, some fail because a token is missing or a rule never ends.
             call_isolated(partial(found.encode, _SAMPLE), _SAMPLE_CPU_S, _SAMPLE_BYTES)
     except BaseException as error:
         refused = isinstance(error, BadInputError) or not isinstance(error, OutpaceError)
@@ -413,10 +411,8 @@ def load_tokenizer(reference: str) -> Tokenizer:
 
 
 def _require_added_ids(tokenizer: Tokenizer, path: Path) -> None:
-    """Refuse a post-processor that adds other ids than its tokens have.
-
-    These are left over from a replaced vocabulary: texts would begin with another token, or with
-    one that no model has.
+    """Refuse a post-processor that adds ids that its tokens do not have. They are left over from a
+    replaced vocabulary: texts would begin with another token, or with an unknown id.
     """
     told = json.loads(tokenizer.inner.to_str())["post_processor"]
     vocabulary = tokenizer.inner.get_vocab(with_added_tokens=True)
@@ -467,7 +463,7 @@ def _require_no_dropout(tokenizer: Tokenizer, path: Path) -> None:
 
 
 def _require_files(path: Path) -> None:
-    """Refuse files that were not fetched in place of a tokenizer, and SentencePiece files alone."""
+    """Refuse files that were not fetched, and SentencePiece files without a tokenizer.json."""
     folder = path if path.is_dir() else path.parent
     if path.is_dir():
         require_fetched(path)
@@ -512,7 +508,7 @@ def _load(path: Path) -> Tokenizer | None:
 
 
 def _follow_config(inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    """Cut texts as tokenizer_config.json says, if its class overrules tokenizer.json.
+    """Cut texts by tokenizer_config.json if its class overrides tokenizer.json.
 
     As in transformers 4 and 5, BERT's classes take the rules for case, accents and Chinese
     characters from there (or their defaults), and GPT-2's and RoBERTa's the space before a text.
@@ -588,7 +584,7 @@ def _config_of(directory: Path) -> tuple[dict[str, Any], Path | None]:
 
 
 def _content(token: Any) -> str | None:
-    """Return the text of a token, which is written as itself or with its properties."""
+    """Return the text of a token, which is stored alone or with its properties."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) else None

@@ -1,8 +1,7 @@
-"""Arguments of tool calls in the form that a chat template writes.
-
-Data in OpenAI's form have arguments as JSON in a text, those of transformers as an object. Most
-templates write an object as JSON, and would put a text into quotes. Others write a text as it is,
-and would write an object as Python shows it.
+"""Arguments of tool calls in the form that a chat template expects. OpenAI's data format has
+arguments as JSON in a string, transformers' as an object. Most templates write an object as JSON,
+and would put a string into quotes. Others write a string unchanged, and would write an object as
+Python code.
 """
 
 import json
@@ -25,7 +24,7 @@ _TRIAL = (
 
 
 def takes_text(render: Callable[[Messages], str]) -> bool:
-    """Return whether a template writes arguments as they are, so that they must be JSON.
+    """Return whether a template writes arguments unchanged, so they must be JSON strings.
 
     `render` writes messages by the template, and raises BadInputError if the template refuses them.
     """
@@ -39,7 +38,7 @@ def takes_text(render: Callable[[Messages], str]) -> bool:
 
 
 def with_arguments(messages: Messages, as_text: bool, where: str) -> list[dict[str, Any]]:
-    """Return the messages with the arguments of their calls as JSON in a text, or as objects.
+    """Return the messages with the arguments of their calls as JSON strings, or as objects.
 
     Raises BadInputError, naming `where`, for arguments with a repeated key.
     """
@@ -53,7 +52,7 @@ def with_arguments(messages: Messages, as_text: bool, where: str) -> list[dict[s
 
 
 def _convert(call: Any, as_text: bool, where: str) -> Any:
-    """Convert a call, also one without `function`. A text that is no JSON object stays as it is."""
+    """Convert a call, also one without `function`. A string that is no JSON object is kept."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return call
@@ -69,7 +68,7 @@ def _convert(call: Any, as_text: bool, where: str) -> Any:
 
 
 def _read_arguments(told: str, where: str) -> Any:
-    """Return the object that a text holds as JSON, also as JSON within JSON; else the text."""
+    """Return the object that a JSON string contains (also if encoded twice), else the string."""
     value: Any = told if told.strip() else "{}"
     try:
         for _ in range(2):

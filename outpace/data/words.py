@@ -1,9 +1,9 @@
 """Byte-level BPE with a cache of words.
 
 A byte-level tokenizer first cuts a text into words by a regular expression, then merges the bytes
-of each word, independently of its context. So a known word needs only a lookup. Texts are cut here
-by Python's `re`, which is several times as fast as the tokenizer's own engine, where both are known
-to agree on the text; any other text is left to the tokenizer.
+of each word, independently of its context. So a known word needs only a lookup. Python's `re` cuts
+texts here, since it is several times as fast as the tokenizer's own engine. It is used only for
+texts on which both are known to agree; the tokenizer encodes all others.
 """
 
 import json
@@ -89,7 +89,7 @@ class Words:
 
 
 def words_of(inner: tokenizers.Tokenizer) -> Words | None:
-    """Return the encoder that caches words, for tokenizers for which it is known to be exact."""
+    """Return an encoder that caches words, if it is known to be exact for this tokenizer."""
     told = json.loads(inner.to_str())
     model = told["model"]
     affixes = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
@@ -100,7 +100,7 @@ def words_of(inner: tokenizers.Tokenizer) -> Words | None:
 
 
 def _pattern_of(told: dict[str, Any] | None) -> Any:
-    """Return the regular expression of a pre-tokenizer, if it does nothing else."""
+    """Return a pre-tokenizer's regular expression, if it does nothing but split by it."""
     if told is None:
         return None
     steps = told["pretokenizers"] if told["type"] == "Sequence" else [told]
@@ -134,7 +134,7 @@ def _expand_classes(pattern: str, letters: str, numbers: str, spaces: str) -> st
 
 
 class _UnicodeClasses:
-    """Character classes of categories unchanged since Unicode 3.2, so that engines agree."""
+    """Character classes of categories that have not changed since Unicode 3.2, so engines agree."""
 
     def __init__(self) -> None:
         old, now = unicodedata.ucd_3_2_0.category, unicodedata.category

@@ -1,4 +1,4 @@
-"""Processes that load data: how they start, and explanations of their failures."""
+"""Processes that load data: how they start, and why they failed."""
 
 import errno
 import gc
@@ -47,8 +47,8 @@ def starting_workers() -> Iterator[Begin]:
     """Yield the `worker_init_fn` of a DataLoader whose workers start in this context.
 
     Workers never collect their parent's garbage: it may refer to threads and memory that a fork
-    does not have, and freeing these is a segmentation fault. Collections do not write to shared
-    memory either.
+    does not have, and freeing these is a segmentation fault. Nor do collections then write to pages
+    that are shared with the parent.
     """
     collects = gc.isenabled()
     gc.disable()
@@ -82,7 +82,8 @@ def _begin(collects: bool, worker: int) -> None:
     gc.freeze()
     if collects:
         gc.enable()
-    # Otherwise the thread that passes batches on would only print its error, and the training wait.
+    # Otherwise, the thread that passes batches on would only print its error, and training would
+    # wait.
     queue: Any = multiprocessing.queues.Queue
     queue._on_queue_feeder_error = staticmethod(_leave)
 
@@ -118,8 +119,8 @@ def worker_troubles(
 ) -> Iterator[None]:
     """Raise a BadInputError with advice for errors that torch raises about `workers`.
 
-    `exit_codes`: the workers' exit codes, None if running. `elsewhere`: the code does not
-    wait for a batch; torch may report the end of a worker at any point, by a signal.
+    `exit_codes`: the workers' exit codes, None if running. `elsewhere`: the code does not wait for
+    a batch, but torch may report the end of a worker at any point, by a signal.
     """
     try:
         yield
@@ -147,7 +148,7 @@ def worker_troubles(
 def _explain_failure(
     error: BaseException, said: str, exit_codes: Callable[[], Sequence[int | None]]
 ) -> str | None:
-    """Explain why workers delivered no batch; None if the error is not about them."""
+    """Explain why workers delivered no batch; None if the error has another cause."""
     if said.startswith("DataLoader timed out"):
         limit = said.removeprefix("DataLoader timed out after ")
         return (
@@ -175,7 +176,7 @@ def _explain_failure(
 
 
 def _suggest_main_guard() -> str:
-    """Explain the __main__ guard that a script needs, because each worker runs it at its start."""
+    """Suggest the __main__ guard that a script needs if each worker runs it at its start."""
     method = multiprocessing.get_start_method()
     if method == "fork":
         return ""
@@ -186,10 +187,10 @@ def _suggest_main_guard() -> str:
 
 
 _SENTENCES = {
-    "memory": "shared memory, through which they hand over batches, is used up.",
-    "files": "the limit on open files (ulimit -n) is too low: each batch needs some.",
-    "socket": "they hand over batches through sockets in the folder of temporary files, whose "
-    "name is too long for that. Set TMPDIR=/tmp, or another short one.",
+    "memory": "the shared memory through which they hand over batches is full.",
+    "files": "the limit on open files (ulimit -n) is too low: each batch needs several.",
+    "socket": "they hand over batches through sockets in the temporary folder, whose name is too "
+    "long for that. Set TMPDIR=/tmp, or another short one.",
     "processes": "no more processes can be started, or there is too little memory for them.",
     "killed": "one of them was killed, as happens when memory runs out.",
 }

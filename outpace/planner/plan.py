@@ -1,4 +1,4 @@
-"""The planner's answer: the plan to use, others (fastest first) with reasons, and rejected ones."""
+"""The planner's answer: the plan to use, other plans (fastest first), and why others are not."""
 
 import math
 import time
@@ -60,7 +60,7 @@ def plans(job: PlanningProblem) -> Plans:
     wanted = job.wanted
     if wanted.trained and job.outline.untrained is not None:
         raise BadInputError(
-            f"{job.outline.name} is planned for, but outpace does not train it: "
+            f"{job.outline.name} can be planned, but outpace does not train it: "
             f"{job.outline.untrained}."
         )
     used, found = _fastest(job)
@@ -148,11 +148,11 @@ def _extrapolations(job: PlanningProblem, plan: Plan) -> tuple[str, ...]:
 
 
 def _uncertainties(planned: Sequence[RankedPlan]) -> list[str]:
-    """Return notes on assumptions of plans that the interval does not cover."""
+    """Return notes on assumptions about plans that the interval does not cover."""
     told = []
     if any(one.plan.precision == "fp8" for one in planned):
         told.append(
-            "fp8: the time to find its scales is not counted; MFU is relative to fp8's own peak."
+            "fp8: the time to compute scales is not counted; MFU is relative to the fp8 peak."
         )
     if any(one.plan.compile for one in planned):
         told.append(
@@ -170,7 +170,7 @@ def _extrapolated_note(planned: RankedPlan) -> list[str]:
 
 
 def _faster_case_note(job: PlanningProblem, found: SearchResult, planned: RankedPlan) -> list[str]:
-    """Return a note on a published step that is listed, and faster in fewer bits."""
+    """Return a note on a listed published step that is faster because it uses fewer bits."""
     plan, least_s = to_plan(found.columns, found.fastest), _seconds(found)
     batch = job.wanted.global_batch
     case = faster_case(likeness(job, plan), planned.cases, batch, least_s)
@@ -187,7 +187,7 @@ def _host_memory_note(job: PlanningProblem, used: PlanningProblem) -> list[str]:
     """Return a note on the assumed host memory, if it is unknown and plans may offload to it."""
     if len(job.by_assumption()) == 1:
         return []
-    unknown = f"The memory of a host of {job.cluster.name} is not known"
+    unknown = f"The host memory of {job.cluster.name} is not known"
     state = "Give a node's host memory, as in --host-memory 512GiB"
     if not used.wanted.offloads:
         return [f"{unknown}, so no plan offloads. {state}: plans that offload may be faster."]
@@ -198,7 +198,7 @@ def _host_memory_note(job: PlanningProblem, used: PlanningProblem) -> list[str]:
 
 
 def _adapter_notes(job: PlanningProblem, planned: Sequence[RankedPlan]) -> list[str]:
-    """Return a note on what adapters train, or on what they would save if weights are offloaded."""
+    """Return a note on what adapters train, or would save if weights are offloaded."""
     adapters = job.wanted.adapters
     if adapters is not None:
         trained, count = adapters.trained_parameters(job.outline), parameters(job.outline)
@@ -206,27 +206,28 @@ def _adapter_notes(job: PlanningProblem, planned: Sequence[RankedPlan]) -> list[
         return [
             f"{adapters.title}: {show_count(trained)} parameters are trained, with "
             f"{show_count(count)} frozen ones. Plans use strategy {strategies}, without "
-            "offloading; outpace also trains adapters with others, whose memory outpace memory "
-            "traces."
+            "offloading; outpace also trains adapters with other strategies, whose memory outpace "
+            "memory traces."
         ]
     values = {"precision": job.wanted.precision, **job.wanted.keep}
     known = can_plan_adapters(job.outline, values) and not job.question.other_program
     if planned[0].plan.offload_parameters in (None, "none") or not known:
         return []
     return [
-        "Every step fetches the weights from the host. Adapters take far less: plan them with "
+        "Every step fetches the weights from the host. Adapters need far less memory: plan them "
+        "with "
         "--lora-rank 16 (and --base nf4)."
     ]
 
 
-# Options with which states are smallest; the earlier, the closer training is to AdamW in fp32.
+# Options with the smallest states, sorted by how close training is to AdamW in fp32.
 _SMALL_STATES: tuple[tuple[OptimizerName, bool], ...] = tuple(
     (name, in_backward) for in_backward in (False, True) for name in LOW
 )
 
 
 def _small_states_note(job: PlanningProblem, planned: RankedPlan) -> list[str]:
-    """Return a note on a plan of weights and states in fewer bits, if plan 1 offloads theirs."""
+    """Return a note on a plan with weights and states in fewer bits, if plan 1 offloads them."""
     wanted, plan = job.wanted, planned.plan
     decided = {*wanted.keep, *wanted.vary} & {
         "precision", "optimizer", "optimizer_in_backward", "offload_parameters",
@@ -260,7 +261,7 @@ _MUCH_OF_STEP = 0.25  # of its time
 
 
 def _batch_note(planned: RankedPlan) -> list[str]:
-    """Return a note on the part of offloading's time that no batch size changes, if it is large."""
+    """Return a note on offloading's time that no batch size changes, if it is large."""
     one = planned.estimate
     fixed_s = sum(
         part.exposed_s for part in one.offloading if part.what in ("optimizer", "host step", "disk")
@@ -269,13 +270,13 @@ def _batch_note(planned: RankedPlan) -> list[str]:
         return []
     return [
         f"Of plan 1's offloading, the optimizer takes {show_seconds(fixed_s)} with any batch: its "
-        "step off the device, and copies of gradients and new weights. A "
+        "step outside of the device, and copies of gradients and new weights. A "
         "larger --global-batch (more accumulation) spreads them over more tokens."
     ]
 
 
 def _list_hints(job: PlanningProblem, found: SearchResult) -> list[str]:
-    """Return settings that are not searched but would help, if hints are requested."""
+    """Suggest settings that are not searched but would help, if hints are requested."""
     if not job.hints or job.wanted.on_host:
         return []
     best = to_plan(found.columns, found.fastest)
@@ -307,7 +308,7 @@ def _add_alternatives(job: PlanningProblem, found: SearchResult) -> SearchResult
     """Add the simplest and the leanest plans that are about as fast, with simulated pipelines.
 
     If a simulated pipeline is slower than allowed, the best plan without a pipeline replaces it. If
-    one is faster than the fastest, it becomes the fastest, and others are sought for it.
+    one is faster than the fastest, it becomes the fastest, and alternatives are sought again.
     """
     found = _find_simulated_alternatives(job, found)
     faster = _faster_alternatives(found)
@@ -346,7 +347,7 @@ def _faster_alternatives(found: SearchResult) -> Ints:
 
 
 def _drop_needless_headroom(job: PlanningProblem, found: SearchResult) -> SearchResult:
-    """Drop the plan with headroom if the recommended one leaves as much memory free."""
+    """Drop the plan with headroom if the recommended plan leaves as much memory free."""
     if found.roomier and found.needs[found.simplest] <= ROOMY * job.limit:
         return replace(found, leanest=-1, roomier=False)
     return found
@@ -380,7 +381,7 @@ def list_places(found: SearchResult) -> list[tuple[int, tuple[Role, ...]]]:
 
 
 def _fastest(job: PlanningProblem) -> tuple[PlanningProblem, SearchResult]:
-    """Search; return the problem whose plans fit (`by_assumption`), and the result."""
+    """Search; return the version of the problem that has plans (`by_assumption`), and the result."""
     *first, last = job.by_assumption()
     for one in first:
         used, found = _fastest_on_nodes(one)
@@ -411,7 +412,7 @@ def _seconds(found: SearchResult) -> float:
 def _smaller_clusters(job: PlanningProblem) -> list[int]:
     """Yield smaller numbers of nodes that are worth considering, largest first.
 
-    They are repeated halves, powers of two, and those whose devices divide the global batch: the
+    They are repeated halves, powers of two, and numbers whose devices divide the global batch. All
     numbers considered for a machine are also considered for one twice as large.
     """
     nodes, each = job.cluster.nodes, job.cluster.fabric.per_node
@@ -436,7 +437,7 @@ def _least_s(job: PlanningProblem, nodes: int) -> float:
 
 
 def fastest_plans(job: PlanningProblem, count: int) -> tuple[list[tuple[Plan, float]], int]:
-    """Return the `count` fastest plans with step times, of any kinds, and the number considered."""
+    """Return the `count` fastest plans of any kind, their step times, and the number considered."""
     columns, considered = fastest(job.question, job.wanted, job.checked_bytes, job.limit, count)
     places = np.arange(len(columns))
     times = simulate_pipelines(job.question, columns, estimate(job.question, columns), places)
@@ -462,9 +463,8 @@ def fastest_plan(
 
 
 def estimate_plan(job: PlanningProblem, plan: Plan) -> RankedPlan:
-    """Estimate one plan, fitting or not.
-
-    Raises BadInputError if the plan does not divide the batch.
+    """Estimate one plan, whether it fits or not. Raises BadInputError if it does not divide the
+    batch.
     """
     columns = of_plans([plan], job.wanted.global_batch, job.outline.layers)
     times = estimate(job.question, columns)
@@ -529,7 +529,7 @@ def _estimate(
     kinds: dict[str, int] = {
         str(name): round(float(values[0])) for name, values in by_kind.items() if values[0] >= 0.5
     }
-    kinds.pop("offloaded", 0)  # at the device's peak, not its own
+    kinds.pop("offloaded", 0)  # at the device's peak, not at the host's
     host, disk = (round(float(amount[0])) for amount in job.offloaded_bytes(row))
     inside = sum(kinds.values())
     kinds["allocator and libraries"] = max(0, round(float(needs[place])) - inside)
@@ -586,7 +586,7 @@ def _offloading(job: PlanningProblem, row: PlanBatch) -> tuple[OffloadingPart, .
 
 
 def _insistences(job: PlanningProblem, fastest_s: float) -> list[KeptOption]:
-    """Return the cost of each option that the user requires, by the time without it."""
+    """Return the cost of each option that the user requires, from the time without it."""
     rows = []
     wanted = job.wanted
     asked: list[tuple[str, SearchRequest]] = [

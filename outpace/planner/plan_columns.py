@@ -39,7 +39,7 @@ class PlanBatch:
     `zero` is 0 if dp_shard is 1. `modes` has four columns: the share of blocks that recompute in
     each mode, in the order of MODES. `etp` ranks of tp split each expert. `passes`: accumulation
     steps, with samples = micro_batch × microbatches × passes. `adapters`: the AdapterSettings of
-    plans that only train adapters, else None.
+    plans that train only adapters, else None.
     """
 
     strategy: Ints
@@ -76,7 +76,7 @@ class PlanBatch:
         return len(self.strategy)
 
     def select(self, chosen: Any) -> Self:
-        """Return the plans of a mask, a slice or a list of positions."""
+        """Return the plans at a mask, a slice or a list of positions."""
         return type(self)(
             **{field.name: getattr(self, field.name)[chosen] for field in fields(self)}
         )
@@ -89,7 +89,7 @@ class PlanBatch:
         """
         found = set(self.adapters.tolist())
         if len(found) > 1:
-            raise ValueError(f"plans of one batch differ in their adapters: {found}")
+            raise ValueError(f"plans of one batch have different adapters: {found}")
         return found.pop() if found else None
 
     def unknown_with_adapters(self) -> Iterator[tuple[str, Bools]]:
@@ -157,14 +157,14 @@ class PlanBatch:
 
 
 def join_batches(parts: Sequence[PlanBatch]) -> PlanBatch:
-    """Return the plans of several batches in one."""
+    """Return the plans of several batches as one batch."""
     names = [field.name for field in fields(PlanBatch)]
     return PlanBatch(**{n: np.concatenate([getattr(p, n) for p in parts]) for n in names})
 
 
 @lru_cache
 def _is_among(values: tuple[str, ...], names: tuple[str, ...]) -> Bools:
-    """Return, for each position of a name, whether the name is among those given."""
+    """Return, for each name (as a position), whether it is one of those given."""
     found = np.array([value in names for value in values])
     found.setflags(write=False)
     return found

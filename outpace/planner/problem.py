@@ -18,11 +18,11 @@ from outpace.records.outline import Outline
 
 @dataclass(frozen=True)
 class PlanningProblem:
-    """A model, a batch and a machine, and requirements on the answer.
+    """A model, a batch and a machine, and requirements for the answer.
 
-    `idle`: nodes may stay idle if fewer are faster or not all can be used. `hints`: whether to
-    report gains of settings that are not searched. `traits`: how the trainer uses memory, `stack`:
-    how it trains.
+    `idle`: nodes may stay idle if fewer nodes are faster or not all can be used. `hints`: whether
+    to report gains of settings that are not searched. `traits`: how the trainer uses memory,
+    `stack`: how it trains.
     """
 
     outline: Outline
@@ -90,7 +90,7 @@ class PlanningProblem:
         return needs
 
     def by_assumption(self) -> "tuple[PlanningProblem, ...]":
-        """Return versions of the problem, to be searched in turn until a plan fits.
+        """Yield versions of the problem, to be searched in turn until a plan fits.
 
         If the host's memory is not known, plans that offload nothing come before all others.
         """
@@ -99,7 +99,7 @@ class PlanningProblem:
         return replace(self, wanted=replace(self.wanted, offloads=False)), self
 
     def offloads(self, columns: PlanBatch) -> Floats:
-        """Return, for each plan, the bytes of host memory per node that its ranks offload to."""
+        """Return the bytes of a node's host memory to which each plan's ranks offload."""
         return self.offloaded_bytes(columns)[0]
 
     def offloaded_bytes(self, columns: PlanBatch) -> tuple[Floats, Floats]:

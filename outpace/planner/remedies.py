@@ -1,4 +1,4 @@
-"""Changes with which a model fits: options that prevent it, devices, sequences, or adapters."""
+"""Changes with which a model fits: other options, more devices, shorter sequences, adapters."""
 
 import math
 import re
@@ -81,7 +81,7 @@ def _without_options(job: PlanningProblem) -> Iterator[str]:
 
 
 def _offloadable_precision(wanted: SearchRequest) -> Precision | None:
-    """Return the precision of the same matmuls whose states can be offloaded, if it is another."""
+    """Return another precision with the same matmuls whose states can be offloaded, if any."""
     plain = PRECISION_TRAITS[wanted.precision].low
     decided = "precision" in {*wanted.keep, *wanted.vary} or wanted.offloaded_precision is not None
     return None if decided or plain == wanted.precision else plain
@@ -121,7 +121,7 @@ def _longest_sequence(job: PlanningProblem) -> int | None:
 
 
 def _fitting_adapters(job: PlanningProblem) -> str | None:
-    """Return adapter options with which a plan fits; None if none does, or if already planned."""
+    """Return adapter options with which a plan fits; None if none does or the plan has adapters."""
     wanted = job.wanted
     values = {"precision": wanted.precision, **wanted.keep}
     known = can_plan_adapters(job.outline, values) and not job.question.other_program
@@ -174,13 +174,13 @@ def _fewest_beside(job: PlanningProblem) -> tuple[int, str] | None:
 
 
 def _beyond_positions(job: PlanningProblem) -> str:
-    """Return ' Its sequences …' if they are longer than the unmodified model supports, else ''."""
+    """Say that sequences are longer than the unmodified model supports, if they are; else ''."""
     most = job.outline.max_positions
     if job.wanted.seq_len <= most:
         return ""
     return (
         f" Its sequences of {job.wanted.seq_len} tokens exceed the {most} positions of the model, "
-        "which accepts none longer unless it is changed."
+        "and it accepts no longer ones unless it is changed."
     )
 
 

@@ -103,9 +103,8 @@ def of_catalog(
     chip = ACCELERATORS.get(node.accelerator or "")
     if chip is None:
         raise BadInputError(
-            f"machine {node.name} has no accelerator from the catalog, so its rates are not "
-            "known. Measure it: outpace probe --out machine.json, and give --machine "
-            "machine.json."
+            f"machine {node.name} has no accelerator from the catalog, so its rates are not known. "
+            "Measure it with outpace probe --out machine.json, and use --machine machine.json."
         )
     across = network or of_node(node)
     notes: tuple[str, ...] = () if node.assumed is None else (node.assumed,)
@@ -151,7 +150,7 @@ def _fabric(node: Node, per_node: int, network: Network | None) -> Fabric:
     whole = LINKS[link.link].bytes_per_s * link.count
     share = efficiency.LINK_SHARE[kind]
     if node.topology == "none" and per_node > 1:
-        # Through the host: to it and from it, over the same bridge as the others.
+        # Through the host: to it and from it, over a bridge that all devices share.
         share = efficiency.HOST_BRIDGE_SHARE
     elif node.topology == "pairs":
         share = efficiency.BRIDGE_SHARE
@@ -189,7 +188,7 @@ def _fabric(node: Node, per_node: int, network: Network | None) -> Fabric:
 
 
 def _dispatch_rate(node: Node, share: float, across_share: float) -> efficiency.DispatchRate:
-    """Return a dispatcher's rate, with shares relative to what a ring reaches of the links."""
+    """Return a dispatcher's rate, with shares relative to the rate that a ring reaches."""
     found = efficiency.dispatch_rate(ACCELERATORS[node.accelerator or ""])
     return found.model_copy(
         update={"link_share": found.link_share / share,
@@ -198,7 +197,7 @@ def _dispatch_rate(node: Node, share: float, across_share: float) -> efficiency.
 
 
 def _use_devices(fabric: Fabric, node: Node, devices: int) -> Fabric:
-    """Return the links between some of a node's devices; in a mesh, only links among these."""
+    """Return the links between some of a node's devices; in a mesh, only the links among them."""
     found = replace(fabric, per_node=devices)
     if node.topology != "mesh" or node.device_link is None or devices == 1:
         return found
@@ -211,7 +210,7 @@ def _use_devices(fabric: Fabric, node: Node, devices: int) -> Fabric:
 def of_probe(machine: Machine, ranks: int) -> Cluster:
     """Return a machine as `outpace probe` measured it, for `ranks` processes on each of its hosts.
 
-    For figures that were not stable enough, the median of their samples is used and noted. Raises
+    For unstable figures, the median of their samples is used and a note says so. Raises
     BadInputError if a necessary figure was not probed.
     """
     probed = machine.probed
@@ -386,7 +385,7 @@ class _ProbeFigures:
         return figure.value
 
     def matmuls(self, dtype: str) -> dict[float, float]:
-        """Return FLOP/s of square-like matmuls by FLOPs, the best of each size."""
+        """Return the best FLOP/s of nearly square matmuls for each number of FLOPs."""
         best: dict[float, float] = {}
         for figure in self.probed.figures:
             key = figure.key
@@ -438,7 +437,7 @@ class _ProbeFigures:
         return min((rate for rate in rates if rate), default=None)
 
     def loader_tokens_per_s(self, ranks: int, cores: int) -> float:
-        """Return the most tokens/s that the loaders of `ranks` ranks reach; infinite if unknown.
+        """Return the tokens/s that the loaders of `ranks` ranks reach at most; infinite if unknown.
 
         Loaders were probed one at a time; several reach the same speed as long as each worker has a
         core.
@@ -457,9 +456,8 @@ class _ProbeFigures:
         if not self._unstable:
             return []
         return [
-            "figures of the probe that were not stable enough to conclude: "
-            f"{len(self._unstable)}; the median of their samples is used. For a better plan, "
-            "probe again on a quiet machine."
+            "{len(self._unstable)} figures of the probe were not stable; the median of their "
+            "samples is used. For a better plan, probe again on a quiet machine."
         ]
 
 
@@ -491,14 +489,14 @@ def _probed_device(
 
 
 _DTYPES = ("fp32", "bf16", "fp16", "tf32", "fp8")
-_EVEN = 8  # 16-bit numbers in rows of multiples of 16 bytes
+_EVEN = 8  # 16-bit numbers, so that rows are multiples of 16 bytes
 _SMALL_SIDE = 64  # size of matmuls that take as long as their launch
 
 
 def _measured_accelerator(
     machine: Machine, known: _ProbeFigures, chip: Accelerator, memory: float | None
 ) -> DeviceRates:
-    """Return the catalog's device with measured rates in place of typical ones.
+    """Return the catalog's device with measured rates instead of typical ones.
 
     Measured matmuls correct those of similar shapes, unaligned rows get the measured rate, and a
     launch takes as long as the smallest matmul.
@@ -525,8 +523,7 @@ def _compare_matmuls(
     base: DeviceRates, known: _ProbeFigures, least_s: float
 ) -> tuple[dict[str, tuple[MeasuredMatmul, ...]], list[float]]:
     """Return the ratios of measured to predicted time by dtype, and the rates of unaligned rows.
-
-    Matmuls below `least_s` are limited by their launch and ignored.
+    Matmuls shorter than `least_s` are limited by their launch and ignored.
     """
     ratios, unaligned = {}, []
     for dtype in _DTYPES:
@@ -543,7 +540,7 @@ def _compare_matmuls(
 
 
 def _by_tiles(device: DeviceRates, dtype: str, m: int, n: int, k: int) -> float:
-    """Return the time of a matmul by the catalog, s."""
+    """Return the time of a matmul at the catalog's rates, s."""
     item = np.array([{"fp32": 4.0, "tf32": 4.0}.get(dtype, 2.0)])
     one, other, inner = (np.array([float(side)]) for side in (m, n, k))
     rate = np.array([device.rate(dtype)])
@@ -556,7 +553,7 @@ def _unknown(
     bytes_per_s: float | None,
     curve: tuple[tuple[float, float], ...],
 ) -> DeviceRates:
-    """Return an accelerator that the catalog lacks, with measured rates or else typical values."""
+    """Return an accelerator that the catalog lacks, with measured rates, or typical ones."""
     if bytes_per_s is None:
         raise BadInputError(
             f"{machine.devices[0].name} is not in the catalog, and this machine.json does not say "
@@ -589,7 +586,7 @@ def _cpu(
     found = _measured_cluster(machine.cpu, share, rates, bytes_per_s, curve)
     # The same cores communicate and compute.
     sharers = max(1.0, ranks / machine.host_cores)
-    # Its attention in 16 bits is no faster than in fp32 (docs/development/log.md).
+    # Its attention is no faster in 16 bits than in fp32 (docs/development/log.md).
     rate = found.rate("fp32")
     return replace(
         found, hides=0.0, sharers=sharers, unit_s=efficiency.CPU_UNIT_S, piecewise=True,
@@ -604,7 +601,7 @@ def _measured_cluster(
     bytes_per_s: float,
     curve: tuple[tuple[float, float], ...],
 ) -> DeviceRates:
-    """Return a device without known tiles, as a CPU unless the caller changes that."""
+    """Return a machine whose device has no known tiles; a CPU unless the caller changes that."""
     return DeviceRates(
         name=name,
         kind="cpu",

@@ -1,6 +1,6 @@
-"""Calibration with measured steps: factors on the rates that plans are estimated with.
+"""Calibration by measured steps: factors on the rates with which plans are estimated.
 
-Probes measure matmuls and copies one by one; in a step, operators follow each other, with
+Probes measure matmuls and copies one by one; in a step, operators run one after the other, with
 cold caches, autograd and hooks. A step's time is a sum of terms, each proportional to one rate, so
 measured steps show the error of each rate. The factors are found by least squares on logarithms,
 with a prior of 1 that preserves rates about which the steps say little.
@@ -22,8 +22,8 @@ from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 
-# Standard deviations of logarithms: of a rate from its datasheet's or separately measured value,
-# and of a step from its prediction if all rates are right.
+# Standard deviations of logarithms: of a rate from its value in a datasheet or separate
+# measurement, and of a step from its prediction if all rates are right.
 UNKNOWN = math.log(3)
 _STEP_SPREAD = 0.05
 _SOFT = 2.0  # spreads
@@ -57,8 +57,8 @@ Adjustment = Callable[[RateFit, float], RateFit]
 class Calibration:
     """Rates by number of ranks, and their uncertainty.
 
-    `off`: the median error of the predictions for the observed steps. `covariance`, of the
-    logarithms of the rates' adjustments: (adjustments, adjustments).
+    `off`: the median error of the predictions for the observed steps. `covariance` is that of the
+    logarithms of the rates' adjustments, (adjustments, adjustments).
     """
 
     rates: dict[int, RateFit]
@@ -67,7 +67,7 @@ class Calibration:
     covariance: Floats
 
     def slopes(self, ranks: int, steps_s: Callable[[RateFit], Floats]) -> Floats:
-        """Return derivatives of times by adjustments, both as logarithms: (adjustments, times)."""
+        """Return derivatives of log times by log adjustments: (adjustments, times)."""
         rates = self.rates[ranks]
         here = np.log(steps_s(rates))
         changed = [np.log(steps_s(adjust(rates, math.exp(_SLOPE)))) for adjust in self.adjustments]
@@ -119,7 +119,7 @@ def calibrate(
 
 
 def _limit_outliers(misses: Floats) -> Floats:
-    """Limit misses so that their squares grow linearly beyond _SOFT, against disturbed steps."""
+    """Limit misses so that their squares grow linearly beyond _SOFT: some steps were disturbed."""
     squares = 2 * _SOFT**2 * (np.sqrt(1 + (misses / _SOFT) ** 2) - 1)
     return np.sign(misses) * np.sqrt(squares)
 

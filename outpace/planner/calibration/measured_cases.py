@@ -1,4 +1,4 @@
-"""Published steps that are nearest to a plan, and the plan's features that none of them has.
+"""Published steps that are nearest to a plan, and the plan's features that no published step has.
 
 The table is generated from benchmarks/data and the recorded predictions
 (benchmarks/measured_steps.py).
@@ -32,7 +32,7 @@ _PROGRAMS: Mapping[str, tuple[str, ...]] = {
     # outpace shards with FSDP2, as torchtitan does; there is no published step of outpace.
     "outpace": ("torchtitan",),
 }
-_ON_MORE = " devices"  # suffix of extrapolations that widen an interval; others do not
+_ON_MORE = " devices"  # suffix of the extrapolations that widen an interval
 _BEYOND = 1.1  # times the largest measured value: above this, a plan is extrapolated
 # Weights of a case's distance: per doubling, and per difference in kind.
 _DOUBLINGS = {"parameters": 0.5, "devices": 0.3, "seq_len": 0.3}
@@ -47,7 +47,7 @@ _OTHER_CHIP, _OTHER_ARCHITECTURE, _OTHER_MODEL, _OTHER_PROGRAM, _OTHER_AXIS = (
 
 @dataclass(frozen=True)
 class Likeness:
-    """Features by which cases are compared; None stands for unknown, and is not compared."""
+    """Features by which cases are compared; None is unknown, and not compared."""
 
     devices: int
     plan: Plan | None = None
@@ -93,7 +93,7 @@ def nearest_cases(like: Likeness, count: int = 3) -> tuple[MeasuredCase, ...]:
 
 
 def _distance(like: Likeness, row: Mapping[str, Any]) -> float:
-    """Return a case's distance: 0 if model, chip, count, length, program and axes are equal."""
+    """Return a case's distance: 0 if model, chip, devices, length, program and axes are equal."""
     far = 0.0
     for name, weight in _DOUBLINGS.items():
         own = getattr(like, name)
@@ -115,9 +115,8 @@ def _distance(like: Likeness, row: Mapping[str, Any]) -> float:
 def faster_case(
     like: Likeness, cases: Sequence[MeasuredCase], global_batch: int, step_time_s: float
 ) -> MeasuredCase | None:
-    """Return the fastest case of `like`'s model, devices, length and batch with fewer bits.
-
-    It must be faster than `like`'s plan, which takes `step_time_s`. None if there is none.
+    """Return the fastest case with `like`'s model, devices, length and batch, and fewer bits. It
+    must be faster than `like`'s plan, which takes `step_time_s`. None if there is none.
     """
     if like.plan is None:
         return None
@@ -132,7 +131,7 @@ def faster_case(
     return min(found, key=lambda one: one.measured_s, default=None)
 
 
-_SAME_MODEL = 0.01  # of its parameters: names of one model differ, and the table rounds to 0.5 %
+_SAME_MODEL = 0.01  # of its parameters: names of a model vary, and the table rounds to 0.5 %
 _BITS: Mapping[str, int] = {"fp32": 32, "tf32": 32, "bf16": 16, "fp16": 16, "fp8": 8}
 
 
@@ -168,7 +167,7 @@ def _extrapolations(like: Likeness) -> Iterator[str]:
 
 
 def _axis_limits(like: Likeness, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield the axes that are split over more devices than were measured."""
+    """Yield the axes that are split over more devices than in any measurement."""
     names = {"tp": "tensor parallelism", "pp": "pipelines", "cp": "context parallelism",
              "ep": "expert parallelism"}  # fmt: skip
     programs = _PROGRAMS.get(like.stack, ()) if like.stack != "outpace" else ()
@@ -193,9 +192,9 @@ def _offloads(plan: Plan) -> bool:
 def spread_beyond(words: Sequence[str]) -> float:
     """Return the factor on an interval's logarithms for a plan beyond the measured cases.
 
-    Predictions for more than 64 devices have larger errors than those for fewer, in the root mean
-    square of the logarithms of measured over predicted; a further increase of the same size is
-    assumed.
+    Predictions for more than 64 devices have larger errors than those for fewer (root mean square
+    of the logarithms of measured over predicted time); beyond the cases, errors are assumed to grow
+    by the same factor again.
     """
     if not any(one.endswith(_ON_MORE) for one in words):
         return 1.0

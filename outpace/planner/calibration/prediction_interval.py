@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from outpace.planner.calibration.fit_rates import UNKNOWN
 
 LEVEL = 0.9
-# Mean share of a source that the others' interval should cover, for kinds with their own interval.
-# Lower shares are reported with the interval.
+# A kind has a separate interval if the others' interval covers at least this mean share of a
+# source. Lower shares are reported with the interval.
 LEAST_COVERAGE = 0.85
 # Classes of device counts, each with its largest count.
 WORLDS = ((1, "1"), (8, "2–8"), (64, "9–64"), (512, "65–512"), (10**9, "> 512"))
@@ -51,11 +51,10 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class QuestionKind:
-    """Kind of a question, by which published steps that resemble it are found.
-
-    `architecture`: of the chip, None if it is not in the catalog; `experts`: whether the model has
-    some; `adapters`: whether only adapters are trained. `software` is the stack's name (see
-    `catalog.stacks`), and `devices` their number; None leaves them open.
+    """Kind of a question, to find published steps that resemble it. `architecture`: of the chip,
+    None if it is not in the catalog; `experts`: whether the model has some; `adapters`: whether
+    only adapters are trained. `software` is the stack's name (see `catalog.stacks`), and `devices`
+    their number; None matches any.
     """
 
     architecture: str | None = None
@@ -66,7 +65,7 @@ class QuestionKind:
 
     @property
     def narrow_name(self) -> str | None:
-        """Return the name of the kind with everything in it; None if something is open."""
+        """Return the name of the kind with all its fields; None if a field is open."""
         if None in (self.architecture, self.software, self.devices):
             return None
         model = f"{self.model}, adapters" if self.adapters else self.model
@@ -75,11 +74,11 @@ class QuestionKind:
 
     @property
     def model(self) -> str:
-        """Return whether the model has experts, in a word."""
+        """Return a word for whether the model has experts."""
         return "experts" if self.experts else "dense"
 
     def find(self, table: Mapping[str, Any]) -> tuple[str, Any]:
-        """Return the narrowest kind in a table, by its name and what the table says of it."""
+        """Return the name and the row of the narrowest kind in a table."""
         wide = kind_name(self.architecture, self.experts)
         names = (self.narrow_name, wide, kind_name(None, self.experts))
         name = next(name for name in names if name in table)
@@ -98,8 +97,9 @@ def interval(
     Its factors are quantiles of real comparisons, with each source left out once: published steps
     of the narrowest `kind` that has enough (benchmarks/planner_accuracy.py), else of such models on
     any chip; or steps on a machine whose rates a probe's steps corrected (planner_measured.py).
-    `guessed`: none of these apply. `residuals`: ratios of measured to predicted time of steps on
-    this machine to which nothing was fitted; their median widens the interval.
+    `guessed`: rates are guessed, so none of these apply. `residuals`: ratios of measured to
+    predicted time of steps on this machine that were not used for fitting; their median widens the
+    interval.
     """
     if guessed:
         return Interval(1 / _GUESSED, _GUESSED, "no measurement, since the rates are guessed")
@@ -125,7 +125,7 @@ def interval(
 
 
 def _basis(kind: QuestionKind, name: str, row: Mapping[str, Any]) -> str:
-    """Return which published steps an interval is from."""
+    """Describe the published steps on which an interval is based."""
     model = "models with experts" if kind.experts else "dense models"
     where = f"on {kind.architecture} chips"
     if name == kind_name(None, kind.experts):

@@ -1,11 +1,11 @@
 """Deviations of plans' step times from their predictions, learned from measured plans.
 
-The planner's errors have causes that plans share: how a strategy communicates, what recomputation
-costs, how well a micro-batch fits the caches. The logarithm of measured over predicted time is
-modelled as a sum of a term for each shared feature and one for the plan itself, all normal with
-mean 0. Measurements of some plans then inform the predictions of others, the more so the more
-features they share: Rasmussen & Williams, "Gaussian Processes for Machine Learning" (2006),
-equations 2.25 and 2.26.
+The planner's errors have causes that plans share: a strategy's communication, the cost of
+recomputation, how well a micro-batch fits the caches. The logarithm of measured over predicted time
+is modelled as a sum of a term for each shared feature and one for the plan itself, all normal with
+mean 0. Measurements of some plans then inform predictions of others, more so if they share more
+features: Rasmussen & Williams, "Gaussian Processes for Machine Learning" (2006), equations 2.25 and
+2.26.
 """
 
 import math
@@ -30,7 +30,7 @@ _SHARED: tuple[tuple[float, Callable[[Plan], Any]], ...] = (
     (0.04, lambda plan: (plan.checkpointing, plan.checkpoint_every)),
     (0.04, lambda plan: plan.loss),
 )
-_MICRO_BATCH, _DOUBLINGS = 0.1, 1.5  # sizes within that many doublings are similar
+_MICRO_BATCH, _DOUBLINGS = 0.1, 1.5  # sizes within this many doublings are similar
 _OWN = 0.04
 _BEFORE = 2  # weight of these figures, in measurements
 _TIMES = 2.0 ** np.arange(-1, 4.5, 0.5)  # factors to try
@@ -57,7 +57,7 @@ class Deviations:
 
     @cached_property
     def _times(self) -> tuple[float, float]:
-        """Return the most likely factors on the assumed spreads: of strategies, and of the rest."""
+        """Return the most likely factors on the assumed spreads, of strategies and of the rest."""
 
         def loss_of(times: tuple[float, float]) -> float:
             known = self._covariance(*times)
@@ -82,7 +82,7 @@ def _by_strategy(ones: Sequence[Plan], others: Sequence[Plan]) -> Floats:
 
 
 def _by_size(ones: Sequence[Plan], others: Sequence[Plan]) -> Floats:
-    """Return the covariance due to other features that `ones` share with `others`."""
+    """Return the covariance due to the other features that `ones` share with `others`."""
     sizes, of_others = (np.log2([plan.micro_batch for plan in some]) for some in (ones, others))
     apart = (sizes[:, None] - of_others[None, :]) / _DOUBLINGS
     found: Floats = _MICRO_BATCH**2 * np.exp(-(apart**2) / 2)

@@ -1,8 +1,7 @@
-"""Communication of a rank in a step, by purpose and axis, and the computation that can hide it.
-
-For plans with one axis, the bytes are those of `planner.communication.volume`, which `outpace
-verify` measures, split by purpose. For combined axes (strategy 3d), and for tensor-parallel
-collectives that recomputation repeats, the terms are composed here.
+"""Communication of a rank in a step, by purpose and axis, and the computation that can hide it. For
+plans with one axis, the bytes are those of `planner.communication.volume`, which `outpace verify`
+measures, split by purpose. For combined axes (strategy 3d), and for tensor-parallel collectives
+that recomputation repeats, the terms are composed here.
 
 Volumes: gradients 2(N−1)/N · Ψ, and 1.5 times that with sharded parameters (Rajbhandari et al.,
 arXiv 1910.02054, §7); between stages b · S · D per micro-batch and boundary; for tensor parallelism
@@ -55,7 +54,7 @@ class Flow:
     link_bytes: int
 
 
-# Strategies whose bytes are split by purpose here, besides 3d.
+# Strategies other than 3d whose bytes are split by purpose here.
 _OF_ONE_AXIS: tuple[Strategy, ...] = (
     "ddp", "ring", "zero1", "zero2", "zero3", "hsdp", *strategies_that(
         lambda traits: traits.module == "pipeline"
@@ -81,7 +80,7 @@ def flows(work: StepOnRank) -> list[Flow]:
     )  # fmt: skip
     if tally is None:
         raise BadInputError(
-            f"outpace network knows the traffic of {', '.join(_OF_ONE_AXIS)} and 3d; the plan's "
+            f"outpace network supports {', '.join(_OF_ONE_AXIS)} and 3d; the plan's "
             f"strategy is {plan.strategy}."
         )
     # For replicas of shards, the shards' axis is the last.
@@ -100,7 +99,7 @@ def _no_recompute(plan: Plan) -> Plan:
 
 
 def _of_one_axis(work: StepOnRank, axis: Axis, tally: Tally) -> Iterator[Flow]:
-    """Yield the tally's kinds by purpose, without those that every job sends."""
+    """Yield the tally's kinds by purpose, without the messages that every job sends."""
     plan, spec = work.plan, work.spec
     by_kind = Counter(tally.bytes_by_kind)
     replicas = plan.dp_replicate
@@ -143,7 +142,7 @@ def _same(part: Part, axis: Where, count: int) -> Flow:
 
 
 def _control_bytes(plan: Plan) -> Counter[str]:
-    """Return bytes of totals, stop requests and the norm: a few numbers in every job."""
+    """Return the bytes of totals, stop requests and the norm: a few numbers in every job."""
     tally = of_every_job(plan)
     norm = {"ddp": 1, "ring": 1, "zero1": 1, "cp": 1, "tp": 1}.get(plan.strategy, 0)
     if not norm:
@@ -156,8 +155,8 @@ def _product(work: StepOnRank) -> Iterator[Flow]:
     """Yield a rank's flows on combined axes: within its stage, among replicas, between stages.
 
     A pipeline's micro-batches share one reduction; blocks are gathered for every forward and once
-    for the backwards of a pass (measured: `outpace verify --strategy 3d`). These are the values of
-    this rank, without averaging over stages.
+    for the backwards of a pass (measured: `outpace verify --strategy 3d`). The values are this
+    rank's, not averages over stages.
     """
     plan, spec = work.plan, work.spec
     place = _place(work)
@@ -212,8 +211,9 @@ def _inside_stage(work: StepOnRank, place: "_Place", micro_batches: int) -> Iter
 def _repeated_collectives(work: StepOnRank, layers: int, micro_batches: int) -> int:
     """Return the collectives of a block's forward that full recomputation repeats.
 
-    The last one is not repeated if the backward does not read its result (measured: 2 all-gathers
-    and a reduce-scatter of 4 collectives, or one all-reduce of 2); dropout and norms read it.
+    The last collective is not repeated if the backward does not read its result (measured: 2
+    all-gathers and a reduce-scatter of 4 collectives, or one all-reduce of 2); dropout and norms
+    read it.
     """
     plan, spec = work.plan, work.spec
     modes = plan.modes(spec.layers)

@@ -1,4 +1,4 @@
-"""Placement of communication on nodes: what stays inside a node, and what leaves it.
+"""Placement of communication on nodes: the traffic inside a node, and that which leaves it.
 
 Ranks are laid out on nodes in the order of `records.plan.AXES`, tensor parallelism closest
 together. A collective over several nodes uses a ring that enters and leaves each node once, like
@@ -54,7 +54,10 @@ def _group(plan: Plan, part: Part, axis: Where) -> tuple[int, int]:
         return plan.dp_replicate, plan.dp_shard * sequences
     if part == "ring":
         return plan.cp, plan.tp
-    return plan.dp_shard * plan.cp, plan.tp  # for gradients, the ranks of a sequence are shards too
+    return (
+        plan.dp_shard * plan.cp,
+        plan.tp,
+    )  # for gradients, cp ranks are shards too
 
 
 def _place_stages(plan: Plan, flow: Flow, per_node: int) -> Crossing:

@@ -3,8 +3,8 @@
 Bytes are those that a rank sends if each collective uses the algorithm that sends the least. If
 each of N ranks has B bytes, it sends, in
 
-- all_reduce 2(N−1)/N · B, reduce_scatter and all_to_all (N−1)/N · B, all_gather (N−1) · B (B is
-  what it has beforehand, 1/N of the result): Patarasuk and Yuan, "Bandwidth optimal all-reduce
+- all_reduce 2(N−1)/N · B, reduce_scatter and all_to_all (N−1)/N · B, all_gather (N−1) · B (B is its
+  own part, 1/N of the result): Patarasuk and Yuan, "Bandwidth optimal all-reduce
   algorithms for clusters of workstations", JPDC 2009, §3; Chan et al., "Collective communication:
   theory, practice, and experience", 2007, table II;
 - broadcast B, from the root alone; scatter (N−1) · B, from the root alone; reduce and gather B,
@@ -83,12 +83,12 @@ class StepOnRank:
 
     @property
     def passes(self) -> int:
-        """Return A: forward and backward passes per step (a pipeline's are within one)."""
+        """Return A: forward and backward passes per step (a pipeline has only one)."""
         return self.plan.accumulation(self.global_batch)
 
     @property
     def item(self) -> int:
-        """Return the bytes per number of parameters, gradients or sums."""
+        """Return the bytes per number in parameters, gradients or sums."""
         return 4 if self._holds_masters else self._traits.weight_bytes
 
     @property
@@ -186,7 +186,8 @@ def _shared_states(work: StepOnRank, tally: Tally) -> None:
     """Add zero1: like ddp, but each rank also broadcasts the parameters that it has stepped.
 
     Rajbhandari et al., SC 2020, §7.1, with an all-reduce instead of their reduce-scatter. Whole
-    parameters are assigned to the rank that has the least: matrices before vectors, largest first.
+    parameters are assigned to the rank that has the fewest elements: matrices before vectors,
+    largest first.
     """
     _replicas(work, tally)
     ranks = work.plan.world_size
@@ -262,7 +263,7 @@ def _data_parallel(work: StepOnRank, tally: Tally) -> None:
     additional number for each).
     """
     ranks, first, passes = work.plan.world_size, work.rank == 0, work.passes
-    # BERT's last norm has the dtype of the matmul before it, others have fp32.
+    # BERT's last norm has the dtype of the matmul before it, other norms have fp32.
     output_item = work.item if work.spec.norm_first else work.low_item
     weights, outputs = sum(work.sizes) * work.item, work.hidden_elements * output_item
     samples = work.plan.micro_batch * work.seq_len * _TOKEN_BYTES
@@ -302,10 +303,9 @@ def _servers(work: StepOnRank, tally: Tally) -> None:
 
 
 def share_by_size(sizes: Iterable[int], shares: int) -> list[list[int]]:
-    """Distribute items over shares, assigning the largest first to the smallest share so far.
-
-    The largest share is at most 4/3 of that in the best distribution (Graham, "Bounds on
-    multiprocessing timing anomalies", 1969).
+    """Distribute items over shares: largest first, each to the smallest share so far. The largest
+    share is at most 4/3 of the largest in the best distribution (Graham, "Bounds on multiprocessing
+    timing anomalies", 1969).
     """
     chosen: list[list[int]] = [[] for _ in range(shares)]
     filled = [0] * shares
@@ -370,7 +370,7 @@ def _tensor(work: StepOnRank, tally: Tally) -> None:
 
 
 def _shared_numbers(work: StepOnRank) -> int:
-    """Return the number of unsplit weights whose gradients tp ranks have in parts."""
+    """Return the number of elements of unsplit weights whose gradients tp ranks hold in parts."""
     partial = ["q_norm", "k_norm"]
     if work.plan.sequence_parallel:
         partial += ["norm", "embed.positions", "embed.segments"]

@@ -37,7 +37,7 @@ def _words(cluster: Cluster, size: int, stride: int, inside: str) -> str:
 
 
 def _inner_link(cluster: Cluster) -> str:
-    """Return the name of the link between a node's devices; a probed machine's is unknown."""
+    """Return the name of the link between a node's devices; it is unknown on a probed machine."""
     node = NODES.get(cluster.name)
     if node is None:
         return "the node's own links"

@@ -1,4 +1,4 @@
-"""Required options that no plan can have together, and what each of them goes with."""
+"""Required options that no plan can combine, and the values with which each can be combined."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -10,7 +10,7 @@ from outpace.planner.plan_columns import OPTIMIZERS, PRECISIONS
 from outpace.planner.search.space import SearchRequest, has_plans
 from outpace.records.errors import join_and, join_or
 
-_MOST_OPTIONS = 3  # that contradict each other without any two of them doing so
+_MOST_OPTIONS = 3  # that contradict each other although no two of them do
 _VALUES: Mapping[str, tuple[str, ...]] = {
     "optimizer": tuple(OPTIMIZERS),
     "precision": tuple(name for name in PRECISIONS if name != "fp64"),  # for proofs
@@ -19,8 +19,7 @@ _VALUES: Mapping[str, tuple[str, ...]] = {
 
 def contradictions(wanted: SearchRequest, other_program: bool = False) -> list[str]:
     """Return a sentence for each smallest set of required options that no plan can have.
-
-    `other_program`: the trainer is not outpace, and may train what is not planned for.
+    `other_program`: the trainer is not outpace, and may support more than the planner predicts.
     """
     items = _required_items(wanted)
     for count in range(1, _MOST_OPTIONS + 1):
@@ -64,9 +63,8 @@ def _with_items(wanted: SearchRequest, items: Mapping[str, Any]) -> SearchReques
 
 
 def _describe(wanted: SearchRequest, items: Mapping[str, Any], other_program: bool) -> str:
-    """Return which options contradict each other, and the values that go with the others.
-
-    Options that only outpace cannot combine do not contradict each other for another trainer.
+    """Describe which options contradict each other, and the values that the others allow. For
+    another trainer, options that only outpace cannot combine do not contradict each other.
     """
     named = {
         name: f"--lora-rank {value['lora_rank']}" if name == "adapters" else f"{name}={value}"

@@ -42,7 +42,7 @@ def expert_notes(job: PlanningProblem, found: SearchResult, listed: Sequence[int
     return [
         f"Experts: times assume {job.stack.name}'s kernels: {_MATMULS[job.stack.experts]}"
         f"{sends if job.cluster.devices > 1 else ''}.",
-        "Experts: tokens are assumed to be spread evenly, and none to be dropped. If some "
+        "Experts: tokens are assumed to be spread evenly, and none dropped. If some "
         "experts get most of them (a power law of 1.2), grouped matmuls were measured to take "
         f"{alone} times as long on one rank, {apart} times on "
         f"the slowest of several ranks with different experts ({efficiency.UNEVEN_SOURCE}).",

@@ -1,4 +1,4 @@
-"""Gains of settings that are not searched by default, found by a search near the best plan."""
+"""Gains from settings that are not searched by default, found by a search near the best plan."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -18,8 +18,8 @@ _ASKED: tuple[tuple[str, Any, str], ...] = (
     ("precision", "fp8", "fp8"), ("compile", True, "compile"),
     ("optimizer", "adamw-8bit", "adamw-8bit"),
 )  # fmt: skip
-# Below, scaling takes longer than matmuls save: 1.17 times as fast at about 1 billion, slower at
-# 124 million (karpathy/nanochat, dev/LOG.md, H100, compiled).
+# Below this, scaling takes longer than matmuls save: 1.17 times as fast at about 1 billion, slower
+# at 124 million (karpathy/nanochat, dev/LOG.md, H100, compiled).
 FP8_PARAMETERS = 0.9e9
 _LEAST = 1.02  # least speed-up to report
 
@@ -33,10 +33,10 @@ def hint(
     best: Plan,
     step_s: float,
 ) -> str | None:
-    """Return a sentence that suggests a setting to vary; None if none helps or all are fixed.
+    """Suggest settings to vary, in a sentence; None if none helps or all are fixed.
 
-    To take only a fraction of the main search's time, it searches only the best plan's tensor,
-    context and pipeline axes (fp8 has no tensor axis), so --vary may find more.
+    To take a fraction of the main search's time, it searches only the best plan's tensor, context
+    and pipeline axes (fp8 has no tensor axis), so --vary may find more.
     """
     gains = []
     for name, beside in _variations(question.device, wanted, best):
@@ -50,7 +50,7 @@ def hint(
         return None
     words = [f"{_word(name)} would be {gain:.2f} times as fast" for gain, name, _ in told]
     names = ",".join(name for _, name, _ in told)
-    own = " (fp8 without the time to find its scales)" if "precision" in names else ""
+    own = " (fp8 without the time to compute its scales)" if "precision" in names else ""
     return f"Not searched by default: {', '.join(words)}{own}: --vary {names}."
 
 

@@ -1,4 +1,4 @@
-"""Reasons for a plan's rank, for not choosing other plans, and for having no plan."""
+"""Reasons for a plan's rank, for rejecting other plans, and for having no plan."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -29,8 +29,8 @@ from outpace.records.units import show_bytes, show_seconds, show_share
 _MORE_ROOM = 1.03  # least ratio of memory to report
 _ALIKE = 5e-4  # shown as 0.0 %
 _RECOMPUTED = ("products_s", "attention_s", "memory_s")
-_LARGE = 0.5  # share of the largest difference from which a second is named
-_MINOR = 0.01  # share of the largest difference that is not worth a word
+_LARGE = 0.5  # a second difference of at least this share of the largest is named
+_MINOR = 0.01  # differences below this share of the largest are not mentioned
 
 
 def explain_plan(
@@ -40,7 +40,7 @@ def explain_plan(
     roles: Sequence[Role],
     listed: Sequence[int],
 ) -> str:
-    """Return why a plan is `listed`, by comparison with the fastest (or the next one)."""
+    """Say why a plan is `listed`, by comparison with the fastest plan (or the next)."""
     if "fastest" in roles:
         return _explain_fastest(job, found, place, roles, listed)
     mine, least = (float(found.times.step_s[one]) for one in (place, found.fastest))
@@ -72,7 +72,7 @@ def explain_plan(
 
 
 def _advantage(job: PlanningProblem, found: SearchResult, place: int) -> str:
-    """Return why a plan about as fast as the fastest is preferred: less effort or memory."""
+    """Say why a plan about as fast as the fastest is preferred: less effort or memory."""
     plainest = next(iter(memory_options(job.wanted)))
     efforts = count_effort(
         found.columns.select([place, found.fastest]), plainest, job.question.other_program
@@ -89,7 +89,7 @@ def _advantage(job: PlanningProblem, found: SearchResult, place: int) -> str:
 
 
 def _risk_of_fastest(job: PlanningProblem, found: SearchResult, place: int) -> str | None:
-    """Return the fastest plan's risks that another plan avoids: offloading or full memory."""
+    """Describe the fastest plan's risks that another plan avoids: offloading or full memory."""
     theirs, mine = (
         _offload_places(to_plan(found.columns, one)) for one in (found.fastest, place)
     )  # fmt: skip
@@ -116,9 +116,8 @@ def _explain_fastest(
     roles: Sequence[Role],
     listed: Sequence[int],
 ) -> str:
-    """Compare the fastest plan with the next one listed, and name its other roles.
-
-    If no other plan is listed, compare it with the next of another kind.
+    """Compare the fastest plan with the next plan listed, and name its other roles. If no other
+    plan is listed, compare it with the next plan of another kind.
     """
     begin = f"{join_and(roles)}: "
     times = found.times.step_s
@@ -138,9 +137,8 @@ def _explain_fastest(
 
 
 def _largest_gap(found: SearchResult, slower: int, faster: int) -> str:
-    """Return the parts in which a slower plan loses the most time, one or two, and the others' sum.
-
-    A single part may lose more than the whole step.
+    """Describe the one or two parts in which a slower plan loses most time, and the others' sum. A
+    single part may lose more time than the whole step.
     """
     gaps = {
         name: float(getattr(found.times, name)[slower] - getattr(found.times, name)[faster])
@@ -178,7 +176,7 @@ def _reason_for_single(wanted: SearchRequest) -> str:
     if len(np.unique(np.stack([family(c), c.zero, *splits]), axis=1).T) > 1:
         return "no other kind of plan fits"
     if wanted.keep.keys() - set(ADAPTER_NAMES):  # which have separate options
-        return "the only kind that --keep leaves"
+        return "the only kind that --keep allows"
     return "no other kind of plan was found"
 
 
@@ -193,13 +191,13 @@ def rejected_families(
         if name in found.best and name not in shown:
             rows.append(_rejected_family(job, found, name))
         elif name in laid_out and name not in shown:
-            reason = f"does not go with {_format_kept(job.wanted)}"
+            reason = f"cannot be combined with {_format_kept(job.wanted)}"
             rows.append(RejectedFamily(family=name, reason=reason))
     return rows
 
 
 def _rejected_family(job: PlanningProblem, found: SearchResult, name: str) -> RejectedFamily:
-    """Compare a family's best plan with the fastest, or say by how much its smallest is too big."""
+    """Compare a family's best plan with the fastest, or say what its smallest plan needs."""
     place = found.best[name]
     if place < 0:
         small = found.smallest[name]
@@ -214,7 +212,7 @@ def _rejected_family(job: PlanningProblem, found: SearchResult, name: str) -> Re
 
 
 def compare_with_fastest(found: SearchResult, place: int) -> str:
-    """Return how many times as long a plan takes as the fastest, and in which part."""
+    """Say how many times as long as the fastest a plan takes, and which part takes longer."""
     ratio = float(found.times.step_s[place] / found.times.step_s[found.fastest])
     return f"{ratio:.2f} times the fastest: {_largest_gap(found, place, found.fastest)}"
 

@@ -84,7 +84,7 @@ _SAID_IF_SET = (
 
 
 def given_title(plan: Plan, precision: str, vary: Mapping[str, Any]) -> str:
-    """Describe a given plan, with its varied settings and those that differ from the default.
+    """Describe a given plan, with its varied settings and others that differ from the default.
 
     `precision` is the default precision.
     """

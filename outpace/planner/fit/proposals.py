@@ -24,7 +24,7 @@ _CHECKPOINTING: tuple[Change, ...] = (
 _OPTIMIZERS = ("adamw-bf16", "adamw-8bit", "adafactor", "adamw-4bit")
 _REPLICAS = ("dp", "ddp", "ring", "horovod", "zero1", "zero2")
 _SHARDS = strategies_that(lambda traits: traits.zero > 0 and traits.axes == ("dp_shard",))
-# The kinds of memory that a setting affects; others affect all.
+# The kinds of memory that a setting affects; settings not listed affect all.
 _OF_STEP: tuple[Kind, ...] = ("activations", "temporary", "inputs", "weight copies")
 _MAKES_SMALLER: Mapping[str, tuple[Kind, ...]] = {
     "micro_batch": _OF_STEP,
@@ -60,12 +60,13 @@ class _TriedChange:
 def kinds_of_change(plan: Plan, *, low_precision: bool, beside_host: bool) -> list[list[Change]]:
     """Return possible changes by kind, each ordered from the smallest change to the largest.
 
-    `low_precision`: the device supports bf16. `beside_host`: it has its own memory.
+    `low_precision`: the device supports bf16. `beside_host`: its memory is separate from the
+    host's.
     """
     halves = [n for n in range(plan.micro_batch - 1, 0, -1) if plan.micro_batch % n == 0]
     if plan.optimizer_in_backward:  # needs one micro-batch per step
         halves = []
-    # A pipeline's micro-batches in flight stay; more are accumulated.
+    # A pipeline keeps its micro-batches in flight, and accumulates more of them.
     parts = plan.pp_microbatches
     under_way = {"pp_microbatches": parts} if parts > 1 else {}
     # The user has chosen which blocks recompute.
@@ -105,10 +106,9 @@ def propose(
 ) -> list[Proposal]:
     """Return the `count` cheapest changes that fit, one of each kind.
 
-    If there are too few, add more changes of the kinds that fit, then combinations of two kinds.
-
-    For n changes of a kind, `predict` is called about log2(n) times, and also for a few pairs,
-    until `enough` returns true.
+    If there are too few, more changes of the kinds that fit follow, then combinations of two kinds.
+    `predict` is called about log2(n) times for n changes of a kind, and for a few pairs, until
+    `enough` returns true.
     """
     now = predict(plan)
     base = _TriedChange({}, now)

@@ -17,7 +17,7 @@ from outpace.records.units import show_bytes
 
 MODES: tuple[Checkpointing, ...] = get_args(Checkpointing)
 Counts = dict[Checkpointing, int]
-# The first choice assumes that a block saves the same wherever it is. The peak is convex in the
+# The first choice assumes that every block saves the same. The peak is convex in the
 # numbers of blocks, so this is an upper bound, and one prediction (slow where modes differ) is
 # enough as a rule. If it exceeds the budget, the next choice has to save that much more.
 _TRIES = 3
@@ -60,13 +60,14 @@ def plan_within(plan: Plan, spec: ModelSpec, budget_bytes: int, predict: Predict
 
 
 def _heaviest(plan: Plan, uniform: Mapping[Checkpointing, Cost], budget_bytes: int) -> Plan:
-    """Return all blocks in one mode, if no mixture was found. Raises BadInputError if none fits."""
+    """Return the plan with all blocks in one mode. Raises BadInputError if none fits."""
     for mode, cost in uniform.items():
         if cost.peak_memory_bytes <= budget_bytes:
             return _uniform(plan, mode)
     least = min(cost.peak_memory_bytes for cost in uniform.values())
     raise BadInputError(
-        f"memory budget {show_bytes(budget_bytes)}: with every block recomputed a step still needs "
+        f"memory budget {show_bytes(budget_bytes)}: with every block recomputed, a step still "
+        "needs "
         f"{show_bytes(least)} on its fullest rank. Use a smaller micro-batch, a strategy that "
         "splits the weights' states (zero3), or a larger budget."
     )
@@ -78,10 +79,10 @@ def cheapest(
     costs: Mapping[Checkpointing, float],
     need: float,
 ) -> Counts | None:
-    """Return the cheapest blocks of each mode that save `need` bytes; None if none suffice.
+    """Return the cheapest numbers of blocks per mode that save `need` bytes; None if none suffice.
 
     `saved` and `costs` are per block. The answer is exact: all numbers for two modes are tried,
-    each with the smallest sufficient number for the third.
+    with the smallest sufficient number for the third.
     """
     *outer, inner = MODES[1:]
     best: tuple[float, Counts] | None = None
@@ -99,7 +100,7 @@ def cheapest(
 
 
 def _ceil(wanted: float, each: float) -> int:
-    """Return how many times `each` reaches `wanted`; an impossibly large number if `each` is 0."""
+    """Return how many times `each` is needed to reach `wanted`; a huge number if `each` is 0."""
     if wanted <= 0:
         return 0
     return int(-(-wanted // each)) if each > 0 else 2**62

@@ -13,7 +13,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.hardware import Accelerator, Dtype
 from outpace.records.precisions import PRECISION_TRAITS, Precision
 
-# Sides of a tile into which outputs of matmuls are cut, and the share of the rate that it reaches.
+# Sides of the tiles into which matmuls' outputs are cut, and the share of the rate that they reach.
 Tile = tuple[int, int, float]
 # Dimensions of a measured matmul, and the ratio of its time to the prediction from tiles.
 MeasuredMatmul = tuple[float, float, float, float]
@@ -36,23 +36,23 @@ class DeviceRates:
     `attention_backward` are fractions of the rate of 16-bit matmuls; `attention_narrow` is the
     fraction of that for heads of width 64. An optimizer reaches `optimizer_share` of the memory
     bandwidth. `hides` is the fraction of a collective that can overlap with computation; 0 if the
-    same cores do both. Beside a collective, matmuls take `beside_collectives` times as long; 1 if
-    they are slowed like all else. `spread` is the standard deviation of the clocks of devices of
-    this kind, relative to the median. `sharers` ranks share a core: while some wait, the others are
-    faster accordingly. `unit_s` is the host time to gather or reduce a sharding unit. `piecewise`:
-    rotary embeddings, and RMS norms of tensors split over tp, consist of several operators; other
-    RMS norms are a single operator of this package (nn.norms). `attention_rates` are the FLOP/s in
-    fp32 and bf16 to which attention's fractions refer, if they differ from those of matmuls.
-    `attention_kernels` are the fractions of other kernels, by name; causal attention reaches half
-    of its rate at `attention_half` keys.
+    same cores do both. During a collective, matmuls take `beside_collectives` times as long; 1 if
+    they are slowed like all other work. `spread` is the standard deviation of the clocks of devices
+    of this kind, relative to the median. `sharers` ranks share a core: while some wait, the others
+    are proportionally faster. `unit_s` is the host time to gather or reduce a sharding unit.
+    `piecewise`: rotary embeddings, and RMS norms of tensors split over tp, consist of several
+    operators; other RMS norms are a single operator of this package (nn.norms). `attention_rates`
+    are the FLOP/s in fp32 and bf16 to which attention's fractions refer, if they differ from those
+    of matmuls. `attention_kernels` are the fractions of other kernels, by name; causal attention
+    reaches half of its rate at `attention_half` keys.
 
     A tile of a matmul takes as long as if its inner dimension were `fill` longer. Even short
-    matmuls reach no more than `limit` of the best rate; within a step, which is a sustained load,
-    they reach at most `sustained` of it, or `sustained_fp8` in fp8. `measured_ratios`, by dtype:
-    how much longer measured matmuls took on this very device. Triton's grouped matmuls of experts
-    take `triton_experts` times as long as matmuls by tiles. `any_fp8_layout`: matmuls in fp8 take
-    operands that are not transposed. `uneven_experts`: how many times as long grouped matmuls take
-    if some experts have most of the tokens, on one rank and on the slowest of many.
+    matmuls reach at most `limit` of the best rate; within a step, which is a sustained load, they
+    reach at most `sustained` of it, or `sustained_fp8` in fp8. `measured_ratios`, by dtype: how
+    much longer measured matmuls took on this device than predicted. Triton's grouped matmuls of
+    experts take `triton_experts` times as long as matmuls by tiles. `any_fp8_layout`: matmuls in
+    fp8 accept operands that are not transposed. `uneven_experts`: how many times as long grouped
+    matmuls take if some experts have most of the tokens, on one rank and on the slowest of many.
     """
 
     name: str
@@ -100,7 +100,7 @@ class DeviceRates:
         return rate > 1.5 * self.rate("bf16")
 
     def rate(self, dtype: str) -> float:
-        """Return the FLOP/s of large matmuls, or of those in the next wider dtype."""
+        """Return the FLOP/s of large matmuls; of the next wider dtype if this one has no rate."""
         wider = ("fp16" if dtype == "bf16" else "bf16", "tf32", "fp32")
         for name in (dtype, *(reversed(wider) if dtype == "tf32" else wider)):
             if name in self.best_flops_per_s:
@@ -114,7 +114,7 @@ def dtype_of(precision: Precision) -> Dtype:
 
 
 def check_dtype(precision: Precision, device: DeviceRates) -> None:
-    """Raise BadInputError for a dtype that an accelerator cannot multiply."""
+    """Raise BadInputError for a dtype in which an accelerator has no matmuls."""
     has = sorted(device.best_flops_per_s)
     if device.kind == "cuda" and dtype_of(precision) not in (*has, "fp32"):
         raise BadInputError(
@@ -166,7 +166,7 @@ def of_accelerator(chip: Accelerator) -> DeviceRates:
         attention_half=attention.half_length,
         attention_rates={"bf16": low, "fp32": min(low, best["fp32"])},
         attention_kernels={str(name): rate for name, rate in kernels.items()},
-        # If both share a memory, copies are read and written there.
+        # If host and device share a memory, it both reads and writes copies.
         host_bytes_per_s=min(
             LINKS[chip.host_link].bytes_per_s * efficiency.HOST_LINK_SHARE,
             chip.memory_bytes_per_s / 2,
@@ -201,7 +201,7 @@ def matmul_s(
 
     Outputs are cut into tiles, which multiprocessors take in waves; the last wave may be nearly
     empty (wave quantisation), as may tiles at the edges (tile quantisation). Matmuls with few
-    tiles are split over k, whose parts are then summed. A batch is that many times the tiles.
+    tiles are split over k, whose parts are then summed. A batch multiplies the number of tiles.
     """  # fmt: skip
     m, n, k, rate = (np.asarray(x, float) for x in (m, n, k, rate))
     moved = batch * (m * k + k * n + m * n) * item / device.memory_bytes_per_s
@@ -243,8 +243,8 @@ def sustained_matmul_s(
     """Return `matmul_s` within a training step, where power and cold caches limit rates.
 
     No matmul exceeds the sustained rate; slower ones take as long as they do alone. `more_bytes`
-    are moved when tiles are done, in addition to operands and results: this adds to the time if the
-    device does not compute the next tiles meanwhile.
+    are moved when tiles are done, in addition to operands and results: this takes additional time
+    if the device does not compute the next tiles meanwhile.
     """
     short = matmul_s(device, rate, m, n, k, item, batch)
     rate = np.asarray(rate, float)
@@ -261,8 +261,8 @@ def sustained_matmul_s(
 def _measured_ratio(device: DeviceRates, m: Floats, n: Floats, k: Floats, rate: Floats) -> Floats:
     """Return how much longer measured matmuls take than their tiles predict, at this shape.
 
-    Points of the same dtype are weighted by distance in the logarithms of the three dimensions: the
-    ratio at a point is its own, and that far from all points is their mean.
+    Points of the same dtype are weighted by distance in the logarithms of the three dimensions: at
+    a point, the result is its ratio; far from all points, it is their mean.
     """
     m, n, k, rate = np.broadcast_arrays(*(np.asarray(x, float) for x in (m, n, k, rate)))
     found = np.ones(rate.shape)

@@ -36,15 +36,15 @@ class Protocol(NamedTuple):
 
 @dataclass(frozen=True)
 class Fabric:
-    """Nodes of `per_node` devices. Rates are in bytes/s in one direction, as reached by a ring.
+    """Nodes of `per_node` devices. Rates are in bytes/s in one direction, as a ring reaches them.
 
     `inside_bytes_per_s` is the rate between a device and the others of its node,
     `across_bytes_per_s` that of all network cards of a node together, and `pair_bytes_per_s` that
-    between a device and one other of its node. All-gather and reduce-scatter reach a share of them
-    within a node, small groups reach `group_shares` by their size, and all-to-all has one share
-    inside nodes (`all_to_all_share`) and one across; `dispatch` has the times of a dispatcher that
-    sends each token once to a rank. `scatter_rounds` is 2 if a library sums everything on every
-    rank and then keeps a part, as gloo does.
+    between a device and one other of its node. All-gather and reduce-scatter reach a share of these
+    rates within a node, small groups reach `group_shares` by their size, and all-to-all has one
+    share inside nodes (`all_to_all_share`) and one across; `dispatch` has the times of a dispatcher
+    that sends each token once to a rank. `scatter_rounds` is 2 if a library sums everything on
+    every rank and then keeps a part, as gloo does.
     """
 
     per_node: int
@@ -64,7 +64,7 @@ class Fabric:
     def with_rates(self, inside: Floats | float, across: Floats | float) -> "Fabric":
         """Return the fabric with other rates, one for all plans or one for each.
 
-        A device's rate to one other device keeps its ratio to the rate to all.
+        The ratio of a device's rate to one other device and its rate to all stays the same.
         """
         share = self.pair_bytes_per_s / self.inside_bytes_per_s
         pair = inside * share if self.inside_bytes_per_s < np.inf else inside
@@ -74,10 +74,9 @@ class Fabric:
         return replace(self, **rates)
 
     def spread(self, size: Ints, stride: Ints) -> tuple[Floats, Floats, Floats]:
-        """Return the ranks per node, the nodes, and the groups that share a node's network cards.
-
-        This is for groups of `size` ranks at distance `stride`, which cross the same cards at the
-        same time.
+        """Return a group's ranks per node, its nodes, and how many groups share a node's network
+        cards. Groups have `size` ranks at distance `stride`, and use the same cards at the same
+        time.
         """
         together = np.clip(self.per_node // np.maximum(stride, 1), 1, None)
         within = np.minimum(size, together)
@@ -116,8 +115,8 @@ class Fabric:
         Each token goes to `copies` experts drawn uniformly from those of the `size` ranks of its
         group: one copy for each expert. With `once`, there is one copy per rank, and across the
         network one per node, from which the node's own links distribute it (DeepSeek-AI, DeepEP); a
-        rank has `tokens`, each of which takes time of its own beside its bytes.
-        Links inside nodes and across work at the same time; devices share the node's cards.
+        rank has `tokens`, each of which takes some time in addition to its bytes. Links inside
+        nodes and across work at the same time; devices share the node's cards.
         """
         within, nodes, _ = self.spread(size, stride)
         link = self.inside_bytes_per_s * self.all_to_all_share
@@ -178,8 +177,8 @@ class Fabric:
 
         A rank of a chain sends the array up and down. Between nodes, each tree carries half of the
         array; an inner node of a tree sends three halves to its neighbours in it, and one half in
-        the other tree. With two nodes, each is a root once and a leaf once, which halves that.
-        Latencies are NCCL's: through the chain and back, and log2(nodes) hops.
+        the other tree. With two nodes, each is the root of one tree and a leaf of the other, which
+        halves that. Latencies are NCCL's: through the chain and back, and log2(nodes) hops.
         """
         within, nodes, groups = self.spread(size, stride)
         inside = np.where(within > 1, 2 * nbytes / self.inside_bytes_per_s, 0.0)

@@ -10,7 +10,7 @@ from outpace.records.hardware import Accelerator, Node
 from outpace.records.network import Network
 
 _KINDS = ("ethernet", "infiniband", "omni-path", "efa", "slingshot")
-# Numbers of cards with which nodes are sold, of fast links only: several slow ones equal a fast
+# Numbers of cards with which nodes are sold; fast links only, since several slow ones equal a fast
 # one.
 _MANY = (("InfiniBand NDR", 2), ("InfiniBand NDR", 4), ("InfiniBand NDR", 8), ("InfiniBand XDR", 8))
 _RATE = re.compile(r"([0-9.]+)\s*(Gbit/s|Gbps|GB/s|MB/s|Mbit/s)", re.IGNORECASE)

@@ -75,7 +75,7 @@ def add_frozen_head_loss(
     chunk = np.where(bf16 & ~c.chunked_loss, whole_bf16_rows(vocab), float(CHUNK_ROWS))
     chunk = np.minimum(chunk, rows)
     grads = states * np.where(bf16, s.stream, wide)
-    # In bf16, the head's gradient is summed even if it is frozen.
+    # In bf16, the kernel sums the head's gradient even if the head is frozen.
     head = np.where(bf16, vocab * hidden * FP32, 0.0)
     own = vocab * hidden * s.operand
     block = softmax_rows(vocab, chunk)
@@ -92,7 +92,7 @@ def add_frozen_head_loss(
 def _on_accelerator(
     timeline: MemoryTimeline, outline: Outline, columns: PlanBatch, sizes: Shapes, item: Floats
 ) -> None:
-    """Add `nn.head_loss`: with all logits if compiled, else with gradients made in the forward."""
+    """Add `nn.head_loss`: with all logits if compiled, else with gradients from the forward."""
     c, s, hidden = columns, sizes, outline.hidden
     rows, wide = s.tokens, padded_columns(np.full(len(c), float(outline.outputs)))
     states = rows * hidden

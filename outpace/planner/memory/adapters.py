@@ -36,10 +36,10 @@ from outpace.records.plan import Checkpointing
 from outpace.records.precisions import COMPUTES_IN_BF16, COMPUTES_IN_FP16, WEIGHTS
 
 _MIB = 2**20
-# DDP.broadcast_bucket_size, a piece (torch/nn/parallel/distributed.py), and broadcast_coalesced's
-# max_in_flight (torch/csrc/distributed/c10d/comm.cpp).
+# Size of a piece: DDP.broadcast_bucket_size (torch/nn/parallel/distributed.py). Pieces at once:
+# max_in_flight of broadcast_coalesced (torch/csrc/distributed/c10d/comm.cpp).
 _BROADCAST_BYTES, _BROADCASTS_IN_FLIGHT = 250 * _MIB, 2
-# nn.attention, on a CPU in bf16: queries of a block, and bytes of its scores at most.
+# nn.attention, on a CPU in bf16: queries of a block, and the most bytes of its scores.
 _SCORE_ROWS, _SCORE_BYTES = 128, 4 * _MIB
 _GELU_ELEMENTS = 1 << 18  # elements that nn.gelu handles at a time, on a CPU in bf16
 _QKV = ("q", "k", "v")
@@ -47,7 +47,7 @@ _QKV = ("q", "k", "v")
 
 @dataclass(frozen=True)
 class AdapterMemory:
-    """Step with adapters: its model, its device, and plans with the same adapters.
+    """A step with adapters: its model, its device, and plans with the same adapters.
 
     `matrices`: those of a block; `block`: a layer of the stack. `records_kinds`: whether the peak
     by kind will be requested.
@@ -114,7 +114,7 @@ class AdapterMemory:
     def gathered_item(self) -> Floats:
         """Return the bytes per number of a block's parameters in a forward.
 
-        Byte tensors cannot be cast during a gather, so blocks that have some cast nothing
+        Byte tensors cannot be cast during a gather, so blocks with byte tensors cast nothing
         (`parallel.fsdp.policy_of`).
         """
         item = self.sizes.weight if self.packs else self.sizes.gathered
@@ -126,7 +126,7 @@ class AdapterMemory:
         return np.where(self.gathers, self.sizes.gathered, self.sizes.weight)
 
     def block_bytes(self, item: Floats) -> Floats:
-        """Return the bytes of a block's parameters, with `item` bytes for those not in 4 bits."""
+        """Return the bytes of a block's parameters, with `item` bytes per number not in 4 bits."""
         if self.packs:
             packed = sum(nf4_bytes(m.elements) for m in self.matrices)
             return packed + item * (self.vectors + self.trained_elements)
@@ -176,7 +176,7 @@ class AdapterMemory:
 
     @cached_property
     def mask(self) -> Floats:
-        """Return the bytes that dropout saves per number; on a CPU it saves a factor."""
+        """Return the bytes that dropout saves per number; on a CPU, it saves a factor."""
         return np.where(self.device == "cpu", self.sizes.operand, 1.0)
 
     def dropout_bytes(self, matrix: Matrix) -> Floats:
@@ -263,9 +263,8 @@ class AdapterMemory:
     def forward_bytes(self) -> Floats:
         """Return the bytes that a block's forward needs at its peak in addition to what it saves.
 
-        Outputs of attention and of norms before their cast live until its end. In addition, there
-        are the outputs of a matrix and its adapter and their sum, in the MLP's last matmul or the
-        one before it.
+        Outputs of attention, and of norms before their cast, live until its end. The MLP's last
+        matmul, or the one before it, adds the outputs of a matrix and its adapter, and their sum.
         """
         s = self.sizes
         throughout = s.whole * s.operand + np.where(s.casts, 2 * s.part * s.stream, 0.0)
@@ -287,9 +286,8 @@ class AdapterMemory:
 
     @cached_property
     def recomputed_forward_bytes(self) -> Floats:
-        """Return the same for a block that recomputes its tensors in the backward.
-
-        By then all tensors of the MLP exist, except the outputs of matmuls that are kept.
+        """Return `forward_bytes` of a block that recomputes its tensors in the backward. By then,
+        all tensors of the MLP exist, except the outputs of matmuls that are kept.
         """
         s, b = self.sizes, self.block
         throughout = 3 * s.part * s.stream + s.whole * s.operand * np.where(s.casts, 2, 1)
@@ -341,17 +339,17 @@ def _require_known(columns: PlanBatch) -> None:
     for what, unknown in columns.unknown_with_adapters():
         if unknown.any():
             raise BadInputError(
-                f"the planner does not know the memory of adapters with {what}. Use strategy "
+                f"the planner cannot estimate the memory of adapters with {what}. Use strategy "
                 f"{', '.join(ADAPTER_STRATEGIES)} without offloading, or outpace memory, which "
                 "traces any plan."
             )
 
 
 def add_permanent(timeline: MemoryTimeline, step: AdapterMemory) -> None:
-    """Add the tensors that exist before a forward, after the moment of quantizing weights."""
+    """Add the quantization of weights, then the tensors that exist before a forward."""
     c, s, layers = step.columns, step.sizes, step.outline.layers
     if step.packs and step.device == "cpu":
-        # On a CPU, unquantized weights exist until their turn.
+        # On a CPU, weights stay unquantized until their turn.
         first = step.matrices[0].elements
         whole = sum(m.elements for m in step.matrices) + step.vectors
         raised = np.where(s.weight < FP32, FP32 * first, 0.0)
@@ -359,8 +357,8 @@ def add_permanent(timeline: MemoryTimeline, step: AdapterMemory) -> None:
         timeline.moment("weights", built)
     held = step.block_bytes(s.weight) * layers + s.weight * step.root_elements
     timeline.pass_over("weights", held / step.shards)
-    # DDP sends all weights from rank 0 before the first step. If all weights train, this stays
-    # below a step's peak, which includes gradients of the same size.
+    # DDP sends all weights from rank 0 before the first step. If all weights are trained, this
+    # stays below a step's peak, which includes gradients of the same size.
     sent = np.minimum(held, _BROADCASTS_IN_FLIGHT * _BROADCAST_BYTES)
     timeline.moment("communication", np.where(c.strategy_in("ddp"), sent, 0.0))
     timeline.pass_over("optimizer state", layers * _state_bytes(step) / step.shards)
@@ -514,12 +512,12 @@ def _pass_over_others(
 
 
 def _has_gradients(step: AdapterMemory) -> Bools:
-    """Return for which plans gradients exist before a backward creates new ones."""
+    """Return for which plans gradients exist before a backward creates more."""
     return step.columns.strategy_in("ddp") | (step.columns.passes > 1)
 
 
 def _reduce(timeline: MemoryTimeline, step: AdapterMemory, reduced: Floats) -> Floats:
-    """Add the reduction of a block's gradients, and the end of `reduced`; return its bytes."""
+    """Start the reduction of a block's gradients, and end that of `reduced`; return its bytes."""
     sent = np.where(step.gathers, step.sizes.reduced * step.trained_elements, 0.0)
     if step.packs:
         sent = np.where(step.gathers, step.sizes.weight * step.trained_elements, 0.0)
@@ -644,7 +642,7 @@ def _add_linear(
 
     It frees `made` bytes of its output's gradient and `read` bytes of the input that adapters
     saved. The gradient of its input stays if it `has_gradient`; `joins`: it is added to an existing
-    one.
+    gradient.
     """
     into = step.input_bytes(matrix) if has_gradient else np.zeros(len(step.columns))
     rank = step.settings.rank
@@ -678,7 +676,7 @@ def _add_linear(
 
 
 def _add_norm(timeline: MemoryTimeline, step: AdapterMemory, stream: Floats, read: Floats) -> None:
-    """Add the gradient of a norm's input, computed from its output's and added to the stream's."""
+    """Add the gradient of a norm's input, which is then added to the residual stream's gradient."""
     timeline.pass_over("temporary", stream - read)
     timeline.allocate("temporary", stream)
     timeline.free("activations", step.block.residual + step.block.norm)
@@ -690,9 +688,9 @@ def _add_norm(timeline: MemoryTimeline, step: AdapterMemory, stream: Floats, rea
 def _add_workspace(timeline: MemoryTimeline, step: AdapterMemory) -> None:
     """Add the workspace of attention's backward.
 
-    FlashAttention sums the gradients of queries in fp32 (Dao, arXiv 2307.08691, §3). outpace's own
-    kernel on a CPU in bf16 (`nn.attention`) sums those of keys and values, and has three copies of
-    the probabilities of a block of queries and their inputs.
+    FlashAttention sums the gradients of queries in fp32 (Dao, arXiv 2307.08691, §3). outpace's
+    kernel on a CPU in bf16 (`nn.attention`) sums the gradients of keys and values, and holds three
+    copies of the inputs and probabilities of a block of queries.
     """
     one, c, b = step.outline.stacks[0].attention, step.columns, step.block
     assert one is not None

@@ -29,11 +29,11 @@ def add_backward(timeline: MemoryTimeline, rank: RankSetup) -> None:
     first, last = rank.recomputation.first, rank.recomputation.last
     timeline.free("communication", np.where(setup.sharding.regathers, setup.unit, 0.0))
     # A split backward keeps the inputs of weight gradients until their turn. DualPipeV splits only
-    # where it fills bubbles, when fewer are under way.
+    # to fill bubbles, when fewer micro-batches are in flight.
     splits = setup.columns.schedule_in("zb", "zbv")
     kept = np.where(splits, blocks * setup.block.outputs, 0.0)
     timeline.allocate("temporary", kept)
-    # Where weights are gathered, the second and the last but one are added separately, too.
+    # If weights are gathered, the second and the second to last block are added separately, too.
     sharded = setup.sharding.gathers
     ends = [
         _Position(blocks > 0, last, blocks > 1.5),
@@ -101,7 +101,7 @@ def _add_block(
     gathered = np.where(sharding.regathers, unit, 0.0)
     coming = np.where(position.prefetches, gathered, 0.0)
     here = timeline.select(position.present)
-    # Gathered: this block's parameters, copied out, and the next one's, in transit.
+    # Gathered: this block's parameters, copied out of the buffer, and the next block's, in transit.
     here.allocate("communication", gathered)
     here.allocate("unsharded", gathered)
     here.free("communication", gathered)
@@ -116,7 +116,7 @@ def _add_block(
     here.free("communication", made)  # the block's own gradients
     kept = np.where(sharding.gathers, s.weight * setup.elements, 0.0)
     kept = kept * sharding.expert_factor / sharding.shards
-    # Until they are on the host, reduced gradients exist beside those that were reduced.
+    # Until they are on the host, reduced gradients exist in addition to the unreduced ones.
     here.moment("temporary", np.where(setup.gradients_on_host, kept, 0.0))
     _delay_reduction(here, rank, sent)
     kept = np.where(rank.allocates_gradients & ~delays, kept, 0.0)
@@ -126,10 +126,9 @@ def _add_block(
 
 
 def _delay_reduction(timeline: MemoryTimeline, rank: RankSetup, sent: Floats) -> None:
-    """Add a block's gradients to those that wait for a pipeline's last micro-batch, or start them.
-
-    They are added one by one after the block's backward, in the dtype of the reduction. `sent`:
-    their bytes in that dtype.
+    """Keep a block's gradients for a pipeline's last micro-batch, or add them to those kept. They
+    are added one by one after the block's backward, in the dtype of the reduction. `sent`: their
+    bytes in that dtype.
     """
     setup, item = rank.setup, rank.setup.sharding.item
     casts = setup.sizes.reduced != item
@@ -162,7 +161,7 @@ def _add_embedding(timeline: MemoryTimeline, rank: RankSetup) -> None:
 def _reduce_root(timeline: MemoryTimeline, rank: RankSetup) -> None:
     """Add the reduction of gradients outside of blocks, and of those that waited for it.
 
-    The head's were counted with the loss; root shards are reduced at the end.
+    The head's gradients were counted with the loss; root shards are reduced at the end.
     """
     setup, place, s, sharding = rank.setup, rank.place, rank.setup.sizes, rank.setup.sharding
     item, delays = sharding.item, rank.delays

@@ -12,7 +12,7 @@ from outpace.planner.memory.timeline import MemoryTimeline
 from outpace.planner.plan_columns import Floats, PlanBatch
 from outpace.records.outline import AttentionShape
 
-_ATTENTION_ROWS = 512  # of scores that ring attention holds at once
+_ATTENTION_ROWS = 512  # rows of scores that ring attention holds at once
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,9 @@ class _Block:
     """Values shared by the operators of a block's backward.
 
     `live`: share of saved tensors on the device. `copies`: bytes of weight copies per matrix
-    element, if they exist. `stream`: gradient of the residual stream. `read`: input of matmuls;
-    `cast`: its copy if it is cast; `gathered`: its copy if it is gathered again.
+    element, if any. Bytes of tensors are `stream`, the residual stream's gradient; `read`, the
+    input of matmuls; `cast`, its copy if it is cast; and `gathered`, its copy if it is gathered
+    again.
     """
 
     setup: MemorySetup
@@ -37,7 +38,7 @@ class _Block:
 def add_block_backward(timeline: MemoryTimeline, rank: RankSetup, mode: BlockMode) -> None:
     """Add a block's backward, after its recomputation: the MLP, then attention."""
     setup, s, b = rank.setup, rank.setup.sizes, rank.setup.block
-    away = mode.offloaded  # offloaded tensors are used where they lie
+    away = mode.offloaded  # offloaded tensors are used in host memory
     copies_away = setup.offloads_activations & ~mode.recomputes
     read = s.whole * s.operand
     block = _Block(
@@ -66,7 +67,7 @@ def _add_mlp(timeline: MemoryTimeline, block: _Block) -> None:
     """Add the MLP, with the norm before or after it."""
     b = block.setup.block
     inner, saved = b.inner, b.inner * block.live
-    # The gradient of its output in the matmuls' dtype, then of the inner tensor.
+    # The gradient of its output in the matmuls' dtype, then that of the inner tensor.
     timeline.pass_over("temporary", block.cast)
     timeline.allocate("temporary", inner)
     add_gradient(timeline, block.gradient, b.down, copies=block.copies)
@@ -120,7 +121,7 @@ def _add_attention(timeline: MemoryTimeline, block: _Block) -> None:
 
 
 def _add_norm(timeline: MemoryTimeline, block: _Block) -> None:
-    """Add the gradient of a norm's input, computed from its output's and added to the stream's."""
+    """Add the gradient of a norm's input, which is then added to the residual stream's gradient."""
     b = block.setup.block
     # Assembled before it is scattered.
     timeline.moment("temporary", np.where(block.setup.splits_stream, block.read, 0.0))

@@ -1,4 +1,4 @@
-"""Memory of a rank's forwards, for all micro-batches that wait for their backward."""
+"""Memory of a rank's forwards, for all micro-batches whose backward is still to come."""
 
 import numpy as np
 
@@ -26,7 +26,7 @@ def add_forward(timeline: MemoryTimeline, rank: RankSetup, delayed: Floats) -> N
     timeline.pass_over("activations", chunks * (rank.chunk_bytes - rank.blocks * away))
     timeline.offload(chunks * rank.blocks * away, setup.activations_on_disk)
     add_copies(timeline, rank, chunks * rank.blocks)
-    # If blocks end with norms, the embedding has one too, which saves the sum.
+    # If blocks end with norms, the embedding has a norm too, which saves the sum.
     summed = place.first & bool(setup.outline.head_matmuls)
     stream = setup.sizes.part * setup.sizes.stream
     timeline.pass_over("activations", np.where(summed, stream, 0.0))
@@ -47,7 +47,7 @@ def add_copies(timeline: MemoryTimeline, rank: RankSetup, blocks: Floats) -> Non
 
 
 def raised_table(rank: RankSetup) -> Floats:
-    """Return bytes of the embedding's fp32 table (`nn.fp32_modules`), for look-up and gradient."""
+    """Return the bytes of the embedding's fp32 table, for look-up and gradient."""
     setup, sharding = rank.setup, rank.setup.sharding
     autocast = ~setup.columns.precision_in(*WEIGHTS) & (setup.sizes.reduced > sharding.item)
     raised = autocast & sharding.gathers & rank.place.first & (setup.question.device == "cpu")

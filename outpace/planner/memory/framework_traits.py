@@ -9,17 +9,17 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True)
 class FrameworkTraits:
-    """Use of memory by one program.
+    """One program's use of memory.
 
     `chunks_loss`: large logits are split into chunks. `softmax_in_place`: a single fp32 copy of the
     logits becomes the softmax and then its gradient. `regathers_inputs`: under sequence
     parallelism, a rank keeps its shard of matmuls' inputs and gathers it again. `main_gradients`:
     bytes per gradient of a buffer that accumulates gradients throughout the job, for whole weights
-    unless a plan shards them; None means as in outpace's strategies. `shards_by_element`: zero1
-    shards elements over data and context parallelism, not whole parameters.
-    `reuses_receive_buffer`: a pipeline has one receive buffer for all micro-batches, and frees what
-    it has sent. `accumulates_unsharded`: if weights are sharded and micro-batches accumulate,
-    gradients are unsharded until the last backward.
+    unless a plan shards them; None means the same as in outpace's strategies. `shards_by_element`:
+    zero1 splits parameters by elements over data and context parallelism. `reuses_receive_buffer`:
+    a pipeline has one receive buffer for all micro-batches, and frees what it has sent.
+    `accumulates_unsharded`: if weights are sharded and micro-batches accumulate, gradients are
+    unsharded until the last backward.
     """
 
     chunks_loss: bool = True
@@ -47,6 +47,7 @@ MEGATRON_BF16 = FrameworkTraits(
 )
 MEGATRON_FP16 = replace(MEGATRON_BF16, main_gradients=2)
 # Micro-batches before the last are under no_sync (Fabric.no_backward_sync), where FSDP "will
-# accumulate the full model gradients" (torch 2.13, FullyShardedDataParallel.no_sync); of a frozen
-# weight, too, that is in one flat parameter with trained ones (fsdp/_wrap_utils.py, which warns).
+# accumulate the full model gradients" (torch 2.13, FullyShardedDataParallel.no_sync), including
+# those of frozen weights in the same flat parameter as trained weights (fsdp/_wrap_utils.py, which
+# warns).
 LIGHTNING_FSDP = FrameworkTraits(accumulates_unsharded=True)

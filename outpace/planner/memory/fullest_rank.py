@@ -54,7 +54,7 @@ def places(outline: Outline, columns: PlanBatch) -> list[Place]:
 
 
 def _place(ranks: list[Rank], rows: Ints) -> Place:
-    """Return one rank of each plan: the one at its index in `ranks`."""
+    """Return one rank of each plan, by the plan's index in `ranks`."""
     columns = np.array(ranks, float)[rows].T
     return Place(
         *(

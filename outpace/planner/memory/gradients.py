@@ -16,9 +16,9 @@ class GradientBytes:
 
     `matmul` and `other`: bytes before a cast, from a matmul or elsewhere. If ranks have
     whole weights, `kept` bytes stay, or `added` bytes live until they are added to existing
-    gradients; both are 0 if parameters are gathered. Then `whole` bytes live until they are
-    reduced, or `joined` bytes until they are added to gradients that wait for a pipeline's last
-    micro-batch.
+    gradients; both are 0 if parameters are gathered. In that case, `whole` bytes live until they
+    are reduced, or `joined` bytes until they are added to the gradients that are kept for a
+    pipeline's last micro-batch.
     """
 
     matmul: Floats
@@ -32,7 +32,7 @@ class GradientBytes:
 def gradient_bytes(setup: MemorySetup, allocates: Bools, joins: Bools) -> GradientBytes:
     """Return the bytes for every plan.
 
-    `allocates`: a backward allocates gradients that stay. `joins`: gradients already wait for a
+    `allocates`: a backward allocates gradients that stay. `joins`: gradients are already kept for a
     pipeline's last micro-batch.
     """
     s, item, gathers = setup.sizes, setup.sharding.item, setup.sharding.gathers
@@ -51,7 +51,7 @@ def gradient_bytes(setup: MemorySetup, allocates: Bools, joins: Bools) -> Gradie
 
 
 def added_bytes(setup: MemorySetup) -> Floats:
-    """Return bytes of a gradient that is added to existing ones, without gathered parameters."""
+    """Return the bytes of a gradient that is added to existing ones, if nothing is gathered."""
     return np.where(setup.gradients.casts_sums, FP32, setup.sharding.item)
 
 

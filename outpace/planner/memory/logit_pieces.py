@@ -17,7 +17,7 @@ _WHOLE_BYTES = 4096 * _MIB
 _CHUNK_BYTES = 2048 * _MIB
 _CHUNK_ROWS_ACCELERATOR = 4096
 _BLOCK_BYTES = 256 * _MIB
-KEPT_OF_TOKEN = 4 + 8 + 1  # log Σ exp, the target's column, whether there is one
+KEPT_OF_TOKEN = 4 + 8 + 1  # log Σ exp, the target's column, whether there is a target
 # On a CPU in bf16: the bytes of logits that are held whole, of a block of them in fp32, and rows of
 # the head that are multiplied at a time.
 _LOW_BYTES = 256 * _MIB
@@ -36,7 +36,7 @@ def fits(rows: Floats, columns: Floats, operand: Floats) -> Bools:
 
 
 def accelerator_rows(rows: Floats, columns: Floats, operand: Floats, asked: Bools) -> Floats:
-    """Return the rows of logits computed at a time on an accelerator; `asked`: in chunks."""
+    """Return the rows of logits that an accelerator computes at a time; `asked`: in chunks."""
     row_bytes = np.maximum(columns, 1) * operand
     most = np.floor(_CHUNK_BYTES / row_bytes / _PADDED_TO) * _PADDED_TO
     chunks = np.ceil(rows / np.maximum(_CHUNK_ROWS_ACCELERATOR, most))
@@ -59,11 +59,11 @@ def exceeds_cpu(rows: Floats, vocab: Floats, in_bf16: Bools) -> Bools:
 
 
 def whole_bf16_rows(vocab: Floats) -> Floats:
-    """Return the number of tokens up to which a CPU in bf16 holds all logits."""
+    """Return the largest number of tokens whose logits a CPU in bf16 holds at once."""
     return np.maximum(CHUNK_ROWS, np.floor(_LOW_BYTES / (2 * np.maximum(vocab, 1))))
 
 
 def softmax_rows(vocab: Floats, rows: Floats) -> Floats:
-    """Return the number of tokens for which a CPU in bf16 computes the softmax at a time."""
+    """Return the number of tokens whose softmax a CPU in bf16 computes at a time."""
     most = np.floor(_LOW_BLOCK_BYTES / (FP32 * np.maximum(vocab, 1)))
     return np.minimum(np.maximum(1, most), rows)

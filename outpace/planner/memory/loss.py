@@ -27,10 +27,9 @@ from outpace.records.precisions import COMPUTES_IN_BF16
 
 @dataclass(frozen=True)
 class _Head:
-    """The head, of `elements` on ranks that have it; it receives `rows` tokens.
-
-    `more`: further micro-batches that wait for their backward. `last`: bytes of a buffer that is
-    freed when the head begins. `copied`: matmuls read a cast or padded copy.
+    """The head, of `elements` on ranks that have it; it receives `rows` tokens. `more`: other
+    micro-batches whose backward is still to come. `last`: bytes of a buffer that is freed when the
+    head begins. `copied`: matmuls read a cast or padded copy.
     """
 
     setup: MemorySetup
@@ -43,7 +42,7 @@ class _Head:
 
 
 def add_loss(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add the last norm, the head and the loss, for micro-batches that wait for their backward.
+    """Add the last norm, the head and the loss, for micro-batches whose backward is still to come.
 
     The gradient of the last hidden state remains.
     """
@@ -59,7 +58,7 @@ def add_loss(timeline: MemoryTimeline, rank: RankSetup) -> None:
     before = stream + norm + _transform_bytes(setup)
     kept = np.maximum(losses, 1) * before
     outputs = np.where(many > 1, rows * hidden * s.stream, 0.0)
-    # Where weights stay gathered, the last block's buffer is freed as the backward begins.
+    # If weights stay gathered, the last block's buffer is freed when the backward begins.
     last = np.where(setup.sharding.regathers, 0.0, setup.unit)
     with_head.pass_over("activations", kept)
     timeline.pass_over("activations", outputs)
@@ -85,9 +84,8 @@ def add_split_head(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def tied_head_bytes(rank: RankSetup) -> Floats:
-    """Return the bytes of a tied head's gradient that waits for the embedding's.
-
-    It is 0 if that gradient is itself stored until the optimizer's step.
+    """Return the bytes of a tied head's gradient, which is kept until the embedding's exists. It is
+    0 if that gradient is itself stored until the optimizer's step.
     """
     setup, place, c = rank.setup, rank.place, rank.setup.columns
     both = place.first & place.last & setup.outline.tied & ~setup.dp & (c.pp == 1)
@@ -135,7 +133,7 @@ def _transform_bytes(setup: MemorySetup) -> Floats | float:
 
 
 def _uses_chunks(setup: MemorySetup, rows: Floats, vocab: Floats) -> Bools:
-    """Return which losses use chunks of logits: where requested, or where logits are large."""
+    """Return which plans' losses use chunks of logits: if requested, or if logits are large."""
     c = setup.columns
     if _uses_head_loss(setup):
         large = ~fits(rows, padded_columns(vocab), setup.sizes.operand)
@@ -242,7 +240,7 @@ def _add_whole_logits(timeline: MemoryTimeline, head: _Head) -> None:
     logits, wide = head.rows * head.vocab, np.maximum(s.operand, FP32)
     narrow = np.where(s.operand < FP32, s.operand, 0.0)
     read = states * s.operand
-    # What the head reads is gathered for its matmul and again for its gradient, or kept.
+    # The head's input is gathered for its matmul and again for its gradient, or kept.
     gathered = np.where(setup.regathers_inputs, read * (1 - 1 / c.tp), 0.0)
     copy = np.where(head.copied, head.elements * s.operand, 0.0)
     timeline.pass_over("activations", head.more * (logits * wide + read - gathered))

@@ -24,7 +24,7 @@ def add_optimizer_step(timeline: MemoryTimeline, rank: RankSetup) -> None:
     _drop_sums(timeline, rank)
     elements = (sharding.stepped * rank.place.layers + rank.outside) / sharding.shards
     _add_masters(timeline, rank, elements)
-    # Offloaded states are stepped unit by unit.
+    # Offloaded states are updated unit by unit.
     unit = np.minimum(np.maximum(_UNIT_BYTES / FP32, rank.largest), elements)
     stepped = _stepped_elements(rank, elements, unit)
     # Under bf16's master weights, gradients are cast to fp32 in pieces, unless summed in fp32.
@@ -49,7 +49,7 @@ def add_optimizer_step(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def _drop_sums(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Release gradients that were copied into buffers, from which fp32 sums are made."""
+    """Release gradients that were copied into buffers, from which fp32 sums are computed."""
     g = rank.setup.gradients
     copied = g.fuses & ~g.sums_in_fp32
     if copied.any():
@@ -84,7 +84,7 @@ def _stepped_elements(rank: RankSetup, elements: Floats, unit: Floats) -> Floats
 def add_step_tensors(
     timeline: MemoryTimeline, columns: PlanBatch, largest: Floats, stepped: Floats
 ) -> None:
-    """Add the temporaries of a step: some as large as the `largest` parameter, some copies.
+    """Add the temporaries of a step: some as large as the `largest` parameter, others copies.
 
     `largest` and `stepped`: bytes of that parameter, and of all parameters updated at once.
     """

@@ -37,7 +37,7 @@ _AT_ONCE = 4096  # plans estimated at a time
 # below 10 MiB (kSmallBuffer, kLargeBuffer, kMinLargeAlloc); larger ones have their own, rounded up
 # to 2 MiB (kRoundLarge).
 _SMALL_SEGMENT, _SEGMENT, _LEAST_LARGE, _ROUNDED = 2 * _MIB, 20 * _MIB, 10 * _MIB, 2 * _MIB
-# Of a layer: 7 matrices with gradients and two moments, and 16 tensors that the forward leaves.
+# Tensors of a layer: 7 matrices with gradients and two moments, and 16 that the forward leaves.
 _LARGE_BLOCKS = 7 * 4 + 16
 _LARGE_FROZEN_BLOCKS = 7 + 16  # of matrices without gradients
 # "The kernels alone take up 1.3GB of GPU memory" (Hugging Face, transformers 4.49, "Model training
@@ -103,8 +103,8 @@ def offloaded_bytes(
 ) -> tuple[Floats, Floats]:
     """Return the bytes that a rank stores in host memory and on disk, each at its peak.
 
-    Host memory peaks at the end of the forward, with all activations, or of the backward, with
-    gradients of offloaded weights, and does not coincide with the device's peak.
+    Host memory peaks at the end of the forward, with all activations, or at the end of the
+    backward, with gradients of offloaded weights. This need not coincide with the device's peak.
     """
     host, disk = np.zeros(len(columns)), np.zeros(len(columns))
     question = MemoryQuestion(outline, seq_len, device, traits=traits)
@@ -170,10 +170,9 @@ def reserved_bytes(
     fused_attention: bool = True,
     traits: FrameworkTraits = OUTPACE,
 ) -> Floats:
-    """Return the bytes that a device needs, with segments, CUDA's context and NCCL's buffers.
-
-    These three are bounds by the rules of docs/concepts/memory-model.md, not measurements: unused
-    parts of segments, kernels and context, and ring buffers for each group of ranks. On a CPU it is
+    """Return the bytes that a device needs, with segments, CUDA's context and NCCL's buffers. These
+    three are bounds by the rules of docs/concepts/memory-model.md, not measurements: unused parts
+    of segments, kernels and context, and ring buffers for each group of ranks. On a CPU, it is
     `peak_bytes`.
     """
     peak = peak_bytes(
@@ -192,7 +191,7 @@ def least_bytes(
 ) -> Floats:
     """Return a lower bound of the bytes that a device needs: `reserved_bytes` of permanent tensors.
 
-    It is a lower bound because `reserved_bytes` is the maximum over moments that include this one.
+    It is a lower bound because `reserved_bytes` is the maximum over moments, of which this is one.
     """
     peak = np.zeros(len(columns))
     question = MemoryQuestion(outline, seq_len, device, traits=traits)

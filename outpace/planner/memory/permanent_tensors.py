@@ -36,7 +36,7 @@ def _add_weights_and_states(timeline: MemoryTimeline, rank: RankSetup, states: F
     states_on_disk = c.offload_optimizer == _DISK
     states_on_host = on_gpu & ((c.offload_optimizer == _CPU) | (c.offload_parameters == _CPU))
     states_away = states_on_disk | states_on_host
-    # Weights are on the device, with a copy where they are stepped.
+    # Weights are on the device, with a copy where the optimizer updates them.
     apart = (c.offload_optimizer == _CPU) | (on_gpu & (c.offload_optimizer > 0))
     twin = np.where(apart & (c.offload_parameters == 0), held, 0.0)
     timeline.pass_over("weights", np.where(weights_away, 0.0, held))
@@ -57,7 +57,7 @@ def _state_bytes(rank: RankSetup) -> Floats:
         kept = setup.columns.with_kept_states()
         whole = whole_states(setup.outline, kept) * place.layers / setup.outline.layers
         return np.where(sharding.shares_states, whole, all_of * share)
-    # Under dp, rank 0 is evaluated, and steps all parameters.
+    # Under dp, the rank estimated is rank 0, which updates all parameters.
     return all_of * share
 
 
@@ -66,12 +66,12 @@ def _add_buffers(timeline: MemoryTimeline, rank: RankSetup, states: Floats) -> N
     setup, c, g = rank.setup, rank.setup.columns, rank.setup.gradients
     device = setup.question.device
     timeline.pass_over("gradients", np.where(g.buckets, g.bucket_item * rank.elements, 0.0))
-    # States are created before they are moved to a disk, unit by unit.
+    # States are created before they are moved to disk, unit by unit.
     made = states / np.maximum(rank.stored_elements, 1) * rank.largest
     moved = (c.offload_optimizer == _DISK) & (device == "cpu")
     timeline.moment("temporary", np.where(moved, made, 0.0))
     timeline.pass_over("workspaces", WORKSPACES[device])
-    # Numbers of tokens and their targets, 8 bytes each; under dp rank 0 reads everyone's.
+    # Numbers of tokens and their targets, 8 bytes each; under dp, rank 0 reads those of all ranks.
     readers = np.where(setup.dp, c.data_parallel, 1).astype(float)
     samples: Floats = readers * (c.micro_batch * c.microbatches * c.passes).astype(float)
     timeline.pass_over("inputs", 16.0 * setup.question.seq_len * samples)
@@ -100,10 +100,9 @@ def _add_sums(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def _add_gradients(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add accumulated gradients outside of buckets.
-
-    If weights are on the host, their gradients are copied there once reduced. In a pipeline,
-    sharded gradients stay whole until the last micro-batch.
+    """Add accumulated gradients outside of buckets. If weights are on the host, their reduced
+    gradients are copied there. In a pipeline, sharded gradients stay whole until the last
+    micro-batch.
     """
     setup, c, s = rank.setup, rank.setup.columns, rank.setup.sizes
     sharding, g, delays = setup.sharding, setup.gradients, rank.delays

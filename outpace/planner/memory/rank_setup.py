@@ -18,8 +18,8 @@ from outpace.records.plan import Checkpointing
 class BlockMode:
     """Mode of a rank's block in the backward: whether it recomputes, and if so `selective` or all.
 
-    `saved`: bytes that it saves; `offloaded`: the part of them that autograd saves and that is
-    offloaded, without what checkpointing itself keeps.
+    `saved`: bytes that it saves; `offloaded`: the part of them that is offloaded, which excludes
+    the tensors that checkpointing itself keeps.
     """
 
     recomputes: Bools
@@ -89,7 +89,7 @@ class RankSetup:
 
         The input of every stage except the first is the received tensor; the output of every stage
         except the last stays until it is sent and its backward begins. With a single receive
-        buffer, the input is saved like that of any block.
+        buffer, the input is saved like any block's input.
         """
         setup, place = self.setup, self.place
         stream = np.where(setup.columns.pp > 1, setup.sizes.part * setup.sizes.stream, 0.0)
@@ -160,7 +160,7 @@ def _outside_elements(setup: MemorySetup, place: Place) -> Floats:
 
 
 def _block_mode(setup: MemorySetup, again: Bools, modes: Sequence[Checkpointing]) -> BlockMode:
-    """Return the mode of a block: if it recomputes, the first of `modes` that applies."""
+    """Return the mode of a block; if it recomputes, the first of `modes` that applies."""
     saved = np.where(again, 0.0, setup.saved["none"])
     selective, free = np.zeros_like(again), again
     for mode in modes:

@@ -19,8 +19,8 @@ from outpace.records.precisions import COMPUTES_IN_BF16, PRECISION_TRAITS
 
 FP32 = 4
 _TRAITS = [PRECISION_TRAITS[name] for name in PRECISIONS]
-# Bytes of a weight, of an operand of a matmul, and of the residual stream, which is as wide as
-# weights are.
+# Bytes of a weight, of a matmul's operand, and of a number in the residual stream, which has the
+# weights' dtype.
 _TABLE = np.array(
     [(traits.weight_bytes, traits.operand_bytes, traits.weight_bytes) for traits in _TRAITS],
     dtype=float,
@@ -74,19 +74,19 @@ class Layer:
     """
 
     norms: int
-    composed: Bools  # where norms are made of single operators
+    composed: Bools  # if norms consist of several operators
     gated: bool
     residual: Floats
     norm: Floats
-    scaled: Floats  # what a norm makes, in the dtype that it scales in
+    scaled: Floats  # a norm's intermediate result, in the dtype in which it scales
     input: Floats
     output: Floats
     queries: Floats
-    keys: Floats  # of keys; values are as much
+    keys: Floats  # of keys; values take the same
     mixed: Floats  # attention's output, with its log-sum-exp
     raw: Floats
     heads_apart: Floats  # normalised queries and keys, and the output made contiguous
-    scores: Floats  # where attention is not fused, or drops
+    scores: Floats  # if attention is not fused, or has dropout
     dropped: Floats
     inner: Floats  # one tensor of the MLP's inner width
     experts: Floats  # what routing adds
@@ -114,7 +114,7 @@ class Layer:
 
     @property
     def saved_bytes(self) -> Floats:
-        """Return the bytes of a layer that recomputes nothing, including its input."""
+        """Return the bytes that a layer without recomputation saves, including its input."""
         return (
             self.norms * (self.residual + self.norm + self.input)
             + self.attention
@@ -178,13 +178,13 @@ def layer(
         for names in (("up", "experts up", "shared up"), ("down", "experts down", "shared down"))
     )
     vectors = layer_parameters(stack, outline.hidden) - sum(w.elements for w in parts)
-    # A dropout saves which values it dropped: a byte each on CUDA, a factor in their dtype on a
+    # Dropout saves which values it dropped: a byte each on CUDA, a factor in their dtype on a
     # CPU.
     mask = np.where(device == "cpu", item, 1) if stack.dropout else zero
     # LayerNorm saves a mean and a deviation per token, RMSNorm (nn.norms) one number. For
-    # distributed tensors, torch composes RMSNorm of single operators. These also save the
-    # normalised values before they are scaled, for the scale's gradient; in 16 bits, they save the
-    # input in fp32 instead of the residual stream's own.
+    # distributed tensors, torch composes RMSNorm of single operators. These operators also save the
+    # normalised values before scaling, for the scale's gradient; in 16 bits, they save the input in
+    # fp32 instead of the residual stream's dtype.
     numbers = 2 if stack.norm_bias else 1
     composed = (columns.tp > 1) & (not stack.norm_bias)
     wide = np.maximum(sizes.stream, FP32)
@@ -244,7 +244,7 @@ def _attention(
     keys = item * tokens * kv_heads * (one.head_dim + one.value_dim) / 2
     if one.kv_rank is not None:
         keys = item * tokens * heads * (one.head_dim + one.value_dim) / 2
-    # A log-sum-exp of each query and head (Dao et al., arXiv 2205.14135, §3.1); the package's own
+    # A log-sum-exp of each query and head (Dao et al., arXiv 2205.14135, §3.1); this package's
     # attention on a CPU (nn.attention) keeps none.
     low = columns.precision_in(*COMPUTES_IN_BF16)
     own = low & (columns.cp == 1) & (device == "cpu") & traits.chunks_loss
@@ -277,7 +277,7 @@ def _mlp(mlp: Mlp, columns: PlanBatch, sizes: Shapes) -> tuple[Floats, Floats]:
     if not mlp.experts:
         return item * tokens * mlp.width / columns.tp, np.zeros_like(tokens)
     width = mlp.active * mlp.width + mlp.shared
-    # If ranks of tp have whole experts, each has its part of the tokens.
+    # If ranks of tp have whole experts, each has a part of the tokens.
     own = tokens * columns.etp / columns.tp
     routed = 2 * item * own * mlp.active * sizes.hidden + 2 * FP32 * own * mlp.experts
     return item * tokens * width / columns.tp, routed

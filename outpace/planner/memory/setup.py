@@ -38,9 +38,10 @@ class Sharding:
     the backward. `item`: bytes of a parameter in the forward and of its gradient in the backward.
     Weights are split into `shards`, states into `owners`; with `shares_states` only states are
     split. `stored`: elements of a layer that are split into shards; `stepped`: elements whose
-    states are split. Ranks that shard also divide the experts, so ep is a part of the sharding
-    (with `shares_states`, a rank keeps the weights of its experts, and all states are split over
-    all ranks). `expert_factor`: stored experts relative to those that a rank computes with.
+    states are split. The ranks that shard also divide the experts among them, so ep is a part of
+    the sharding (with `shares_states`, a rank keeps its experts' weights, and all states are split
+    over all ranks). `expert_factor`: ratio of the experts that a rank stores to those with which it
+    computes.
     """
 
     gathers: Bools
@@ -61,9 +62,9 @@ class GradientBuffers:
 
     `buckets`: buffers of `bucket_item` bytes per element that exist throughout the job; `fuses`:
     the step uses one buffer for all. `replicas`: micro-batches before the last accumulate outside
-    of the buckets (DDP's no_sync). `sum_item`: bytes of a gradient that micro-batches accumulate
-    into; `sums_in_fp32`: they are always in fp32; `casts_sums`: they are computed in 16 bits and
-    cast. `apart`: bytes of a gradient accumulated outside of the buckets.
+    of the buckets (DDP's no_sync). `sum_item`: bytes of a gradient into which micro-batches
+    accumulate; `sums_in_fp32`: such sums are always in fp32; `casts_sums`: their terms are computed
+    in 16 bits and cast. `apart`: bytes of a gradient accumulated outside of the buckets.
     """
 
     buckets: Bools
@@ -165,7 +166,7 @@ def _sharding(
     product = c.strategy_in("3d")
     on_host = c.offload_parameters == OFFLOADS.index("cpu")
     several = c.dp_replicate * c.dp_shard * c.cp > 1
-    # Even where nothing is sharded, outpace's 3d has fully_shard's copies.
+    # Even if nothing is sharded, outpace's 3d has fully_shard's copies.
     level = np.where(product & (c.zero == 0), 3 if traits.main_gradients is None else 0, c.zero)
     gathers = (product & several & (level >= 2)) | (~product & (c.zero >= 2)) | on_host
     ranks = np.where(product, c.dp_shard * c.cp, c.dp_shard)
@@ -222,7 +223,7 @@ def _gradient_buffers(
 
 
 def _width(stack: Stack) -> int:
-    """Return the columns of all matmuls that a token passes in a layer."""
+    """Return the sum of the columns of all matmuls in a layer that a token passes."""
     width = 0
     if stack.mlp is not None:
         times = 2 if stack.mlp.gated else 1

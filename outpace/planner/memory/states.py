@@ -23,13 +23,13 @@ class OutsideElements:
     """Elements outside of layers on a rank: the embedding, the head, and the rest at both ends."""
 
     embedding: Floats
-    head: Floats  # 0 where it is the embedding
+    head: Floats  # 0 if tied to the embedding
     positions: Floats
     tail: Floats  # norms and transforms before the head
 
 
 def outside_elements(outline: Outline, columns: PlanBatch) -> OutsideElements:
-    """Return the elements outside of layers: vocabulary split over tp, small parameters whole."""
+    """Return the elements outside of layers; tp splits the vocabulary, not small parameters."""
     split = columns.tp
     rows = -(-outline.vocab // split)
     zero = np.zeros(len(split))
@@ -68,7 +68,7 @@ def layer_shapes(
 
 
 def _parts(name: str, stack: Stack, outputs: int, tp: int) -> list[int]:
-    """Split matrices that are a single matmul here but several in the model."""
+    """Split matrices that the outline multiplies as one, but the model as several."""
     if name.endswith("qkv"):
         one = stack.cross_attention if name.startswith("cross") else stack.attention
         assert one is not None
@@ -81,9 +81,8 @@ def _parts(name: str, stack: Stack, outputs: int, tp: int) -> list[int]:
 def by_plans(
     columns: PlanBatch, names: tuple[str, ...], value: Callable[..., float | list[float]]
 ) -> Floats:
-    """Return `value` of a few columns, computed once for each combination of their values.
-
-    It has a number for each plan, or a row of several for each.
+    """Return `value` of a few columns, computed once for each combination of their values. The
+    result has a number, or a row of several numbers, for each plan.
     """
     rows = np.stack([getattr(columns, name).astype(np.int64) for name in names])
     spans = rows.max(axis=1) + 1
@@ -95,7 +94,7 @@ def by_plans(
 
 @dataclass(frozen=True)
 class States:
-    """Bytes of an optimizer's state on a rank without sharding; `layer`: for one layer."""
+    """Bytes of an optimizer's state on a rank without sharding; `layer`: of one layer."""
 
     layer: Floats
     embedding: Floats

@@ -1,4 +1,4 @@
-"""A step on one rank, moment by moment: permanent memory, forward, backward, optimizer."""
+"""A step on one rank in order: permanent memory, forward, backward, optimizer."""
 
 from collections.abc import Iterator
 
@@ -54,7 +54,7 @@ def _step_timeline(rank: RankSetup, records_kinds: bool) -> MemoryTimeline:
     setup, place = rank.setup, rank.place
     timeline = MemoryTimeline(len(place.layers), records_kinds)
     add_permanent_tensors(timeline, rank)
-    # Gradients of earlier chunks, from which weight gradients are still to be computed.
+    # Output gradients of earlier chunks, whose weight gradients are still to be computed.
     before = np.where(rank.later, place.waiting, 0.0)
     delayed = before * rank.blocks * setup.block.outputs
     add_forward(timeline, rank, delayed)

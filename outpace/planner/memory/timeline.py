@@ -11,7 +11,7 @@ Amount = Floats | float
 
 
 class MemoryTimeline:
-    """Changes of memory in the order of a step, from which the contents of the peak can be read.
+    """Changes of memory in the order of a step, and the contents of memory at the peak.
 
     Every change is one number per plan, in bytes. The peak is checked after `allocate`, not after
     `free` or a change over many steps (`pass_over`). `records_kinds`: whether `by_kind` will be

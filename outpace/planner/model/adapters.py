@@ -1,4 +1,4 @@
-"""Low-rank adapters of a plan, and the matrices of a block that have them."""
+"""Low-rank adapters of a plan, and a block's matrices that have them."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -13,13 +13,13 @@ from outpace.records.plan import Base, LoraTarget, Plan, Strategy
 ADAPTER_NAMES = ("lora_rank", "lora_alpha", "lora_targets", "lora_dropout", "base")
 # Strategies whose memory with adapters is known (`planner.memory.adapters`).
 ADAPTER_STRATEGIES: tuple[Strategy, ...] = ("single", "ddp", "zero3", "hsdp")
-# With these values of a plan's settings the memory and time of adapters are known.
+# The values of a plan's settings for which the memory and time of adapters are known.
 _KNOWN: Mapping[str, Collection[Any]] = {
     "strategy": ADAPTER_STRATEGIES, "tp": (1,), "cp": (1,), "pp": (1,), "ep": (1,),
     "offload_activations": ("none",), "offload_parameters": ("none",),
     "offload_optimizer": ("none",), "optimizer_in_backward": (False,),
 }  # fmt: skip
-# With these they are not known: Muon's time is that of whole matrices.
+# The settings for which they are not: Muon's time is known for whole matrices only.
 _UNKNOWN: Mapping[str, Collection[Any]] = {"precision": ("fp8", "fp64"), "optimizer": ("muon",)}
 # Dettmers et al., "QLoRA", arXiv 2305.14314, §3, as nn.nf4 stores it: two values per byte, an 8-bit
 # scale per 64 values, an fp32 scale per 256 of these, and their offset and 256 levels.
@@ -133,12 +133,12 @@ def require_adaptable(outline: Outline) -> None:
     """Raise BadInputError for a model whose adapters the planner cannot estimate."""
     why = outline.untrained
     if why is None and (outline.head_matmuls or outline.experts):
-        why = "its head or its experts are of a kind whose adapters the planner does not know"
+        why = "the planner cannot estimate adapters of its kind of head or experts"
     stack = outline.stacks[0]
     plain = stack.attention is not None and stack.mlp is not None and not stack.other
     latent = stack.attention is not None and stack.attention.kv_rank is not None
     if why is None and (not plain or latent or stack.cross_attention is not None):
-        why = "its blocks are of a kind whose adapters the planner does not know"
+        why = "the planner cannot estimate adapters of its kind of blocks"
     if why is not None:
         raise BadInputError(
             f"lora_rank: {outline.name} cannot be planned with adapters: {why}. Leave lora_rank "

@@ -13,8 +13,8 @@ from outpace.planner.model.shapes import parameter_shapes
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Checkpointing
 
-# Matmuls of (S, C) by (C, S) size per head: scores and mix forward; two gradients of each
-# backward; a fused kernel also computes the scores again in the backward.
+# Matmuls of (S, C) by (C, S) per head: in the forward, scores and mix; in the backward, two
+# gradients of each, and in a fused kernel, the scores again.
 _FORWARD_MATMULS = 2
 _BACKWARD_MATMULS = 4
 _FUSED_BACKWARD_MATMULS = 5
@@ -35,7 +35,7 @@ def _recomputed_weights(spec: ModelSpec) -> int:
     """Return the weight elements of a block whose matmuls full checkpointing repeats.
 
     torch stops recomputing at the last tensor that the backward reads. The last matmul of a block,
-    the MLP's down projection, precedes it only if a dropout or a norm follows.
+    the MLP's down projection, is repeated only if a dropout or a norm follows.
     """
     last_is_read = spec.dropout > 0 or not spec.norm_first
     return block_weights(spec) - (0 if last_is_read else spec.hidden * spec.ffn)
@@ -60,7 +60,7 @@ def _layer_matmul(spec: ModelSpec, seq_len: int, layer: int) -> int:
 
 
 def _attention_matmul(spec: ModelSpec, seq_len: int) -> int:
-    """Return FLOPs of these matmuls over all layers."""
+    """Return the FLOPs of these matmuls over all layers."""
     return sum(_layer_matmul(spec, seq_len, layer) for layer in range(spec.layers))
 
 
@@ -76,9 +76,8 @@ def forward_flops(spec: ModelSpec, seq_len: int, samples: int, head: bool = True
 
 
 def _unread_flops(spec: ModelSpec, seq_len: int, weights: int, matmuls: int) -> int:
-    """Return the FLOPs per sample that the last block is spared if a single position is read.
-
-    For all other positions it needs only keys and values. `weights`: elements that a whole block
+    """Return the FLOPs per sample that the last block saves if a single position is read. For all
+    other positions, it needs only keys and values. `weights`: elements that a whole block
     multiplies by, including keys and values; `matmuls`: those of attention.
     """
     keys_and_values = 2 * spec.hidden * spec.head_dim * spec.kv_heads
@@ -97,9 +96,9 @@ def step_flops(
     """Return the FLOPs of forward and backward over `samples` sequences of `seq_len` tokens.
 
     Without `checkpointing`, these are the FLOPs that the model needs, three times the forward, for
-    MFU (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B). With it, for all blocks or for each,
-    these are the FLOPs that the hardware computes, for HFU. The latter add the scores that fused
-    attention recomputes, and the recomputation by blocks.
+    MFU (Chowdhery et al., PaLM, arXiv 2204.02311, appendix B). With it, for all blocks or per
+    block, these are the FLOPs that the hardware computes, for HFU. They include the scores that
+    fused attention recomputes, and the recomputation by blocks.
 
     Without the `head`, one position of each sequence is read, as by a classifier. If only adapters
     are trained, `adapters` is their number of parameters: the gradients of frozen weights are not
@@ -129,7 +128,7 @@ def step_flops(
 
 
 def _spared_flops(spec: ModelSpec, seq_len: int, mode: Checkpointing) -> int:
-    """Return the part of `recomputed_flops` spared in the last block if one position is read."""
+    """Return the part of `recomputed_flops` that the last block saves if one position is read."""
     if mode in ("none", "selective"):
         return 0
     matmuls = 0 if mode == "attention" else _FORWARD_MATMULS
@@ -139,8 +138,8 @@ def _spared_flops(spec: ModelSpec, seq_len: int, mode: Checkpointing) -> int:
 def recomputed_flops(spec: ModelSpec, seq_len: int, mode: Checkpointing, layer: int) -> int:
     """Return the FLOPs that a layer's block recomputes in the backward, for one sample.
 
-    "full" is the block's forward (Korthikanti et al., arXiv 2205.05198, appendix A), "attention" is
-    the same without attention itself, and "selective" recomputes no matmuls.
+    "full" recomputes the block's forward (Korthikanti et al., arXiv 2205.05198, appendix A),
+    "attention" the same without attention itself, and "selective" no matmuls.
     """
     if mode in ("none", "selective"):
         return 0

@@ -8,13 +8,13 @@ from outpace.planner.model.shapes import parameter_shapes
 from outpace.records.model import ModelSpec
 from outpace.records.outline import AttentionShape, MatmulShape, Mlp, Outline, Stack
 
-_CLASSES = 2  # the data tell their real number; they cost next to nothing
-# How tensor parallelism cuts a weight: its outputs, its inputs, or not at all.
+_CLASSES = 2  # the real number depends on the data; they cost next to nothing
+# How tensor parallelism splits a weight: by outputs, by inputs, or not at all.
 Cut = Literal["outputs", "inputs", "none"]
 
 
 class Weight(NamedTuple):
-    """A weight matrix of a layer, or one for each of `experts`, which share the tokens."""
+    """A weight matrix of a layer, or of each of `experts`, among which tokens are divided."""
 
     name: str
     inputs: int
@@ -76,9 +76,8 @@ def outline(spec: ModelSpec, name: str) -> Outline:
 
 
 def classifier_outline(found: Outline) -> Outline:
-    """Return the model with a pooler and a classification layer, which reads one token per text.
-
-    The outline has the complete last layer, although outpace computes only what that token needs.
+    """Return the outline with a pooler and a classification layer, which reads one token per text.
+    It has the complete last layer, although outpace computes only the part that this token needs.
     """
     return found.model_copy(
         update={
@@ -119,10 +118,9 @@ def reads_last_matmul(stack: Stack) -> bool:
 
 
 def second_matmuls(stack: Stack, hidden: int) -> Mapping[str, float]:
-    """Return for each weight the share of its outputs in every second matmul of a layer.
-
-    Queries, keys and values are separate matmuls here, as are a gate and what it multiplies.
-    Experts, whose matmuls are not counted with the others, count by half.
+    """Return the share of each weight's outputs that are in every second matmul of a layer.
+    Queries, keys and values are separate matmuls here, as are a gate and the projection that it
+    multiplies. Experts' matmuls are not in that order; half of their outputs count.
     """
     shares, count = {}, 0
     for weight in weights(stack, hidden):
@@ -138,7 +136,7 @@ def second_matmuls(stack: Stack, hidden: int) -> Mapping[str, float]:
 
 
 def _parts(stack: Stack, weight: Weight) -> Sequence[int]:
-    """Return the outputs of the separate matmuls that other programs run for one weight here."""
+    """Return the outputs of the separate matmuls that other programs run for one of our weights."""
     attention, mlp = stack.attention, stack.mlp
     if weight.name == "qkv" and attention is not None:
         queries, keys = (n * attention.head_dim for n in (attention.heads, attention.kv_heads))
@@ -206,7 +204,7 @@ def seen_length(outline: Outline, stack: Stack, seq_len: int) -> int:
 
 
 def layer_parameters(stack: Stack, hidden: int) -> int:
-    """Return the parameters of one layer: matrices, biases, norms and other traced ones."""
+    """Return the parameters of one layer: matrices, biases, norms and other traced parameters."""
     norms = stack.norms * hidden * (2 if stack.norm_bias else 1)
     for attention in (stack.attention, stack.cross_attention):
         if attention is None:

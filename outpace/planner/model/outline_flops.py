@@ -15,9 +15,9 @@ from outpace.records.outline import AttentionShape, MatmulShape, Outline, Stack
 def forward_flops(outline: Outline, seq_len: int, samples: int, *, attention: bool = True) -> int:
     """Return the FLOPs of one forward over `samples` sequences of `seq_len` tokens, with the head.
 
-    A matmul has 2·m·n·k. Attention counts all keys, masked or not, or those within a window.
-    Experts count only for the tokens that use them, plus the router. Stacks with their own length
-    keep it; a decoder's cross-attention reads the encoder's output.
+    A matmul has 2·m·n·k. Attention counts all keys (within a window, if there is one), masked or
+    not. Experts count only for the tokens that use them, plus the router. Stacks with their own
+    length keep it; a decoder's cross-attention reads the encoder's output.
     """
     total, seen, length = _matmuls(outline.embed_matmuls, seq_len), seq_len, seq_len
     for stack in outline.stacks:
@@ -34,10 +34,10 @@ def forward_flops(outline: Outline, seq_len: int, samples: int, *, attention: bo
 
 
 def step_flops(outline: Outline, seq_len: int, samples: int, adapters: int | None = None) -> int:
-    """Return the FLOPs of forward and backward that a model needs: three forwards.
+    """Return the FLOPs of a model's forward and backward: three forwards.
 
     If only adapters are trained, `adapters` is their number of parameters: frozen weights have no
-    gradients, and each element of an adapter is a multiply-add like theirs.
+    gradients, and each element of an adapter is a multiply-add like an element of a weight.
     """
     matmuls = 3 * forward_flops(outline, seq_len, samples)
     if adapters is None:
@@ -90,7 +90,7 @@ def _second_flops(stack: Stack, hidden: int, length: int, seen: int) -> float:
 def layer_flops(
     stack: Stack, hidden: int, length: int, seen: int, *, attention: bool = True
 ) -> int:
-    """Return a layer's FLOPs for a sample of `length` tokens, `seen` in cross-attention."""
+    """Return a layer's FLOPs for a sample of `length` tokens; cross-attention has `seen` keys."""
     total = _matmuls(stack.other, length)
     bare = stack.model_copy(update={"other": ()})
     for weight in weights(bare, hidden):
@@ -106,7 +106,7 @@ def layer_flops(
 
 
 def _token_elements(weight: Weight) -> int:
-    """Return the elements that a token is multiplied by."""
+    """Return the number of weight elements by which a token is multiplied."""
     return weight.inputs * weight.outputs * (weight.active if weight.experts else 1)
 
 

@@ -27,15 +27,15 @@ from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 from outpace.records.strategies import FULLY_SHARDED
 
-_LEAST, _MOST = 1e3, 1e18  # bytes/s: slower links count as equal, faster ones cost nothing
-_ROUNDS, _RATES = 4, 64  # rounds that narrow the range to a millionth, and rates per round
+_LEAST, _MOST = 1e3, 1e18  # bytes/s: slower links count as equally slow, faster links as free
+_ROUNDS, _RATES = 4, 64  # rounds, which narrow the range to a millionth, and rates per round
 _NOTHING = "nothing"
 _STATES: tuple[Kind, ...] = ("weights", "gradients", "optimizer state")
 
 
 @dataclass(frozen=True)
 class NetworkEntry:
-    """Plan with its title and the samples per step."""
+    """A plan with its title and the samples per step."""
 
     title: str
     plan: Plan
@@ -44,7 +44,7 @@ class NetworkEntry:
 
 @dataclass(frozen=True)
 class NetworkProblem:
-    """Model on a machine, and the networks to compare.
+    """A model on a machine, and the networks to compare.
 
     `networks`: candidates for a node, with the machine's own as `present`; `device_links`:
     candidates from a device to others in its node, with `present_link`. `tolerance`: share of a
@@ -81,7 +81,7 @@ def _is_pcie(link: Network) -> bool:
 
 
 def network_needs(asked: NetworkProblem, entries: Sequence[NetworkEntry]) -> list[Need]:
-    """Return the networks with which communication costs each plan at most the tolerance.
+    """Return the networks with which communication costs each plan no more than the tolerance.
 
     Device links are judged with an infinitely fast network between nodes. Raises BadInputError for
     plans whose traffic is unknown or that do not divide the batch.
@@ -144,7 +144,7 @@ class NetworkSteps:
             field.name: np.concatenate([getattr(row, field.name) for row in rows])
             for field in fields(PlanBatch)
         })  # fmt: skip
-        # Pipelines take as long as the planner's simulation of them on the present network.
+        # Pipelines take as long as in the planner's simulation on the present network.
         self.times = estimate(self.question, self.columns)
         simulated_s = steps_s(self.question, self.columns) - self.times.step_s
         self._simulated_s = simulated_s[:, None]
@@ -189,7 +189,7 @@ class NetworkSteps:
         return 1.0 if self._asked.present is None else network_share(self._asked.present)
 
     def device_share(self, link: Network) -> float:
-        """Return the share of its nominal rate that a device link reaches, as the present one."""
+        """Return the share of its nominal rate that a device link like the present one reaches."""
         own = self._asked.present_link
         if own is None or _is_pcie(own) != _is_pcie(link):
             return link_share(link)
@@ -258,7 +258,7 @@ class PlanTraffic:
         self._attention_s = float(steps.times.attention_s[at])
 
     def record(self, crossing: Crossing) -> Traffic:
-        """Return a crossing's record, with the computation that hides it."""
+        """Return the record of a crossing, with the computation that hides it."""
         flow = crossing.flow
         behind, hide_s = self._hiding_pass(flow.part)
         return Traffic(

@@ -1,4 +1,4 @@
-"""Site of `outpace network`: a machine of the catalog, a probed one, or both."""
+"""Site of `outpace network`: a machine of the catalog, a probed machine, or both."""
 
 import math
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ from outpace.records.plan import Checkpointing
 from outpace.records.precisions import Precision
 from outpace.records.probed import ProbeRecord
 
-# Among about equally fast precisions, the simplest to train with comes first.
+# Precisions by how simple it is to train with them; the first of those about equally fast is used.
 _MIXED: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
 _ALIKE = 1.05
 TOLERANCE = 0.05
@@ -38,12 +38,12 @@ TOLERANCE = 0.05
 class NetworkQuestion:
     """A question about the network that a training run needs.
 
-    `machine`: a name in the catalog; `probe`: a file of outpace probe. `networks`: the network of a
-    node, as text, the last one being the machine's; `inside`: a device's link within its node.
-    `plan`: a file with the only plan to consider, whose length and batch are used unless others are
-    given; without it, strategies with `micro_batch` are compared. `share`: share of the catalog's
-    peak that matmuls reach, None for the published measurements; `tolerance`: share of a step that
-    the network may cost.
+    `machine`: a name in the catalog; `probe`: a file of outpace probe. `networks`: networks of a
+    node, as text; the last is the machine's; `inside`: a device's link within its node. `plan`: a
+    file with the only plan to consider, whose length and batch are used unless others are given;
+    without it, strategies with `micro_batch` are compared. `share`: share of the catalog's peak
+    that matmuls reach, None for the published measurements; `tolerance`: share of a step that the
+    network may cost.
     """
 
     model: str
@@ -96,7 +96,7 @@ class Site:
         if self._results.ranks_per_host is None:
             raise BadInputError(
                 f"{self._asked.probe} is from {self._results.world_size} ranks on "
-                f"{self._results.hosts} hosts, with different numbers on each. Give "
+                f"{self._results.hosts} hosts, not equally many on each. Give "
                 "--devices-per-node."
             )
         return self._results.ranks_per_host
@@ -149,8 +149,8 @@ class Site:
             assert self.node is not None
             raise BadInputError(
                 f"the rates of {self.node.name} are unknown: it has no accelerator from the "
-                "catalog. Measure it with outpace probe matmul memory --out machine.json, and "
-                "give that as --probe."
+                "catalog. Measure it with outpace probe matmul memory --out machine.json, and name "
+                "that file with --probe."
             )
         if self._asked.share is not None and self.probe is None:
             found = replace(found, device=self._share_of_peak(found.device, precision))
@@ -214,7 +214,7 @@ class Site:
         return {dtype: figure.value for dtype, figure in best.items() if figure and figure.value}
 
     def rates(self, precision: Precision, device: DeviceRates) -> tuple[Figure, Figure]:
-        """Return the FLOP/s of matmuls and the bytes/s of memory that times are based on."""
+        """Return the FLOP/s of matmuls and the bytes/s of memory on which times are based."""
         dtype, probed = dtype_of(precision), self._results
         source = "outpace probe" if self.accelerator is None else self.accelerator.peak.source
         rate = None if probed is None else probed.best_rate(dtype)
@@ -253,8 +253,8 @@ class Site:
         if link is None:
             raise BadInputError(
                 "the links within a node are not known. Measure them with outpace probe allreduce "
-                "and give --probe machine.json, or give the rate of a device's link, as in "
-                "--inside 25GB/s."
+                "and use --probe machine.json, or give the rate of a device's link, as in --inside "
+                "25GB/s."
             )
         return Network(name=link, bytes_per_s=LINKS[link].bytes_per_s, origin="catalog",
                        source=LINKS[link].source)  # fmt: skip

@@ -1,8 +1,8 @@
 """Number of micro-batches whose activations a pipeline's ranks keep, by the order of its schedule.
 
 A rank keeps what a stage's forward saved for a micro-batch until its backward is done. Before any
-gradients exist, it keeps the most at the end of the warm-up; later, with all gradients allocated,
-it keeps as much or less. Both are returned, since either can need more memory.
+gradients exist, it keeps most at the end of the warm-up; later, with all gradients allocated, it
+keeps the same or less. Both are returned, since either can need more memory.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,9 +23,9 @@ class Rank(NamedTuple):
     on this rank, `chunk_layers` the mean per stage. `borders` is the number of stage boundaries
     over which this rank receives from another: hidden states from the previous stage, gradients
     from the next one. With a split backward, torch keeps the gradients of received tensors until
-    the end: `inputs_done` of them exist when the most is kept, together with the inputs for the
-    weight gradients of `waiting` chunks. `again` is the share of blocks that recompute: of all, of
-    the first one, and of the last one.
+    the end: `inputs_done` of them exist when the most chunks are kept, together with the inputs for
+    the weight gradients of `waiting` chunks. `again` has the share of blocks that recompute: of all
+    blocks, of the first, and of the last.
     """
 
     layers: int
@@ -81,7 +81,7 @@ def single_rank(layers: int, every: int = 0) -> Rank:
 
 
 def _recompute_share(blocks: Sequence[int], every: int) -> tuple[float, bool, bool]:
-    """Return the share of blocks that recompute, and whether the first and the last do."""
+    """Return the share of blocks that recompute, and whether the first and the last block do."""
     found = [every > 0 and block % every == 0 for block in blocks]
     return (sum(found) / len(found), found[0], found[-1]) if found else (0.0, False, False)
 
@@ -102,7 +102,7 @@ def _rank(
         schedule.splits_backward,
         mine.index(0) if 0 in mine else -1,
     )
-    if schedule.placement == "v":  # a backward follows at once where the V turns back
+    if schedule.placement == "v":  # a backward follows at once at the V's turn
         losses, later_losses = min(losses, 1), min(later_losses, 1)
     borders = sum(
         0 <= other < len(ranks) and ranks[other] != rank
@@ -146,7 +146,7 @@ def _most(
 def _operations(
     name: str, pp: int, rank: int, each: int, microbatches: int, mine: list[int]
 ) -> Iterator[Operation]:
-    """Yield a rank's operations. A whole backward, in a schedule that splits others, is two."""
+    """Yield a rank's operations. In a schedule that splits some backwards, a whole one is two."""
     splits = SCHEDULES[name].splits_backward
     for action in order(name, rank, pp, microbatches, each):
         stage = mine.index(action.stage)

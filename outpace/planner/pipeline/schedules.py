@@ -13,7 +13,8 @@ from outpace.planner.pipeline.simulator import Action, Wiring, wire
 from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES, Kind, refusal
 
-# A rank's part of a table, from its number, the number of ranks, micro-batches, and stages a rank.
+# A rank's part of a table, from its number and the numbers of ranks, micro-batches and stages per
+# rank.
 _Maker = Callable[[int, int, int, int], list[Action]]
 
 
@@ -35,7 +36,7 @@ def order(
     return _MAKERS[schedule](rank, ranks, microbatches, stages_per_rank)
 
 
-@lru_cache(maxsize=8)  # the largest, of 64 ranks and 512 micro-batches, takes some 30 MB
+@lru_cache(maxsize=8)  # the largest, for 64 ranks and 512 micro-batches, takes some 30 MB
 def schedule_graph(
     schedule: str, ranks: int, microbatches: int, stages_per_rank: int | None = None
 ) -> Wiring:
@@ -74,7 +75,7 @@ def _gpipe(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
 
 
 def _one_f_one_b(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
-    """Order forwards until the first backward is ready, then one of each in turn.
+    """Order forwards until the first backward is ready, then a backward and a forward in turn.
 
     Narayanan et al., PipeDream, SOSP 2019, §3.2; with flushes as in arXiv 2104.04473, §2.2.1.
     """
@@ -89,16 +90,16 @@ def _interleave(rank: int, ranks: int, microbatches: int, each: int) -> list[Act
     """
     forwards, backwards = _rounds(rank, ranks, microbatches, each)
     # Forwards before the first backward: the round without its last stage, and two (there and back)
-    # for each rank behind this one.
+    # for each later rank.
     ahead = _first_rounds(ranks, microbatches, each) + 2 * (ranks - 1 - rank)
     return _in_turn(forwards, backwards, min(ahead, len(forwards)))
 
 
 def _zero_bubble(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
-    """Order `interleaved` with delayed weight gradients, one for each preceding rank.
+    """Order like `interleaved`, with one weight gradient delayed for each preceding rank.
 
     ZB-H1 of Qi et al., arXiv 2401.10241, §2. Other ranks wait only for gradients of inputs, so a
-    rank is one forward ahead of the next one, instead of two.
+    rank is one forward ahead of the next rank, instead of two.
     """
     forwards, backwards = _rounds(rank, ranks, microbatches, each)
     ahead = _first_rounds(ranks, microbatches, each) + ranks - 1 - rank
@@ -124,7 +125,7 @@ def _round_size(ranks: int, microbatches: int) -> int:
 
 
 def _first_rounds(ranks: int, microbatches: int, each: int) -> int:
-    """Return forwards of the first round, on all except the rank's last stage."""
+    """Return the forwards of the first round, on all stages of the rank except the last."""
     return (each - 1) * _round_size(ranks, microbatches)
 
 
@@ -145,7 +146,7 @@ def _in_turn(
 ) -> list[Action]:
     """Return `ahead` forwards, then forwards and backwards in turn, then the rest.
 
-    `put_off`: each backward covers only inputs, and its part for weights follows that many
+    `put_off`: each backward computes only gradients of inputs; the weights' part follows that many
     backwards later.
     """
     kind: Kind = "B" if put_off is None else "I"
@@ -161,7 +162,7 @@ def _in_turn(
 
 
 class _Writer:
-    """Writer of a rank's order, with two stages: 0 the earlier and 1 the later.
+    """Writer of a rank's order, with two stages: 0 is the earlier, 1 the later.
 
     "F0" is the next forward of stage 0, "B" a backward, "I" its part for inputs. "W0" is the oldest
     delayed part for weights of stage 0, "W" that of either stage.
@@ -199,8 +200,8 @@ class _Writer:
 def _zero_bubble_v(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
     """Order stages in a V: the last stage is on rank 0, which can start its backwards at once.
 
-    Qi et al., arXiv 2401.10241, §6. The pattern is for at least 2n − 1 micro-batches; missing ones
-    are left out.
+    Qi et al., arXiv 2401.10241, §6. The pattern is for at least 2n − 1 micro-batches; with fewer,
+    missing actions are left out.
     """
     count = max(2 * ranks - 1, microbatches)
     behind = ranks - 1 - rank
@@ -211,7 +212,7 @@ def _zero_bubble_v(rank: int, ranks: int, microbatches: int, each: int) -> list[
     writer.write("F1 I1 W1", behind + 1)
     writer.write("F0 I0 W0 F1 I1 W1", count - ranks - behind)
     writer.write("I0 W0 F1 I1 W1", behind)
-    # No forwards are left: weights' gradients fill the time in which inputs' come back.
+    # No forwards are left: weight gradients fill the time until input gradients come back.
     writer.write("I0 I1", rank)
     writer.write("I0 W0", behind + 1)
     writer.write("W1", rank)
@@ -222,8 +223,8 @@ def _zero_bubble_v(rank: int, ranks: int, microbatches: int, each: int) -> list[
 def _dual_pipe_v(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
     """Order DualPipe (DeepSeek-AI, arXiv 2412.19437, §3.2.1), cut in half into a V.
 
-    The steps follow github.com/deepseek-ai/DualPipe, which numbers them from 1 to 8. It pairs
-    a forward of one stage with a backward of the other; torch runs the two one after the other.
+    The steps follow github.com/deepseek-ai/DualPipe, which numbers them from 1 to 8. It pairs a
+    forward of one stage with a backward of the other; torch runs them one after the other.
     """
     behind = ranks - 1 - rank
     main = microbatches - ranks - behind
@@ -233,7 +234,7 @@ def _dual_pipe_v(rank: int, ranks: int, microbatches: int, each: int) -> list[Ac
     writer.write("I1 W F1", behind)
     writer.write("F0 B1 F1 B0", main)
     writer.write("B1 F1 B0", behind)
-    # Backwards with no forward beside them, of either stage in turn: the later half is split.
+    # Backwards without a paired forward, of both stages in turn: the later half is split.
     kinds = "B" * (rank + 1) + "I" * (rank + 1)
     writer.write(" ".join(map("".join, zip(kinds, "10" * (rank + 1), strict=True))))
     writer.write("W I0", behind)

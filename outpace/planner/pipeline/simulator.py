@@ -1,9 +1,9 @@
-"""Simulation of a pipeline schedule by actions: when each rank works and how long it waits.
+"""Simulation of a pipeline schedule, action by action: when ranks work and how long they wait.
 
 Each rank executes its actions in order. An action starts as soon as the rank is free and its inputs
-are available: a forward needs that of the previous stage, a backward that of the next stage and its
-own forward. For equal stages this gives the closed forms of the papers; unlike these, it also
-covers unequal stages.
+are available: a forward needs the previous stage's forward, a backward the next stage's backward
+and its own forward. For equal stages, this gives the closed forms of the papers; unlike these, it
+also covers unequal stages.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,7 +47,7 @@ class StageTime:
 
 
 class Span(NamedTuple):
-    """Action with its start and end, from the beginning of the step."""
+    """An action with its start and end, counted from the beginning of the step."""
 
     action: Action
     begin_s: float
@@ -92,7 +92,7 @@ class Wiring:
     def run(
         self, seconds: Callable[[Action], float], transfer_s: float
     ) -> tuple[list[float], list[float]]:
-        """Return the start and the end of each action; takes the arguments of `simulate`."""
+        """Return the start and the end of each action; arguments are as for `simulate`."""
         took = list(map(seconds, self.actions))
         free_s = [0.0] * self.ranks
         begins: list[float] = []
@@ -117,7 +117,7 @@ class Wiring:
 
 
 def wire(orders: Sequence[Order]) -> Wiring:
-    """Find an order of all ranks' actions that respects each rank's order and the dependencies.
+    """Find a sequence of all actions that respects each rank's order and the dependencies.
 
     Raises BadInputError for orders in which ranks wait for each other.
     """
@@ -127,15 +127,17 @@ def wire(orders: Sequence[Order]) -> Wiring:
 class _Wirer:
     """Builder of the sequence of all actions, which runs each rank until it must wait for another.
 
-    Every awaited result has a number, which keeps large tables fast: the forward of a stage and
-    micro-batch has an even one, the gradients of its inputs the odd one after it.
+    Every awaited result has a number, which keeps large tables fast: a forward has an even number,
+    and the gradients of its inputs have the next odd number.
     """
 
     def __init__(self, orders: Sequence[Order]) -> None:
         self._todo = orders
         self._last = max((a.stage for order in orders for a in order), default=0)
         self._row = 2 * max((a.microbatch + 1 for order in orders for a in order), default=0)
-        self._places = [-1] * (self._row * (self._last + 1))  # of what is done, in the sequence
+        self._places = [-1] * (
+            self._row * (self._last + 1)
+        )  # of completed results, in the sequence
         self._waiting: dict[int, list[int]] = {}  # ranks by the result that they wait for
         self._done = [0] * len(orders)
         self._actions: list[Action] = []
@@ -162,7 +164,7 @@ class _Wirer:
         )
 
     def _run_if_ready(self, rank: int, action: Action, ready: list[int]) -> bool:
-        """Run the action and release its waiters if its inputs are ready; return whether."""
+        """If the action's inputs are ready, run it and release its waiters; return whether it ran."""
         after: tuple[int, ...] = ()
         for need in self._needs(action):
             place = self._places[need]
@@ -181,7 +183,7 @@ class _Wirer:
         return True
 
     def _needs(self, action: Action) -> tuple[int, ...]:
-        """Return the results that an action needs; for a whole backward, its part for inputs."""
+        """Return the results that an action needs; of a whole backward, those of its inputs' part."""
         kind, stage, microbatch = action
         forward = stage * self._row + 2 * microbatch
         if kind == "F":
@@ -228,7 +230,7 @@ def simulate(
 def simulate_stages(
     orders: Sequence[Order], times: Sequence[StageTime], transfer_s: float = 0.0
 ) -> Timeline:
-    """Simulate as `simulate` does, with one duration per stage for all micro-batches."""
+    """Simulate like `simulate`, with one duration per stage for all micro-batches."""
     return simulate(orders, lambda action: times[action.stage].seconds(action.kind), transfer_s)
 
 
@@ -262,7 +264,7 @@ def idle_share_formula(
 
     mp: one of n ranks works. gpipe and 1f1b: (n − 1)/(m + n − 1), Huang et al., §2.3 and arXiv
     2104.04473, §2.2.1. With v stages per rank: (n − 1)/(v·m + n − 1), ibid., §2.2.2, and
-    Lamy-Poirier, arXiv 2211.05953, §3; not with fewer micro-batches than ranks, since micro-batches
+    Lamy-Poirier, arXiv 2211.05953, §3; there is no form for fewer micro-batches than ranks, which
     then wait between stages. `stages_per_rank` of None is the schedule's own v.
     """
     if strategy == "mp":

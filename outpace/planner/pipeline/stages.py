@@ -7,7 +7,7 @@ from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 
-_UNEVEN = 8  # most ranks to evaluate among those that may differ
+_UNEVEN = 8  # the most ranks to evaluate among those that may differ
 
 
 def layers_per_stage(spec: ModelSpec, stages: int) -> tuple[int, ...]:
@@ -38,13 +38,13 @@ def balance(layers: int, stages: int, head: float) -> tuple[int, ...]:
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
-    """Distribute layers over stages regardless of cost; the first stages get one more each."""
+    """Distribute layers evenly over stages, regardless of cost; the first get one more each."""
     each, more = divmod(layers, stages)
     return tuple(each + (place < more) for place in range(stages))
 
 
 def _spreads(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
-    """Yield every number of layers for the last stage; the others share the rest evenly."""
+    """Yield a distribution for each number of layers in the last stage; the rest is spread evenly."""
     if stages == 1:
         yield (layers,)
         return
@@ -60,7 +60,8 @@ def spread_by_cost(costs: Sequence[float], stages: int) -> list[range]:
     so on: later stages get more blocks, since earlier ones keep more activations.
     """
     count = len(costs)
-    # best[s][n]: the costliest of s stages over the first n blocks, and where the last begins.
+    # best[s][n]: the cost of the costliest of s stages over the first n blocks, and where the last
+    # begins.
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for stage in range(1, stages + 1):
         best.append(

@@ -1,12 +1,12 @@
 """Choice among plans that are about as fast: the simplest with free memory, and the leanest.
 
 The estimates of two plans on one machine share most of their error, but each may have its own error
-of 2 %. Below that, the plan that an expert would run comes first: no unnecessary axis or schedule,
-and memory left. A plan that offloads, offloads more, or fills a device's memory, must be more than
-10 % faster. Offloading loads a host that all devices of a node share, and no published step was
-measured with it. The median error of estimated memory is 2 to 5 %, but it is larger in some cases:
-of plans that are estimated to need more than `CROWDED` of a device's memory, a quarter or more do
-not run, so one that leaves memory free is worth more time than that.
+of 2 %. Below that, the plan that an expert would run comes first: without an unnecessary axis or
+schedule, and with free memory. A plan that offloads, offloads more, or fills a device's memory,
+must be more than 10 % faster. Offloading loads a host that all devices of a node share, and there
+is no published step with it. The median error of estimated memory is 2 to 5 %, but it is larger in
+some cases: a quarter or more of the plans that are estimated to need more than `CROWDED` of a
+device's memory do not run. So a plan that leaves memory free may take even longer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,16 +21,18 @@ EQUAL = 1.02  # times the fastest step: within this, the fastest plan is not pre
 LEAN = 1.10  # times the fastest step: limit for the leanest and the simplest plan
 ROOMIER = 2.0  # times the fastest step: limit if no faster plan leaves memory free
 ROOMY = 0.9  # of a device's memory: above, fragmentation and longer samples may exceed it
-# Of a device's memory. With a normal error whose median is 3 %, a plan estimated to need this much
-# needs more than there is in one case of four, and one that needs all of it in one case of two.
+# Of a device's memory. With a normal error whose median is 3 %, one in four plans estimated to need
+# this much exceeds the memory, and one in two of those estimated to need all of it.
 CROWDED = 0.97
-WIDE = 4 / 3  # times the fastest step: limit for a plan that leaves memory free if others crowd it
+WIDE = (
+    4 / 3
+)  # times the fastest step: limit for a plan that leaves memory free if all faster ones crowd it
 _ENOUGH = 0.5  # of a device's memory: using less than this is no advantage
 _TIGHT = 2  # added cost of a plan that uses more than ROOMY
-# Costs of offloading, which exceed those of tensor with pipeline parallelism and of less free
+# Costs of offloading, which exceed the costs of tensor with pipeline parallelism and of little free
 # memory: a step then also waits for the host's memory, links and other programs.
 _OFFLOAD, _OFFLOAD_TO_DISK = 5, 6
-_LAYOUTS = 2048  # expanded together; with fewer, calls cost more than plans
+_LAYOUTS = 2048  # expanded together; with fewer, the calls themselves take most of the time
 _FEW_LAYOUTS = 512
 _PIECE = 256  # plans whose memory is estimated first; each later piece is twice as large
 
@@ -58,11 +60,10 @@ class PlanChoice:
 def simplest(
     choice: PlanChoice, most_s: float, device_bytes: float, trains_all: bool
 ) -> PlanBatch | None:
-    """Return the simplest plan that fits within `most_s`; ties go to the most free memory.
-
-    How much of its memory a plan leaves free is a share of `device_bytes`, even if the plans of
-    `choice` may take less than a whole device's. `trains_all`: the trainer is not outpace, so plans
-    that outpace cannot train are not penalised.
+    """Return the simplest plan that fits and takes at most `most_s`; ties go to the most free
+    memory. Free memory is counted relative to `device_bytes`, even if the plans of `choice` may use
+    less than a whole device's memory. `trains_all`: the trainer is not outpace, so plans that
+    outpace cannot train are not penalised.
     """
     parts = []
     for part, took in _quick_plans(choice, most_s):
@@ -159,17 +160,16 @@ def _quick_plans(choice: PlanChoice, most_s: float) -> Iterator[tuple[PlanBatch,
 
 
 def is_worth_room(one: PlanBatch, other: PlanBatch, plainest: Options, trains_all: bool) -> bool:
-    """Return whether one plan is simpler than another by as much as less free memory counts.
-
-    It then comes first even if only the other leaves memory free: a tensor or pipeline axis is too
-    high a price for the last tenth of memory. Takes the arguments of `count_effort`.
+    """Return whether one plan is so much simpler than another that free memory matters less. It
+    then comes first even if only the other leaves memory free: the last tenth of memory is not
+    worth a tensor or pipeline axis. Arguments are as for `count_effort`.
     """
     mine, theirs = (count_effort(plan, plainest, trains_all)[0] for plan in (one, other))
     return bool(mine + _TIGHT <= theirs)
 
 
 def count_effort(c: PlanBatch, plainest: Options, trains_all: bool) -> Ints:
-    """Count the effort of layouts and options, by which one plan is simpler than another.
+    """Count the effort of layouts and options: a plan with less effort is simpler.
 
     `plainest`: options whose optimizer is the default. `trains_all`: see `simplest`.
     """

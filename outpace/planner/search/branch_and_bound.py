@@ -2,7 +2,7 @@
 
 A layout with its fastest optimizer takes no longer without an option (recomputation, a chunked
 loss, offloading) than with it. So layouts are visited in the order of their time without options,
-with all options of a few at a time, and the search ends when the next layout cannot improve the
+a few at a time with all their options, and the search ends when the next layout cannot improve the
 result: branch and bound, with the same answer as an exhaustive search.
 """
 
@@ -58,7 +58,7 @@ _FIRST = 16
 _FEW = 64
 _FULL = MODES.index("full")
 _PIECE = 4096  # plans whose memory is estimated together
-_NEAR = 1.001  # the largest factor of a step's time that a simpler plan can make up for
+_NEAR = 1.001  # the largest ratio of step times that simplicity can outweigh
 
 
 @dataclass(frozen=True)
@@ -68,10 +68,10 @@ class SearchResult:
     `best` is a family's fastest plan that fits, and `smallest` the one that needs the least memory
     among those that do not, as indices into `columns`, −1 if there is none. `simplest` and
     `leanest` are indices of plans that are about as fast as the fastest (see `alternatives`), −1 if
-    not searched or not to be listed; `simple_s` and `lean_s` are the seconds that these may take.
-    `roomier`: no plan that is about as fast leaves memory free, and `leanest` is the fastest one
-    that does. `layouts` are all layouts without options; each takes at least `bound` seconds.
-    `known` has the bytes of plans that were looked at (see `remember`).
+    not searched or not to be listed; `simple_s` and `lean_s` are the most seconds that these may
+    take. `roomier`: no plan that is about as fast leaves memory free, and `leanest` is the fastest
+    plan that does. `layouts` are all layouts without options; each takes at least `bound` seconds.
+    `known` has the bytes of plans that were estimated (see `remember`).
     """
 
     columns: PlanBatch
@@ -152,17 +152,17 @@ def find_alternatives(
 ) -> SearchResult:
     """Return `found` with rows for the simplest and the leanest plans that are about as fast.
 
-    The simplest is about as fast as the fastest plan that offloads nothing and leaves memory free,
-    if that one takes at most `LEAN` times as long as the fastest of all; the simplest does not
-    exceed that, either. If there is no such plan, those that do not crowd memory are considered,
-    then those that do, of which one that leaves memory free and takes at most `WIDE` times as long
-    as the fastest is preferred. If there is none, plans that offload one thing are considered, then
-    those that offload two. The fastest of all takes the simplest one's place if it offloads no
-    more, does not crowd memory, and is simpler by as much as free memory counts
-    (`is_worth_room`). Unless the fastest offloads, the leanest offloads nothing. If all plans that
-    are about as fast fill a device's memory, the leanest is the fastest of those that do not, if
-    it takes at most `ROOMIER` times as long. `floors` are lower bounds of the bytes that plans
-    need (`planner.memory.peak.least_bytes`); `needs` are those that `found` was searched with.
+    The simplest is chosen from the first group with a plan that takes at most `LEAN` times as long
+    as the fastest of all: plans that offload nothing and leave memory free; those that offload
+    nothing and do not crowd memory; all that offload nothing (then, plans that leave memory free
+    and take at most `WIDE` times as long are preferred); the same with one thing offloaded, then
+    with two. It is about as fast as the fastest of its group, and within the same limit. The
+    fastest of all replaces it if that offloads no more, does not crowd memory, and is simple enough
+    to be worth more than free memory (`is_worth_room`). Unless the fastest offloads, the leanest
+    offloads nothing. If all plans that are about as fast fill a device's memory, the leanest is the
+    fastest plan that does not, if it takes at most `ROOMIER` times as long. `floors` are lower
+    bounds of the bytes that plans need (`planner.memory.peak.least_bytes`); `needs` are those of
+    the search.
     """
     if found.layouts is None or not len(found.ranked):
         return found
@@ -220,7 +220,7 @@ def add_plans(
 def _simple_choice(
     by_offloads: Sequence[PlanChoice], found: SearchResult, least_s: float
 ) -> tuple[PlanChoice, float]:
-    """Return the plans to choose the simplest from, and the most seconds that it may take.
+    """Return the plans from which to choose the simplest, and the most seconds that it may take.
 
     `by_offloads`: plans that offload up to none, one, … and as many things as the fastest.
     """
@@ -250,7 +250,7 @@ def _quickest_s(choice: PlanChoice, found: SearchResult, most_s: float) -> float
 
 
 def _offloads(columns: PlanBatch) -> int:
-    """Return how many things any of the plans offloads."""
+    """Return the largest number of things that any of the plans offloads."""
     return sum(bool((getattr(columns, name) > 0).any()) for name in OFFLOADED)
 
 
@@ -289,9 +289,9 @@ def fastest_accepted(
 ) -> tuple[Plan | None, int]:
     """Return the fastest plan that fits and that `accepts` allows, and the number considered.
 
-    Among plans that differ only in their micro-batches, `accepts` is called for one: it decides
-    about a way to split a model and the options for it. Layouts are visited in the order of their
-    time without options, until none can be faster than the one found.
+    `accepts` is called once for plans that differ only in their micro-batches, since it decides
+    about a way to split a model and its options. Layouts are visited in the order of their time
+    without options, until none can be faster than the one found.
     """
     plain, chosen = layouts(wanted), list(memory_options(wanted))
     considered = len(plain) * len(chosen)
@@ -336,7 +336,7 @@ def _seconds_of(question: StepTimeQuestion) -> Callable[[PlanBatch], Floats]:
 
 
 class _Acceptance:
-    """Cache of which plans are accepted, with one query for plans with equal descriptions."""
+    """Cache of accepted plans, with one query for all plans of the same description."""
 
     def __init__(self, accepts: Callable[[Plan], bool], seq_len: int) -> None:
         self._accepts = accepts
@@ -392,7 +392,7 @@ _TOGETHER = (
 
 
 def _accepted_options(plain: PlanBatch, chosen: list[Options], asked: _Acceptance) -> list[Options]:
-    """Return options whose parts are all accepted with a strategy's fastest layout."""
+    """Return the options whose parts are all accepted with a strategy's fastest layout."""
     if not chosen or not len(plain):
         return []
     _, first = np.unique(plain.strategy, return_index=True)
@@ -452,7 +452,7 @@ def _family(
         began, own_kinds = True, kinds(part)
         for piece in _pieces(seconds):
             piece = piece[seconds[piece] <= _time_limits(fastest, count, own_kinds[piece])]
-            # Where nothing fits yet, the smallest of those that do not is sought, too.
+            # As long as nothing fits, the smallest plan is also sought.
             piece = _able(part, piece, floors, memory_bytes if fastest else np.inf)
             if not len(piece):
                 continue
@@ -476,7 +476,7 @@ def _family(
 
 
 def _able(part: PlanBatch, piece: Ints, floors: Needs, memory_bytes: float) -> Ints:
-    """Return the positions in `piece` whose floors fit; all, without floors, if memory is inf."""
+    """Return the positions in `piece` whose floors fit; all of them if memory is infinite."""
     if np.isinf(memory_bytes):
         return piece
     return piece[floors(part.select(piece)) <= memory_bytes]
@@ -486,7 +486,7 @@ _Least = tuple[float, PlanBatch]  # bytes, and the plan
 
 
 def _smaller(plans: PlanBatch, need: Floats, least: _Least | None) -> _Least | None:
-    """Return `least`, or the plan if it needs less."""
+    """Return the plan if it needs less memory than `least`, else `least`."""
     small = int(np.argmin(need))
     if least is None or need[small] < least[0]:
         return float(need[small]), plans.select([small])
@@ -494,7 +494,7 @@ def _smaller(plans: PlanBatch, need: Floats, least: _Least | None) -> _Least | N
 
 
 def _smallest(plans: PlanBatch, floor: Floats, needs: Needs, least: _Least | None) -> _Least | None:
-    """Return the plan that needs the least memory, or `least`, among those whose `floor` is lower.
+    """Return the plan that needs the least memory; `least` if no plan needs less.
 
     `plans` recompute as much as possible; recomputing less would not reduce their memory.
     """
@@ -509,9 +509,8 @@ def _smallest(plans: PlanBatch, floor: Floats, needs: Needs, least: _Least | Non
 
 
 def _time_limits(fastest: dict[int, float], count: int, kinds: Ints) -> Floats:
-    """Return the most seconds with which a plan of each of `kinds` is still considered.
-
-    Kinds without a pipeline compete with each other alone (see `_whole_count`).
+    """Return the most seconds that a plan of each of `kinds` may take to be considered. Kinds
+    without a pipeline compete only with each other (see `_whole_count`).
     """
     whole = {own: took for own, took in fastest.items() if not _has_pipeline(own)}
     worst_s, whole_s = _worst_s(fastest, count), _worst_s(whole, _whole_count(count))
@@ -529,7 +528,7 @@ def _worst_s(fastest: dict[int, float], count: int) -> float:
 
 
 def _whole_count(count: int) -> int:
-    """Return how many kinds without pipelines are kept beside the `count` fastest.
+    """Return how many kinds without pipelines are kept in addition to the `count` fastest.
 
     Pipelines may become slower by simulation.
     """
@@ -544,7 +543,7 @@ def _pieces(seconds: Floats) -> Iterator[Ints]:
 
 
 def _first_of(kinds: Ints, seconds: Floats) -> Ints:
-    """Return the fastest of each kind; among equals the first, which has the fewest options."""
+    """Return each kind's fastest plan; among equals, the first, which has the fewest options."""
     order = np.argsort(seconds, kind="stable")
     _, first = np.unique(kinds[order], return_index=True)
     return order[first]
@@ -607,8 +606,8 @@ def _finish_search(
 def fits(wanted: SearchRequest, needs: Needs, floors: Needs, memory_bytes: float) -> bool:
     """Return whether any plan fits, with the smallest micro-batch and the most recomputation.
 
-    With the optimizer in the backward all micro-batches are tried, since the smallest accumulate
-    gradients, which the larger ones do not keep.
+    With the optimizer in the backward, all micro-batches are tried: small ones accumulate
+    gradients, which a single large one does not keep.
     """
     in_backward = bool(wanted.keep.get("optimizer_in_backward"))
     if not (in_backward or {"micro_batch", "pp_microbatches"} & wanted.keep.keys()):

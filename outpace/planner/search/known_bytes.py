@@ -1,4 +1,4 @@
-"""Bytes of plans that were looked at before, so that none is estimated twice in a search."""
+"""Bytes of plans that were estimated before, so that a search estimates no plan twice."""
 
 from collections.abc import Callable
 from dataclasses import fields

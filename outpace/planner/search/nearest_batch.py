@@ -1,4 +1,4 @@
-"""Global batches near one that no layout of the ranks can divide."""
+"""Global batches near the requested one, if no layout of the ranks can divide that."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ def nearest_batches(wanted: SearchRequest) -> tuple[int, ...]:
 
 
 def _units(wanted: SearchRequest) -> set[int]:
-    """Return the number that a batch must be a multiple of, for each number of replicas."""
+    """Return, for each number of replicas, the number of which a batch must be a multiple."""
     world, keep = wanted.world, wanted.keep
     replicas = {n for n in range(1, world + 1) if world % n == 0} | {max(1, world - 1)}
     each = int(keep.get("micro_batch", 1)) * int(keep.get("pp_microbatches", 1))

@@ -1,7 +1,7 @@
 """Simulation of the finalists' pipelines event by event, with their unequal stages.
 
-The closed forms that rank all plans assume average or slowest stages; the simulation has the actual
-waiting times. The difference is added to the bubble.
+The closed forms that rank all plans assume average or slowest stages; the simulation computes the
+actual waiting times. The difference is added to the bubble.
 """
 
 from dataclasses import fields
@@ -13,7 +13,7 @@ from outpace.planner.plan_columns import SCHEDULE_NAMES, Ints, PlanBatch
 from outpace.planner.step_time.estimate import StepTimes, stages_of
 from outpace.planner.step_time.setup import StepTimeQuestion
 
-# Components of a step that the passes of a pipeline consist of.
+# The components of the passes of a pipeline.
 _PASSES = (
     "products_s", "attention_s", "memory_s", "host_s", "bubble_s", "tensor_s", "pipeline_s",
 )  # fmt: skip
@@ -36,7 +36,8 @@ def simulate_pipelines(
         )  # fmt: skip
         passes = float(row.passes[0])
         whole = table.makespan_s(pipeline.times, pipeline.transfer_s) / question.device.sharers
-        # Ranks that share a core run faster while others wait, at most by the mean of all work.
+        # Ranks that share a core run faster while others wait, at most at the mean pace of all
+        # work.
         work = sum(one.seconds("F") + one.seconds("B") for one in pipeline.times) / int(row.pp[0])
         busy = float(row.microbatches[0]) * work
         whole = passes * (max(whole, busy) + pipeline.posted_s)

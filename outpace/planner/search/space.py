@@ -68,9 +68,9 @@ class SearchRequest:
 
     `precision`: used if none is required or varied. Plans that offload weights or optimizer state
     use `offloaded_precision`, if it is given. `vary` has additional values of settings (in VARIED)
-    to search, with the fastest optimizer first. `trained`: only plans that outpace can train.
-    `naive`: include dp, ps, ring and mp. `without`: strategies to exclude. `offloads`: plans may
-    offload if `keep` does not say.
+    to search, the fastest optimizer first. `trained`: only plans that outpace can train. `naive`:
+    include dp, ps, ring and mp. `without`: strategies to exclude. `offloads`: plans may offload
+    unless `keep` decides that.
     """
 
     outline: Outline
@@ -117,7 +117,7 @@ Options = dict[str, Any]
 
 
 def layouts(wanted: SearchRequest) -> PlanBatch:
-    """Return every layout without options, even required ones, which only make it slower.
+    """Return every layout without options, even required options, which only make it slower.
 
     Varied settings that make some layouts faster and others slower form separate layouts.
     """
@@ -168,7 +168,7 @@ def _vary(found: PlanBatch, vary: Mapping[str, Sequence[Any]]) -> PlanBatch:
 
 
 def has_plans(wanted: SearchRequest) -> bool:
-    """Return whether any plan can be laid out as requested, fitting or not."""
+    """Return whether any plan can be laid out as requested, whether it fits or not."""
     found, chosen = layouts(wanted), list(memory_options(wanted))
     return bool(len(found) and chosen and _allowed_options(found, chosen).any())
 
@@ -189,10 +189,10 @@ def expand_timed(
     seconds: Callable[[PlanBatch], Floats],
     able: Callable[[PlanBatch], Bools] | None = None,
 ) -> tuple[PlanBatch, Floats]:
-    """Return the plans of `expand` that are `able` to fit, and the step time of each in seconds.
+    """Return the plans of `expand` that may fit (`able`), and the step time of each in seconds.
 
     A chunked loss takes as long as a whole one, with the same permanent tensors, so only one of two
-    plans that differ in nothing else is checked.
+    plans that differ only in the loss is checked.
     """
     place, option = np.nonzero(_allowed_options(columns, chosen))
     alike = [{**one, "chunked_loss": None} for one in chosen]
@@ -221,10 +221,8 @@ def _combine(columns: PlanBatch, chosen: Sequence[Options], place: Ints, option:
 
 
 def _allowed_options(columns: PlanBatch, chosen: Sequence[Options]) -> Any:
-    """Return a row for each layout: which options it allows.
-
-    Layouts with equal values of all that `_possible` reads allow the same options, so one of each
-    kind is tried.
+    """Return a row for each layout: which options it allows. Layouts with equal values of
+    everything that `_possible` reads allow the same options, so one of each kind is tried.
     """
     c = columns
     read = (c.strategy, c.zero, c.schedule, c.precision, c.optimizer, c.compile, c.in_backward,
@@ -340,7 +338,7 @@ def untrained_mask(c: PlanBatch) -> Any:
 
 
 def _options_match(c: PlanBatch) -> Any:
-    """Return which layouts support the options that all of their plans share."""
+    """Return which layouts support the options that all plans have."""
     fine = ~(c.precision_in("fp8") & (c.tp > 1))
     low = np.isin(c.optimizer, [OPTIMIZERS.index(name) for name in LOW])
     fine &= low | ~c.precision_in(*PURE)
@@ -402,7 +400,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _meshes(wanted: SearchRequest) -> Iterator[tuple[int, int, int]]:
-    """Yield tp × cp × pp; tp divides heads and stays in a node, cp leaves long enough parts."""
+    """Yield tp × cp × pp; tp divides heads and stays in a node, cp's parts are long enough."""
     world = wanted.world
     for tp, cp, pp in product(*(_sizes(wanted, axis) for axis in ("tp", "cp", "pp"))):
         if world % (tp * cp * pp) == 0:
@@ -414,7 +412,7 @@ def _sizes(wanted: SearchRequest, axis: str) -> list[int]:
 
 
 def allowed_sizes(wanted: SearchRequest, axis: str) -> list[int]:
-    """Return the sizes that each axis may have: tp, cp, pp or ep."""
+    """Return the sizes that an axis may have: tp, cp, pp or ep."""
     return _expert_axes(wanted.world, wanted) if axis == "ep" else _sizes(wanted, axis)
 
 
@@ -477,7 +475,7 @@ def _refused_ep(wanted: SearchRequest, size: int, name: str) -> str | None:
     if not experts:
         return f"ep {size}: {name} has no experts"
     if wanted.trained:
-        return f"ep {size}: outpace cannot train with it, which --trained requires"
+        return f"ep {size}: outpace cannot train with it, but --trained requires that"
     if experts % size:
         return f"ep {size} does not divide the {experts} experts of {name}"
     return f"ep {size} is more than {_MOST_EP}" if size > _MOST_EP else None
@@ -491,7 +489,7 @@ _REFUSALS = MappingProxyType(
 def _data_axes(
     replicas: int, tp: int, cp: int, wanted: SearchRequest
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield dp_replicate × dp_shard and ZeRO levels: replicas, shards of all, shards in groups."""
+    """Yield dp_replicate × dp_shard and ZeRO levels: replicas, shards, shards within groups."""
     yield replicas, 1, 0
     if replicas == 1:
         return

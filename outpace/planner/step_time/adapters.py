@@ -15,12 +15,12 @@ from outpace.records.outline import Outline
 
 _FP32 = 4.0
 
-# Operators of an adapter, with one dropout in either pass. Forward: two matmuls with transposed
+# Operators of an adapter, with a dropout in each pass. Forward: two matmuls with transposed
 # weights, scaling, sum. Backward: the same without transpositions.
 _OPERATORS_AHEAD, _OPERATORS_BACK = 7.0, 5.0
-# Casts of adapters in fp32. Multiplied in 16 bits, the input is cast to the matmul's dtype and
-# back. Multiplied in fp32, the result is cast instead, and in the backward also the frozen
-# matmul's gradient.
+# Casts of adapters in fp32. If multiplied in 16 bits, the input is cast to the matmul's dtype and
+# back. If multiplied in fp32, the result is cast instead and, in the backward, the frozen matmul's
+# gradient.
 _CASTS = {"low": (0.0, 0.0), "cast": (2.0, 2.0), "fp32": (2.0, 3.0)}
 # Bytes per four-bit number between reading it packed and writing it in 16 bits, by operators
 # (AutoGPTQ 179776bd, nn_modules/qlinear/qlinear_cuda_old.py): shift to int32 (4), cast to int8
@@ -29,7 +29,7 @@ _UNPACKED_BY_OPERATORS = 4.0 + 5 + 2 + 2 + 1
 # Edge of the smallest tile of cuBLAS's matmuls without tensor cores (sgemm_32x32_sliced1x4), and
 # its depth in the inner dimension.
 _SIMT_TILE, _SIMT_DEPTH = 32, 8
-# Names of target matrices in plans, by the matmul that computes them here.
+# Names of target matrices in plans, by the planner's matmul of which they are a part.
 _MATMULS: Mapping[str, Collection[str]] = MappingProxyType(
     {"qkv": ("q", "k", "v"), "out": ("out",), "up": ("gate", "up"), "down": ("down",)}
 )
@@ -38,7 +38,7 @@ _MATMULS: Mapping[str, Collection[str]] = MappingProxyType(
 class Target(NamedTuple):
     """Adapters on one weight: their number, and the share of its outputs that have them.
 
-    Queries, keys and values are a single matmul here, and each of them may have its own adapter.
+    Queries, keys and values are a single matmul here, and each of them may have an adapter.
     """
 
     number: int
@@ -50,12 +50,12 @@ class Adapters:
     """Adapters of `rank` on the weights that `targets` name, with everything else frozen.
 
     `base_bytes` are the bytes per number of frozen weights that are unpacked for each matmul (nf4,
-    GPTQ); None if they are stored as they are multiplied. `kept`: adapters of a 16-bit base are in
-    its dtype ("low"), or in fp32 (PEFT since 0.12, autocast_adapter_dtype) and multiplied in 16
+    GPTQ); None if they are stored in the dtype of the matmul. `kept`: adapters of a 16-bit base are
+    in its dtype ("low"), or in fp32 (PEFT since 0.12, autocast_adapter_dtype) and multiplied in 16
     bits through autocast or FSDP ("cast") or in fp32 ("fp32"). `unpacks_by_operators`: weights are
     unpacked by torch operators, whose result autograd keeps for the backward; otherwise by a
     kernel, which runs again before the gradient of the input. `drops_inputs`: dropout is applied
-    first. `scales_outputs`: the outputs are scaled, as in PEFT; otherwise the low-rank matmul is
+    first. `scales_outputs`: the outputs are scaled, as in PEFT; otherwise, the low-rank values are
     (nn.lora).
     """
 
@@ -108,8 +108,8 @@ def adapter_s(
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
     """Return seconds of the forward, of gradients of inputs, and of the adapters' own gradients.
 
-    `shape` is tokens, outputs and inputs of the frozen matmul on a rank. Matmuls are in 16 bits,
-    or in fp32 as at the frozen ones' `rate`; next to 16-bit ones, those in fp32 do not use tensor
+    `shape` is tokens, outputs and inputs of the frozen matmul on a rank. Matmuls are in 16 bits, or
+    in fp32 at the `rate` of the frozen ones; in fp32 next to 16-bit matmuls, they do not use tensor
     cores (torch.backends.cuda.matmul.allow_tf32 is off by default).
     """
     tokens, n, k = shape
@@ -142,10 +142,10 @@ def _moved_bytes(
     """Return the bytes that an adapter's input and output move, forward and backward.
 
     peft/tuners/lora/layer.py, Linear.forward: dropout, if any, reads, writes and masks the input;
-    the output is scaled and added to that of the frozen matmul. The backward has those of the
-    dropout, of the sum of the input's gradients and of the scaling. If adapters are in fp32, each
-    of them casts its input first (_cast_input_dtype), and again for the matmul; or, if matmuls
-    are in fp32, their sum is cast. The same applies to their gradients.
+    the output is scaled and added to that of the frozen matmul. The backward moves bytes for the
+    dropout, for the sum of the input's gradients and for the scaling. If adapters are in fp32, each
+    casts its input first (_cast_input_dtype), and again for the matmul; or, if matmuls are in fp32,
+    casts their sum. The same applies to their gradients.
     """
     wide = item if adapters.kept == "low" else np.full_like(item, _FP32)
     dropout = (2 * wide + 1) * adapters.drops_inputs
@@ -161,7 +161,7 @@ def _moved_bytes(
 
 
 def _simt_matmul_s(device: DeviceRates, rows: Floats, columns: Floats, inner: Floats) -> Floats:
-    """Return the seconds of an fp32 matmul with an adapter's rank as one of its dimensions.
+    """Return the seconds of an fp32 matmul, one of whose dimensions is an adapter's rank.
 
     It uses cuBLAS's narrowest tiles, and the other dimensions have enough of them to fill the
     device.
@@ -176,7 +176,7 @@ def _simt_matmul_s(device: DeviceRates, rows: Floats, columns: Floats, inner: Fl
 def unpacking_s(
     device: DeviceRates, adapters: Adapters, elements: Floats, item: Floats
 ) -> tuple[Floats, Floats]:
-    """Return the seconds to unpack frozen weights before a matmul, and before its gradient's.
+    """Return the seconds to unpack frozen weights before a matmul, and before its backward.
 
     Kernels such as those of bitsandbytes and GPTQ read packed weights and write them in the dtype
     of the matmul.

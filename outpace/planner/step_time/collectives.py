@@ -14,7 +14,7 @@ from outpace.planner.step_time.setup import FP32, StepTimeSetup
 
 @dataclass(frozen=True)
 class _Collectives:
-    """Seconds of each of a step's collectives alone: gradients, whole weights, parameters."""
+    """Seconds of a step's collectives by themselves: gradients, whole weights, parameters."""
 
     grads: Floats  # bytes of gradients
     scatter: Floats
@@ -40,7 +40,7 @@ def ring_s(setup: StepTimeSetup, passes: StepPasses) -> Floats:
     """Return the exposed time of keys and values that circulate during attention.
 
     They travel around the ring once in the forward and, with gradients, twice as much in the
-    backward; if attention is recomputed, they do so again.
+    backward; if attention is recomputed, they travel once more.
     """
     c = setup.columns
     total, merged = np.zeros(len(c)), np.zeros(len(c))
@@ -71,10 +71,10 @@ def experts_s(setup: StepTimeSetup, busy: Floats) -> Floats:
     """Return the time to send tokens to their experts and back, with two all-to-alls each way.
 
     Each rank of tp sends its part of the tokens. Ranks that have parts of the same experts gather
-    what any of them received, and scatter sums: the tokens of tp's own collectives
-    (`passes._tensor_collectives`), times the experts of a token. `busy`: seconds of passes, which
-    hide these collectives if the stack overlaps those of one micro-batch with the computation of
-    another.
+    the tokens that any of them received, and scatter sums. These are as many tokens as in tp's
+    other collectives (`passes._tensor_collectives`), times the experts of a token. `busy`: seconds
+    of passes, which hide these collectives if the stack overlaps one micro-batch's collectives with
+    another's computation.
     """
     c = setup.columns
     total = np.zeros(len(c))
@@ -108,7 +108,7 @@ def _dispatch_s(setup: StepTimeSetup, nbytes: Floats, copies: int, tokens: Float
 def exposed_data_s(setup: StepTimeSetup, passes: StepPasses, pipeline: PipelineTime) -> Floats:
     """Return the exposed time of reducing gradients and of gathering sharded parameters.
 
-    If a pipeline's ranks differ, another one may become the slowest because of its exposed time.
+    If a pipeline's ranks differ, its exposed time may make another rank the slowest.
     """
     c, collectives = setup.columns, _collectives(setup)
     ahead, back = (
@@ -160,11 +160,10 @@ def _collectives(setup: StepTimeSetup) -> _Collectives:
     gathered, reduced = c.shard_bytes()
     frozen = adapters.base_bytes if adapters is not None else None
     if frozen is not None and not setup.question.other_program:
-        # Unpacked weights of a block with packed ones are sent as they are stored
-        # (memory.adapters).
+        # A block with packed weights sends all its weights as they are stored (memory.adapters).
         reduced = setup.numbers.kept
     grads = setup.parameters.trained * np.where(c.zero < 2, setup.numbers.kept, reduced)
-    # Gathers send the stepped weights or, if weights are sharded, all of them.
+    # Gathers send the updated weights or, if weights are sharded, all of them.
     width = np.where(setup.numbers.item < FP32, 2.0, FP32)
     packed = setup.parameters.packed
     spread = (setup.parameters.present - packed) * gathered + packed * (frozen or 0.0)
@@ -232,7 +231,7 @@ def _zero_exposed_s(setup: StepTimeSetup, of: _Collectives, ahead: _Pass, back: 
 def _beside_s(
     setup: StepTimeSetup, comm_s: Floats, beside: _Pass, times: Floats | Ints, units: Floats
 ) -> Floats:
-    """Return the part of collectives that `times` a pass leaves exposed."""
+    """Return the part of collectives that `times` passes leave exposed."""
     return setup.exposed_s(comm_s, times * beside.seconds, units, beside.matmuls)
 
 

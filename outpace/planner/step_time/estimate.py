@@ -40,8 +40,8 @@ class StepTimes:
 
     `host_s` is the time that the device waits for the host, and that uneven stages wait for the
     slowest. `data_s` is the exposed time of the gradients' and parameters' collectives, including
-    that in which all devices wait for the slowest; `tensor_s`, `context_s`, `pipeline_s` and
-    `expert_s` are the exposed times of those axes. `loading_s` is the wait for samples.
+    the wait of all devices for the slowest; `tensor_s`, `context_s`, `pipeline_s` and `expert_s`
+    are the exposed times of those axes. `loading_s` is the wait for samples.
     """
 
     products_s: Floats
@@ -126,7 +126,7 @@ def stages_of(question: StepTimeQuestion, columns: PlanBatch) -> Stages:
 
 
 def offloading(question: StepTimeQuestion, columns: PlanBatch) -> Offloading:
-    """Return the parts of each plan's offloading time, without what passes hide."""
+    """Return the parts of each plan's offloading time that passes do not hide."""
     setup = set_up(question, columns)
     passes = step_passes(setup)
     pipeline = pipeline_time(setup, passes)
@@ -176,7 +176,7 @@ def _weights_share(passes: StepPasses) -> Floats:
 
 
 def _loading_s(setup: StepTimeSetup, step_s: Floats) -> Floats:
-    """Return the wait for loaders, which work ahead: their time in excess of the step."""
+    """Return the wait for loaders, which prefetch: their time beyond the step's."""
     c = setup.columns
     samples = c.micro_batch * setup.micro * c.data_parallel
     nodes = np.clip(c.ranks / setup.fabric.per_node, 1, c.data_parallel)

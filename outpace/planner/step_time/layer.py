@@ -26,8 +26,8 @@ from outpace.planner.plan_columns import Bools, Floats
 from outpace.planner.step_time.adapters import Adapters, adapter_s, unpacking_s
 from outpace.records.outline import AttentionShape, MatmulShape, Mlp, Outline, Stack
 
-# The kernel that the newest PyTorch chooses on the chip; a kernel by name ("fused" where the chip
-# does not have it); the former Triton kernels; attention that writes its scores.
+# The kernel that the newest PyTorch chooses on the chip; a kernel by name ("fused" if the chip
+# lacks it); the former Triton kernels; attention that writes its scores.
 Kernel = Literal["fused", "flash2", "flash3", "cudnn", "triton", "unfused"]
 
 
@@ -70,9 +70,9 @@ class LayerWork:
     """Device seconds by kind, and operators that the host launches, forward and backward.
 
     `inner` is the attention within a forward, which some modes of recomputation skip or repeat
-    alone; `matmuls` are the seconds of a forward's matmuls with weights. `last` is the
-    MLP's last matmul, if no backward reads its result (0 otherwise), and `second` are every second
-    matmul, which torchtitan's selective recomputation repeats, except those in 8 bits.
+    alone; `matmuls` are the seconds of a forward's matmuls with weights. `last` is the time of the
+    MLP's last matmul, if no backward reads its result (0 otherwise), and `second` that of every
+    second matmul, which torchtitan's selective recomputation repeats (except in 8 bits).
     """
 
     forward_s: Floats
@@ -244,7 +244,7 @@ def _calls(
 def _outside_graphs(
     device: DeviceRates, stack: Stack, cells: Cells, calls: Floats, calls_back: Floats
 ) -> tuple[Floats, Floats]:
-    """Return the operators that the host launches where parts of a layer are CUDA graphs."""
+    """Return the operators that the host launches if parts of a layer are CUDA graphs."""
     experts = stack.mlp is not None and stack.mlp.experts
     if cells.graphs == "blocks" and not experts:
         return np.zeros_like(calls), np.zeros_like(calls)
@@ -260,7 +260,7 @@ def _outside_graphs(
 def _weight(
     device: DeviceRates, cells: Cells, weight: Weight, tokens: Floats
 ) -> tuple[Floats, Floats, Floats]:
-    """Return the seconds of a weight's forward, and of the gradients of its input and of itself."""
+    """Return the seconds of a weight's forward, of its input's gradient and of its own gradient."""
     tp = cells.etp if weight.experts else cells.tp
     n = weight.outputs / np.where(weight.cut == "outputs", tp, 1.0)
     k = weight.inputs / np.where(weight.cut == "inputs", tp, 1.0)
@@ -299,8 +299,7 @@ def _matmul(
 ) -> Floats:  # fmt: skip
     """Return the seconds of a weight's matmul, with experts computed as the software does.
 
-    It moves `more_bytes` in addition to its operands and result, at the memory rate: only the
-    matmuls of Triton's kernels are slower.
+    It moves `more_bytes` in addition to its operands and result, at the memory rate.
     """
     if weight.experts and cells.experts == "loop":
         one = sustained_matmul_s(
@@ -344,7 +343,7 @@ def _expert_operators(device: DeviceRates, stack: Stack, cells: Cells) -> tuple[
 
 
 def _expert_launches(device: DeviceRates, mlp: Mlp, cells: Cells) -> tuple[Floats, Floats]:
-    """Return launches of experts' matmuls and casts, as operators of either direction."""
+    """Return launches of experts' matmuls and casts as operators, forward and backward."""
     local = mlp.experts / cells.ep
     ahead, back = (
         local * (matmuls + np.where(_in_float8(device, cells), casts, 0.0))
@@ -384,13 +383,13 @@ def _scaling_s(
 
     `shape`: tokens, outputs and inputs. torchao's Float8Linear has one scale per tensor. Bytes per
     number: finding the largest value reads 2 for an activation or gradient and 4 for a weight; the
-    cast reads as much and writes 1; a transposed copy for the operand's other matmul reads and
+    cast reads the same and writes 1; a transposed copy for the operand's other matmul reads and
     writes 1. Each step is a kernel: two to find and cast, one to transpose. Transformer Engine has
     its own casts (`_engine_cast_s`).
     """
     tokens, n, k = shape
     rate = device.memory_bytes_per_s
-    # Transformer Engine keeps a step's weights in float8 for all its micro-batches.
+    # Transformer Engine keeps weights in float8 for all micro-batches of a step.
     own = 0.0 if cells.elementwise == "fused" else 1.0
     if cells.casts != "separate":
         each, fixed_s = _engine_cast_s(device, cells)
@@ -469,7 +468,7 @@ def _attention(
 
 
 def _attention_shares(device: DeviceRates, kernel: Kernel) -> tuple[float, float, float, float]:
-    """Return forward and backward rates, the share for heads of 64, and keys that halve rates."""
+    """Return forward and backward rates, the share for heads of 64, and keys at half the rate."""
     own = (device.attention_forward, device.attention_backward, device.attention_narrow,
            device.attention_half)  # fmt: skip
     found = device.attention_kernels.get("flash2" if kernel == "triton" else kernel)
@@ -489,7 +488,7 @@ def _width_share(head_dim: int, narrow: float) -> float:
 
 
 def _keys_seen(device: DeviceRates, attention: AttentionShape, keys: int) -> int:
-    """Return the keys that a query has scores for; on a GPU, a window consists of whole blocks."""
+    """Return the keys for which a query has scores; on a GPU, a window consists of whole blocks."""
     if attention.window is None:
         return keys
     sides = 1 if attention.causal else 2
@@ -526,7 +525,7 @@ def _routing_traffic(outline: Outline, stack: Stack, cells: Cells) -> tuple[Floa
     A token is read and written once for each of its experts, whose results are read, weighted and
     summed; the backward does the reverse, and gradients of weights read the results again. Ranks of
     tp with whole experts have a part of the tokens each. If copies of tokens are sent, they arrive
-    in the order of ranks and are sorted by the rank's experts, and sorted back (Megatron-Core,
+    in the order of ranks, are sorted by the rank's experts, and are sorted back (Megatron-Core,
     moe_utils.py, sort_chunks_by_idxs; torchtitan, its permutation after the all-to-all).
     Megatron-Core adds the biases of experts' results with separate operators.
     """
@@ -555,9 +554,9 @@ def _compiled_traffic(
     (torch/_inductor/scheduler.py). A sum into the residual stream, the norm after it and the cast
     for the next matmul are one kernel, which reads the stream and the branch and writes the stream
     and the norm's result. In the backward, one kernel reads the gradient of the result, the stream
-    and its gradient, and writes the latter, and also its cast for the preceding matmul; another
-    reads the first two again for the norm's weights. Dropout draws its numbers again. An activation
-    is one kernel between matmuls, and so is a rotation.
+    and its gradient, and writes the stream's gradient and its cast for the preceding matmul;
+    another reads the first two again for the norm's weights. Dropout draws its random numbers
+    again. An activation is one kernel between matmuls, and so is a rotation.
     """
     split = outline.hidden / cells.norm_split
     wide, low = split * cells.wide, split * cells.item
@@ -674,10 +673,8 @@ def _operators(outline: Outline, stack: Stack, fused: bool) -> tuple[float, floa
 
 
 def _backward_operators(outline: Outline, stack: Stack) -> float:
-    """Return how many more operators a backward has than its forward.
-
-    A matmul has two gradients, a bias has a sum, and every parameter's gradient is stored or
-    accumulated.
+    """Return how many more operators a backward has than its forward. A matmul has two gradients, a
+    bias has a sum, and every parameter's gradient is stored or accumulated.
     """
     matmuls = biases = 0
     for weight in weights(stack, outline.hidden):

@@ -42,10 +42,10 @@ def optimizer_s(
 
     `stepped` are the parameters that a rank updates.
 
-    Operators run while the host launches further ones, and the slower of the two determines the
-    time. `ahead_s`: how far the host is ahead of a GPU when the optimizer begins, under outpace,
-    whose host does not wait for the device within a step; other programs read the loss or the norm.
-    Muon adds the matmuls of its iteration, and gathers its matrices.
+    Operators run while the host launches the next, and the slower of the two determines the time.
+    `ahead_s`: how far the host is ahead of a GPU when the optimizer begins, under outpace, whose
+    host does not wait for the device within a step; other programs read the loss or the norm. Muon
+    adds the matmuls of its iteration, and gathers its matrices.
     """
     moved = _EAGER_BYTES[c.optimizer]
     compiled, fused = np.zeros(len(c), dtype=bool), np.zeros(len(c), dtype=bool)
@@ -73,7 +73,7 @@ def optimizer_s(
 def _on_gpu(
     c: PlanBatch, moved: Floats, spread: Bools, compiled: Bools, fused: Bools
 ) -> tuple[Floats, Floats]:
-    """Return bytes per parameter, and operators for any tensors, of outpace's steps on a GPU.
+    """Return bytes per parameter, and operators per step, of outpace's steps on a GPU.
 
     `moved`: bytes moved by single operators.
     """

@@ -72,7 +72,7 @@ def _layer_shapes(outline: Outline, tp: int, ep: int) -> Counter[Shape]:
 
 
 def _outside_shapes(outline: Outline, tp: int) -> Counter[Shape]:
-    """Count tensors of each shape outside of layers: embeddings, head, a norm's two."""
+    """Count tensors of each shape outside of layers: embeddings, head, a norm's weight and bias."""
     rows = [outline.vocab // tp, outline.learned_positions]
     rows += [] if outline.tied else [outline.outputs // tp]
     found: Counter[Shape] = Counter((count, outline.hidden) for count in rows if count)
@@ -88,7 +88,7 @@ def _count_muon(
     each: Operators, layers: Counter[Shape], ends: Counter[Shape], pp: Ints, parts: Ints,
     on_gpu: bool,
 ) -> Floats:  # fmt: skip
-    """Count operators of Muon for layers' matrices and of AdamW for all others, fused on a GPU."""
+    """Count Muon's operators for layers' matrices and AdamW's for all others, fused on a GPU."""
     matrices = {shape: count / pp / parts for shape, count in layers.items() if len(shape) == 2}
     found = np.zeros(len(pp))
     for shape, count in matrices.items():
@@ -103,7 +103,7 @@ def _count_muon(
 def _count_stacked(
     each: Operators, counts: Mapping[Shape, Floats], stacked: bool
 ) -> Floats | float:  # fmt: skip
-    """Count Adafactor's operators: small tensors of one shape as one, if `stacked`."""
+    """Count Adafactor's operators: small tensors of one shape count as one if `stacked`."""
     found: Floats | float = 0.0
     for is_matrix in (True, False):
         shapes = [shape for shape in counts if (len(shape) > 1) == is_matrix]
@@ -124,8 +124,7 @@ def _count_joined(
     each: Operators, kept: Kept, counts: Mapping[Shape, Floats], sizes: Mapping[Shape, Floats],
     kind: str,
 ) -> Floats:  # fmt: skip
-    """Count low-bit AdamW's operators: small tensors of one kind, of `sizes` values, as one.
-
+    """Count low-bit AdamW's operators: small tensors of a kind, with `sizes` values, are batched.
     Batches are counted as if all sizes were equal.
     """
     found = np.zeros(np.shape(next(iter(sizes.values()))))
@@ -158,7 +157,7 @@ def _count_joined(
 
 
 def _group_by_block(kept: Kept, shapes: list[Shape]) -> list[list[Shape]]:
-    """Return shapes whose values share scales in blocks of one length."""
+    """Group shapes by the length of the blocks whose values share a scale."""
     kinds: dict[int | None, list[Shape]] = {}
     for shape in shapes:
         kinds.setdefault(_block_length(kept, shape), []).append(shape)

@@ -1,4 +1,4 @@
-"""Time that a rank's parameters cost: casts, the optimizer's step, offloading."""
+"""Time for a rank's parameters: casts, the optimizer's step, offloading."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -12,11 +12,10 @@ from outpace.planner.step_time.setup import FP32, StepTimeSetup
 
 @dataclass(frozen=True)
 class Offloading:
-    """Bytes of a rank and seconds of a step that offloading takes, one entry per plan.
-
-    `weights_s` and `activations_s` are the times of copies over the host's link that passes do not
-    hide, `optimizer_s` that of gradients and new weights, and `host_step_s` that of AdamW's step on
-    the host.
+    """Bytes of a rank and seconds of a step for offloading, one entry per plan. `weights_s` and
+    `activations_s` are the times of copies over the host's link that passes do not hide,
+    `optimizer_s` the time to copy gradients and new weights, and `host_step_s` the time of AdamW's
+    step on the host.
     """
 
     SECONDS: ClassVar[tuple[str, ...]] = (
@@ -46,8 +45,8 @@ def weight_traffic_s(setup: StepTimeSetup) -> Floats:
     If parameters are sharded, each rank casts its shard before the gather, and all gradients as
     they are copied to the reduction buffer; gathered parameters are copied out of their buffer. If
     matmuls accumulate gradients themselves, buffers are only filled with zeros. Frozen weights are
-    stored as they are multiplied, or unpacked; but outpace casts unpacked ones of 32 bits, or their
-    shards, each time.
+    stored in the dtype of the matmul, or are unpacked into it; outpace also casts frozen fp32
+    weights, or their shards, each time.
     """
     c, numbers = setup.columns, setup.numbers
     present, rate = setup.parameters.present, setup.device.memory_bytes_per_s
@@ -58,7 +57,7 @@ def weight_traffic_s(setup: StepTimeSetup) -> Floats:
         each = each * (not setup.question.other_program) + _copies(setup) * c.shard_bytes()[0]
         frozen_s: Floats = ((present - packed) * each + packed * _copies(setup) * base) / rate
         return frozen_s
-    # Weights are read in 4 bytes and written in 2, gradients the other way round. If micro-batches
+    # Weights are read in 4 bytes and written in 2, and gradients vice versa. If micro-batches
     # share the cast of weights (train.step), it happens once a step.
     once = np.where(numbers.shares_casts, setup.micro, 1)
     cast = np.where(numbers.autocast, 6.0 + 6.0 / once, 0.0)

@@ -19,7 +19,7 @@ _CHECKPOINT_OPERATORS = 6
 
 @dataclass(frozen=True)
 class PassTime:
-    """Pass of one micro-batch: seconds on the device, on the host, and waiting for other ranks.
+    """A pass of one micro-batch: seconds on the device, on the host, and waiting for other ranks.
 
     `weights_s` is the device's time for gradients of weights, which some schedules defer.
 
@@ -46,8 +46,8 @@ class PassTime:
 class _TensorCollectives:
     """Collectives over the ranks of tp: seconds of sums, and the number that the host launches.
 
-    `gather_s` and `scatter_s`: gathers of hidden states, and reduce-scatters. `last_s`: the
-    collective that sums a layer's output.
+    `gather_s` and `scatter_s`: gathers of hidden states, and reduce-scatters. `last_s`: the time of
+    the collective that sums a layer's output.
     """
 
     sums_s: Floats
@@ -172,9 +172,9 @@ def _forward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) -> 
 def _backward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) -> PassTime:
     """Return a backward, including what the blocks recompute, by their shares.
 
-    They recompute a whole block, or all except attention; "selective" repeats memory-bound
-    operators such as norms and activations, and only those matmuls that the stack's selective mode
-    repeats. Some stacks leave out a block's last matmul, and its sum over tp.
+    Blocks recompute everything, or everything except attention; "selective" repeats memory-bound
+    operators such as norms and activations, and only the matmuls that the stack's selective mode
+    repeats. Some stacks leave out a block's last matmul and its sum over tp.
     """
     modes = {name: setup.columns.modes[:, place] for place, name in enumerate(MODES)}
     full, dense = modes["full"], modes["attention"]

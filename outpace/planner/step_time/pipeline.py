@@ -1,4 +1,4 @@
-"""Time of a pipeline: its slowest rank, the waits of the others, and messages between stages."""
+"""Time of a pipeline: its slowest rank, the other ranks' waits, and messages between stages."""
 
 from dataclasses import dataclass
 
@@ -22,8 +22,8 @@ class PipelineTime:
     """Seconds of a micro-batch: on a rank with the slowest stages, and on all stages together.
 
     `compute_s` is the computation of a rank with the slowest stages, and `pace_s` also includes its
-    weight traffic. `ranks` has the seconds and layers of the ranks that may be slowest: first,
-    between, last.
+    weight traffic. `ranks` has the seconds and layers of the ranks that may be slowest: the first,
+    one between, and the last.
     """
 
     pace_s: Floats
@@ -64,10 +64,8 @@ def pipeline_time(setup: StepTimeSetup, passes: StepPasses) -> PipelineTime:
 
 
 def _split_layers(setup: StepTimeSetup, stages: Ints) -> tuple[Floats, Floats, Floats]:
-    """Return the blocks of the first stage, the fullest one in between, and the last.
-
-    Stages are split by multiply-adds, as in outpace (`stages.layers_per_stage`), regardless of
-    their times.
+    """Return the blocks of the first stage, of the fullest between, and of the last. Stages are
+    split by multiply-adds, as in outpace (`stages.layers_per_stage`), regardless of their times.
     """
     layers, head = setup.outline.layers, head_in_layers(setup.outline)
     alone = np.where(stages == 1, float(layers), 0.0)
@@ -86,8 +84,7 @@ def _split_layers(setup: StepTimeSetup, stages: Ints) -> tuple[Floats, Floats, F
 
 
 def stages_of_plan(setup: StepTimeSetup, passes: StepPasses) -> Stages:
-    """Return the stages of the first plan: its blocks, the embedding first and the head last.
-
+    """Return the stages of the first plan: its blocks, with the embedding first and the head last.
     The weights' part of a backward computes their gradients.
     """
     c, layers = setup.columns, setup.outline.layers
@@ -119,13 +116,13 @@ def stages_of_plan(setup: StepTimeSetup, passes: StepPasses) -> Stages:
 def bubble_s(setup: StepTimeSetup, pipeline: PipelineTime, weights: Floats) -> Floats:
     """Return the time that ranks wait for each other while the pipeline fills and drains.
 
-    For gpipe and 1f1b it is a micro-batch's time through all ranks except the slowest, and with v
-    stages per rank 1/v of this (arXiv 2104.04473, §2.2). Split backwards fill most of it: of 1f1b's
-    (p−1)(F+I+W), zb leaves (p−1)(F+I−W)/v (Qi et al., arXiv 2401.10241, table 1). zbv and dualpipev
-    leave as much: the table's (p−1)(F+I−2W) does not count the forwards until the last rank begins
-    (§6). With fewer micro-batches than ranks, looping schedules also wait for the first one to come
-    around, and along a V, all wait for the way through its stages. `weights` is W's share of a
-    pass.
+    For gpipe and 1f1b, it is a micro-batch's time through all ranks except the slowest; with v
+    stages per rank, it is 1/v of this (arXiv 2104.04473, §2.2). Split backwards fill most of it: of
+    1f1b's (p−1)(F+I+W), zb leaves (p−1)(F+I−W)/v (Qi et al., arXiv 2401.10241, table 1). zbv and
+    dualpipev leave the same: the table's (p−1)(F+I−2W) does not count the forwards until the last
+    rank begins (§6). With fewer micro-batches than ranks, looping schedules also wait for the first
+    micro-batch to come around, and in a V, all wait until it has passed the stages. `weights` is
+    W's share of a pass.
     """
     c = setup.columns
     split = c.schedule_in("zb", "zbv", "dualpipev")
@@ -146,8 +143,8 @@ def bubble_s(setup: StepTimeSetup, pipeline: PipelineTime, weights: Floats) -> F
 def sends_s(setup: StepTimeSetup) -> Floats:
     """Return the time of sending activations and their gradients between stages.
 
-    While the pipeline fills and drains, ranks wait for each hop; in addition 1f1b, which has no
-    spare micro-batches, waits for one in each direction per micro-batch.
+    While the pipeline fills and drains, ranks wait for each hop; in addition, 1f1b, which has no
+    spare micro-batches, waits for one message in each direction per micro-batch.
     """
     c = setup.columns
     one, posted_s = _message_s(setup)
@@ -171,5 +168,5 @@ def _message_s(setup: StepTimeSetup) -> tuple[Floats, Floats]:
 
 
 def _ends_of(counts: tuple[int, ...]) -> tuple[int, int, int]:
-    """Return the blocks of the first stage, the fullest one in between, and the last."""
+    """Return the blocks of the first stage, of the fullest between, and of the last."""
     return counts[0], max(counts[1:-1], default=0), counts[-1]

@@ -24,12 +24,12 @@ class StepTimeQuestion:
     """A model on a machine, and the attention kernel there.
 
     `loader_tokens_per_s` is the rate at which a node loads data while computing. `other_program`:
-    the trainer is not outpace. Its ranks, if they shard parameters, have the residual stream in 16
-    bits whatever the dtype of stored weights (torch's FSDP without autocast, Megatron-LM), whereas
-    outpace's is fp32 under autocast; and the loss is computed eagerly, for a vocabulary that is not
-    padded. `stack` is the software that trains. `adapters` are those trained on frozen weights, if
-    the plans do not say. `uneven`: some experts have most of the tokens, as trained routers send
-    them (a power law of 1.2), rather than all equally many.
+    the trainer is not outpace. If it shards parameters, its residual stream has 16 bits whatever
+    the dtype of stored weights (torch's FSDP without autocast, Megatron-LM), whereas outpace's is
+    fp32 under autocast; its loss is computed eagerly, for a vocabulary that is not padded. `stack`
+    is the software that trains. `adapters` are those trained on frozen weights, if the plans do not
+    say. `uneven`: some experts get most of the tokens, as from trained routers (a power law of
+    1.2); otherwise, all get the same number.
     """
 
     outline: Outline
@@ -53,9 +53,9 @@ class StepTimeQuestion:
 class Numbers:
     """Bytes of a plan's numbers, and which plans cast them.
 
-    `item` is for an operand of matmuls, `wide` for the residual stream, `kept` for a gradient that
-    is kept. Weights are cast for matmuls by `autocast`, or as shards before they are gathered
-    (`casts_shards`); `shares_casts`: all micro-batches read the same cast.
+    `item` is that of a matmul's operand, `wide` that of the residual stream, and `kept` that of a
+    stored gradient. Weights are cast for matmuls by `autocast`, or as shards before they are
+    gathered (`casts_shards`); `shares_casts`: all micro-batches read the same cast.
     """
 
     item: Floats
@@ -70,7 +70,7 @@ class Numbers:
 class RankParameters:
     """Parameters of a rank before data parallelism shards them: `present`, `owned`, and `trained`.
 
-    Ranks that divide experts shard as well: `owned` are the parameters of which a rank has a shard.
+    Ranks that divide experts also shard: `owned` are the parameters of which a rank has a shard.
     `packed` are those present that the adapters' base stores packed: matrices of blocks, without
     biases.
     """
@@ -119,7 +119,7 @@ class StepTimeSetup:
 
     @property
     def shards(self) -> Ints:
-        """Return the ranks that states are sharded over."""
+        """Return the number of ranks over which states are sharded."""
         c = self.columns
         return np.where(c.zero > 0, c.dp_shard * c.cp, 1)
 
@@ -131,10 +131,9 @@ class StepTimeSetup:
     def stops_early(self) -> Bools:
         """Return for which plans a recomputation leaves out a last matmul that nothing reads.
 
-        Blocks that torch compiles do; Transformer Engine's are not compiled. A checkpoint that
-        stops early ends when all operands are kept. A matmul's operands are kept before it is
-        computed, but in 8 bits and with packed weights after it; an adapter of this matmul also
-        comes after it.
+        Blocks that torch compiles do so; Transformer Engine's are not compiled. A checkpoint that
+        stops early ends when all operands are saved. A matmul's operands are saved before it is
+        computed, but in 8 bits and with packed weights after it; so are those of its adapter.
         """
         c, stack, adapters = self.columns, self.question.stack, self.question.adapters
         if adapters is not None and ("down" in adapters.targets or adapters.base_bytes is not None):
@@ -145,8 +144,7 @@ class StepTimeSetup:
 
     def hides(self, matmuls: Floats | float) -> Floats:
         """Return the share of a collective that passes hide, given the share of `matmuls` in them.
-
-        All kernels lack the multiprocessors that the collective occupies. Matmuls that are
+        The collective's multiprocessors are not available to any kernel. Matmuls that are
         persistent kernels take `beside_collectives` times as long.
         """
         if not self.question.stack.overlaps:
@@ -160,7 +158,7 @@ class StepTimeSetup:
     ) -> Floats:
         """Return the exposed time of communication in equal parts, of which all but one overlap.
 
-        `matmuls`: the share of matmuls in what is computed meanwhile, without those that leave
+        `matmuls`: the share of matmuls in the computation meanwhile, without those that leave
         multiprocessors to the collective.
         """
         exposed = np.maximum(comm_s / units, comm_s - compute_s * (units - 1) / units)
