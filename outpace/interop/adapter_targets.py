@@ -14,8 +14,8 @@ def require_targets(
     """Refuse an adapter whose tensors do not match the modules in its config. Raises BadInputError.
 
     `weights` is its file; `held`: modules of its tensors; `known`: modules of the base. PEFT
-    silently skips tensors of modules that are not named, and takes missing tensors of named modules
-    as zeros.
+    silently skips tensors of modules that are not named, and treats missing tensors of named
+    modules as zeros.
     """
     _require_form(config, weights.with_name("adapter_config.json"))
     targeted = _target_rule(config)
@@ -41,7 +41,7 @@ def require_targets(
 
 
 def _require_form(config: Mapping[str, Any], path: Path) -> None:
-    """Refuse names, patterns and layers that no module can be compared with."""
+    """Refuse names, patterns and layers that cannot be compared with modules."""
     for key in ("target_modules", "exclude_modules", "layers_pattern"):
         value = config.get(key)
         names = value if isinstance(value, list) else [value or ""]
@@ -66,20 +66,20 @@ def _require_form(config: Mapping[str, Any], path: Path) -> None:
 
 
 def _conditions(config: Mapping[str, Any]) -> str:
-    """Name the other keys by which an adapter's config selects modules, if it has some."""
+    """Name the other keys by which an adapter's config selects modules, if there are any."""
     keys = ("exclude_modules", "layers_to_transform", "layers_pattern")
     found = [key for key in keys if config.get(key) not in (None, [], "")]
     return f" (with {' and '.join(found)})" if found else ""
 
 
 def _inner(module: str) -> str:
-    """Return a module's name from its layer number on, if it has one."""
+    """Return the part of a module's name from its layer number on, if it has one."""
     found = re.search(r"(?:^|\.)(\d+\..+)$", module)
     return found[1] if found else module
 
 
 def _target_rule(config: Mapping[str, Any]) -> Callable[[str], bool] | None:
-    """Return whether a module is one of the config's targets, as PEFT decides; None if unknown."""
+    """Return whether PEFT considers a module one of the config's targets; None if unknown."""
     targets, excluded = config.get("target_modules"), config.get("exclude_modules")
     if not targets or targets == "all-linear":
         return None
@@ -91,7 +91,7 @@ def _target_rule(config: Mapping[str, Any]) -> Callable[[str], bool] | None:
 
 
 def _is_named(module: str, names: str | list[Any]) -> bool:
-    """Return whether a pattern matches a module's whole name, or one of a list ends it."""
+    """Return whether a pattern matches a module's whole name, or one of a list is its suffix."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return any(module == one or module.endswith(f".{one}") for one in names)

@@ -1,6 +1,6 @@
 """Classifiers as Hugging Face directories, such as BertForSequenceClassification.
 
-Tensors have flat names here: those of the transformer, without the prefix of the classifier.
+Tensors have flat names here: the transformer's names, without the classifier's prefix.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +51,7 @@ def known_labels(directory: Path) -> tuple[str, ...] | None:
 
 
 def unsupported_task(directory: Path) -> str | None:
-    """Return what a stored classifier predicts other than one class of a text, or None.
+    """Return what a stored classifier predicts, if not one class of a text; else None.
 
     This follows how transformers reads `problem_type`, or a single label without it.
     """
@@ -135,7 +135,7 @@ def require_exportable(spec: ModelSpec) -> None:
     except BadInputError:
         raise BadInputError(
             f"--task classify: no architecture of transformers has all features of this "
-            f"{spec.family} model, so its classifier could not be written. Use an unmodified "
+            f"{spec.family} model, so outpace could not write its classifier. Use an unmodified "
             "model of one of the families."
         ) from None
 

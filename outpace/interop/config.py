@@ -26,9 +26,9 @@ from outpace.records.model_families import FAMILIES, FAMILY_TRAITS
 CONFIG_FILE = "config.json"
 # Model types of folders with custom code whose layers are those of a family in transformers:
 # config.json of moonshotai/Kimi-K2-Instruct names DeepseekV3ForCausalLM; that of
-# microsoft/Phi-4-multimodal-instruct has Phi-3's keys beside those of images and sound.
+# microsoft/Phi-4-multimodal-instruct has Phi-3's keys in addition to those for images and audio.
 SAME_LAYERS: Mapping[str, str] = MappingProxyType({"kimi_k2": "deepseek_v3", "phi4mm": "phi3"})
-# The model_type of a spec that transformers has no architecture for; only outpace reads it.
+# The model_type of a spec for which transformers has no architecture; only outpace reads it.
 OWN_TYPE = "outpace"
 _ACTIVATIONS: Mapping[str, str] = {
     "gelu": "gelu",
@@ -63,11 +63,11 @@ def other_form(directory: Path) -> str:
     """Describe, for an error, what a directory without a config.json contains instead; often ''."""
     if (directory / "params.json").is_file():
         return (
-            ". Its params.json is the model in the form of its makers (Meta's or Mistral's own). "
-            "Fetch the same model in Hugging Face's form, which has a config.json"
+            ". Its params.json belongs to the maker's format (Meta's or Mistral's). Fetch the same "
+            "model in Hugging Face's format, which has a config.json"
         )
     if next(directory.glob("*.gguf"), None) is not None:
-        return ". It holds GGUF files, which are for inference: fetch the model they were made from"
+        return ". It holds GGUF files, which are for inference: fetch the original model"
     return ""
 
 
@@ -84,7 +84,7 @@ def require_text(path: Path) -> None:
 
 
 class ConfigReading(Record):
-    """A config.json as a spec, with notes on how it was understood."""
+    """A config.json as a spec, with notes on how outpace interpreted it."""
 
     spec: ModelSpec
     notes: tuple[str, ...] = ()
@@ -93,8 +93,8 @@ class ConfigReading(Record):
 def spec_from_hf(directory: Path) -> ModelSpec:
     """Return the dimensions and choices of a Hugging Face model directory.
 
-    A spec has one dropout: GPT-2's and BERT's is that of the residual stream, the others' that
-    of attention. Raises BadInputError for an architecture or a feature that is not supported.
+    A spec has one dropout: for GPT-2 and BERT, that of the residual stream; for others, that of
+    attention. Raises BadInputError for an architecture or a feature that is not supported.
     """
     return read_spec_with_notes(directory).spec
 
@@ -114,8 +114,8 @@ def read_spec_with_notes(directory: Path) -> ConfigReading:
             f"{where}: outpace does not train the architecture {model_type!r}"
             f"{other if model_type != values['model_type'] else ''}, only "
             f"{', '.join(FAMILIES)}. Any other model can be trained through a Python function that "
-            "builds it: --model file.py:build. outpace plan and outpace estimate take any language "
-            "model that transformers has."
+            "builds it: --model file.py:build. outpace plan and outpace estimate support any "
+            "language model that transformers has."
         )
     config = ReadValues(load_config(directory, values, strict=True))
     try:
@@ -131,9 +131,8 @@ def no_model_type(values: Mapping[str, Any], where: str) -> BadInputError:
     architectures = values.get("architectures")
     hint = f" (architectures: {shorten(str(architectures))})" if architectures else ""
     return BadInputError(
-        f"{where} has no model_type, so the architecture is unknown{hint}. Fetch config.json "
-        "again from where the model came from; for a model of your own, use --model "
-        "file.py:build."
+        f"{where} has no model_type, so the architecture is unknown{hint}. Fetch config.json again "
+        "from the model's source; for a custom model, use --model file.py:build."
     )
 
 
@@ -167,10 +166,9 @@ def _source_files() -> Iterator[bytes]:
 
 
 def load_config(directory: Path, values: Mapping[str, Any], *, strict: bool) -> Any:
-    """Return the config as transformers understands it, with every default filled in.
-
-    `values` are those of config.json, which must describe a single model (`require_consistent`,
-    which takes `strict`) and have no dimension below 1. Raises BadInputError.
+    """Return the config as transformers interprets it, with every default filled in. `values` are
+    those of config.json, which must describe a single model (see `require_consistent`, also for
+    `strict`) and have no dimension below 1. Raises BadInputError.
     """
     where = str(directory / CONFIG_FILE)
     require_consistent(values, where, strict=strict)
@@ -187,7 +185,7 @@ def load_config(directory: Path, values: Mapping[str, Any], *, strict: bool) -> 
     except Exception as error:
         said = shorten(" ".join(str(error).split()), 1000)
         raise BadInputError(
-            f"{where} is not understood by transformers: {said}{format_missing_dimensions(values)}"
+            f"{where} is not valid for transformers: {said}{format_missing_dimensions(values)}"
         ) from None
 
 
@@ -353,8 +351,11 @@ def _read_windows(config: Any, where: str) -> dict[str, Any]:
 def _read_rope(rope: Mapping[str, Any], where: str) -> dict[str, Any]:
     kind = rope.get("rope_type", "default")
     if kind not in ("default", "llama3"):
-        # Only this kind changes nothing up to the positions first trained with.
-        remedy = " Remove it, and sequences no longer than those are right." * (kind == "dynamic")
+        # Only this kind changes nothing for the positions of the original training.
+        remedy = (
+            " If you remove it, sequences up to the original length are computed correctly."
+            * (kind == "dynamic")
+        )
         raise BadInputError(
             f"{where}: the rotary scaling {kind!r} is not supported; supported: default, "
             f"llama3.{remedy}"
@@ -362,7 +363,7 @@ def _read_rope(rope: Mapping[str, Any], where: str) -> dict[str, Any]:
     if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise BadInputError(
             f"{where}: partial_rotary_factor = {rope['partial_rotary_factor']} is not supported; "
-            "rotary positions are applied to whole heads here"
+            "outpace applies rotary positions to whole heads"
         )
     theta = rope.get("rope_theta", 10_000.0)
     if isinstance(theta, bool) or not isinstance(theta, int | float):

@@ -1,7 +1,7 @@
 """Checks of a config.json against its model_type: contradictions are refused, the rest is reported.
 
 transformers accepts any key and ignores those that the model's code does not read. A relabelled
-config of another model loads without a warning and computes something else.
+config of another model loads without a warning, and computes something else.
 """
 
 import logging
@@ -14,10 +14,10 @@ from typing import Any, NoReturn
 from outpace.records.errors import BadInputError, excerpt, shorten
 from outpace.records.model_families import FAMILY_TRAITS
 
-_OWN_MODEL = "Any other model can be trained or planned for through a Python function that builds "
+_OWN_MODEL = "Any other model can be trained or planned through a Python function that builds "
 _OWN_MODEL += "it: --model file.py:build."
 # Keys of transformers' base class in releases 3 to 5, and of tools that write into configs. None of
-# them changes what a model computes.
+# them changes a model's computation.
 _NEUTRAL_KEYS = frozenset(
     """
     model_type architectures transformers_version torch_dtype dtype auto_map name_or_path tags
@@ -72,7 +72,7 @@ _DIMENSIONS = frozenset(
     moe_intermediate_size expansion_ratio max_seq_len
     """.split()  # noqa: SIM905 (a table of names)
 )
-# Layers that predict further tokens, by the names that architectures have for their number.
+# Architectures' names for the number of layers that predict further tokens.
 _FUTURE_TOKENS = (
     "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules", "num_mtp_layers",
 )  # fmt: skip
@@ -121,10 +121,9 @@ class ReadValues:
 
 
 def require_consistent(values: Mapping[str, Any], where: str, *, strict: bool) -> None:
-    """Refuse a config.json that describes two different models.
-
-    `strict`: also refuse keys that the model_type does not have and that would change the layers;
-    otherwise, refuse only nested configs that it does not have. Raises BadInputError.
+    """Refuse a config.json that describes two different models. `strict`: also refuse keys that the
+    model_type lacks and that would change the layers; otherwise, refuse only nested configs that it
+    lacks. Raises BadInputError.
     """
     model_type = str(values["model_type"])
     _check_architectures(values.get("architectures"), model_type, where)
@@ -138,8 +137,8 @@ def require_consistent(values: Mapping[str, Any], where: str, *, strict: bool) -
         if found:
             raise BadInputError(
                 f"{place} has {_pairs(part, found)}, which transformers' {model_type} does not "
-                f"read: the layers are another model's, or the model_type is wrong. Fetch "
-                f"config.json again from where the model came from. {_OWN_MODEL}"
+                "read: the layers are another model's, or the model_type is wrong. Fetch "
+                f"config.json again from the model's source. {_OWN_MODEL}"
             )
 
 
@@ -180,8 +179,8 @@ def _check_architectures(architectures: Any, model_type: str, where: str) -> Non
         if rest == joined or not re.match(r"(text)?(for|model|lm|doubleheads|pretrained)|$", rest):
             raise BadInputError(
                 f"{where}: architectures says {shorten(architecture)}, model_type says "
-                f"{model_type!r}: two different models. Fetch config.json again from where the "
-                f"model came from, and do not change model_type. {_OWN_MODEL}"
+                f"{model_type!r}: two different models. Fetch config.json again from the model's "
+                f"source, and do not change model_type. {_OWN_MODEL}"
             )
 
 
@@ -231,10 +230,10 @@ def format_missing_dimensions(values: Mapping[str, Any]) -> str:
     ]
     if not taken:
         return ""
-    return f". Of what it leaves out, transformers takes its defaults: {', '.join(taken)}."
+    return f". For missing keys, transformers uses its defaults: {', '.join(taken)}."
 
 
-# Keys of rotary settings for each kind that outpace computes.
+# Keys of rotary settings, for each kind that outpace supports.
 _ROPE_KEYS: Mapping[str, frozenset[str]] = {
     "default": frozenset(),
     "llama3": frozenset(
@@ -247,7 +246,7 @@ _ROPE_COMMON = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_fac
 def _check_rope(values: Mapping[str, Any], where: str, *, strict: bool) -> None:
     """Refuse rotary settings that transformers ignores or that contradict each other.
 
-    These are scaling without a type or with keys that its type does not read, two types, or two
+    These are a scaling without a type or with keys that its type does not read, two types, or two
     values of one key. `strict`: the model is to be trained by outpace.
     """
     for name in ("rope_scaling", "rope_parameters"):
@@ -269,7 +268,7 @@ def _check_rope_kind(name: str, rope: Mapping[str, Any], where: str, strict: boo
     if not kinds and not (name == "rope_parameters" and set(rope) <= _ROPE_COMMON):
         raise BadInputError(
             f"{where}: {name} = {excerpt(rope)} has no rope_type, so it has no effect. Write the "
-            "one that the model was trained with (as in config.json where the model came from), or "
+            "type with which the model was trained (see config.json at the model's source), or "
             "null for none."
         )
     known = _ROPE_KEYS.get(next(iter(kinds), "default"))
@@ -301,7 +300,7 @@ def _check_rope_pair(values: Mapping[str, Any], where: str) -> None:
 def _refuse_rope(name: str, rope: Mapping[str, Any], where: str, what: str) -> NoReturn:
     raise BadInputError(
         f"{where}: {name} = {excerpt(rope)} {what} transformers does not read: it is another "
-        f"model, or a mistake. Fetch config.json again from where the model came from. {_OWN_MODEL}"
+        f"model's, or a mistake. Fetch config.json again from the model's source. {_OWN_MODEL}"
     )
 
 
@@ -335,12 +334,12 @@ def _is_turned(key: str, values: Mapping[str, Any], kind: Any) -> bool:
     try:
         with quiet_transformers():
             return parse(rest) != parse({name: rest[name] for name in rest if name != key})
-    except Exception:  # whatever a family's code raises on what it cannot be
+    except Exception:  # whatever a family's code raises for values that it does not expect
         return False
 
 
 def _is_neutral(key: str, values: Mapping[str, Any]) -> bool:
-    """Return whether a key has the value that is assumed in its absence."""
+    """Return whether a key has the value that a missing key would have."""
     value = values[key]
     if key in _TRUE_BY_NATURE:
         return value is not False
@@ -369,11 +368,9 @@ def _changes(key: str, values: Mapping[str, Any]) -> bool:
 def reading_notes(
     values: Mapping[str, Any], read: ReadValues, where: str, *, planned: bool = False
 ) -> tuple[str, ...]:
-    """Return notes on how a config.json was understood.
-
-    They name dimensions that were `read` and are transformers' defaults, keys that the model_type
-    does not have, and GPT-2's and BERT's different dropouts; if `planned`, also the properties that
-    plans ignore.
+    """Return notes on how outpace interprets a config.json. They name dimensions that were `read`
+    and are transformers' defaults, keys that the model_type lacks, and dropouts of GPT-2 and BERT
+    that differ; if `planned`, also properties that plans ignore.
     """
     notes: list[str] = []
     inner = read.inner("text_config")
@@ -408,7 +405,7 @@ def _defaults(values: Mapping[str, Any], read: ReadValues, where: str) -> list[s
     if not taken:
         return []
     return [
-        f"{where} leaves out dimensions, for which transformers' defaults are taken: "
+        f"{where} leaves out dimensions, for which transformers' defaults are used: "
         f"{', '.join(taken)}. If the model has others, write them there."
     ]
 
@@ -416,7 +413,7 @@ def _defaults(values: Mapping[str, Any], read: ReadValues, where: str) -> list[s
 def _ignored_keys(
     values: Mapping[str, Any], kind: Any, read: ReadValues, where: str, *, every: bool
 ) -> list[str]:
-    """List keys that the config class lacks: `every` one, or those that may change the layers."""
+    """List keys that the config class lacks: `every` key, or those that may change the layers."""
     names = [
         name
         for name in _unknown_keys(values, kind)
@@ -453,9 +450,9 @@ def _dropouts(config: Any, where: str) -> list[str]:
     first, *others = found.items()
     differing = " and ".join(f"{name} {value:g}" for name, value in others if value != first[1])
     return [
-        f"{where}: {first[0]} {first[1]:g} is used for all of the model's dropouts, and the "
-        f"exported model has it too; {differing} {'is' if ' and ' not in differing else 'are'} "
-        "passed over. --dropout sets another."
+        f"{where}: {first[0]} {first[1]:g} is used for all of the model's dropouts, also in the "
+        f"exported model; {differing} {'is' if ' and ' not in differing else 'are'} "
+        "ignored. --dropout sets another value."
     ]
 
 
@@ -480,8 +477,8 @@ def _plan_limits(values: Mapping[str, Any], where: str) -> list[str]:
     if isinstance(quantized, dict):
         kind = shorten(str(quantized.get("quant_method", "quantized")), 40)
         notes.append(
-            f"{where}: the weights are stored in {kind} (quantization_config). The plan is for "
-            "training in its own precision, from weights that are converted first."
+            f"{where}: the weights are stored in {kind} (quantization_config). The plan assumes "
+            "that they are converted to its precision before training."
         )
     for part, _, place in _parts(values, where):
         for name in _FUTURE_TOKENS:

@@ -1,4 +1,4 @@
-"""A ModelSpec as the config of the `transformers` model that computes the same."""
+"""A ModelSpec as the config of the equivalent `transformers` model."""
 
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -23,12 +23,12 @@ def hf_config(
     dtype: str = "float32",
     given: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any:
-    """Return the `transformers` config whose model computes the same as the spec's.
+    """Return the config of the `transformers` model that is equivalent to the spec's.
 
-    Its architecture is the spec's family if that has all of the spec's features, or else the first
-    family that does. `given` has the values of the config.json that the spec was read from: what
-    the family keeps there beside the spec is kept. Raises BadInputError if no family has all of
-    the spec's features.
+    Its architecture is the spec's family if that has all of the spec's features, else the first
+    family that does. `given` has the values of the config.json from which the spec was read: its
+    settings that a spec lacks are kept. Raises BadInputError if no family has all of the spec's
+    features.
     """
     if isinstance(pad_id, int) and pad_id >= spec.vocab:
         pad_id = None  # transformers builds no embedding that lacks the row
@@ -52,7 +52,7 @@ def hf_config(
 def exported_type(spec: ModelSpec) -> str:
     """Return the model_type for an export of the spec.
 
-    transformers, which takes seconds to load, is loaded only if the family may be a different one.
+    transformers, which takes seconds to load, is loaded only if the family may differ.
     """
     like_qwen2 = spec.qkv_bias and not spec.out_bias
     if like_qwen2 == (spec.family == "qwen2"):
@@ -64,7 +64,7 @@ def exported_type(spec: ModelSpec) -> str:
 
 
 def add_old_rotary_keys(values: dict[str, Any]) -> None:
-    """Add the rotary settings under the keys that transformers 4 reads, which ignores the new ones.
+    """Add the rotary settings under their old keys, since transformers 4 ignores the new ones.
 
     rope_theta and rope_scaling are added to rope_parameters (transformers 5 reads all three).
     """
@@ -81,7 +81,7 @@ def _settings_beside_spec(
 ) -> dict[str, Any]:
     """Return the settings of a config.json that a spec lacks, and special ids that it leaves out.
 
-    For these transformers takes those of the family. Dropouts are the spec's.
+    For missing ids, transformers uses the family's. Dropouts are the spec's.
     """
     import transformers
 

@@ -39,14 +39,14 @@ def whole_folder(directory: Path, marker: str) -> Iterator[Path]:
     except (OSError, SafetensorError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise BadInputError(
-            f"cannot write {directory}: {reason}. Make room, or name a place that can be written."
+            f"cannot write {directory}: {reason}. Free some space, or name a writable directory."
         ) from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _share_mode(folder: Path) -> None:
-    """Give all files default permissions; safetensors makes its own readable by the owner only."""
+    """Give all files default permissions; only the owner can read those of safetensors."""
     mode = stat.S_IMODE((folder / CHECKSUMS_FILE).stat().st_mode)
     for path in folder.iterdir():
         if path.is_file():

@@ -24,11 +24,10 @@ _RUN_FILE = "run.json"
 
 @dataclass(frozen=True)
 class OpenedModel:
-    """A named model. A custom model has a `build` and no `spec`.
-
-    `weights`, `tokenizer` and `adapter` are the directories that contain them, None if there are
-    none. An adapter belongs to the `weights`. `folder` is the Hugging Face directory from which the
-    spec was read, and `notes` explain how it was understood.
+    """A named model. A custom model has a `build` and no `spec`. `weights`, `tokenizer` and
+    `adapter` are the directories that contain them, or None. An adapter belongs to the `weights`.
+    `folder` is the Hugging Face directory from which the spec was read, and `notes` explain how
+    outpace interpreted it.
     """
 
     kind: Literal["preset", "huggingface", "spec", "run", "own"]
@@ -43,12 +42,12 @@ class OpenedModel:
 
 
 def names_code(reference: str) -> bool:
-    """Return whether a reference names a function of the user: "file.py:function"."""
+    """Return whether a reference names a user's function: "file.py:function"."""
     return reference.rpartition(":")[0].endswith(".py")
 
 
 def open_model(reference: str, cache_dir: Path | None = None) -> OpenedModel:
-    """Find the model that `reference` names; `cache_dir` caches what was read about it.
+    """Find the model that `reference` names; `cache_dir` caches specs that were read.
 
     References are resolved in this order: a preset's name ("./gpt2" is the directory); a Hugging
     Face directory; the directory of a finished run; a spec file (.toml, .json); a preset's name in
@@ -89,7 +88,7 @@ def _open_preset(name: str) -> OpenedModel:
 
 
 def _place(reference: str) -> Path:
-    """Return the path that a reference may be. Raises BadInputError if it cannot exist."""
+    """Return a reference as a path. Raises BadInputError if such a path cannot exist."""
     try:
         path = Path(reference).expanduser()
         path.exists()
@@ -107,8 +106,8 @@ def _open_huggingface(path: Path, cache_dir: Path | None) -> OpenedModel:
         if has_weights(path):
             raise BadInputError(
                 f"{path} holds a whole model and an adapter ({ADAPTER_CONFIG}), so it is "
-                "ambiguous: transformers would add the adapter to the base that it names. Move "
-                "the files of one of the two into a folder of their own."
+                "ambiguous: transformers would add the adapter to the base that it names. Move the "
+                "files of one of them into a separate folder."
             )
         return _open_adapter("huggingface", path, path.name)  # which may have a config.json
     if not (path / CONFIG_FILE).is_file():
@@ -137,8 +136,8 @@ def _open_run(path: Path, cache_dir: Path | None) -> OpenedModel:
     if not (model / CONFIG_FILE).is_file() or not has_weights(model):
         require_small_files(model)
         raise BadInputError(
-            f"the run {path} holds no finished model (in {model}). It is written when the run "
-            "reaches its last step. To write a missing one from the newest checkpoint, resume: "
+            f"the run {path} holds no finished model (in {model}), which is written when the run "
+            "reaches its last step. To write it from the newest checkpoint, resume: "
             + resume_command(path)
             + _newest_step(path)
         )
@@ -155,9 +154,7 @@ def _newest_step(path: Path) -> str:
     steps = [int(name) for name in names if name.isdecimal()]
     if not steps:
         return ""
-    return (
-        f". With --steps {max(steps)} added, the newest checkpoint's, no further step is trained."
-    )
+    return f". Add --steps {max(steps)}, the newest checkpoint's step, to train no further steps."
 
 
 def _open_adapter(kind: Literal["huggingface", "run"], path: Path, name: str) -> OpenedModel:
@@ -177,9 +174,8 @@ def _tokenizer(directory: Path) -> Path | None:
 
 
 def read_spec(path: Path) -> ModelSpec:
-    """Return a ModelSpec from a TOML or JSON file with its keys.
-
-    Raises BadInputError for unknown keys (with the nearest right one) and bad values.
+    """Return the ModelSpec in a TOML or JSON file. Raises BadInputError for bad values and for
+    unknown keys (with the nearest valid key).
     """
     values = read_toml(path) if path.suffix == ".toml" else read_object(path)
     if "model_type" in values or "architectures" in values:

@@ -64,8 +64,8 @@ class Naming:
     """Names of one family.
 
     `prefix` precedes all names except those that start with `heads`; files of a bare encoder omit
-    it. `transposed`: weights stored as in × out (GPT-2's Conv1D). `ignored`: patterns of names
-    without weights that outpace uses (buffers in old files, heads for other purposes).
+    it. `transposed`: weights stored as in × out (GPT-2's Conv1D). `ignored`: patterns of names that
+    outpace does not use (buffers in old files, heads for other purposes).
     """
 
     modules: Mapping[str, str]
@@ -91,7 +91,7 @@ class Naming:
         return any(stored.endswith(f".{module}.weight") for module in self.transposed)
 
     def current_name(self, stored: str) -> str:
-        """Return the current form of a stored name, which may be old or new."""
+        """Return the current form of a stored name, which may be an old form."""
         name = stored.replace("LayerNorm.gamma", "LayerNorm.weight")
         name = name.replace("LayerNorm.beta", "LayerNorm.bias")
         return name if name.startswith((self.prefix, *self.heads)) else self.prefix + name
@@ -123,7 +123,7 @@ _NAMINGS: Mapping[str, Naming] = {
 
 
 def tensor_naming(model_type: str) -> Naming | None:
-    """Return the names in a family's files; None for outpace's format, which has its own."""
+    """Return the names in a family's files; None for outpace's format, which has outpace's names."""
     if model_type == OWN_TYPE:
         return None
     traits = FAMILY_TRAITS.get(model_type)  # type: ignore[call-overload]

@@ -1,7 +1,7 @@
 """Files and settings that a written model keeps from its Hugging Face folder.
 
-These are the tokenizer's files, the ids that begin, end and pad a text, and the settings for
-generation, since training changes only weights.
+Training changes only weights, so the tokenizer's files, the ids that begin, end and pad a text, and
+the settings for generation stay the same.
 """
 
 import json
@@ -31,7 +31,7 @@ def tokenizer_writer(source: Path, chat_template: str | None = None) -> Callable
     """Return a function that copies a tokenizer's files into a folder.
 
     Older formats, which other programs can read only with the model's type, are converted.
-    `chat_template` is the one of training, if the folder has none. Raises BadInputError.
+    `chat_template` is the template used in training, if the folder has none. Raises BadInputError.
     """
     if not all((source / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
         found = load_tokenizer(str(source))
@@ -70,7 +70,7 @@ def kept_ids(source: Path, config: Mapping[str, Any]) -> dict[str, TokenIds]:
 
 
 def ending_ids(source: Path, config: Mapping[str, Any]) -> set[int]:
-    """Return the ids at which transformers stops generation, given a folder and its config.json."""
+    """Return the ids at which transformers stops generation, by a folder and its config.json."""
     found = (config.get("eos_token_id"), _generation(source).get("eos_token_id"))
     return {one for ids in found if _is_ids(ids) for one in _as_list(ids)}
 

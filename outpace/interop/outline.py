@@ -1,4 +1,4 @@
-"""Reader of a Hugging Face model's config.json as an Outline, which is what planning needs.
+"""Reader of a Hugging Face model's config.json as an Outline, the input of planning.
 
 Each architecture has a small reader; dimensions are those of the model that transformers builds.
 """
@@ -48,7 +48,7 @@ _SPLIT_WIDTH = frozenset({"gpt2", "bert", "gpt_neox", "bloom", "mpt", "opt"})
 
 
 class _Values:
-    """Validating reader of a config's values."""
+    """Reader that validates a config's values."""
 
     def __init__(self, config: Any, where: str) -> None:
         self.config = config
@@ -80,7 +80,7 @@ class _Values:
         raise BadInputError(f"{said}; {allowed}")
 
     def head_dim(self, hidden: int, heads: int) -> int:
-        """Return a head's width: as given, else the hidden width divided by the heads."""
+        """Return a head's width: as given, else the hidden width divided by the number of heads."""
         if self.config.model_type not in _SPLIT_WIDTH and self.get("head_dim") is not None:
             return self.positive_int("head_dim")
         if hidden % heads:
@@ -132,7 +132,10 @@ def read_outline_and_spec(directory: Path) -> tuple[Outline, ModelSpec | None]:
         raise BadInputError(f"{error}{format_missing_dimensions(values)}") from None
     notes = reading_notes(values, config, where, planned=True)
     if family != model_type:
-        notes = (f"{where}: {model_type} is read as {family}, whose layers it has.", *notes)
+        notes = (
+            f"{where}: {model_type} is read as {family}, since it has the same layers.",
+            *notes,
+        )
     return found.model_copy(update={"name": directory.name, "notes": notes}), spec
 
 
@@ -165,12 +168,12 @@ def _restore_tied(config: ReadValues, values: Mapping[str, Any], where: str) -> 
 def _unknown_architecture(model_type: str, where: str) -> BadInputError:
     library = transformers_version()
     more = (
-        f"; nor does transformers {library}, which a newer one may know"
+        f"; nor does transformers {library}; a newer version may"
         if library is not None
-        else ". Install transformers, which knows more"
+        else ". Install transformers, which supports more"
     )
     return BadInputError(
-        f"{where}: outpace does not know the layers of the architecture {excerpt(model_type)}. "
+        f"{where}: outpace does not support the architecture {excerpt(model_type)}. "
         f"Known: {', '.join(READERS)}{more}. Any other model can be traced, through a Python "
         "function that builds it: --model file.py:build."
     )
@@ -183,7 +186,7 @@ def _outline_from_config(config: Any, where: str) -> tuple[Outline, ModelSpec | 
             spec = spec_from_config(config, where)
             named = outline(spec, family).model_copy(update={"source": where})
             return named, spec
-        except BadInputError as error:  # what cannot be trained may still be planned
+        except BadInputError as error:  # a model that outpace cannot train may still be planned
             why = str(error)
     label, reader = READERS[family]
     try:
@@ -197,7 +200,7 @@ def _outline_from_config(config: Any, where: str) -> tuple[Outline, ModelSpec | 
 
 
 def _count_equal_layers(layers: Iterable[Stack]) -> tuple[Stack, ...]:
-    """Count equal layers; the kinds are in the order in which they first occur."""
+    """Count equal layers; their kinds are in order of first occurrence."""
     counts: dict[Stack, int] = {}
     for layer in layers:
         counts[layer] = counts.get(layer, 0) + layer.layers
@@ -346,7 +349,7 @@ def _deepseek(values: _Values) -> dict[str, Any]:
     each = values.positive_int("moe_intermediate_size")
     shared = each * values.positive_int("n_shared_experts")
     dense = _dense(values)
-    # Experts have no biases, but the MLP that all tokens pass has.
+    # Experts have no biases, but the shared MLP has.
     beside = 2 * shared + hidden if dense.bias else 0
     experts = _experts(values, "n_routed_experts", "moe_intermediate_size", shared=shared)
     first = values.get("first_k_dense_replace", 0)
@@ -421,7 +424,7 @@ def _gpt2(values: _Values) -> dict[str, Any]:
 def _bert(values: _Values) -> dict[str, Any]:
     for name in ("is_decoder", "add_cross_attention"):
         if values.get(name, False):
-            values.refuse(name, True, "outpace knows BERT as an encoder")
+            values.refuse(name, True, "outpace supports BERT only as an encoder")
     hidden, vocab = values.positive_int("hidden_size"), values.positive_int("vocab_size")
     positions = values.positive_int("max_position_embeddings")
     outside = values.positive_int("type_vocab_size") * hidden + 2 * hidden + hidden + vocab
@@ -475,7 +478,7 @@ def _mpt(values: _Values) -> dict[str, Any]:
 
 
 def _opt(values: _Values) -> dict[str, Any]:
-    """Read OPT, which never uses two rows of positions; the 350M has a narrower embedding."""
+    """Read OPT; two rows of its positions are never used, and the 350M has a narrower embedding."""
     hidden, narrow = values.positive_int("hidden_size"), values.positive_int("word_embed_proj_dim")
     final = values.get("do_layer_norm_before", True)
     final = final and not values.get("_remove_final_layer_norm", False)

@@ -1,9 +1,9 @@
 """Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
-`peft.PeftModel.from_pretrained(base, folder)` computes the same as the trained model. GPT-2 stores
-the matrices of q, k and v as one, so their adapters become one whose rank is the sum of theirs: the
-A's are stacked, the B's are on the diagonal, and alpha grows with the rank. outpace.json holds what
-PEFT's config has no place for.
+`peft.PeftModel.from_pretrained(base, folder)` is equivalent to the trained model. GPT-2 stores the
+matrices of q, k and v as one, so their adapters become one adapter whose rank is the sum of their
+ranks: the A's are stacked, the B's are on the diagonal, and alpha grows with the rank. outpace.json
+holds values that PEFT's config does not have.
 
 Legend: r rank; A (r, in), B (out, r).
 """
@@ -47,8 +47,8 @@ _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.(?:default\.)?wei
 _UNSUPPORTED = {"use_dora": False, "bias": "none", "modules_to_save": None, "lora_bias": False,
                 "target_parameters": None, "trainable_token_indices": None,
                 "layer_replication": None, "alora_invocation_tokens": None}  # fmt: skip
-# Options under which PEFT still computes with B · A. Other options with similar names change
-# the result: use_qalora, kasa_config, and future ones.
+# Options with which PEFT still computes B · A. Other options with similar names (use_qalora,
+# kasa_config, future ones) change the result.
 _HARMLESS = frozenset(
     {"use_rslora", "megatron_config", "loftq_config", "eva_config", "corda_config",
      "lora_ga_config", "velora_config", "runtime_config"}
@@ -59,7 +59,7 @@ _OF_MATRICES = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"
                 "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out",
                 "lora_dropout")  # fmt: skip
 # Initialisations that leave the base's weights unchanged. With others (PiSSA, OLoRA, CorDA, LoftQ,
-# LoRA-GA), an adapter belongs to the remaining part of the weights.
+# LoRA-GA), the adapter only fits the changed weights.
 _BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
@@ -75,7 +75,7 @@ class AdapterNote(Record):
 
 @dataclass(frozen=True)
 class Pair:
-    """An adapter of a module in PEFT's format, and the factor of the product B · A."""
+    """An adapter of a module in PEFT's format, with the factor by which B · A is multiplied."""
 
     a: Tensor
     b: Tensor
@@ -92,7 +92,7 @@ def write_adapter(
 ) -> None:
     """Write the model's adapters for the weights in `base`, completely or not at all.
 
-    `stop_ids` end answers, besides those that end texts.
+    `stop_ids` end answers, in addition to the ids that end texts.
 
     Raises BadInputError if the directory cannot be written.
     """
@@ -116,7 +116,7 @@ def write_adapter(
 
 
 def _their_pairs(model: Transformer, used: Naming | None) -> dict[str, Pair]:
-    """Return the model's adapters by PEFT's module names, joined where these join matrices."""
+    """Return the model's adapters by PEFT's module names; a module may join several matrices."""
     shapes, ours = expected_shapes(model.spec), adapters(model)
     pairs = {}
     for stored, names in group(shapes, used).items():
@@ -160,7 +160,7 @@ def _config(
         "rank_pattern": ranks,
         "alpha_pattern": {end: _plain(scale * r) for end, r in ranks.items()},
         "target_modules": endings(pairs, known),
-        # For modules that store a matrix as in × out: all or none of a family.
+        # For modules that store matrices as in × out: all or none in a family.
         "fan_in_fan_out": used is not None and bool(used.transposed),
         "bias": "none",
         "init_lora_weights": True,
@@ -174,7 +174,7 @@ def _plain(number: float) -> int | float:
 
 
 def endings(chosen: Collection[str], known: Collection[str]) -> list[str]:
-    """Return the shortest suffixes with which PEFT finds the modules `chosen` among `known`."""
+    """Return the shortest suffixes by which PEFT finds the `chosen` modules among `known`."""
     found = set()
     for name in chosen:
         parts = name.split(".")
@@ -209,9 +209,8 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
 
 
 def fingerprint_config(folder: Path) -> str:
-    """Return the settings of an adapter's matrices and their scale as JSON with sorted keys.
-
-    Without the base's name, a path that may differ between hosts. Raises BadInputError.
+    """Return the settings of an adapter's matrices and their scale as JSON with sorted keys. The
+    base's name, a path that may differ between hosts, is left out. Raises BadInputError.
     """
     config = read_adapter_config(folder)
     found = {name: config[name] for name in _OF_MATRICES if config.get(name)}
@@ -268,7 +267,7 @@ def _check_patterns(key: str, patterns: Any, path: Path) -> None:
 
 
 def base_of(folder: Path) -> Path:
-    """Return the directory of the weights that an adapter belongs to. Raises BadInputError."""
+    """Return the directory of an adapter's base weights. Raises BadInputError."""
     named = named_base(folder)
     base = _directory(named)
     if base is None:
@@ -298,15 +297,14 @@ def merge_into(
 ) -> None:
     """Add an adapter to the `weights` read from `base` (outpace's names), in place: W + s·B·A.
 
-    `form` is W's form, by default the one with which the adapter was trained, so that the result
-    computes what was trained: weights in 4 bits are then dequantized. Raises BadInputError for an
-    adapter of another model.
+    `form` is W's format, by default the one used in training, for an equivalent result: weights in
+    4 bits are then dequantized. Raises BadInputError for an adapter of another model.
     """
     note = read_note(folder)
     if note is not None and form is None and note.fingerprint != fingerprint(base):
         raise BadInputError(
-            f"the weights in {base} are not those that the adapter in {folder} was trained with. "
-            "Restore them, or merge it into these anyway: outpace merge --base fp32."
+            f"the adapter in {folder} was not trained with the weights in {base}. Restore its base "
+            "weights, or merge it into these anyway: outpace merge --base fp32."
         )
     if (form or (note.base if note else "fp32")) == "nf4":
         _round(weights)
@@ -346,7 +344,7 @@ def adapter_notes(folder: Path) -> tuple[str, ...]:
     if bare:
         notes.append(
             f"the adapter in {folder} names its matrices without {_PREFIX} (such as "
-            f"{shorten(bare[0], 120)}): they are added here, but peft would leave them out"
+            f"{shorten(bare[0], 120)}): outpace adds them, but peft would leave them out"
         )
     if zero:
         notes.append(

@@ -1,4 +1,4 @@
-"""Differences between transformers' class of a tokenizer and its tokenizer.json."""
+"""Differences between a tokenizer's class in transformers and its tokenizer.json."""
 
 import json
 import os
@@ -22,23 +22,23 @@ from outpace.records.errors import BadInputError, shorten
 
 # Classes that read tokenizer.json unchanged.
 _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
-# Families that outpace trains and whose tokenizers transformers 5 builds with its own class,
-# whatever the files name (MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS).
+# Families that outpace trains and whose tokenizers transformers 5 builds with a fixed class,
+# whatever class the files name (MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS).
 _BY_FAMILY = frozenset({"qwen2"})
 _CONFIG = "tokenizer_config.json"
-# Size of a tokenizer's largest files (vocab.json, tokenizer.model); larger ones hold weights.
+# Size of a tokenizer's largest files (vocab.json, tokenizer.model); larger files hold weights.
 _FILE_BYTES = 64 << 20
 # Texts for which patterns, normalizers and blanks before words differ between families.
 _PROBES = (
     "A text", " a text", "  two  blanks ", "a", "12345 and 7", "don't DON'T it's",
     "\n\n\ta\n  b\r\n", "Été ÉTÉ Été ﬁ ①", "中文字符", "x=f(a[1])+2; // ...", "a😀b", "UPPER lower",
 )  # fmt: skip
-# Far more than reading twelve short texts needs, including the import of transformers.
+# Far more than is needed to read twelve short texts, including the import of transformers.
 _PROBE_CPU_S, _PROBE_BYTES = 60.0, 4 << 30
 
 
 def source_difference(path: Path, tokenizer: Tokenizer, cache_dir: Path) -> str | None:
-    """Describe where transformers reads the tokenizer in `path` differently than outpace did."""
+    """Describe how transformers reads the tokenizer in `path` differently from outpace."""
     folder = path if path.is_dir() else path.parent
     if not (folder / "tokenizer.json").is_file() or not _names_class(folder):
         return None
@@ -51,16 +51,16 @@ def source_difference(path: Path, tokenizer: Tokenizer, cache_dir: Path) -> str 
         return None
     return (
         f"transformers {version('transformers')} reads the tokenizer in {folder} by its class "
-        f"{found['class']}, differently from its tokenizer.json, which outpace follows and "
-        f"exports: {_quote_ids(found)}. If the model learned the ids of tokenizer.json, as with "
+        f"{found['class']}, which differs from the tokenizer.json that outpace uses and exports: "
+        f"{_quote_ids(found)}. If the model learned the ids of tokenizer.json, as with "
         "transformers 4, load it with PreTrainedTokenizerFast.from_pretrained(DIR). If it learned "
-        "those of the class, first replace the files: "
+        "the ids of the class, replace the files first: "
         "AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
     )
 
 
 def export_difference(tokenizer: Tokenizer, model_type: str, cache_dir: Path) -> str | None:
-    """Describe where transformers will read the exported tokenizer of such a model differently."""
+    """Describe how transformers will read the exported tokenizer of such a model differently."""
     if model_type not in _BY_FAMILY:
         return None
     probes = (*_PROBES, *(f"a{name} b" for name in list(tokenizer.special_tokens)[:4]))
@@ -69,9 +69,9 @@ def export_difference(tokenizer: Tokenizer, model_type: str, cache_dir: Path) ->
     if found is None:
         return None
     return (
-        f"AutoTokenizer of transformers {version('transformers')} will read the exported "
-        f"tokenizer by the class {found['class']}, as for every {model_type} model, differently "
-        f"from this run: {_quote_ids(found)}. Load it with "
+        f"AutoTokenizer of transformers {version('transformers')} will read the exported tokenizer "
+        f"by the class {found['class']}, as for every {model_type} model, which differs from this "
+        f"run: {_quote_ids(found)}. Load it with "
         "PreTrainedTokenizerFast.from_pretrained(DIR) instead"
     )
 
@@ -82,7 +82,7 @@ def has_class_by_family(family: str | None) -> bool:
 
 
 def cut_as_qwen2(inner: tokenizers.Tokenizer) -> None:
-    """Normalize and split texts as transformers' class for Qwen 2 does, whatever its files say."""
+    """Normalize and split texts like transformers' class for Qwen 2, whatever the files say."""
     from transformers import Qwen2Tokenizer
 
     with quiet_transformers():
@@ -94,7 +94,7 @@ def _names_class(folder: Path) -> bool:
     """Return whether transformers may build the tokenizer with a special class."""
     told, config = (_values(folder / name) for name in (_CONFIG, CONFIG_FILE))
     named = told.get("tokenizer_class") or config.get("tokenizer_class")
-    if named is None:  # then the model's type decides; without one it is not read
+    if named is None:  # then the model's type decides; without a type, it is not read
         return config.get("model_type") is not None
     return named not in _GENERIC or config.get("model_type") in _BY_FAMILY
 
@@ -152,10 +152,9 @@ def _export_differ(
 
 
 def _differ(folder: Path, tokenizer: Tokenizer, probes: tuple[str, ...]) -> dict[str, Any] | None:
-    """Return the first text for which ids, or the special tokens around them, differ.
-
-    Raises BadInputError if transformers cannot read the tokenizer, or fails on some texts while the
-    others have equal ids.
+    """Return the first text for which ids, or the special tokens around them, differ. Raises
+    BadInputError if transformers cannot read the tokenizer, or fails on a text and no text has
+    different ids.
     """
     from transformers import AutoTokenizer
 

@@ -28,9 +28,9 @@ _MOST_BYTES = 2**30
 _EVAL = re.compile(r"eval\w*_runtime$")
 _TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-# A number, but not the start of something else ("1.2.3").
+# A number that is not the start of something else ("1.2.3").
 _NUMBER = r"(\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?)(?!\.?\d)"
-# No time, rate or memory is outside this range: such figures are damaged.
+# Times, rates and memory outside of this range are damaged.
 _LEAST, _MOST = 1e-12, 1e18
 _GIB, _MIB = 2**30, 2**20
 _STATE = "trainer_state.json"
@@ -58,7 +58,7 @@ def read_log(path: Path) -> LoggedRun:
     )
 
 
-# What trainers print of a run before its first step, and of each step.
+# What trainers print about a run before its first step, and about each step.
 _SETTING = re.compile(
     r"device mesh with|local batch size \d+, global batch size|^\W*(?:\d+: *)?\w+ \.{4,} \S"
     r"|\[config\.py:\d+:print\]|Config\(general=|\*{5} Running training \*{5}"
@@ -70,10 +70,9 @@ _STEP = re.compile(
 
 
 def _starts(lines: Sequence[str]) -> list[tuple[Sequence[str], tuple[str, ...]]]:
-    """Return the lines of each start that has steps, the most useful first, with a note.
-
-    A restarted job often appends to the same file, possibly with another layout. The last start
-    with steps after the warm-up is best, then the others by their steps.
+    """Return the lines of each start that has steps, the most useful first, with a note. A
+    restarted job often appends to the same file, possibly with another layout. The last start with
+    steps after the warm-up comes first, then the others by their number of steps.
     """
     begins, counts, setting = [0], [0], None
     for place, line in enumerate(lines):
@@ -103,8 +102,8 @@ def _read_text(path: Path) -> str:
     try:
         if path.stat().st_size > _MOST_BYTES:
             raise BadInputError(
-                f"{path} is larger than {_MOST_BYTES // 2**20} MiB. Give the part with some "
-                "hundred steps, and what was printed before the first."
+                f"{path} is larger than {_MOST_BYTES // 2**20} MiB. Give the part with a few "
+                "hundred steps and the lines before the first step."
             )
         return _COLOURS.sub("", path.read_text(encoding="utf-8", errors="replace"))
     except OSError as error:
@@ -124,7 +123,7 @@ def _read_folder(path: Path) -> LoggedRun:
 
 
 def _number(text: str) -> float | None:
-    """Parse a number; None if no run can have such a value."""
+    """Parse a number; None for a value that no run can have."""
     value = float(text.replace(",", ""))
     return value if value == 0 or _LEAST < value < _MOST else None
 
@@ -193,7 +192,7 @@ def _is_possible(value: object) -> TypeGuard[float]:
 def _clock_step_s(step: re.Pattern[str], lines: Iterable[str]) -> tuple[float, float] | None:
     """Return bounds of the step time, from the timestamps at the start of lines.
 
-    `step` finds a step's number. Evaluations and checkpoints may fall between two lines, so both
+    `step` finds a step's number. Evaluations and checkpoints may occur between two lines, so both
     bounds come from the median pair. None without timestamps or with fewer than two steps.
     """
     marks: list[tuple[int, float]] = []
@@ -210,7 +209,7 @@ def _clock_step_s(step: re.Pattern[str], lines: Iterable[str]) -> tuple[float, f
             continue
         mark = int(number[1]), moment.timestamp() + float(f"0.{fraction or 0}")
         if marks and (mark[0] <= marks[-1][0] or mark[1] < marks[-1][1]):
-            marks.clear()  # the run was resumed, or the clock set
+            marks.clear()  # the run was resumed, or the clock was set
         marks.append(mark)
     if len(marks) < 2 or marks[-1][1] - marks[0][1] <= 0:
         return None
@@ -315,8 +314,8 @@ def _megatron_options(lines: Iterable[str], found: Mapping[str, int]) -> dict[st
     if found.get("ep", 1) > 1 and not options.get("zero"):
         options["zero"] = 1
         notes.append(
-            "Megatron had whole optimizer states with experts divided over ranks; the plan has "
-            "sharded ones (ZeRO-1), which need less memory."
+            "Megatron kept whole optimizer states while it divided experts over ranks; the plan "
+            "shards them (ZeRO-1), which needs less memory."
         )
     if found.get("expert_tp", found.get("tp", 1)) != found.get("tp", 1):
         notes.append(
@@ -413,8 +412,8 @@ def _read_abbreviated(pattern: str, lines: Iterable[str]) -> list[float]:
 
 
 _RESUMED = (
-    "Trainer divides the time since its start by all steps: in a resumed run, a step takes "
-    "longer than this."
+    "Trainer divides the time since its start by the number of all steps, so a step of a resumed "
+    "run takes longer than this."
 )
 
 
@@ -458,7 +457,7 @@ def _subtract_evaluations(
         )
     note = (
         f"{count} took {total:,.6g} s of the {runtime_s:,.6g} s that Trainer timed "
-        "(train_runtime): they are left out of the step."
+        "(train_runtime), and is not counted in the step."
     )
     return runtime_s - total, (note,)
 
@@ -479,8 +478,9 @@ def _read_trainer_state(path: Path) -> LoggedRun:
     ends = [place for place, row in enumerate(rows) if "train_runtime" in row]
     if not ends:
         raise BadInputError(
-            f"{path}: the run was not finished when this was written, and Trainer does not time "
-            "single steps. Give the trainer_state.json of the output folder, which is written at "
+            f"{path}: the run was not finished when this file was written, and Trainer does not "
+            "time single steps. Give the trainer_state.json of the output folder, which is "
+            "written at "
             "the end, or the console's output."
         )
     last = rows[ends[-1]]
@@ -492,7 +492,7 @@ def _read_trainer_state(path: Path) -> LoggedRun:
         )
     samples = last.get("train_samples_per_second")
     batch = round(samples * runtime / steps) if _is_possible(samples) else 0
-    # The last time does not include the steps before an earlier end.
+    # The last time does not include the steps before a restart.
     before = rows[ends[-2]].get("step") if len(ends) > 1 else 0
     if isinstance(before, int) and 0 < before < steps:
         steps -= before
@@ -514,7 +514,7 @@ def _read_trainer_state(path: Path) -> LoggedRun:
 
 
 def read_trainer_rate(folder: Path) -> float | None:
-    """Return the highest learning rate that Trainer logged beside a model; None without a log."""
+    """Return the highest learning rate in a Trainer's log beside a model; None without a log."""
     try:
         history = read_object(folder / _STATE).get("log_history")
     except BadInputError:

@@ -16,7 +16,7 @@ from outpace.interop.config import (
 from outpace.interop.config_check import ReadValues, quiet_transformers, reading_notes
 from outpace.records.errors import BadInputError, excerpt, shorten
 
-# More is a typing error, which would take minutes to build.
+# More layers are a typing error, and would take minutes to build.
 _MOST_LAYERS = 2000
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_seq_length",
               "max_target_positions", "max_encoder_position_embeddings")  # fmt: skip
@@ -28,7 +28,7 @@ class BuiltModel:
 
     `decodes`: it has a decoder in addition to its encoder. `features`: the name of an encoder input
     other than tokens, if any, and its shape for one sample. `family` is the model_type of the built
-    model, and `notes` describe how the config was understood.
+    model, and `notes` describe how outpace interpreted the config.
     """
 
     module: Any
@@ -41,7 +41,7 @@ class BuiltModel:
 
 def config_value(config: Any, name: str) -> Any:
     """Return a value of a config; None if it is missing, or given for each layer."""
-    with suppress(Exception):  # transformers refuses to name one of several
+    with suppress(Exception):  # transformers raises it if layers have different values
         return getattr(config, name)
     return None
 
@@ -68,7 +68,7 @@ def build_from_folder(directory: Path, dtype: str = "bfloat16") -> BuiltModel:
     """Build the language model that a folder's config.json describes, on meta.
 
     For a model that also sees or hears, only the text part is built. Raises BadInputError if the
-    config contradicts itself, or transformers cannot make a model from it.
+    config contradicts itself, or transformers cannot build a model from it.
     """
     where = str(directory / CONFIG_FILE)
     values = read_config(directory)
@@ -127,7 +127,7 @@ def build_on_meta(config: Any, where: str, dtype: str = "bfloat16") -> BuiltMode
     if text is not config:
         notes.append(
             f"{where}: only the text part ({text.model_type}) of {config.model_type} is planned; "
-            "add what it needs for images or sound."
+            "add the time and memory for images or audio."
         )
     features = _features(module, text) if decodes else None
     if features is not None:
@@ -139,7 +139,7 @@ def build_on_meta(config: Any, where: str, dtype: str = "bfloat16") -> BuiltMode
 
 
 def _features(module: Any, config: Any) -> tuple[str, tuple[int, ...]] | None:
-    """Return the audio features of the longest input that the encoder has positions for."""
+    """Return the audio features of the longest input for which the encoder has positions."""
     positions = getattr(config, "max_source_positions", None)
     if module.main_input_name != "input_features" or positions is None:
         return None
@@ -152,7 +152,7 @@ Maker = Callable[[Any], Any]
 
 
 def _maker(config: Any, text: Any) -> tuple[Maker, bool, str]:
-    """Return a builder of the model in a dtype, whether it has a decoder, and what is missing."""
+    """Return a builder of the model in a dtype, whether it has a decoder, and a remark."""
     import transformers
 
     found = _auto_class(text)
@@ -198,9 +198,9 @@ def _restore_tied_head(
         if usual is not None and outer is not None and usual != outer:
             kind = "" if usual else "not "
             yield (
-                f"{where} does not say whether the head is tied to the embedding: it is taken "
-                f"{kind}to be, as is usual for {text.model_type}. If the weights say otherwise, "
-                "write tie_word_embeddings there."
+                f"{where} does not say whether the head is tied to the embedding: outpace assumes "
+                f"that it is {kind}tied, as is usual for {text.model_type}. If that is wrong, write "
+                "tie_word_embeddings there."
             )
 
 
@@ -230,7 +230,7 @@ def _check_layers(config: Any, where: str) -> None:
 
 
 def _auto_class(config: Any) -> tuple[bool, Any] | None:
-    """Return whether the model has a decoder, and its class with a head, None without one."""
+    """Return whether the model has a decoder, and its class with a head (None without one)."""
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
@@ -240,7 +240,7 @@ def _auto_class(config: Any) -> tuple[bool, Any] | None:
     joined = " ".join(named)
     decoder = getattr(config, "is_decoder", False) or "CausalLM" in joined or "LMHead" in joined
     translates = kind in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
-    # Of these the first that the family has, unless the config names another.
+    # The first of these that the family has, unless the config names another.
     heads: tuple[tuple[bool, Any, Any], ...] = (
         (decodes, auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, transformers.AutoModelForSeq2SeqLM),
         (decodes, auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING, transformers.AutoModelForSpeechSeq2Seq),
@@ -271,7 +271,7 @@ def _positions(config: Any) -> int | None:
 def _names_of_defaults(
     values: Mapping[str, Any], config: Any, text: Any, read: Collection[str], where: str
 ) -> Iterator[str]:
-    """Name whole numbers that were `read`, that the file omits and transformers fills in."""
+    """Name whole numbers that were `read` and are transformers' defaults for missing keys."""
     inner = values.get("text_config") if text is not config else values
     given = inner if isinstance(inner, dict) else values  # older files have one level
     aliases: Mapping[str, str] = getattr(text, "attribute_map", {})
@@ -290,7 +290,7 @@ def _names_of_defaults(
     if taken:
         place = f"{where}: text_config" if given is not values else where
         yield (
-            f"{place} leaves out dimensions, for which transformers' defaults are taken: "
+            f"{place} leaves out dimensions, for which transformers' defaults are used: "
             f"{', '.join(taken)}. If the model has others, write them there."
         )
 

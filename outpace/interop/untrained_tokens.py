@@ -1,8 +1,9 @@
 """Tokens whose rows in a model's embedding and head were never trained.
 
-Base models have rows for tokens that none of their texts had, such as those of a chat template.
-These rows are zero, or all alike. Adapters change neither matrix, so a model that learns from
-conversations through adapters cannot tell such tokens apart, nor learn to end an answer with one.
+Base models have rows for tokens that did not occur in their training, such as those of a chat
+template. These rows are zero, or all alike. Adapters change neither matrix, so a model that learns
+from conversations through adapters can neither distinguish such tokens nor learn to end an answer
+with one.
 """
 
 from collections.abc import Collection, Sequence
@@ -22,23 +23,23 @@ _PIECE = 1 << 20  # tokens that are compared at a time
 def untrained_token_hints(
     directory: Path, tokenizer: Tokenizer, parts: Sequence[RaggedSamples]
 ) -> list[str]:
-    """Note that the samples have tokens that the weights in `directory` were not trained on."""
+    """Note tokens in the samples for which the weights in `directory` were not trained."""
     added = {number: token.content for number, token in _added_tokens(tokenizer).items()}
     found = find_untrained(directory, _find_used(parts, added.keys()), added.keys())
     if not found:
         return []
     names = first_names([repr(added[number]) for number in sorted(found)])
     return [
-        f"adapters train neither the embedding nor the head, and in these the base has rows that "
-        f"were never trained for tokens of the conversations: {names}. They are zero or alike, so "
-        "the model hardly learns to write such a token, for example to end an answer. Start from "
+        "adapters train neither the embedding nor the head, whose rows for these tokens of the "
+        f"conversations were never trained: {names}. They are zero or alike, so the model hardly "
+        "learns to write such a token, for example to end an answer. Start from "
         "an instruct model, train all weights (without --lora-rank), or use a chat template of "
         "plain text"
     ]
 
 
 def _find_used(parts: Sequence[RaggedSamples], asked: Collection[int]) -> set[int]:
-    """Return which of the tokens asked for are in the samples, by pieces of these."""
+    """Return which of the requested tokens are in the samples, which are read in pieces."""
     is_used = np.zeros(max(asked, default=0) + 1, bool)
     for values in (part.values[name] for part in parts for name in ("tokens", "targets")):
         for begin in range(0, len(values), _PIECE):

@@ -1,4 +1,4 @@
-"""The user's Python file, run for the function that `file.py:function` names."""
+"""The user's Python file, executed to get the function that `file.py:function` names."""
 
 import ast
 import hashlib
@@ -20,7 +20,7 @@ from outpace.records.places import user_cache
 def load_function(reference: str) -> Callable[[], Any]:
     """Run the file that 'file.py:function' names and return the function. Raises BadInputError.
 
-    Only call it for a name that the user has given: from then on, `require_named` accepts the file.
+    Call it only for a name that the user has given: from then on, `require_named` accepts the file.
     """
     file, _, name = reference.rpartition(":")
     path = Path(file).expanduser()
@@ -61,14 +61,13 @@ def code_fingerprint(reference: str) -> str | None:
 
 def require_named(reference: str, where: Path) -> None:
     """Refuse code that a file names but no user of this machine has named. Raises BadInputError.
-
-    Runs are shared, and anyone may have written the contents of `where`.
+    Runs are shared, so anyone may have written the file `where`.
     """
     file = Path(reference.rpartition(":")[0]).expanduser()
     if file.suffix != ".py" or not file.is_file() or str(file.resolve()) in _known_files():
         return
     raise BadInputError(
-        f"{where} names code to be run, {file.resolve()}, which you have not named on this "
+        f"{where} wants to run code from {file.resolve()}, which you have not named on this "
         f"machine yet. If it is yours, or you have read it, name it: with --model {reference}, or "
         f"once with another command, such as outpace plan --model {reference}"
     )
@@ -122,14 +121,14 @@ def _run_file(path: Path) -> ModuleType:
 
 
 class _UncachedLoader(importlib.machinery.SourceFileLoader):
-    """Loader that always compiles: the bytecode cache misses equally long changes in a second."""
+    """Loader that always compiles: bytecode caches miss changes of equal length within a second."""
 
     def get_code(self, fullname: str) -> CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def failure(error: BaseException, file: str | None) -> str:
-    """Return 'file.py:12: ValueError: …': the last line in the user's file, else the last line."""
+    """Return 'file.py:12: ValueError: …', at the last line in the user's file, or of all."""
     ours = Path(__file__).parent
     frames = [
         f for f in traceback.extract_tb(error.__traceback__) if ours not in Path(f.filename).parents

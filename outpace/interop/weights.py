@@ -99,7 +99,7 @@ def read_tensors(
     optional: Collection[str],
     passed_over: str,
 ) -> dict[str, Tensor]:
-    """Read tensors of these shapes as `read_weights` does; the `optional` ones may be missing.
+    """Read tensors of these shapes like `read_weights`; the `optional` ones may be missing.
 
     All other tensors in the files must match the pattern `passed_over`.
     """
@@ -141,11 +141,11 @@ def _by_canonical_name(
         other = named.setdefault(name, tensor)
         if other is not tensor and not _equal(other, tensor):
             raise BadInputError(
-                f"{other.file} and {tensor.file} hold {tensor.name} twice, and the two differ, so "
-                "it is unknown which to use. Fetch the model again, or leave only one of them."
+                f"{other.file} and {tensor.file} both hold {tensor.name}, with different values, "
+                "so it is unknown which to use. Fetch the model again, or leave only one of them."
                 if other.name == tensor.name
-                else f"{tensor.file} holds {other.name} and {tensor.name}, which are the same "
-                "tensor by an old name and a new one, and the two differ. Leave only one of them."
+                else f"{tensor.file} holds {other.name} and {tensor.name}, which are the same tensor "
+                "under an old and a new name, with different values. Leave only one of them."
             )
     return named
 
@@ -253,8 +253,8 @@ def require_numbers(tensor: Tensor, name: str) -> None:
         return
     count = int((~torch.isfinite(tensor)).sum())
     raise BadInputError(
-        f"{name} holds {count} values that are NaN or infinite, of {tensor.numel()}: these "
-        "weights are damaged, or from a run that diverged. Use another copy, or an earlier "
+        f"{name} holds {count} values that are NaN or infinite, of {tensor.numel()}: the weights "
+        "are damaged, or from a run that diverged. Use another copy, or an earlier "
         "checkpoint."
     )
 
@@ -290,7 +290,7 @@ def _without_wrappers(tensors: Sequence[StoredTensor]) -> list[StoredTensor]:
 def _filter_by_index(directory: Path, tensors: Sequence[StoredTensor]) -> list[StoredTensor]:
     """Drop tensors that the index assigns to another file.
 
-    Files left from another format of the model may hold additional ones.
+    Files left from another format of the model may hold additional tensors.
     """
     index = directory / (INDEX if tensors[0].file.suffix == ".safetensors" else BIN_INDEX)
     files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -298,9 +298,8 @@ def _filter_by_index(directory: Path, tensors: Sequence[StoredTensor]) -> list[S
 
 
 def read_token_rows(directory: Path, numbers: Sequence[int]) -> list[Tensor]:
-    """Return these tokens' rows of the embedding, and of the head if it has its own, in fp32.
-
-    Numbers beyond the rows are left out. Raises BadInputError.
+    """Return these tokens' rows of the embedding, and of an untied head, in fp32. Ids beyond the
+    last row are left out. Raises BadInputError.
     """
     used = tensor_naming(str(read_config(directory).get("model_type")))
     found = []
@@ -326,9 +325,8 @@ def has_weights(directory: Path) -> bool:
 
 
 def unread_weights(directory: Path) -> list[str]:
-    """Return files in and below a directory that may be weights, but `read_weights` ignores.
-
-    Of trainers' checkpoints, only those with the model itself are returned. Data files may be .bin
+    """Return files in and below a directory that may be weights, but that `read_weights` ignores.
+    Of a trainer's checkpoint, only files with the model itself are returned. Data files may be .bin
     too: they are recognised by name.
     """
     found = [*directory.glob("*"), *directory.glob("*/*")]
@@ -359,14 +357,13 @@ def weight_files(directory: Path) -> list[Path]:
             return _shards(directory / index)
     raise BadInputError(
         f"{directory} holds no weights (no {SINGLE} or {INDEX}). Use --init random to start from "
-        "random ones."
+        "random weights."
     )
 
 
 def _require_one_model(single: Path, index: Path) -> None:
-    """Refuse a complete model next to one in parts, since programs differ in which they read.
-
-    An index without its parts is ignored.
+    """Refuse a complete model next to one in parts: which is read depends on the program. An index
+    without its parts is ignored.
     """
     parts: list[Path] = []
     with suppress(BadInputError):
@@ -374,20 +371,20 @@ def _require_one_model(single: Path, index: Path) -> None:
     if parts and single not in parts:
         raise BadInputError(
             f"{single.parent} holds two models, {single.name}, and {index.name} with "
-            f"{parts[0].name} and {len(parts) - 1} more. Remove the one that is not wanted."
+            f"{parts[0].name} and {len(parts) - 1} more. Remove the one that you do not want."
         )
 
 
 def fingerprint(directory: Path) -> str:
-    """Return the fingerprint of the weight files in a directory, as by `fingerprint_files`."""
+    """Return the fingerprint (`fingerprint_files`) of the weight files in a directory."""
     return fingerprint_files(weight_files(directory), _SAMPLE_BYTES)
 
 
 def fingerprint_files(files: Sequence[Path], sample_bytes: int) -> str:
     """Return a fingerprint of files with weights: names, sizes, and parts of their contents.
 
-    The parts are the first bytes, which list the tensors, the last ones, and some in the middle;
-    the middle ones differ if the weights were trained further.
+    The parts are the first bytes, which list the tensors, the last bytes, and some in the middle,
+    which change if the weights are trained further.
     """
     digest = xxhash.xxh3_128()
     for path in files:
@@ -447,7 +444,9 @@ def _open_bin(path: Path) -> list[StoredTensor]:
     }
     require_readable(path)
     try:
-        mapped = zipfile.is_zipfile(path)  # torch's format before 1.6 is no zip, and is read whole
+        mapped = zipfile.is_zipfile(
+            path
+        )  # torch's format before 1.6 is not a zip file, and is read whole
         values = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
         return [
             StoredTensor(
@@ -466,9 +465,10 @@ def _unsafe(path: Path, said: str) -> str:
     """Explain why a pickle is not read; torch's own message suggests running its code."""
     code = re.search(r"GLOBAL ([\w.]+)", said)
     if code is None:
-        return f"{path} cannot be read: it holds no weights that torch knows. Fetch it again."
+        return f"{path} cannot be read: it holds no weights that torch can read. Fetch it again."
     return (
-        f"{path} names code, {code[1]}, which loading it would run. Nothing of it was run. Use a "
+        f"{path} names code, {code[1]}, which would run when the file is loaded. Nothing was run. "
+        "Use a "
         "copy of the model with model.safetensors, from a source that you trust."
     )
 

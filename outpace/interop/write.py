@@ -38,7 +38,7 @@ def write_model(
     """Write config.json, generation_config.json, the weights in `dtype` and the tokenizer.
 
     `origin` is the folder from which the model and the same tokenizer came: its special ids and
-    generation settings are kept. `stop_ids` end answers, besides those that end texts.
+    generation settings are kept. `stop_ids` end answers, in addition to the ids that end texts.
 
     `AutoModelForCausalLM.from_pretrained` (AutoModelForMaskedLM for BERT) loads the result. A spec
     that no architecture of transformers supports is written in outpace's own format, which
@@ -63,7 +63,7 @@ def write_model(
 
 
 def special_ids(folder: Path) -> dict[str, int | None]:
-    """Return the ids of the tokenizer in `folder` as transformers understands them."""
+    """Return the special ids of the tokenizer in `folder`, as transformers determines them."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(
@@ -156,7 +156,7 @@ def _cast(tensor: Tensor, dtype: torch.dtype, stored: str) -> Tensor:
 
 
 def _join(parts: list[Tensor], stored: str, used: Naming | None) -> Tensor:
-    """Return the stored form of tensors: joined, and transposed if the family stores in × out."""
+    """Return tensors in their stored form: joined, and transposed if the family stores in × out."""
     whole = parts[0] if len(parts) == 1 else torch.cat(parts)
     if used is not None and used.is_transposed(stored):
         whole = whole.t()

@@ -381,7 +381,7 @@ def list_places(found: SearchResult) -> list[tuple[int, tuple[Role, ...]]]:
 
 
 def _fastest(job: PlanningProblem) -> tuple[PlanningProblem, SearchResult]:
-    """Search; return the version of the problem that has plans (`by_assumption`), and the result."""
+    """Search; return the version of the problem with plans (`by_assumption`), and the result."""
     *first, last = job.by_assumption()
     for one in first:
         used, found = _fastest_on_nodes(one)

@@ -90,7 +90,7 @@ class PlanningProblem:
         return needs
 
     def by_assumption(self) -> "tuple[PlanningProblem, ...]":
-        """Yield versions of the problem, to be searched in turn until a plan fits.
+        """Return versions of the problem, to be searched in turn until a plan fits.
 
         If the host's memory is not known, plans that offload nothing come before all others.
         """

@@ -19,7 +19,7 @@ _SHARE = "a number of steps, not a share of them"
 
 
 class _Meaning(NamedTuple):
-    """Possible names in outpace, from which a command uses those that it has, and a remark.
+    """Possible names in outpace, of which a command uses those that it has, and a remark.
 
     A name may be followed by a space and a value.
     """
@@ -38,7 +38,7 @@ def _table(rows: Mapping[str, str | _Meaning]) -> dict[str, _Meaning]:
 
 
 def _plain(name: str) -> str:
-    """Strip dashes, spaces, dots and capitals, which tools write differently, from a name."""
+    """Normalise a name: without dashes, spaces, dots and capitals, in which tools differ."""
     return re.sub(r"[^a-z0-9]", "", name.casefold())
 
 
@@ -188,7 +188,7 @@ _VALUES = _table({
     "warmup_stable_decay": "wsd",
     "tb": "tensorboard",
     "wb weights_and_biases": "wandb",
-    # What adapters are trained for, as PEFT's target_modules names it.
+    # The matrices that have adapters, as PEFT's target_modules names them.
     "q_proj query wq": "q",
     "k_proj key wk": "k",
     "v_proj value wv": "v",
@@ -217,9 +217,9 @@ _VALUES = _table({
 
 
 def translate_alias(word: str, choices: Iterable[str]) -> tuple[list[str], str]:
-    """Return the names that another tool's word may stand for, perhaps with a value; a remark."""
+    """Return outpace's names (some with a value) for another tool's word, and a remark."""
     known = {_plain(choice): choice for choice in choices}
-    if _plain(word) in known:  # but for dashes and capitals
+    if _plain(word) in known:  # except for dashes and capitals
         return [known[_plain(word)]], ""
     for table in (_SETTINGS, _VALUES):
         meaning = table.get(_plain(word))

@@ -24,10 +24,10 @@ TEMPORARY_PREFIX = ".outpace-"
 # Most problems of a record to report.
 _MOST_PROBLEMS = 8
 
-_MOST_BYTES = 64 << 20  # limit for a record; other files may be endless
+_MOST_BYTES = 64 << 20  # limit for a record; a file may be endless
 _CHECKSUM = "xxh3_128"  # entry of a record
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-# Errors of file systems that cannot wait for a folder's names (CIFS, some of FUSE).
+# Errors of file systems that cannot sync a folder (CIFS, some of FUSE).
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS, errno.EISDIR)
 # Suffixes of files that huggingface_hub, curl, wget, aria2 and browsers are still fetching.
 _UNFETCHED = (".incomplete", ".part", ".aria2", ".crdownload", ".download")
@@ -47,7 +47,7 @@ class Record(BaseModel):
         extra="forbid",
         protected_namespaces=(),
         ser_json_inf_nan="constants",
-        # A renamed field keeps its key in files: the alias is written, and both are read.
+        # A renamed field keeps its key in files: the alias is written, and both names are read.
         validate_by_name=True,
         serialize_by_alias=True,
     )
@@ -114,7 +114,7 @@ def read_json(path: Path, on_change: OnChange | None = None, option: str = "") -
     if isinstance(values, dict) and _CHECKSUM in values:
         written = values.pop(_CHECKSUM)
         if written != _checksum(values):
-            sentence = f"{path} is not as outpace wrote it: its checksum does not match"
+            sentence = f"{path} was changed since outpace wrote it: its checksum does not match"
             if on_change is None:
                 raise BadInputError(
                     f"{sentence}. Restore the original; if you edited it on purpose, remove "
@@ -152,7 +152,7 @@ def require_fetched(folder: Path) -> None:
 
 
 def require_no_pointer(path: Path) -> None:
-    """Refuse a Git LFS pointer, which stands in for a file that was not fetched.
+    """Refuse a Git LFS pointer, a placeholder for a file that was not fetched.
 
     Raises BadInputError, also for a file that cannot be read.
     """
@@ -207,7 +207,7 @@ def _explain_read_errors(path: Path, kind: str, option: str = "") -> Iterator[No
 
 
 def _line_of(path: Path, said: str) -> str:
-    """Return the line that a TOML error names by its number, or the last one."""
+    """Return the line whose number a TOML error gives, else the last line."""
     with suppress(OSError, UnicodeDecodeError, IndexError):
         lines = path.read_text(encoding="utf-8").rstrip().splitlines()
         found = re.search(r"at line (\d+)", said)
@@ -291,7 +291,7 @@ def temporary_name(path: Path) -> str:
 
 
 def _is_written_into(path: Path) -> bool:
-    """Return whether `path` is not a replaceable file; links in /dev are kept, too."""
+    """Return whether `path` must be written into, not replaced; links in /dev are kept, too."""
     if path.is_symlink() and path.parent == Path("/dev"):
         return True
     return path.exists() and not path.is_file() and not path.is_dir()
@@ -326,9 +326,8 @@ def put_aside(path: Path, kind: str = "damaged", folder: Path | None = None) -> 
 
 
 def keep_memo(path: Path, content: str | bytes) -> None:
-    """Save a result for next time, in a folder that is created if needed.
-
-    A memo is a convenience: if it cannot be written, the result is computed again next time.
+    """Save a result for the next call, in a folder that is created if needed. A memo is a
+    convenience: if it cannot be written, the next call computes the result again.
     """
     with suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -336,14 +335,13 @@ def keep_memo(path: Path, content: str | bytes) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Wait until every file is on the disk; some file systems only then report a full one."""
+    """Wait until every file is on the disk; some file systems report a full disk only then."""
     sync_paths(*folder.rglob("*"), folder)
 
 
 def sync_paths(*paths: Path) -> None:
-    """Wait until each file's contents, or the names in each folder, are on the disk.
-
-    On a file system that cannot wait for folders, only files are awaited.
+    """Wait until each file's contents, or the names in each folder, are on the disk. On a file
+    system that cannot sync folders, only files are synced.
     """
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)

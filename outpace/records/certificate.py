@@ -22,14 +22,14 @@ class TensorDifference(Record):
 
 
 class ParityVerdict(Record):
-    """One plan against a single process.
+    """Comparison of one plan with a single process.
 
     `worst_relative_difference` is the largest |difference| of any tensor over its scale, which in
     fp64 is the largest value in it (at least 1e-6 of the largest of all tensors of its kind; for
     other precisions see `experiment.tolerance`); `worst_tensor` names it. `bytes_on_wire` is what
     the busiest rank sends in a step, computed from the collectives that it called (see
     `planner.communication.volume`). `collectives` and `bytes_by_kind` are by kind of collective,
-    each next to the value of the strategy's formula for that rank, or None.
+    each next to the value of the strategy's formula for that rank (None if there is none).
 
     For custom models, `refused` means that outpace does not train the model this way, for the given
     `reason`; `differences` are the tensors that differ, in the order in which they were computed,
@@ -55,15 +55,15 @@ class ParityVerdict(Record):
     cause: str | None = None
 
 
-WITHOUT_DROPOUT = "without dropout, so which masks ranks draw is not proved"
+WITHOUT_DROPOUT = "without dropout, so ranks' dropout masks are not proved"
 
 
 class Certificate(Record):
     """All verdicts, with the conditions under which they were reached.
 
-    `skipped` gives the reason why strategies that were not requested by name could not be tried.
-    `model` is None for a user's `module`. `notes` say how the model was run, if not as it trains.
-    `seq_len` is None if samples are not sequences of tokens.
+    `skipped` says why strategies that were not requested by name could not be tried.
+    `model` is None for a user's `module`. `notes` say how the proof's conditions differ from
+    training. `seq_len` is None if samples are not sequences of tokens.
     """
 
     has_checksum: ClassVar[bool] = True

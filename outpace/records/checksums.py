@@ -13,7 +13,7 @@ from outpace.records.run import resume_command
 
 CHECKSUMS_FILE = "checksums.json"
 _BLOCK_BYTES = 1 << 22
-_LARGE = (".safetensors", ".bin")  # compared on reading, not when a folder is opened
+_LARGE = (".safetensors", ".bin")  # compared when read, not when a folder is opened
 
 
 def checksum(blocks: Iterable[bytes | memoryview]) -> str:
@@ -41,7 +41,7 @@ def write_checksums(folder: Path) -> None:
 
 
 def folder_damage(folder: Path) -> str | None:
-    """Describe how a folder's files were damaged; None if they are as written."""
+    """Describe how a folder's files were damaged; None if they are unchanged."""
     try:
         names = _entries(folder)
         return next((found for name in names if (found := _damage(folder / name, names))), None)
@@ -103,7 +103,7 @@ def _damage(path: Path, entries: dict[str, Any], reads: bool = True) -> str | No
     if size != entry["bytes"]:
         return f"{path} has {size} bytes instead of {entry['bytes']}"
     if reads and file_checksum(path) != entry["xxh3_128"]:
-        return f"{path} does not have the checksum it was written with"
+        return f"{path} does not match the checksum that was saved with it"
     return None
 
 

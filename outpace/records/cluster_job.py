@@ -48,5 +48,5 @@ class ClusterJob(Record):
 
 
 def _is_unsafe_word(word: str) -> bool:
-    """Return whether text would break a line of a script, or look different from what it is."""
+    """Return whether a word would break a line of a script, or look different from its content."""
     return any(not character.isprintable() for character in word)

@@ -80,8 +80,8 @@ class Experiment(Record):
         settings = {*self.common, *(name for arm in self.arms for name in arm.settings)}
         if commands and settings:
             raise ValueError(
-                f"commands are run as they are written, so {', '.join(sorted(settings))} would "
-                "do nothing. Write settings into the commands. A grid may vary environment "
+                f"commands run unchanged, so {', '.join(sorted(settings))} would have no effect. "
+                "Write settings into the commands. A grid may vary environment "
                 "variables"
             )
 
@@ -95,7 +95,7 @@ class Verdict(Record):
     high: float | None
     level: float
     claimed: bool = Field(
-        description="whether there is a difference at level `alpha`, valid however often one looks"
+        description="whether there is a difference at level `alpha`, however often it is checked"
     )
     slower: bool | None = entry("direction of most rounds; None: no claim")
     alpha: float
@@ -163,7 +163,7 @@ class Verdict(Record):
         )
 
     def _so_far(self, slowdown: float, arm: str, against: str, quantity: tuple[str, str]) -> str:
-        """Return the sentence for too few rounds to claim anything, whatever their outcome."""
+        """Return the sentence for too few rounds to support any claim, whatever their outcome."""
         rounds = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
         size = f"is {show_share(abs(slowdown))} {quantity[slowdown < 0]} than"
         if slowdown > 1 and quantity[0] == "slower":  # easier to read than hundreds of per cent
@@ -176,7 +176,7 @@ class Verdict(Record):
         )
 
     def _of_two_runs(self, slowdown: float, arm: str, against: str) -> str:
-        """Describe two runs; their blocks share everything that differs between starts."""
+        """Describe two runs; blocks of a run share everything that varies from start to start."""
         parts = "of too few steps to measure how much they vary"
         if self.low is not None and self.high is not None:
             parts = f"{_percent(self.low)} to {_percent(self.high)} over parts of the runs"
@@ -188,7 +188,8 @@ class Verdict(Record):
             took = f"{show_share(abs(slowdown))} {'longer' if slowdown > 0 else 'less time'} than"
         return (
             f"a step of {arm} took {took} one of {against} in these two runs ({parts}). Two "
-            "identical runs may differ as much: to claim a difference, give outpace compare the "
+            "identical runs may differ by as much: to claim a difference, give outpace compare "
+            "the "
             "arms instead of runs, so that it trains them in turn"
         )
 
@@ -254,7 +255,9 @@ class ArmResult(Record):
     price_per_million_tokens: float | None = None
     metric: float | None = None
     verdict: Verdict | None = entry("against the first arm; None for the first arm")
-    facts: dict[str, str] = entry("what determined its runs; with → if it changed between them", {})
+    facts: dict[str, str] = entry(
+        "facts that determined its runs; → if they changed between runs", {}
+    )
 
 
 class Comparison(Record):
@@ -266,9 +269,9 @@ class Comparison(Record):
     command: tuple[str, ...] = Field(description="command that repeats it")
     arms: tuple[ArmResult, ...]
     outcomes: tuple[Outcome, ...]
-    differing: tuple[str, ...] = entry("differences that were not asked for", ())
+    differing: tuple[str, ...] = entry("unintended differences between the arms", ())
     differences: tuple[str, ...] = entry(
-        "for finished runs: how they differ, and where it shows", ()
+        "for finished runs: how they differ, and in which parts of a step", ()
     )
     losses: str | None = entry("whether the loss curves agree, as a sentence")
     stopped: str = Field(description="why no further round was run")

@@ -21,7 +21,7 @@ class CompileTrial(Record):
     """Result of a trial: the same numbers, or an `error` that torch raises.
 
     `by_default`: compiled on CUDA if the user does not choose. `region`: how much is compiled at
-    once. `breaks`: code that the compiler leaves to Python, so that a region becomes several
+    once. `breaks`: code that the compiler leaves to Python, which splits a region into several
     graphs. `issue`: the report in torch's issue tracker.
     """
 
@@ -40,14 +40,14 @@ class CompileTrial(Record):
 
 
 _WHOLE = CompileTrial(works=True, region="whole")
-# Between blocks `fully_shard` gathers parameters, pipelines send, and the ring sends gradients,
-# which a single region's backward would deliver only at its end.
+# Between blocks, `fully_shard` gathers parameters, pipelines send, and the ring sends gradients.
+# The backward of a single region would deliver gradients only at its end.
 _BLOCKS = CompileTrial(works=True)
 _SENDS = CompileTrial(
     works=True, by_default=False, breaks="torch.distributed.P2POp and batch_isend_irecv"
 )
-# The message's advice makes it worse: with donated buffers off it runs, but the gradients of the
-# blocks' weights are wrong (these weights were off by their whole value after two steps).
+# Do not follow the message's advice: with donated buffers off, it runs, but the gradients of the
+# blocks' weights are wrong (after two steps, these weights were off by their whole value).
 _SPLIT = CompileTrial(
     works=False,
     by_default=False,
@@ -56,8 +56,8 @@ _SPLIT = CompileTrial(
     issue="pytorch#161904",
 )
 
-# torch cuts DDP's region where its buckets of gradients end. Under tp, a DTensor created before the
-# first block asks for a tensor's value, which cuts the whole model into five graphs.
+# torch splits DDP's region where its buckets of gradients end. Under tp, a DTensor created before
+# the first block reads a tensor's value, which splits the whole model into five graphs.
 _KINDS: Mapping[Regions, CompileTrial] = {
     "whole": _WHOLE, "blocks": _BLOCKS, "sends": _SENDS, "split": _SPLIT,
 }  # fmt: skip
@@ -72,9 +72,8 @@ COMPILED: Mapping[str, CompileTrial] = {
 
 
 def compiled_region(plan: Plan) -> Region:
-    """Return how much of the model a plan with `compile` compiles at once.
-
-    It is also a block if gradients are freed, or parameters or activations fetched, by block.
+    """Return how much of the model a plan with `compile` compiles at once. It is a block also if
+    gradients are freed, or parameters or activations are fetched, block by block.
     """
     elsewhere = plan.offload_parameters != "none" or plan.offload_activations != "none"
     by_block = plan.optimizer_in_backward or elsewhere
@@ -85,10 +84,10 @@ def compiled_region(plan: Plan) -> Region:
 def graph_obstacle(plan: Plan, dropout: float = 0.0) -> str | None:
     """Return what prevents a plan's passes from being CUDA graphs; None if nothing does.
 
-    A graph does the same work each time, and all of it at once. `dropout`: the model's rate.
+    A graph does the same work each time, without a break. `dropout`: the model's rate.
     """
     if plan.recomputes and (dropout > 0 or plan.lora_dropout > 0):
-        # The second of two graphs would draw other numbers than the first.
+        # The second of two graphs would not draw the same numbers as the first.
         return "checkpointing draws the random numbers of dropout again in the backward"
     if plan.strategy != "single":
         return f"strategy {plan.strategy} communicates between its kernels"
@@ -97,5 +96,5 @@ def graph_obstacle(plan: Plan, dropout: float = 0.0) -> str | None:
             return f"{name} {getattr(plan, name)} copies between its kernels"
     for name in ("optimizer_in_backward", "empty_cache"):
         if getattr(plan, name):
-            return f"{name} does something between its kernels"
+            return f"{name} needs work on the host between kernels"
     return None

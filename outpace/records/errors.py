@@ -25,7 +25,7 @@ _MOST_LETTERS, _FIRST_LETTERS, _LAST_LETTERS = 4000, 1000, 1000
 _MOST_SLIPS, _LEAST_ALIKE, _FEW_LETTERS = 3, 0.75, 4
 # Parameter count in a model's name, and the range of suggested counts.
 _SIZE, _SIZE_RATIO = re.compile(r"(\d+(?:\.\d+)?)([bm])(?![a-z])"), 2.0
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all but tabs and line ends
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all except tabs and line ends
 
 
 class OutpaceError(Exception):
@@ -93,7 +93,7 @@ def excerpt(value: object) -> str:
 
 
 def json_error(error: Exception) -> str:
-    """Return why a JSON text cannot be read, without Python's remarks about its own limits."""
+    """Return why a JSON text cannot be read, without Python's advice about its limits."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
     if not isinstance(error, json.JSONDecodeError) and "integer string conversion" in str(error):
@@ -122,13 +122,13 @@ def join_and(names: Iterable[object]) -> str:
 def quote_names(names: Iterable[object], most: int = 24) -> str:
     """Return names from data for a sentence, each in quotes: "'a', 'b' and 40 more".
 
-    Long ones are cut, since a broken file may have its whole content as a column name.
+    Long names are cut, since a broken file may have its whole content as a column name.
     """
     return first_names([excerpt(name) for name in names], most)
 
 
 def nearest_of(word: str, choices: Iterable[str], count: int = 6) -> str:
-    """List many names in a sentence, those like `word` first: "a, b, c and 40 more"."""
+    """List names in a sentence, those that resemble `word` first: "a, b, c and 40 more"."""
     known = list(choices)
     first = difflib.get_close_matches(word, known, n=count, cutoff=0.0)
     more = len(known) - len(first)
@@ -138,8 +138,8 @@ def nearest_of(word: str, choices: Iterable[str], count: int = 6) -> str:
 def suggest(word: str, choices: Iterable[str]) -> str:
     """Return ' Did you mean …?' with the choices that a word may mean, or '' if there is none.
 
-    Choices are found by meaning (`aliases`), then by spelling: as a typing error, or the beginning
-    of a name. Names that only share some letters are not proposed.
+    Choices are found by meaning (`aliases`), then by spelling: a typing error, or the beginning of
+    a name. Names that merely share some letters are not suggested.
     """
     known = list(dict.fromkeys(choices))
     names, remark = translate_alias(word, known)
@@ -178,9 +178,9 @@ def _one_slip(one: str, other: str) -> bool:
 def nearest_model(word: str, names: Iterable[str]) -> str:
     """Return `suggest` for models: the same family, generation and size in another spelling.
 
-    If there are none, return those of the family and generation with the closest size, or those of
-    a size or family that stands alone ("405b", "llama-3.1"). Mixtral is not a typing error for
-    Mistral, nor Llama 4 for Llama 3, so neither is proposed.
+    If there are none, return those of the family and generation with the closest size; for a size
+    or family alone ("405b", "llama-3.1"), all that have it. Mixtral is not a typing error for
+    Mistral, nor Llama 4 for Llama 3, so neither is suggested.
     """
     known = list(names)
     by_family: dict[str, list[str]] = {}
@@ -199,13 +199,13 @@ def nearest_model(word: str, names: Iterable[str]) -> str:
 
 
 def _parts_of(name: str) -> set[str]:
-    """Split a model's name at its dashes and blanks: "llama-3.1-8b"; a number alone is a size."""
+    """Split a model's name at dashes and blanks: "llama-3.1-8b"; a lone number is a size."""
     parts = re.split(r"[-_\s]+", name.casefold().strip())
     return {f"{parts[0]}b"} if len(parts) == 1 and parts[0].isdigit() else set(parts)
 
 
 def _nearest_sizes(word: str, family: Iterable[str]) -> list[str]:
-    """Return models of a generation with half to twice the parameters, closest first."""
+    """Return the models of a generation with half to twice the parameters, closest first."""
     frame, size = _size_of(word)
     ratios = {
         name: max(size, other) / min(size, other)
@@ -240,5 +240,5 @@ def _letters(name: str) -> str:
 
 
 def escape_controls(text: str) -> str:
-    """Return a text for a terminal, without control characters."""
+    """Return a text for a terminal, with control characters escaped."""
     return _CONTROL.sub("\ufffd", text)

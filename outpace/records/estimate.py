@@ -1,4 +1,4 @@
-"""Estimate of a plan: time and memory, what they consist of, and how certain they are."""
+"""Estimate of a plan: time and memory, their parts, and their uncertainty."""
 
 from typing import Literal
 
@@ -17,7 +17,7 @@ class OffloadingPart(Record):
     """A part of the time that offloading takes in a step on one rank.
 
     `nbytes` cross the host's link or go to and from the disk; 0 means that nothing is copied.
-    `exposed_s` of the time is not hidden by computation and is part of the step.
+    `exposed_s` is the time that computation does not hide, and that is part of the step.
     """
 
     what: Literal["weights", "activations", "optimizer", "host step", "disk"]
@@ -28,8 +28,8 @@ class OffloadingPart(Record):
 class Estimate(Record):
     """Time and memory of a plan's step on a machine.
 
-    `step_time_s` lies between `low_s` and `high_s` with probability `level`, based on the errors on
-    published or measured steps. `parts_s` add up to the step; `memory` adds up to
+    `step_time_s` lies between `low_s` and `high_s` with probability `level`, according to the
+    errors for published or measured steps. `parts_s` add up to the step; `memory` adds up to
     `peak_memory_bytes`, on the device of the rank that needs the most. Offloaded memory is counted
     separately, per node, in host memory or on disk: that rank's bytes times the ranks per node. MFU
     counts the FLOPs that the model needs, and HFU also those of recomputation, both relative to the
@@ -112,14 +112,14 @@ class RankedPlan(Record):
     """A plan, its cost, and the reason for its rank.
 
     `roles` say why it is listed: `recommended`, the simplest with the most free memory among those
-    about as fast as the fastest; `fastest`; `leanest`, the one with the least memory among those
-    that are nearly as fast; `with headroom`, if those and the recommended one fill a device's
-    memory, the fastest that does not. A plan without a role is the fastest of another kind.
+    about as fast as the fastest; `fastest`; `leanest`, the plan with the least memory among those
+    that are nearly as fast; `with headroom`, if all of these fill a device's memory, the fastest
+    plan that does not. A plan without a role is the fastest of another kind.
     """
 
     title: str
     plan: Plan
-    identity: str = Field(description="the batch as a product")
+    identity: str = Field(description="the batch equation with its numbers")
     estimate: Estimate
     why: str
     untrained: str | None = entry("why outpace cannot train it")
@@ -127,7 +127,7 @@ class RankedPlan(Record):
     cases: tuple[MeasuredCase, ...] = entry(
         "published steps that are nearest to it, nearest first", ()
     )
-    extrapolated: tuple[str, ...] = entry("aspects of it that no measured step has", ())
+    extrapolated: tuple[str, ...] = entry("features of it that no measured step has", ())
     placement: dict[str, str] = Field(
         default_factory=dict, description="the link that each split axis uses"
     )
@@ -139,7 +139,7 @@ class RankedPlan(Record):
 
 
 class RejectedFamily(Record):
-    """A family of plans of which none was chosen, and why, with its best or smallest plan."""
+    """A family of plans of which none is listed, and why, with its best or smallest plan."""
 
     family: str
     reason: str
@@ -154,7 +154,7 @@ class KeptOption(Record):
 
 
 class Plans(Record):
-    """An answer of the planner: the recommended plan, others (fastest first), and rejected ones."""
+    """The planner's answer: the recommended plan, other plans (fastest first), and rejections."""
 
     model: str
     parameters: PositiveInt
@@ -163,7 +163,7 @@ class Plans(Record):
     idle_nodes: NonNegativeInt = entry("nodes that no plan uses", 0)
     devices_per_node: PositiveInt
     nominal_memory_bytes: NonNegativeInt | None = entry(
-        "memory of a device as its maker states it; None: unknown"
+        "memory of a device according to its maker; None: unknown"
     )
     seq_len: PositiveInt
     global_batch: PositiveInt

@@ -22,7 +22,7 @@ _POSSIBLE: Mapping[Unit, tuple[float, float]] = {
     "samples/s": (1e-6, 1e15),
     "ratio": (-1e9, 1e9),
 }
-# What older files call a matmul in their keys.
+# Words for matmuls in the keys of older files.
 _PRODUCT = re.compile(r"\b(matrix )?product")
 
 
@@ -30,7 +30,7 @@ class Key(Record):
     """Identity of a figure, by which two probes of a machine are compared."""
 
     kind: str = Field(description="what was probed: matmul, memory, all-reduce, …")
-    what: str = Field(description="which number of it: rate, time, latency, …")
+    what: str = Field(description="the quantity: rate, time, latency, …")
     of: dict[str, str | int] = entry("dtype, sizes, axis, …", {})
 
     @field_validator("what", "of", mode="before")
@@ -117,7 +117,7 @@ class Figure(Record):
         return show_count(self.value, self.unit)
 
     def contains(self, other: "Figure") -> bool | None:
-        """Return whether a repeat's value lies in the interval; None if either is missing."""
+        """Return whether a repeated probe's value is in the interval; None if either is missing."""
         if self.low is None or self.high is None or other.value is None or self.value is None:
             return None
         return self.low <= other.value <= self.high

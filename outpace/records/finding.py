@@ -44,7 +44,7 @@ class Finding(Record):
 
 
 class Examination(Record):
-    """All findings, most costly first; what was examined, what could not be examined, and why."""
+    """All findings, most costly first; and what was examined, or could not be and why."""
 
     findings: tuple[Finding, ...]
     checked: tuple[str, ...]

@@ -26,9 +26,11 @@ class RankSnapshot(Record):
     pid: int
     doing: str = entry("as text, such as 'step 12'", "")
     state: State
-    place: str = Field(description="what it waits in, its line of Python, or why it is silent")
+    place: str = Field(
+        description="the call in which it waits, its Python line, or why it is silent"
+    )
     processes: dict[int, str] = entry(
-        "what the kernel says about each process, by rank on this host", {}
+        "the kernel's state of each process, by rank on this host", {}
     )
     stacks: str = entry("stacks of all Python threads", "")
     collectives: tuple[CollectiveEvent, ...] = Field(

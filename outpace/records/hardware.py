@@ -50,9 +50,9 @@ class Accelerator(Record):
     `memory_bytes` is the memory in the datasheet, `usable_bytes` what the driver leaves to a
     process: torch's total_memory. `driver_name` is the name that the driver reports, without the
     maker. `power_w` is the board's power limit for which its rates are published,
-    `power_variants_w` are other limits that it is sold with or can be set to. `multiprocessors` are
-    NVIDIA's SMs and AMD's compute units. `device_link` are all links to other accelerators; PCIe
-    cards need a bridge for them.
+    `power_variants_w` are other limits with which it is sold or that can be set. `multiprocessors`
+    are NVIDIA's SMs and AMD's compute units. `device_link` has all links to other accelerators;
+    PCIe cards need a bridge for them.
     """
 
     name: str
@@ -72,7 +72,7 @@ class Accelerator(Record):
 
 
 class ValueRange(Record):
-    """A value known to lie between two others, since it differs by processor model."""
+    """A value that differs by processor model and lies between two others."""
 
     least: PositiveInt
     most: PositiveInt
@@ -82,7 +82,7 @@ class Processor(Record):
     """Maximum FLOPs per cycle, by dtype, of a core with a vector or matrix extension.
 
     `feature` is its name in Linux's /proc/cpuinfo. `vector_bits` is the width of a register, None
-    if it depends on the maker.
+    if each maker chooses it.
     """
 
     feature: str
@@ -91,17 +91,18 @@ class Processor(Record):
     source: str
 
 
-# How device links run: every pair through a switch, at the full rate; every pair directly, each
-# by an equal share; some pairs directly, others through a third; in pairs; not at all.
+# How device links run: every pair through a switch, at the full rate; every pair directly, with an
+# equal share of the links; some pairs directly, others through a third device; in pairs; not at
+# all.
 Topology = Literal["switch", "mesh", "cube-mesh", "pairs", "none"]
 
 
 class Node(Record):
     """A machine as it is sold: one host, or a rack whose hosts share one fast domain.
 
-    All counts are for the whole machine. `accelerator` is a name in the catalog, None without one;
-    `device_link` is one accelerator's links to all others; `nics` carry training traffic to other
-    machines, and are empty if they depend on the buyer.
+    All counts are for the whole machine. `accelerator` is a name in the catalog, None if there is
+    none; `device_link` is one accelerator's links to all others; `nics` carry training traffic to
+    other machines, and are empty if they depend on the buyer.
     """
 
     name: str
@@ -116,7 +117,7 @@ class Node(Record):
     host_memory_bytes: PositiveInt | None = None
     cpu_features: tuple[str, ...] = ()
     source: str
-    assumed: str | None = entry("assumptions where nothing is stated")
+    assumed: str | None = entry("assumptions about facts that are not published")
 
     @model_validator(mode="after")
     def _fits(self) -> Self:

@@ -1,4 +1,4 @@
-"""HostRates: rates of all cores of a host together, from a measurement of seconds."""
+"""HostRates: rates of all cores of a host together, measured in a few seconds."""
 
 from pydantic import Field, PositiveFloat
 

@@ -9,14 +9,14 @@ from pydantic import Field, NonNegativeInt, PositiveInt, StringConstraints
 from outpace.records.base import Record
 from outpace.records.errors import BadInputError, excerpt
 
-# A host for ssh, with or without a user, that ssh cannot take for an option.
+# A host for ssh, with or without a user, that ssh cannot mistake for an option.
 _NAME = r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[A-Za-z0-9_][A-Za-z0-9_.-]*"
 _SLOTS = re.compile(r"0*[1-9][0-9]{0,5}")
 _LINE = re.compile(r"(\S+)(?:\s+(?:slots|max_slots)\s*=\s*(\S+))?\s*(?:max[-_]slots\s*=\s*\S+)?")
 
 
 class Host(Record):
-    """A host by its name for ssh, and its number of ranks."""
+    """A host, by its name for ssh, and its number of ranks."""
 
     name: Annotated[str, StringConstraints(pattern=f"^{_NAME}$")]
     slots: PositiveInt
@@ -100,8 +100,8 @@ class HostQuery(Record):
 class HostFacts(Record):
     """A host's answer to a query.
 
-    `address`: the address at which the first host reached it, and `asked_from` that of the first
-    host; None if they are the same host. `port`: a free one. `left`: processes of earlier starts
+    `address`: the address at which the first host reached it; `asked_from`: the first host's
+    address; None if they are the same host. `port`: a free one. `left`: processes of earlier starts
     that are still running.
     """
 

@@ -2,5 +2,5 @@
 
 import sys
 
-# Without the current folder in the path, where a data file json.py would be imported.
+# Without the current folder in the path, since a file json.py there would be imported.
 PYTHON = (sys.executable, "-P")

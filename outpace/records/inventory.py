@@ -71,10 +71,7 @@ class BusyProgram(Record):
 
 
 class Inventory(Record):
-    """Facts that the doctor examines, without names of users, hosts or paths.
-
-    None stands for unreadable.
-    """
+    """Facts that the doctor examines, without names of users, hosts or paths. None: unreadable."""
 
     cpu: CpuTopology
     usable_cpus: str = Field(description="CPUs that this process may run on")

@@ -20,13 +20,13 @@ class ChangedLineError(ValueError):
 
     def __init__(self) -> None:
         super().__init__(
-            "it is not as outpace wrote it: its checksum does not match. If you changed it on "
+            "it was changed since outpace wrote it: its checksum does not match. If you did so on "
             f"purpose, remove its entry {_NAME.decode()}"
         )
 
 
 def encode_line(record: Record) -> bytes:
-    """Encode a record as a line of a log: JSON with its checksum as last entry, a newline."""
+    """Encode a record as a line of a log: JSON with its checksum as last entry, and a newline."""
     body = record.model_dump_json().encode(errors="surrogatepass")
     return b"%b,%b:%b}\n" % (body[:-1], _NAME, _checksum(body))
 
@@ -46,7 +46,7 @@ def strip_checksum(line: bytes) -> bytes:
 
 
 def describe_changes(path: Path) -> str | None:
-    """Say which lines of a log differ from what was written; None if none do. Raises OSError."""
+    """Say which lines of a log were changed since they were written, if any. Raises OSError."""
     changed = []
     refuse_pipe(path)
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
@@ -58,7 +58,8 @@ def describe_changes(path: Path) -> str | None:
         return None
     more = f" (and {len(changed) - 1} more)" if len(changed) > 1 else ""
     return (
-        f"{path}, line {changed[0]}{more}, is not as outpace wrote it: its checksum does not match"
+        f"{path}, line {changed[0]}{more}, was changed since outpace wrote it: its checksum does "
+        "not match"
     )
 
 

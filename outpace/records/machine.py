@@ -34,7 +34,7 @@ class Machine(Record):
     probed: ProbeRecord | None = entry("results of outpace probe")
 
     def differences(self, other: "Machine") -> tuple[str, ...]:
-        """Return the properties affecting speed that differ in another machine."""
+        """Return the properties that affect speed and differ in another machine."""
         names = tuple(device.name for device in self.devices)
         theirs = tuple(device.name for device in other.devices)
         compared = {"cpu": (self.cpu, other.cpu), "host_cores": (self.host_cores, other.host_cores),

@@ -34,10 +34,9 @@ class TimeParts(Record):
 
     @classmethod
     def of_steps(cls, seconds: Mapping[str, Sequence[float]]) -> Self:
-        """Return the parts of a median step, computed from each step's parts; they add up to it.
-
-        Each is its mean over the half of the steps whose length is nearest the median, scaled to
-        the median: the medians of the parts would not add up to the length of a step.
+        """Return the parts of a median step, which add up to it. Each is the part's mean over the
+        half of the steps whose length is nearest the median, scaled to the median: the medians of
+        the parts would not add up to the length of a step.
         """
         columns = [seconds[name] for name in cls.model_fields]
         lengths = [sum(step) for step in zip(*columns, strict=True)]
@@ -68,7 +67,7 @@ class RunInfo(Record):
     identity: str = Field(description="the batch equation with its numbers")
     model: str = Field(description="as the user gave it, or a short name")
     parameters: int
-    device: str = Field(description="the user's name for it: cpu, or the GPU's name")
+    device: str = Field(description="its name for users: cpu, or the GPU's name")
     total_steps: int
     start_step: int = entry("steps already done, if resumed", 0)
     hosts: int = 1
@@ -115,7 +114,7 @@ class Evaluation(Record):
     perplexity: float
     tokens: int = Field(description="targets")
     tokens_per_s: float
-    seq_len: int | None = entry("upper bound; None if it was not trained by outpace")
+    seq_len: int | None = entry("upper bound; None if outpace did not train the model")
     left_over_tokens: int = entry("unused tokens after the last whole sample of each source", 0)
     sums: dict[str, float] = entry("sums over all ranks, from which metrics are computed", {})
     metrics: dict[str, float] = entry("by name: accuracy, f1", {})
@@ -172,7 +171,7 @@ class StepTimeCheck(Record):
         if not self.uneven:
             which = "" if self.steps == 1 else " (median)"
             took = f"{show_seconds(self.step_time_s)}{which}"
-            return f"the first {steps} took {took} where {expected}{few}"
+            return f"the first {steps} took {took}; {expected}{few}"
         return (
             f"the first {steps} took {show_seconds(self.compared_s)} on average where "
             f"{expected}, though half of them took at most {show_seconds(self.step_time_s)} "
@@ -196,7 +195,7 @@ class Measurement(Record):
     strategy: Strategy | None = None
     device: str | None = entry("cpu, cuda or mps")
     first_step_s: float | None = entry("from the start of the job to the end of its first step")
-    compile_s: float = entry("part of it spent in torch.compile", 0.0)
+    compile_s: float = entry("the part of it in torch.compile", 0.0)
     step_time_s: float | None = Field(gt=0, allow_inf_nan=False, description="median")
     tokens_per_s: Rate | None
     samples_per_s: Rate | None
@@ -231,12 +230,12 @@ class Measurement(Record):
         "bytes that all ranks send in a step, counted in the last warm-up step"
     )
     idle_share: float | None = entry(
-        "share of the time after warm-up in which ranks' main threads waited; the "
-        "mean, if these compute (cpu)"
+        "mean share of the time after warm-up in which ranks' main threads waited, if these "
+        "compute (cpu)"
     )
     start_step: NonNegativeInt = entry("steps done before this part of a resumed run", 0)
-    # Hugging Face Trainer's names, so that results stand side by side. Times and rates of a resumed
-    # run are of its last part.
+    # Hugging Face Trainer's names, to compare results. Times and rates of a resumed run are those
+    # of its last part.
     train_runtime: float
     train_samples_per_second: float
     train_steps_per_second: float
@@ -244,7 +243,7 @@ class Measurement(Record):
 
     @property
     def worse_than_unigrams(self) -> str | None:
-        """Return a sentence if the frequencies of tokens alone have a lower validation loss."""
+        """Return a warning if token frequencies alone would have a lower validation loss."""
         last, entropy = self.final_eval, self.unigram_entropy
         if last is None or entropy is None or not last.loss > entropy:
             return None

@@ -49,17 +49,16 @@ class Moment(Record):
 
 
 class MemoryAccount(Record):
-    """One rank's memory over the first two steps (the first starts without optimizer state).
-
-    Estimated accounts are by the planner's formula, for a model that outpace does not train; they
-    have the bytes of the fullest moment, but do not say which moment that is. `peak` is the moment
-    with the most bytes in live tensors, `timeline` the moments of the second step.
-    `activations_by_module` is at the peak. Measured: `allocated_bytes` is the maximum that the
-    allocator had given out, including the kernels' own memory; `resident_bytes` is the growth of
-    the process. `reserved_bytes` is what CUDA's allocator holds for tensors, `unseen_bytes` is
-    memory outside of tensors (contexts, libraries), and `library_bytes` the planner's formula for
-    it; None if unknown. `flops`: FLOPs of matmuls in one step on this rank, including
-    recomputation; `bytes_moved` is what its operators read and write.
+    """One rank's memory over the first two steps (the first starts without optimizer state). For a
+    model that outpace does not train, an account is estimated by the planner's formula: it has the
+    bytes of the fullest moment, but does not say which moment that is. `peak` is the moment with
+    the most bytes in live tensors, `timeline` the moments of the second step.
+    `activations_by_module` is at the peak. Measured: `allocated_bytes` is the allocator's maximum,
+    including kernels' workspaces; `resident_bytes` is the growth of the process. `reserved_bytes`
+    is what CUDA's allocator holds for tensors, `unseen_bytes` is memory outside of tensors
+    (contexts, libraries), and `library_bytes` the planner's formula for it; None if unknown.
+    `flops`: FLOPs of matmuls in one step on this rank, including recomputation; `bytes_moved` is
+    the number of bytes that its operators read and write.
     """
 
     source: Source
@@ -89,15 +88,13 @@ class MemoryAccount(Record):
 
     @property
     def device_bytes(self) -> int:
-        """Return the bytes of a device: what the allocator reserves, plus contexts and buffers."""
+        """Return the bytes of a device: those that the allocator reserves, contexts and buffers."""
         return self.needed_bytes + (self.library_bytes or 0)
 
 
 class MemoryUse(Record):
-    """A rank's memory in a run, traced and measured; None where it is not (yet) measured.
-
-    For measurements, `peak` covers one step, and the bytes of the allocator or process are for
-    the whole run.
+    """A rank's memory in a run, traced and measured; None if not (yet) measured. In the
+    measurement, `peak` covers one step, and the bytes of the allocator or process the whole run.
     """
 
     has_checksum: ClassVar[bool] = True

@@ -7,7 +7,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 from outpace.records.base import Record, entry
 from outpace.records.model_families import FAMILY_TRAITS, Family
 
-# Larger numbers are typing errors, whose products would overflow the size of a tensor.
+# Larger numbers are typing errors, and would overflow the size of a tensor.
 Layers = Annotated[int, Field(gt=0, le=100_000)]
 Width = Annotated[int, Field(gt=0, le=2**24)]
 Heads = Annotated[int, Field(gt=0, le=2**16)]
@@ -59,7 +59,7 @@ class ModelSpec(Record):
     @model_validator(mode="before")
     @classmethod
     def _fill(cls, values: Any) -> Any:
-        """Fill in what the family and the given dimensions determine."""
+        """Fill in the values that the family and the given dimensions determine."""
         if not isinstance(values, dict):
             return values
         given = {key: value for key, value in values.items() if value is not None}

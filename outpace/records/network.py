@@ -1,4 +1,4 @@
-"""Network bandwidth that a run needs, and what each network would cost it."""
+"""Network bandwidth that a run needs, and the time that each network would cost."""
 
 from typing import Literal
 
@@ -21,7 +21,7 @@ class Network(Record):
 
 
 class Traffic(Record):
-    """Traffic with one purpose in a step.
+    """Traffic for one purpose in a step.
 
     `node_bytes` leave the busiest node, summed over its devices; `link_bytes` use each device's
     link within a node. `hide_s` is the computation that can hide it.
@@ -39,7 +39,7 @@ class Traffic(Record):
 class NetworkCost(Record):
     """Step time on a network or link.
 
-    A `slowdown` of 0.1 is 10 % more than on an infinitely fast one.
+    A `slowdown` of 0.1 is 10 % more than on an infinitely fast network.
     """
 
     network: Network
@@ -79,7 +79,7 @@ class Need(Record):
 
 
 class NetworkReport(Record):
-    """The network question for a model on a machine, with one answer per plan.
+    """Network requirements of a model on a machine, with one answer per plan.
 
     `rate` and `memory_rate` are the assumed rates of computation and memory; `share` of the
     catalog's peak is an assumption, None if the rate was measured.
@@ -101,4 +101,4 @@ class NetworkReport(Record):
     measured: tuple[Figure, ...] = ()
     needs: tuple[Need, ...]
     refused: dict[str, str] = entry("plans that are not possible, and why", {})
-    notes: tuple[str, ...] = entry("what differs from the request", ())
+    notes: tuple[str, ...] = entry("differences from the request", ())

@@ -13,15 +13,14 @@ OptimizerName = Literal[
     "adamw-fused", "adamw-foreach", "adamw-for-loop", "adamw-bf16", "adamw-8bit", "adamw-4bit",
     "adafactor", "muon", "sgd",
 ]  # fmt: skip
-# How moments are kept that are not in fp32.
+# How moments other than fp32 are stored.
 Kept = Literal["bf16", "8bit", "4bit"]
 
 
 class Operators(NamedTuple):
-    """Number of operators for what is updated at once: a matrix, a vector or joined tensors.
-
-    Joining tensors adds `each` per tensor. `counted`: operators for counter-based random numbers
-    for rounding; if joined tensors draw their numbers instead, each adds `drawn`.
+    """Number of operators per update: of a matrix, a vector or joined tensors. Joining tensors adds
+    `each` per tensor. `counted`: operators for the random numbers for rounding if they come from a
+    counter; if each of the joined tensors draws its numbers instead, it adds `drawn`.
     """
 
     matrix: float
@@ -79,8 +78,8 @@ class OptimizerTraits:
     kernel_bytes: float | None = None
 
 
-# What a compiled function is given and what is copied from it, counted with nothing in its place.
-# The function is taken for two: its guards and its kernel. No stacks are compiled.
+# Operators around a compiled function (arguments and copies of results), counted with an empty
+# function. The function itself counts as two: its guards and its kernel. No stacks are compiled.
 _FUNCTION = 2
 
 
@@ -96,14 +95,14 @@ def _low_adamw(
     kept: Kept, nbytes: float, operators: Operators, tensors: StepTensors, moments_bytes: float,
     compiled: Operators,
 ) -> OptimizerTraits:  # fmt: skip
-    """Return the traits of outpace's AdamW, whose moments take `moments_bytes` of a parameter."""
+    """Return the traits of outpace's AdamW, whose moments take `moments_bytes` per parameter."""
     return OptimizerTraits(
         nbytes, operators, tensors, moments=2, kept=kept, is_adamw=True,
         compiled_bytes=12 + moments_bytes, compiled_operators=compiled,
     )  # fmt: skip
 
 
-# `bytes` are counted in the sources, with weights, gradients and what is computed in fp32. Eager
+# `bytes` are counted from the source code, with weights, gradients and arithmetic in fp32. Eager
 # operators read their inputs from memory and write their outputs to it: torch/optim/adam.py of 2.13
 # (fused: weight and moments read and written, gradient read; otherwise decay 8, mean 12, square 20,
 # root 24, update 16), sgd.py (decay 12, momentum 20, update 12), and optim/low_precision_adamw.py,
@@ -137,18 +136,18 @@ OPTIMIZER_TRAITS: Mapping[OptimizerName, OptimizerTraits] = {
         "4bit", 220, Operators(64, 14, 81, 23, each=1), StepTensors(4.25, 5.25, 5.5), 2 + 16 / 128,
         Operators(2 + _FUNCTION, 2 + _FUNCTION, 17 + _FUNCTION, 9 + _FUNCTION, each=1),
     ),
-    # Its steps are relative to a weight's size.
+    # Its steps are relative to the size of weights.
     "adafactor": OptimizerTraits(
         108, Operators(42, 30, 52, 37), StepTensors(2.0, 2.0, 2.0), moments=1, factored=True,
         exact=True, lr_factor=30.0, compiled_bytes=12 + 4 + 8,
         compiled_operators=Operators(5 + _FUNCTION, 5 + _FUNCTION), compiles_parts=False,
     ),
-    # For hidden matrices; it steps everything else as AdamW does.
+    # For hidden matrices; it updates everything else like AdamW.
     "muon": OptimizerTraits(
         62, Operators(30, 9, 56), StepTensors(2.0, 2.0, 2.0), moments=2,
     ),
-    # Its steps are relative to a gradient's size. Its kernel reads and writes weight and momentum
-    # and reads the gradient.
+    # Its steps are relative to the size of gradients. Its kernel reads and writes weight and
+    # momentum and reads the gradient.
     "sgd": OptimizerTraits(
         44, Operators(4, 3), StepTensors(1.0, 1.0, 1.0), moments=1, exact=True, lr_factor=100.0,
         steps_complex=True, kernel_bytes=20,
@@ -170,5 +169,5 @@ PLAIN_ADAMW = tuple(name for name in ADAMW if name not in LOW)
 
 
 def default_optimizer(precision: Precision) -> OptimizerName:
-    """Return AdamW in the form that a precision needs."""
+    """Return the kind of AdamW that a precision needs."""
     return "adamw-bf16" if precision in PURE else "adamw-fused"

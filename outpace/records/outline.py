@@ -11,7 +11,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from outpace.records.base import Record, entry
 
-# Configurations of other trainers that hold a plan and no dimensions of a model.
+# Configurations of other trainers that contain a plan, but no dimensions of a model.
 OUTLINE_FORMATS = ("deepspeed", "accelerate", "fsdp")
 
 
@@ -56,7 +56,7 @@ class AttentionShape(Record):
 
 
 class Mlp(Record):
-    """The MLP of a layer, or experts of which each token uses `active`.
+    """The MLP of a layer, or experts, of which each token uses `active`.
 
     `width`: width of one expert; `shared`: width of shared experts, which all tokens use.
     """
@@ -77,7 +77,7 @@ class Mlp(Record):
 
 
 class MatmulShape(Record):
-    """Matmuls of `inputs` by `outputs`: `count` of them, each with its own weight."""
+    """`count` matmuls of `inputs` by `outputs`, each with its own weight."""
 
     name: str
     inputs: PositiveInt
@@ -94,10 +94,11 @@ class MatmulShape(Record):
 
 
 class Stack(Record):
-    """Equal layers, not necessarily adjacent. `seq_len` is None for the training's own length.
+    """Equal layers, not necessarily adjacent. `seq_len` is None for the length of training samples.
 
-    The keys and values of cross-attention come from the last preceding stack that has none (T5's
-    encoder). `other` holds matmuls and parameters outside attention and MLP (traced modules).
+    The keys and values of cross-attention come from the last preceding stack without
+    cross-attention (T5's encoder). `other` holds matmuls and parameters outside attention and MLP
+    (traced modules).
     """
 
     name: str = "layers"
@@ -121,7 +122,7 @@ class Outline(Record):
     `untrained` says why outpace does not train the model, None if it does. `outputs` are the
     columns of the head's matmul (0 without a head), over `predicted` positions of a sequence (None
     means all). Embedding and head have the width `embedding_width` if there are matmuls between
-    them and the layers (OPT-350m). `notes` say where the dimensions come from, if the user should
+    them and the layers (OPT-350m). `notes` say where the dimensions come from, if users should
     know.
     """
 

@@ -16,7 +16,9 @@ class PastRun(Record):
 
     path: str
     state: State
-    changed: tuple[str, ...] = entry("sentences about files that differ from what was written", ())
+    changed: tuple[str, ...] = entry(
+        "sentences about files that changed since they were written", ()
+    )
     damage: str | None = entry("what cannot be read, and why")
     started: str | None = entry("UTC, ISO 8601")
     model: str | None = entry("as the user gave it")

@@ -39,7 +39,8 @@ SCHEDULES: Mapping[str, Schedule] = {
     "dualpipev": Schedule(stages_per_rank=2, placement="v", splits_backward=True),
 }
 
-# What a stage is at: its forward, its whole backward, or the part for inputs or weights.
+# The parts of a stage's work: forward, whole backward, or the backward's part for inputs or
+# weights.
 Kind = Literal["F", "B", "I", "W"]
 _TRACED = re.compile(r"stage (\d+): ([FBIW])")
 
@@ -58,20 +59,20 @@ def traced_action(name: str) -> tuple[Kind, int] | None:
     return kinds[found[2]], int(found[1])
 
 
-# What goes wrong when a backward is split, and what to use.
+# What goes wrong if a backward is split, and what to use instead.
 _SPLIT_REPLICAS = (
-    "and replicas would average gradients before they are complete (pytorch#144530). Use "
+    "so replicas would average gradients before they are complete (pytorch#144530). Use "
     "dp_replicate 1, or 1f1b"
 )
 _SPLIT_CHECKPOINTING = (
-    "and checkpointing would recompute a block for each of its weights. Use checkpointing "
+    "so checkpointing would recompute a block for each of its weights. Use checkpointing "
     "none, or interleaved"
 )
 _SPLIT_COMPILED = (
-    "and a compiled block has a single backward (pytorch#161904). Leave compile out, or use "
+    "but a compiled block has a single backward (pytorch#161904). Leave compile out, or use "
     "interleaved"
 )
-_SPLIT_CHUNKED = "and the chunked loss has a single backward. Use loss plain, or interleaved"
+_SPLIT_CHUNKED = "but the chunked loss has a single backward. Use loss plain, or interleaved"
 
 
 def refusal(
@@ -110,7 +111,7 @@ def refusal(
 
 
 def _number_refusal(strategy: str, schedule: Schedule, pp: int, microbatches: int) -> str | None:
-    """Return why the schedule cannot take this many micro-batches; None if it can."""
+    """Return why the schedule does not support this number of micro-batches; None if it does."""
     stages = pp * schedule.stages_per_rank
     asked = f"pp_microbatches is {microbatches}"
     if strategy == "mp" and microbatches > 1:
@@ -131,7 +132,7 @@ def _number_refusal(strategy: str, schedule: Schedule, pp: int, microbatches: in
 def default_microbatches(strategy: str, pp: int, samples: int) -> int:
     """Return the micro-batches for a share of `samples`, which they divide: one per stage, or more.
 
-    If none of these is possible, it is the largest number that the schedule supports.
+    If none of these is possible, return the largest number that the schedule supports.
     """
     schedule = SCHEDULES.get(strategy)
     if schedule is None or strategy == "mp":

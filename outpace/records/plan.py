@@ -25,12 +25,12 @@ from outpace.records.strategies import Axis as Axis
 from outpace.records.strategies import Compression as Compression
 from outpace.records.strategies import Strategy as Strategy
 
-# Schedules of a pipeline that is one axis of several. Those that split the backward can be planned
-# with, but not trained here.
+# Schedules of a pipeline that is one of several axes. outpace plans schedules that split the
+# backward, but does not train with them here.
 ProductSchedule = Literal[
     "gpipe", "1f1b", "interleaved", "loopedbfs", "zb", "zbv", "dualpipev"
 ]  # fmt: skip
-# Ordered by what they keep, the most first.
+# Ordered by the memory that they keep, most first.
 Checkpointing = Literal["none", "selective", "attention", "full"]
 
 
@@ -45,7 +45,7 @@ Offload = Literal["none", "cpu", "disk"]
 LoraTarget = Literal["q", "k", "v", "out", "gate", "up", "down", "all"]
 Base = Literal["fp32", "nf4"]
 
-# The axes that a strategy splits; the last takes the ranks that are left, the others two each.
+# The axes that a strategy splits; the last gets the remaining ranks, the others two each.
 SPLITS: Mapping[Strategy, tuple[Axis, ...]] = {name: traits.axes for name, traits in TRAITS.items()}
 GATHERS = strategies_that(lambda traits: traits.gathers)
 IN_BACKWARD = strategies_that(lambda traits: traits.steps_in_backward)
@@ -61,22 +61,22 @@ class Plan(Record):
     `micro_batch` samples go through the model at once on each data-parallel rank; a pipeline has
     `pp_microbatches` of them in flight, and under 3d the schedule is `pp_schedule`. `checkpointing`
     applies to every block, or to each `checkpoint_every`-th from the first; `checkpoint_layers`, if
-    given, sets it block by block instead. `sequence_parallel` belongs to tp; with `async_tp` its
-    collectives run in parts, during the matmuls before or after them. fp64 is for proofs.
-    Parameter servers are ranks outside of the axes; with `server_updates` they run the optimizer,
-    else workers do. Each worker has `worker_devices` ranks. `virtual_stages` are a pipeline's
-    stages on each rank (None: the default of its schedule), split so that the slowest is as fast as
-    possible, or into equal numbers of blocks (`stage_split`). Under 3d, a layer's experts are
-    divided over `ep` ranks of dp_shard × cp, each expert split by tp; if ep does not divide
-    dp_shard × cp, it also spans ranks of tp, with whole experts. `zero` says what dp_shard shards:
-    optimizer state, then gradients, then parameters. With a `lora_rank` the weights are frozen, in
-    the form that `base` gives, and only the adapters of the `lora_targets` are trained.
+    given, sets it block by block instead. `sequence_parallel` belongs to tp; with `async_tp`, its
+    collectives run in parts, during the matmuls before or after them. fp64 is for proofs. Parameter
+    servers are ranks outside of the axes; with `server_updates` they run the optimizer, else
+    workers do. Each worker has `worker_devices` ranks. `virtual_stages` are a pipeline's stages on
+    each rank (None: the default of its schedule), split so that the slowest is as fast as possible,
+    or into equal numbers of blocks (`stage_split`). Under 3d, a layer's experts are divided over
+    `ep` ranks of dp_shard × cp, each expert split by tp; if ep does not divide dp_shard × cp, it
+    also spans ranks of tp, with whole experts. `zero` says what dp_shard shards: optimizer state,
+    then gradients, then parameters. With a `lora_rank`, the weights are frozen, in the format
+    `base`, and only the adapters of the `lora_targets` are trained.
 
     `offload_activations`: where blocks keep the tensors that they save for the backward.
     `offload_parameters`: with cpu, parameters, gradients and optimizer state are in host memory;
-    with disk, parameters are in mapped files. `offload_optimizer`: where the state is, and on an
-    accelerator the master weights, with the step computed by the CPU; with none, they are where the
-    parameters are. `empty_cache` frees cached memory between the phases of a step.
+    with disk, parameters are in mapped files. `offload_optimizer`: where the state (and, on an
+    accelerator, the master weights) are, with the step computed by the CPU; with none, they are
+    where the parameters are. `empty_cache` frees cached memory between the phases of a step.
     """
 
     strategy: Strategy = "single"
@@ -191,7 +191,7 @@ class Plan(Record):
 
     @property
     def training_obstacle(self) -> str | None:
-        """Return why outpace can estimate this plan but not train with it; None if it can."""
+        """Return why outpace can estimate this plan but not train with it; None if it can train."""
         if self.async_tp and self.tp > 1:
             return "async_tp: outpace does not overlap the collectives of tensor parallelism"
         if self.ep > 1:
@@ -220,12 +220,13 @@ class Plan(Record):
         if elsewhere and (self.optimizer_in_backward or self.precision in MASTERS):
             what = "optimizer_in_backward" if self.optimizer_in_backward else self.precision
             raise ValueError(
-                f"{what} cannot be combined with offloading: the optimizer steps unit by unit, on "
-                "weights that the optimizer keeps. Use one of the two"
+                f"{what} cannot be combined with offloading: the optimizer updates weights that it "
+                "keeps, unit by unit. Use one of the two"
             )
         if elsewhere and self.optimizer not in PLAIN_ADAMW:
             raise ValueError(
-                f"offloading steps AdamW in fp32, whose state is known beforehand; optimizer is "
+                "the offloaded step is that of AdamW in fp32, whose state is known beforehand; "
+                "optimizer is "
                 f"{self.optimizer}. Use {join_or(PLAIN_ADAMW)} with it"
             )
         known = self.strategy in _OFFLOAD_FROM_COMPILED
@@ -253,8 +254,8 @@ class Plan(Record):
             )
         if kind == "powersgd" and self.precision in COMPUTES_IN_FP16:
             raise ValueError(
-                "compress_gradients powersgd carries its error over to the next step, so it "
-                "would never get rid of an fp16 overflow. Use precision bf16 or fp32"
+                "compress_gradients powersgd carries its error over to the next step, so an fp16 "
+                "overflow would persist. Use precision bf16 or fp32"
             )
 
     def _check_checkpointing(self) -> None:
@@ -266,9 +267,8 @@ class Plan(Record):
             )
         if layers and (every > 1 or self.checkpointing != "none"):
             raise ValueError(
-                "checkpoint_layers sets what is recomputed for each block, and so do "
-                f"checkpointing {self.checkpointing} and checkpoint_every {every}. Use one of "
-                "the two"
+                "checkpoint_layers and checkpointing {self.checkpointing} with checkpoint_every "
+                "{every} both set what each block recomputes. Use one of the two"
             )
 
     @property
@@ -320,9 +320,8 @@ class Plan(Record):
 
     @property
     def lora_scale(self) -> float:
-        """Factor of an adapter's product: α/r, with α = r if none is given.
-
-        Hu et al., arXiv 2106.09685, §4.1: they set α to the first rank that they try, and keep it.
+        """Factor of an adapter's output: α/r, with α = r if none is given (Hu et al., arXiv
+        2106.09685, §4.1, who keep α at the first rank that they try).
         """
         if self.lora_rank is None or self.lora_alpha is None:
             return 1.0
@@ -337,8 +336,8 @@ class Plan(Record):
             )
         if self.precision == "fp8" and (self.tp > 1 or self.strategy == "tp"):
             raise ValueError(
-                "precision fp8 scales each matrix by its largest value, which tp ranks with "
-                "parts of it do not know. Use precision bf16, or zero3 instead of tp"
+                "precision fp8 scales each matrix by its largest value, which tp ranks with only a "
+                "part of it do not know. Use precision bf16, or zero3 instead of tp"
             )
         if self.precision == "fp8" and self.lora_rank is not None:
             raise ValueError(
@@ -368,13 +367,13 @@ class Plan(Record):
 
     @property
     def world_size(self) -> int:
-        """The number of processes that this plan needs."""
+        """Number of processes that this plan needs."""
         on_axes: int = math.prod(getattr(self, axis) for axis in AXES)
         return on_axes + self.servers
 
     @property
     def data_parallel(self) -> int:
-        """The number of shares of a global batch."""
+        """Number of shares of a global batch."""
         return self.dp_replicate * self.dp_shard
 
     @property
@@ -386,7 +385,7 @@ class Plan(Record):
 
     @property
     def samples_per_pass(self) -> int:
-        """Number of a data share's samples that go through the model before a gradient exists."""
+        """Number of samples of a data share that pass the model before a gradient exists."""
         return self.micro_batch * self.pp_microbatches
 
     @property
@@ -424,7 +423,7 @@ class Plan(Record):
         return rank // (self.cp * self.tp) % self.data_parallel
 
     def random_rank(self, rank: int) -> int:
-        """Return the rank whose random numbers `rank` draws: one for each tensor-parallel group."""
+        """Return the rank whose random numbers `rank` draws: one per tensor-parallel group."""
         return rank // self.tp
 
     @property
@@ -479,7 +478,7 @@ class Plan(Record):
 
 
 def layout_words(strategy: Strategy, mesh: str, processes: int) -> str:
-    """Return a strategy with its processes, or with its axes if its name does not say which."""
+    """Return a strategy with its number of processes, or with its axes if they are not clear."""
     if processes == 1:
         return strategy
     several = "," in mesh or len(TRAITS[strategy].axes) > 1
@@ -513,7 +512,7 @@ def count_servers(strategy: Strategy, world_size: int, asked: int | None) -> int
 def fill_axes(
     strategy: Strategy, world_size: int, asked: Mapping[str, int | None]
 ) -> dict[str, int]:
-    """Return the size of every axis on `world_size` ranks, parameter servers not counted.
+    """Return the size of every axis on `world_size` ranks, without parameter servers.
 
     `asked` has the user's values, with −1 for the remaining ranks. Other axes are 1, or the
     strategy's default. Raises BadInputError if the product differs from the world size.
@@ -535,7 +534,7 @@ def fill_axes(
             sizes[axis] = 2
     if len(open_axes) > 1:
         raise BadInputError(
-            f"{' and '.join(open_axes)} are both -1, but only one axis can take the remaining ranks"
+            f"{' and '.join(open_axes)} are both -1, but only one axis can have the remaining ranks"
         )
     fixed = math.prod(size for axis, size in sizes.items() if axis not in open_axes)
     for axis in open_axes:
@@ -564,7 +563,7 @@ def fill_axes(
 
 
 class PlanFile(Plan):
-    """A plan as in plan.json, with the length and the batch that it was made for.
+    """A plan as in plan.json, with the sequence length and batch for which it was made.
 
     These are None if unknown, as in files written before they were saved.
     """
@@ -574,7 +573,7 @@ class PlanFile(Plan):
 
     @classmethod
     def from_plan(cls, plan: Plan, seq_len: int | None, global_batch: int | None) -> Self:
-        """Return the file content of a plan for this sequence length and global batch."""
+        """Return the content of a plan's file, for a sequence length and global batch."""
         return cls(**plan.model_dump(), seq_len=seq_len, global_batch=global_batch)
 
     @property

@@ -48,11 +48,10 @@ class PrecisionTraits:
     `matmuls`: the dtype of matmuls on a device that supports it; under fp8, everything
     except matmuls of blocks uses `low`. `low`: the 16-bit dtype in which the forward pass
     computes, None if it computes in the dtype of the weights. `weights`: the dtype in which weights
-    are stored. `masters`: the optimizer also keeps fp32 weights, updates those, and rounds the
-    others from them. `scaled`: the loss is multiplied by a dynamic scale. `shards`: see
-    SHARD_DTYPES. `where_offloaded`: the precision of plans that offload weights or states if the
-    user chooses none and other plans use this one, because master weights cannot be combined with
-    offloading.
+    are stored. `masters`: the optimizer also keeps fp32 weights, updates them, and rounds them to
+    the model's weights. `scaled`: the loss is multiplied by a dynamic scale. `shards`: see
+    SHARD_DTYPES. `where_offloaded`: if the user chooses no precision and plans use this one, the
+    precision of plans that offload weights or states, since master weights cannot be offloaded.
     """
 
     matmuls: Literal["fp32", "tf32", "bf16", "fp16", "fp8"]
@@ -72,8 +71,8 @@ class PrecisionTraits:
     def shard_bytes(self) -> tuple[int, int]:
         """Bytes per number of parameters and of gradients, as ranks that shard them send them.
 
-        These are gathered and reduced, respectively: the single definition of "zero3 in bf16" for
-        time, memory and the network.
+        Parameters are gathered, gradients reduced. Time, memory and network estimates all use this
+        definition.
         """
         return (self.weight_bytes,) * 2 if self.shards is None else (2, 4)
 
@@ -84,9 +83,9 @@ class PrecisionTraits:
 
 
 PRECISION_TRAITS: Mapping[Precision, PrecisionTraits] = {
-    "fp64": PrecisionTraits("fp32", weights="fp64"),  # hardware has no other matmuls than fp32's
+    "fp64": PrecisionTraits("fp32", weights="fp64"),  # hardware has only fp32 matmuls
     "fp32": PrecisionTraits("fp32"),
-    "tf32": PrecisionTraits("tf32"),  # of fp32 operands, rounded on their way into tensor cores
+    "tf32": PrecisionTraits("tf32"),  # of fp32 operands, which tensor cores round
     "bf16": PrecisionTraits("bf16", "bf16", shards=ShardDtypes("bf16", "fp32")),
     # Without autocast: the shards are the master weights, and no other copy is kept.
     "bf16-master": PrecisionTraits(

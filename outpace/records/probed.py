@@ -44,7 +44,7 @@ def network_fit(fits: Sequence[LinkFit], hosts: int) -> LinkFit | None:
     """Return the all-reduce fit that describes the network between hosts; None if there is none.
 
     It is that of the axis "across", where each local rank has a group and all communicate at once.
-    With one rank per host that axis does not exist, and all ranks together use the network.
+    With one rank per host, there is no such axis, and all ranks together use the network.
     """
     if hosts < 2:
         return None
@@ -63,14 +63,14 @@ def node_bytes_per_s(fit: LinkFit, at_once: int) -> float | None:
 
 
 class Advice(Record):
-    """A change that would be faster, by how much, and how certain that is."""
+    """A change that would be faster, with its gain and the gain's uncertainty."""
 
     about: str = Field(description="vocabulary, heads, loader, …")
     text: str = Field(description="what to change, with the figures")
     gain: float | None = entry("0.03: 3 % faster; None: unknown")
     low: float | None = entry("lower end of the gain's interval, from the intervals of its figures")
     high: float | None = None
-    of: tuple[Key, ...] = entry("the figures that it is based on", ())
+    of: tuple[Key, ...] = entry("the figures on which it is based", ())
 
 
 class Steadiness(Record):

@@ -1,4 +1,4 @@
-"""Ranks: the position of this process among those that train together."""
+"""Ranks: the position of this process among the processes that train together."""
 
 from typing import Self
 

@@ -20,7 +20,7 @@ def resume_command(run: Path) -> str:
 
 
 def explain_removed_checkpoint(path: Path) -> str:
-    """Return a note if the path is a checkpoint that was removed; otherwise ""."""
+    """Return a note if the path is a checkpoint that was removed, else ""."""
     if path.exists() or path.parent.name != "checkpoints" or not path.parent.is_dir():
         return ""
     kept = [one.name for one in path.parent.glob("step-*") if one.name[5:].isdecimal()]
@@ -68,7 +68,7 @@ class RunRecord(Record):
 
     @property
     def start_step(self) -> int:
-        """The step after which a resume last changed the plan, the machine or versions; or 0.
+        """The step after which a resume last changed the plan, machine or versions; 0 if none did.
 
         Only the steps after it used this plan on this machine. Records from before this was
         recorded are assumed to have changed.
@@ -77,10 +77,9 @@ class RunRecord(Record):
         return moved[-1] if moved else 0
 
     def last_untimed_step(self, result: Measurement | None) -> int:
-        """Return the step after which a run's steps count in its times and rates; or 0.
-
-        Those of a finished run are of the steps after its last resume, as its `result` is, unless
-        all of these are warm-up; else those after `start_step`.
+        """Return the step after which a run's steps count in its times and rates; 0 if all do. In a
+        finished run, steps after its last resume count, as in its `result`, unless all of them are
+        warm-up; otherwise, steps after `start_step` count.
         """
         if result is None or result.steps - result.start_step <= WARMUP_STEPS:
             return self.start_step
@@ -92,7 +91,7 @@ class RunRecord(Record):
         return any(0 < step - begin <= WARMUP_STEPS for begin in begins)
 
     def changes_since(self, earlier: "RunRecord") -> tuple[str, ...]:
-        """Return facts that affect the speed of steps and differ from an earlier record."""
+        """Return the facts that affect the speed of steps and differ from an earlier record."""
         names = ("plan", "outpace", "versions", "device", "threads", "environment")
         differ = [name for name in names if getattr(self, name) != getattr(earlier, name)]
         return *differ, *earlier.machine.differences(self.machine)
@@ -105,4 +104,4 @@ class Failure(Record):
 
     reason: str
     ended: str = Field(description="UTC, ISO 8601")
-    checkpoint_step: int | None = entry("the newest checkpoint then; None: there was none")
+    checkpoint_step: int | None = entry("the newest checkpoint at that time; None: there was none")

@@ -47,7 +47,7 @@ def _size(value: object) -> object:
 # A number of bytes, which may be written "8GiB".
 Size = Annotated[PositiveInt, BeforeValidator(_size)]
 
-# Largest numbers: above what any training takes, and within what libraries and clocks hold.
+# Largest numbers: above those of any training, and within the limits of libraries and clocks.
 _MOST_TIMEOUT_S = 1e7
 _MOST_STEPS = 10**12
 _MOST_TOKENS = 10**18
@@ -260,7 +260,8 @@ class TrainSettings(Record):
         "same as --offload-parameters and --offload-optimizer"
     )
     offload_activations: Offload = _computation(
-        "keep what blocks save for the backward in host memory (CUDA) or on disk", "none"
+        "keep the tensors that blocks save for the backward in host memory (CUDA) or on disk",
+        "none",
     )
     offload_parameters: Offload | None = _computation(
         "keep parameters and gradients in host memory (single, zero2, zero3, hsdp, 3d), or "
@@ -277,8 +278,8 @@ class TrainSettings(Record):
         "torch.compile the forward pass (default: on CUDA, if it saves time over the run)"
     )
     cuda_graphs: bool | None = _computation(
-        "replay forward and backward passes of one CUDA device as graphs, so that the host "
-        "does not launch each kernel (default: with compile, if memory suffices)"
+        "replay forward and backward passes of one CUDA device as CUDA graphs, which saves the "
+        "host's launches of kernels (default: with compile, if memory suffices)"
     )
     loss: Literal["auto", "plain", "chunked"] = _computation(
         "compute the cross-entropy over the vocabulary at once or in chunks", "auto"
@@ -299,7 +300,7 @@ class TrainSettings(Record):
         "micro-batches in flight in a pipeline (default: one per stage)"
     )
     pp_schedule: ProductSchedule | None = _computation(
-        "schedule of a pipeline that is given by its axis (default: 1f1b)"
+        "schedule of a pipeline that is one of several axes (default: 1f1b)"
     )
     sequence_parallel: bool = _computation(
         "also split the sequence between the layers that tp splits", True
@@ -357,8 +358,8 @@ class TrainSettings(Record):
         "on",
     )
     deterministic: bool = _run(
-        "use only kernels that give the same bits each time on a GPU, so that repeated and "
-        "resumed runs are equal; slower (a CPU's always do)",
+        "on a GPU, use only kernels that give the same bits each time, so that repeated and "
+        "resumed runs are equal; slower (on a CPU, all kernels do)",
         False,
     )
     log: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = _run(
@@ -366,7 +367,7 @@ class TrainSettings(Record):
     )
     profile: bool = _run("write a Chrome trace of a few steps", False)
     memory: bool = _run(
-        "show where memory goes: traced before the first step, measured at the end", False
+        "show what uses memory: traced before the first step, measured at the end", False
     )
     memory_snapshot: bool = _run("write torch's memory snapshot (CUDA)", False)
     sample_tokens: NonNegativeInt = _run("tokens of sample text at the end; 0 = none", 80)
@@ -385,7 +386,7 @@ class TrainSettings(Record):
     @field_validator("*", mode="after")
     @classmethod
     def _require_range(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse numbers of a magnitude that no training has; 0 and -1 have other rules."""
+        """Refuse numbers of an impossible magnitude; 0 and -1 have other rules."""
         low, high = _RANGES.get(info.field_name or "", (0, math.inf))
         for number in value if isinstance(value, tuple) else (value,):
             if not isinstance(number, (int, float)) or number <= 0:
@@ -411,15 +412,15 @@ class TrainSettings(Record):
             )
         if self.optimizer_in_backward and self.micro_batch == "auto":
             raise ValueError(
-                "micro_batch auto tries smaller micro-batches, more of which a step accumulates, "
-                "but optimizer_in_backward works with one per step. Give the micro-batch as a "
+                "micro_batch auto tries smaller micro-batches, of which a step accumulates more, "
+                "but optimizer_in_backward supports only one per step. Give the micro-batch as a "
                 "number"
             )
         recomputing = {"checkpointing": "none", "checkpoint_every": 1, "checkpoint_layers": ()}
         for name, default in recomputing.items():
             if self.memory_budget is not None and getattr(self, name) != default:
                 raise ValueError(
-                    f"memory_budget chooses what is recomputed, and so does {name}. Leave one out"
+                    f"memory_budget and {name} both choose what is recomputed. Leave one out"
                 )
         if self.optimizer_in_backward and self.clip > 0:
             raise ValueError(
@@ -451,8 +452,8 @@ class TrainSettings(Record):
             raise ValueError("loss chunked applies to a vocabulary. Leave it out of task classify")
 
 
-# Settings of what a run does besides training, and where it writes: when the same training is
-# repeated, they are those of the other run.
+# Settings for a run's work besides training, and where it writes: they may differ if the same
+# training is repeated.
 OF_A_RUN = frozenset(
     name
     for name, field in TrainSettings.model_fields.items()

@@ -10,10 +10,9 @@ ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, *ANNOUNCEMENTS)
 
 
 def may_handle(number: signal.Signals) -> bool:
-    """Return whether outpace may handle a signal that asks it to end.
-
-    It may not if the parent has it ignored (nohup, a background job), or if the user's code handles
-    it as an announcement (submitit's requeue).
+    """Return whether outpace may handle a signal that asks it to end. It may not if the parent
+    ignores the signal (nohup, a background job), or if the user's code handles it (submitit's
+    requeue).
     """
     handler = signal.getsignal(number)
     if handler is signal.SIG_IGN:

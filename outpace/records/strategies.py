@@ -1,4 +1,4 @@
-"""Strategies: what each of them splits, gathers, compresses and supports, in one table.
+"""Strategies: what each splits, gathers, compresses and supports, in one table.
 
 The planner, layouts and messages derive what they know about a strategy from here.
 """
@@ -36,15 +36,15 @@ class StrategyTraits:
     `custom_module` the one for a user's model. `axes`: the axes that it splits; the last one gets
     the remaining ranks, the others two each. `zero`: what dp_shard shards (1: optimizer state, 2:
     gradients too, 3: parameters too; 0: nothing). `whole_model`: every rank keeps all parameters.
-    `buckets`: gradients are reduced in buffers as they are computed. `gathers`: parameters are
-    gathered before their use, so they may be stored elsewhere, also on a single process.
+    `buckets`: gradients are reduced in buffers as soon as they are computed. `gathers`: parameters
+    are gathered before use, so they may be stored elsewhere, also on a single process.
     `compresses`: the kinds of compression for its reduced buffers of whole gradients.
     `steps_in_backward`: a gradient is complete as soon as it is computed, and nothing else holds
     its memory. `shares_buffers`: every rank has all buffers, and a share of the samples.
-    `communicates_within`: it communicates inside forward and backward, and the time counts towards
-    these. `one_shape`: all batches have the same shape. `takes_sparse_gradients`: embeddings may
-    have sparse gradients. `offloads_compiled`: activations may be offloaded from compiled blocks
-    (tests/parallel/test_offload.py). `compiled`: None if it was not tested.
+    `communicates_within`: it communicates during forward and backward, and the time is counted as
+    part of them. `one_shape`: all batches have the same shape. `takes_sparse_gradients`: embeddings
+    may have sparse gradients. `offloads_compiled`: activations may be offloaded from compiled
+    blocks (tests/parallel/test_offload.py). `compiled`: None if it was not tested.
     """
 
     module: str
@@ -157,5 +157,5 @@ def idle_strategy_note(strategy: Strategy | None, world_size: int) -> str | None
     return f"--strategy {strategy} on one process splits nothing"
 
 
-# Alone, not in a product of axes: parameters are sharded by `fully_shard`.
+# As the only axis, not under 3d: `fully_shard` shards the parameters.
 FULLY_SHARDED = strategies_that(lambda traits: traits.zero >= 2)

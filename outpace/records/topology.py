@@ -6,8 +6,8 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 
 from outpace.records.base import Record, entry
 
-# What `nvidia-smi topo -m` prints, from the NVML documentation (nvmlGpuTopologyLevel_t) and the
-# tool's own legend. SOC is what drivers before 384 called SYS.
+# Terms in the output of `nvidia-smi topo -m`, from the NVML documentation (nvmlGpuTopologyLevel_t)
+# and the tool's legend. SOC is what drivers before 384 called SYS.
 LEGEND = {
     "X": "the device itself",
     "NV#": "a bond of # NVLinks",
@@ -38,7 +38,7 @@ def nvlinks(link: str | None) -> int:
 
 
 def goodness(link: str | None) -> int:
-    """Return a number, higher for a better link: more NVLinks, then fewer bridges; 0 for None."""
+    """Return a number, higher for better links (more NVLinks, then fewer bridges); 0 for None."""
     if link is None:
         return 0
     if nvlinks(link):
@@ -149,11 +149,12 @@ class Grouping(Record):
 class MissingNvlinks(Record):
     """GPUs and pairs with fewer NVLinks than nearly all others on the host, usually a fault.
 
-    `gpus` lack links to all others; `pairs` lack them between two GPUs that have them to others.
+    `gpus` lack links to all others; `pairs` lack links between two GPUs that have links to other
+    GPUs.
     """
 
     usual: str = Field(description="the link of the other pairs")
-    links: tuple[str, ...] = Field(description="what these have instead, best first")
+    links: tuple[str, ...] = Field(description="the links that these have instead, best first")
     gpus: tuple[str, ...] = ()
     pairs: tuple[tuple[str, str], ...] = ()
 
@@ -162,7 +163,8 @@ class SlowPairs(Record):
     """Pairs of GPUs that are connected by `link` at best.
 
     `times_slower`: communication between such a pair takes at least this many times as long as over
-    the host's best NVLinks, if the difference is large; at best, they share a PCIe slot's rate.
+    the host's best NVLinks (at best, the pair has a PCIe slot's rate); None if the difference is
+    small.
     """
 
     link: str

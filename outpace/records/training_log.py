@@ -1,4 +1,4 @@
-"""Training runs as described by logs, and a machine that such runs corrected."""
+"""Training runs as described by logs, and a machine whose rates such runs corrected."""
 
 from pathlib import Path
 from typing import ClassVar, Literal, Self
@@ -25,9 +25,8 @@ MemoryKind = Literal["allocated", "reserved", "resident"]
 
 
 class LoggedRun(Record):
-    """A run as described by a trainer's log. None stands for what the log does not say.
-
-    `steps` were averaged, leaving out the warm-up. Memory is the highest of any rank in the log.
+    """A run as described by a trainer's log. None if the log does not say. `steps` were averaged,
+    without the warm-up. Memory is that of the rank with the most in the log.
     """
 
     trainer: TrainerName
@@ -61,7 +60,7 @@ class LoggedRun(Record):
 
 
 class ObservedRun(Record):
-    """A run whose plan is known and whose step was timed."""
+    """A run with a known plan and a measured step time."""
 
     trainer: TrainerName
     log: str

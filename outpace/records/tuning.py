@@ -30,7 +30,7 @@ class PlanTrial(Record):
     predicted_s: PositiveFloat = Field(description="predicted step time, when it was chosen")
     step_time_s: PositiveFloat | None = entry("measured median; None: it failed")
     undisturbed_s: PositiveFloat | None = entry("first quartile of its step times; None: unknown")
-    raced: bool = entry("whether it is a trial of the final race, in turn with the others", False)
+    raced: bool = entry("whether it is a trial of the final round, in turn with the others", False)
     tokens_per_s: PositiveFloat | None = entry(
         "median over all processes; None: it failed, or has no tokens"
     )
@@ -50,12 +50,12 @@ class PlanTrial(Record):
 
     @property
     def compared_s(self) -> float | None:
-        """Return the step time to compare plans by; other load only makes steps longer."""
+        """Return the step time by which to compare plans; other load only makes steps longer."""
         return self.undisturbed_s or self.step_time_s
 
 
 def shown_rate(trials: Sequence[PlanTrial]) -> Literal["tokens_per_s", "samples_per_s"]:
-    """Return the field that shows the speed of trials: in samples, if there are no tokens."""
+    """Return the name of the field with the speed of trials: of samples, if there are no tokens."""
     done = [trial for trial in trials if trial.step_time_s is not None]
     by_samples = any(one.samples_per_s for one in done)
     tokens = any(one.tokens_per_s for one in done) or not by_samples

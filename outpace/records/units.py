@@ -17,7 +17,7 @@ def show_bytes(count: float | None) -> str:
 
 
 def show_size(count: int) -> str:
-    """Format a chosen size: 65536 -> '64 KiB'; sizes that are not round as `show_bytes` does."""
+    """Format a chosen size: 65536 -> '64 KiB'; others are formatted like `show_bytes`."""
     return show_bytes(count).replace(".00 ", " ")
 
 

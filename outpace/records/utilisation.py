@@ -33,7 +33,7 @@ def _time(text: str) -> str:
 Time = Annotated[str, AfterValidator(_time)]
 
 _UTILISATION = "share of time in which the device computed, 0 to 1"
-_OF_RUN = "used by the run's processes; None if they cannot be told from others"
+_OF_RUN = "used by the run's processes; None if they cannot be distinguished from others"
 
 
 class DeviceLoad(Record):
@@ -299,7 +299,7 @@ def _transpose_loads(loads: Sequence[Record]) -> dict[str, Any]:
 
 
 def _round_digits(value: float | None, name: str) -> float | None:
-    """Round to significant digits, so that a file with a thousand points stays small."""
+    """Round to significant digits, to keep a file with a thousand points small."""
     if value is None:
         return None
     if "bytes" in name or name == "clock_hz":

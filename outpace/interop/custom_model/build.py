@@ -22,8 +22,8 @@ _RETURNS = (
 def build_custom_model(build: Callable[[], Any]) -> CustomModel:
     """Call a user's function and interpret its result.
 
-    The result may be an nn.Module, a tuple (module, loss, dataset, eval_dataset) or the beginning
-    of one, a mapping with these keys, or a CustomModel. Raises BadInputError, with the file and
+    The result may be an nn.Module, a tuple (module, loss, dataset, eval_dataset) or its first
+    entries, a mapping with these keys, or a CustomModel. Raises BadInputError, with the file and
     line where the function failed.
     """
     name = getattr(build, "__name__", "build")
@@ -66,8 +66,9 @@ def _check_trainable(model: CustomModel, name: str) -> None:
         if any(id(parameter) not in inside for parameter in model.loss.parameters()):
             raise BadInputError(
                 f"{name}() gave a {type(model.loss).__name__} as the loss, with parameters that "
-                "the module does not have, and only the module's are trained. Give them to the "
-                "module, as an attribute (self.loss = …), whose forward or loss uses them."
+                "the module does not have, but only the module's parameters are trained. Make the "
+                "loss an attribute of the module (self.loss = …), and use it in the module's "
+                "forward or in the loss function."
             )
 
 
@@ -85,22 +86,22 @@ def _check_loss(loss: Any, name: str) -> None:
 
 
 def _check_cuts(model: CustomModel, name: str) -> None:
-    """Refuse `blocks`, `layouts` or `sync_batchnorm` of types that parallelize does not take."""
+    """Refuse `blocks`, `layouts` or `sync_batchnorm` of types that parallelize does not accept."""
     blocks, layouts, sync = model.blocks, model.layouts, model.sync_batchnorm
     parts = [] if blocks is None or isinstance(blocks, str) else list(blocks)
     flat = [one for part in parts for one in ([part] if isinstance(part, str) else part)]
     if isinstance(blocks, str) or not all(isinstance(one, str) for one in flat):
         raise BadInputError(
-            f"{name}() gave {blocks!r} as blocks; they are a list of names of the module's parts, "
-            "or a list of such lists, one for each stage of a pipeline"
+            f"{name}() gave {blocks!r} as blocks; they must be a list of names of the module's "
+            "parts, or a list of such lists, one for each stage of a pipeline"
         )
     if layouts is not None and not isinstance(layouts, Mapping):
         raise BadInputError(
-            f"{name}() gave a {type(layouts).__name__} as layouts; they are a mapping of patterns "
-            'of names to layouts, such as {"layers.*.q": "colwise", "layers.*.o": "rowwise"}'
+            f"{name}() gave a {type(layouts).__name__} as layouts; they must be a mapping of "
+            'patterns of names to layouts, such as {"layers.*.q": "colwise", "layers.*.o": "rowwise"}'
         )
     if not isinstance(sync, bool):
-        raise BadInputError(f"{name}() gave {sync!r} as sync_batchnorm; it is True or False")
+        raise BadInputError(f"{name}() gave {sync!r} as sync_batchnorm; it must be True or False")
 
 
 def _to_record(returned: Any, name: str) -> CustomModel:

@@ -1,4 +1,4 @@
-"""The weights of a custom model on disk, with the name of the function that builds it."""
+"""A custom model's weights on disk, with the name of the function that builds the model."""
 
 import json
 import pickle
@@ -106,7 +106,7 @@ def read_custom_model(directory: Path) -> Callable[[], CustomModel]:
             _load_weights(custom.module, directory / SINGLE)
         except (SafetensorError, OSError, RuntimeError, pickle.UnpicklingError) as error:
             raise BadInputError(
-                f"the weights in {directory} do not fit what {reference} builds: {error}"
+                f"the weights in {directory} do not fit the module that {reference} builds: {error}"
             ) from None
         return custom
 

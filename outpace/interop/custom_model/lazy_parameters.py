@@ -1,4 +1,4 @@
-"""Parameters of torch's lazy modules, which get their shapes from a first batch."""
+"""Parameters of torch's lazy modules, which get their shapes from the first batch."""
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ def give_shapes(custom: CustomModel, name: str) -> None:
     """
     if not has_lazy_parameters(custom.module):
         return
-    why = "there is no dataset with it to take a batch from"
+    why = "it has no dataset from which to take a batch"
     if custom.dataset is not None:
         why = _run(custom) or "a batch of its dataset does not reach all of them"
     if has_lazy_parameters(custom.module):
@@ -44,5 +44,5 @@ def _run(custom: CustomModel) -> str | None:
         with evaluation_mode(custom.module), torch.no_grad():
             CustomObjective(custom)(default_collate(samples))
     except Exception as error:
-        return f"a batch of its dataset fails in it ({type(error).__name__}: {error})"
+        return f"the module fails on a batch of its dataset ({type(error).__name__}: {error})"
     return None

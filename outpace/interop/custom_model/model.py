@@ -12,7 +12,7 @@ from outpace.nn.transformer import Transformer
 
 @dataclass(frozen=True)
 class CustomModel:
-    """A user's module, optionally with its loss and data, and how strategies are to split it.
+    """A user's module, optionally with its loss and data, and with how strategies split it.
 
     `blocks`, `layouts` and `sync_batchnorm` are as for `outpace.parallelize`.
     """

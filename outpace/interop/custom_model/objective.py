@@ -41,21 +41,21 @@ class CustomObjective(nn.Module):
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Return the sum of losses (fp32 or fp64, with gradient) and its count, both scalars.
 
-        The count is the number of losses (int64), or the sum of weights, if the loss returns these.
+        The count is the number of losses (int64), or the sum of weights if the loss returns that.
 
         Raises BadInputError if the loss or the module returns none of the above.
         """
         loss_sum, count = self._score(batch)
         if torch.is_grad_enabled() and not loss_sum.requires_grad:
             raise BadInputError(
-                "the loss has no gradient: it was detached, or made without the module's output. "
-                "Use the output in it (0 times a sum of it, where nothing is to be learned)."
+                "the loss has no gradient: it was detached, or does not depend on the module's "
+                "output. Use the output in it (0 times its sum if there is nothing to learn)."
             )
         return loss_sum, count
 
     def _score(self, batch: Any) -> tuple[Tensor, Tensor]:
         if self.loss is None and isinstance(self.model, Transformer):
-            # It returns hidden states (B, S, D), which would pass for logits.
+            # It returns hidden states (B, S, D), which would be mistaken for logits.
             scored: tuple[Tensor, Tensor] = LanguageModelObjective(self.model)(batch)
             return scored
         if self.loss is not None:
@@ -94,9 +94,8 @@ class CustomObjective(nn.Module):
             )
 
     def _router_loss(self, output: Any) -> Tensor | None:
-        """Return the scaled auxiliary loss of a transformers mixture of experts; None without one.
-
-        Raises BadInputError if the model does not say by which coefficient to scale it.
+        """Return the scaled auxiliary loss of a transformers mixture of experts; None if it has
+        none. Raises BadInputError if the model does not state the coefficient.
         """
         extra = _part(output, "aux_loss")
         if not isinstance(extra, Tensor):
@@ -127,7 +126,7 @@ class CustomObjective(nn.Module):
         return _samples(batch) if counted is None else (counted != IGNORED).sum()
 
     def _check_width(self, logits: Tensor) -> None:
-        """Refuse hidden states, which cross-entropy would take for scores of a small vocabulary."""
+        """Refuse hidden states, which cross-entropy would treat as scores of a small vocabulary."""
         if self._vocab is not None and logits.shape[-1] < self._vocab:
             raise BadInputError(
                 f"the model returned {logits.shape[-1]} values per token, fewer than its "
@@ -136,7 +135,7 @@ class CustomObjective(nn.Module):
             )
 
     def _call(self, batch: Any) -> Any:
-        """Call the module with the batch in the form that its forward takes."""
+        """Call the module with the batch in the form that its forward accepts."""
         if not isinstance(batch, Mapping) or "tokens" not in batch:
             return self._call_with_user_batch(batch)
         accepts = self._signature.parameters
@@ -176,7 +175,7 @@ class CustomObjective(nn.Module):
 
 
 def _mean_over(batch: Any) -> Tensor | int:
-    """Return the number that a user's loss is averaged over: the targets, else the samples.
+    """Return the number over which a user's loss is averaged: of targets, else of samples.
 
     torch's losses skip targets of −100, so these do not count.
     """
@@ -214,7 +213,7 @@ def _part(output: Any, name: str) -> Any:
 
 
 def _module_loss(output: Any) -> Tensor | None:
-    """Find the loss in a module's output: itself, its `.loss`, or a scalar in its first two items.
+    """Find the loss in a module's output: the output, its `.loss`, or a scalar among the first two entries.
 
     transformers returns tuples (loss, logits, …), nanoGPT returns (logits, loss).
     """
@@ -228,7 +227,7 @@ def _module_loss(output: Any) -> Tensor | None:
 
 
 def _logits(output: Any) -> Tensor | None:
-    """Find the scores (B, S, V) in a module's output; in a tuple, first or after a loss."""
+    """Find the scores (B, S, V) in a module's output; in a tuple, among the first two entries."""
     found = _part(output, "logits")
     parts = output[:2] if isinstance(output, tuple | list) else [output]
     candidates = [*parts] if found is None else [found]
@@ -256,8 +255,8 @@ def _scalar(value: Any, what: str) -> Tensor:
         return to_fp32(value).reshape(())
     if value is None and what == "the loss":
         raise BadInputError(
-            "the loss is None; it must be a scalar tensor. Where nothing is to be learned from a "
-            "batch, which may be a part of a rank's, return 0 times the sum of the module's output."
+            "the loss is None; it must be a scalar tensor. If there is nothing to learn from a "
+            "batch (or from a rank's part of it), return 0 times the sum of the module's output."
         )
     seen = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else None
     others = (
@@ -277,9 +276,9 @@ def _pair(total: Tensor, count: Any) -> tuple[Tensor, Tensor]:
         isinstance(count, Tensor) and count.numel() != 1
     ):
         raise BadInputError(
-            f"the loss returned a {type(count).__name__} as the count; (sum of losses, count) has "
-            "the number that the sum is over, such as (targets != -100).sum(). Return the loss "
-            "alone if the second is for a log"
+            f"the loss returned a {type(count).__name__} as the count; in (sum of losses, count), "
+            "the count is the number of summed losses, such as (targets != -100).sum(). If the "
+            "second value is only for a log, return the loss alone"
         )
     total = to_fp32(total)
     number = torch.as_tensor(count, device=total.device).detach().reshape(())

@@ -14,7 +14,7 @@ Kind = Literal["NO", "MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM"]
 
 
 def write(request: ExportRequest) -> ExportedPlan:
-    """Write the YAML: FSDP2, DeepSpeed if only it can offload or shard so, Megatron-LM for pp."""
+    """Write the YAML: FSDP2, Megatron-LM for pp, or DeepSpeed for offloading and its shards."""
     plan = request.plan
     notes = unsupported.replicas(request, _TOOL)
     kind = _kind(request)
@@ -46,7 +46,7 @@ def write(request: ExportRequest) -> ExportedPlan:
         }
     notes += _in_the_script(request, kind)
     notes += unsupported.closing_notes(
-        request, _TOOL, _expressed_fields(plan, kind), "train.py is a script of yours."
+        request, _TOOL, _expressed_fields(plan, kind), "train.py stands for your script."
     )
     return ExportedPlan(
         text=heading(_TOOL, request.title, notes) + as_yaml(values),
@@ -121,7 +121,7 @@ def _fsdp(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     notes += unsupported.reduced_in_16_bits(plan, _TOOL)
     offloads = plan.offload_activations == "cpu"
     if offloads and done.mode == "none":
-        notes.append("offload_activations cpu: FSDP offloads inputs of recomputed blocks only.")
+        notes.append("offload_activations cpu: FSDP offloads only the inputs of recomputed blocks.")
     if done.count and not request.recomputes_all:
         notes.append(unsupported.checkpointing(request, _TOOL, "all blocks in full", "full"))
     if plan.offload_parameters == "disk":
@@ -129,7 +129,7 @@ def _fsdp(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
             "offload_parameters disk: Accelerate does not support it together with tp or cp."
         )
     if plan.offload_optimizer != "none" and plan.offload_parameters != "cpu":
-        notes.append("offload_optimizer: FSDP offloads state together with parameters only.")
+        notes.append("offload_optimizer: FSDP offloads state only together with parameters.")
     return {
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": again,
@@ -142,13 +142,13 @@ def _fsdp(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
 
 
 def axes(request: ExportRequest, tool: str, notes: list[str]) -> dict[str, int]:
-    """Return the sizes for ParallelismConfig, in which replicas besides tp or cp are shards."""
+    """Return the sizes for ParallelismConfig, in which replicas next to tp or cp become shards."""
     plan = request.plan
     replicate, shard = plan.dp_replicate, plan.dp_shard
     if replicate > 1 and shard == 1 and plan.tp * plan.cp > 1:
         notes.append(
             f"dp_replicate {replicate} beside tp or cp: {tool} supports whole replicas only "
-            "alone. Shards over these ranks are written instead."
+            "without other axes. The export has shards over these ranks instead."
         )
         replicate, shard = 1, replicate
     notes += unsupported.no_sequence_parallel(plan, tool)
@@ -229,7 +229,7 @@ def _megatron(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
         values["megatron_lm_optimizer_cpu_offload"] = True
         values["megatron_lm_use_precision_aware_optimizer"] = True
         notes.append(
-            "offloading: with Megatron-LM, only optimizer state can be offloaded, to host memory."
+            "offloading: Megatron-LM can offload only optimizer state, and only to host memory."
         )
     notes += unsupported.all_under_way(request, tool)
     return values
@@ -239,7 +239,7 @@ def _in_the_script(request: ExportRequest, kind: Kind) -> list[str]:
     """List the settings that Accelerate leaves to the user's script."""
     plan = request.plan
     samples = f"{plan.micro_batch} sample{'s' if plan.micro_batch > 1 else ''}"
-    batch = f"The script's data loader gives {samples} at once"
+    batch = f"The script's data loader yields {samples} at once"
     makes = f"{batch}; it creates AdamW and clips gradients at {unsupported.clip(plan):g}."
     if plan.optimizer != "adamw-fused":
         makes = f"{batch}, and it creates the optimizer: the plan's is {plan.optimizer}."
@@ -259,8 +259,7 @@ def _in_the_script(request: ExportRequest, kind: Kind) -> list[str]:
     if plan.compress_gradients != "none" and kind == "MULTI_GPU":
         sentences.append(
             ScriptEdit(
-                "compress_gradients: DistributedDataParallelKwargs(comm_hook=…) in the script does "
-                "it."
+                "compress_gradients: use DistributedDataParallelKwargs(comm_hook=…) in the script."
             )
         )
     return sentences

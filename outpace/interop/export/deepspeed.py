@@ -51,7 +51,7 @@ def write(request: ExportRequest) -> ExportedPlan:
         _TOOL,
         _expressed_fields(plan),
         'transformers\' Trainer replaces each "auto" with its own arguments; a script that calls '
-        "deepspeed.initialize() itself must do so. train.py is a script of yours.",
+        "deepspeed.initialize() itself must do so. train.py stands for your script.",
     )
     return ExportedPlan(
         text=as_json(config), file_name=_FILE, command=_launch(request), notes=tuple(notes)
@@ -94,7 +94,7 @@ def _expressed_fields(plan: Plan) -> list[str]:
 
 
 def stage_for(request: ExportRequest, notes: list[str]) -> int:
-    """Return the plan's ZeRO stage, raised for offloading if needed, lowered for pipelines."""
+    """Return the plan's ZeRO stage: raised if offloading needs it, lowered for pipelines."""
     plan = request.plan
     stage: int = request.stage
     least = 0
@@ -104,18 +104,18 @@ def stage_for(request: ExportRequest, notes: list[str]) -> int:
         least = 3
     if plan.pp > 1 and max(stage, least) > 1:
         notes.append(
-            f"ZeRO-{max(stage, least)} beside a pipeline: DeepSpeed refuses it. Stage 1 is "
-            "written instead."
+            f"ZeRO-{max(stage, least)} beside a pipeline: DeepSpeed refuses it. The export has "
+            "stage 1 instead."
         )
         return 1
     if least > stage:
         why = "offloading" if least == 3 or plan.offload_optimizer != "none" else plan.precision
-        notes.append(f"{why} belongs to ZeRO-{least} in DeepSpeed; the plan shards less.")
+        notes.append(f"DeepSpeed supports {why} only with ZeRO-{least}; the plan shards less.")
     return max(stage, least)
 
 
 def zero_optimization(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
-    """Return the ZeRO stage, the offloading, and the groups of shards that are replicated."""
+    """Return the ZeRO stage, the offloading, and the groups of replicated shards."""
     plan = request.plan
     stage = stage_for(request, notes)
     values: dict[str, Any] = {"stage": stage, **_default_options(stage)}
@@ -140,14 +140,14 @@ def zero_optimization(request: ExportRequest, notes: list[str]) -> dict[str, Any
         if stage == 3:
             values["offload_param"] = _device(plan.offload_parameters)
         else:
-            notes.append("offload_parameters: DeepSpeed offloads those of ZeRO-3 only.")
+            notes.append("offload_parameters: DeepSpeed offloads parameters only with ZeRO-3.")
     if "disk" in (state, plan.offload_parameters):
         notes.append(Note(f"offloading to disk: replace with your own directory: {NVME}."))
     return values
 
 
 def _default_options(stage: int) -> dict[str, bool]:
-    """Return a stage's options; without gathering on save, stage-3 models cannot be loaded."""
+    """Return a stage's options. Stage-3 models must be gathered on save to be loadable."""
     overlaps = {"overlap_comm": True} if stage else {}
     saves = {"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}
     return overlaps | saves
@@ -180,7 +180,7 @@ def _precision(plan: Plan, notes: list[str]) -> dict[str, Any]:
         pure = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
         return {"bf16": {"enabled": True, **pure}}
     if name == "fp16-pure":
-        notes.append("precision fp16-pure: DeepSpeed's has a loss scale and its own moments.")
+        notes.append("precision fp16-pure: DeepSpeed uses a loss scale, and other moments.")
         return {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}
     if name in COMPUTES_IN_FP16:
         return {"fp16": {"enabled": True, "loss_scale": 0}}
@@ -206,15 +206,15 @@ def _activations(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     if done.mode == "none" and plan.offload_activations != "cpu":
         return {}
     if done.mode == "none":
-        notes.append("offload_activations cpu: DeepSpeed offloads the inputs of checkpoints only.")
+        notes.append("offload_activations cpu: DeepSpeed offloads only the inputs of checkpoints.")
     elif not request.recomputes_all:
         notes.append(
             unsupported.checkpointing(request, _TOOL, "its checkpointing of whole blocks", "full")
         )
     notes.append(
         Note(
-            "activation_checkpointing sets deepspeed.checkpointing up, which transformers does not "
-            "use: there --gradient_checkpointing True recomputes all blocks."
+            "activation_checkpointing configures deepspeed.checkpointing, which transformers does "
+            "not use: there, --gradient_checkpointing True recomputes all blocks."
         )
     )
     count = done.count or request.layers
@@ -235,7 +235,7 @@ def _axes(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     if plan.cp > 1:
         values |= {"data_parallel_size": plan.data_parallel, "sequence_parallel_size": plan.cp}
         notes.append(
-            f"cp {plan.cp}: DeepSpeed trades heads for parts of the sequence with an all-to-all "
+            f"cp {plan.cp}: DeepSpeed exchanges heads for parts of the sequence by an all-to-all "
             "(Ulysses) instead of a ring."
         )
         notes.append(ScriptEdit(f"cp {plan.cp}: the script has to split sequences."))
@@ -251,7 +251,7 @@ def _pipeline(request: ExportRequest) -> list[str]:
         return []
     sentences: list[str] = [
         ScriptEdit(
-            f"pp {plan.pp}: the script has to cut the model, "
+            f"pp {plan.pp}: the script has to split the model, "
             f"deepspeed.pipe.PipelineModule(layers, num_stages={plan.pp}); the JSON has no "
             "setting for it."
         )

@@ -75,9 +75,9 @@ def write(request: ExportRequest) -> ExportedPlan:
     notes += unsupported.remaining_options(plan, _TOOL, _expressed_fields(request, written))
     notes += unsupported.not_in_a_plan(
         request,
-        "Add learning_rate, num_train_epochs or max_steps, and output_dir to this file, or "
-        "TrainingArguments' defaults hold. train.py is a script of yours that reads it "
-        "(HfArgumentParser).",
+        "Add learning_rate, num_train_epochs or max_steps, and output_dir to this file; "
+        "otherwise, TrainingArguments' defaults apply. train.py stands for your script, which "
+        "reads it (HfArgumentParser).",
         written.ranks,
     )
     return ExportedPlan(
@@ -89,7 +89,7 @@ def write(request: ExportRequest) -> ExportedPlan:
 
 
 def _unfold(request: ExportRequest, notes: list[str]) -> _WrittenAxes:
-    """Return the axes that FSDP has, with the ranks of a pipeline turned into shards."""
+    """Return the axes for FSDP, with the ranks of a pipeline turned into shards."""
     plan = request.plan
     sizes = axes(request, _TOOL, notes)
     if plan.pp == 1:
@@ -99,14 +99,14 @@ def _unfold(request: ExportRequest, notes: list[str]) -> _WrittenAxes:
     which = f"strategy {plan.strategy}" if plan.strategy != "3d" else f"pp {plan.pp}"
     left = f"; {plan.pp - ranks} of each {plan.pp} ranks are left out" if ranks < plan.pp else ""
     notes.append(
-        f"{which}: the Trainer has no pipeline. FSDP over its ranks is written instead, with "
+        f"{which}: the Trainer has no pipeline. The export has FSDP over its ranks instead, with "
         f"micro-batch {micro} and accumulation {accumulation} for the same global batch{left}."
     )
     return _WrittenAxes(sizes, micro, accumulation)
 
 
 def _environment(written: _WrittenAxes, stage: int) -> str:
-    """Return variables that tell Accelerate about axes that FSDP itself lacks."""
+    """Return environment variables that tell Accelerate about axes that FSDP itself lacks."""
     sizes = written.sizes
     groups = sizes["dp_replicate_size"] > 1 and written.shards
     if sizes["tp_size"] * sizes["cp_size"] == 1 and not groups:

@@ -19,20 +19,20 @@ _FILE = "megatron.sh"
 _STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 # --use-rope-scaling means Llama 3.1's scaling, of which only the factor can be set.
 _LLAMA_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positions": 8192}
-# Not in a plan: the shell stops with a message if one is not set.
+# Settings that a plan does not have: the shell stops with a message if one is not set.
 _YOURS = {
     "DATA_PATH": "the prefix of your tokenized data, as preprocess_data.py writes it",
     "TOKENIZER": "the folder or name of a Hugging Face tokenizer",
     "LR": "the learning rate",
     "TRAIN_ITERS": "the number of steps",
-    "WARMUP_ITERS": "the steps in which the learning rate rises",
+    "WARMUP_ITERS": "the number of warm-up steps of the learning rate",
 }
 # An argument with its values: one line of the script.
 Argument = tuple[str, ...]
 
 
 def write(request: ExportRequest) -> ExportedPlan:
-    """Write the script. It can express every axis, 1F1B plain or interleaved, and ZeRO-1 to 3."""
+    """Write the script, which can express every axis, 1F1B (also interleaved) and ZeRO-1 to 3."""
     plan, spec = request.plan, request.spec
     notes = unsupported.replicas(request, _TOOL)
     notes += unsupported.one_at_a_time(request, _TOOL, "a pipeline of all micro-batches, 1F1B")
@@ -58,7 +58,8 @@ def write(request: ExportRequest) -> ExportedPlan:
         _TOOL,
         _expressed_fields(request),
         "The script stops unless the environment has the variables at its beginning. Everything "
-        "else has Megatron-LM's default; --mock-data and NullTokenizer try it without data.",
+        "else has Megatron-LM's defaults; to try it without data, use --mock-data and "
+        "NullTokenizer.",
     )
     return ExportedPlan(
         text="#!/bin/sh\n" + heading(_TOOL, request.title, notes) + _script(request, arguments),
@@ -88,7 +89,7 @@ def _fsdp(request: ExportRequest) -> bool:
 
 
 def _virtual(request: ExportRequest, notes: list[str]) -> int:
-    """Return the number of stages of each pipeline rank."""
+    """Return the number of stages on each pipeline rank."""
     plan = request.plan
     several = plan.stages_per_rank
     if plan.pp == 1:
@@ -97,7 +98,7 @@ def _virtual(request: ExportRequest, notes: list[str]) -> int:
     if several > 1 and request.passes % plan.pp > 0:
         notes.append(
             f"schedule {plan.schedule}: interleaving needs a multiple of {plan.pp} micro-batches "
-            f"there, but there are {request.passes}. 1F1B is written instead."
+            f"there, but there are {request.passes}. The export has 1F1B instead."
         )
         return 1
     if not known:
@@ -146,8 +147,8 @@ def _stages(request: ExportRequest, notes: list[str]) -> list[Argument]:
         return [layout]
     if len(set(counts)) > 1:
         notes.append(
-            f"Stages of equal depth are written; outpace's cut, which gives the last fewer layers "
-            f"beside its head, would be {shlex.join(layout)}."
+            "The export has stages of equal depth; outpace's stages, of which the last has fewer "
+            f"layers because of the head, would be {shlex.join(layout)}."
         )
     each = str(spec.layers // stages)
     return [] if virtual == 1 else [("--num-layers-per-virtual-pipeline-stage", each)]

@@ -50,8 +50,8 @@ def write(request: ExportRequest) -> ExportedPlan:
         request,
         _TOOL,
         _expressed_fields(plan),
-        f"Put them in place of each {unsupported.SET_ME}, which is not valid for nanotron: "
-        "dataset is a mapping there (dataset_folder for a Nanoset), or null for made-up data.",
+        f"Write them in place of each {unsupported.SET_ME}, which is not valid for nanotron: "
+        "dataset is a mapping there (dataset_folder for a Nanoset), or null for synthetic data.",
     )
     return ExportedPlan(
         text=heading(_TOOL, request.title, notes) + as_yaml(values),
@@ -118,7 +118,7 @@ def _optimizer(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     }
     if plan.optimizer == "sgd":
         factory = {"name": "sgd"}
-        notes.append("optimizer sgd: nanotron's has no setting for momentum.")
+        notes.append("optimizer sgd: nanotron's SGD has no setting for momentum.")
     elif plan.optimizer != "adamw-fused" and plan.optimizer != "adamw-for-loop":
         notes.append(unsupported.optimizer(plan, _TOOL, "AdamW"))
     return {
@@ -217,7 +217,7 @@ def _other_parts(spec: ModelSpec) -> list[str]:
 
 def _starcoder(spec: ModelSpec, notes: list[str]) -> dict[str, Any]:
     notes.append(
-        f"family {spec.family}: nanotron has no such architecture. The nearest one is written "
+        f"family {spec.family}: nanotron has no such architecture. The export has the nearest one "
         "instead: its StarCoder2 (LayerNorm, GELU, rotary positions, causal attention)."
     )
     return {

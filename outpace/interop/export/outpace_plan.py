@@ -39,7 +39,7 @@ def write(request: ExportRequest) -> ExportedPlan:
     notes.append(
         Note(
             "Data, learning rate and length of the run are not part of a plan: give --data, --lr "
-            "and --steps, or outpace's defaults hold."
+            "and --steps; otherwise, outpace's defaults apply."
         )
     )
     file = PlanFile.from_plan(plan, request.seq_len, request.global_batch)

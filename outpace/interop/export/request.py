@@ -1,6 +1,5 @@
-"""The plan that a format writes, with the numbers that all formats need, and the result.
-
-Ranks, shards and micro-batches as other trainers count them are derived here, once.
+"""A plan to export, with the numbers that all formats need, and the result. Ranks, shards and
+micro-batches, as other trainers count them, are derived only here.
 """
 
 import math
@@ -22,13 +21,13 @@ HOST = 8
 
 
 class Note(str):
-    """Sentence on what the plan leaves open, or to a script, and that does not change the plan."""
+    """A sentence on settings that a plan leaves open or to a script; the plan does not change."""
 
     __slots__ = ()
 
 
 class ScriptEdit(Note):
-    """A Note on a change to the user's script, which the plan's time and memory assume."""
+    """A Note on a change to the user's script that the plan's time and memory assume."""
 
     __slots__ = ()
 
@@ -54,8 +53,8 @@ class ExportedPlan:
     """A plan as the configuration of another trainer.
 
     `text` is the content of the file `file_name`, with which `command` starts training. `notes` are
-    sentences on what the configuration cannot express; formats with comments contain them in `text`
-    too. Those that are not a Note change the plan: `differences`.
+    sentences on parts of the plan that the configuration cannot express; formats with comments
+    contain them in `text` too. Sentences that are not a Note change the plan (`differences`).
     """
 
     text: str
@@ -65,7 +64,7 @@ class ExportedPlan:
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """Sentences on parts of the plan that are not expressed, which change memory or time."""
+        """Sentences on parts of the plan that are not expressed and change memory or time."""
         return tuple(sentence for sentence in self.notes if not isinstance(sentence, Note))
 
     @property
@@ -88,7 +87,7 @@ class ExportedPlan:
             return None, False
 
     def with_path(self, path: Path) -> Self:
-        """Return the export for a file with another name, also replaced in text and command."""
+        """Return the export with another file name, also in its text and command."""
         there = str(path)
         return replace(
             self, file_name=there, command=self.command.replace(self.file_name, shlex.quote(there))
@@ -102,10 +101,9 @@ class ExportedPlan:
 
 @dataclass(frozen=True)
 class RecomputedBlocks:
-    """The blocks that recompute their activations, as far as a single mode can express them.
-
-    `mode` is what most of these blocks use, and `count` is their number. `every` is K if they are
-    every K-th block from the first, and None otherwise.
+    """The blocks that recompute their activations, as far as a single mode can express them. `mode`
+    is the mode of most of these blocks, and `count` is their number. `every` is K if they are every
+    K-th block from the first, and None otherwise.
     """
 
     mode: Checkpointing
@@ -132,8 +130,9 @@ class ExportRequest:
         """The model as outpace builds it. Raises BadInputError if only its outline is known."""
         if isinstance(self.model, Outline):
             raise BadInputError(
-                f"only the dimensions of {self.model.name} are known, which suffice for planning, "
-                "but not for this format. Use a format that does not describe the model: "
+                f"only the dimensions of {self.model.name} are known, which is enough for "
+                "planning, but not for this format. Use a format that does not describe the "
+                "model: "
                 f"{', '.join(OUTLINE_FORMATS)}, outpace."
             )
         return self.model
@@ -155,7 +154,7 @@ class ExportRequest:
 
     @property
     def workers(self) -> int:
-        """Number of ranks that compute: all but parameter servers."""
+        """Number of ranks that compute: all except parameter servers."""
         return self.plan.world_size - self.plan.servers
 
     @property
@@ -182,7 +181,7 @@ class ExportRequest:
 
     @property
     def recomputes_all(self) -> bool:
-        """Whether every block is fully recomputed. Raises as `recomputed_blocks` does."""
+        """Whether every block is fully recomputed. Raises errors like `recomputed_blocks`."""
         done = self.recomputed_blocks
         return done.mode == "full" and done.alike and done.count == self.layers
 
@@ -206,8 +205,8 @@ def hosts(ranks: int) -> tuple[int, int]:
 def fold_pipeline(request: ExportRequest, over: int) -> tuple[int, int, int]:
     """Replace a pipeline over `over` ranks by data parallelism, with the same global batch.
 
-    Returns the number of ranks (as many of them as the batch can be divided over), the micro-batch
-    and the accumulation. Raises BadInputError.
+    Returns the number of ranks (the most over which the batch can be divided), the micro-batch and
+    the accumulation. Raises BadInputError.
     """
     plan = request.plan
     share = plan.micro_batch * request.passes

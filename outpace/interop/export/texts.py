@@ -13,7 +13,7 @@ _WIDTH = 98
 
 
 class Placeholder(str):
-    """A word in place of a value. It is invalid TOML, so that readers fail at its line."""
+    """A word in place of a value. It is invalid TOML, so readers fail at its line."""
 
     __slots__ = ()
 
@@ -39,12 +39,12 @@ def comments(sentences: Iterable[str], bullet: str = "# ") -> str:
 
 
 def heading(tool: str, title: str, notes: Iterable[str]) -> str:
-    """Return the comments at the start of a file: what it is, and what it does not specify."""
+    """Return the comments at the start of a file: its plan, and settings that it leaves open."""
     notes = tuple(notes)
     said = comments([f"A plan of outpace for {tool}.", title])
     if not notes:
         return said + "\n"
-    return said + "#\n# What this file does not say:\n" + comments(notes, "# - ") + "\n"
+    return said + "#\n# This file does not specify:\n" + comments(notes, "# - ") + "\n"
 
 
 def as_json(values: Mapping[str, Any]) -> str:

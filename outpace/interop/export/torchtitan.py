@@ -1,7 +1,7 @@
 """torchtitan: the TOML of its releases up to 0.2, and the command line for 0.3.
 
-Releases from 0.3 on read no file: a function of theirs, selected by --module and --config, makes
-the configuration, and flags change it. These flags are listed at the end of the file.
+Releases from 0.3 on read no file: one of their functions, selected by --module and --config, makes
+the configuration, and flags change it. The end of the file lists these flags.
 """
 
 import math
@@ -97,12 +97,12 @@ def write(request: ExportRequest) -> ExportedPlan:
         request,
         _TOOL,
         expressed,
-        f"Put them in place of each {unsupported.SET_ME}, at which torchtitan stops: "
-        "hf_assets_path is the folder of the tokenizer, dataset a name that torchtitan knows "
-        "(c4), with dataset_path for your own files. Everything else has torchtitan's default.",
+        f"Write them in place of each {unsupported.SET_ME}, at which torchtitan stops: "
+        "hf_assets_path is the tokenizer's folder, dataset a name that torchtitan knows (c4), "
+        "with dataset_path for your own files. Everything else has torchtitan's defaults.",
     )
     newer = comments(
-        [("torchtitan 0.3 and later do not read TOML. Use there:"), _flags(request, tables)],
+        [("torchtitan 0.3 and later do not read TOML. With these, use:"), _flags(request, tables)],
         bullet="# ",
     )
     return ExportedPlan(
@@ -135,8 +135,8 @@ def _model(spec: ModelSpec) -> tuple[dict[str, Any], list[str]]:
     ]
     if spec.family not in ("llama", "qwen3"):
         sentences.append(
-            f"family {spec.family}: torchtitan has no such architecture. Its Llama, the nearest "
-            "one, is written instead."
+            f"family {spec.family}: torchtitan has no such architecture. The export has its Llama, "
+            "the nearest one, instead."
         )
     return {"name": name, "flavor": _OWN_FLAVOR}, [*sentences, *differs]
 
@@ -181,16 +181,15 @@ def _arguments(spec: ModelSpec, qwen: bool) -> dict[str, Any]:
 
 
 def _mlp(spec: ModelSpec) -> tuple[int, float]:
-    """Return multiple_of and ffn_dim_multiplier, from which its formula computes the MLP's width.
-
-    The formula takes two thirds of 4 × dim, times the multiplier, rounded up to the multiple.
+    """Return multiple_of and ffn_dim_multiplier, from which torchtitan computes the MLP's width:
+    two thirds of 4 × dim, times the multiplier, rounded up to the multiple.
     """
     multiple = math.gcd(spec.ffn, 1024)
     return multiple, round((spec.ffn - multiple / 2) / int(8 * spec.hidden / 3), 6)
 
 
 def _differences(spec: ModelSpec, qwen: bool) -> list[str]:
-    """Name features of the model that torchtitan's model lacks whatever its arguments."""
+    """Name features of the model that torchtitan's model lacks with any arguments."""
     found = []
     if spec.tied and not qwen:
         found.append(
@@ -199,11 +198,11 @@ def _differences(spec: ModelSpec, qwen: bool) -> list[str]:
         )
     if not qwen and spec.head_dim * spec.heads != spec.hidden:
         found.append(
-            f"head_dim {spec.head_dim}: torchtitan's Llama takes dim / n_heads, "
+            f"head_dim {spec.head_dim}: torchtitan's Llama uses dim / n_heads, "
             f"{spec.hidden // spec.heads}."
         )
     if qwen and spec.rope_scaling is not None:
-        found.append("rope_scaling: torchtitan's Qwen3 scales no rotary frequencies.")
+        found.append("rope_scaling: torchtitan's Qwen3 does not scale rotary frequencies.")
     if spec.sliding_window is not None:
         found.append(
             f"sliding_window {spec.sliding_window}: torchtitan's attention has none, and sees the "
@@ -258,7 +257,7 @@ def _parallelism(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     if replicate > 1 and shard == plan.cp == 1 and plan.tp * plan.pp > 1:
         notes.append(
             f"dp_replicate {replicate} beside tp or pp: torchtitan supports whole replicas only "
-            "alone. Shards over these ranks are written instead."
+            "without other axes. The export has shards over these ranks instead."
         )
         replicate, shard = 1, replicate
     if plan.strategy == "cp":

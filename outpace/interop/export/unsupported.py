@@ -1,7 +1,6 @@
-"""Sentences for the user on what another trainer's configuration cannot express.
-
-A format names the plan's fields that it has written; every other field that differs from its
-default becomes a sentence here.
+"""Sentences for the user on parts of a plan that another trainer's configuration cannot express. A
+format names the plan's fields that it has written; every other field that differs from its default
+becomes a sentence here.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -13,14 +12,14 @@ from outpace.records.precisions import SHARD_DTYPES, Precision
 from outpace.records.settings import TrainSettings
 
 _SETTINGS = TrainSettings.model_fields
-# Placeholder for a value that you choose: no trainer takes it for a number or a data set.
+# Placeholder for a value that users choose: no trainer accepts it as a number or a data set.
 SET_ME = "SET_ME"
 BETA1: float = _SETTINGS["beta1"].default
 BETA2: float = _SETTINGS["beta2"].default
 EPS = 1e-8
 _CLIP: float = _SETTINGS["clip"].default
 
-# Strategies that outpace implements differently from others' all-reduce.
+# Strategies that outpace implements differently from other trainers' all-reduce.
 _AS_REPLICAS: Mapping[Strategy, str] = {
     "dp": "one process that owns the parameters and sends them to workers",
     "ps": "parameter servers",
@@ -30,7 +29,7 @@ _AS_REPLICAS: Mapping[Strategy, str] = {
 
 
 def clip(plan: Plan) -> float:
-    """Return the gradient norm to clip at: the default, or none if backwards run the optimizer."""
+    """Return the gradient norm for clipping; none if the optimizer runs in the backward."""
     return 0.0 if plan.optimizer_in_backward else _CLIP
 
 
@@ -46,8 +45,8 @@ def replicas(request: ExportRequest, tool: str) -> list[str]:
     behind = f", of {plan.worker_devices} devices each" if plan.worker_devices > 1 else ""
     return [
         Replacement(
-            f"strategy {plan.strategy}: {what}{behind} cannot be expressed in {tool}. The nearest "
-            f"is written instead: {written}{left}.",
+            f"strategy {plan.strategy}: {what}{behind} cannot be expressed in {tool}. The export "
+            f"has the nearest instead: {written}{left}.",
             strategy="ddp", dp_replicate=request.workers, servers=0, server_updates=False,
             worker_devices=1,
         )
@@ -59,8 +58,8 @@ def one_at_a_time(request: ExportRequest, tool: str, instead: str) -> list[str]:
     if request.plan.strategy != "mp":
         return []
     return [
-        f"strategy mp: a model cut into stages that take turns cannot be expressed in {tool}. The "
-        f"nearest is written instead: {instead}."
+        f"strategy mp: a model split into stages that take turns cannot be expressed in {tool}. "
+        f"The export has the nearest instead: {instead}."
     ]
 
 
@@ -93,7 +92,7 @@ def sharding(request: ExportRequest, tool: str, written: str, stage: int) -> str
     fields = {"zero": stage} if plan.strategy == "3d" else {"strategy": f"zero{stage}"}
     return Replacement(
         f"strategy {plan.strategy} shards {what} over {plan.dp_shard * plan.cp} ranks: {tool} "
-        f"cannot do so with the rest of this plan. The nearest is written instead: {written}.",
+        f"cannot do so with the rest of this plan. The export has the nearest instead: {written}.",
         **fields,
     )
 
@@ -101,9 +100,8 @@ def sharding(request: ExportRequest, tool: str, written: str, stage: int) -> str
 def checkpointing(
     request: ExportRequest, tool: str, written: str, mode: Checkpointing | None, every: int = 1
 ) -> str:
-    """Explain that the configuration recomputes different blocks, or in a different way.
-
-    The configuration uses `mode` in every `every`-th block; None is a mode that plans do not have.
+    """Explain that the configuration recomputes other blocks, or in another mode. It uses `mode` in
+    every `every`-th block; None is a mode that plans do not have.
     """
     done = request.recomputed_blocks
     kind = "" if done.alike else " and others"
@@ -129,10 +127,10 @@ def reduced_in_16_bits(plan: Plan, tool: str) -> list[str]:
     torchs = {"bf16": "bfloat16", "fp16": "float16"}[dtypes.gathered]
     return [
         ScriptEdit(
-            f"precision {plan.precision}: {tool} reduces gradients in {dtypes.gathered} as it "
-            f"gathers parameters, outpace in {dtypes.reduced}: in a script of yours torch's "
-            f"MixedPrecisionPolicy(param_dtype=torch.{torchs}, reduce_dtype=torch.float32) for "
-            "Accelerate's FullyShardedDataParallelPlugin."
+            f"precision {plan.precision}: {tool} gathers parameters and reduces gradients in "
+            f"{dtypes.gathered}; outpace reduces in {dtypes.reduced}. To do the same in your "
+            f"script, pass torch's MixedPrecisionPolicy(param_dtype=torch.{torchs}, "
+            "reduce_dtype=torch.float32) to Accelerate's FullyShardedDataParallelPlugin."
         )
     ]
 
@@ -147,41 +145,41 @@ def weights_in_16_bits(plan: Plan) -> list[str]:
 
 
 def optimizer(plan: Plan, tool: str, written: str) -> str:
-    """Explain that the configuration has another optimizer: AdamW, in its fastest form."""
+    """Explain that the configuration has another optimizer: the fastest AdamW."""
     return Replacement(
         _format_replacement(f"optimizer {plan.optimizer}", tool, written), optimizer="adamw-fused"
     )
 
 
 def _format_replacement(what: str, tool: str, written: str) -> str:
-    return f"{what}: {tool} does not have it. The nearest is written instead: {written}."
+    return f"{what}: {tool} does not have it. The export has the nearest instead: {written}."
 
 
 def experts(request: ExportRequest) -> list[str]:
-    """Explain that the number of experts is a property of the model, not to expert parallelism."""
+    """Explain that the number of experts belongs to the model, not to expert parallelism."""
     if request.plan.ep == 1:
         return []
     return [
         Note(
-            f"ep {request.plan.ep} shares out experts: their number, width and routing belong to "
-            "the model, of which only the dense dimensions are known here."
+            f"ep {request.plan.ep} divides experts among ranks: their number, width and routing "
+            "belong to the model, of which only the dense dimensions are known here."
         )
     ]
 
 
 def not_in_a_plan(request: ExportRequest, written: str, ranks: int | None = None) -> list[str]:
-    """List settings that no plan contains, and where to make them."""
+    """List settings that no plan contains, and where to set them."""
     nodes, each = hosts(request.workers if ranks is None else ranks)
     sentences: list[str] = [
         Note(
-            "Data, tokenizer, learning rate and length of the run are not part of a plan: set "
-            f"them yourself. {written}"
+            "Data, tokenizer, learning rate and length of the run are not part of a plan: set them "
+            "yourself. {written}"
         )
     ]
     if nodes > 1:
         sentences.append(
             Note(
-                f"A plan has ranks but no hosts: the command is for {nodes} hosts of {each} "
+                f"A plan has ranks but no hosts: the command assumes {nodes} hosts of {each} "
                 "devices."
             )
         )
@@ -256,7 +254,7 @@ _SENTENCES: Mapping[str, Callable[[Plan], str | None]] = {
 
 
 def remaining_options(plan: Plan, tool: str, expressed: Collection[str]) -> list[str]:
-    """Return a sentence for each option that differs from its default and was not `expressed`."""
+    """Return a sentence for each option that differs from its default and is not `expressed`."""
     found = {name: say(plan) for name, say in _SENTENCES.items() if name not in expressed}
     return [
         Replacement(
@@ -271,11 +269,11 @@ def no_sequence_parallel(plan: Plan, tool: str) -> list[str]:
     """Explain that a tool's tensor parallelism does not split sequences."""
     if plan.tp == 1 or not plan.sequence_parallel:
         return []
-    return [f"sequence_parallel: in {tool} tp leaves sequences whole between its matrices."]
+    return [f"sequence_parallel: in {tool}, tp leaves sequences whole between its matrices."]
 
 
 def splits_backward(plan: Plan) -> bool:
-    """Return whether the pipeline's schedule computes the gradients of weights later."""
+    """Return whether the pipeline's schedule computes weight gradients separately, later."""
     found = SCHEDULES.get(plan.schedule)
     return found is not None and found.splits_backward
 
@@ -283,7 +281,7 @@ def splits_backward(plan: Plan) -> bool:
 def closing_notes(
     request: ExportRequest, tool: str, expressed: Collection[str], advice: str
 ) -> list[str]:
-    """Return the final notes: options without a setting, experts, and what the user has to set."""
+    """Return the final notes: options without a setting, experts, and settings left to the user."""
     return [
         *remaining_options(request.plan, tool, expressed),
         *experts(request),

@@ -164,7 +164,7 @@ class _Wirer:
         )
 
     def _run_if_ready(self, rank: int, action: Action, ready: list[int]) -> bool:
-        """If the action's inputs are ready, run it and release its waiters; return whether it ran."""
+        """Run the action and release its waiters if its inputs are ready; return whether it ran."""
         after: tuple[int, ...] = ()
         for need in self._needs(action):
             place = self._places[need]
@@ -183,7 +183,7 @@ class _Wirer:
         return True
 
     def _needs(self, action: Action) -> tuple[int, ...]:
-        """Return the results that an action needs; of a whole backward, those of its inputs' part."""
+        """Return the results that an action needs; a whole backward, those of its input part."""
         kind, stage, microbatch = action
         forward = stage * self._row + 2 * microbatch
         if kind == "F":

@@ -44,7 +44,7 @@ def even(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def _spreads(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
-    """Yield a distribution for each number of layers in the last stage; the rest is spread evenly."""
+    """Yield a distribution for each number of layers in the last stage, the rest being even."""
     if stages == 1:
         yield (layers,)
         return
