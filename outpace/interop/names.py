@@ -123,7 +123,7 @@ _NAMINGS: Mapping[str, Naming] = {
 
 
 def tensor_naming(model_type: str) -> Naming | None:
-    """Return the names in a family's files; None for outpace's format, which has outpace's names."""
+    """Return the names in a family's files; None for outpace's format, with outpace's names."""
     if model_type == OWN_TYPE:
         return None
     traits = FAMILY_TRAITS.get(model_type)  # type: ignore[call-overload]

@@ -199,8 +199,8 @@ def _restore_tied_head(
             kind = "" if usual else "not "
             yield (
                 f"{where} does not say whether the head is tied to the embedding: outpace assumes "
-                f"that it is {kind}tied, as is usual for {text.model_type}. If that is wrong, write "
-                "tie_word_embeddings there."
+                f"that it is {kind}tied, as is usual for {text.model_type}. If that is wrong, "
+                "write tie_word_embeddings there."
             )
 
 

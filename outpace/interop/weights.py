@@ -144,8 +144,8 @@ def _by_canonical_name(
                 f"{other.file} and {tensor.file} both hold {tensor.name}, with different values, "
                 "so it is unknown which to use. Fetch the model again, or leave only one of them."
                 if other.name == tensor.name
-                else f"{tensor.file} holds {other.name} and {tensor.name}, which are the same tensor "
-                "under an old and a new name, with different values. Leave only one of them."
+                else f"{tensor.file} holds {other.name} and {tensor.name}, which are the same "
+                "tensor under an old and a new name, with different values. Leave only one of them."
             )
     return named
 

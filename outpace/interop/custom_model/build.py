@@ -98,7 +98,8 @@ def _check_cuts(model: CustomModel, name: str) -> None:
     if layouts is not None and not isinstance(layouts, Mapping):
         raise BadInputError(
             f"{name}() gave a {type(layouts).__name__} as layouts; they must be a mapping of "
-            'patterns of names to layouts, such as {"layers.*.q": "colwise", "layers.*.o": "rowwise"}'
+            'patterns of names to layouts, such as {"layers.*.q": "colwise", "layers.*.o": '
+            '"rowwise"}'
         )
     if not isinstance(sync, bool):
         raise BadInputError(f"{name}() gave {sync!r} as sync_batchnorm; it must be True or False")

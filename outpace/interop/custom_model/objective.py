@@ -213,7 +213,7 @@ def _part(output: Any, name: str) -> Any:
 
 
 def _module_loss(output: Any) -> Tensor | None:
-    """Find the loss in a module's output: the output, its `.loss`, or a scalar among the first two entries.
+    """Find the loss: a module's output, its `.loss`, or a scalar among the first two entries.
 
     transformers returns tuples (loss, logits, …), nanoGPT returns (logits, loss).
     """

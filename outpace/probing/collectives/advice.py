@@ -36,8 +36,8 @@ def network_advice(fits: Sequence[LinkFit], nodes: Nodes) -> list[Advice]:
         return []
     if fit is None:
         text = (
-            "the bandwidth between nodes is unknown: larger arrays took no longer than small "
-            "ones, or too few were measured. Probe for longer, with nothing else running"
+            "the bandwidth between nodes is unknown: larger arrays took no longer than small ones, "
+            "or too few were measured. Probe longer, with nothing else running"
         )
         return [Advice(about="network", text=text)]
     at_once = min(map(len, nodes))
@@ -68,7 +68,7 @@ def world_notes(nodes: Nodes) -> list[str]:
     """Note which measurements this number of ranks and hosts does not allow."""
     if len(nodes) == 1:
         return [
-            "all ranks are on one node, so nothing is known about the network between nodes. "
+            "all ranks are on one node, so the network between nodes is unknown. "
             f"To measure it, probe under torchrun on at least {_RECOMMENDED_NODES} nodes, or "
             "on all that you will use"
         ]
@@ -93,12 +93,12 @@ def wander_notes(figures: Sequence[Figure]) -> list[str]:
     return [
         "the network between nodes is not steady: from round to round, collectives across nodes "
         f"differ by {across:.0%} in the median, those within nodes by {node:.0%}. Others may be "
-        "using it: probe again when they are not, and expect the same in training"
+        "using it: probe again when they are not, and expect the same variation in training"
     ]
 
 
 def _median_spread(figures: Sequence[Figure], axis: str) -> float | None:
-    """Return the spread of the rounds' medians, as a share: the median over large collectives."""
+    """Return the spread of the rounds' medians as a share (the median over large collectives)."""
     large = [
         figure
         for figure in figures
@@ -112,7 +112,7 @@ def _median_spread(figures: Sequence[Figure], axis: str) -> float | None:
 
 
 def rank_advice(figures: Sequence[Figure]) -> list[Advice]:
-    """Find ranks that compute slower than the others, from their times for the same work."""
+    """Find ranks that compute more slowly than the others, from their times for the same work."""
     found = []
     for what in dict.fromkeys(figure.key.what for figure in figures):
         of = {int(f.key.of["rank"]): f for f in figures if f.key.what == what}
@@ -122,7 +122,7 @@ def rank_advice(figures: Sequence[Figure]) -> list[Advice]:
             text = (
                 f"rank {slow.who} is a straggler: {slow} than the others in {what}, and all "
                 "ranks wait for the slowest. Check its clocks, temperature and power limit, "
-                "and what else runs on its cores"
+                "and which other programs run on its cores"
             )
             found.append(
                 Advice(about="straggler", text=text, gain=slow.times - 1, low=slow.low - 1,
@@ -161,5 +161,5 @@ def pair_advice(figures: Mapping[Pair, Sequence[Figure]], nodes: Nodes) -> list[
 
 def _look(within: bool) -> str:
     if within:
-        return "outpace topology shows what is between them"
+        return "outpace topology shows how they are connected"
     return "Check the cable, the port's speed and its errors, and the switch between them"

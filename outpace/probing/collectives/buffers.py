@@ -1,4 +1,4 @@
-"""The data that ranks send, their receive buffers, and checks of what arrives."""
+"""The data that ranks send, their receive buffers, and checks of the received data."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -60,9 +60,8 @@ class Buffers:
             torch.cuda.empty_cache()
 
     def renew(self, size: int | None = None) -> None:
-        """Replace the data in place, so that previously received values are now wrong.
-
-        `size`: only the first `size` bytes; the bytes beyond are then from an earlier draw.
+        """Replace the data in place, so that previously received values are now wrong. `size`:
+        replace only the first `size` bytes; the rest is then from an earlier draw.
         """
         self.draw += 1
         own = contribution(self.rank, self.draw).to(self.device)
@@ -87,7 +86,7 @@ class Buffers:
 
 
 def compare(found: Tensor, ranks: Sequence[int], offset: int, draw: int = 0) -> str | None:
-    """Describe what is wrong with a sum of ranks' data from `offset` on; None if it is right."""
+    """Describe the error in a sum of ranks' data from `offset` on; None if it is correct."""
     wanted, size = (torch.zeros(_PERIOD, dtype=torch.float64) for _ in range(2))
     for rank in ranks:
         part = contribution(rank, draw).double().roll(-(offset % _PERIOD))
@@ -98,7 +97,7 @@ def compare(found: Tensor, ranks: Sequence[int], offset: int, draw: int = 0) -> 
     wanted, allowed = (one.to(found.device).repeat(periods) for one in (wanted, allowed))
     for start in range(0, found.numel(), len(wanted)):
         piece = found[start : start + len(wanted)].double()
-        # Written so that NaN is wrong too.
+        # Written so that NaN counts as wrong.
         wrong = ~((piece - wanted[: len(piece)]).abs() <= allowed[: len(piece)])
         if wrong.any():
             at = int(wrong.nonzero()[0])
@@ -113,8 +112,7 @@ def sum_in_place(
     buffers: Buffers, count: int, ranks: int, reduce: Callable[[Tensor], Any]
 ) -> PreparedCall:
     """Return calls of `reduce` that sum in place, using each array too few times for an overflow.
-
-    Before the calls, as many arrays as necessary are filled with the data, which is not timed.
+    Before the calls, enough arrays are filled with the data, which is not timed.
     """
     every = max(1, int(_DECADES / log10(max(2, ranks))))
     todo: list[Tensor] = []

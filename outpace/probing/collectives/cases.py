@@ -1,8 +1,8 @@
 """The collectives as cases: their inputs and expected results.
 
 Bytes are counted as in nccl-tests: those of the whole array, which a rank has after an all-gather
-and before a reduce-scatter or an all-to-all; in send/recv each rank sends to the next one and
-receives from the previous one. Data are random; each rank can compute what any other sent.
+and before a reduce-scatter or an all-to-all. In send/recv, each rank sends to the next rank and
+receives from the previous. Data are random, but each rank can compute the data of any other.
 """
 
 from collections.abc import Callable, Sequence
@@ -59,7 +59,7 @@ Made = tuple[Callable[[], Tensor], Callable[[Tensor], str | None]]
 def case(collective: str, place: AxisPlace, size: int) -> Case:
     """Return a case of a collective of about `size` bytes, on all groups of an axis at once.
 
-    Its check has the same result on all ranks: all of them report an error of any one.
+    Its check has the same result on all ranks: all report an error of any rank.
     """
     splits = collective in ("all-gather", "reduce-scatter", "all-to-all")
     count = place.count(size) if splits else max(1, size // ITEM_BYTES)
@@ -79,7 +79,7 @@ def case(collective: str, place: AxisPlace, size: int) -> Case:
 def check_on_all(
     place: AxisPlace, wrong: Callable[[Any], str | None]
 ) -> Callable[[Any], str | None]:
-    """Wrap `wrong` as a check that all ranks run and whose result they share."""
+    """Wrap `wrong` as a check that all ranks run, and whose result they share."""
 
     def check(found: Any) -> str | None:
         if not place.members:
@@ -127,7 +127,7 @@ def _all_reduce(place: AxisPlace, count: int) -> Made:
 
 
 def parts_wrong(place: AxisPlace, found: Tensor, offset: int) -> str | None:
-    """Describe what is wrong with equal parts, one from each rank, from element `offset` on."""
+    """Describe the error in equal parts, one from each rank, from element `offset` on."""
     for piece, rank in zip(found.chunk(len(place.members)), place.members, strict=True):
         if wrong := compare(piece, [rank], offset, place.buffers.draw):
             return wrong
@@ -193,7 +193,7 @@ def send_and_receive(place: AxisPlace, count: int, after: int, before: int) -> M
     source, room = place.buffers.get(count)
 
     def call() -> Tensor:
-        # The first receive is posted before the data sent fill the connection.
+        # The first receive is posted before sent data fills the connection.
         todo = [
             dist.P2POp(dist.irecv, room, before, group=place.group),
             dist.P2POp(dist.isend, source, after, group=place.group),
@@ -226,9 +226,8 @@ class SizeLimits:
 def cases_by_size(
     collective: str, place: AxisPlace, sizes: Sequence[int], limits: SizeLimits, clock: RanksClock
 ) -> list[Case]:
-    """Yield cases from small to large, until one call takes too long.
-
-    The largest are tried once along the way; all ranks get the same cases.
+    """Yield cases from small to large, until one call takes too long. Large cases are tried once as
+    they are made; all ranks get the same cases.
     """
     cases: list[Case] = []
     took_s = 0.0
@@ -243,7 +242,7 @@ def cases_by_size(
         took_s = clock.seconds(call, 1)
         if took_s <= limits.longest_s or len(cases) < _LEAST_SIZES:
             cases.append(one)
-        # The next is four times as large, or more.
+        # The next case is at least four times as large.
         if took_s > limits.longest_s / 2 and len(cases) >= _LEAST_SIZES:
             break
     return cases

@@ -60,7 +60,7 @@ def axes_of(nodes: Nodes) -> list[Axis]:
     if len(nodes) > 1 and sizes != {1}:
         if len(sizes) == 1:
             axes.append(Axis("node", nodes))
-        across = zip(*nodes, strict=False)  # as far as all nodes have a rank of that number
+        across = zip(*nodes, strict=False)  # for the local ranks that all nodes have
         axes.append(Axis("across", tuple(across)))
     return axes
 

@@ -1,4 +1,4 @@
-"""Share of a collective that computation hides: both timed alone and together."""
+"""The share of a collective that computation hides, from timing both alone and together."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from outpace.probing.timing.measure import Case, Clock, Effort, measure
 from outpace.probing.timing.rank_clock import PreparedCall
 from outpace.records.figure import Figure, Key
 
-# A share is not reported if that of a repeat may differ by more than this.
+# A share is not reported if a repeated measurement may differ by more than this.
 _CONCLUSIVE = 0.15
 _LEAST_S = 1e-6
 # The collectives that training overlaps: gradients of replicas, parameters and gradients of shards.
@@ -28,7 +28,7 @@ OVERLAPPED = ("all-reduce", "all-gather", "reduce-scatter")
 
 
 def hidden_share(compute_s: float, collective_s: float, both_s: float) -> float:
-    """Return the fraction of the shorter time that the longer hides; negative if it costs time."""
+    """Return the fraction of the shorter time that the longer hides; negative if both slow down."""
     return (compute_s + collective_s - both_s) / max(min(compute_s, collective_s), _LEAST_S)
 
 
@@ -62,11 +62,11 @@ def probe_overlap(
 
 @dataclass(frozen=True)
 class _PendingCollective:
-    """Collective that was started and is waited for later."""
+    """A collective that was started, to be waited for later."""
 
     collective: str
     count: int
-    begin: PreparedCall  # returns the result's tensor and a handle to wait for
+    begin: PreparedCall  # returns the result's tensor and a handle on which to wait
     wrong: Callable[[Tensor], str | None]
 
     def key(self, place: AxisPlace, what: str) -> Key:
@@ -132,7 +132,7 @@ def _ready(call: PreparedCall) -> PreparedCall:
 
 
 def compute_nothing() -> None:
-    """Stand for the computation where nothing is computed."""
+    """Do nothing, in place of the computation."""
 
 
 def share_hidden(key: Key, found: Sequence[Figure]) -> Figure:
@@ -144,12 +144,12 @@ def share_hidden(key: Key, found: Sequence[Figure]) -> Figure:
     shares = list(chain.from_iterable(rounds))
     middle, away = median(shares), half_width(shares)
     conclusive = away <= _CONCLUSIVE
-    # Limit the shares only now: limiting each sample would make the noise seem less than it is.
+    # Limit the shares only now: limiting each sample would hide some of the noise.
     low, value, high = (min(1.0, max(0.0, middle + by)) for by in (-away, 0.0, away))
     return Figure(
         key=key, unit="ratio", value=value if conclusive else None, origin="measured", low=low,
         high=high, level=LEVEL, rounds=rounds,
-        unstable=None if conclusive else f"a repeat may lie {100 * away:.0f} points away",
+        unstable=None if conclusive else f"a repeat may differ by {100 * away:.0f} points",
     )  # fmt: skip
 
 
@@ -198,7 +198,7 @@ def _reduce_scatter(place: AxisPlace, count: int) -> _PendingCollective:
 
 
 def _leave_data(begin: Callable[[], tuple[Tensor, Any]]) -> PreparedCall:
-    """Prepare nothing, since the call leaves its data unchanged."""
+    """Prepare nothing, since the call does not change its data."""
     return PreparedCall(begin, lambda calls: None)
 
 
@@ -217,7 +217,7 @@ def _matmul(device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tenso
 
     def find_error(found: Tensor) -> str | None:
         said = wrong_matmul(found, a, b, "fp32")
-        out.zero_()  # so that the next result is not mistaken for this
+        out.zero_()  # so that this result is not mistaken for the next
         return said
 
     return lambda: torch.mm(a, b, out=out), find_error

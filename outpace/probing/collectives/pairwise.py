@@ -1,4 +1,4 @@
-"""Times of each rank alone and with every other one, on all ranks at the same time."""
+"""Times of each rank alone and with each other rank, on all ranks at the same time."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from outpace.probing.timing.rank_clock import RanksClock, await_device
 from outpace.records.figure import Figure, Key
 from outpace.records.probed import LinkFit
 
-# With fewer rounds, the noise is so uncertain that hardly any rank could be called slow.
+# With fewer rounds, the noise is too uncertain to call any rank slow.
 _LEAST_SAMPLES, _MOST_SAMPLES = 12, 30
 # The samples of each round; a sample has the seconds of a call by rank.
 Rounds = list[list[tuple[float, ...]]]
@@ -28,8 +28,7 @@ _TIMED = 0.9  # share of the budget; the rest is for checking the values again
 def by_rank(
     calls: Sequence[Callable[[], Any]], clock: RanksClock, rounds: int, budget_s: float
 ) -> Turns[list[Rounds]]:
-    """Yield rounds of samples for each call, with every rank's seconds. All ranks call.
-
+    """Yield rounds of samples for each call, with every rank's seconds. All ranks must call this.
     Samples go through the calls in alternating order.
     """
     begin_s = clock.now_s()
@@ -69,7 +68,7 @@ class RankWork(NamedTuple):
 
 
 def work_of(device: torch.device) -> dict[str, RankWork]:
-    """Return a matmul and a copy in memory, large enough to show the device's speed."""
+    """Return a matmul and a copy in memory that are large enough to show the device's speed."""
     size, count = (4096, 1 << 28) if device.type == "cuda" else (512, 1 << 22)
     a, b = (torch.randn(size, size, device=device) for _ in range(2))
     source = torch.randn(count, device=device)
@@ -122,7 +121,7 @@ def pair_figures(
     Raises WrongResultError if received data differ from sent data before or after.
     """
     slots = [(slot, size) for slot in pair_slots(nodes) for size in sizes]
-    place.buffers.get(max(sizes) // ITEM_BYTES)  # once, since parts of them are sent
+    place.buffers.get(max(sizes) // ITEM_BYTES)  # once, since parts of it are sent
     slot_calls = [_slot_call(slot, size, place, between) for slot, size in slots]
     timed = yield from by_rank([call for call, _ in slot_calls], clock, rounds, _TIMED * budget_s)
     for (slot, size), (call, check) in zip(slots, slot_calls, strict=True):

@@ -1,7 +1,7 @@
 """Ranks and links that are slower than the others, from times measured side by side.
 
-Slow means slower by more than noise: a repeat would still exceed `_RANK_SLOWER` or `_LINK_SLOWER`.
-A rank that is slow on every link is named once, without its links.
+Slow means slower by more than noise: a repeated measurement would still exceed `_RANK_SLOWER` or
+`_LINK_SLOWER`. A rank that is slow on every link is named once, without its links.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ Who = TypeVar("Who")
 
 @dataclass(frozen=True)
 class Slowness(Generic[Who]):
-    """A slowdown: `times` as slow as the others, and from `low` to `high` in a repeated probe."""
+    """A slowdown: `times` as slow as the others, in a repeated probe between `low` and `high`."""
 
     who: Who
     times: float
@@ -36,7 +36,7 @@ class Slowness(Generic[Who]):
 
 
 def slow_ranks(seconds: Mapping[int, Sequence[float]]) -> list[Slowness[int]]:
-    """Return ranks that compute slower than the others, slowest first.
+    """Return ranks that compute more slowly than the others, slowest first.
 
     `seconds`: by rank, for the same work in each of several rounds that all ran at the same time.
     """
@@ -69,7 +69,7 @@ def slow_links(seconds: Mapping[Pair, Sequence[float]]) -> SlowLinks:
     """Find links that are slower than the others, and ranks whose links are all slow.
 
     `seconds`: by pair, for sending the same data in each round. Links are compared with the first
-    quartile, since one slow rank out of four makes half of all links slow.
+    quartile of all links, since one slow rank out of four makes half of all links slow.
     """
     rounds = min(map(len, seconds.values()), default=0)
     if len(seconds) < 2:
@@ -101,12 +101,12 @@ def _slower_ones(ratios: Mapping[Who, Sequence[float]], slower: float) -> list[S
     for who, of in ratios.items():
         if len(of) < _LEAST_ROUNDS:
             continue
-        # Logarithms, so that rounds in which the others were fast or slow count alike.
+        # Logarithms, so that rounds count equally whether the others were fast or slow.
         logs = [log(ratio) for ratio in of]
         middle, half = median(logs), half_width(logs)
         # The more ranks there are, the more likely one of them seems slow by chance (one-sided).
         sure = half_width(logs, 1 - 2 * _FALSE_ALARMS / len(ratios))
-        # The uncertainty is that of this median, not of its difference from a repeat's.
+        # The uncertainty is that of this median, not of its difference from a repeat's median.
         if middle - sure / 2**0.5 > log(slower):
             found.append(Slowness(who, exp(middle), exp(middle - half), exp(middle + half)))
     return sorted(found, key=lambda one: -one.times)

@@ -1,4 +1,4 @@
-"""The matmul section of a probe: matmuls by size, unfavourable sizes, tiles, a model's."""
+"""The matmul section of a probe: matmuls by size, unfavourable sizes, tiles, a model's matmuls."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -20,7 +20,7 @@ from outpace.records.model import ModelSpec
 from outpace.records.probed import Advice
 
 Progress = Callable[[float], None]
-# What 16-bit training computes in, where there is a choice.
+# The dtype of 16-bit training, if there is a choice.
 _FIRST: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
 _UNLUCKY = 0.03  # smaller gains give no advice
 # Share of the budget for one call of each of a model's matmuls, each of which is called about
@@ -41,7 +41,7 @@ def probe_matmul(
 
     `features`: features of its processor. Raises WrongResultError.
 
-    `tokens`: the number in a model's matmuls; None for as many as keep a call short.
+    `tokens`: the number in a model's matmuls; None chooses a number that keeps a call short.
     """
     dtypes = matmul.dtypes_of(device, features, _capability(device))
     on = matmul.bench(device, dtypes, quick)
@@ -73,7 +73,7 @@ def _cases(
     on: Bench, dtypes: Sequence[Dtype], spec: ModelSpec, quick: bool, given: int | None,
     budget_s: float,
 ) -> tuple[list[Case], list[str]]:  # fmt: skip
-    """Return all cases except candidates for the best size, and notes on what is left out."""
+    """Return all cases except candidates for the best size, and notes on cases left out."""
     main = next(dtype for dtype in _FIRST if dtype in dtypes)
     notes: list[str] = []
     cases = [case for dtype in dtypes for case in matmul.curve_cases(on, dtype, quick)]
@@ -101,12 +101,12 @@ def _cases(
 
 
 def _notes(device: torch.device, figures: Sequence[Figure], quick: bool) -> Iterator[str]:
-    """Return notes on what was not measured, and on the device and dtypes that were."""
+    """Return notes on cases that were not measured, and on the device and dtypes."""
     if quick:
         yield "vocabulary padding, backward matmuls and tiles are only measured without --quick"
     if device.type != "cuda":
         yield f"threads of the matmuls: {torch.get_num_threads()}"
-        yield "fp16 on a CPU is only for checking correctness, so it is not timed"
+        yield "fp16 on a CPU is useful only to check correctness, so it is not timed"
         if not any(f.key.has(dtype="bf16") for f in figures):
             yield "this processor has no bf16 instructions, so bf16 is not timed"
 
@@ -114,7 +114,7 @@ def _notes(device: torch.device, figures: Sequence[Figure], quick: bool) -> Iter
 def _clock_words(
     device: torch.device, features: Collection[str], figures: Sequence[Figure]
 ) -> tuple[str, ...]:
-    """Describe what the best rates show about the processor's clock."""
+    """Describe the processor's clock as far as the best rates show it."""
     if device.type == "cuda":
         return ()
     best = [f for f in figures if f.key.what == "best"]
@@ -131,14 +131,14 @@ def _by_clock(figure: Figure, features: Collection[str]) -> str | None:
     most, least = (figure.value / threads / count / 1e9 for count in (span.least, span.most))
     clock = f"{least:.2f} GHz" if least == most else f"{least:.2f} to {most:.2f} GHz"
     return (
-        f"the best {dtype} rate is what {threads} core{'s'[: threads > 1]} would do at {clock} "
-        f"with all units busy ({span.least} to {span.most} operations a cycle, by the catalog); a "
-        "clock near the processor's own means that little is left to gain"
+        f"the best {dtype} rate is that of {threads} core{'s'[: threads > 1]} at {clock} with all "
+        f"units busy ({span.least} to {span.most} operations a cycle, by the catalog); if the "
+        "processor's clock is close to that, there is little left to gain"
     )
 
 
 def _slow_sizes(figures: Sequence[Figure]) -> list[Advice]:
-    """Report, for each dtype and dimension, the cost of the worst size above a round one."""
+    """Report the cost of the worst size above a round size, for each dtype and dimension."""
     sweeps: defaultdict[tuple[str, str], list[Figure]] = defaultdict(list)
     for figure in figures:
         if figure.key.kind == "matmul" and figure.key.what == "unlucky":
@@ -185,7 +185,7 @@ def _granularity(
 
 
 def _tiles(sweep: Sequence[Figure], dim: str, said: Sequence[str]) -> Advice:
-    """Report what a sweep showed, with the gain of its best size over its worst."""
+    """Report the tiles that a sweep shows, and the gain of its best size over its worst."""
     worst, best = (pick(sweep, key=lambda f: f.value or 0.0) for pick in (min, max))
     by = gain(worst, best, len(sweep) * (len(sweep) - 1) // 2)
     sizes = [int(figure.key.of[dim]) for figure in sweep]
@@ -230,15 +230,15 @@ def _waves(sweep: Sequence[Figure], device: torch.device) -> Iterator[str]:
 
 
 def _shares(sweep: Sequence[Figure], alone: Sequence[Figure], dim: str) -> Iterator[str]:
-    """Report the cost of sizes that do not divide evenly over threads."""
+    """Report the cost of sizes that threads cannot divide evenly."""
     together = {f.key.of[dim]: _seconds(f) for f in sweep}
     one = {int(f.key.of[dim]): _seconds(f) for f in alone if f.key.of[dim] in together}
     threads = torch.get_num_threads()
     if found := find_threads([*one], [*one.values()], [together[size] for size in one], threads):
         wide, share = found
         yield (
-            f"{threads} threads divide it in blocks of {wide} (this explains {share:.0%} of how "
-            f"their speed-up over one varies): multiples of {wide * threads} leave none idle"
+            f"{threads} threads divide it in blocks of {wide} (this explains {share:.0%} of the "
+            f"variation of their speed-up over one): multiples of {wide * threads} leave none idle"
         )
 
 

@@ -25,25 +25,25 @@ TORCH: dict[Dtype, torch.dtype] = {
     "fp8": torch.float8_e4m3fn,
 }  # fmt: skip
 # Allowed errors: relative to a result, the resolution of the dtype in which it is stored; relative
-# to the sum of magnitudes in a matmul, what the sums in fp32 and (in tf32) the inputs lose.
+# to the sum of magnitudes in a matmul, the rounding of sums in fp32 and, in tf32, of the inputs.
 _STORED: dict[Dtype, float] = {
     "fp32": 2**-23, "tf32": 2**-23, "bf16": 2**-7, "fp16": 2**-10, "fp8": 2**-7,
 }  # fmt: skip
 _SUMMED: dict[Dtype, float] = {
     "fp32": 2e-6, "tf32": 1e-3, "bf16": 2e-6, "fp16": 2e-6, "fp8": 2e-3,
 }  # fmt: skip
-_FP8_MULTIPLE = 16  # torch._scaled_mm takes no other sizes
+_FP8_MULTIPLE = 16  # torch._scaled_mm supports no other sizes
 _LEAST_TIMED_S = 1e-3
 _STEPS = (1, 8, 16, 64, 128)
 _TIMES = (1, 2, 3)  # multiples of each step
 ROUND = "none"  # name of a sweep's starting point
-# Matmuls whose rate has come this near to the largest one's no longer gain from size.
+# Matmuls that reach this share of the largest one's rate no longer gain from size.
 _CURVE = tuple(1 << power for power in range(5, 15))
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A device on which matmuls are timed, and how long one may take.
+    """A device on which matmuls are timed, and the longest time that one may take.
 
     Random values are created once per dtype, and operands are parts of them. `rates`: approximate
     FLOP/s of large matmuls, for choosing sizes and not for display.
@@ -70,7 +70,7 @@ def dtypes_of(device: torch.device, features: Iterable[str], capability: float) 
     """List the dtypes whose matmuls are worth timing on a device.
 
     fp16 is left out on CPUs, where it is over a hundred times slower than fp32 (for correctness
-    only), and bf16 on those that have no instructions for it.
+    only), and bf16 on CPUs without instructions for it.
     """
     if device.type == "cuda":
         found: list[Dtype] = ["fp32", "fp16"]
@@ -141,7 +141,7 @@ def _check(on: Bench, dtype: Dtype, shape: Shape) -> Callable[[Tensor], str | No
 
 
 def wrong_matmul(found_MN: Tensor, a_MK: Tensor, b_KN: Tensor, dtype: Dtype) -> str | None:
-    """Check the first and last row of a matmul in double precision; return the error, if any."""
+    """Check a matmul's first and last row in double precision; describe the error, if any."""
     ends = [0, len(a_MK) - 1]
     a_2K, b_KN = a_MK[ends].double(), b_KN.double()
     true = a_2K @ b_KN
@@ -150,7 +150,7 @@ def wrong_matmul(found_MN: Tensor, a_MK: Tensor, b_KN: Tensor, dtype: Dtype) -> 
     # Written so that NaN counts as wrong, and 0 may equal 0.
     if bool((away <= allowed).all()):
         return None
-    return f"a matmul is off by {(away / allowed).max().item():.3g} times its rounding"
+    return f"a matmul's error is {(away / allowed).max().item():.3g} times its rounding error"
 
 
 @contextmanager
@@ -212,9 +212,8 @@ def largest(on: Bench, dtype: Dtype, at_most: int) -> int:
 
 
 def tokens_for(on: Bench, dtype: Dtype, spec: ModelSpec, given: int | None = None) -> int:
-    """Return the given number of tokens, however long a matmul then takes.
-
-    If none is given: the largest power of two at which a model's largest matmul is short enough.
+    """Return the given number of tokens, however long a matmul then takes. If it is not given,
+    return the largest power of two at which a model's largest matmul is short enough.
     """
     if given is not None:
         return given
@@ -252,7 +251,7 @@ def one_thread_cases(on: Bench, dtype: Dtype, base: int) -> list[Case]:
 
 
 def unlucky_cases(on: Bench, dtype: Dtype, base: int, quick: bool) -> list[Case]:
-    """Return dimensions 1, 8, 16, 64 and 128 above a round size, and 2 and 3 times these."""
+    """Return matmuls with a dimension 1, 8, 16, 64 or 128 (times 1 to 3) above a round size."""
     round_one = case(on, dtype, (base, base, base), "unlucky", dim=ROUND)
     above = {step * times for step in _STEPS for times in _TIMES}
     shapes = [
@@ -320,9 +319,8 @@ def _work(shape: Shape) -> float:
 
 
 def best_cases(on: Bench, dtype: Dtype, cases: Sequence[Case], count: int = 3) -> list[Case]:
-    """Return candidates for the best shape: the fastest ones, and the first one enlarged.
-
-    They are timed again, because the best of many that were timed together is partly the luckiest.
+    """Return candidates for the best shape: the fastest ones, and larger versions of the fastest.
+    They are timed again, because the best of many timings is partly luck.
     """
     of = [one.key for one in cases if one.key.kind == "matmul" and one.key.has(dtype=dtype)]
     tried = dict.fromkeys(_shape(key) for key in of)
@@ -344,5 +342,6 @@ def best(found: Sequence[Figure], dtype: Dtype) -> Figure | None:
     if not known:
         return None
     top = max(known, key=lambda figure: figure.value or 0)
-    # The shape is not in the key: two probes may find different ones, and the rate is compared.
+    # The shape is not in the key: two probes may find different shapes, and their rates are
+    # compared.
     return top.model_copy(update={"key": Key(kind="matmul", what="best", of={"dtype": dtype})})

@@ -1,4 +1,4 @@
-"""Costs of a model's sizes on a machine: its vocabulary and its number of heads."""
+"""Cost of a model's sizes on a machine: its vocabulary and its number of heads."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _PADDED_TO = (8, 64, 128)
 _LEAST_HEAD_DIM = 8
 # Allowed error of attention, relative to the largest value.
 _ATTENTION_OFF: dict[Dtype, float] = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.01}
-# Less than this is not worth changing a model for.
+# Smaller gains do not justify changing a model.
 _WORTH = 0.005
 _WHOLE = ("forward and backward",)
 
@@ -78,7 +78,7 @@ def _wrong_head(
 
 
 def head_counts(hidden: int) -> list[int]:
-    """Return numbers of heads that divide a model's width, most heads first."""
+    """Return the numbers of heads that divide a model's width, largest first."""
     return [hidden // dim for dim in range(_LEAST_HEAD_DIM, hidden + 1) if hidden % dim == 0]
 
 

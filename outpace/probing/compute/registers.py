@@ -1,4 +1,4 @@
-"""Steps of a sweep on a processor in terms of the width of its registers."""
+"""Steps of a sweep on a processor, in terms of the width of its registers."""
 
 from fractions import Fraction
 
@@ -12,7 +12,7 @@ _ROW_BITS = 512
 
 
 def step_words(step: int, bits: int, dtype: Dtype, dim: str) -> str | None:
-    """Describe a step of a matmul's dimension in whole registers of `bits` bits, or None.
+    """Describe a step of a matmul's dimension in registers of `bits` bits; None if it is unrelated.
 
     Matmuls are summed in fp32, so a register holds adjacent sums along m and n, and operands along
     k.

@@ -1,10 +1,9 @@
-"""Tiles, waves and threads' shares, detected from the growth of time with size.
-
-A matmul is computed tile by tile: time rises in steps as wide as a tile, and between two multiples
-of it, time is spent on results that are not used (tile quantisation). A device with s
-multiprocessors takes s tiles at a time: the last, partly filled wave costs as much as a full one
-(wave quantisation). The threads of a processor divide blocks among them in the same way. NVIDIA,
-"Matrix Multiplication Background User's Guide", §§ "Tile Quantization" and "Wave Quantization".
+"""Tiles, waves and threads' shares, detected from the growth of time with size. A matmul is
+computed tile by tile: time rises in steps as wide as a tile, and sizes between two multiples of it
+waste time on unused results (tile quantisation). A device with s multiprocessors computes s tiles
+at a time: the last, partly filled wave costs as much as a full one (wave quantisation). The threads
+of a processor divide blocks among them in the same way. NVIDIA, "Matrix Multiplication Background
+User's Guide", §§ "Tile Quantization" and "Wave Quantization".
 """
 
 from collections.abc import Sequence
@@ -18,16 +17,15 @@ GPU_TILES = ((64, 64), (128, 64), (64, 128), (128, 128), (256, 128), (128, 256),
 # Steps explain a curve if they leave at most this share of the deviation that a straight line
 # leaves.
 _EXPLAINS = 0.5
-# A smaller tile has every step of a larger one: the larger must explain clearly more.
+# A smaller tile has every step of a larger tile: the larger must explain clearly more.
 _CLEARLY = 0.85
 
 
 @dataclass(frozen=True)
 class TileSteps:
-    """Time that rises at multiples of `tile`.
-
-    `explained`: the explained fraction of the variation that a straight line leaves. `rise`: that
-    of a step, relative to the time at the start of the sweep.
+    """Time that rises at multiples of `tile`. `explained`: the fraction that steps explain of the
+    variation around a straight line. `rise`: the rise at a step, relative to the time at the start
+    of the sweep.
     """
 
     tile: int
@@ -85,9 +83,9 @@ def find_threads(
 ) -> tuple[int, float] | None:
     """Return the width of the blocks that threads divide among them, and the explained fraction.
 
-    It is found from the speed-up of all threads over one at each size: blocks that do not divide
-    evenly leave threads idle. The steps of tiles occur in both times and cancel out. None if no
-    width explains it much better than a straight line.
+    It is found from the speed-up of all threads over one thread at each size: if blocks do not
+    divide evenly, threads are idle. The steps of tiles occur in both times and cancel out. None if
+    no width explains it much better than a straight line.
     """
     n = np.asarray(sizes, dtype=float)
     sooner = np.asarray(alone_s, dtype=float) / np.asarray(together_s, dtype=float)

@@ -25,7 +25,7 @@ def _gpu_names(gpus: list[GpuState]) -> str:
 
 
 def pcie(inventory: Inventory) -> Iterator[Finding]:
-    """Find cards in a slot or riser that has fewer lanes or an older generation than the card."""
+    """Find cards in a slot or riser with fewer lanes or an older generation than the card."""
     name = "PCIe width"
     gpus = _gpus(inventory)
     known = [gpu for gpu in gpus if gpu.pcie_width and gpu.pcie_width_max]
@@ -96,9 +96,10 @@ def power(inventory: Inventory) -> Iterator[Finding]:
         one = low[0]
         yield make_finding(
             "power cap", "moderate", "the power limit is below the card's default",
-            f"{_gpu_names(low)}: {one.power_limit_w:.0f} W of {one.power_limit_default_w:.0f} W",
-            f"nvidia-smi -pl {one.power_limit_default_w:.0f} as root, if cooling and supply allow; "
-            "outpace probe matmul at both limits shows the cost",
+            f"{_gpu_names(low)}: {one.power_limit_w:.0f} W instead of "
+            f"{one.power_limit_default_w:.0f} W",
+            f"nvidia-smi -pl {one.power_limit_default_w:.0f} as root, if cooling and power supply "
+            "allow it; outpace probe matmul at both limits shows the cost",
         )  # fmt: skip
 
 
@@ -117,7 +118,8 @@ def throttling(inventory: Inventory) -> Iterator[Finding]:
         yield make_finding(
             "throttling", "severe", "clocks are throttled now",
             f"{_gpu_names(hot)}: {', '.join([*why, *clocks])}",
-            "check air flow, dust and room temperature; after a power brake, the power supply",
+            "check air flow, dust and room temperature; if the power brake is on, check the power "
+            "supply",
         )  # fmt: skip
     fixed = [gpu for gpu in gpus if "clocks set by a user" in (gpu.throttled_by or ())]
     if fixed:
@@ -126,7 +128,7 @@ def throttling(inventory: Inventory) -> Iterator[Finding]:
 
 
 def ecc(inventory: Inventory) -> Iterator[Finding]:
-    """Find memory errors, and protection that is off."""
+    """Find memory errors, and disabled ECC."""
     gpus = _gpus(inventory)
     if all(gpu.ecc is None for gpu in gpus):
         raise UnknownFactError(_refusal(gpus, "EccMode"))
@@ -180,7 +182,7 @@ def links(inventory: Inventory) -> Iterator[Finding]:
 
 
 def gpu_sharing(inventory: Inventory) -> Iterator[Finding]:
-    """Find other programs on a GPU, a MIG slice instead of a GPU, or an unloading driver."""
+    """Find other programs on a GPU, MIG slices instead of GPUs, or a driver that unloads."""
     gpus = _gpus(inventory)
     used = [gpu for gpu in gpus if gpu.other_processes]
     if used:
@@ -216,7 +218,9 @@ def binding(inventory: Inventory) -> Iterator[Finding]:
     """Find a rank on CPUs far from its GPU, so that memory traffic crosses processors."""
     gpus, rank = _gpus(inventory), inventory.local_rank
     if rank is None:
-        raise UnknownFactError("not started as a rank: run outpace doctor in place of the training")
+        raise UnknownFactError(
+            "not started as a rank: start outpace doctor in the same way as the training"
+        )
     if rank >= len(gpus) or inventory.settings.get("CUDA_VISIBLE_DEVICES"):
         raise UnknownFactError("it is unknown which GPU this rank will use")
     # By default, CUDA numbers devices fastest first, and NVML by position on the bus.
@@ -246,7 +250,10 @@ def visible(inventory: Inventory) -> Iterator[Finding]:
     words = [word.strip() for word in text.split(",")]
     shown = read_visible(words, count)
     said = f"CUDA_VISIBLE_DEVICES={text}"
-    remedy = f"use numbers from 0 to {count - 1} separated by commas, or GPU-… of nvidia-smi -L"
+    remedy = (
+        f"use numbers from 0 to {count - 1} separated by commas, or the GPU-… names of "
+        "nvidia-smi -L"
+    )
     if len({*shown}) < len(shown):
         yield make_finding(
             "visible GPUs", "severe", "a GPU is named twice, so none is visible", said, remedy
@@ -283,7 +290,7 @@ def visible(inventory: Inventory) -> Iterator[Finding]:
 
 
 def read_visible(words: Sequence[str], count: int) -> list[str]:
-    """Return the devices that CUDA takes from a list: all entries before the first invalid one.
+    """Return the devices that CUDA uses from a list: all entries before the first invalid one.
 
     All entries are numbers, or all have the same form as the first (CUDA C++ Programming Guide,
     "CUDA Environment Variables"; torch.cuda._parse_visible_devices, which finds no device if one is

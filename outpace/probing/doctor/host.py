@@ -18,16 +18,16 @@ def _usable(inventory: Inventory) -> frozenset[int]:
 
 
 def _power(inventory: Inventory) -> float:
-    """Return the number of cores whose time this process may use in full."""
+    """Return the number of cores that this process may use in full."""
     cores = float(inventory.cpu.cores_of(_usable(inventory)))
     return cores if inventory.cpu_quota is None else min(cores, inventory.cpu_quota)
 
 
 def quota(inventory: Inventory) -> Iterator[Finding]:
-    """Find a container with less CPU time than visible CPUs, which throttles threads."""
+    """Find a container whose CPU time is less than its visible CPUs, which throttles threads."""
     name = "CPU quota"
     if not inventory.cpu_quota_known:
-        raise UnknownFactError("no cgroup of this process that limits CPU time can be read")
+        raise UnknownFactError("no cgroup that limits this process's CPU time can be read")
     allowed, seen = inventory.cpu_quota, len(_usable(inventory))
     if allowed is None or allowed >= seen - 0.01:
         return
@@ -81,7 +81,7 @@ def threads(inventory: Inventory) -> Iterator[Finding]:
             "low" if inventory.gpus else "high",
             "torch computes on only one of several cores",
             f"{name}=1, {why}with {fair} cores for each process",
-            f"{name}={fair}, where the CPU computes or loads data in the training process",
+            f"{name}={fair}, if the CPU computes or loads data in the training process",
             times(1, fair, "work on the CPU", f"1 thread instead of {fair}, at most"),
         )
 
@@ -106,7 +106,7 @@ def hyper_threads(inventory: Inventory) -> Iterator[Finding]:
 
 
 def affinity(inventory: Inventory) -> Iterator[Finding]:
-    """Find binding to a part of the host, which with one rank is a launcher's mistake."""
+    """Find binding to a part of the host, a launcher's mistake if there is only one rank."""
     usable, online = _usable(inventory), cpu_set(inventory.cpu.cpus)
     if usable >= online or (inventory.local_world_size or 1) > 1:
         return
@@ -150,7 +150,7 @@ def governor(inventory: Inventory) -> Iterator[Finding]:
     if inventory.governors is None:
         raise UnknownFactError("the kernel does not report it (as in most virtual machines)")
     preferences = inventory.energy_preferences or ()
-    # With these drivers the governor powersave reaches the full clock, if the preference allows.
+    # With these drivers, the governor powersave reaches the full clock if the preference allows it.
     own = inventory.scaling_driver in ("intel_pstate", "amd-pstate-epp")
     if own:
         saving = [one for one in preferences if one in ("power", "balance_power")]
@@ -229,20 +229,21 @@ def open_files(inventory: Inventory) -> Iterator[Finding]:
     """Find a low limit on open files, since workers share tensors by file descriptors."""
     soft, hard = inventory.open_files_limit, inventory.open_files_hard_limit
     if soft is None:
-        raise UnknownFactError("the system has no such limit to read")
+        raise UnknownFactError("this system has no such limit")
     if 0 <= soft < _FILES_WANTED:
         most = "without limit" if hard == -1 else f"at most {hard}"
         yield make_finding(
             "open files",
             "low",
-            "the limit of open files is low: many loader workers fail with “Too many open files”",
+            "the limit on open files is low: with many loader workers, loading fails with “Too "
+            "many open files”",
             f"{soft}, {most} without root",
             f"ulimit -n {65536 if hard in (None, -1) else min(65536, hard or 0)}",
         )
 
 
 def other_programs(inventory: Inventory) -> Iterator[Finding]:
-    """Find programs that use the cores now, which slow steps and disturb measurements."""
+    """Find programs that use the cores now, which slow down steps and disturb measurements."""
     busy, count = inventory.other_busy_cores, len(_usable(inventory))
     if busy is None:
         raise UnknownFactError("outpace could not read the load of the cores")
@@ -264,7 +265,7 @@ def other_programs(inventory: Inventory) -> Iterator[Finding]:
             1,
             (count + busy) / count,
             "work on all cores",
-            "from the load now, if cores are shared fairly",
+            "from the present load, if cores are shared fairly",
         ),
     )
 

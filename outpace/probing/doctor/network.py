@@ -38,11 +38,11 @@ def peer_access(inventory: Inventory) -> Iterator[Finding]:
     yield make_finding(
         name,
         "severe" if bonded else "high",
-        "GPUs may not send to each other directly"
+        "GPUs are not allowed to send to each other directly"
         + (", though NVLink joins them" if bonded else ""),
         which,
         f"unset {which.partition('=')[0]}; if a consumer card hangs without it, keep it, and "
-        "prefer few large transfers (ZeRO-1, pipeline) to many small ones",
+        "prefer a few large transfers (ZeRO-1, pipeline) to many small ones",
         _WITHOUT_P2P if bonded else None,
     )
 
@@ -64,7 +64,8 @@ def variables(inventory: Inventory) -> Iterator[Finding]:
             "unset CUDA_LAUNCH_BLOCKING",
         )
     if settings.get("NVIDIA_TF32_OVERRIDE") == "0":
-        yield make_finding(name, "high", "fp32 matmuls may not use TF32", "NVIDIA_TF32_OVERRIDE=0",
+        yield make_finding(name, "high", "fp32 matmuls are not allowed to use TF32",
+                    "NVIDIA_TF32_OVERRIDE=0",
                     "unset NVIDIA_TF32_OVERRIDE, unless you need every bit of fp32")  # fmt: skip
     if is_set("NCCL_SHM_DISABLE"):
         yield make_finding(
@@ -76,16 +77,16 @@ def variables(inventory: Inventory) -> Iterator[Finding]:
         )
     if settings.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL":
         yield make_finding(name, "high",
-            "every collective is preceded by another one that checks it"
+            "every collective is preceded by another that checks it"
         ,
                     "TORCH_DISTRIBUTED_DEBUG=DETAIL", "unset TORCH_DISTRIBUTED_DEBUG")  # fmt: skip
     if settings.get("NCCL_NVLS_ENABLE") == "0":
-        yield make_finding(name, "moderate", "NVSwitch may not do reductions",
+        yield make_finding(name, "moderate", "NVSwitch is not allowed to do reductions",
                     "NCCL_NVLS_ENABLE=0", "unset NCCL_NVLS_ENABLE")  # fmt: skip
     for pinned in ("NCCL_ALGO", "NCCL_PROTO"):
         if settings.get(pinned):
             yield make_finding(name, "low",
-                "NCCL may not choose the fastest algorithm for each size"
+                "NCCL is not allowed to choose the fastest algorithm for each size"
             ,
                         f"{pinned}={settings[pinned]}",
                         f"unset {pinned}, or measure both: outpace probe collectives")  # fmt: skip
@@ -95,7 +96,7 @@ def variables(inventory: Inventory) -> Iterator[Finding]:
 
 
 def network(inventory: Inventory) -> Iterator[Finding]:
-    """Find an InfiniBand or RoCE network that is unused, down, or lacks a requirement."""
+    """Find an InfiniBand or RoCE network that is unused, down, or not fully set up."""
     name, settings = "InfiniBand", inventory.settings
     if not inventory.ports:
         return
@@ -105,7 +106,8 @@ def network(inventory: Inventory) -> Iterator[Finding]:
     sockets = settings.get("NCCL_NET", "").lower() == "socket"
     if active and (off or sockets):
         which = "NCCL_IB_DISABLE" if off else "NCCL_NET"
-        yield make_finding(name, "severe", "there is a fast network, but NCCL may not use it",
+        yield make_finding(name, "severe",
+                    "there is a fast network, but NCCL is not allowed to use it",
                     f"{which}={settings[which]}; ports with a link: {len(active)} ({kinds}, "
                     f"{active[0].rate or 'rate unknown'})", f"unset {which}")  # fmt: skip
     yield from _cannot_be_used(inventory, active)
@@ -116,13 +118,13 @@ def network(inventory: Inventory) -> Iterator[Finding]:
             "high" if not active else "moderate",
             "ports without a link" if active else "no port has a link",
             join_names([f"{port.device}:{port.port} {port.state}" for port in down]),
-            "check the cable, the switch's port, or for InfiniBand the subnet manager "
-            "(ibstat, sminfo); unused ports need nothing",
+            "check the cable, the switch's port, or, for InfiniBand, the subnet manager (ibstat, "
+            "sminfo); ignore unused ports",
         )
     slower = _slower_ports(active)
     if slower:
         yield make_finding(name, "moderate", "ports slower than others of their kind", slower,
-                    "reseat or replace the cable; compare mlxlink of both")  # fmt: skip
+                    "reseat or replace the cable; compare mlxlink's output for both")  # fmt: skip
     if active and inventory.gpus and inventory.gpu_direct is False:
         yield make_finding(
             name,
@@ -135,13 +137,13 @@ def network(inventory: Inventory) -> Iterator[Finding]:
     locked = inventory.locked_memory_limit_bytes
     if active and locked is not None and 0 <= locked < 2**30:
         yield make_finding(
-            name, "high", "too little memory may be locked for the network card",
+            name, "high", "the limit on locked memory is too low for the network card",
             f"{show_bytes(locked)}", "ulimit -l unlimited; docker run --ulimit memlock=-1",
         )  # fmt: skip
 
 
 def _cannot_be_used(inventory: Inventory, active: list[NetworkPort]) -> Iterator[Finding]:
-    """Return ports with a link that NCCL is told not to use, or cannot open."""
+    """Find ports with a link that NCCL cannot open or is told not to use."""
     if not active:
         return
     name, among = "InfiniBand", inventory.settings.get("NCCL_IB_HCA", "")

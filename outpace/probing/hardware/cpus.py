@@ -13,7 +13,7 @@ _KINDS = ("Data", "Instruction", "Unified")
 
 
 def usable_cpus() -> tuple[int, ...]:
-    """Return the CPUs that this process may use; a container may show others as well."""
+    """Return the CPUs that this process may use; a container may also show others."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
@@ -36,7 +36,7 @@ def cpu_quota(membership: Path = MEMBERSHIP, mounts: Path = MOUNTS) -> tuple[flo
 def read_cpus(sys: Path = SYS) -> CpuTopology:
     """Read packages, cores, NUMA nodes and caches.
 
-    What the kernel does not report is None or empty.
+    Facts that the kernel does not report are None or empty.
     """
     folder = sys / "devices/system/cpu"
     online = read_text(folder / "online")
@@ -44,7 +44,7 @@ def read_cpus(sys: Path = SYS) -> CpuTopology:
     siblings, packages = set[str](), set[str]()
     for cpu in cpus:
         topology = folder / f"cpu{cpu}/topology"
-        # The first is the name since Linux 5.5; on some virtual machines only one is there.
+        # The first is the name since Linux 5.5; some virtual machines have only one of them.
         shared = read_text(topology / "core_cpus_list") or read_text(
             topology / "thread_siblings_list"
         )

@@ -3,7 +3,7 @@
 import re
 
 _SAVE = "Save the output of `nvidia-smi topo -m`, from the line with GPU0 on."
-# Words of an output, what they show that it is, and what to do. The first that is found counts.
+# Patterns of an output, what it is, and what to do. The first match counts.
 _KNOWN = (
     (r"Driver/library version mismatch",
      "nvidia-smi failed: the driver's kernel module and library have different versions, as "

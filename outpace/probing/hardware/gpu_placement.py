@@ -18,7 +18,7 @@ from outpace.records.topology import (
 _SLOW = ("PHB", "NODE", "SYS", "SOC")
 _BETWEEN_NODES = ("SYS", "SOC")
 _SLOWEST_FOR_TENSOR_PARALLEL = goodness("PXB")
-# More GPUs in one host than any sold; above it an exact search could take long.
+# More GPUs than any host has; above this, an exact search could take long.
 _MOST_SEARCHED = 16
 
 
@@ -110,7 +110,7 @@ def _partial_grouping(topology: Topology, nvlink_bytes_per_s: float | None) -> G
 
 
 def _score(topology: Topology, one: str, other: str) -> int:
-    """Rate the link of a pair; of two equal links, the one within a NUMA node is better."""
+    """Rate the link of a pair; of two equal links, the link within a NUMA node is better."""
     near = topology.device(one).numa_affinity
     same = near is not None and near == topology.device(other).numa_affinity
     return 2 * goodness(topology.link_between(one, other)) + same
@@ -151,7 +151,7 @@ def _connected_groups(
 
 
 def _worth_it(found: tuple[Grouping, ...], gpus: int) -> Grouping | None:
-    """Return the largest groups within NVLink, else within PCIe switches; None without any."""
+    """Return the largest groups within NVLink, else within PCIe switches; None if none exist."""
     even = [grouping for grouping in found if gpus % grouping.size == 0] or list(found)
     by_nvlink = [grouping for grouping in even if nvlinks(grouping.worst_link)]
     if by_nvlink:
@@ -163,8 +163,8 @@ def _worth_it(found: tuple[Grouping, ...], gpus: int) -> Grouping | None:
 def missing_nvlinks(topology: Topology) -> MissingNvlinks | None:
     """Return GPUs and pairs that have fewer NVLinks than the others; None if there is no pattern.
 
-    There is a pattern if at least half of all pairs have the same kind of connection, the host's
-    best. This holds for hosts whose GPUs are all connected alike, not by bridges in pairs.
+    There is a pattern if at least half of all pairs have the host's best kind of connection, as on
+    hosts whose GPUs are all connected alike, not by bridges in pairs.
     """
     pairs = list(combinations(topology.gpus, 2))
     links = [topology.link_between(*pair) for pair in pairs]
@@ -240,7 +240,7 @@ def _near_nics(topology: Topology, gpu: str) -> NearNics:
     links = {nic: topology.link_between(gpu, nic) for nic in topology.nics}
     best = max(links.values(), key=goodness)
     if best in _BETWEEN_NODES and topology.device(gpu).gpu_numa_id is not None:
-        # A GPU that is a NUMA node of its own (Grace) is on another than any card, near or far.
+        # A GPU that is itself a NUMA node (Grace) is not on the node of any card, near or far.
         return NearNics(gpu=gpu, nics=(), link=None)
     return NearNics(
         gpu=gpu, nics=tuple(nic for nic, link in links.items() if link == best), link=best

@@ -1,8 +1,8 @@
 """Rates of this host, measured in a few seconds: fp32 and bf16 matmuls, and memory.
 
-If outpace probe has not measured anything, they replace a guess from the vector width, which may be
-off by a factor of several. They are measured in a separate process, since threads of a math library
-do not survive a fork.
+Without a probe's measurements, they replace a guess from the vector width, which may be several
+times too high or too low. They are measured in a separate process, since the threads of a math
+library do not survive a fork.
 """
 
 import json
@@ -24,7 +24,7 @@ _AT_LEAST_S = 0.4
 def measure_host_rates(threads: int) -> HostRates | None:
     """Measure the rates of `threads` cores together, once in a process; None if that is impossible.
 
-    Several plans made by one program thus rest on the same rates.
+    So several plans that one program makes are based on the same rates.
     """
     try:
         return _measure_separately(threads)
@@ -61,7 +61,7 @@ def measure_rates(threads: int) -> HostRates:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Return the thread's CPU time for the work, the minimum of several turns."""
+    """Return the thread's CPU time for the work: the minimum of several turns."""
     work()
     best, began = float("inf"), time.thread_time()
     while time.thread_time() - began < _AT_LEAST_S or best == float("inf"):

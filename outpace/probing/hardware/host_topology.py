@@ -27,7 +27,7 @@ def read_topology(
     reports it. Raises BadInputError.
     """
     if nvlink is not None:
-        find_link(f"NVLink {nvlink}")  # refused also where no GPU asks for it
+        find_link(f"NVLink {nvlink}")  # checked even if no GPU needs it
     topology, why = _read_links(file, timeout_s)
     gpus, gpus_why = ((), None) if file is not None else nvml.query(timeout_s)
     return HostTopology(
@@ -57,7 +57,8 @@ def _read_links(file: Path | None, timeout_s: float) -> tuple[Topology | None, s
 def _rates(nvlink: str | None, gpus: Sequence[GpuState]) -> tuple[float | None, float | None]:
     """Return the catalog's one-way bytes/s of an NVLink and of a GPU's PCIe slot.
 
-    They are those of the named link and the accelerators that have it, or else of this host's GPUs.
+    They are the rates of the named link and the accelerators that have it, or else of this host's
+    GPUs.
     """
     if nvlink is not None:
         link = find_link(f"NVLink {nvlink}")

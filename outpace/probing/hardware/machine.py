@@ -13,7 +13,7 @@ from outpace.records.hardware import Accelerator
 from outpace.records.machine import Device, Machine
 
 FindAccelerator = Callable[[str, int | None], Accelerator | None]
-# The processor features that decide how fast matmuls run.
+# The processor features that determine the speed of matmuls.
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "bf16",
              "sve", "sve_bf16", "asimd")  # fmt: skip
 
@@ -48,7 +48,7 @@ def _processor() -> tuple[str, tuple[str, ...]]:
                 flags.update(value.split())
                 break
     except OSError:
-        pass  # not Linux: the platform's own name will do
+        pass  # not Linux: use the platform's name
     return name, tuple(feature for feature in _FEATURES if feature in flags)
 
 

@@ -17,7 +17,9 @@ from outpace.records.errors import BadInputError, OutpaceError
 from outpace.records.topology import Endpoint, Topology, nvlinks
 
 TOOL = "nvidia-smi"
-_ANSI = re.compile(r"\x1b\[[0-9;]*[A-Za-z]|\[[0-9;]*m")  # the second where a paste lost the escape
+_ANSI = re.compile(
+    r"\x1b\[[0-9;]*[A-Za-z]|\[[0-9;]*m"
+)  # the second form if a paste lost the escape character
 _LABELS = re.compile(r"CPU\s*Affinity|NUMA\s*Affinity|GPU\s*NUMA\s*ID")
 _GLUED = re.compile(r"(?<=\d)(?=(?:GPU|NIC|mlx)\d)")
 _TERM = re.compile(r"NODE|SYS|SOC|PHB|PXB|PIX|NV\d+|X")
@@ -51,7 +53,7 @@ def read_if_there(timeout_s: float = 20.0) -> Topology | None:
 
 
 def run_tool(command: list[str], timeout_s: float) -> str:
-    """Return a tool's output. Raises ToolError; its child processes end with it."""
+    """Return a tool's output. Raises ToolError. The tool's child processes end with it."""
     name = command[0]
     if shutil.which(name) is None:
         raise ToolError(
@@ -66,7 +68,7 @@ def run_tool(command: list[str], timeout_s: float) -> str:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,  # so that all it starts can be ended
+            start_new_session=True,  # so that its child processes can be ended
         )
     except OSError as error:
         raise ToolError(f"{name} cannot be started: {error.strerror}") from None
@@ -77,8 +79,8 @@ def run_tool(command: list[str], timeout_s: float) -> str:
             _end(process)
             raise ToolError(
                 f"{' '.join(command)} has not answered in {timeout_s:g} s and was stopped. A "
-                "driver in this state hangs other programs too: see the kernel's log (dmesg) for "
-                "lines with NVRM or Xid; a reboot usually helps."
+                "driver in this state also hangs other programs: look for NVRM or Xid in the "
+                "kernel's log (dmesg); a reboot usually helps."
             ) from None
     if process.returncode != 0:
         said = text.strip() or "nothing"
@@ -90,7 +92,7 @@ def _end(process: subprocess.Popen[str]) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
-    # A process that waits in the kernel cannot be ended, so it is not waited for.
+    # Do not wait for the process: one that waits in the kernel cannot be ended.
     with suppress(subprocess.TimeoutExpired):
         process.communicate(timeout=1)
 
@@ -218,7 +220,9 @@ def _row(
         )
     if not whole:
         unread = rest[0][0] if rest else "its end"
-        notes.append(f"row {name}: {unread!r} is no link; missing ones are taken from other rows")
+        notes.append(
+            f"row {name}: {unread!r} is not a link; missing links are taken from other rows"
+        )
         rest = rest[1:]
         cells += [None] * (len(header.names) - len(cells))
     return cells, _last_fields(rest, header, whole)
@@ -232,11 +236,11 @@ _FIELDS = {
 
 
 def _last_fields(words: list[re.Match[str]], header: _Header, whole: bool) -> dict[str, str]:
-    """Return the last fields by column name, with gaps where the tool left a cell empty."""
+    """Return the last fields by column name, with gaps for cells that the tool left empty."""
     names = [_FIELDS[column] for column in header.columns]
     free = len(names) - len(words)
     if free > 0 and names and words:
-        # The first cell is there if the first word is where its column begins, or left of it.
+        # The first cell exists if the first word begins at its column, or left of it.
         at_first = whole and words[0].start() <= header.starts[0]
         last_given = words[-1][0] == "N/A" or not at_first
         if at_first:

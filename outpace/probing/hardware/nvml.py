@@ -16,7 +16,7 @@ from outpace.records.interpreter import PYTHON
 from outpace.records.inventory import GpuState
 from outpace.records.topology import cpu_list
 
-# nvml.h, nvmlClocksEventReason*: what holds the clocks down. Idleness is no trouble.
+# nvml.h, nvmlClocksEventReason*: causes of low clocks. Idleness is not a problem.
 _REASONS = {
     0x2: "clocks set by a user",
     0x4: "power cap",
@@ -27,7 +27,7 @@ _REASONS = {
     0x80: "power brake",
     0x100: "display clocks",
 }
-# From NVML's header, where they are stable: fields of nvmlDeviceGetFieldValues and what they count.
+# From NVML's header, where they are stable: fields of nvmlDeviceGetFieldValues and their meaning.
 FI_NVLINK_DATA_TX, FI_NVLINK_DATA_RX = 138, 139  # KiB so far
 FI_PCIE_TX, FI_PCIE_RX = 197, 198  # bytes so far
 ALL_LINKS = 0xFFFFFFFF
@@ -44,7 +44,7 @@ def query(
 ) -> tuple[tuple[GpuState, ...], str | None]:
     """Return this host's GPUs, and the reason if none are visible (otherwise None).
 
-    `command` prints them as `main` does. Never raises an error because of the driver.
+    `command` prints them as `main` does. It raises no error because of the driver.
     """
     try:
         text = run_tool(command or [*PYTHON, "-m", "outpace.probing.hardware.nvml"], timeout_s)
@@ -148,7 +148,7 @@ def _state(library: Any, index: int) -> GpuState:
 
 
 def _throttle_reasons(device: _Device) -> tuple[str, ...] | None:
-    """Return reasons for slowed clocks; older libraries have the query under another name."""
+    """Return reasons for slowed clocks; older libraries have another name for the query."""
     bits = device.read_field("CurrentClocksEventReasons")
     if bits is None:
         bits = device.read_field("CurrentClocksThrottleReasons")
@@ -156,7 +156,7 @@ def _throttle_reasons(device: _Device) -> tuple[str, ...] | None:
 
 
 def throttle_reasons(library: Any, handle: Any) -> tuple[str, ...] | None:
-    """Return what throttles a device's clocks now; None if the driver does not say."""
+    """Return the present causes of a device's throttling; None if the driver does not say."""
     return _throttle_reasons(_Device(library, handle))
 
 
@@ -204,7 +204,7 @@ def _times(value: float | None, factor: float) -> float | None:
 
 
 def share(percent: int) -> float | None:
-    """Return a percentage as a fraction. For ended processes drivers report more than 100."""
+    """Return a percentage as a fraction. For ended processes, drivers report more than 100."""
     return percent / 100 if 0 <= percent <= 100 else None
 
 

@@ -38,7 +38,7 @@ def control_groups(
         if version not in mounted or (version == 1 and controller not in controllers.split(",")):
             continue
         root, top = mounted[version]
-        # In a container the mount shows the group itself, whatever its path outside.
+        # In a container, the mount shows the group itself, whatever its path outside.
         inside = path.removeprefix(root.rstrip("/")) if root != "/" else path
         folder = top / inside.strip("/")
         while not folder.is_dir() and folder != top:

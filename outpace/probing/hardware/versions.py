@@ -35,8 +35,8 @@ def versions() -> dict[str, str]:
     """Return the versions of Python, of the relevant packages, of CUDA and its driver, if any.
 
     This includes the communication libraries. The driver is not queried, because a broken one may
-    not answer. outpace and torch report their own versions, which cannot be found otherwise on
-    PYTHONPATH.
+    not answer. outpace and torch report their versions themselves, since those on PYTHONPATH have
+    no metadata.
     """
     found = {"python": platform.python_version(), "outpace": __version__, "torch": VERSION}
     for package in _PACKAGES:
@@ -80,8 +80,8 @@ def changes() -> str | None:
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Select the variables that affect computation or communication, except launch variables.
 
-    Variables that contain a secret are left out: by their names, or if they have an address with a
-    password.
+    Variables that contain a secret are left out: those with certain names, or with a password in an
+    address.
     """
     return {
         name: value

@@ -1,4 +1,4 @@
-"""Choice of loader settings: the cheapest that is as fast as any."""
+"""Choice of loader settings: the cheapest of the fastest."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,7 +7,7 @@ from outpace.records.figure import Figure, Key
 from outpace.records.probed import Advice
 from outpace.records.units import show_count, show_seconds
 
-# Loading that takes more of a step than this, where nothing hides it, is worth a worker.
+# Exposed loading that takes more of a step than this is worth a worker.
 _SHOWN = 0.01
 _WORTH = 0.05
 # Settings this close to the fastest count as equally fast, even if the difference is certain.
@@ -15,7 +15,7 @@ _ALIKE = 0.02
 
 
 def advise(figures: Sequence[Figure]) -> tuple[Advice, ...]:
-    """Return advice as sentences with the figures."""
+    """Return advice as sentences that quote the figures."""
     unit = "tokens" if any(f.key.what == "tokens" for f in figures) else "samples"
     rates = [f for f in figures if f.key.kind == "loader" and f.key.what == unit]
     own = [f for f in rates if f.key.has(loader="outpace", pin="no")]
@@ -56,12 +56,12 @@ def _workers(rates: Sequence[Figure]) -> Iterator[Advice]:
     text = f"Recommended: {_flag(best)}, with {best} per training process"
     text += ", as fast as any number of workers." if best.key.of["workers"] == 0 else "."
     if alone is not None and alone is not best:
-        text += f" Without workers it is {alone}."
+        text += f" Without workers, it is {alone}."
     if alone is not None and alone.value is not None:
         limit = show_count(_SHOWN * alone.value, alone.unit)
         text += f" Without workers loading is at most 1 % of a step up to {limit} of training"
         one = next((f for f in rates if f.key.of["workers"] and f.value), None)
-        text += "." if one is None else f"; beyond that, {_flag(one)} hides it up to {one}."
+        text += "." if one is None else f"; above that rate, {_flag(one)} hides it up to {one}."
     by = None if alone is None or alone is best else gain(alone, best)
     yield Advice(about="loader", text=text, of=_keys(best, alone), **_gain_fields(by))
 
@@ -88,8 +88,8 @@ def _prefetch(rates: Sequence[Figure]) -> Iterator[Advice]:
         return
     yield Advice(
         about="loader",
-        text=f"{count} prefetched batches per worker load {best}, 2 load {usual}. That is "
-             "prefetch_factor of your own DataLoader; outpace's has 2.",
+        text=f"{count} prefetched batches per worker load {best}, 2 load {usual}. Set this as "
+        "prefetch_factor in your own DataLoader; outpace's is 2.",
         of=_keys(best, usual), **_gain_fields(by),
     )  # fmt: skip
 
@@ -125,8 +125,8 @@ def _text(rates: Sequence[Figure], text: Sequence[Figure]) -> Iterator[Advice]:
     yield Advice(
         about="loader",
         text=f"A DataLoader that tokenises as it loads gives {written} at best (num_workers="
-        f"{written.key.of['workers']}); tokens that were prepared once, as outpace trains "
-        f"from, are loaded {prepared.value / written.value:.0f} times as fast.",
+        f"{written.key.of['workers']}); prepared tokens, as outpace uses in training, are loaded "
+        f"{prepared.value / written.value:.0f} times as fast.",
         of=_keys(prepared, written),
     )
 

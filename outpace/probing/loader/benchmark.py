@@ -1,9 +1,8 @@
 """Rates at which a user's data is loaded, by number of workers, prefetching and pinned memory.
-
 outpace's loader is timed as training uses it, and torch's DataLoader with workers that tokenize
-text, as in trainers without prepared tokens. Loaders stay open from round to round; each call takes
-more batches than their queues hold, so that the rate of making batches is measured, not that of
-emptying a full queue.
+text, as in trainers without prepared tokens. Loaders stay open from round to round. Each call reads
+more batches than their queues hold, so it measures how fast batches are made, not how fast a full
+queue is emptied.
 """
 
 import os
@@ -36,8 +35,8 @@ from outpace.records.figure import Figure, Key
 PREFETCH = 2  # outpace's and torch's default
 _OTHER_PREFETCH, _FULL_OTHER_PREFETCH = (4,), (1, 4, 8)
 _QUICK_WORKERS = 4
-# Numbers of workers for which other settings are varied, besides the largest: all loaders are open
-# at once.
+# Numbers of workers (in addition to the largest) for which other settings are varied: all loaders
+# are open at once.
 _CROSSED = (1, 2, 4, 8)
 _ENDLESS = 1 << 40
 _CALL_S = 0.015
@@ -113,7 +112,7 @@ def _one_thread_for_each_tokenizer() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Setting:
-    """Loader's setting: outpace, torch (over the same tokens) or text (workers tokenize)."""
+    """A loader's setting: outpace, torch (over the same tokens) or text (workers tokenize)."""
 
     loader: str
     workers: int
@@ -130,7 +129,7 @@ class _Setting:
 
 @dataclass
 class _OpenLoader:
-    """Running loader; a call takes `batches` from it and returns the first."""
+    """A running loader; a call reads `batches` from it and returns the first."""
 
     batches_of: Iterator[Any]
     close: Callable[[], None]
@@ -211,7 +210,7 @@ class _Bench:
         running = self._open_loader(setting)
         self.stack.callback(running.close)
         wrong = self._wrong(setting, running())
-        # More batches than wait in the queues, which fill up during the samples of other settings.
+        # More batches than the queues hold, which fill up during the samples of other settings.
         waiting = setting.workers * (setting.prefetch + 1)
         running.batches = max(1, waiting)
         HostClock().seconds(running, 1)
@@ -289,7 +288,7 @@ def _move_leaf(device: torch.device, leaf: Any) -> Any:
 
 @dataclass
 class _Starter:
-    """Case whose calls open a loader and wait for its first batch."""
+    """A case whose calls open a loader and wait for its first batch."""
 
     open: Callable[[_Setting], _OpenLoader]
     setting: _Setting

@@ -1,4 +1,4 @@
-"""Data to time a loader on: the user's data, as training reads it, or part of it."""
+"""Data on which to time a loader: the user's data as training reads it, or a part of it."""
 
 import math
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ from outpace.records.errors import BadInputError
 
 # Characters of text that a probe reads; training would read all of it.
 _TAKEN, _FULL_TAKEN = 1 << 21, 1 << 24
-# Tokens are repeated up to this number, which exceeds a processor's cache as a corpus does.
+# Tokens are repeated up to this number, which exceeds a processor's cache, like a corpus.
 _LEAST_TOKENS = 1 << 24
 # Characters on which a tokenizer is trained; more would not change its speed.
 _LEARNED_CHARACTERS, _LEARNED_VOCAB = 1 << 20, 8192
@@ -31,7 +31,7 @@ _AT_ONCE = 256
 
 @dataclass(frozen=True)
 class LoaderData:
-    """Data to load, given as for `outpace train`, and the batches.
+    """Data to load, as for `outpace train`, and the sizes of batches.
 
     Without a `tokenizer`, one is trained on the text. `dataset`: a user's map-style data set,
     instead of sources.
@@ -63,7 +63,7 @@ class LoaderInput:
 
 
 def prepare_input(data: LoaderData, folder: Path, quick: bool) -> LoaderInput:
-    """Return data ready for loading, writing what is needed in `folder`. Raises BadInputError."""
+    """Return data ready for loading; files are written in `folder`. Raises BadInputError."""
     if data.dataset is not None:
         return LoaderInput(data.dataset, None, notes=(_name_dataset(data.dataset),))
     if not data.sources:

@@ -26,7 +26,7 @@ from outpace.records.probed import Advice
 # fp32 elements, below that of `large_elements`.
 _QUICK = (1 << 14, 1 << 18)
 _FULL = (1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
-# A copy touches two arrays: half of it stays in a cache that holds one.
+# A copy touches two arrays: half of it stays in a cache that can hold one array.
 _BEYOND = 2
 _LEAST, _MOST = 1 << 24, 1 << 28
 WAYS = ("to the host", "to the device", "both ways")
@@ -35,7 +35,7 @@ _USUAL_L2_BYTES = 128 << 20  # assumed if a GPU does not report it
 
 
 def large_elements(device: torch.device) -> int:
-    """Return the fp32 elements of an array too large for any cache, as far as memory allows."""
+    """Return the fp32 elements of an array that exceeds all caches, as far as memory allows."""
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         cache = getattr(properties, "L2_cache_size", 0) or _USUAL_L2_BYTES
@@ -175,7 +175,7 @@ def _transfers(device: torch.device, quick: bool) -> Iterator[Case]:
 def _sending_fault(source: Tensor, found: Tensor) -> str | None:
     torch.cuda.synchronize()
     same = torch.equal(source.cpu(), found.cpu())
-    return None if same else "what arrived is not what was sent"
+    return None if same else "the received data differ from the sent data"
 
 
 def _overlap_cases(device: torch.device) -> Iterator[Case]:
@@ -203,7 +203,7 @@ def _overlap_cases(device: torch.device) -> Iterator[Case]:
                    check=partial(_both_right, matmul_fault, check))  # fmt: skip
 
 
-# A stream, what is sent in it, and where to.
+# A stream, the tensor that it copies, and the destination.
 _Ways = list[tuple[torch.cuda.Stream, Tensor, Tensor]]
 
 
@@ -251,7 +251,7 @@ def probe_memory(
 
 
 def hidden_shares(figures: Sequence[Figure]) -> list[Figure]:
-    """Return the overlap of a matmul and a transfer, as a share of the shorter, by direction."""
+    """Return the overlap of a matmul and a transfer by direction, as a share of the shorter."""
     took = {f.key.of["of"]: f for f in figures if f.key.what == "overlap"}
     return [
         share_hidden(
@@ -274,7 +274,7 @@ def hidden_advice(hidden: Sequence[Figure]) -> Iterator[Advice]:
 
 
 def hidden_notes(hidden: Sequence[Figure]) -> Iterator[str]:
-    """Note what was not steady enough."""
+    """Note figures that were not steady enough."""
     for figure in hidden:
         if figure.value is None:
             yield (

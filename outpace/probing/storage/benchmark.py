@@ -1,8 +1,8 @@
 """Rates of the disks for checkpoints and offloading.
 
 Blocks bypass the kernel's cache, and are moved one after the other (queue 1) or by several threads
-at once. Checkpoints are also timed as they are written: through the cache, then fsync, and the cost
-of making a small file and its name durable.
+at once. Writing checkpoints is also timed as training does it: through the cache, then fsync. So is
+making a small file and its name durable.
 """
 
 import os
@@ -36,13 +36,15 @@ from outpace.records.units import show_bytes
 
 _FILE_BYTES, _FULL_FILE_BYTES = 256 << 20, 2 << 30
 _FILL_S, _FULL_FILL_S = 1.0, 8.0
-# As large as a file of a small checkpoint; so that fsync has something to wait for.
+# As large as a file of a small checkpoint, so that fsync has to wait.
 BUFFERED_BYTES = 32 << 20
 _WRITTEN_AT_ONCE = 1 << 20
 # (pages of a block, queue)
 _SEQUENTIAL, _FULL_SEQUENTIAL = ((1024, 1), (1024, 4)), ((32, 1), (1024, 1), (1024, 4), (1024, 16))
 _RANDOM, _FULL_RANDOM = ((1, 1), (1, 16)), ((1, 1), (1, 4), (1, 16), (16, 1), (16, 16))
-_CALL_S = 0.01  # of many short operations, so that handing them to threads costs next to nothing
+_CALL_S = (
+    0.01  # of many short operations, so that the cost of handing them to threads is negligible
+)
 _MOST_OPERATIONS = 512
 _SAMPLE_S, _FULL_SAMPLE_S = 0.012, 0.02
 
@@ -51,7 +53,7 @@ Progress = Callable[[float], None]
 
 @dataclass(frozen=True)
 class Disk:
-    """Cases that time a directory, as long as its files are open."""
+    """Cases that time a directory while its files are open."""
 
     cases: tuple[Case, ...]
     notes: tuple[str, ...]
@@ -63,9 +65,8 @@ def probe_storage(
     budget_s: float,
     progress: Progress = lambda share: None,
 ) -> Turns[ProbeSection]:
-    """Time each role's directory (checkpoints, offload), once for those on the same file system.
-
-    `budget_s` is for all of them. Raises BadInputError if one cannot be written to, or lacks space.
+    """Time each role's directory (checkpoints, offload), once per file system. `budget_s` is for
+    all of them. Raises BadInputError if one cannot be written to, or lacks space.
     """
     if not sys.platform.startswith("linux"):
         return ProbeSection(notes=("storage: direct I/O is measured on Linux only",))
@@ -104,8 +105,8 @@ def _probe_directory(
     notes = disk.notes
     if not advice:
         notes += (
-            f"storage: {role}: the disk was not steady enough to say how long a checkpoint "
-            "takes; end other programs and probe again",
+            f"storage: {role}: the disk was not steady enough to say how long a checkpoint takes; "
+            "end other programs and probe again",
         )
     return ProbeSection(tuple(figures), advice, notes)
 
@@ -199,12 +200,12 @@ class _Mover:
         """Find the number of operations per call."""
         took_s = HostClock().seconds(self, 1)
         took_s = min(took_s, HostClock().seconds(self, 1))
-        # No block twice in a call: threads would meet there.
+        # No block twice in a call, or threads could use the same block.
         most = min(_MOST_OPERATIONS, len(self.order) // self.queue)
         self.operations = max(1, min(most, int(_CALL_S / max(took_s, 1e-9))))
 
     def find_error(self) -> str | None:
-        """Read and compare all bytes that each thread has moved last."""
+        """Read and compare all bytes that each thread moved last."""
         found = (
             self.file.find_error(lane, page, self.pages, number if self.write else None)
             for lane, page, number in self._last
@@ -283,7 +284,7 @@ class _NewFile:
         return self
 
     def find_error(self) -> str | None:
-        """Read the file back, from the disk as far as the kernel drops its cache."""
+        """Read the file back; from the disk if the kernel drops its cache."""
         assert self._file is not None
         os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
         held = os.pread(self._file, len(self._data) + 1, 0)

@@ -26,10 +26,10 @@ from outpace.records.units import show_bytes
 from outpace.training.past_cache import REFUSED, through_cache
 
 PAGE_BYTES = 4096
-BLOCK_PAGES = 1024  # pages of the largest block; contents of pages repeat after that many
+BLOCK_PAGES = 1024  # pages of the largest block; the contents of pages repeat after that many
 _LEAST_PAGES = 16 * BLOCK_PAGES
 _WORDS = PAGE_BYTES // 8
-# A test of a disk may use at most this share of its free space, which others may need.
+# A test of a disk may use at most this share of its free space, since others may need it.
 _TAKEN_SHARE = 0.5
 _IN_MEMORY = ("tmpfs", "ramfs")
 
@@ -59,13 +59,13 @@ def in_memory(directory: Path) -> str | None:
 
 @contextmanager
 def refusals(directory: Path) -> Iterator[None]:
-    """Turn the system's refusals for a directory into BadInputError."""
+    """Turn the system's errors for a directory into BadInputError."""
     try:
         yield
     except OSError as error:
         raise BadInputError(
-            f"{directory} cannot be probed: {error.strerror or error}. Give a directory that "
-            "can be written to, on a disk with free space."
+            f"{directory} cannot be probed: {error.strerror or error}. Give a writable directory, "
+            "on a disk with free space."
         ) from None
 
 
@@ -84,7 +84,7 @@ class _Lane:
     """Aligned memory of one thread, for writing and reading."""
 
     def __init__(self, contents: "np.ndarray[Any, np.dtype[np.uint64]]") -> None:
-        # Anonymous mappings begin at a page, as O_DIRECT wants it.
+        # Anonymous mappings begin at a page, as O_DIRECT requires.
         outgoing, incoming = (mmap.mmap(-1, BLOCK_PAGES * PAGE_BYTES) for _ in range(2))
         self.outgoing, self.incoming = memoryview(outgoing), memoryview(incoming)
         self.sent = np.frombuffer(outgoing, dtype=np.uint64).reshape(BLOCK_PAGES, _WORDS)
@@ -120,7 +120,7 @@ class PageFile:
             raise
 
     def _try_direct(self) -> None:
-        """Use O_DIRECT if it works: some file systems accept the flag and refuse reads."""
+        """Use O_DIRECT if it works: some file systems accept the flag but refuse reads."""
         try:
             self.write(0, 0, 1)
         except OSError as error:
@@ -158,7 +158,7 @@ class PageFile:
         require_whole(os.preadv(self.descriptor, [part], page * PAGE_BYTES), len(part))
         if not np.array_equal(own.got[:pages, 0], self._stamps(page, pages)):
             raise WrongResultError(
-                f"pages {page} to {page + pages - 1} were read in place of others"
+                f"pages {page} to {page + pages - 1} were read instead of others"
             )
 
     def find_error(self, lane: int, page: int, pages: int, write: int | None = None) -> str | None:
@@ -167,7 +167,7 @@ class PageFile:
         self.read(lane, page, pages)
         got, first = self._lanes[lane].got[:pages], page % BLOCK_PAGES
         if not np.array_equal(got[:, 2:], self._contents[first : first + pages, 2:]):
-            return f"pages {page} to {page + pages - 1} are not as they were written"
+            return f"pages {page} to {page + pages - 1} differ from the written data"
         if write is not None and not bool((got[:, 1] == write).all()):
             return f"pages {page} to {page + pages - 1} are from an earlier write"
         return None
@@ -187,7 +187,7 @@ class PageFile:
             os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Close the file, which then disappears, as it does when the process ends."""
+        """Close the file, which then disappears (also when the process ends)."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

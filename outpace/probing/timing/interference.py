@@ -13,11 +13,12 @@ from outpace.probing.timing.section import ProbeSection
 from outpace.records.figure import Figure
 from outpace.records.probed import Steadiness
 
-# Use of a core by others, or of all time by the hypervisor, above which it is reported.
+# Shares of a core used by others, and of all time taken by the hypervisor, above which they are
+# reported.
 _OTHERS, _STOLEN = 0.15, 0.02
-# Share of all cores' time used by others above which the processor's figures are invalid. If one of
-# two cores is taken, a matmul does not just run at half its speed: in every call it waits for a
-# whole time slice of the other program, and steadily so.
+# Share of all cores' time used by others above which the processor's figures are invalid. If
+# another program takes one of two cores, a matmul does not just run at half its speed: every call
+# waits for a whole time slice of that program.
 _DISTURBED = 0.10
 
 
@@ -35,14 +36,14 @@ class CoreSeconds(NamedTuple):
 
 
 class InterferenceWatch:
-    """Monitor of the kernel's counters, read at its creation and at the end."""
+    """Monitor of the kernel's counters, which are read when it is created and at the end."""
 
     def __init__(self, stat: Path = Path("/proc/stat")) -> None:
         self._stat = stat
         self._begin = self._read_counters()
 
     def read_use(self) -> CoreSeconds:
-        """Return what has been used since the monitor was created."""
+        """Return the usage since the monitor was created."""
         before, after = self._begin, self._read_counters()
         busy_s, stolen_s = (
             None if a is None or b is None else b - a

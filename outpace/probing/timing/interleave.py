@@ -1,6 +1,6 @@
 """Interleaving of a probe's parts, so that each is measured over the whole time of the probe.
 
-A machine may be slower for minutes at a time. A measurement in one go would miss that, and its
+A machine may be slower for minutes at a time. A measurement without pauses would miss that, and its
 intervals would not contain a repeat.
 """
 
@@ -9,12 +9,12 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-# Yields where others may have their turn, and returns the result of all its own turns.
+# Yields when others may have their turn, and returns the result of all its own turns.
 Turns = Generator[None, None, T]
 
 
 def run_turns(turns: Turns[T]) -> T:
-    """Run turns to their end and return their result, without interleaving."""
+    """Run all turns without interleaving, and return their result."""
     while True:
         try:
             next(turns)
@@ -47,7 +47,7 @@ def interleave_turns(*parts: Turns[Any]) -> Turns[list[Any]]:
 
 
 def wrap_turns(turns: Turns[T], within: Callable[[], AbstractContextManager[Any]]) -> Turns[T]:
-    """Take the same turns, each within its own context."""
+    """Yield the same turns, each within a context."""
     try:
         while True:
             with within():

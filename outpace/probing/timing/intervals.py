@@ -8,7 +8,7 @@ from statistics import median
 LEVEL = 0.95
 # The median of k normal values varies as the mean of k * 2 / pi.
 _MEDIAN_COSTS = 1.2533
-# A scale from median distances varies as much as a standard deviation from 37 % as many values.
+# A scale from median distances varies like a standard deviation of 37 % as many values.
 _EFFICIENCY = 0.37
 # Values that were measured together are closer to each other than to a repeat.
 SLACK = 1.15
@@ -18,12 +18,12 @@ _DRIFT_T = 4.0
 
 
 def half_width(samples: Sequence[float], level: float = LEVEL, slack: float = SLACK) -> float:
-    """Return how far the median of a repeat with the same number of samples may be from this one.
+    """Return how far a repeat's median, of the same number of samples, may be from this one.
 
     It uses Student's t for the difference of two such medians. The scale is the median absolute
     deviation, which a few disturbed samples do not widen; autocorrelated samples count as fewer
-    (von Storch & Zwiers, "Statistical Analysis in Climate Research", eq. 6.26). Infinite for fewer
-    than three samples.
+    samples (von Storch & Zwiers, "Statistical Analysis in Climate Research", eq. 6.26). Infinite
+    for fewer than three samples.
     """
     count = len(samples)
     if count < 3:
@@ -43,7 +43,7 @@ def normal_deviation(values: Sequence[float]) -> float:
 
 
 def _autocorrelation(values: Sequence[float], scale: float) -> float:
-    """Return the correlation of neighbouring values, at most 0.9; higher ones mean drift."""
+    """Return the correlation of neighbouring values, at most 0.9; higher values mean drift."""
     middle = median(values)
     away = [min(max(value - middle, -3 * scale), 3 * scale) for value in values]
     total = sum(one * one for one in away)
@@ -53,7 +53,7 @@ def _autocorrelation(values: Sequence[float], scale: float) -> float:
 
 
 def trend(rounds: Sequence[float]) -> float:
-    """Return the distance between the medians of first and last thirds; 0.0 if by chance."""
+    """Return the distance between the medians of the first and last third; 0.0 if due to chance."""
     third = len(rounds) // 3
     if third < 2:
         return 0.0

@@ -17,8 +17,8 @@ from outpace.probing.timing.measure import figure_of
 from outpace.records.figure import Figure, Key
 from outpace.records.probed import LinkFit
 
-# As nccl-tests counts ("doc/PERFORMANCE.md"): what each link carries, of the whole array's bytes.
-# With `n` ranks a reduced array crosses each link twice, except for the rank's own part.
+# As counted by nccl-tests ("doc/PERFORMANCE.md"): the part of the whole array that each link
+# carries. With `n` ranks, a reduced array crosses each link twice, except for the rank's own part.
 _BUS: dict[str, Callable[[int], float]] = {
     "all-reduce": lambda n: 2 * (n - 1) / n,
     "all-gather": lambda n: (n - 1) / n,
@@ -29,7 +29,8 @@ _BUS: dict[str, Callable[[int], float]] = {
 }
 COLLECTIVES = tuple(_BUS)
 _LEAST_SIZES = 3
-# Sizes whose times differ by less from round to round count alike: no line holds to more than that.
+# Sizes whose times vary less than this between rounds count equally: no line is more accurate than
+# that.
 _STEADY = 0.02
 
 
@@ -58,9 +59,9 @@ def fit_line(
 ) -> LinkLine:
     """Return the line of least relative distances from points (traffic_bytes, time_s).
 
-    Neither latency nor time per byte is negative. Such a line goes through two of the points, or
-    through one if its latency or its time per byte is 0 (Bloomfield & Steiger, "Least Absolute
-    Deviations"), so trying these finds it. Raises ValueError for fewer than two points, or for
+    Neither latency nor time per byte is negative. The best line goes through two of the points, or
+    through one if its latency or time per byte is 0 (Bloomfield & Steiger, "Least Absolute
+    Deviations"), so all such lines are tried. Raises ValueError for fewer than two points, or for
     times or traffic that are not above 0.
     """
     if len(points) < 2 or any(traffic <= 0 or time_s <= 0 for traffic, time_s in points):

@@ -22,7 +22,7 @@ from outpace.probing.timing.intervals import LEVEL, half_width, trend
 from outpace.records.errors import OutpaceError
 from outpace.records.figure import Figure, Key, Unit
 
-# A figure with a wider interval than this would say little, and is not given.
+# A figure with a wider interval than this would say little, and is left out.
 CONCLUSIVE = 0.25
 # A sample this many times as long as usual is one long call.
 _LONG = 5
@@ -33,10 +33,10 @@ class WrongResultError(OutpaceError):
 
 
 class Clock(Protocol):
-    """Clock for calls. If several processes time together, all get the same time."""
+    """Clock for calls. If several processes time calls together, all get the same time."""
 
     def seconds(self, call: Callable[[], Any], count: int) -> float:
-        """Time `count` calls, one after the other, until everything they started has ended."""
+        """Time `count` calls, one after the other, until all work that they started has ended."""
 
     def now_s(self) -> float:
         """Return seconds since an arbitrary moment."""
@@ -58,7 +58,7 @@ class HostClock:
 
 
 class CudaClock:
-    """Clock based on events on the current stream, which excludes launching on the host."""
+    """Clock based on events on the current stream; launches by the host are not included."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -205,8 +205,9 @@ def in_rounds(
 ) -> Turns[None]:
     """Call `visit` in as many turns as the effort has rounds, while its budget lasts.
 
-    Its argument says whether the turn starts a round. `spent_s`: the part of the budget used
-    before. A turn whose time is already used up has no round, unless too few would remain.
+    Its argument says whether the turn starts a round. `spent_s`: the part of the budget that was
+    used before. A turn whose time is already used up has no round, unless there would be too few
+    rounds.
     """
     left_s, used_s, made = max(0.0, effort.budget_s - spent_s), 0.0, 0
     least = min(effort.least_rounds, effort.rounds)
@@ -230,7 +231,7 @@ def figure_of(key: Key, unit: Unit, rounds: Sequence[Sequence[float]]) -> Figure
     """Return the figure of rounds of samples."""
     samples = list(chain.from_iterable(rounds))
     medians = [median(of) for of in rounds]
-    # Neighbouring samples do not show how much rounds differ, while rounds differ as a repeat does.
+    # Use rounds, which vary like a repeat; neighbouring samples vary less.
     half = max(half_width(samples), half_width(medians, slack=1.0))
     value = median(samples)
     known, why = half < inf, _unstable(value, half, medians)
@@ -249,5 +250,5 @@ def _unstable(value: float, half: float, rounds: Sequence[float]) -> str | None:
         return f"it drifted by {drift:+.0%} of its median during the measurement"
     if half > CONCLUSIVE * value:
         away = "anywhere" if half == inf else f"{half / value:.0%} of its median away"
-        return f"a repeat may lie {away}"
+        return f"a repeat may differ by {away}"
     return None

@@ -21,7 +21,7 @@ class Event(Protocol):
     """A moment on a device, such as a torch.cuda.Event."""
 
     def query(self) -> bool:
-        """Return whether the device has reached it."""
+        """Return whether the device has reached the event."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class PreparedCall:
 def await_event(event: Event, limit_s: float, group: dist.ProcessGroup | None = None) -> None:
     """Wait for an event by polling, since waiting in the driver has no time limit.
 
-    Raises DistBackendError after `limit_s`, and aborts `group`, whose collective it waits for.
+    After `limit_s`, abort `group`, whose collective it waits for, and raise DistBackendError.
     """
     end_s = time.monotonic() + limit_s
     while not event.query():
@@ -60,7 +60,8 @@ def time_limit_s(group: dist.ProcessGroup, device: torch.device) -> float:
 def await_device(group: dist.ProcessGroup, device: torch.device) -> None:
     """Wait until a device has finished its queued work, for at most the group's time limit.
 
-    Raises DistBackendError after that. NCCL's path has never run: no machine had two GPUs.
+    Raises DistBackendError after that. The NCCL path has never run, since no machine with two GPUs
+    was available.
     """
     if device.type == "cuda":
         event = torch.cuda.Event()
@@ -72,7 +73,7 @@ class PatientCudaClock:
     """A CudaClock with a time limit for a collective that a rank never joins.
 
     The polling interval does not affect the measured time, which is between two events on the
-    device. Raises DistBackendError beyond the limit, and aborts the group. NCCL's path has never
+    device. Raises DistBackendError beyond the limit, and aborts the group. The NCCL path has never
     run, since no machine with two GPUs was available; `ended` was tested with fake events.
     """
 
@@ -103,12 +104,10 @@ def patient_clock(device: torch.device, group: dist.ProcessGroup) -> Clock:
 
 
 class RanksClock:
-    """Clock by which a call takes as long as on the slowest rank.
-
-    All ranks start together; waiting for that is not timed, nor is the preparation of a
-    `PreparedCall`. `by_rank` has each rank's seconds of the last calls: if they differ, a rank is
-    slow. `control` carries small host messages, and none of its collectives are timed. Every rank
-    must make the same calls in the same order.
+    """Clock that reports the slowest rank's time of a call. All ranks start together; neither
+    waiting for that nor preparing a `PreparedCall` is timed. `by_rank` has each rank's seconds of
+    the last calls: if they differ, a rank is slow. `control` carries small host messages, and none
+    of its collectives are timed. Every rank must make the same calls in the same order.
     """
 
     def __init__(self, inner: Clock, control: dist.ProcessGroup) -> None:

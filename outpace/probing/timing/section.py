@@ -1,4 +1,4 @@
-"""Results of one part of a probe: figures, advice based on them, and what was not possible."""
+"""Results of one part of a probe: figures, advice based on them, and omissions."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from outpace.records.probed import Advice, LinkFit
 
 @dataclass(frozen=True)
 class ProbeSection:
-    """Part of `outpace probe`. `notes`: what was not probed, or was probed in another way, and why.
+    """Part of `outpace probe`. `notes`: omissions and changes, with the reasons.
 
     `said`: the figures in words, omitted if the figures are withdrawn.
     """

@@ -18,7 +18,7 @@ _PERIOD_S = 0.5
 # A driver that hangs must not keep a probe from finishing.
 _PATIENCE_S = 10.0
 # Transient causes, which a repeat would not find again. A power cap, clocks set by a user and the
-# like last, in training too: they are reported, and the figures remain valid.
+# like also last during training: they are reported, and the figures remain valid.
 _PASSING = frozenset(
     {"hardware slowdown", "temperature (driver)", "temperature (hardware)", "power brake"}
 )
@@ -43,7 +43,7 @@ class GpuWatch:
     """Monitor that queries NVML about one GPU. `probe_pids`: processes of this probe on this host.
 
     `pids_known`: whether NVML's process numbers are the ones visible here. In a container, they may
-    be those of the host; then the probe's number of processes is assumed to be its own.
+    be those of the host; then as many processes as the probe has are assumed to be the probe's.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ def watch_gpu(
         uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
         handle = nvml.nvmlDeviceGetHandleByUUID(uuid.encode())
         name = f"GPU {nvml.nvmlDeviceGetIndex(handle)}"
-    except Exception:  # a part of a GPU (MIG), or a library that does not know the query
+    except Exception:  # a part of a GPU (MIG), or a library without this query
         return None
     return GpuWatch(library, handle, name, {*probe_pids, *_ancestors()}, same_pids())
 

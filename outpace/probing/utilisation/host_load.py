@@ -12,7 +12,7 @@ from outpace.probing.hardware.procfs import read_text
 from outpace.records.utilisation import HostLoad
 
 RAPL = Path("/sys/class/powercap")
-# Finding new processes of a run reads every process, which may take 1/1000 of a core's time.
+# Finding a run's new processes means reading every process, which may take 1/1000 of a core's time.
 _SEARCH_SHARE = 1 / 1000
 
 
@@ -164,7 +164,7 @@ def _busy_share(before: tuple[float, float], now: tuple[float, float]) -> float 
 
 
 def _packages(rapl: Path) -> list[tuple[Callable[[], float | None], float | None]]:
-    """Return each package's file of energy in microjoules, and the value at which it wraps."""
+    """Return each package's file with its energy in microjoules, and its wrap-around value."""
 
     def reader(path: Path) -> Callable[[], float | None]:
         return lambda: _number(path)
@@ -172,7 +172,7 @@ def _packages(rapl: Path) -> list[tuple[Callable[[], float | None], float | None
     return [
         (reader(zone / "energy_uj"), _number(zone / "max_energy_range_uj"))
         for zone in sorted(rapl.glob("intel-rapl:*"))
-        if zone.name.count(":") == 1  # deeper ones are parts of these
+        if zone.name.count(":") == 1  # deeper folders are parts of these
     ]
 
 

@@ -13,7 +13,7 @@ PERIOD_S = 1.0
 _SAVE_EVERY_S = 60.0
 # Less often if the file is large: writing it may take 1/1000 of a core's time.
 _SAVE_SHARE = 1 / 1000
-# Shorter stretches say little: the kernel counts processor time in hundredths of a second.
+# Shorter periods say little: the kernel counts processor time in hundredths of a second.
 _LEAST_S = 0.1
 # A driver that hangs must not keep a run from finishing.
 _PATIENCE_S = 10.0
@@ -30,7 +30,7 @@ class Samples:
         self._last_s = time.monotonic()
 
     def read_new(self) -> Load | None:
-        """Return the load since the previous call; None, and nothing kept, if that was just now."""
+        """Return the load since the previous call, and keep it; None if that was just now."""
         now_s = time.monotonic()
         if now_s - self._last_s < _LEAST_S:
             return None
@@ -91,7 +91,7 @@ class LoadRecorder:
             save_after_s = began_s + _SAVE_EVERY_S
             period_s, done = self._period_s, False
             while not done:
-                # By the clock, so that the time a sample takes does not add up.
+                # By the clock, so that the time of samples does not add up.
                 wait_s = period_s - (time.monotonic() - began_s) % period_s
                 done = self._closed.wait(wait_s)
                 if done and self.series is None:

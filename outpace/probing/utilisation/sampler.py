@@ -34,12 +34,12 @@ from outpace.records.utilisation import DeviceLoad, Load
 
 Result = TypeVar("Result")
 
-# The inode of the first pid namespace, the one whose numbers the driver knows (linux/proc_ns.h).
+# The inode of the initial pid namespace, whose numbers the driver uses (linux/proc_ns.h).
 _FIRST_NAMESPACE = "pid:[4026531836]"
 
 
 class Nvml(Protocol):
-    """Functions of `pynvml` that are used; each raises an error if the device lacks it."""
+    """The functions of `pynvml` that are used; each raises an error if the device lacks it."""
 
     def nvmlDeviceGetCount(self) -> int: ...  # noqa: N802
     def nvmlDeviceGetHandleByIndex(self, index: int, /) -> Any: ...  # noqa: N802
@@ -59,7 +59,7 @@ def open_nvml(timeout_s: float = 20.0, library: str = LIBRARY) -> Nvml | None:
     """Return the driver's interface; None without it or nvidia-ml-py, or if it hangs.
 
     A query to a broken driver may never return, and a call in this process cannot be ended. So
-    another process queries it first, within `timeout_s`.
+    another process queries the driver first, within `timeout_s`.
     """
     try:
         import pynvml
@@ -73,7 +73,7 @@ def open_nvml(timeout_s: float = 20.0, library: str = LIBRARY) -> Nvml | None:
 
 
 class DeviceReader:
-    """Reader of one device; with NVML's counters each reading covers the time since the last.
+    """Reader of one device; NVML's counters cover the time since the previous reading.
 
     `pids_known`: whether NVML's process numbers are the ones visible here; in a container, they may
     be those of the host. Raises NVML's error if there is no such device.
@@ -166,7 +166,7 @@ class DeviceReader:
         return memory_bytes, self._run_utilisation(run_pids) if known else None
 
     def _run_utilisation(self, run_pids: Collection[int]) -> float | None:
-        """Return the summed latest utilisation of the run's processes; none if none computed."""
+        """Return the sum of the run's processes' latest utilisation; None if none computed."""
         try:
             samples = self._nvml.nvmlDeviceGetProcessUtilization(self._handle, self._seen_us)
         except Exception as error:
@@ -181,7 +181,7 @@ class DeviceReader:
 
 
 def _query(query: Callable[[], Result]) -> Result | None:
-    with suppress(Exception):  # not supported, no permission, lost: NVML's errors, and ctypes' own
+    with suppress(Exception):  # not supported, no permission, lost: errors of NVML and of ctypes
         return query()
     return None
 
@@ -233,8 +233,8 @@ def _readers(nvml: Nvml) -> list[DeviceReader]:
 def training_in(metrics: Path) -> list[int]:
     """Return the PIDs of this host's first processes of the run that has this metrics file.
 
-    Rank 0 holds it open; a launcher that started rank 0 and others on this host stands for all of
-    them.
+    Rank 0 holds the file open; if a launcher started rank 0 and others on this host, its PID is
+    returned for all of them.
     """
     target = metrics.resolve()
     for process in psutil.process_iter():
