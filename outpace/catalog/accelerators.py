@@ -16,7 +16,7 @@ from outpace.records.hardware import Accelerator, Architecture, Bundle, Dtype, P
 
 _T = 1e12
 _GB_PER_S = 1e9
-# Datasheets write GB for 2^30 bytes of memory, as the sizes that drivers report show.
+# Datasheets write GB for 2^30 bytes of memory, as sizes that drivers report show.
 _GB = 2**30
 Rates = dict[Dtype, float]
 
@@ -179,7 +179,7 @@ _USABLE: Mapping[str, tuple[float, str]] = {
     "H100 SXM": (79.11, "vllm-project/vllm/issues/27508 (H100)"),
     "RTX 5090": (31.37, "Wan-Video/Wan2.1/issues/465 (RTX 5090)"),
 }
-# Assumed where no figure is known: the middle of the shares above, 98.0 % (RTX 5090) to 99.2 %
+# Assumed if no figure is known: the middle of the shares above, 98.0 % (RTX 5090) to 99.2 %
 # (V100), without the GDDR6 cards that use error correction.
 _USABLE_SHARE = 0.985
 _ASSUMED = "assumed: 98.5 % of the datasheet's"

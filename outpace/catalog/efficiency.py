@@ -1,7 +1,8 @@
 """Shares of datasheet rates that accelerators and links reach, by published measurements.
 
-Each figure has its source. A chip without published measurements has the shares of a measured one
-of its architecture; an architecture without any has those of the nearest one, as its source says.
+Each figure has its source. A chip without published measurements has the shares of a measured chip
+of its architecture; an architecture without any has those of the nearest architecture, as its
+source says.
 """
 
 from collections.abc import Mapping
@@ -21,8 +22,8 @@ class MatmulCurve(Record):
     A full wave of the best tiles reaches `share` of the dense peak, and `share_fp8` of the peak in
     fp8. Tiles of 128 by 64 and of 64 by 64 reach `half_tile` and `quarter_tile` of that rate. In 16
     bits, a tile takes as long as if its inner dimension were longer by `fill` (to fill its pipeline
-    and write its results). The smallest matmul takes `fixed_s`. No matmul is faster than `limit`
-    of the best rate, where even a short one reaches the board's power limit; under the load of a
+    and write its results). The smallest matmul takes `fixed_s`. No matmul is faster than `limit` of
+    the best rate, at which even a short matmul reaches the board's power limit; under the load of a
     training step, none is faster than `sustained`, or `sustained_fp8`, of the dense peaks.
     """
 
@@ -484,7 +485,7 @@ HOST_BRIDGE_SOURCE = "0.8 of a slot's rate, halved: what is sent is also receive
 # Share of the link's rate between host and device: copies from and to pinned memory.
 HOST_LINK_SHARE = 53 / 63
 HOST_LINK_SOURCE = "PCIe 5: 51 to 55 of 63 GB/s (Azure/AI-benchmarking-guide 0126c300)"
-# A process's share of a host's memory bandwidth and of its disks, without measurements.
+# A process's share of a host's memory bandwidth and of its disks, if not measured.
 HOST_MEMORY_BYTES_PER_S = 25e9
 HOST_MEMORY_SOURCE = "two sockets of 8 channels of DDR4-3200, 409.6 GB/s, shared by 8, half reached"
 DISK_BYTES_PER_S = 8.2e9 / 8
@@ -502,7 +503,7 @@ CPU_CLOCK_HZ = 2.5e9
 CPU_SHARE = 0.5
 CPU_MEMORY_BYTES_PER_S = 15e9
 
-# The same on a CPU that also does the computing, including autograd.
+# The same on a CPU that also computes, including autograd.
 CPU_OPERATOR_S = 7e-6
 CPU_OPERATOR_SOURCE = "7 µs an operator on small CPU tensors (pytorch/pytorch issue 41383)"
 # A guess: Python and copies around a unit's gather or reduction in FSDP. Steps of a probe correct
@@ -617,7 +618,7 @@ def overlaps_tiles(accelerator: Accelerator) -> bool:
 
 
 def uneven_load(accelerator: Accelerator) -> tuple[float, float]:
-    """Return how much uneven expert loads slow matmuls down: on one rank, and on the slowest."""
+    """Return by how much uneven expert loads slow matmuls down: on one rank, and on the slowest."""
     if _is_rtx_blackwell(accelerator):
         return _UNEVEN_RTX_BLACKWELL
     return UNEVEN[accelerator.architecture]

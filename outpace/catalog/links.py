@@ -1,4 +1,4 @@
-"""Links: what each carries in one direction after line coding, from the standard or the maker.
+"""Links: the rate of each in one direction after line coding, by the standard or the maker.
 
 Latencies are left out: published ones were measured on one machine, not specified.
 """

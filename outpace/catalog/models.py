@@ -181,7 +181,7 @@ def _repositories() -> Iterator[tuple[str, str]]:
         for repository in re.findall(r"config\.json of (\S+/\S+) on Hugging Face", one.source):
             yield repository.casefold(), name
     for name, known in OUTLINES.items():
-        # OPT-175B is not on the Hub, so the name of a smaller one is used below.
+        # OPT-175B is not on the Hub, so a smaller model's name is used below.
         if found := re.match(r"config\.json of (\S+/\S+) on Hugging Face", known.source):
             yield found[1].casefold(), name
 
@@ -229,12 +229,14 @@ def unknown_model(reference: str, known: Iterable[str]) -> BadInputError:
     folder = reference.rpartition("/")[2]
     alike = name_of_hub(reference)
     said += (
-        " outpace downloads no models. If it is one of the Hugging Face Hub: hf download "
+        " outpace downloads no models. If it is a model of the Hugging Face Hub: hf download "
         f"{reference} --local-dir {folder}, then --model {folder}."
     )
     if alike is None:
         return BadInputError(f"{said} outpace models lists all that are known by name.")
-    return BadInputError(f"{said} Without its weights: --model {alike} has the same dimensions.")
+    return BadInputError(
+        f"{said} If you do not need its weights: --model {alike} has the same dimensions."
+    )
 
 
 def untrained_model(reference: str) -> BadInputError | None:

@@ -117,10 +117,10 @@ def find_node(name: str, accelerators: Mapping[str, Accelerator]) -> Node:
     Accepted forms are "RTX 4090", "rtx-4090", "4xrtx-3090", "rtx-3060:12GB", "8xh100", and those
     that drivers, SLURM and clouds use: "NVIDIA H100 80GB HBM3", "gpu:a100-sxm4-80gb:8", "h100:8",
     "8xH100-80GB", "A6000". A number at the end that is not a memory size of the chip is the count;
-    more than a host has are refused, with the options for several hosts.
-    Cards are assumed to have no bridge, and chips on boards with a switch to have all of its links.
-    For a chip that is sold on boards and as cards, the board is assumed, and the node has its name.
-    Raises BadInputError, naming the nearest, if there is none.
+    a larger count than a host has is refused, with the options for several hosts. Cards are assumed
+    to have no bridge, and chips on boards with a switch to have all of its links. For a chip that
+    is sold on boards and as cards, the board is assumed, and the node has its name. Raises
+    BadInputError, naming the nearest, if there is none.
     """
     wanted = _slug(name)
     if found := _find(name, accelerators) or _find_several(name, wanted, accelerators):
@@ -178,8 +178,8 @@ def _find_counted(name: str, text: str, accelerators: Mapping[str, Accelerator])
     form = _slug(board.name)
     found = _accelerators(f"{count}x{form}" if count else form, board, asked.count)
     assumed = (
-        f"{name} is taken to be {board.name}, the one on boards; others have names of "
-        "their own (docs/reference/catalog.md)."
+        f"{name} is read as {board.name}, the chip on boards; others have separate names "
+        "(docs/reference/catalog.md)."
     )
     return found.model_copy(update={"assumed": assumed})
 
@@ -188,7 +188,7 @@ def _find_counted(name: str, text: str, accelerators: Mapping[str, Accelerator])
 _GRES = re.compile(r"(?:gres/)?gpu:(.+?)(?::([1-9]\d{,9}))?")
 _NUMBER_LAST = re.compile(r"([^:]+):([1-9]\d{,9})")
 _COUNT_FIRST = re.compile(r"([1-9]\d{,9})-?[x×*]-?(.+)", re.DOTALL)
-# Three digits and more only after "h100x": the digits of "rtx4090" are no count.
+# Three digits and more only after "h100x": the digits of "rtx4090" are not a count.
 _COUNT_LAST = re.compile(r"(.+?)-?[x×*]-?([1-9]\d?|(?<=\d[x×*])[1-9]\d{,9})", re.DOTALL)
 _MAKER_WORDS = re.compile(r"^(?:(?:nvidia|tesla|geforce|amd|instinct|radeon)-)+")
 _BRAND = re.compile(r"^[rg]tx-")  # "A6000" is the RTX A6000
@@ -299,13 +299,13 @@ def _require_one_host(asked: _MachineName, chip: Accelerator) -> None:
     ]
     raise BadInputError(
         f"machine {asked.name!r}: a host has at most {most} of {chip.name}, not {asked.count:,}"
-        f"{''.join(racks)}. Name one host and how many of them: {_several_hosts(asked, chip)}."
+        f"{''.join(racks)}. Name one host and the number of hosts: {_several_hosts(asked, chip)}."
         f"{_other_memory(asked, chip)}"
     )
 
 
 def _other_memory(asked: _MachineName, chip: Accelerator) -> str:
-    """Return a sentence for a count that may be meant as memory: "rtx-4090:48"."""
+    """Return a sentence for a count that may be a memory size: "rtx-4090:48"."""
     last = _NUMBER_LAST.fullmatch(_slug(asked.name))
     sizes = {_printed_gb(one) for one in ACCELERATORS.values()}
     if last is None or int(last[2]) != asked.count or asked.count not in sizes:
@@ -314,9 +314,8 @@ def _other_memory(asked: _MachineName, chip: Accelerator) -> str:
 
 
 def _several_hosts(asked: _MachineName, chip: Accelerator) -> str:
-    """Return the options for that many accelerators on hosts of equal size, at most the usual one.
-
-    The catalog's first machine with as many is named, else the accelerators themselves.
+    """Return the options for that many accelerators on hosts of equal, usual size. They name the
+    catalog's first machine with as many, else the accelerators themselves.
     """
     usual = _MOST_OF.get(chip.name.split()[0], _MOST_ON_BOARD)
     each = next(n for n in range(usual, 0, -1) if asked.count % n == 0)
@@ -346,7 +345,7 @@ def _find_several(name: str, wanted: str, accelerators: Mapping[str, Accelerator
             _require_one_host(_MachineName(name, count, node.name, None), chip)
             return _accelerators(f"{count}x{_slug(chip.name)}", chip, count)
         raise BadInputError(
-            f"machine {name!r}: --machine names one host. Say how many of them with --nodes: "
+            f"machine {name!r}: --machine names one host. Give the number of hosts with --nodes: "
             f"--machine {node.name} --nodes {count}."
         )
     return None
@@ -422,7 +421,7 @@ def _board_of(asked: _MachineName, accelerators: Mapping[str, Accelerator]) -> A
 
 
 def _has_memory(chip: Accelerator, gb: int) -> bool:
-    """Return whether a chip has that much memory, by its maker's figure or by what is usable.
+    """Return whether a chip has that much memory, by its maker's figure or its usable memory.
 
     These differ: a B300 has 288 GB, of which 270 are usable.
     """
@@ -431,7 +430,7 @@ def _has_memory(chip: Accelerator, gb: int) -> bool:
 
 
 def _printed_gb(chip: Accelerator) -> int:
-    """Return the memory size in a chip's name, else its real size: a GH200 144 GB has 141."""
+    """Return the memory size in a chip's name, else its actual size: a GH200 144 GB has 141."""
     said = _SIZED.search(_slug(chip.name))
     return int(said[1]) if said else chip.memory_bytes // _GIB
 

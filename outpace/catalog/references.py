@@ -1,7 +1,7 @@
 """Small runs that `outpace probe` times, for costs that single operations do not show.
 
-Operators in a step are slower than alone: caches are cold, and allocators, autograd and hooks of
-strategies are at work. One model is limited by operators, one by computation, one by both, and one
+Operators in a step are slower than by themselves: caches are cold, and allocators, autograd and
+strategies' hooks run. One model is limited by operators, one by computation, one by both, and one
 has long sequences; each runs with every strategy for that number of ranks.
 """
 

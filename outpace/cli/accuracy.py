@@ -26,7 +26,7 @@ _MOST_CASES = 50
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """List the cases; returns 0. Raises OutpaceError."""
+    """List the cases; return 0. Raises OutpaceError."""
     arguments = _parser().read(argv)
     from outpace.planner.calibration.measured_cases import extrapolations, nearest_cases
 
@@ -49,7 +49,9 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     open_options = [f"--{name}" for name in ("model", "machine") if not vars(arguments)[name]]
     if open_options:
         add = " and ".join(open_options)
-        tell_hint(f"add {add} to compare these as well, as outpace plan does; a plan has neither")
+        tell_hint(
+            f"add {add} to compare these as well, like outpace plan; a plan's file has neither"
+        )
     return 0
 
 

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 _ABOUT = "Correct a machine's rates with a trainer's log, so that the next plan starts from them."
 _EPILOG = (
     "Reads logs of outpace (a run's folder), torchtitan, Megatron-LM and Megatron-Bridge, "
-    "DeepSpeed, transformers' Trainer (trainer_state.json or the console) and nanotron. Give "
-    "flags for what the log does not say. Then: outpace plan --machine FILE."
+    "DeepSpeed, transformers' Trainer (trainer_state.json or the console) and nanotron. Give flags "
+    "for facts that the log does not contain. Then: outpace plan --machine FILE."
 )
 
 
@@ -117,5 +117,5 @@ def _parser() -> Parser:
     add("logs", "LOG", Path, "a log, or the folder of a run", nargs="+")
     add("--plan", "plan.json", Path, "the run's layout, as a file that outpace plan wrote")
     add("--layout", "NAME=VALUE,...", str, "settings of the layout that the log does not have")
-    add("--out", "FILE", output_file, "where to write the corrected machine", dest="out_file")
+    add("--out", "FILE", output_file, "file for the corrected machine", dest="out_file")
     return parser

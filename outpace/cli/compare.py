@@ -52,7 +52,7 @@ _EPILOG = (
     "other arms are compared with the first."
 )
 RESULT, OUTCOMES = "comparison.json", "outcomes.jsonl"
-# Settings that decide which data an arm reads, and in which form.
+# Settings that determine which data an arm reads, and in which form.
 _READ = (
     "model", "data", "data_weights", "eval_data", "eval_fraction", "task", "text_fields",
     "label_field", "text_field", "tokenizer", "cache_dir", "seq_len",
@@ -62,7 +62,7 @@ _TEXTS = {
     "out": "directory for the comparison (default: comparisons/<time>)",
     "resume": "resume the comparison in --out; repeat the options that it was started with",
 }
-# Options of an experiment that decide its length and display, not what is compared.
+# Options of an experiment that determine its length and display, not the things compared.
 _MAY_CHANGE = ("rounds", "budget_s", "within", "price")
 
 
@@ -166,7 +166,7 @@ def _measure_and_judge(
         needed = fewest_rounds(ALPHA / (len(experiment.arms) - 1))
         if experiment.rounds < needed:
             rounds = f"{experiment.rounds} round{'s' * (experiment.rounds > 1)}"
-            _say(f"{rounds} cannot decide, whatever they measure: give --rounds {needed} or more")
+            _say(f"{rounds} cannot decide, whatever they measure: use --rounds {needed} or more")
     _prepare(settings, quiet)
     began_s, started = time.monotonic() - sum(one.took_s for one in before), format_now()
     run = arms.run_training if settings else arms.run_command
@@ -182,7 +182,7 @@ def _measure_and_judge(
 
 
 def _prepare(settings: list[TrainSettings], quiet: bool) -> None:
-    """Prepare the data of all arms; otherwise their first runs would, within their time limit."""
+    """Prepare the data of all arms; otherwise, this would count in the time limit of first runs."""
     from outpace.jobs.inputs.inputs import prepare_data
     from outpace.reporting.terminal.progress import TrainingProgress
 
@@ -370,7 +370,7 @@ def _parser() -> Parser:
         "what to compare; finished runs are compared as they are", default=[], nargs="*"
     )  # fmt: skip
     add("--command", "CMD", str,
-        "a command of yours as an arm; may be repeated", default=[], action="append")  # fmt: skip
+        "your own command as an arm; may be repeated", default=[], action="append")  # fmt: skip
     add("--metric", "REGEX", str,
         "regular expression that finds the figure in a command's output, with one group around the "
         "number")  # fmt: skip
@@ -383,7 +383,7 @@ def _parser() -> Parser:
         "price of a device (on a CPU: of the host) per hour, to show the cost per million tokens"
     )  # fmt: skip
     parser.switch("--trusted",
-        "run the commands and set the variables of a comparison.json; only use it with a file that "
+        "run the commands and set the variables of a comparison.json; use it only with a file that "
         "you trust")  # fmt: skip
     add("--runs", "RUN", Path, "folders of finished runs to compare", default=[], nargs="*")
     options.add_settings(parser, _TEXTS)

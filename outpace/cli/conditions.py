@@ -29,7 +29,7 @@ class Condition:
     wanted: Any
 
     def is_met(self, run: PastRunFolder) -> bool:
-        """Return whether a run meets the condition; < and > never hold for an unknown value."""
+        """Return whether a run meets the condition; < and > are false for an unknown value."""
         value = run.value(self.name)
         if isinstance(value, Path):
             value = str(value)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from outpace.cli.parser import LONGEST_S, Parser, number_type
 
-_ABOUT = "Find what slows down this host and what to do about it, costliest first."
+_ABOUT = "Find what slows this host down and what to do about it, most costly first."
 _EPILOG = (
-    "Run it in place of the training command, with the same launcher and in the same container, "
-    "so that it sees what training would see."
+    "Run it in place of the training command, with the same launcher and in the same container, to "
+    "examine the same conditions."
 )
 
 
@@ -57,9 +57,9 @@ def _parser() -> Parser:
     parser = Parser("doctor", _ABOUT, _EPILOG)
     parser.add_json()
     add = parser.option
-    parser.switch("--strict", "exit with code 1 if anything is found")
+    parser.switch("--strict", "exit with code 1 if there are findings")
     add("--run", "DIR", Path,
         "examine this run instead of the host: what limited its speed, and what to do")  # fmt: skip
     add("--timeout", "SECONDS", number_type(float, 0.1, LONGEST_S),
-        "seconds to wait for each answer of the driver (default: 20)", default=20.0)  # fmt: skip
+        "seconds to wait for each answer from the driver (default: 20)", default=20.0)  # fmt: skip
     return parser

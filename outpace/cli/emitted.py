@@ -1,7 +1,7 @@
 """The formats of `outpace plan --emit`, by name, without importing the modules that write them."""
 
 FORMATS = ("deepspeed", "accelerate", "torchtitan", "megatron", "nanotron", "fsdp", "outpace")
-# Programs that a plan may be for, in addition to those it can be exported to.
+# Trainers for which to plan, in addition to those to which a plan can be exported.
 TRAINERS = (
     "outpace", "torchtitan", "megatron", "deepspeed", "accelerate", "nanotron", "trainer", "trl",
 )  # fmt: skip

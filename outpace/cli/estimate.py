@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from outpace.records.estimate import RankedPlan
     from outpace.records.plan import PlanFile
 
-_ABOUT = "Show one plan in detail: its time, where the time goes, its memory, and whether it fits."
+_ABOUT = (
+    "Show one plan in detail: its time, the parts of the time, its memory, and whether it fits."
+)
 _EPILOG = (
-    "--depth trace also runs the real model under fake tensors to find its true peak memory. "
-    "The plan must be one that outpace can train."
+    "--depth trace also runs the real model under fake tensors to find its exact peak memory. "
+    "outpace must be able to train the plan."
 )
 
 

@@ -107,7 +107,7 @@ def can_resume(folder: Path, log: Path, resumes: bool, what: str) -> bool:
         if resumes and not folder.is_dir():
             raise BadInputError(f"--resume: there is no {what} in {folder} to resume.")
         there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-        # One that ended before its first run starts from the beginning.
+        # A folder without a finished run starts from the beginning.
         if there and not (resumes and there & set(BEGUN)):
             raise BadInputError(f"{folder} exists and is not empty. Use another --out.")
         return False
@@ -185,19 +185,19 @@ def _boolean(name: str, value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Convert tuples and paths to values that JSON has."""
+    """Convert tuples and paths to JSON values."""
     if isinstance(value, tuple):
         return [_plain(part) for part in value]
     return str(value) if isinstance(value, Path) else value
 
 
 def commands(lines: Sequence[str]) -> list[Arm]:
-    """Make an arm of each of the user's commands, named after the command."""
+    """Return an arm for each of the user's commands, named after the command."""
     return [Arm.parse({"name": line, "command": line}, "--command") for line in lines]
 
 
 def from_toml(path: Path) -> dict[str, Any]:
-    """Return the values of an experiment file, as Experiment takes them. Raises BadInputError."""
+    """Return the values of an experiment file, in the form for Experiment. Raises BadInputError."""
     table = read_toml(path)
     common = _settings(table.pop("common", {}), f"{path}: common")
     given = table.pop("arm", [])

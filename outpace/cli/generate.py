@@ -49,7 +49,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _with_system(begin: "Sequence[Message]", messages: "Sequence[Message]") -> "list[Message]":
-    """Put the message of --system first. Raises BadInputError if there is another one."""
+    """Put the message of --system first. Raises BadInputError if there is another already."""
     if begin and messages[0]["role"] == "system":
         raise BadInputError(
             f"--system: a conversation of the file has its own system message, "
@@ -59,7 +59,7 @@ def _with_system(begin: "Sequence[Message]", messages: "Sequence[Message]") -> "
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse arguments that ask for nothing or for contradictory things."""
+    """Refuse arguments that request nothing or contradict each other."""
     require_run(arguments.run)
     if arguments.prompt is None and arguments.conversations is None:
         if not arguments.chat:
@@ -121,7 +121,7 @@ def _parser() -> Parser:
     add("--max-new-tokens", "N", number_type(int, 1),
         "number of tokens to generate (default: 100)", default=100)  # fmt: skip
     add("--temperature", "X", number_type(float, 0),
-        "0 always takes the likeliest token; 1 samples from the model's distribution "
+        "0 always picks the likeliest token; 1 samples from the model's distribution "
         "(default: 0.8)", default=0.8)  # fmt: skip
     add("--top-k", "N", number_type(int, 1), "sample among the N likeliest tokens (default: all)")
     add("--seed", "N", number_type(int, 0, MOST_SEED),
@@ -152,5 +152,5 @@ def add_model(parser: Parser) -> None:
 def add_device(parser: Parser) -> None:
     """Add --device."""
     parser.option("--device", None, str,
-        "where to compute (default: auto)", default="auto", choices=("auto", "cpu", "cuda", "mps")
-    )  # fmt: skip
+        "device to compute on (default: auto)", default="auto",
+        choices=("auto", "cpu", "cuda", "mps"))  # fmt: skip

@@ -18,14 +18,14 @@ from outpace.records.base import write_atomic
 from outpace.records.cluster_job import ClusterJob
 from outpace.records.errors import BadInputError, join_or, suggest
 
-_ABOUT = "Write a job for a cluster's scheduler that trains there and resumes when interrupted."
+_ABOUT = "Write a job that trains on a cluster and resumes after interruptions, for its scheduler."
 _EPILOG = (
     "After -- write a command of outpace: train, with its options. --auto-resume is added, "
     "and --out runs/NAME unless you give another."
 )
 _DIRECTIVE = re.compile(r"[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?")  # a single line
-# Options of sbatch that the script itself sets, each with its flag here: a second line with one
-# would contradict how ranks are started, or when they save.
+# Options of sbatch that the script itself sets, each with outpace's flag: a second line would
+# contradict how ranks are started, or when they save.
 _WRITTEN: Mapping[str, str] = MappingProxyType(
     {
         "nodes": "--nodes",
@@ -94,7 +94,7 @@ def _complete_command(
     if command[:1] != ["train"]:
         seen = f"not {command[0]!r}" if command else "but there is none"
         raise BadInputError(
-            f"after -- give the command that every rank runs, {seen}. Write outpace launch … "
+            f"give the command that every rank runs after --, {seen}. Write outpace launch … "
             "-- train --model gpt2 …"
         )
     words = [word.partition("=")[0] for word in command]
@@ -119,8 +119,8 @@ def _slurm(job: ClusterJob, arguments: Namespace) -> int:
     limit_s = None if arguments.time is None else _seconds(arguments.time)
     if limit_s is not None and arguments.save_s >= limit_s:
         raise BadInputError(
-            f"--time {arguments.time} is {limit_s} s, of which --save-s {arguments.save_s} are "
-            "for saving, so no time is left to train. Give more --time, or a smaller --save-s."
+            f"--time {arguments.time} is {limit_s} s, of which --save-s {arguments.save_s} are for "
+            "saving, so no time is left to train. Use a longer --time, or a smaller --save-s."
         )
     wishes = slurm_script.SlurmOptions(
         arguments.starter, arguments.time, arguments.save_s, tuple(arguments.sbatch)
@@ -161,9 +161,9 @@ def _kubernetes(job: ClusterJob, arguments: Namespace) -> int:
 
     if job.nodes > 1 and (arguments.claim is None or arguments.folder is None):
         raise BadInputError(
-            f"--nodes {job.nodes}: every pod writes its part of a checkpoint, so checkpoints "
-            "must be on a volume that all pods see. Name its claim with --claim, and the "
-            "place where it is mounted with --folder."
+            f"--nodes {job.nodes}: every pod writes its part of a checkpoint, so checkpoints must "
+            "be on a volume that all pods see. Name its claim with --claim, and its mount point "
+            "with --folder."
         )
     wishes = kubernetes.KubernetesOptions(
         arguments.image, arguments.runtime, arguments.namespace, arguments.claim
@@ -211,7 +211,12 @@ def _parser(kind: str) -> Parser:
     add("--ranks-per-node", "N", number, "ranks per host (default: one per GPU, or 1)")
     add("--cpus-per-rank", "N", number, "CPU cores per rank")
     add("--name", None, str, "name of the job (default: outpace)", default="outpace")
-    add("--folder", "DIR", Path, "folder to run in, as all nodes see it (default: the current one)")
+    add(
+        "--folder",
+        "DIR",
+        Path,
+        "folder to run in, as all nodes see it (default: the current folder)",
+    )
     if kind == "slurm":
         _add_slurm(parser)
     else:
@@ -222,7 +227,7 @@ def _parser(kind: str) -> Parser:
 def _add_slurm(parser: Parser) -> None:
     add = parser.option
     add("--starter", None, str,
-        "what starts the ranks: srun alone, or srun with torchrun (default: srun)",
+        "launcher of the ranks: srun alone, or srun with torchrun (default: srun)",
         default="srun", choices=("srun", "torchrun"))  # fmt: skip
     add("--time", "LIMIT", _time, "time limit in sbatch's notation: 4:00:00, 2-0")
     add("--save-s", "S", number_type(int, 1),
@@ -230,7 +235,7 @@ def _add_slurm(parser: Parser) -> None:
     add("--sbatch", "OPTION=VALUE", _directive,
         "an extra #SBATCH line, such as partition=gpu; may be repeated",
         default=[], action="append")  # fmt: skip
-    add("--file", None, output_place, "where to write the script (default: NAME.sbatch)")
+    add("--file", None, output_place, "file for the script (default: NAME.sbatch)")
     parser.switch("--submit", "submit the job with sbatch")
 
 
@@ -257,7 +262,7 @@ def _directive(text: str) -> str:
     if name == "array":
         raise ArgumentTypeError(
             f"{text!r}: all jobs of an array would train in one folder. Submit a job for each run, "
-            "with a --name of its own"
+            "each with its own --name"
         )
     return text
 

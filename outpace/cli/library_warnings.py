@@ -1,7 +1,6 @@
-"""Hide warnings of libraries that the user of a command cannot act on.
-
-Warnings of outpace are shown as a sentence, those of the user's code as Python does. What libraries
-log when transformers imports torchao is hidden, too. `python -W …` shows all.
+"""Hide library warnings on which the user of a command cannot act. Warnings of outpace are shown as
+a sentence, those of the user's code as by Python. Log messages that appear when transformers
+imports torchao are hidden, too. `python -W …` shows everything.
 """
 
 import logging

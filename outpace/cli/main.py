@@ -1,6 +1,5 @@
-"""The `outpace` command: find the command's module, and turn what it raises into an exit code.
-
-Nothing heavy is imported here, so that `outpace --help` answers at once.
+"""The `outpace` command: find the command's module, and turn its errors into an exit code. Nothing
+heavy is imported here, so that `outpace --help` answers at once.
 """
 
 import atexit
@@ -52,8 +51,8 @@ COMMANDS = {
     "probe": "measure what this machine achieves",
     "calibrate": "correct a machine's rates with the log of a training run on it",
     "topology": "show how devices are connected, and which to use for tensor parallelism",
-    "doctor": "find what slows down this host, and what to do about it",
-    "memory": "show where memory goes in a training step, and whether it fits",
+    "doctor": "find what slows this host down, and what to do about it",
+    "memory": "show what uses memory in a training step, and whether it fits",
     "network": "estimate the network bandwidth that a training run needs",
     "watch": "show how busy devices and cores are while something trains",
     "models": "list the models that are known by name, with their sizes",
@@ -68,7 +67,7 @@ COMMANDS = {
 }
 
 _OF_ALL_RANKS = (EXIT_DIVERGED, EXIT_OUT_OF_MEMORY, EXIT_INTERRUPTED)
-# Commands of other tools, and their counterparts here.
+# Commands of other tools, and their counterparts in outpace.
 _ELSEWHERE = {
     "export": "the folder model/ of a run is a Hugging Face folder that transformers, vLLM "
     "and others load; outpace merge writes one from a LoRA adapter and its base.",
@@ -128,7 +127,7 @@ def command(argv: Sequence[str] | None = None) -> NoReturn:
     if "torch" not in sys.modules and not stopped:
         sys.exit(code)
     if not stopped:
-        threading._shutdown()  # type: ignore[attr-defined]  # what Python does first itself
+        threading._shutdown()  # type: ignore[attr-defined]  # as Python does first
     atexit._run_exitfuncs()
     with suppress(OSError, ValueError):
         sys.stdout.flush()
@@ -155,7 +154,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("interrupted", 128 + signal.SIGINT, arguments, environ, on_all_ranks=True)
     except BrokenPipeError:
-        # The reader of the output has closed it (`outpace … | head`), so there is nobody to tell.
+        # The reader of the output has closed it (`outpace … | head`), so nobody would read a
+        # message.
         drop_output()
         return 128 + signal.SIGPIPE
     except Exception as error:
@@ -205,7 +205,7 @@ def _dispatch(arguments: list[str], environ: Mapping[str, str]) -> int:
     except OSError as error:
         raise BadInputError(
             f"the directory in which outpace was started no longer exists ({error.strerror}). "
-            "Change to another one."
+            "Change to another directory."
         ) from None
     module = importlib.import_module(f"outpace.cli.{name}")
     code: int = module.run(rest, environ)
@@ -225,9 +225,8 @@ def _fail(
     environ: Mapping[str, str],
     on_all_ranks: bool = False,
 ) -> int:
-    """Report what went wrong to the user, and to a reader of `--json`. Returns the exit code.
-
-    A failure that is the same `on_all_ranks` is reported by rank 0 alone.
+    """Report the error to the user, and to a reader of `--json`. Returns the exit code. Only rank 0
+    reports a failure that is the same `on_all_ranks`.
     """
     message = readable(message)
     _write_error_file(message, exit_code, environ)
@@ -259,7 +258,7 @@ def _same_on_all_ranks(error: OutpaceError) -> bool:
 def end_at_once(
     message: str, exit_code: int, arguments: list[str], environ: Mapping[str, str]
 ) -> NoReturn:
-    """Report what went wrong and end this process, whatever its other threads are doing."""
+    """Report the error and end this process, whatever its other threads are doing."""
     code = _fail(message, exit_code, arguments, environ)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -289,7 +288,7 @@ def _write_error_file(message: str, exit_code: int, environ: Mapping[str, str]) 
 def _remedy(
     path: object, arguments: Sequence[str], environ: Mapping[str, str], full: bool = False
 ) -> str:
-    """Return how to choose a different place for this path: by a variable or by flags.
+    """Say how to choose another place for this path: by a variable or by flags.
 
     `full`: its disk is full; otherwise it cannot be read or written.
     """
@@ -302,7 +301,7 @@ def _remedy(
             if full:
                 return f"set {of} (now {excerpt(environ[of])}) to a folder on another disk"
             return (
-                f"{of} = {excerpt(environ[of])} is that place: set it to a folder that can be "
+                f"{of} = {excerpt(environ[of])} names that place: set it to a folder that can be "
                 "read and written, or unset it"
             )
     wanted = "on another disk" if full else "that can be read and written"
@@ -350,12 +349,12 @@ def _home_sentence(error: BaseException) -> str | None:
 
 
 def _logs_sentence(error: BaseException, environ: Mapping[str, str]) -> str | None:
-    """A sentence when torch does not understand TORCH_LOGS and so cannot be loaded; else None."""
+    """Return a message if torch cannot be loaded because of TORCH_LOGS; else None."""
     if not isinstance(error, ValueError) or "log settings" not in str(error):
         return None
     return (
-        f"environment: TORCH_LOGS = {excerpt(environ.get('TORCH_LOGS', ''))} is not a setting "
-        "that torch understands. Unset it, or see TORCH_LOGS=help python -c 'import torch'."
+        f"environment: TORCH_LOGS = {excerpt(environ.get('TORCH_LOGS', ''))} is not a valid "
+        "setting for torch. Unset it, or see TORCH_LOGS=help python -c 'import torch'."
     )
 
 
@@ -380,10 +379,10 @@ def _file_sentence(
 
 @contextmanager
 def _terminate_like_interrupt(stopped: "list[TerminatedError]") -> Iterator[None]:
-    """Unwind the program on these signals as on Ctrl-C, until training installs its own handler.
+    """Unwind the program on these signals as on Ctrl-C, until training installs its handler.
 
     The exception is also put into `stopped`: a signal to the whole process group ends helper
-    processes too, and code that misses them may raise errors of its own (torch's DataLoader does).
+    processes too, and code that needs them may then raise other errors (torch's DataLoader does).
     """
 
     def terminate(signum: int, _frame: object) -> NoReturn:

@@ -21,7 +21,7 @@ from outpace.records.strategies import idle_strategy_note
 if TYPE_CHECKING:
     from outpace.jobs.memory.query import AnyQuery, MemoryQuery, ModuleQuestion
 
-_ABOUT = "Show where memory goes in a training step and whether it fits, traced without a GPU."
+_ABOUT = "Show what uses memory in a training step and whether it fits, traced without a GPU."
 _EPILOG = (
     "Takes every option of outpace train that affects memory. --measure runs two real steps "
     "on this host's CPU and shows them beside the trace."
@@ -29,7 +29,7 @@ _EPILOG = (
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Trace a plan's memory and print where it goes; returns 0. Raises OutpaceError."""
+    """Trace a plan's memory and print what uses it; return 0. Raises OutpaceError."""
     arguments = _parser().read(argv)
     if arguments.plot is not None:
         from outpace.reporting.chart_file import check_chart_path
@@ -94,7 +94,7 @@ def _read_options(
 
 
 def _require_one_place(arguments: argparse.Namespace, settings: TrainSettings) -> None:
-    """Refuse options about a machine of the catalog together with options about this host."""
+    """Refuse options for a machine of the catalog together with options for this host."""
     if arguments.measure and settings.device not in ("auto", "cpu"):
         raise BadInputError(
             f"--measure runs two steps on this host's CPU, but --device is {settings.device}. "
@@ -104,7 +104,7 @@ def _require_one_place(arguments: argparse.Namespace, settings: TrainSettings) -
     if arguments.machine is None:
         if arguments.nodes is not None:
             raise BadInputError(
-                f"--nodes {arguments.nodes}: which machine? Name it with --machine, such as "
+                f"--nodes {arguments.nodes} needs a machine. Name it with --machine, such as "
                 "--machine hgx-h100, or give a number of processes with --nproc."
             )
         return
@@ -115,9 +115,8 @@ def _require_one_place(arguments: argparse.Namespace, settings: TrainSettings) -
         )
     if settings.nproc is not None:
         raise BadInputError(
-            f"--nproc {settings.nproc}: all devices of {arguments.machine} are used. Say how "
-            "many of these machines there are with --nodes, and leave --nproc out; or leave "
-            "--machine out."
+            f"--nproc {settings.nproc}: all devices of {arguments.machine} are used. Give the "
+            "number of machines with --nodes, and leave --nproc out; or leave --machine out."
         )
 
 
@@ -157,7 +156,7 @@ def _show(
     alone = idle_strategy_note(asked.settings.strategy, asked.plan.world_size)
     if alone is not None:
         more = "--nproc N" if arguments.machine is None else "--nodes N, or another --machine"
-        alone = f"{alone}: these are the figures of one process. Give several with {more}."
+        alone = f"{alone}: these are the figures of one process. Use several with {more}."
     said = document(
         traced,
         measured,
@@ -262,8 +261,8 @@ def _parser() -> Parser:
         "rank whose memory to show (default: the rank that needs the most)")  # fmt: skip
     parser.switch("--measure", "also run two real steps on this host's CPU, with --nproc processes")
     add("--plot", "FILE", output_file,
-        "draw memory over a step: a page (.html), or a picture (.png, .svg, .pdf)")  # fmt: skip
+        "draw memory over a step, as a page (.html) or a picture (.png, .svg, .pdf)")  # fmt: skip
     add("--save", "FILE.json", output_file,
-        "save what --json prints, with every moment of the step", dest="out_file")  # fmt: skip
+        "save the output of --json, with every moment of the step", dest="out_file")  # fmt: skip
     options.add_settings(parser)
     return parser

@@ -47,7 +47,7 @@ def _parser() -> Parser:
     parser.add_json()
     add = parser.option
     add("source", "RUN_OR_ADAPTER", Path, "a run, or a folder that peft reads")
-    add("--out", "DIR", output_place, "where to write the model", required=True)
+    add("--out", "DIR", output_place, "folder for the model", required=True)
     add("--model", "DIR", Path,
         "Hugging Face directory or run to merge into (default: the one that the adapter names)"
     )  # fmt: skip

@@ -11,10 +11,12 @@ if TYPE_CHECKING:
 
     from outpace.records.outline import Outline
 
-_ABOUT = "List the models that are known by name, with their sizes; --model takes any of the names."
+_ABOUT = (
+    "List the models that outpace knows by name, with their sizes; --model accepts these names."
+)
 _EPILOG = (
-    "--model also takes a Hugging Face folder, a run, a spec file and file.py:build. The "
-    "parameter count is of the whole model, embeddings included."
+    "--model also accepts a Hugging Face folder, a run, a spec file and file.py:build. Parameter "
+    "counts include embeddings."
 )
 _DEFAULT = "outpace-small"  # default of outpace train
 

@@ -13,13 +13,13 @@ from outpace.records.plan import Checkpointing
 from outpace.records.precisions import Precision
 
 _ABOUT = (
-    "Estimate how much network bandwidth a training run needs, and what a slower or faster one "
-    "costs."
+    "Estimate how much network bandwidth a training run needs, and the effect of slower and faster "
+    "networks."
 )
 _EPILOG = (
-    "Without --plan the strategies are compared: DDP, ZeRO-1, ZeRO-2, ZeRO-3, TP, PP and TP × "
-    "PP × DP. Steps are the planner's, from the rates that outpace probe measured (--probe) or "
-    "from the catalog's. What is counted: docs/concepts/network.md."
+    "Without --plan, strategies are compared: DDP, ZeRO-1, ZeRO-2, ZeRO-3, TP, PP and TP × "
+    "PP × DP. Steps are the planner's, from the rates that outpace probe measured (--probe) or the "
+    "catalog's. Details: docs/concepts/network.md."
 )
 _MOST_NODES = 100_000  # no machine has more, and every number of ranks is examined
 
@@ -82,14 +82,14 @@ def _parser() -> Parser:
         "pipeline stages of TP × PP × replicas (default: the fewest that fit)")  # fmt: skip
     add("--precision", "NAME", str,
         "bf16 communicates weights and gradients in fp32, bf16-pure in bf16 (default: the fastest "
-        "one measured, else one that the catalog has a rate for)", choices=get_args(Precision)
-    )  # fmt: skip
+        "measured precision, else one for which the catalog has a rate)",
+        choices=get_args(Precision))  # fmt: skip
     add("--checkpointing", "NAME", str,
         "activation checkpointing: none, selective, attention or full (default: none)",
         default="none", choices=get_args(Checkpointing))  # fmt: skip
     add("--share", "X", number_type(float, 0.01, 1),
-        "share of the catalog's peak that matmuls reach, without a probe (default: what published "
-        "measurements say)")  # fmt: skip
+        "share of the catalog's peak that matmuls reach, without a probe (default: as in published "
+        "measurements)")  # fmt: skip
     add("--tolerance", "X", above,
         f"share of a step that the network may cost (default: {TOLERANCE:g})", default=TOLERANCE
     )  # fmt: skip

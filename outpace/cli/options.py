@@ -1,6 +1,7 @@
 """Flags and TOML keys for TrainSettings, made from its fields, and the origin of each value.
 
-The first with a value wins: command line, --config file, run.json of the resumed run, default.
+The first source with a value wins: command line, --config file, run.json of the resumed run,
+default.
 """
 
 import argparse
@@ -61,7 +62,7 @@ class Shape:
 
 
 def shape(annotation: Any) -> Shape:
-    """Look through Optional, Annotated, tuple and Literal to find the type that a field holds."""
+    """Find a field's type within Optional, Annotated, tuple and Literal."""
     origin = typing.get_origin(annotation)
     arguments = typing.get_args(annotation)
     if annotation == Size:
@@ -99,9 +100,8 @@ def as_flags(values: Mapping[str, Any]) -> list[str]:
 
 
 def add_settings(parser: Parser, texts: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Add a flag for every field of TrainSettings, in its groups.
-
-    `texts` replaces the help of fields that mean something else in this command.
+    """Add a flag for every field of TrainSettings, in groups. `texts` replaces the help of fields
+    that mean something else in this command.
     """
     groups = {key: parser.arguments.add_argument_group(title) for key, title in _GROUPS.items()}
     for name, field in TrainSettings.model_fields.items():
@@ -138,7 +138,7 @@ def _metavar(name: str, holds: Shape) -> str:
 
 
 def as_words(value: Any) -> str:
-    """Return a value as it would be written on the command line."""
+    """Return a value in the notation of the command line."""
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, (tuple, list)):
@@ -187,7 +187,7 @@ def convert(name: str, value: Any, where: str) -> Any:
 
 
 def _from_home(value: Any) -> Any:
-    """Expand ~ in one or several paths, as the shell does not in --out=~/runs and quotes."""
+    """Expand ~ in one or several paths: the shell does not in --out=~/runs and quotes."""
     if isinstance(value, (list, tuple)):
         return [_from_home(one) for one in value]
     if isinstance(value, str) and value.startswith("~"):
@@ -230,7 +230,7 @@ def _convert_one(holds: Shape, value: Any, where: str) -> Any:
 
 
 def _refuse_part_of_a_name(name: str, holds: Shape, value: Any, where: str) -> None:
-    """Refuse --offload optimizer where --offload-optimizer is another option, and name it."""
+    """Refuse --offload optimizer if --offload-optimizer is another option, and name that option."""
     if not holds.choices or not isinstance(value, str) or value in holds.choices:
         return
     other = f"{name}_{value.replace('-', '_')}"

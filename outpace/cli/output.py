@@ -20,7 +20,7 @@ def tell_hint(hint: str) -> None:
 
 
 def output_file(text: str) -> Path:
-    """Convert an argument to a file that can be written; argparse shows the reason if it cannot."""
+    """Convert an argument to a writable file; if it is not writable, argparse shows the reason."""
     path = output_place(text)
     why = "an empty name" if not text else _find_obstacle(path)
     if why is not None:
@@ -29,7 +29,7 @@ def output_file(text: str) -> Path:
 
 
 def output_place(text: str) -> Path:
-    """Convert an argument to a path, expanding ~ where the shell does not (as in --out=~/x)."""
+    """Convert an argument to a path, with ~ expanded, which the shell does not do in --out=~/x."""
     return Path(text).expanduser()
 
 

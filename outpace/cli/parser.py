@@ -24,7 +24,7 @@ class Parser:
         self, command: str, about: str, epilog: str | None = None, usage: str | None = None,
         elsewhere: Mapping[str, str] = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """Make the parser; `elsewhere` maps options of other commands to messages."""
+        """Create the parser; `elsewhere` maps options of other commands to messages."""
         self.command = command
         self.elsewhere = elsewhere
         self.arguments = _Argparse(
@@ -56,7 +56,7 @@ class Parser:
 
     def read(self, argv: list[str]) -> argparse.Namespace:
         """Parse. Raises BadInputError for unknown or missing arguments; --help exits with 0."""
-        # Check this first, since problems that argparse finds may only follow from it.
+        # Check this first, since it may cause the problems that argparse finds.
         if (unknown := self._unknown_option(argv)) is not None:
             self._refuse(unknown)
         found, rest = self.arguments.parse_known_args(argv)
@@ -97,7 +97,7 @@ class Parser:
 # As argparse's `_negative_number_matcher` in any version of Python, with an exponent.
 _NUMBER = re.compile(r"-(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(e[-+]?\d+)?", re.I)
 
-# The option that takes a file or folder, by its suffix or by a file in it.
+# The option for a file or folder, by its suffix or by a file in it.
 _TAKEN_BY = {
     ".toml": "--config",
     **dict.fromkeys((".jsonl", ".txt", ".parquet", ".csv", ".tsv", ".bin"), "--data"),

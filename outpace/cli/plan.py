@@ -33,10 +33,11 @@ _EPILOG = (
 _MOST_NODES = 100_000
 _MOST_PLANS = 50
 _LEAST_COMPARED = 2  # plans of an answer: recommended and fastest, if they differ
-# A plan's file says what it trains.
+# A plan's file says which parameters it trains.
 ADAPTER_OPTIONS = dict.fromkeys(
     ("--lora-rank", "--lora-alpha", "--lora-targets", "--lora-dropout", "--base"),
-    "A plan's adapters are in its file: make one with outpace plan --lora-rank 16 --out plan.json.",
+    "A plan's adapters are in its file: make such a file with outpace plan --lora-rank 16 --out "
+    "plan.json.",
 )
 
 
@@ -96,7 +97,7 @@ def _check(arguments: argparse.Namespace) -> None:
         raise BadInputError(f"{first} and {second} give different answers. Use one of them.")
     if arguments.price is not None and arguments.tokens is None:
         raise BadInputError(
-            "--price is per device and hour. Say how many tokens to train on with --tokens."
+            "--price is per device and hour. Give the number of tokens to train on with --tokens."
         )
 
 
@@ -115,7 +116,7 @@ def _read_request(arguments: argparse.Namespace) -> "PlanQuestion":
 
 
 def plan_question(arguments: argparse.Namespace, **more: Any) -> "PlanQuestion":
-    """Return the question that a command's options ask; `more` adds values, or replaces them."""
+    """Return the question that a command's options pose; `more` adds or replaces values."""
     from outpace.jobs.planning.request import PlanQuestion
 
     names = {one.name for one in fields(PlanQuestion)}
@@ -142,7 +143,7 @@ def _defaults(
 
 
 def _planned_precision(answer: "Plans", default: Precision) -> str:
-    """Return the default precision, and another one that plans with offloading use."""
+    """Return the default precision, and another for plans that offload."""
     used = list(dict.fromkeys(one.plan.precision for one in answer.plans))
     others = ", ".join(name for name in used if name != default)
     if not others:
@@ -178,12 +179,12 @@ def _compare(arguments: argparse.Namespace, asked: "PlanQuestion") -> int:
 
 
 def _what_if(arguments: argparse.Namespace, asked: "PlanQuestion") -> int:
-    """Find the fastest plan with and without a change; too small a machine is also an answer."""
+    """Find the fastest plan with and without a change; that nothing fits is an answer, too."""
     from outpace.jobs.planning.request import job, what_if, with_numbers
 
     asked = replace(asked, count=max(_LEAST_COMPARED, asked.count))
     other, numbers = what_if(asked, arguments.what_if)
-    # The same batch, divisible on the larger number of devices, as with --compare-nodes.
+    # The same batch, divisible by the larger number of devices, as with --compare-nodes.
     batch = max(job(one).wanted.global_batch for one in (asked, other))
     now, then = (job(replace(one, global_batch=batch)) for one in (asked, other))
     before, after = _try_to_plan(now), _try_to_plan(with_numbers(then, numbers))
@@ -231,8 +232,8 @@ def _export(
     if seq_len > positions:
         raise BadInputError(
             f"--emit {arguments.emit}: --seq-len {seq_len} is longer than the {positions} "
-            f"positions of {arguments.model}, so no trainer accepts the model as it is. Use at "
-            f"most {positions}, or give the model more (max_position_embeddings in its "
+            f"positions of {arguments.model}, so no trainer accepts the unchanged model. Use at "
+            f"most {positions}, or give the model more positions (max_position_embeddings in its "
             "config.json, with rotary scaling)."
         )
     model = NamedModel(arguments.model, outline if spec is None else spec)
@@ -307,7 +308,7 @@ def add_question(parser: Parser, of: str = "") -> None:
     add("--network", "WORDS", str,
         "network of a node: '8 x infiniband-ndr', 3200Gbit/s (default: the machine's)")  # fmt: skip
     add("--host-memory", "SIZE", byte_size,
-        "memory of a node's host, which plans may offload to: 512GiB, 2TiB (default: the "
+        "memory of a node's host, to which plans may offload: 512GiB, 2TiB (default: the "
         "machine's, if it is known)")  # fmt: skip
     add("--seq-len", "N", whole, f"tokens per sample (default: {of}the model's, at most 2048)")
     add("--global-batch", "N", whole, f"samples per step (default: {of}4 per device)")
@@ -341,14 +342,14 @@ def _parser() -> Parser:
         "format of the frozen weights; nf4: 4 bits for the blocks' matrices (QLoRA)")  # fmt: skip
     add("--max-tp", "N", whole, "largest tensor-parallel degree")
     add("--trainer", "NAME", str,
-        "trainer whose behaviour time and memory are predicted for: "
+        "trainer for which time and memory are predicted: "
         f"{', '.join(TRAINERS)} (default: outpace)", choices=TRAINERS)  # fmt: skip
     parser.switch("--trained", "only plans that outpace can train itself")
     parser.switch("--may-idle",
         "allow plans that leave nodes idle, if fewer are faster or divide the batch")  # fmt: skip
     add("--tokens", "N", number_type(int, 1), "tokens to train on: 1T, 300B; adds the total time")
     add("--price", "X", number_type(float, 0.0),
-        "price per device and hour; with --tokens adds the cost")  # fmt: skip
+        "price per device and hour; with --tokens, adds the cost")  # fmt: skip
     add("--count", "N", number_type(int, 1, _MOST_PLANS),
         "number of plans to show (default: 5)", default=5)  # fmt: skip
     add("--explain", "K", whole, "explain the K-th plan step by step")

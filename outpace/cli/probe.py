@@ -27,11 +27,11 @@ _AS_IN_TRAINING = ("device", "nproc", "backend", "data", "text_field", "tokenize
                    "micro_batch", "offload_dir")  # fmt: skip
 _DEFAULT_MODEL = "gpt2"
 
-_ABOUT = "Measure what this machine achieves: matmuls, memory, links, disks, data loading."
+_ABOUT = "Measure the speed of this machine: matmuls, memory, links, disks, data loading."
 _EPILOG = (
     f"SECTION is one of {', '.join(SECTIONS)}, or all (the default). Run it by itself for this "
-    "host's devices, or under torchrun on all hosts that you will use. First stop everything "
-    "else that uses the machine."
+    "host's devices, or under torchrun on all hosts that you will use. Stop all other work on the "
+    "machine first."
 )
 
 
@@ -133,9 +133,7 @@ def _parser() -> Parser:
     parser.add_json()
     add = parser.option
     add("section", "SECTION", str, "sections to measure", default=[], nargs="*")
-    parser.switch(
-        "--quick", "take less than a minute; otherwise up to ten, with narrower intervals"
-    )
+    parser.switch("--quick", "take less than a minute instead of up to ten, with wider intervals")
     add("--budget", "TIME", duration_type(0.1),
         "measure for about this long (90, 3m), instead of the usual time")  # fmt: skip
     add("--out", "machine.json", output_file, "save the machine's record, which the planner reads")

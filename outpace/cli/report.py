@@ -163,7 +163,7 @@ def _record(path: Path) -> Any:
             "outpace plan … --json > plans.json."
         )
     raise BadInputError(
-        f"{path} is not a file that can be reported on. Use comparison.json, tuning.json, "
+        f"{path} is not a file for a report. Use comparison.json, tuning.json, "
         "machine.json, certificate.json, standstill.json, the output of outpace plan --json, "
         "or a run's directory."
     )

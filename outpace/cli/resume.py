@@ -14,8 +14,8 @@ from outpace.records.interpreter import PYTHON
 from outpace.records.run import explain_removed_checkpoint
 from outpace.records.settings import TrainSettings
 
-# Settings that determine the samples, their order, the model, or which part of it is trained with
-# which state: another value would make it another run. (Precisions and contents: see
+# Settings that determine the samples, their order, the model, its trained part or the optimizer's
+# state: another value would make it another run. (Precisions and contents: see
 # `jobs.train.run_record.claim`.)
 FIXED = (
     "model",
@@ -45,7 +45,7 @@ FIXED = (
 )
 # Inputs that may have moved: `claim` compares their contents.
 _PATHS = ("model", "data", "eval_data", "tokenizer")
-# Settings of the moment, not of the run.
+# Settings of one start, not of the run.
 _LEFT_OUT = ("resume", "out")
 
 
@@ -67,7 +67,7 @@ def settings_of(run: Path) -> dict[str, Any]:
             "--resume out to start one there."
         )
     try:
-        # `require_as_written` comes later, once it is known that this runs nobody's code.
+        # `require_as_written` comes later, once it is clear that no foreign code runs.
         document = read_object(path, on_change=lambda _: None)
         recorded = {**document["settings"]}
     except (KeyError, TypeError):
@@ -83,7 +83,7 @@ def settings_of(run: Path) -> dict[str, Any]:
 
 
 def _name_run(folder: Path) -> str:
-    """Suggest a run to name instead of a folder that is not one, such as a run that has it."""
+    """Suggest a run to name instead of a folder that is not a run, such as the run around it."""
     around = next((one for one in [*folder.parents][:2] if (one / RUN_FILE).exists()), None)
     if around is None:
         return "Give --resume the folder of a run"
@@ -91,7 +91,7 @@ def _name_run(folder: Path) -> str:
 
 
 def _suggest_recovery(run: Path) -> str:
-    """Describe what is left of a run whose file cannot be read, and how to use it."""
+    """Describe the remains of a run whose file cannot be read, and how to use them."""
     model, saved = run / "model", checkpoints(run)
     parts = [f" Restore {run / RUN_FILE} from a copy: nothing can be resumed without it."]
     if (model / "config.json").is_file():
@@ -105,7 +105,7 @@ def _suggest_recovery(run: Path) -> str:
 
 
 def require_inputs(settings: TrainSettings, origins: Mapping[str, str]) -> None:
-    """Refuse to resume if the run's inputs are no longer where they were. Raises BadInputError."""
+    """Refuse to resume if the run's inputs are no longer in their places. Raises BadInputError."""
     for name in _PATHS:
         value = getattr(settings, name)
         if not settings.resume or origins.get(name) != RUN_FILE or value is None:
@@ -118,7 +118,7 @@ def require_inputs(settings: TrainSettings, origins: Mapping[str, str]) -> None:
                 f" from the folder in which it was started, not from {Path.cwd()}"
             )  # fmt: skip
             raise BadInputError(
-                f"--resume: the run read {flag(name)} {place}{where}. It is not there now. "
+                f"--resume: the run read {flag(name)} {place}{where}, which no longer exists. "
                 f"Change to that folder, or add {flag(name)} with the new place; the content "
                 "must be the same."
             )
@@ -130,7 +130,7 @@ def _is_named(place: str) -> bool:
 
 
 def require_as_written(run: Path) -> None:
-    """Refuse a run.json that was edited since, because its training would differ. BadInputError."""
+    """Refuse a run.json that was edited, because its training would differ. BadInputError."""
     read_object(run / RUN_FILE)
 
 

@@ -24,13 +24,13 @@ from outpace.records.run import RunRecord
 
 _ABOUT = "List past runs, newest first, or show one of them in full."
 _EPILOG = (
-    "If you give one folder that is a run, all of it is shown. Conditions may use the fields "
+    "A single run is shown in full. Conditions may use the fields "
     "of the list, of result.json, and of the run's plan and settings: --where strategy=ddp "
     "'final_loss<2.5'. All of them must hold."
 )
 # Folder of outpace train; compare and tune write many runs that nobody reads one by one.
 _OWN, _OTHERS = "runs", ("comparisons", "tunings")
-# Settings about the folder, not about what is trained.
+# Settings of the folder, not of the training.
 _OF_THE_MOMENT = ("out", "resume")
 
 
@@ -41,7 +41,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     if paths[:1] == [Path("show")]:
         if len(paths) != 2:
             raise BadInputError(
-                f"outpace runs show takes one run, but got {len(paths) - 1}. outpace runs "
+                f"outpace runs show accepts one run, but got {len(paths) - 1}. outpace runs "
                 "lists them all."
             )
         return _show(paths[1], arguments.json)

@@ -1,4 +1,4 @@
-"""Interrupts (Ctrl-C) of a command that takes a while to stop: say so at once, and stop once."""
+"""Interrupts (Ctrl-C) of a command that takes a while to stop: say so at once, stop only once."""
 
 import signal
 import threading
@@ -11,9 +11,8 @@ from outpace.launch.local import SAME_SIGNAL_S
 
 
 class _InterruptHandler:
-    """Handler of signals: the first one interrupts, and repeats of the same key press are ignored.
-
-    A later one ends the process at once by calling `end`. If a signal ended the block, the handler
+    """Handler of signals: the first signal interrupts; repeats of the same key press are ignored. A
+    later signal ends the process at once by calling `end`. If a signal ended the block, the handler
     stays installed, since the process itself takes a moment to end; otherwise the previous handler
     is restored.
     """
@@ -47,7 +46,7 @@ class _InterruptHandler:
 
 @contextmanager
 def interrupt_once(told: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
-    """Interrupt once on SIGINT, after calling `told`; a second SIGINT meanwhile calls `end`.
+    """Interrupt once on SIGINT, after calling `told`; a second SIGINT calls `end`.
 
     It does nothing outside of the main thread, or if SIGINT is ignored.
     """

@@ -1,4 +1,4 @@
-"""Standard streams that work wherever a command is started: closed, full, or not in UTF-8."""
+"""Standard streams that always work: even if they are closed, full, or not in UTF-8."""
 
 import codecs
 import io
@@ -22,11 +22,10 @@ class OutputError(OutpaceError):
 
 
 def repair_streams(argv: Sequence[str]) -> None:
-    """Make a process's standard streams accept whatever is written.
-
-    Closed descriptors are opened on the null device; otherwise the next file to be opened would
-    receive what is printed. What standard error does not accept is dropped, since there is nowhere
-    to report it. Characters that the encoding lacks are replaced, in JSON by escapes.
+    """Make a process's standard streams accept everything that is written. Closed descriptors are
+    opened on the null device; otherwise, the next file to be opened would receive the output. Text
+    that standard error does not accept is dropped, since it cannot be reported. Characters that the
+    encoding lacks are replaced, in JSON by escapes.
     """
     for descriptor in _DESCRIPTORS:
         try:
@@ -87,7 +86,7 @@ class _LenientOutput(_Output):
 
 
 def _escape(error: UnicodeError) -> tuple[str, int]:
-    r"""Write a character in ASCII as JSON does: \u00d7."""
+    r"""Write a character in ASCII as in JSON: \u00d7."""
     assert isinstance(error, UnicodeEncodeError)
     units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass")
     pairs = (units[at : at + 2].hex() for at in range(0, len(units), 2))
@@ -95,14 +94,14 @@ def _escape(error: UnicodeError) -> tuple[str, int]:
 
 
 def _spell(error: UnicodeError) -> tuple[str, int]:
-    """Replace a character with one of the same meaning, or with a question mark."""
+    """Replace a character by one of the same meaning, or by a question mark."""
     assert isinstance(error, UnicodeEncodeError)
     missing = error.object[error.start : error.end]
     return "".join(_INSTEAD.get(one, "?") for one in missing), error.end
 
 
 def flush_output() -> None:
-    """Write what is left of standard output. Raises OutputError, or BrokenPipeError."""
+    """Write the rest of standard output. Raises OutputError, or BrokenPipeError."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
@@ -123,7 +122,7 @@ def reader_is_gone() -> bool:
 
 
 def output_error() -> OutputError | None:
-    """Return the error of standard output, if that is what cannot be written."""
+    """Return the error of standard output, if standard output is what failed."""
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     error = raw.error if isinstance(raw, _Output) else None
     return None if error is None else _sentence(error)
@@ -131,8 +130,8 @@ def output_error() -> OutputError | None:
 
 def _sentence(error: OSError) -> OutputError:
     return OutputError(
-        f"standard output cannot be written: {error.strerror}. What was done is kept; send the "
-        "output somewhere else."
+        f"standard output cannot be written: {error.strerror}. Results are kept; send the output "
+        "somewhere else."
     )
 
 

@@ -19,7 +19,7 @@ _EPILOG = (
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
-    """Print a topology and what it means; returns 0. Raises BadInputError."""
+    """Print a topology and its consequences; return 0. Raises BadInputError."""
     arguments = _parser().read(argv)
     from outpace.probing.hardware.host_topology import read_topology
 
@@ -84,8 +84,8 @@ def _parser() -> Parser:
         dest="file")  # fmt: skip
     add("--svg", "FILE", output_file, "also draw it to this file")
     add("--nvlink", "GENERATION", str,
-        "NVLink generation, 2 to 5, to show a group's bandwidth and how much slower others are "
-        "(default: this host's GPUs)")  # fmt: skip
+        "NVLink generation, 2 to 5, to show a group's bandwidth and how much slower other links "
+        "are (default: that of this host's GPUs)")  # fmt: skip
     add("--timeout", "SECONDS", number_type(float, 0.1, LONGEST_S),
         "seconds to wait for nvidia-smi (default: 20)", default=20.0)  # fmt: skip
     return parser

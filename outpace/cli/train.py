@@ -73,7 +73,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         _on_hosts(asked, arguments, handed)
         return 0
     if arguments.auto_resume and asked.settings.resume:
-        # The run has a layout; `_replan` finds another one if the number of ranks has changed.
+        # The run has a layout; `_replan` finds another if the number of ranks has changed.
         asked = replace(asked, settings=asked.settings.model_copy(update={"plan": None}))
     elif asked.settings.plan is not None:
         asked = _apply_plan(asked, ranks)
@@ -122,15 +122,13 @@ def _check_starting(asked: _Request, arguments: argparse.Namespace, ranks: Ranks
             "--hosts, such as --hosts a:4,b:4"
         )
     if len(hosts) > 1:
-        raise BadInputError("--hosts and --hostfile both name hosts. Give one of them")
+        raise BadInputError("--hosts and --hostfile both name hosts. Use only one")
     if not hosts and given[0] != "--max-restarts":
         raise BadInputError(
             f"{given[0]} applies to several hosts: name them with --hosts or --hostfile."
         )
     if {"--min-nodes", "--max-restarts"} & {*given} and asked.settings.out is None:
-        raise BadInputError(
-            "to restart, training has to resume its run. Name the run's directory with --out DIR"
-        )
+        raise BadInputError("restarts resume the run, so name its directory with --out DIR")
 
 
 def _on_this_host(settings: TrainSettings, handed: list[str], most: int) -> None:
@@ -166,8 +164,8 @@ def _on_hosts(asked: _Request, arguments: argparse.Namespace, handed: list[str])
     least = arguments.min_nodes or most
     if not least <= most <= len(found):
         raise BadInputError(
-            f"--min-nodes {least} and --max-nodes {most} do not fit {len(found)} hosts: min ≤ "
-            "max ≤ hosts must hold"
+            f"--min-nodes {least} and --max-nodes {most} do not fit {len(found)} hosts: they must "
+            "satisfy min ≤ max ≤ hosts"
         )
     restarts = arguments.max_restarts
     if restarts is None:
@@ -219,7 +217,7 @@ def _say(sentence: str) -> None:
 
 
 def _apply_plan(asked: _Request, ranks: Ranks | None) -> _Request:
-    """Apply the plan's settings; rank 0 prints on standard error what was chosen."""
+    """Apply the plan's settings; rank 0 prints the choice on standard error."""
     from outpace.jobs.planning.auto_plan import apply_settings_plan
 
     say = _say if ranks is None or ranks.rank == 0 else _say_nothing
@@ -297,7 +295,7 @@ def _train_here(
 
 
 def _explain(path: Path) -> None:
-    """Write a page beside the file that says what each rank was doing, and print where it is."""
+    """Write a page beside the file that says what each rank was doing, and print its path."""
     from outpace.records.hang_report import HangReport
     from outpace.reporting.documents.hang import hang_document
     from outpace.reporting.page import page
@@ -400,7 +398,7 @@ def _has_begun(layers: dict[str, dict[str, object]]) -> bool:
     """
     named = [layer["out"] for layer in layers.values() if layer.get("out") is not None]
     if not named:
-        raise BadInputError("--auto-resume: which run? Give its directory with --out DIR")
+        raise BadInputError("--auto-resume needs a run. Give its directory with --out DIR")
     return (Path(str(named[0])) / options.RUN_FILE).is_file()
 
 
@@ -438,19 +436,19 @@ def with_run_named(argv: list[str]) -> list[str]:
     named += [word.partition("=")[2] for word in words if word.startswith("--out=")]
     if words != argv and len(set(named)) > 1:
         raise BadInputError(
-            f"--resume {named[0]} and --out {named[1]} are different runs. --resume continues "
-            "in the run's own folder: leave --out out."
+            f"--resume {named[0]} and --out {named[1]} are different runs. --resume continues in "
+            "the run's folder: leave --out out."
         )
     return words
 
 
 def merge(layers: dict[str, dict[str, object]]) -> tuple[TrainSettings, dict[str, str]]:
-    """Merge layers, nearest to the user first; with `resume`, the run's settings come last."""
+    """Merge layers, closest to the user first; with `resume`, the run's settings come last."""
     asked = {name: value for layer in reversed(layers.values()) for name, value in layer.items()}
     if not asked.get("resume"):
         return options.build(layers)
     if asked.get("out") is None:
-        raise BadInputError("--resume: which run? Give its directory: --resume DIR")
+        raise BadInputError("--resume needs a run. Give its directory: --resume DIR")
     run = Path(str(asked["out"]))
     of_run = resume.settings_of(run)
     resume.check_unchanged(asked, of_run, run)

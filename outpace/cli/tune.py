@@ -51,7 +51,7 @@ _TEXTS = {
 }
 _OF_FREE = 0.9  # of free host memory, for all processes of a trial
 _OWN = ("out", "resume", "plan")  # belong to the tuning, not to the training
-# Settings of the real training: trials are short and nobody reads them one by one.
+# Settings of the actual training: trials are short and nobody reads them one by one.
 _NOT_OF_TRIALS = OF_A_RUN | {"steps", "tokens", "epochs"}
 
 
@@ -92,7 +92,7 @@ def _tune(
     arguments: argparse.Namespace, settings: TrainSettings, origins: dict[str, str],
     asked: dict[str, Any], folder: Path, before: list[PlanTrial],
 ) -> Tuning:  # fmt: skip
-    """Tune, saving what is found even when interrupted."""
+    """Tune, and save the results even if interrupted."""
     from outpace.experiment.tune import Limits, summarise
     from outpace.jobs.inputs.inputs import prepare_data
     from outpace.jobs.planning.proposer import Proposer, rates_to_begin_with
@@ -100,10 +100,10 @@ def _tune(
 
     host_bytes = _host_bytes(settings)
     proposer = Proposer(settings, origins, host_bytes)
-    # Otherwise the first trial would prepare it, within its time limit.
+    # Otherwise, the first trial would prepare it, within its time limit.
     prepare_data(settings, [TrainingProgress()])
     _require_host(folder, proposer.machine)
-    rates = rates_to_begin_with(settings)  # after everything that may be refused
+    rates = rates_to_begin_with(settings)  # after all checks that may refuse
     if rates is not None:
         proposer = Proposer(settings, origins, host_bytes, rates)
     folder.mkdir(parents=True, exist_ok=True)
@@ -224,7 +224,8 @@ def _settings(arguments: argparse.Namespace) -> tuple[TrainSettings, dict[str, s
     settings, origins = options.build(layers)
     if settings.plan is not None:
         raise BadInputError(
-            "--plan already says how to train, which is what outpace tune finds out. Leave it out."
+            "--plan already determines how to train, which is the result of outpace tune. Leave it "
+            "out."
         )
     if settings.micro_batch == "auto":
         raise BadInputError(
@@ -232,7 +233,7 @@ def _settings(arguments: argparse.Namespace) -> tuple[TrainSettings, dict[str, s
         )
     if settings.memory_budget is not None:
         raise BadInputError(
-            "--memory-budget chooses what to recompute, which outpace tune does as well. Use "
+            "--memory-budget chooses what to recompute, which outpace tune does, too. Use "
             "--memory-limit instead: plans that do not fit are not tried."
         )
     return settings, origins

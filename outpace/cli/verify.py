@@ -30,7 +30,7 @@ _ABOUT = (
     "Prove that strategies compute a single process's numbers: gradients, norms, losses, weights."
 )
 _EPILOG = (
-    "Exits with code 1 if a strategy fails. Without options it checks all strategies, on two "
+    "Exits with code 1 if a strategy fails. Without options, it checks all strategies on two "
     "processes."
 )
 
@@ -152,8 +152,8 @@ def _module_plans(
     """Return the plans to prove: a plan, a run's plan, names of strategies, or None for all."""
     if arguments.levers:
         raise BadInputError(
-            "--levers applies to models that outpace builds. For a custom model give a whole "
-            "plan with --plan FILE.json."
+            "--levers applies to models that outpace builds. For a custom model, give a whole plan "
+            "with --plan FILE.json."
         )
     if arguments.plan is not None:
         return [PlanFile.load(arguments.plan, option="--plan ").plan]
@@ -203,7 +203,7 @@ def _device(choice: Literal["auto", "cpu", "cuda"], ranks: Ranks) -> "torch.devi
 
 
 def _spec(model: str | None, proved: RunRecord | None, plans: Sequence[Plan]) -> ModelSpec:
-    """Return the model to train: the one given, or a tiny one like a run's, or a tiny default."""
+    """Return the model to train: the given model, or a tiny one like a run's, or a tiny default."""
     from outpace.experiment.verify import tiny_like, tiny_spec
     from outpace.interop.models import open_model
 
@@ -220,7 +220,7 @@ def _spec(model: str | None, proved: RunRecord | None, plans: Sequence[Plan]) ->
 
 
 def _trial_notes(proved: RunRecord | None) -> list[str]:
-    """Return what the trial of a run's plan leaves out."""
+    """Describe the parts of a run's plan that the trial leaves out."""
     if proved is None:
         return []
     draws = proved.plan.lora_dropout or (proved.model is not None and proved.model.dropout)

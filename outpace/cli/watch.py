@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _ABOUT = "Show how busy devices and cores are while something trains, with averages at the end."
 _EPILOG = (
     "With RUN, follows the processes on this host that train in that folder until they end, "
-    "and saves the series there; for a finished run, shows what it recorded itself. With a "
+    "and saves the series there; for a finished run, shows the load that the run recorded. With a "
     "command after --, starts the command, watches until it ends, and exits with its code. "
     "Otherwise press Ctrl-C to stop."
 )
@@ -81,7 +81,7 @@ def _check(arguments: Namespace, command: list[str], dashes: bool) -> None:
     if command and arguments.run is not None:
         raise BadInputError(
             f"both {arguments.run} and a command were given. Watch a run in progress, or start "
-            "a command; a run that outpace train starts records its load by itself."
+            "a command; runs of outpace train record their load themselves."
         )
     if command and arguments.for_s is not None:
         raise BadInputError(

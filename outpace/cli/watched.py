@@ -17,7 +17,7 @@ _CHUNK = 1 << 14
 
 
 class Command:
-    """A process in the same terminal, which ends when this process does, if not before.
+    """A process in the same terminal, which ends with this process at the latest.
 
     In a terminal, its lines are printed above the live view, and `said` is its unfinished line (a
     progress bar). Otherwise, it writes to the same streams as this process; with `json`, none of
@@ -49,7 +49,7 @@ class Command:
 
     @property
     def exit_code(self) -> int:
-        """Return the exit code as a shell has it: 128 plus the number of a signal that ended it."""
+        """Return the exit code as in a shell: 128 plus the number of a signal that ended it."""
         code = self._process.wait()
         return 128 - code if code < 0 else code
 
@@ -68,7 +68,7 @@ class Command:
     def outlive(self, watch: Callable[[Callable[[float], bool]], None]) -> None:
         """Call `watch(wait)` until the process has ended, even through Ctrl-C.
 
-        A terminal sends the signal to both, and the command may have something to save.
+        A terminal sends the signal to both, and the command may still have to save.
         """
         while self._process.poll() is None:
             with suppress(KeyboardInterrupt):

@@ -267,8 +267,8 @@ class Plan(Record):
             )
         if layers and (every > 1 or self.checkpointing != "none"):
             raise ValueError(
-                "checkpoint_layers and checkpointing {self.checkpointing} with checkpoint_every "
-                "{every} both set what each block recomputes. Use one of the two"
+                f"checkpoint_layers and checkpointing {self.checkpointing} with checkpoint_every "
+                f"{every} both set what each block recomputes. Use one of the two"
             )
 
     @property

@@ -10,13 +10,13 @@ from outpace.records.strategies import TRAITS
 from outpace.records.units import show_share
 from outpace.records.utilisation import Load, device_utilisation
 
-# Smaller parts are no bottleneck: without them, steps would be less than a fifth faster.
+# Smaller parts are not a bottleneck: without them, steps would be less than a fifth faster.
 _LEAST = 1 / 6
 
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """The limit of a step in a word or two, and a sentence on what to do about it.
+    """The limit of a step in a word or two, and a sentence of advice.
 
     `of_step`: its share is a share of a step's time, not of cores or devices.
     """
@@ -30,7 +30,7 @@ class Bottleneck:
 class BottleneckInputs:
     """Measurements of a step. `parts` are rank 0's; `device` is cpu, mps, or a GPU's name or kind.
 
-    `loads` are those of the hosts at that time; () if nothing is known about them.
+    `loads` are the hosts' loads at that time; () if unknown.
     """
 
     parts: TimeParts
@@ -75,7 +75,7 @@ def _losses(seen: BottleneckInputs) -> Iterator[tuple[float, Bottleneck]]:
     elif seen.device is not None:
         busy = device_utilisation(seen.loads, seen.processes)
         if busy is not None:
-            # Waiting for data is counted already; a collective keeps a GPU busy.
+            # Waiting for data is already counted; a collective keeps a GPU busy.
             yield 1 - busy - data, _limit("host", busy)
 
 
@@ -98,7 +98,7 @@ _COMMUNICATES = (
     "less per token, --compress-gradients sends less, and outpace compare shows which --strategy "
     "waits least."
 )
-# By what limits a step: the words, and the advice; {} is the share.
+# Words and advice for each limit of a step; {} is the share.
 _LIMITS: Mapping[str, tuple[str, str]] = {
     "data": (
         "waits for data {}",
@@ -153,8 +153,8 @@ def _compute_bound(seen: BottleneckInputs) -> Bottleneck:
     reached = "" if seen.mfu is None else f", at an MFU of {show_share(seen.mfu)}"
     return Bottleneck(
         "compute-bound",
-        f"Forward and backward passes take {share} of the time{reached}. outpace plan with "
-        "--vary precision,compile shows what may make them faster.",
+        f"Forward and backward passes take {share} of the time{reached}. outpace plan with --vary "
+        "precision,compile shows settings that may make them faster.",
     )
 
 

@@ -17,9 +17,9 @@ from outpace.records.version import __version__
 from outpace.reporting.render.document import Chart, Document, cell_text
 
 _HERE = Path(__file__).parent
-# Texts in plotly's own template language, which contain nothing from a user (document.Chart).
+# Texts in plotly's template language, which contain nothing from a user (document.Chart).
 _TEMPLATES = ("hovertemplate", "texttemplate")
-_MOST_ROWS = 30  # rows of a table that is not collapsed
+_MOST_ROWS = 30  # the most rows of a table that is not collapsed
 
 
 def page(documents: Sequence[Document]) -> str:
@@ -82,7 +82,7 @@ def _for_plotly(figure: Chart) -> dict[str, Any]:
 
 
 def plotly_texts(value: Any) -> Any:
-    """Return traces or a layout with strings escaped, since plotly reads some markup in them."""
+    """Return traces or a layout with strings escaped, since plotly interprets some markup."""
     if isinstance(value, str):
         return html.escape(value, quote=False).replace("\n", "<br>")
     if isinstance(value, Mapping):

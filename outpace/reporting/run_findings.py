@@ -62,7 +62,7 @@ def _measured_parts(run: RunFolder) -> BottleneckInputs:
 
 
 def _limits(seen: BottleneckInputs) -> list[Finding]:
-    """Return the shares of a step not spent on computation that are large enough to matter."""
+    """Return the shares of a step's lost time that are large enough to matter."""
     return [
         Finding(
             check="speed",
@@ -94,9 +94,9 @@ def _slow_steps(run: RunFolder) -> list[Finding]:
             what=f"{int(slow.sum()):,} of {len(times):,} steps took more than twice the median",
             seen=f"steps {', '.join(map(str, numbers))}{more}, {show_seconds(lost)} longer than "
             f"at the median of {show_seconds(median)}",
-            remedy="Check what else ran at these steps: outpace report shows the load of "
-            "cores and devices by step. End other programs, and make sure that the "
-            "disk is not full.",
+            remedy="Check which other programs ran during these steps: outpace report shows the "
+            "load of cores and devices by step. End other programs, and make sure that the disk is "
+            "not full.",
             severity="moderate",
             costs=_cost(float(times.sum()) / (float(times.sum()) - lost)),
         )
@@ -108,8 +108,8 @@ def _slower(ratio: float, words: str) -> Finding:
         check="expected time",
         what="slower than expected",
         seen=words,
-        remedy="Compare with the run that the expectation comes from (outpace compare --runs "
-        "A B), or tune again (outpace tune) if the machine has changed.",
+        remedy="Compare with the run from which the expectation comes (outpace compare --runs A "
+        "B), or tune again (outpace tune) if the machine has changed.",
         severity="moderate",
         costs=_cost(ratio),
     )

@@ -173,7 +173,7 @@ def not_in_a_plan(request: ExportRequest, written: str, ranks: int | None = None
     sentences: list[str] = [
         Note(
             "Data, tokenizer, learning rate and length of the run are not part of a plan: set them "
-            "yourself. {written}"
+            f"yourself. {written}"
         )
     ]
     if nodes > 1:

@@ -456,7 +456,7 @@ class _ProbeFigures:
         if not self._unstable:
             return []
         return [
-            "{len(self._unstable)} figures of the probe were not stable; the median of their "
+            f"{len(self._unstable)} figures of the probe were not stable; the median of their "
             "samples is used. For a better plan, probe again on a quiet machine."
         ]
 

@@ -18,7 +18,7 @@ from outpace.reporting.render.document import (
 
 
 def certificate_answer(certificate: Certificate) -> Answer:
-    """Say what was proved equal to one process, how closely, and how it was tried.
+    """Say which plans were proved equal to one process, how closely, and in which trial.
 
     A row shows how closely the plan agrees with the reference, and the bytes that the busiest rank
     sends.

@@ -53,9 +53,9 @@ _NOTES = {
     "ratio": "ratio: to {first}; the median of the {rounds}' ratios, not the ratio of the medians.",
     "sent a step": "sent: bytes sent by all ranks in a step, counted in the warm-up.",
     "idle": "idle: share of time in which ranks' main threads waited for others or for data.",
-    "GPU busy": "GPU busy: mean over the GPUs of the run. For GPUs, idle means that no kernel "
-    "ran; waiting for a collective is a kernel.",
-    "cores busy": "cores busy: share of all cores of the hosts, whoever used them.",
+    "GPU busy": "GPU busy: mean over the GPUs of the run. For GPUs, idle means that no kernel ran; "
+    "a collective that waits counts as a kernel.",
+    "cores busy": "cores busy: share of all cores of the hosts, by any program.",
 }
 
 
@@ -86,7 +86,7 @@ def headline(comparison: Comparison) -> str | None:
     if slower and not faster:
         claims = f"{', '.join(slower)}: claimed to be slower than {first.arm}"
     ahead = "" if best == first.arm else f", {show_share(1 - ratios[best])} ahead of {first.arm}"
-    said = ["No arm is claimed to be the fastest", f"By the median ratio it is {best}{ahead}"]
+    said = ["No arm is claimed to be the fastest", f"By the median ratio, it is {best}{ahead}"]
     return ". ".join([*said, *([claims] if claims else []), tested])
 
 
@@ -120,7 +120,7 @@ def verdict_lines(comparison: Comparison) -> list[str]:
 
 
 def _failure(comparison: Comparison, arm: ArmResult) -> str | None:
-    """Return the reason why an arm has no figures at all."""
+    """Return the reason why an arm has no figures."""
     own = [one for one in comparison.outcomes if one.arm == arm.arm]
     if not own or any(one.value is not None for one in own):
         return None
@@ -142,7 +142,7 @@ def _excluded_arms(comparison: Comparison) -> dict[str, str | None]:
 
 
 def comparison_answer(comparison: Comparison) -> Answer:
-    """Say which arms may be claimed to be faster, and show the figures of all."""
+    """Say which arms can be claimed to be faster, and show the figures of all."""
     parts = step_parts(comparison)
     notes = [comparison.losses] if comparison.losses else []
     return Answer(
@@ -183,7 +183,7 @@ def step_parts(comparison: Comparison) -> Chart | None:
 
 
 def comparison_notes(comparison: Comparison) -> list[str]:
-    """Return what else differs, and whether other processes used the arms' cores."""
+    """Return other differences, and whether other processes used the arms' cores."""
     shared = _shared_cores_note(comparison)
     return [*comparison.differing, *([] if shared is None else [shared])]
 
@@ -196,9 +196,8 @@ def _shared_cores_note(comparison: Comparison) -> str | None:
     least, most = f"{min(used):.1f}", f"{max(used):.1f}"
     cores = least if least == most else f"{least} to {most}"
     return (
-        f"Other processes kept {cores} cores busy meanwhile (median of an arm's runs), so "
-        "steps took longer and vary more than they would alone. Compare again when they are "
-        "done."
+        f"Other processes kept {cores} cores busy meanwhile (median of an arm's runs), so steps "
+        "took longer and vary more than without them. Compare again when they are done."
     )
 
 

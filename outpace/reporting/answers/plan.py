@@ -50,7 +50,7 @@ def common_obstacle(plans: Sequence[RankedPlan]) -> list[str]:
 
 def ranking(answer: Plans) -> Iterator[Part]:
     """Yield the table of plans, and the reason for each."""
-    marks = not common_obstacle(answer.plans)  # which are told above the table
+    marks = not common_obstacle(answer.plans)  # which are shown above the table
     marked = marks and any(one.untrained for one in answer.plans)
     yield _table(answer, marked)
     if marked:

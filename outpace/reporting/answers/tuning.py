@@ -8,7 +8,7 @@ from outpace.reporting.charts.figures import deviation
 from outpace.reporting.render.document import Answer, Cell, DataTable, Number, Paragraph, StyledText
 
 _NOTHING_COMPARED = (
-    "Nothing was compared, because no other plan was measured: give it more time (--budget)."
+    "Nothing was compared, because no other plan was measured: use a longer --budget."
 )
 _ALIKE, _LESS = 1.02, 1.03  # times as long, at most; times as much memory, at least
 _RATES = {"tokens_per_s": "tokens/s", "samples_per_s": "samples/s"}
@@ -26,7 +26,7 @@ def tuning_answer(tuning: Tuning) -> Answer:
         "measured: median step time. error: measured relative to predicted. memory: tensors of "
         "the fullest process. compared: the first quartile of its step times; plans measured in "
         "turn are compared turn by turn. at first: predicted before any trial. Only speed was "
-        "tuned, not what affects learning (learning rate, batch).",
+        "tuned, not settings that affect learning (learning rate, batch).",
         *_leaner_notes(tuning), *_shared_cores_notes(tuning),
         *(f"{one.title} failed: {one.failure}" for one in failed),
     )  # fmt: skip
@@ -160,7 +160,7 @@ def _shared_cores_notes(tuning: Tuning) -> list[str]:
     which = f"trial {numbers[0]}" if len(numbers) == 1 else f"trials {', '.join(numbers)}"
     return [
         f"{which}: other processes kept {cores} cores busy meanwhile, so steps took longer than "
-        "they would alone. Tune again when they are done."
+        "without them. Tune again when they are done."
     ]
 
 
@@ -172,7 +172,7 @@ def disturbance_words(trial: PlanTrial) -> str:
 
 
 def trial_name(tuning: Tuning, trial: PlanTrial) -> str:
-    """Return a trial's number and plan, and what it is: again, the fastest, the default."""
+    """Return a trial's number and plan, and whether it is a repeat, the fastest or the default."""
     before = tuning.same_before(trial)
     again = "" if before is None else f" (again, as trial {before})"
     marks = {tuning.best: " (fastest)", tuning.default: " (default)"}

@@ -22,7 +22,7 @@ _PART_OF_A_BAR = "%{customdata[0]}<br>%{fullData.name}: %{customdata[1]}<extra><
 
 @dataclass(frozen=True)
 class Unit:
-    """Unit of a figure's numbers: they are multiplied by `factor`, and an axis calls it `name`.
+    """Unit of a figure's numbers, which are multiplied by `factor`; its `name` is on axes.
 
     `si`: the axis has prefixes, as in 5M.
     """

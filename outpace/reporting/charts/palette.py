@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 
 # Okabe and Ito, "Color Universal Design" (2008), except for two: their yellow (#F0E442) has a
-# contrast of 1.3 with white, this one of 3.2; and grey replaces black, which dark pages hide.
+# contrast of 1.3 with white, ours of 3.2; and grey replaces black, which is invisible on dark
+# pages.
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 SKY, PINK, YELLOW, GREY = "#56B4E9", "#CC79A7", "#A39100", "#999999"
 LIGHT_BLUE, LIGHT_RED, LIGHT_GREY, DARK_GREY = "#8FD3F4", "#F3A683", "#BBBBBB", "#6B6B6B"
@@ -44,7 +45,7 @@ PREDICTED, MEASURED = ORANGE, BLUE
 
 
 def colour(place: int) -> str:
-    """Return the colour of series number `place`: one of eight, repeated with other dashes."""
+    """Return the colour of series number `place`: one of eight, then repeated (see `dash`)."""
     return _SERIES[place % len(_SERIES)]
 
 

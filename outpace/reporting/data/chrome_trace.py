@@ -69,7 +69,7 @@ def _last_pass(path: Path, accumulation: int) -> list[_TracedAction]:
         return []  # truncated by a killed run
     if not done or not steps:
         return []
-    # On a GPU, annotations by its own clock show when work was done, not when it was launched.
+    # On a GPU, annotations on its clock show when work was done, not when it was launched.
     category = "gpu_user_annotation" if any(c == "gpu_user_annotation" for c, _ in done) else None
     own = [one for c, one in done if category in (None, c)]
     own.sort(key=lambda one: one.begin_s)

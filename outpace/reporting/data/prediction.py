@@ -66,14 +66,14 @@ def predict(record: RunRecord, hosts: int, probe: Machine | None) -> Prediction 
 
 def _why_not(record: RunRecord, hosts: int, probe: Machine | None) -> str | None:
     if record.model is None or record.seq_len is None:
-        return "The model is a custom one, whose dimensions are not in the run's record."
+        return "The model is a custom model, whose dimensions are not in the run's record."
     if record.settings.task == "classify":
         return "The planner does not estimate classifiers yet."
     other = [] if probe is None else record.machine.differences(probe)
     if probe is not None and other:
         return (
-            f"The probe is from another machine: {other[0]} is {getattr(probe, other[0])} "
-            f"there, and {getattr(record.machine, other[0])} on the run's machine."
+            f"The probe is from another machine: {other[0]} is {getattr(probe, other[0])} there, "
+            f"and {getattr(record.machine, other[0])} on the run's machine."
         )
     if hosts > 1 and probe is None:
         return (
@@ -98,8 +98,7 @@ def _basis(cluster: Cluster) -> str:
         return f"The rates are those that outpace probe measured on {cluster.name}."
     if cluster.device.kind == "cpu":
         return (
-            f"{cluster.name} was not measured beforehand, so its rates are guessed from its "
-            "vector width. For a better prediction give a machine.json of outpace probe with "
-            "the run."
+            f"{cluster.name} was not measured beforehand, so its rates are guessed from its vector "
+            "width. For a better prediction, give a machine.json of outpace probe with the run."
         )
     return f"The rates are the catalog's for {cluster.device.name}."

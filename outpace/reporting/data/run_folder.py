@@ -1,4 +1,4 @@
-"""Reader of a run's folder: its settings, its steps, and everything else it recorded."""
+"""Reader of a run's folder: its settings, its steps, and all other records."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ _MEMORY_FILE, _CERTIFICATE_FILE = "memory.json", "certificate.json"
 class RunFolder:
     """The content of a run's folder; `measurement` is None before the last step.
 
-    `changed`: notes about files that differ from what was written.
+    `changed`: notes about files that were changed since they were written.
     """
 
     path: Path
@@ -48,12 +48,12 @@ class RunFolder:
 
     @property
     def last_untimed_step(self) -> int:
-        """Return the step after which steps count in times and rates; or 0."""
+        """Return the step after which steps count in times and rates; 0 if all count."""
         return self.record.last_untimed_step(self.measurement)
 
     @property
     def timed_steps(self) -> StepLog:
-        """The steps that times and rates are of, without the first after each later resume."""
+        """Steps that count in times and rates, without the first step after each later resume."""
         begun, steps = self.last_untimed_step, self.steps["step"]
         warm = [s > begun + WARMUP_STEPS and self.record.is_warm_up(int(s)) for s in steps]
         return self.steps.select((steps > begun) & ~np.array(warm, bool))

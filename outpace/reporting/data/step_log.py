@@ -41,7 +41,7 @@ class StepLog:
 
     @property
     def passed_s(self) -> Floats:
-        """Return the seconds spent in steps up to the end of each, without other work."""
+        """Return the seconds spent in steps up to the end of each step, without other work."""
         return np.nancumsum(self["step_time_s"])
 
     def steady(self, name: str) -> Floats:
@@ -63,7 +63,8 @@ class StepLog:
 def read_steps(path: Path) -> StepLog:
     """Read metrics.jsonl; a missing or empty file gives no steps.
 
-    An incomplete last line, as left by a killed run, is skipped. Raises BadInputError for others.
+    An incomplete last line, as left by a killed run, is skipped. Raises BadInputError for other
+    damage.
     """
     columns = _read_with_arrow(path) if path.is_file() else {}
     if columns is None:

@@ -237,7 +237,9 @@ def _facts(comparison: Comparison) -> Iterable[Part]:
     if rows:
         columns = ("", *(arm.arm for arm in arms))
         yield DataTable(
-            "What determined their runs (→ marks values that changed between rounds)", columns, rows
+            "Facts that determined their runs (→ marks values that changed between rounds)",
+            columns,
+            rows,
         )
 
 
@@ -253,7 +255,7 @@ def _environment(comparison: Comparison, runs: dict[str, RunFolder]) -> Document
     return DocumentSection("Environment and command", (
         command("The command that repeats it", comparison.command),
         DataTable("What the arms are", ("arm", "settings", "environment"), arms),
-        *([pairs("What they have in common", common)] if common else []),
+        *([pairs("Common settings", common)] if common else []),
         *_facts(comparison),
         pairs("When", [("started", comparison.started)]),
         machine_table(comparison.machine),

@@ -125,9 +125,9 @@ def _pipelines(answer: Plans) -> list[DocumentSection]:
         ]
     bubble = chosen.estimate.parts_s.get("bubble_s", 0.0) / chosen.estimate.step_time_s
     about = (
-        f"One pass of {_name(answer, chosen)}, with equal stages in which the forward takes a "
-        f"third. The estimate, with the actual stages, has the bubble at {show_share(bubble)} "
-        "of the step. Nothing was measured."
+        f"One pass of {_name(answer, chosen)}, with equal stages whose forward takes a third of "
+        f"the time. In the estimate, with the actual stages, the bubble is {show_share(bubble)} of "
+        "the step. Nothing was measured."
     )
     figure = pipeline.timelines("The pipeline's timeline: gaps are its bubbles", shown)
     return [

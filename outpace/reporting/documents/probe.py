@@ -44,7 +44,7 @@ _MOST_BARS = 16
 
 
 def probe_document(machine: Machine, probed: ProbeRecord) -> Document:
-    """Show what is fast, what is slow, how certain that is, and what to do about it."""
+    """Show the figures, how certain they are, and what to improve."""
     sections = []
     for kind in dict.fromkeys(figure.key.kind for figure in probed.figures):
         if kind not in COLLECTIVES:

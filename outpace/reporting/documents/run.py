@@ -43,7 +43,7 @@ _WIDEST = 4.0
 
 
 def run_document(run: RunFolder, probe: Machine | None = None) -> Document:
-    """Show the results of a run, where time and memory went, and how the prediction compares."""
+    """Show the results of a run, its time and memory by part, and the prediction's error."""
     said = predict(run.record, run.hosts, probe)
     sections = [_losses(run), _time(run)]
     if run.record.plan.pp > 1:
@@ -131,7 +131,7 @@ def _other_programs(run: RunFolder) -> list[str]:
     loads = () if measured is None else measured.utilisation
     loads = loads or tuple(average(one.loads) for one in run.utilisation if one.loads)
     return [
-        f"{words.capitalize()}, so steps took longer than they would alone."
+        f"{words.capitalize()}, so steps took longer than without them."
         for words in disturbance(loads)
     ]
 
@@ -142,7 +142,7 @@ def _expected_step_time(run: RunFolder) -> StepTimeCheck | None:
 
 
 def _right(run: RunFolder, said: Prediction | str) -> list[str]:
-    """Report one prediction: from a measurement, or else the planner's if narrow enough."""
+    """Report one prediction: from a measurement, else the planner's if it is narrow enough."""
     check, step_time_s = _expected_step_time(run), step_time(run)
     if check is not None:
         caution = "" if check.as_expected else _caution(run)
@@ -204,7 +204,7 @@ def first_step_words(measured: Measurement | None) -> str | None:
 
 
 def _full_measurement(run: RunFolder) -> Measurement | None:
-    """Return the measurement if its times are those of the timed steps, not of warm-up alone."""
+    """Return the measurement if its times are of timed steps, not only of warm-up."""
     measured = run.measurement
     return measured if measured and measured.start_step == run.last_untimed_step else None
 
@@ -315,7 +315,7 @@ def _pipeline(run: RunFolder, said: Prediction | str) -> DocumentSection:
             "backward passes."
         )
     else:
-        notes.append(f"{seen} This run does not have the times of actions by rank, either.")
+        notes.append(f"{seen} Nor does this run have the times of actions by rank.")
     parts: list[Part] = []
     if shown:
         parts.append(pipeline.timelines("The pipeline's timeline: gaps are its bubbles", shown))
@@ -402,7 +402,7 @@ def _memory_beside(predicted: float, run: RunFolder) -> list[Part]:
         account = run.memory.measured if run.memory is not None else None
         if account is None:
             return [Paragraph(
-                "Memory is not compared: on a CPU a run records that of the whole process, "
+                "Memory is not compared: on a CPU, a run records the memory of the whole process, "
                 "but the planner predicts that of tensors. outpace train --memory records "
                 "both."
             )]  # fmt: skip

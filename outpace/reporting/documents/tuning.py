@@ -40,7 +40,7 @@ from outpace.training.run_dir import RUN_FILE
 def tuning_document(
     tuning: Tuning, folder: Path | None = None, probe: Machine | None = None
 ) -> Document:
-    """Show which plan was the fastest, and the prediction for each; runs are read from `folder`."""
+    """Show the fastest plan, and the prediction for each; runs are read from `folder`."""
     runs, said = _runs(tuning, folder), tuning_answer(tuning)
     return Document(
         "tuning", f"{_model(tuning, runs)}: {len(tuning.trials)} trials",
@@ -80,7 +80,7 @@ def _parts(runs: Mapping[str, RunFolder]) -> Iterable[Part]:
     known = {name: run.measurement.parts for name, run in runs.items()
              if run.measurement is not None and run.measurement.parts.total_s}  # fmt: skip
     if not known:
-        yield Paragraph("The trials' runs, which have these times, are not here.")
+        yield Paragraph("The trials' runs, which have these times, are missing.")
         return
     yield parts_figure("Time of a step by part", known)
     yield from runs_parts.ranks(runs)

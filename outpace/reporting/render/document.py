@@ -63,7 +63,7 @@ class DataTable:
 
 @dataclass(frozen=True)
 class Choice:
-    """A choice of the horizontal axis: its title, and values for each trace."""
+    """A choice for the horizontal axis: its title, and values for each trace."""
 
     label: str
     title: str
@@ -100,7 +100,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Paragraph:
-    """A paragraph of text, in a terminal in a style."""
+    """A paragraph of text, which a terminal shows in a style."""
 
     kind: ClassVar[str] = "words"
     text: str
@@ -148,7 +148,7 @@ class DocumentSection:
 class Document:
     """A report on one subject, with a headline (the verdict's first line) and named facts.
 
-    `subject` is its kind in a word: run, comparison, tuning, plan, probe, certificate.
+    `subject` is its kind: run, comparison, tuning, plan, probe or certificate.
     """
 
     subject: str

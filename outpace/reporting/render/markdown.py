@@ -75,7 +75,7 @@ def _text(words: str) -> str:
 
 
 def table_csv(documents: Sequence[Document]) -> str:
-    """Return every cell of every table, and every sentence, as a line: where, number and text."""
+    """Return every table cell, and every sentence, as a line: its place, number and text."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(_COLUMNS)

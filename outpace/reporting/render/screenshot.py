@@ -16,7 +16,7 @@ _WIDTH_PX = 1200
 # Chromium draws no larger picture at once.
 _HIGHEST_PX = 16_384
 _PATIENCE_S = 120
-# In the page's virtual time, which skips ahead when nothing is left to do.
+# In the page's virtual time, which skips ahead when the page is idle.
 _DRAWING_MS = 20_000
 
 
@@ -74,7 +74,7 @@ def _run(words: list[str], page: Path) -> str:
 
 
 def _height(document: str) -> int:
-    """Return the height that the page's script reports once everything is drawn, px."""
+    """Return the height in px that the page's script reports once everything is drawn."""
     found = re.search(r'<html[^>]* data-height="(\d+)"', document)
     if found is None:
         raise BadInputError(

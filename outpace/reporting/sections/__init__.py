@@ -1,1 +1,1 @@
-"""Sections that documents are made of."""
+"""Sections of documents."""

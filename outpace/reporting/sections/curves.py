@@ -42,7 +42,7 @@ def losses(steps: StepLog, evaluations: Sequence[Evaluation]) -> Chart:
     alt = f"Loss over {len(steps):,} steps: {first:.4f} at first, {last:.4f} at the end"
     alt += f", {np.nanmin(steps['loss']):.4f} at its lowest."
     if held:
-        alt += f" On held-out data {held[0].loss:.4f} at first, {held[-1].loss:.4f} at the end."
+        alt += f" On held-out data: {held[0].loss:.4f} at first, {held[-1].loss:.4f} at the end."
     table = steps_table("Loss", steps, "loss", _NATS)
     return lines("Loss", alt, series, along, _NATS, "loss", table)
 
@@ -163,7 +163,7 @@ def norms(steps: StepLog) -> Chart:
     ]  # fmt: skip
     known = steps["grad_norm"][np.isfinite(steps["grad_norm"])]
     most = f"{known.max():.4g}" if len(known) else "n/a"
-    alt = f"Norm of the gradients before clipping, at most {most}; the learning rate below."
+    alt = f"Norm of the gradients before clipping, at most {most}; below, the learning rate."
     return lines(
         "Gradient norm and learning rate", alt, series, along, unit, "gradient norm",
         steps_table("Gradient norm", steps, "grad_norm", unit),

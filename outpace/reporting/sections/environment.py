@@ -104,7 +104,7 @@ def _load(processes: float | None) -> str | None:
 
 
 def command(title: str, words: Sequence[str]) -> Code:
-    """Return a command that a user may paste."""
+    """Return a command that users can paste."""
     return Code(
         title, shlex.join(words) if words else ("not recorded, since it was called from Python")
     )

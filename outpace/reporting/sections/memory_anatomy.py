@@ -17,7 +17,7 @@ COLOURS: Mapping[str, str] = dict(zip(KINDS, palette.MEMORY, strict=False))
 
 
 def over_a_step(account: MemoryAccount, limit_bytes: int | None = None) -> Chart:
-    """Draw memory over a step, stacked by kind, and the device's memory if it is close."""
+    """Draw memory over a step, stacked by kind, and the device's memory if it is close to that."""
     totals = np.array([float(moment.nbytes) for moment in account.timeline])
     places = thin(totals, _POINTS)
     moments = [account.timeline[place] for place in places]

@@ -19,8 +19,8 @@ from outpace.reporting.charts import palette
 from outpace.reporting.charts.figures import Unit, axis, rows_axis, seconds
 from outpace.reporting.render.document import Chart, DataTable, Number
 
-_MOST_ACTIONS = 3000  # most actions to draw; otherwise fewer ranks
-_NUMBERED = 260  # most actions that show their micro-batch's number
+_MOST_ACTIONS = 3000  # the most actions to draw; otherwise, fewer ranks are drawn
+_NUMBERED = 260  # the most actions that show their micro-batch's number
 _ACTIONS: Mapping[str, str] = {
     "F": "forward",
     "B": "backward",
@@ -76,8 +76,8 @@ def timelines(title: str, shown: Mapping[str, Timeline]) -> Chart:
                          unit.cell(timeline.makespan_s - busy_s),
                          Number(share, show_share(share))))  # fmt: skip
     alt = " ".join(
-        f"{name.capitalize()}: a pass takes {show_seconds(one.makespan_s)}, in which ranks wait "
-        f"{show_share(one.idle_share)} of their time."
+        f"{name.capitalize()}: a pass takes {show_seconds(one.makespan_s)}, of which ranks wait "
+        f"{show_share(one.idle_share)}."
         for name, one in shown.items()
     )
     layout = {

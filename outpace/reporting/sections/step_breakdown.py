@@ -16,7 +16,7 @@ _MOST_RANKS = 24
 
 
 def by_rank(parts: Sequence[TimeParts]) -> Chart:
-    """Draw a bar per rank; if there are many, those that compute longest."""
+    """Draw a bar per rank; if there are many, only for those that compute longest."""
     slow = sorted(range(len(parts)), key=lambda rank: -parts[rank].computing_s)[:_MOST_RANKS]
     title = "Time of a step by part and by rank"
     if len(parts) > _MOST_RANKS:

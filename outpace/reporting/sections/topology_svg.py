@@ -20,7 +20,7 @@ from outpace.reporting.terminal.topology import advice
 _COLOURS = {"NV": GREEN, "PIX": BLUE, "PXB": SKY, "PHB": ORANGE, "NODE": PINK, "SYS": RED,
             "SOC": RED}  # fmt: skip
 _DASHES = {"PHB": "6 4", "NODE": "6 4", "SYS": "2 5", "SOC": "2 5"}
-_INK = "#1A1F26"  # of words in boxes, which are light on dark pages, too
+_INK = "#1A1F26"  # of words in boxes, which are also light on dark pages
 _NUMA = ("#EAF3FA", "#FDF3DF", "#E6F5EF", "#F9ECF3")
 _CENTRE, _RADIUS, _OUTSIDE = (330, 330), 190, 268
 _WIDTH, _TEXT_AT, _LINE = 1060, 650, 19
@@ -111,7 +111,7 @@ def _mean_direction(angles: list[float]) -> float:
 
 
 def _free(taken: list[float]) -> float:
-    """Return the middle of the widest gap between directions; down if there are none."""
+    """Return the middle of the widest gap between directions; down if there are no directions."""
     around = sorted(angle % (2 * math.pi) for angle in taken)
     if not around:
         return math.pi / 2
@@ -195,7 +195,7 @@ def _text(
 
 
 def _document(parts: list[str], height: float) -> str:
-    """Join parts to an SVG on a white background, which the surrounding page removes."""
+    """Join parts into an SVG on a white background, which the surrounding page removes."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{height:.0f}" '
         f'viewBox="0 0 {_WIDTH} {height:.0f}" font-family="Helvetica, Arial, sans-serif">\n'

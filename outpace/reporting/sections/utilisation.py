@@ -33,7 +33,7 @@ _MOST_CURVES = 16  # curves of memory
 class _Row:
     """Row of a device or core: its values from `begins_s` to `ends_s` since the first sample.
 
-    A resumed run has gaps between stretches.
+    A resumed run has gaps between its parts.
     """
 
     host: str
@@ -73,7 +73,7 @@ class _Row:
         return np.where(enough, busy_s / np.where(enough, known_s, 1.0), np.nan)
 
     def _sums_between(self, edges_s: Floats, each: Floats) -> Floats:
-        """Return the sum of each stretch's amount between edges."""
+        """Return the sum of each part's amount between edges."""
         sums = np.cumsum(each)
         times_s = np.column_stack([self.begins_s, self.ends_s]).ravel()
         found = np.interp(edges_s, times_s, np.column_stack([sums - each, sums]).ravel())

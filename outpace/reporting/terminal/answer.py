@@ -67,7 +67,9 @@ def _table(table: DataTable, name_width: int, title: str = "") -> RenderableType
     named = [pair for pair in shown if pair not in numbers]
     names = [[_cell(row[place]) for place, _ in named] for row in table.rows]
     heads = [Text(head) for _, head in named]
-    for place in range(len(named) - 1):  # aligned, but for the last, which may have several lines
+    for place in range(
+        len(named) - 1
+    ):  # aligned, except for the last, which may have several lines
         column = [heads[place], *(row[place] for row in names)]
         width = max(text.cell_len for text in column)
         for text in column:

@@ -35,7 +35,7 @@ def config_table(settings: TrainSettings, origins: Mapping[str, str]) -> Table:
 
 
 _CAPTION = (
-    "In parentheses: what outpace train uses if no value is given. It decides once it knows the "
+    "In parentheses: the rule if no value is given. outpace train applies it once it knows the "
     "model, data and machine."
 )
 

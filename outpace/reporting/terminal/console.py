@@ -1,4 +1,4 @@
-"""A console for text from others: control characters do not reach the terminal."""
+"""A console for untrusted text: control characters do not reach the terminal."""
 
 from collections.abc import Iterable
 

@@ -79,7 +79,7 @@ def document(
 
 
 def relative_error(traced: MemoryAccount, measured: MemoryAccount | None) -> float | None:
-    """Return by what share the trace exceeds allocated memory, or live memory without that."""
+    """Return the trace's relative excess over allocated (if unknown, live) memory."""
     if measured is None:
         return None
     return traced.peak_memory_bytes / _measured_bytes(measured) - 1
@@ -120,7 +120,7 @@ def memory_table(
     table.add_section()
     table.add_row(Text("tensors", style="bold"), Text(show_bytes(total), style="bold"), "", *beside,
                   "" if measured is None or measured.allocated_bytes is None
-                  else "measured: including the kernels' own memory")  # fmt: skip
+                  else "measured: including the kernels' workspaces")  # fmt: skip
     for name, field, what in (
         ("process", "resident_bytes", "growth of anonymous resident memory"),
         ("allocator", "reserved_bytes", "reserved for tensors, including gaps between them"),
@@ -173,8 +173,8 @@ def _notes(
         lines.append(
             f"Of the {show_bytes(accelerator.usable_bytes)} available to a process on a "
             f"{accelerator.name} with {show_size(accelerator.memory_bytes)}, allocator and "
-            f"libraries use {show_bytes(traced.device_bytes)}: {verdict}; only a measurement "
-            "shows exactly what libraries use."
+            f"libraries use {show_bytes(traced.device_bytes)}: {verdict}; only a measurement shows "
+            "the libraries' exact use."
         )
         if room < 0 and next_command is not None:
             lines.append(f"To find what fits, run {next_command}")

@@ -13,7 +13,7 @@ from outpace.records.figure import Figure
 from outpace.records.network import Need, Network, NetworkCost, NetworkReport
 from outpace.records.units import show_count, show_seconds
 
-# A network this many times faster than what is enough is worth a sentence.
+# A network this many times faster than needed is worth a sentence.
 _PLENTY = 1.5
 _NAME_WIDTH = 20
 _MOST_COLUMNS = 4
@@ -249,7 +249,7 @@ def _present_finding(answered: NetworkReport, ladder: _Ladder, need: Need) -> st
 
 
 def _inside_finding(answered: NetworkReport, need: Need) -> str:
-    """Return the cost of the links within a node, if several nodes have links that are too slow."""
+    """Describe the cost of links within nodes, if there are several nodes and they are too slow."""
     own = need.present_device_cost
     if answered.nodes == 1 or own is None or own.slowdown <= answered.tolerance:
         return ""

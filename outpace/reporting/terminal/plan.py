@@ -50,12 +50,12 @@ def cases_text(cases: Sequence[MeasuredCase]) -> list[RenderableType]:
 
 
 def _host_need(one: Estimate) -> list[str]:
-    """Return the host memory that the first plan needs, where it is unknown whether there is."""
+    """Return a note on the host memory that the first plan needs, if the host's is unknown."""
     if not one.host_offloaded_bytes or one.host_memory_bytes is not None:
         return []
     return [
-        f"Plan 1 needs {show_bytes(one.host_offloaded_bytes)} of host memory per node, if the host "
-        "has that much: state it with --host-memory."
+        f"Plan 1 needs {show_bytes(one.host_offloaded_bytes)} of host memory per node; whether the "
+        "host has it is unknown: state it with --host-memory."
     ]
 
 
@@ -66,7 +66,7 @@ def _bullets(lines: Sequence[str], mark: str = "•") -> RenderableType:
 _RATES = {
     "probed": "a probe",
     "catalog": "published rates",
-    "guessed": "rates that are guessed (outpace probe measures them)",
+    "guessed": "guessed rates (outpace probe measures them)",
 }
 
 
@@ -76,8 +76,8 @@ def _interval_note(answer: Plans) -> str:
         f"Estimated in {answer.took_s:.1f} s from {_RATES[answer.source]}: the true time is "
         f"between {first.low_s / first.step_time_s:.2f} and "
         f"{first.high_s / first.step_time_s:.2f} of the estimate with {first.level * 100:.0f} % "
-        "probability (docs/results/accuracy.md). outpace plan --explain N walks through one; "
-        "outpace estimate --depth trace checks its memory."
+        "probability (docs/results/accuracy.md). outpace plan --explain N explains a plan; outpace "
+        "estimate --depth trace checks its memory."
     )
 
 
@@ -90,7 +90,7 @@ def _detail(planned: RankedPlan) -> list[RenderableType]:
             f"{show_seconds(one.high_s)}"
         ),
         _bars("  where the time goes", {PARTS[k]: v for k, v in one.parts_s.items()}, show_seconds),
-        _bars("  where a device's memory goes", _memory(one), show_bytes),
+        _bars("  a device's memory by kind", _memory(one), show_bytes),
     ]
     return [*lines, _bullets(_offload_notes(one), " ")]
 
@@ -100,7 +100,7 @@ def _offloading(one: Estimate) -> list[str]:
     lines = [
         f"{_OFFLOADED[part.what].format(size=show_bytes(part.nbytes))}: "
         f"{show_seconds(part.exposed_s)}"
-        + (" that computing does not hide" if part.what in ("weights", "activations") else "")
+        + (" not hidden by computation" if part.what in ("weights", "activations") else "")
         for part in one.offloading
     ]
     if any(part.what == "weights" for part in one.offloading):
@@ -124,12 +124,12 @@ def _memory(one: Estimate) -> dict[str, float]:
 
 
 def _offload_notes(one: Estimate) -> list[str]:
-    """Return notes on the host memory that offloading takes."""
+    """Return notes on the memory that offloading uses on hosts and disks."""
     lines = []
     if one.host_offloaded_bytes:
         has = one.host_memory_bytes
         known = (
-            "how much it has is unknown: --host-memory states it"
+            "the host's memory is unknown: state it with --host-memory"
             if has is None else f"it has {show_bytes(has)}"
         )  # fmt: skip
         needs = f"needs {show_bytes(one.host_offloaded_bytes)} of host memory per node"
@@ -242,7 +242,7 @@ def scaling(rows: Sequence[tuple[int, int, RankedPlan | None]], question: Planni
     ]  # fmt: skip
     if is_above_linear:
         caption.append(
-            "More than 100 %: with more devices sharing the states, each has memory for a faster "
+            "More than 100 %: since more devices share the states, each has memory for a faster "
             "plan (a larger micro-batch, less recomputation or offloading)."
         )
     notes = [*question.outline.notes, *question.cluster.notes]
@@ -258,7 +258,7 @@ def scaling(rows: Sequence[tuple[int, int, RankedPlan | None]], question: Planni
     return Group(*parts, _bullets(notes))
 
 
-_LINEAR = 1.005  # of the first row's rate: above, more than rounding has been gained
+_LINEAR = 1.005  # of the first row's rate: above this, the gain is more than rounding
 _UNTRAINED = "†: outpace cannot train it."
 
 
@@ -318,7 +318,7 @@ _SAME_RATE = 5e-4  # shown as 0.0 %
 
 
 def _compare_rates(now: Estimate, then: Estimate) -> str:
-    """Say how much more or less is processed in the same time."""
+    """Say how much the throughput changes."""
     gain = now.step_time_s / then.step_time_s - 1
     if abs(gain) < _SAME_RATE:
         return "the same throughput"

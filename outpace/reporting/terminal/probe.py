@@ -1,4 +1,4 @@
-"""A probed machine in a terminal: what is fast, what is slow, and what to do about it."""
+"""A probed machine in a terminal: its figures, and what to improve."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -32,7 +32,7 @@ class _Lines:
     def show_stopping(self) -> None:
         """Print at once that the probe is stopping.
 
-        During another print, Python refuses this, which does no harm.
+        If another print is in progress, Python refuses this one, which is harmless.
         """
         with suppress(RuntimeError):
             self._console.print("stopping…")
@@ -86,8 +86,8 @@ def parts_of(machine: Machine, probed: ProbeRecord, kept: bool = True) -> Iterat
     if reasons:
         where = "in the record" if kept else "in the record that --out machine.json writes"
         (why, count), *_ = reasons.most_common(1)
-        yield Text(f"unstable: the machine was not steady enough to conclude. Of {count} "
-                   f"figures: {why}. The reasons and all samples are {where}",
+        yield Text(f"unstable: the machine was not steady enough. Of {count} figures: {why}. The "
+                   f"reasons and all samples are {where}",
                    style="yellow")  # fmt: skip
     if probed.advice:
         yield _advice(probed)
@@ -96,9 +96,9 @@ def parts_of(machine: Machine, probed: ProbeRecord, kept: bool = True) -> Iterat
 
 
 def _reason(unstable: str) -> str:
-    """Return a common form of a reason, so that figures with the same reason share a note."""
+    """Return the general form of a reason, so that figures with the same reason share a note."""
     if unstable.startswith("a repeat may lie"):
-        return "a repeat may lie more than a quarter away"
+        return "a repeat may differ by more than a quarter"
     return "they drifted by more than a tenth" if "drifted" in unstable else unstable
 
 
@@ -111,8 +111,8 @@ def _head(machine: Machine, probed: ProbeRecord) -> RenderableType:
              f"{show_bytes(machine.host_memory_bytes)}; {devices}", style="bold"),
         Text(f"{kind} of {', '.join(probed.sections)} in {show_seconds(probed.took_s)}",
              style="dim"),
-        Text("everything is measured unless marked catalog; ± is the range in which a repeat's "
-             f"figure lies with {100 * level:.0f} % probability", style="dim"),
+        Text("everything is measured unless marked catalog; ± is the range of a repeat's figure "
+             f"with {100 * level:.0f} % probability", style="dim"),
     ]  # fmt: skip
     return Group(*lines, *_steady(probed.steadiness))
 

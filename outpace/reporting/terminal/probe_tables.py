@@ -15,7 +15,7 @@ from outpace.records.probed import LinkFit, ProbeRecord
 from outpace.records.units import show_count, show_share, show_size
 
 Named = Callable[[Figure], str]
-# Sweeps of many sizes: the advice has their results, and the record has all of their figures.
+# Sweeps of many sizes: advice states their results, and the record has all figures.
 _SWEEPS = {"unlucky", "fine", "candidate"}
 _MOST_RANKS = 16
 
@@ -123,7 +123,7 @@ def _layout(figure: Figure) -> _Layout:
 
 
 def _slowest(figures: Sequence[Figure]) -> Sequence[Figure]:
-    """Return the figures of the slowest ranks, where there are many."""
+    """Return the figures of the slowest ranks, if there are many."""
     ranks = {figure.key.of["rank"] for figure in figures if "rank" in figure.key.of}
     if len(ranks) <= _MOST_RANKS:
         return figures

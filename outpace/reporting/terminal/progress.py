@@ -49,7 +49,7 @@ class TrainingProgress(Callback):
         self._hints: set[str] = set()
 
     def on_stage(self, message: str) -> None:
-        """Start a phase, and mark the previous one as done with its time."""
+        """Start a phase, and mark the previous one as done, with its time."""
         self._end_stage()
         self._stage = (message, time.monotonic())
         if message == TRAINING:
@@ -98,7 +98,7 @@ class TrainingProgress(Callback):
 
     def on_step(self, record: StepRecord) -> None:
         """Show a finished step."""
-        # The first step includes allocation and compilation, and is not representative.
+        # The first step includes allocation and compilation, so it is not representative.
         if self._begun:
             self._latest.append(record)
         self._begun = True
@@ -117,7 +117,7 @@ class TrainingProgress(Callback):
             self._line(f"{steps}  {figures}")
 
     def _left_s(self, step: int) -> float | None:
-        """Return the time for the remaining steps at the latest speed; None before there is one."""
+        """Return the time for the remaining steps at the latest speed; None if unknown."""
         left = max(0, self._total_steps - step)
         if not self._latest and left:
             return None
@@ -140,7 +140,7 @@ class TrainingProgress(Callback):
         self.console.print(Text(f"  saved {path}", style="dim"), soft_wrap=True)
 
     def on_memory(self, plan: Plan, use: MemoryUse) -> None:
-        """Show where memory goes."""
+        """Show what uses memory."""
         self._end_stage()
         if use.traced is not None:
             self.console.print(memory_table(plan, use.traced, use.measured, None))
@@ -148,7 +148,7 @@ class TrainingProgress(Callback):
             self.console.print(memory_table(plan, use.measured, None, None))
 
     def on_hint(self, sentence: str) -> None:
-        """Show a hint for the user, each only once."""
+        """Show a hint for the user, each hint only once."""
         if sentence not in self._hints:
             self._hints.add(sentence)
             line = Text().append("  hint: ", style="yellow").append(sentence)

@@ -93,7 +93,7 @@ def _run_words(row: PastRun) -> str:
 
 
 def _differing_settings(rows: Sequence[PastRun]) -> list[list[str]]:
-    """Return the given settings of each run that the runs do not have in common."""
+    """Return the given settings of each run in which the runs differ."""
     known = [row.asked for row in rows if row.model is not None]
     names = {name for asked in known for name in asked} - _SHOWN
     alike = {
@@ -141,7 +141,7 @@ def run_text(past: PastRunFolder, files: Mapping[str, int]) -> RenderableType:
 
 
 def _how_far(past: PastRunFolder) -> str:
-    """Say how far a run has got, and how to resume it."""
+    """Describe the progress of a run, and how to resume it."""
     row = past.row
     if row.total_steps is None:
         return ""

@@ -20,13 +20,13 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def runtime_name(measurement: Measurement) -> str:
-    """Return the label of `train_runtime`; in a resumed run, it covers the last part only."""
+    """Return the label of `train_runtime`; in a resumed run, it covers only the last part."""
     started = measurement.start_step
     return f"training since step {started:,}" if started else "training time"
 
 
 def first_step_name(measurement: Measurement) -> str:
-    """Return the label of `first_step_s`; in a resumed run, the first step since the resume."""
+    """Return the label of `first_step_s`; in a resumed run, that of the first new step."""
     return f"time to step {measurement.start_step + 1:,}"
 
 
@@ -80,7 +80,7 @@ def evaluation_table(evaluation: Evaluation) -> RenderableType:
 
 
 def target_of(evaluation: Evaluation | None) -> str:
-    """Return the unit of a loss: a sample if there are metrics of samples, otherwise a token."""
+    """Return the unit of a loss: a sample if there are metrics per sample, otherwise a token."""
     return "sample" if evaluation is not None and evaluation.metrics else "token"
 
 

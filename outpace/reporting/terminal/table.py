@@ -11,13 +11,13 @@ from rich.text import Text
 
 _ANY_WIDTH = 10_000
 NAME_WIDTH = 24  # least width of long names
-_MOST_BESIDE = 4  # more names have a row each, where they are easier to compare
+_MOST_BESIDE = 4  # more names have a row each, which is easier to compare
 
 
 class NarrowTable:
     """A table with a row per name. Columns that do not fit follow in tables below, or are left out.
 
-    Up to four names get a column each instead, if that makes one table of several.
+    Up to four names get a column each instead, if everything then fits in one table.
     `figures`: cells by column, the most important columns first. `left_out`: the note about columns
     that are left out; without it, they follow below. Long names are folded to `name_width` columns
     at least.
@@ -79,7 +79,7 @@ class NarrowTable:
         return table
 
     def _transpose(self) -> Table:
-        """Return a table with a column per name, whose words may be on lines of their own."""
+        """Return a table with a column per name; each word of a name may have a line."""
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
         table.add_column(
             self.head, overflow="fold", min_width=max(map(cell_len, self.figures), default=0)

@@ -1,4 +1,4 @@
-"""A topology for the terminal: the matrix of GPUs, and what it means for parallelism."""
+"""A topology for the terminal: the matrix of GPUs, and its consequences for parallelism."""
 
 from itertools import combinations
 
@@ -90,8 +90,8 @@ def advice(placement: Placement, topology: Topology) -> list[str]:
             lines.append(f"TP {one.size} would cross {one.worst_link} in every layer.")
     if count > 2 and placement.bottleneck and not nvlinks(placement.bottleneck):
         lines.append(
-            f"Communication over all {count} GPUs (DDP, FSDP) crosses {placement.bottleneck} "
-            "at its slowest place."
+            f"Communication over all {count} GPUs (DDP, FSDP) crosses {placement.bottleneck} at "
+            "its slowest point."
         )
     for slow in placement.slow if count > 2 else ():
         pairs = ", ".join(f"{a}–{b}" for a, b in slow.pairs[:_PAIRS_SHOWN])
@@ -105,8 +105,8 @@ def advice(placement: Placement, topology: Topology) -> list[str]:
     if own:
         lines.append(
             f"{', '.join(own)}: each is a separate NUMA node (GPU NUMA ID), as with Grace, so "
-            "every network card counts as being on another one. Which cards are near is not in "
-            "this matrix."
+            "every network card appears to be on another node. This matrix does not show which "
+            "cards are near."
         )
     far = [one.gpu for one in placement.nics if one.link in ("SYS", "SOC")]
     if far:
@@ -211,8 +211,8 @@ def _tensor_parallel(placement: Placement, topology: Topology) -> str:
         pair = placement.groupings[0]
         return (
             "No group is connected by NVLink or a PCIe switch, so tensor parallelism would "
-            "send through the CPU in every layer. Prefer pipeline or data parallelism; if you "
-            f"need it, the best pairs are {_groups(pair)} ({pair.worst_link}, "
+            "send through the CPU in every layer. Prefer pipeline or data parallelism; if you need "
+            "tensor parallelism, the best pairs are {_groups(pair)} ({pair.worst_link}, "
             f"{meaning(pair.worst_link)}). (If the matrix is from topo -mp, it leaves NVLinks "
             "out: save topo -m.)"
         )

@@ -14,7 +14,7 @@ from outpace.records.units import show_bytes, show_seconds, show_share
 from outpace.records.utilisation import DeviceLoad, HostLoad, Load, Utilisation, average
 
 _LEVELS = "▁▂▃▄▅▆▇█"
-_COURSE_CELLS = 60  # most cells, if the terminal is wide enough
+_COURSE_CELLS = 60  # the most cells, if the terminal is wide enough
 # Most cores with a line each; otherwise one character each.
 _CORES_SHOWN = 8
 _CORES_A_LINE = 64
