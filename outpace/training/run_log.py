@@ -108,8 +108,8 @@ def _damage(numbers: Sequence[int], changed: set[int], kind: type[Entry]) -> str
     shown = ", ".join(map(str, numbers[:_SHOWN]))
     more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
     if changed.issuperset(numbers):
-        lines = f"line {shown} is" if len(numbers) == 1 else f"lines {shown}{more} are"
-        return f"{lines} not as outpace wrote it: a checksum does not match"
+        lines = f"line {shown} was" if len(numbers) == 1 else f"lines {shown}{more} were"
+        return f"{lines} changed since outpace wrote it: a checksum does not match"
     if len(numbers) == 1:
         return f"line {shown} is not a valid {what} that follows the previous one"
     return f"lines {shown}{more} are not valid {what}s that follow the previous ones"

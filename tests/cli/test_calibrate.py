@@ -167,7 +167,7 @@ def test_a_layout_as_megatron_prints_it(capsys: pytest.CaptureFixture[str], tmp_
     log.write_text(MEGATRON.replace("True", "False").replace("full", "selective"))
     (row,) = told(capsys, *words)
     whole, selective = row["notes"]
-    assert "the plan has sharded ones (ZeRO-1)" in whole and "the plan recomputes none" in selective
+    assert "the plan shards them (ZeRO-1)" in whole and "the plan recomputes none" in selective
 
 
 def write_state(folder: Path, runtime_s: float, **changed: object) -> str:

@@ -65,7 +65,7 @@ def test_an_arm_that_fails_is_a_result(capsys, tmp_path):
     assert "failed: exit code 3: broken" in shown and "2 rounds cannot decide between" in shown
     assert "In the median so far, echo t=2 is 100.0 % higher than echo t=1." in shown
     assert "at least 11 are needed" in shown  # of three arms
-    assert "outpace: 2 rounds cannot decide, whatever they measure: give --rounds 11" in printed.err
+    assert "outpace: 2 rounds cannot decide, whatever they measure: use --rounds 11" in printed.err
 
 
 def test_a_comparison_goes_on_where_it_stopped(capsys, tmp_path):
@@ -138,7 +138,10 @@ def test_an_experiments_file_has_arms_a_grid_and_variables(capsys, tmp_path):
         ("grid = [1]", "grid: write it as a table"),
         ("[grid]\nseed = 1", "seed needs a list of values"),
         ('[[arm]]\nstrategy = "ddp"\nenvironment = 3', "environment: write it as a table"),
-        ('metric = "(t)"\n[[arm]]\ncommand = "a"\n[grid]\nseed = [1, 2]', "seed would do nothing"),
+        (
+            'metric = "(t)"\n[[arm]]\ncommand = "a"\n[grid]\nseed = [1, 2]',
+            "seed would have no effect",
+        ),
         ('metric = "(t)"\n[grid]\nseed = [1, 2]', "no arm is a command. Leave it out"),
     ],
 )
@@ -293,7 +296,7 @@ def test_strategies_are_compared_by_training_them(capsys, tmp_path, monkeypatch)
         (["missing.toml"], "cannot read missing.toml"),
         (["ddp", "zero3", "--steps=3"], "arm ddp: 3 steps are only warm-up"),
         (["ddp", "zero3", "--metric=(t)"], "no arm is a command. Leave it out"),
-        (["--command=a", "--command=b", "--metric=(t)", "--steps=9"], "steps would do nothing"),
+        (["--command=a", "--command=b", "--metric=(t)", "--steps=9"], "steps would have no effect"),
     ],
 )
 def test_bad_input_is_refused_before_anything_runs(words, said, capsys, tmp_path, monkeypatch):

@@ -70,7 +70,7 @@ def test_two_files_for_kubernetes(here: Path, capsys: pytest.CaptureFixture[str]
     [
         (["slurn", *TRAIN], "no scheduler 'slurn'. Did you mean 'slurm'"),
         (["slurm"], "but there is none. Write outpace launch"),
-        (["slurm", "--", "plan"], "the command that every rank runs, not 'plan'"),
+        (["slurm", "--", "plan"], "the command that every rank runs after --, not 'plan'"),
         (["slurm", "--", "train", "--sequence", "3"], "outpace train has no option '--sequence'"),
         (["slurm", "--", "train", "--nproc", "2"], "--nproc 2: the scheduler starts the ranks"),
         (["slurm", "--name", "a b", *TRAIN], "lower-case letters, digits and hyphens"),
@@ -119,7 +119,7 @@ def test_a_second_job_does_not_take_up_the_run_of_the_first_unasked(
 def test_what_is_begun_is_gone_on_with(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "--print-config", "--json", "--auto-resume"]
     assert main(words) == 2
-    assert "--auto-resume: which run?" in capsys.readouterr().err
+    assert "--auto-resume needs a run." in capsys.readouterr().err
     assert main([*words, "--out=run"]) == 0
     assert json.loads(capsys.readouterr().out)["resume"]["value"] is False
     assert main(["train", "--print-config", "--out=run", "--resume"]) == 2

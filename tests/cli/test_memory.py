@@ -168,8 +168,8 @@ def test_what_does_not_fit_is_followed_by_a_command_that_is_answered(capsys):
         (["--nproc=3", "--tp=2"], "tp 2, but there are 3 processes"),
         (["--measure", "--machine=hgx-h100"], "--measure runs on this host"),
         (["--measure", "--device=cuda"], "outpace train --memory measures a run"),
-        (["--nodes=2"], "--nodes 2: which machine? Name it with --machine"),
-        (["--nproc=2", "--machine=hgx-h100"], "how many of these machines there are with --nodes"),
+        (["--nodes=2"], "--nodes 2 needs a machine. Name it with --machine"),
+        (["--nproc=2", "--machine=hgx-h100"], "Give the number of machines with --nodes"),
         (["--machine=RTX 4090", "--offload-activations=disk"], "is for training on the CPU"),
         (["--machine=dgx-a100", "--precision=fp8"], "which A100 SXM 80 GB does not have"),
     ],
@@ -256,7 +256,7 @@ def test_a_strategy_that_splits_nothing_is_said_with_what_would(capsys):
     assert main([*words, "--json"]) == 0
     (hint,) = json.loads(capsys.readouterr().out)["hints"]
     assert hint.startswith("--strategy gpipe on one process splits nothing: these are")
-    assert hint.endswith("Give several with --nproc N.")
+    assert hint.endswith("Use several with --nproc N.")
     assert main([*words, "--nproc=2"]) == 0
     assert "splits nothing" not in " ".join(capsys.readouterr().out.split())
     assert main([*words[:-1], "--strategy=zero3", "--machine=rtx-4090"]) == 0

@@ -145,7 +145,7 @@ def test_all_ranks_of_many_hosts_are_no_link_within_one(capsys, tmp_path):
     assert "the links within a node are not known" in capsys.readouterr().err
     probed = probe(tmp_path / "m.json", link("across", 2, 2e9), ranks=7, hosts=2)
     assert main(["network", "--model=outpace-tiny", probed]) == 2
-    assert "with different numbers on each" in capsys.readouterr().err
+    assert "not equally many on each" in capsys.readouterr().err
 
 
 def test_the_probe_says_of_a_node_what_the_network_question_reckons_with(capsys, tmp_path):
@@ -326,7 +326,7 @@ def test_what_is_assumed_of_a_machine_is_said_as_the_planner_does(capsys):
     answer = said(capsys, *words)
     assert answer["own"]["name"] == "8 × InfiniBand NDR"
     taken, assumed = answer["notes"]
-    assert "8xh100 is taken to be H100 SXM" in taken
+    assert "8xh100 is read as H100 SXM" in taken
     assert "is sold without network cards: 8 × InfiniBand NDR is assumed" in assumed
     alone = said(capsys, *words[:-1])
     assert alone["notes"] == [taken] and alone["own"] is None

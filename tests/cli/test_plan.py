@@ -74,7 +74,7 @@ def test_a_person_sees_what_is_fastest_and_why(capsys, monkeypatch):
                  "--keep=micro_batch=1")  # fmt: skip
     for part in ("llama-3-8b, 8.03 G parameters",
                  "1 × 8 = 8 devices of 80 GiB, 79.11 GiB of it usable (hgx-h100)", "tokens/s",
-                 "MFU", "where the time goes", "where a device's memory goes", "matmuls",
+                 "MFU", "where the time goes", "a device's memory by kind", "matmuls",
                  "faster than plan ", "slower than the fastest", "Not taken:", "1.00 T tokens:",
                  "days, at a cost of", "max-tp 4: nothing", "micro_batch=1:",
                  "the true time is between", "with 90 %"):  # fmt: skip
@@ -229,7 +229,7 @@ def test_more_than_all_of_linear_scaling_is_explained(capsys, monkeypatch):
     rows = said(capsys, *words)["scaling"]
     speed = [row["best"]["estimate"]["tokens_per_s"] / row["devices"] for row in rows]
     assert speed[1] > 1.005 * speed[0]
-    assert "More than 100 %: with more devices sharing the states" in shown(
+    assert "More than 100 %: since more devices share the states" in shown(
         capsys, monkeypatch, *words
     )
 
@@ -237,15 +237,17 @@ def test_more_than_all_of_linear_scaling_is_explained(capsys, monkeypatch):
 def test_weights_that_wait_on_the_host_bring_adapters_to_mind(capsys, monkeypatch):
     on_one = ["plan", "--model=qwen2.5-7b", "--machine=rtx-3090"]
     told = shown(capsys, monkeypatch, *on_one)
-    assert "Adapters take far less: plan them with --lora-rank 16" in told
+    assert "Adapters need far less memory: plan them with --lora-rank 16" in told
     # Before the plans: what they need, and the precision that they have.
     head = told.split("Recommended")[0]
-    assert "Plan 1 needs " in head and "GiB of host memory per node, if the host has" in head
+    assert (
+        "Plan 1 needs " in head and "GiB of host memory per node; whether the host has it" in head
+    )
     assert "--precision bf16-master (bf16 in plans that offload, as here)." in head
     assert "Adapters" not in shown(capsys, monkeypatch, *LLAMA)
     # Where they would be refused they are not proposed.
     told = shown(capsys, monkeypatch, *on_one, "--keep=offload_parameters=cpu")
-    assert "Adapters take far less" not in told
+    assert "Adapters need far less" not in told
 
 
 def test_a_plan_of_adapters_is_started_on_trained_weights(capsys):
@@ -353,7 +355,7 @@ def test_what_is_offloaded_is_the_hosts_memory(capsys, monkeypatch):
     # gradients of two units that are on their way.
     assert one["host_offloaded_bytes"] == pytest.approx(12 * 8.03e9, rel=0.05)
     text = shown(capsys, monkeypatch, *words)
-    assert "GiB of host memory per node; how much it has is unknown" in text
+    assert "GiB of host memory per node; the host's memory is unknown" in text
     known = shown(capsys, monkeypatch, *words, "--machine=dgx-h100")
     assert "GiB of host memory per node; it has 2.00 TiB" in known
     stated = shown(capsys, monkeypatch, *words, "--host-memory=512GiB")
@@ -406,7 +408,7 @@ def test_every_family_that_can_be_laid_out_has_a_row(capsys):
     assert "micro-batch" in rows["DDP"] and "micro-batch" in rows["ring all-reduce"]
     kept = said(capsys, *words, "--keep=offload_optimizer=cpu")
     others = {row["family"]: row["reason"] for row in kept["rejected"]}
-    assert others["ring all-reduce"] == "does not go with offload_optimizer=cpu"
+    assert others["ring all-reduce"] == "cannot be combined with offload_optimizer=cpu"
 
 
 def test_a_precision_that_is_given_is_not_varied(capsys):
@@ -444,7 +446,7 @@ def test_dimensions_that_nobody_gave_are_told(capsys, tmp_path):
     assert not any("defaults" in note for note in said(capsys, *words)["notes"])
     del given["intermediate_size"], given["vocab_size"]
     config.write_text(json.dumps(given))
-    told = "transformers' defaults are taken: vocab_size 32000, intermediate_size 11008"
+    told = "transformers' defaults are used: vocab_size 32000, intermediate_size 11008"
     assert any(told in note for note in said(capsys, *words)["notes"])
 
 
@@ -582,7 +584,7 @@ def test_a_model_is_found_by_its_name_on_the_hub(capsys, tmp_path, monkeypatch):
 def test_a_chip_without_its_form_is_the_boards_and_said_to_be(capsys):
     answer = said(capsys, "plan", "--model=gpt2", "--machine=8 x H100", "--count=1")
     assert answer["machine"] == "8xh100-sxm"
-    assert any("H100 SXM, the one on boards" in note for note in answer["notes"])
+    assert any("H100 SXM, the chip on boards" in note for note in answer["notes"])
     error = refused(capsys, "plan", "--model=gpt2", "--machine=8xa100")
     assert "a100 is sold with 40 GB or 80 GB on boards. Say which" in error
 
@@ -637,7 +639,7 @@ def test_what_lacks_memory_is_told_of_more_cards_in_the_node(capsys):
         (["--vary=compile", "--keep=compile=true"], "use one value or search all"),
         (["--vary=precision", "--precision=fp16"], "use one precision or search all"),
         (["--explain=9"], "--explain 9: "),
-        (["--price=3"], "how many tokens to train on with --tokens"),
+        (["--price=3"], "Give the number of tokens to train on with --tokens"),
         (["--tokens=0"], "--tokens: 0 is not at least 1"),
         (["--what-if=link=400"], "--what-if link=400: its unit is missing. Write 400Gbit/s or"),
         (["--what-if=inside=fast"], "--what-if inside=fast: link 'fast' is not in the catalog"),

@@ -291,7 +291,7 @@ def test_what_is_nothing_to_report_on_is_refused_with_what_would_be(capsys, tmp_
     path.write_text("{")
     assert "is not JSON" in refused(capsys, path)
     path.write_text('{"a": 1}')
-    assert "is not a file that can be reported on" in refused(capsys, path)
+    assert "is not a file for a report" in refused(capsys, path)
     for base in ('"node": "hgx-h100"', '"machine": {"host_cores": 2}'):
         path.write_text(f'{{{base}, "runs": [{{}}]}}')
         said = refused(capsys, path)
@@ -361,9 +361,9 @@ def test_figures_that_were_changed_are_not_believed(run, capsys, tmp_path):
     assert main(["report", str(other), "--format=md"]) == 0
     shown = capsys.readouterr().out
     for path in (metrics, evals):
-        assert f"{path.name}, line 2, is not as outpace wrote it" in shown
+        assert f"{path.name}, line 2, was changed since outpace wrote it" in shown
     assert main(["compare", "--runs", str(run), str(other), f"--out={tmp_path / 'c'}"]) == 2
-    assert f"{metrics}, line 2: it is not as outpace wrote it" in capsys.readouterr().err
+    assert f"{metrics}, line 2: it was changed since outpace wrote it" in capsys.readouterr().err
     (other / "result.json").unlink()
     assert main(["runs", str(other), "--json"]) == 0
-    assert "not as outpace wrote it" in capsys.readouterr().out
+    assert "changed since outpace wrote it" in capsys.readouterr().out

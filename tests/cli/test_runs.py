@@ -303,8 +303,8 @@ def test_no_damage_ends_the_listing(spoil, run, listed, tmp_path):
     ("words", "said"),
     [
         (["nowhere"], "there is no folder nowhere"),
-        (["show"], "takes one run, but got 0"),
-        (["show", "runs/new", "runs/old"], "takes one run, but got 2"),
+        (["show"], "accepts one run, but got 0"),
+        (["show", "runs/new", "runs/old"], "accepts one run, but got 2"),
         (["show", "runs"], "runs holds no run"),
         (["diff", "runs/new", "runs/old"], "outpace compare runs/new runs/old shows how runs"),
         (["--where", "fast"], "'fast' is not a condition"),

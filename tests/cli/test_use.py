@@ -53,7 +53,7 @@ def test_generate_and_eval_say_where_the_tokenizers_class_reads_otherwise(
     words = ["--model", str(model), "--device=cpu"]
     assert main(["generate", *words, "--max-new-tokens=1", "In 1234"]) == 0
     said = capsys.readouterr().err
-    assert "by its class Qwen2Tokenizer, differently from its tokenizer.json" in said
+    assert "by its class Qwen2Tokenizer, which differs from the tokenizer.json" in said
     assert main(["eval", *words, "--batches=1", "--batch-size=1", "--data", str(corpus)]) == 0
     [hint] = [line for line in capsys.readouterr().err.splitlines() if "Qwen2Tokenizer" in line]
     assert hint in said

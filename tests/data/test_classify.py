@@ -152,10 +152,10 @@ def test_minus_one_is_a_class_in_a_part_that_has_no_other(tmp_path):
     ("lines", "said"),
     [
         ("input_ids\tlabel\n1 2\t1\n", "already tokenised"),
-        ("text\tmark\na\t1\n", "no column that is known as label"),
-        ("words\tlabel\na\t1\n", "no column that is known as text"),
+        ("text\tmark\na\t1\n", "no known column of label"),
+        ("words\tlabel\na\t1\n", "no known column of text"),
         ("text\tlabel\na\t-1\n", "has no label"),
-        ("text\tlabel\na\t1\nb\t1\n", "nothing to tell apart"),
+        ("text\tlabel\na\t1\nb\t1\n", "nothing to distinguish"),
         ("text\tlabel\na\t1.5\nb\t2.25\nc\t3.1\n", "numbers on a scale"),
         ("text\tlabel\n", "has no rows"),
     ],
@@ -341,7 +341,7 @@ def test_a_saved_dataset_without_splits_is_not_validated_with_itself(tmp_path):
     datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "flat")
     for reference in (f"hf:{tmp_path / 'flat'}", str(tmp_path / "flat")):
         assert splits_of([reference])[1] is None
-    with pytest.raises(BadInputError, match="has no splits, thus no 'validation'"):
+    with pytest.raises(BadInputError, match="has no splits, so no 'validation'"):
         read_table(f"hf:{tmp_path / 'flat'}::validation")
 
 

@@ -249,7 +249,7 @@ class Unsent:
 @pytest.mark.parametrize(
     ("how", "said"),
     [
-        ("shm", r"--workers 2: shared memory, through .* is used up.*/dev/shm.*--workers 0"),
+        ("shm", r"--workers 2: the shared memory through .* is full.*/dev/shm.*--workers 0"),
         ("files", r"--workers 2: the limit on open files \(ulimit -n\) is too low.*--workers 0"),
         ("socket", r"--workers 2: .*TMPDIR=/tmp.*--workers 0"),
         ("other", r"--workers 2: a batch could not be handed over \(see above\).*--workers 0"),

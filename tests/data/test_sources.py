@@ -319,8 +319,8 @@ def test_megatron(tmp_path, prepare, code, dtype, named):
         (lambda b: b[:34] + b"\x09" + b[35:], "do not follow each other"),
         (lambda b: b[:-8] + b"\xff" * 8, "documents do not follow"),
         # Files merged with the documents of the first alone: all others would be one document.
-        (lambda b: b[:26] + b"\x02" + b[27:-8], "2 sequences, but its documents belong to others"),
-        (lambda b: b[:26] + b"\x00" + b[27:-24], "documents belong to others .none"),
+        (lambda b: b[:26] + b"\x02" + b[27:-8], "2 sequences, but its documents belong to other"),
+        (lambda b: b[:26] + b"\x00" + b[27:-24], "documents belong to other sequences .none"),
         (lambda b: b[:18] + b"\xff" * 7 + b[25:], "not a readable Megatron index"),
     ],
 )
@@ -502,7 +502,7 @@ def test_an_object_in_a_file_of_its_own_is_a_row(tmp_path, prepare, ids_of):
             '[{"text": "a"}] {"text": "b"}',
             r"line 1: something follows .* \('{'\), as in",
         ),
-        ("x.json", '[{"text": "a"}]]', r"follows the end of the list \('\]'\)"),
+        ("x.json", '[{"text": "a"}]]', r"more text after the end of the list \('\]'\)"),
         ("x.json", '[{"text": "a"},\n{"text": "b"\n', r"line 2, is not JSON: .* at column 13"),
         (
             "x.json",
@@ -797,7 +797,7 @@ def test_outputs_within_the_data_are_no_data_and_their_neighbours_are(folder, pr
     assert "cache/specs, cache/tokens, run are left out, because they are runs or caches" in hint
     assert tokens(corpus) == [ids_of(A, B, B, C, "{}", "{}", A)]
     (folder / "cache" / "essay.txt").unlink()
-    with pytest.raises(BadInputError, match="holds only runs or a cache"):
+    with pytest.raises(BadInputError, match="contains only runs or a cache"):
         prepare(folder / "cache")
 
 

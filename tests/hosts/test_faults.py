@@ -175,7 +175,7 @@ def test_elastic_training_refuses_an_output_folder_that_a_host_does_not_see(clus
     ("words", "said"),
     [
         (("--hosts", BOTH, "--min-nodes", 3, "--out", "x"), "--min-nodes 3"),
-        (("--hosts", BOTH, "--min-nodes", 1), "Name the run's directory with --out"),
+        (("--hosts", BOTH, "--min-nodes", 1), "so name its directory with --out"),
         (("--min-nodes", 1, "--out", "x"), "applies to several hosts"),
     ],
 )

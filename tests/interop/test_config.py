@@ -163,7 +163,7 @@ LLAMA = {"model_type": "llama"}
         ({**LLAMA, "quantization_config": {"quant_method": "gptq"}}, "weights are quantized"),
         ({**LLAMA, "num_attention_heads": 6}, "config.json"),
         ({**LLAMA, "hidden_size": "many"}, "hidden_size = 'many'; it must be a whole number"),
-        ({**LLAMA, "rms_norm_eps": "many"}, "not understood by transformers"),
+        ({**LLAMA, "rms_norm_eps": "many"}, "not valid for transformers"),
         ({"model_type": "gpt2", "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse"),
         ({"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention"),
         ({"model_type": "bert", "is_decoder": True}, "is_decoder = True is not supported"),

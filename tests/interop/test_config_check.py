@@ -155,7 +155,7 @@ def test_keys_that_are_passed_over_are_named(tmp_path: Path) -> None:
 def test_a_text_config_silences_nothing(tmp_path: Path) -> None:
     written = write(tmp_path, {"model_type": "mistral", "hidden_size": 5120})
     (note,) = read_outline_and_spec(written)[0].notes
-    assert "leaves out dimensions, for which transformers' defaults are taken" in note
+    assert "leaves out dimensions, for which transformers' defaults are used" in note
     assert "num_key_value_heads 8" in note and "vocab_size 32000" in note
     for said in refusals(write(tmp_path, {"model_type": "mistral", "text_config": {"a": 1}})):
         assert "text_config {…}" in said
@@ -301,7 +301,7 @@ def test_files_that_are_no_config(content: bytes, said: str, tmp_path: Path) -> 
 
 def test_other_forms_of_a_model(tmp_path: Path) -> None:
     (tmp_path / "params.json").write_text("{}")
-    with pytest.raises(BadInputError, match=r"params\.json is the model in the form of its makers"):
+    with pytest.raises(BadInputError, match=r"params\.json belongs to the maker's format"):
         open_model(str(tmp_path))
 
 
@@ -326,7 +326,7 @@ def test_defaults_behind_a_refusal_of_transformers(tmp_path: Path) -> None:
     values = {**LLAMA, "num_attention_heads": 24}
     del values["hidden_size"]
     for found in refusals(write(tmp_path, values)):
-        assert "takes its defaults: hidden_size 4096" in found
+        assert "uses its defaults: hidden_size 4096" in found
 
 
 def test_defaults_behind_dimensions_that_do_not_go_together(tmp_path: Path) -> None:
@@ -335,7 +335,7 @@ def test_defaults_behind_dimensions_that_do_not_go_together(tmp_path: Path) -> N
     values["num_attention_heads"] = 16
     for found in refusals(write(tmp_path, values)):
         assert "is not a multiple of kv_heads 32" in found
-        assert "takes its defaults: num_key_value_heads 32" in found
+        assert "uses its defaults: num_key_value_heads 32" in found
 
 
 def test_transformers_remarks_stay_out(tmp_path: Path) -> None:

@@ -309,7 +309,7 @@ def test_nothing_to_train_is_refused() -> None:
 
 def test_parameters_of_the_loss_are_trained_only_inside_the_module() -> None:
     module = Plain()
-    with pytest.raises(BadInputError, match="Give them to the module, as an attribute"):
+    with pytest.raises(BadInputError, match="Make the loss an attribute of the module"):
         build_custom_model(lambda: (module, nn.Linear(2, 1)))
     assert build_custom_model(lambda: (module, module.head)).loss is module.head
 

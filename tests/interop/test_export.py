@@ -197,7 +197,7 @@ def test_torchtitan_has_published_names(request_: ExportRequest) -> None:
         assert set(values) <= set(TORCHTITAN["toml"][table])
     model = config["model"]
     assert model["flavor"] in [*TORCHTITAN["flavors"][model["name"]], "outpace"]
-    words = shlex.split(as_said(text).partition("do not read TOML. Use there: ")[2])
+    words = shlex.split(as_said(text).partition("do not read TOML. With these, use: ")[2])
     flags = [word[2:].split(".") for word in words if word.startswith("--") and "." in word[2:]]
     flags = [flag for flag in flags if flag[0] in TORCHTITAN["flags"]]
     assert len(flags) > 8
@@ -225,7 +225,7 @@ def test_torchtitan_knows_its_own_models() -> None:
                            "original_max_positions": 8192}}, "scaling_factor=32.0", False),
         ({"rope_theta": 1e4}, "rope_theta=10000.0", False),
         ({"tied": True}, "tied: torchtitan's Llama has a separate head, 525,336,576", True),
-        ({"head_dim": 96}, "head_dim 96: torchtitan's Llama takes dim / n_heads, 128", True),
+        ({"head_dim": 96}, "head_dim 96: torchtitan's Llama uses dim / n_heads, 128", True),
         ({"qkv_bias": True}, "qkv_bias: torchtitan's matmuls have no biases", True),
         ({"sliding_window": 64}, "sliding_window 64: torchtitan's attention has none", True),
         ({"activation": "gelu"}, "activation gelu", True),

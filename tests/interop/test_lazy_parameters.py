@@ -37,8 +37,11 @@ def test_a_batch_of_the_data_gives_shapes_and_leaves_the_mode():
 @pytest.mark.parametrize(
     ("returned", "why"),
     [
-        (lazy, "no dataset with it"),
-        (lambda: (lazy(), lambda module, batch: batch[0].nothing, Pairs()), "fails in it"),
+        (lazy, "it has no dataset"),
+        (
+            lambda: (lazy(), lambda module, batch: batch[0].nothing, Pairs()),
+            "the module fails on a batch",
+        ),
         (lambda: (lazy(), lambda module, batch: module[0](batch[0]).sum(), Pairs()), "not reach"),
     ],
     ids=["no data", "a loss that fails", "parts that no batch reaches"],

@@ -150,7 +150,9 @@ def test_a_run_of_a_persons_model_is_a_warm_start(
     (tmp_path / "my_model.py").write_text(OWN.format(seed=1, width=5))
     again = open_model(str(run))
     assert again.build is not None
-    with pytest.raises(BadInputError, match=r"do not fit what .*my_model.py:build builds"):
+    with pytest.raises(
+        BadInputError, match=r"do not fit the module that .*my_model.py:build builds"
+    ):
         build_custom_model(again.build)
 
 

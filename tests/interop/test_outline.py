@@ -281,7 +281,7 @@ def test_the_text_of_a_model_that_also_sees(tmp_path: Path) -> None:
 
 def test_an_unknown_architecture(tmp_path: Path) -> None:
     said = refusal(write(tmp_path, model_type="mixtrl", hidden_size=32, vocab_size=61))
-    assert "the layers of the architecture 'mixtrl'. Known: gpt2, llama" in said
+    assert "outpace does not support the architecture 'mixtrl'. Known: gpt2, llama" in said
     assert "file.py:build" in said
     assert "has no model_type, so the architecture is unknown" in refusal(write(tmp_path))
     with pytest.raises(BadInputError, match="architecture 'falcon'"):

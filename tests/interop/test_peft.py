@@ -358,7 +358,7 @@ def test_adapters_of_tokens_that_are_not_trained_are_told(make_theirs, tmp_path)
         theirs.get_input_embeddings().weight[ends] = 0
     theirs.save_pretrained(tmp_path / "base")
     (said,) = untrained_token_hints(tmp_path / "base", tokenizer, [samples])
-    assert "never trained for tokens of the conversations: '<|im_end|>'." in said
+    assert "tokens of the conversations were never trained: '<|im_end|>'." in said
 
 
 def test_the_tokens_of_long_data_are_not_copied(tmp_path):

@@ -109,7 +109,7 @@ def test_a_finished_trainer_state(tmp_path: Path) -> None:
     for given in (path, tmp_path):
         found = read_log(given)
         assert (found.step_time_s, found.global_batch, found.micro_batch) == (0.3, 8, 4)
-        assert "in a resumed run, a step takes longer" in found.notes[0]
+        assert "a step of a resumed run takes longer" in found.notes[0]
     assert read_log(tmp_path).log == f"{tmp_path.name}/checkpoint-40"
     # Continued after its end: the last time is of the last 40 of 80 steps.
     longer = {"train_runtime": 16.0, "train_samples_per_second": 40.0, "step": 80}
@@ -122,7 +122,7 @@ def test_a_finished_trainer_state(tmp_path: Path) -> None:
         with pytest.raises(BadInputError, match="train_runtime in log_history is"):
             read_log(path)
     path.write_text(json.dumps({**state, "log_history": [{"loss": 4.0}]}))
-    with pytest.raises(BadInputError, match="was not finished when this was written"):
+    with pytest.raises(BadInputError, match="was not finished when this file was written"):
         read_log(path)
 
 

@@ -134,7 +134,7 @@ def test_the_optimizer_in_backward_trains_alike_and_keeps_the_norm(run):
     [
         ({"optimizer_in_backward": True}, "Use --clip 0, or leave out --optimizer-in-backward"),
         ({"optimizer_in_backward": True, "clip": 0, "micro_batch": 2}, "Use --micro-batch 4"),
-        ({"optimizer_in_backward": True, "clip": 0, "micro_batch": "auto"}, "works with one"),
+        ({"optimizer_in_backward": True, "clip": 0, "micro_batch": "auto"}, "supports only one"),
         ({"precision": "fp8", "device": "cpu"}, "the device is cpu. Use --precision bf16"),
         ({"precision": "bf16-pure", "optimizer": "muon"}, "Use optimizer adamw-bf16"),
     ],

@@ -655,7 +655,7 @@ def test_hfu_counts_the_last_matmul_where_the_step_time_does(options, leaves_out
 
 
 def test_what_nobody_trains_is_not_planned_for_as_trained():
-    with pytest.raises(BadInputError, match="mixtral-8x7b is planned for, but outpace does not"):
+    with pytest.raises(BadInputError, match="mixtral-8x7b can be planned, but outpace does not"):
         plans(asked("mixtral-8x7b", trained=True))
     answer = plans(asked("llama-3-8b", trained=True, nodes=2, global_batch=64))
     assert not any(planned.untrained for planned in answer.plans)

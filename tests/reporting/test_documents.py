@@ -365,7 +365,7 @@ def test_without_a_trace_the_schedule_is_replayed_and_says_so(pipeline_run, tmp_
     assert {row[0] for row in timeline.table.rows} == {"planned", "replayed"}
     assert "Without --profile" in words(document)
     (tmp_path / "result.json").unlink()
-    assert "This run does not have the times of actions" in words(run_document(read_run(tmp_path)))
+    assert "Nor does this run have the times of actions" in words(run_document(read_run(tmp_path)))
 
 
 def test_a_trace_that_is_cut_short_too_large_or_missing_is_none_and_it_is_said_why(

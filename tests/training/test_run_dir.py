@@ -103,7 +103,7 @@ def test_a_line_with_another_figure_is_not_believed(run: RunDir) -> None:
     line = path.read_bytes().splitlines()[2]
     change_line(path, 3, line.replace(b'"loss":2.5', b'"loss":2.4'))
     (said,) = resumed(run, 8)
-    assert f"{path}: line 3 is not as outpace wrote it" in said and ".damaged-1" in said
+    assert f"{path}: line 3 was changed since outpace wrote it" in said and ".damaged-1" in said
     assert steps_in(path) == [1, 2, 4, 5, 6, 7, 8]
 
 

@@ -338,7 +338,7 @@ def test_what_adapters_are_trained_beside_costs_no_gradients(home, chatted):
     [
         ({"task": "chat", "data": ["talk.jsonl"]}, "predicts masked tokens and cannot generate"),
         ({"task": "chat", "family": "llama"}, "needs conversations. Give them with --data"),
-        ({"task": "classify", "data": ["talk.jsonl"]}, "no column that is known as text"),
+        ({"task": "classify", "data": ["talk.jsonl"]}, "no known column of text"),
         ({"task": "classify", "padding": "fixed", "strategy": "dp"}, "strategy dp computes a loss"),
         ({"task": "classify", "seq_len": 3}, "leaves no room for the texts"),
         ({"task": "classify", "tokens": 100, "steps": None}, "task classify has no tokens"),

@@ -243,7 +243,7 @@ def test_unsteady_figures_count_with_their_median_and_are_told():
     found = of_probe(machine(figures), 1)
     assert found.device.rate("fp32") == 20e9
     (note,) = found.notes
-    assert "not stable enough to conclude: 1;" in note
+    assert "1 figures of the probe were not stable;" in note
 
 
 def test_an_accelerator_of_the_catalog_keeps_its_measured_rates():

@@ -83,11 +83,11 @@ def test_pages_that_are_wrong_are_found_out(tmp_path, pages):
         os.close(plain)
     for bad in (9, 20):
         with pytest.raises(
-            WrongResultError, match=f"pages {bad} to {bad} were read in place of others"
+            WrongResultError, match=f"pages {bad} to {bad} were read instead of others"
         ):
             pages.read(0, bad, 1)
     pages.read(0, 30, 1)
-    assert "not as they were written" in pages.find_error(0, 30, 1)
+    assert "differ from the written data" in pages.find_error(0, 30, 1)
 
 
 def test_where_direct_io_is_refused_it_is_done_without_and_said(tmp_path, monkeypatch):

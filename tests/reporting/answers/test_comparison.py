@@ -82,15 +82,15 @@ def test_few_arms_are_side_by_side_where_columns_do_not_fit(arms, width, tables)
     [
         ({"a": 1.0, "b": 1.2, "c": 1.1}, 12, "Fastest: a, claimed against every other arm."),
         ({"a": 1.0, "b": 1.2, "c": 1.1}, 3,
-         "No arm is claimed to be the fastest. By the median ratio it is a. Only differences "
+         "No arm is claimed to be the fastest. By the median ratio, it is a. Only differences "
          "from a are tested."),
         ({"a": 1.0, "b": 0.9, "c": 0.8}, 12,
          "Fastest: c, 20.0 % faster than a. Only differences from a are tested."),
         ({"a": 1.0, "c": 0.8, "d": 1.0}, 3,
-         "No arm is claimed to be the fastest. By the median ratio it is c, 20.0 % ahead of a. "
+         "No arm is claimed to be the fastest. By the median ratio, it is c, 20.0 % ahead of a. "
          "Only differences from a are tested."),
         ({"a": 1.0, "b": 1.2, "c": 1.0}, 12,
-         "No arm is claimed to be the fastest. By the median ratio it is a. b: claimed to be "
+         "No arm is claimed to be the fastest. By the median ratio, it is a. b: claimed to be "
          "slower than a. Only differences from a are tested."),
     ],
 )  # fmt: skip

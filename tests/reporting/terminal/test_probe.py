@@ -44,7 +44,7 @@ def test_matmuls_stand_by_shape_and_dtype_with_what_is_published():
     (line,) = [line for line in text.splitlines() if line.startswith("64 × 64 × 64")]
     assert " ".join(line.split()) == "64 × 64 × 64 2.00 GFLOP/s ±10 % unstable"
     assert "989.00 TFLOP/s catalog" in text
-    assert "was not steady enough to conclude. Of 1 figures: they drifted" in text
+    assert "was not steady enough. Of 1 figures: they drifted" in text
 
 
 def test_collectives_stand_by_size_with_both_bandwidths():
