@@ -41,7 +41,7 @@ class Parser:
         self, name: str, metavar: str | None, kind: Callable[[str], Any], text: str, *,
         default: Any = None, **rest: Any,
     ) -> None:  # fmt: skip
-        """Add an option or argument, whose values `kind` converts; `rest` is argparse's own."""
+        """Add an option or argument, whose values `kind` converts; `rest` is passed to argparse."""
         self.arguments.add_argument(
             name, metavar=metavar, type=kind, help=text, default=default, **rest
         )

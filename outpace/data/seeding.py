@@ -1,4 +1,4 @@
-"""Random numbers as a function of where they are drawn, so that no state must be saved."""
+"""Random numbers as a function of where they are drawn, so no state has to be saved."""
 
 import random
 

@@ -70,7 +70,7 @@ def kept_ids(source: Path, config: Mapping[str, Any]) -> dict[str, TokenIds]:
 
 
 def ending_ids(source: Path, config: Mapping[str, Any]) -> set[int]:
-    """Return the ids at which transformers stops generation, by a folder and its config.json."""
+    """Return the ids at which transformers stops generation with the model in a folder."""
     found = (config.get("eos_token_id"), _generation(source).get("eos_token_id"))
     return {one for ids in found if _is_ids(ids) for one in _as_list(ids)}
 

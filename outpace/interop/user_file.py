@@ -128,7 +128,7 @@ class _UncachedLoader(importlib.machinery.SourceFileLoader):
 
 
 def failure(error: BaseException, file: str | None) -> str:
-    """Return 'file.py:12: ValueError: …', at the last line in the user's file, or of all."""
+    """Return 'file.py:12: ValueError: …' for the last line that ran in the user's file."""
     ours = Path(__file__).parent
     frames = [
         f for f in traceback.extract_tb(error.__traceback__) if ours not in Path(f.filename).parents

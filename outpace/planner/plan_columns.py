@@ -164,7 +164,7 @@ def join_batches(parts: Sequence[PlanBatch]) -> PlanBatch:
 
 @lru_cache
 def _is_among(values: tuple[str, ...], names: tuple[str, ...]) -> Bools:
-    """Return, for each name (as a position), whether it is one of those given."""
+    """Return, for each name (as a position), whether it is among the given names."""
     found = np.array([value in names for value in values])
     found.setflags(write=False)
     return found

@@ -189,7 +189,7 @@ def test_dropouts_that_differ(tmp_path: Path) -> None:
     drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.5, "attn_pdrop": 0.5}
     (note,) = read_spec_with_notes(write(tmp_path, {**gpt2, **drops})).notes
     assert "resid_pdrop 0 is used for all" in note
-    assert "embd_pdrop 0.5 and attn_pdrop 0.5 are passed over" in note
+    assert "embd_pdrop 0.5 and attn_pdrop 0.5 are ignored" in note
     assert "--dropout" in note
     bert = {"model_type": "bert", "num_hidden_layers": 1, "num_attention_heads": 2,
             "hidden_size": 8, "intermediate_size": 8, "vocab_size": 61,

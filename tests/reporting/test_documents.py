@@ -413,7 +413,7 @@ def test_a_comparison_says_what_may_be_claimed_with_intervals(comparison):
     (verdict,) = record.verdicts().values()
     assert document.verdict[0].startswith("They differ in: strategy single → 1f1b")
     assert f"{verdict.words('pipeline', 'alone')}." in document.verdict
-    difference = figure(document, "Difference to alone")
+    difference = figure(document, "Difference from alone")
     (row,) = difference.table.rows
     assert [cell.value for cell in row[1:]] == [verdict.slowdown, verdict.low, verdict.high]
     rounds = figure(document, "Every part")  # of runs that were over

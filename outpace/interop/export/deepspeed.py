@@ -235,7 +235,7 @@ def _axes(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     if plan.cp > 1:
         values |= {"data_parallel_size": plan.data_parallel, "sequence_parallel_size": plan.cp}
         notes.append(
-            f"cp {plan.cp}: DeepSpeed exchanges heads for parts of the sequence by an all-to-all "
+            f"cp {plan.cp}: DeepSpeed trades heads for parts of the sequence by an all-to-all "
             "(Ulysses) instead of a ring."
         )
         notes.append(ScriptEdit(f"cp {plan.cp}: the script has to split sequences."))

@@ -34,8 +34,9 @@ _STATE_BYTES = 32
 def most_bytes(spec: ModelSpec, seq_len: int, plan: Plan) -> int:
     """Return a quick upper bound of a rank's memory.
 
-    It assumes that everything is unsharded, in fp32 and kept, and that attention is not fused. Each
-    run needs it before its first step, and loading the planner's formula would take 0.05 s.
+    It assumes that everything is unsharded, in fp32 and never freed, and that attention is not
+    fused. Each run needs it before its first step, and loading the planner's formula would take
+    0.05 s.
     """
     tokens = plan.samples_read * seq_len  # of all ranks, if one of them computes the loss
     of_token = 24 * spec.hidden + 8 * spec.ffn + 4 * spec.heads * (spec.head_dim + seq_len)

@@ -123,7 +123,7 @@ def _differences(comparison: Comparison) -> Chart:
     shades = [colour(comparison.arms.index(one)) for one in others]
     more = "more time" if comparison.experiment.metric is None else "higher"
     return bars(
-        f"Difference to {first}, with its interval", join_items(verdict_lines(comparison)),
+        f"Difference from {first}, with its interval", join_items(verdict_lines(comparison)),
         [one.arm for one in others], values, shares(), more, intervals, shades,
     )  # fmt: skip
 
