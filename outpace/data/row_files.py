@@ -225,7 +225,9 @@ def _suggest_unpacking(file: Path | None, name: str, what: str) -> str:
     """Say how to read rows that are under a key of an object, as the end of a sentence."""
     source = "FILE" if file is None else str(file)
     command = shlex.join(["python3", "-c", _UNPACK.format(name), source])
-    return f". Its {name!r} is {what}: if these are the rows, write them by {command} > rows.jsonl"
+    return (
+        f". Its {name!r} is {what}: if these are the rows, write them with {command} > rows.jsonl"
+    )
 
 
 def first_sign(file: Path) -> str:

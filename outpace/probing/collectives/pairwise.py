@@ -141,7 +141,7 @@ Check = Callable[[Any], str | None]
 def _slot_call(
     slot: tuple[Pair, ...], size: int, place: AxisPlace, between: Exchange
 ) -> tuple[Callable[[], Any], Check]:
-    """Return the call that this rank makes while a slot's pairs send; its first result is checked."""
+    """Return this rank's call while a slot's pairs send, and its check, after one checked call."""
     own = next((pair for pair in slot if place.rank in pair), None)
     call: Callable[[], Any] = _stay_idle
     check: Check = _nothing_wrong
