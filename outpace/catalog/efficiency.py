@@ -625,9 +625,9 @@ def uneven_load(accelerator: Accelerator) -> tuple[float, float]:
 
 
 def takes_any_fp8_layout(accelerator: Accelerator) -> bool:
-    """Return whether fp8 matmuls take operands that are not transposed (sm100, sm103).
+    """Return whether fp8 matmuls accept operands that are not transposed (sm100, sm103).
 
-    Those of Hopper and of sm120 take transposed copies (NVIDIA/TransformerEngine 0064fbd6,
+    Those of Hopper and of sm120 need transposed copies (NVIDIA/TransformerEngine 0064fbd6,
     nvte_is_non_tn_fp8_gemm_supported).
     """
     return accelerator.architecture == "blackwell" and not _is_rtx_blackwell(accelerator)

@@ -94,7 +94,7 @@ def _complete_command(
     if command[:1] != ["train"]:
         seen = f"not {command[0]!r}" if command else "but there is none"
         raise BadInputError(
-            f"give the command that every rank runs after --, {seen}. Write outpace launch … "
+            f"after --, give the command that every rank runs, {seen}. Write outpace launch … "
             "-- train --model gpt2 …"
         )
     words = [word.partition("=")[0] for word in command]

@@ -70,7 +70,7 @@ def test_two_files_for_kubernetes(here: Path, capsys: pytest.CaptureFixture[str]
     [
         (["slurn", *TRAIN], "no scheduler 'slurn'. Did you mean 'slurm'"),
         (["slurm"], "but there is none. Write outpace launch"),
-        (["slurm", "--", "plan"], "the command that every rank runs after --, not 'plan'"),
+        (["slurm", "--", "plan"], "the command that every rank runs, not 'plan'"),
         (["slurm", "--", "train", "--sequence", "3"], "outpace train has no option '--sequence'"),
         (["slurm", "--", "train", "--nproc", "2"], "--nproc 2: the scheduler starts the ranks"),
         (["slurm", "--name", "a b", *TRAIN], "lower-case letters, digits and hyphens"),

@@ -624,7 +624,7 @@ def test_rows_within_an_object_are_named_with_a_command_that_takes_them_out(
     path.write_text(json.dumps({"version": 1, key: [{"text": A}, {"text": B}]}, indent=indent))
     with pytest.raises(BadInputError, match="is a list of 2 objects: if these are the rows") as no:
         prepare(path)
-    command = str(no.value).partition("write them by ")[2]
+    command = str(no.value).partition("write them with ")[2]
     subprocess.run(command, shell=True, check=True, cwd=tmp_path)
     assert tokens(prepare(tmp_path / "rows.jsonl")) == [ids_of(A, B)]
     if key == "data":

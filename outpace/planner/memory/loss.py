@@ -74,7 +74,7 @@ def add_loss(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def add_split_head(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add the inputs of the head's delayed gradient: the gradient of logits, and the weight's copy."""
+    """Add the inputs of the head's delayed gradient: the logits' gradient, the weight's copy."""
     setup, s, vocab = rank.setup, rank.setup.sizes, _vocab(rank.setup)
     here = timeline.select(rank.place.last & ~_uses_chunks(setup, s.tokens, vocab))
     here.pass_over("temporary", s.tokens * vocab * s.operand)

@@ -45,7 +45,7 @@ def quota(inventory: Inventory) -> Iterator[Finding]:
 
 
 def threads(inventory: Inventory) -> Iterator[Finding]:
-    """Compare OMP_NUM_THREADS times the ranks on this host with the cores."""
+    """Compare the threads of all ranks on this host (OMP_NUM_THREADS each) with the cores."""
     name = "OMP_NUM_THREADS"
     text = inventory.settings.get(name)
     ranks, power = inventory.local_world_size or 1, _power(inventory)
