@@ -202,7 +202,7 @@ def test_of_a_run_whose_steps_since_its_resume_are_warm_up_those_before_are_time
     told, row, facts = told_of_both(folders, capsys)
     assert {one["value"] for one in told["outcomes"]} == {0.5}
     assert [arm["step_time_s"] for arm in told["arms"]] == [0.5, 0.5]
-    since = "its times are those of the steps since then"
+    since = "its times are of the steps since then"
     assert not any(since in one for one in told["differences"])
     assert row["step_time_s"] == 0.5 and facts["median step"] == "500.0 ms"
     logged = read_log(folders[1])
@@ -222,7 +222,7 @@ def test_one_set_of_steps_is_timed_of_a_run_that_was_resumed_unchanged(
     assert {one["value"] for one in told["outcomes"] if one["arm"] == name} == {0.5}
     assert told["arms"][1]["verdict"]["slowdown"] == pytest.approx(0.5 / 2.0 - 1)
     assert (
-        f"{name} was resumed after step 20: its times are those of the steps since then."
+        f"{name} was resumed after step 20: its times are of the steps since then."
         in told["differences"]
     )
     assert not any("went to slower steps" in one for one in told["differences"])
