@@ -113,11 +113,13 @@ def offloading_parts(setup: StepTimeSetup, free_s: Floats) -> Offloading:
     host_step = own * 7 * FP32 / setup.device.host_memory_bytes_per_s
     disk = np.where(elsewhere > 1, own * 2 * 3 * FP32, 0.0)
     left_s = np.maximum(free_s - weights / link, 0.0)
+    # Activations leave during forwards, while weights come; in the backward both come.
+    one_way = np.maximum(activations - weights, 0.0) / 2
     return Offloading(
         weights_bytes=weights,
         weights_s=np.maximum(weights / link - free_s, 0.0),
         activations_bytes=activations,
-        activations_s=np.maximum(activations / link - left_s, 0.0),
+        activations_s=np.maximum((activations / 2 + one_way) / link - left_s, 0.0),
         optimizer_bytes=state,
         optimizer_s=state / link,
         host_step_s=np.where(elsewhere > 0, host_step, 0.0),
