@@ -58,7 +58,7 @@ def explain_plan(
     if "with headroom" in roles:
         free = show_share(1 - ROOMY)
         return (
-            f"with headroom: {room} of memory, the fastest that leaves {free} of a device free;  "
+            f"with headroom: {room} of memory, the fastest that leaves {free} of a device free; "
             f"{as_fast}"
         )
     if "leanest" in roles:
