@@ -22,8 +22,12 @@ FORKED = Path(__file__).parent / "parallel" / "forked.py"
 SERVED = str(Path(__file__).with_name("served.py"))
 # What commands and ranks import, or would at their first use.
 IMPORTED = (
-    "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel", "outpace.cli.main", "outpace.jobs.train.job",
+    "torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.launcher.api",
+    "torch.distributed.pipelining", "torch.distributed.tensor.parallel",
+    "transformers.generation.configuration_utils", "transformers.models.auto.modeling_auto",
+    "transformers.models.auto.tokenization_auto", "transformers.models.llama.configuration_llama",
+    "outpace.cli.main", "outpace.cli.train", "outpace.jobs.train.job",
+    "outpace.reporting.terminal.progress", "outpace.training.states",
 )  # fmt: skip
 
 # Other work on the machine may make any example slow. What fails is made small but not explained:
@@ -44,6 +48,11 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     # A worker comes to have millions of objects, and each full collection looks at all of them.
     gc.set_threshold(5000, 10, 20)
+    gc.disable()  # until all is imported and collected, of which hardly anything is freed
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -209,6 +218,20 @@ def runnable() -> Callable[[Iterable[str]], list[str]]:
         return [case for case, why in reasons.items() if why is None]
 
     return keep
+
+
+@pytest.fixture
+def small_arrays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure memory on arrays of 4 MiB: those beyond a large cache take seconds to fill."""
+    monkeypatch.setattr("outpace.probing.memory.bandwidth.large_elements", lambda device: 1 << 20)
+
+
+@pytest.fixture(scope="module")
+def short_trials() -> Iterator[None]:
+    """Let trials of tunings measure the fewest steps; of small models they would have sixty."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("outpace.experiment.trials._MOST", 8)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -142,6 +142,7 @@ def test_a_script_without_a_main_guard_is_told_of_it(method, tmp_path):
     assert "bootstrapping" not in done.stderr
 
 
+@pytest.mark.usefixtures("small_arrays", "short_trials")
 def test_the_examples_of_the_functions_are_true(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -119,6 +119,7 @@ def test_the_readme_is_short():
     assert len(lines) <= 150, f"README.md has {len(lines)} lines of 150: move some to docs/guides"
 
 
+@pytest.mark.usefixtures("small_arrays", "short_trials")
 @pytest.mark.filterwarnings("default")  # Inductor warns of its own doings
 @pytest.mark.parametrize(
     "line", [pytest.param(line, marks=pytest.mark.slow if LONG & set(line.split()) else ())

@@ -7,7 +7,10 @@ import pytest
 from outpace.cli.main import main
 
 # Of torch itself, where its sharded optimizer is imported.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),
+    pytest.mark.usefixtures("planned_once"),
+]
 TINY = ("--model=outpace-tiny", "--machine=2x-titan-rtx", "--seq-len=64", "--global-batch=16")
 
 

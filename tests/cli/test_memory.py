@@ -8,7 +8,9 @@ import sys
 
 import pytest
 
+from outpace.catalog.models import preset
 from outpace.cli.main import main
+from outpace.planner.model.flops import parameter_count
 from outpace.records.plan import Plan, PlanFile
 from outpace.records.units import show_bytes
 from outpace.reporting.render.screenshot import BROWSERS
@@ -72,13 +74,12 @@ def test_what_is_offloaded_is_shown_and_in_no_sum(capsys, tmp_path):
 
 def test_a_name_on_the_hub_is_taken_for_its_dimensions(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    both = []
-    for name in ("openai-community/gpt2", "gpt2"):
-        assert main(["memory", f"--model={name}", "--seq-len=16", "--json"]) == 0
-        both.append(json.loads(capsys.readouterr().out)["peak_memory_bytes"])
-    assert both[0] == both[1]
+    asked = ["memory", "--model=openai-community/gpt2", "--seq-len=16", "--precision=fp32"]
+    assert main([*asked, "--json"]) == 0
+    weights = json.loads(capsys.readouterr().out)["anatomy_bytes"]["weights"]
+    assert weights == 4 * parameter_count(preset("gpt2"))
     (tmp_path / "openai-community" / "gpt2").mkdir(parents=True)  # a folder comes first
-    assert main(["memory", "--model=openai-community/gpt2", "--seq-len=16"]) == 2
+    assert main(asked) == 2
 
 
 OWN = """

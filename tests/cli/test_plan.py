@@ -21,6 +21,7 @@ from outpace.records.probed import ProbeRecord
 from outpace.reporting.terminal.console import Console
 from outpace.reporting.terminal.plan import plans_text
 
+pytestmark = pytest.mark.usefixtures("planned_once")
 LLAMA = ("plan", "--model=llama-3-8b", "--machine=hgx-h100", "--seq-len=4096",
          "--global-batch=64")  # fmt: skip
 TINY = ("plan", "--model=outpace-tiny", "--machine=2x-titan-rtx", "--global-batch=16")

@@ -155,6 +155,7 @@ def test_without_a_section_all_are_measured():
     assert {*_sections([]), "allreduce"} == {*SECTIONS}
 
 
+@pytest.mark.usefixtures("small_arrays")
 def test_json_is_the_record(capsys):
     assert main(["probe", "memory", "--quick", "--budget", "1", "--json"]) == 0
     assert Machine.parse(json.loads(capsys.readouterr().out), "stdout").probed.quick

@@ -16,8 +16,11 @@ from outpace.records.tuning import Tuning
 WORDS = ["--model=outpace-tiny", "--seq-len=16", "--global-batch=8"]
 
 
+pytestmark = pytest.mark.usefixtures("short_trials")
+
+
 @pytest.fixture(scope="module")
-def tuned(tmp_path_factory):
+def tuned(short_trials, tmp_path_factory):
     folder = tmp_path_factory.mktemp("tuning")
     corpus = folder / "corpus.txt"
     corpus.write_text("def a():\n    return 1\n" * 400)

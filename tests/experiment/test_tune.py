@@ -1,5 +1,7 @@
 """The tuner against machines that are not what the planner thinks, without running anything."""
 
+from functools import cache
+
 import pytest
 
 from outpace.experiment.trials import Trials
@@ -19,7 +21,11 @@ def proposer_of(**more):
 
 @pytest.fixture(scope="module")
 def proposer():
-    return proposer_of()
+    """A proposer that is asked once for the same trials, which several tests have."""
+    made = proposer_of()
+    known = cache(made.proposals)
+    made.proposals = lambda trials: known(tuple(trials))
+    return made
 
 
 @pytest.fixture(scope="module")

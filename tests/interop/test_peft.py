@@ -1,10 +1,10 @@
 """Adapters cross to PEFT and back: the same logits on both sides."""
 
+import importlib
 import json
 import tracemalloc
 
 import numpy as np
-import peft
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,6 +24,12 @@ from outpace.records.plan import Plan
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")
 PLAN = Plan(lora_rank=2, lora_alpha=3)
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
+
+
+@pytest.fixture(scope="module")
+def peft():
+    """Import it here, not in each worker that collects: it loads torch's compiler, for 3 s."""
+    return importlib.import_module("peft")
 
 
 @pytest.fixture
@@ -71,7 +77,7 @@ def merged(adapter, base, form=None):
 )
 @torch.no_grad()
 def test_peft_computes_what_was_trained_and_so_does_the_merged_model(
-    adapted, tokens, load_theirs, tmp_path, variant, targets
+    adapted, tokens, load_theirs, tmp_path, peft, variant, targets
 ):
     theirs, ours, base, adapter = adapted(variant, lora_targets=targets)
     before = theirs(tokens).logits
@@ -89,7 +95,7 @@ def test_peft_computes_what_was_trained_and_so_does_the_merged_model(
     ("variant", "modules"), [("gpt2", ["c_attn", "c_fc"]), ("llama-mha", None)]
 )
 @torch.no_grad()
-def test_what_peft_wrote_is_merged(make_theirs, tokens, tmp_path, variant, modules):
+def test_what_peft_wrote_is_merged(make_theirs, tokens, tmp_path, peft, variant, modules):
     theirs = make_theirs(variant)
     theirs.save_pretrained(tmp_path / "base")
     config = peft.LoraConfig(
@@ -102,7 +108,7 @@ def test_what_peft_wrote_is_merged(make_theirs, tokens, tmp_path, variant, modul
     torch.testing.assert_close(model.logits(model(tokens)), found(tokens).logits, **CLOSE)
 
 
-def test_what_peft_trained_beside_layers_is_refused_with_what_to_do(make_theirs, tmp_path):
+def test_what_peft_trained_beside_layers_is_refused_with_what_to_do(make_theirs, tmp_path, peft):
     theirs = make_theirs("llama-mha")
     theirs.save_pretrained(tmp_path / "base")
     config = peft.LoraConfig(target_modules=["q_proj", "embed_tokens"], task_type="CAUSAL_LM")
@@ -117,7 +123,7 @@ def test_what_peft_trained_beside_layers_is_refused_with_what_to_do(make_theirs,
 
 @pytest.mark.parametrize("begun", ["pissa", "olora", "gaussian", "orthogonal", "mica"])
 @torch.no_grad()
-def test_an_adapter_that_changed_its_base_is_refused(make_theirs, tokens, tmp_path, begun):
+def test_an_adapter_that_changed_its_base_is_refused(make_theirs, tokens, tmp_path, peft, begun):
     theirs = make_theirs("llama-mha")
     theirs.save_pretrained(tmp_path / "base")
     config = peft.LoraConfig(

@@ -65,23 +65,23 @@ def test_an_encoder_learns_masked_tokens_and_loads_in_transformers(start, tmp_pa
         )
 
 
-@pytest.mark.parametrize("reference", ["run", "run/model"])
-def test_stored_weights_are_where_training_goes_on_from(start, tmp_path, reference):
+def test_stored_weights_are_where_training_goes_on_from(start, tmp_path):
     first = start("run")
-    heard = _Hints()
-    again = start("again", heard=[heard], model=str(tmp_path / reference), steps=1)
-    rates = [
-        json.loads((tmp_path / name / "run.json").read_text())["settings"]["lr"]
-        for name in ("run", "again")
-    ]
-    assert rates == [1e-3, 5e-5]
-    assert again.initial_eval.loss == pytest.approx(first.final_eval.loss, rel=1e-6)
-    anew = start("anew", model=str(tmp_path / reference), init="random", steps=1)
     # The rate of a run is known, and a twentieth of it moves little in a step.
     known = (
         f"{tmp_path / 'run'}, which was trained at a learning rate of 0.001. This run uses 5e-05"
     )
-    assert known in heard.said
+    for number, folder in enumerate((tmp_path / "run", tmp_path / "run" / "model")):
+        heard = _Hints()
+        again = start(f"again-{number}", heard=[heard], model=str(folder), steps=1)
+        rates = [
+            json.loads((tmp_path / name / "run.json").read_text())["settings"]["lr"]
+            for name in ("run", f"again-{number}")
+        ]
+        assert rates == [1e-3, 5e-5]
+        assert again.initial_eval.loss == pytest.approx(first.final_eval.loss, rel=1e-6)
+        assert known in heard.said
+    anew = start("anew", model=str(tmp_path / "run"), init="random", steps=1)
     # So does Trainer, in the folder of a model that has no run beside it.
     (tmp_path / "theirs").mkdir()
     theirs = shutil.copytree(tmp_path / "run" / "model", tmp_path / "theirs" / "model")

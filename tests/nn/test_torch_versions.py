@@ -17,6 +17,8 @@ DIFFERENT = {
     "_fsdp_param_group", "_fsdp_param_groups", "_warmup_backward_result", "shutdown_timeout",
     "_get_grad_send_meta", "respect_saved_tensors_hooks",
 }  # fmt: skip
+# What files that ask for it have at least one of: the others need not be parsed.
+_SIGNS = {"hasattr(", "getattr(", "__version__", "torch_version", *DIFFERENT}
 
 
 def _sources():
@@ -27,7 +29,7 @@ def _sources():
             "peers/programs" not in path.as_posix()
         ):
             text = path.read_text(encoding="utf-8")
-            if "torch" in text:
+            if "torch" in text and any(word in text for word in _SIGNS):
                 yield path, ast.parse(text)
 
 

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -29,6 +30,12 @@ DEFAULTS = dict.fromkeys(TrainSettings.model_fields, "default")
 
 def asked(model, machine="hgx-h100", **values):
     return job(PlanQuestion(model=model, machine=machine, **values))
+
+
+@cache
+def answered(model, machine="hgx-h100", **values):
+    """The answer to a question that several tests ask."""
+    return plans(asked(model, machine, **values))
 
 
 def best(question):
@@ -139,7 +146,7 @@ def seconds_of(words):
     ],
 )
 def test_reasons_name_plans_that_are_listed_and_add_up(model, machine, count, values):
-    answer = plans(asked(model, machine, count=count, **values))
+    answer = answered(model, machine, count=count, **values)
     fastest = answer.plan_for("fastest") if count > 1 else None
     for one in answer.plans:
         for number, layout in re.findall(r"plan (\d)(?: \((.*?)\))?", one.why):
@@ -158,7 +165,8 @@ def test_reasons_name_plans_that_are_listed_and_add_up(model, machine, count, va
 
 
 def test_nothing_is_offloaded_where_a_plan_as_fast_keeps_all_on_the_device():
-    first = plans(asked("gpt2-xl", "8xrtx-3090", global_batch=64)).plan_for("recommended").plan
+    answer = answered("gpt2-xl", "8xrtx-3090", count=5, global_batch=64)
+    first = answer.plan_for("recommended").plan
     assert first.offload_activations == first.offload_parameters == first.offload_optimizer
     assert first.offload_optimizer == "none" and first.pp == first.tp == 1
 
@@ -166,7 +174,7 @@ def test_nothing_is_offloaded_where_a_plan_as_fast_keeps_all_on_the_device():
 def test_what_offloads_gains_more_than_a_tenth_or_comes_second():
     """Where memory suffices without: the fastest is beside it, for what it is."""
     wanted = {"seq_len": 8192, "global_batch": 512, "nodes": 16, "keep": "tp=1,pp=1,cp=1"}
-    answer = plans(asked("llama-3-70b", "dgx-h100", **wanted))
+    answer = answered("llama-3-70b", "dgx-h100", **wanted)
     first, fast = (answer.plan_for(role) for role in ("recommended", "fastest"))
     assert fast.plan.offload_activations == "cpu" and first.plan.offload_activations == "none"
     assert first.estimate.step_time_s <= LEAN * fast.estimate.step_time_s
@@ -181,7 +189,8 @@ def test_a_host_of_unknown_memory_is_offloaded_to_only_if_nothing_else_fits():
         assert planned.estimate.host_offloaded_bytes == 0
     (told,) = [note for note in answer.notes if "--host-memory" in note]
     assert "is not known, so no plan offloads" in told
-    assert not [note for note in plans(known).notes if "--host-memory" in note]
+    there = answered("llama-3-70b", "dgx-h100", **wanted)
+    assert not [note for note in there.notes if "--host-memory" in note]
     # Asked for, or where nothing else fits, the host is taken to have enough.
     kept = on_host_of(asked("llama-3-70b", "dgx-h100", **wanted | {
         "keep": "tp=1,pp=1,cp=1,offload_activations=cpu"}), None)  # fmt: skip
@@ -193,7 +202,7 @@ def test_a_host_of_unknown_memory_is_offloaded_to_only_if_nothing_else_fits():
     kept = on_host_of(asked("llama-3-70b", "dgx-h100", **wanted | {
         "keep": f"tp=1,pp=1,cp=1,{nothing}"}), None)  # fmt: skip
     assert not [note for note in plans(kept).notes if "--host-memory" in note]
-    single = plans(asked("llama-3.1-8b", "rtx-4090", seq_len=2048, global_batch=4))
+    single = answered("llama-3.1-8b", "rtx-4090", seq_len=2048, global_batch=4)
     assert single.plans[0].estimate.host_offloaded_bytes > 0
     (told,) = [note for note in single.notes if "--host-memory" in note]
     assert "nothing fits without offloading, so the host is assumed to have enough" in told
@@ -201,7 +210,7 @@ def test_a_host_of_unknown_memory_is_offloaded_to_only_if_nothing_else_fits():
 
 def test_a_further_offload_gains_more_than_a_tenth_or_comes_second():
     """8 B parameters on 24 GB: optimizer and parameters have to be offloaded, activations not."""
-    answer = plans(asked("llama-3.1-8b", "rtx-4090", seq_len=2048, global_batch=4))
+    answer = answered("llama-3.1-8b", "rtx-4090", seq_len=2048, global_batch=4)
     first, fast = (answer.plan_for(role) for role in ("recommended", "fastest"))
     assert fast.plan.offload_activations == "cpu" and first.plan.offload_activations == "none"
     assert first.plan.offload_parameters == first.plan.offload_optimizer == "cpu"
@@ -321,8 +330,7 @@ def test_a_leaner_plan_is_beside_one_that_fills_memory():
 
 
 def test_no_plan_with_headroom_is_beside_a_recommended_one_that_has_it():
-    answer = plans(asked("llama-3.1-8b", "rtx-4090", keep="lora_rank=16",
-                         seq_len=2048, global_batch=4))  # fmt: skip
+    answer = answered("llama-3.1-8b", "rtx-4090", keep="lora_rank=16", seq_len=2048, global_batch=4)
     first, fast = answer.plans
     assert first.roles == ("recommended",) and fast.roles == ("fastest",)
     assert first.estimate.peak_memory_bytes <= ROOMY * first.estimate.memory_bytes
@@ -330,8 +338,8 @@ def test_no_plan_with_headroom_is_beside_a_recommended_one_that_has_it():
 
 
 def test_a_plan_that_takes_as_long_as_the_fastest_is_not_slower():
-    job = asked("llama-3.1-8b", "rtx-4090", keep="lora_rank=16", seq_len=2048, global_batch=4)
-    answer = plans(job)
+    wanted = {"keep": "lora_rank=16", "seq_len": 2048, "global_batch": 4}
+    answer = answered("llama-3.1-8b", "rtx-4090", **wanted)
     first, fast = answer.plans
     assert _compare_with_fastest(fast, answer) == ""
     told = _compare_with_fastest(first, answer)
@@ -339,6 +347,7 @@ def test_a_plan_that_takes_as_long_as_the_fastest_is_not_slower():
     alike = first.model_copy(update={"estimate": fast.estimate})
     assert _compare_with_fastest(alike, answer) == "; as fast as plan 2, the fastest"
 
+    job = asked("llama-3.1-8b", "rtx-4090", **wanted)
     _, found = planner._fastest(job)
     twin = found.columns.select([found.fastest])
     found = add_plans(job.question, found, twin, job.checked_bytes)
@@ -468,7 +477,7 @@ def test_experts_lie_on_links_too():
 
 
 def test_what_is_varied_is_searched_and_said():
-    free = plans(asked("llama-3-8b", global_batch=64))
+    free = answered("llama-3-8b", global_batch=64)
     varied = plans(asked("llama-3-8b", global_batch=64, vary="precision,compile"))
     first = varied.plans[0]
     assert first.plan.precision == "fp8" and first.title.split(", ")[-2:] == ["fp8", "compiled"]
@@ -663,7 +672,7 @@ def test_what_nobody_trains_is_not_planned_for_as_trained():
 
 @pytest.mark.parametrize("keep", ["precision=fp32", "tp=8", "micro_batch=1,checkpointing=full"])
 def test_what_is_insisted_on_costs_what_it_costs(keep):
-    free = plans(asked("llama-3-8b", global_batch=64))
+    free = answered("llama-3-8b", global_batch=64)
     held = plans(asked("llama-3-8b", global_batch=64, keep=keep))
     names = [one.setting for one in held.insistences]
     assert names == keep.split(",")

@@ -7,6 +7,7 @@ from outpace.probing.collectives.overlap import _matmul
 from outpace.probing.collectives.pairwise import work_of
 from outpace.probing.memory.bandwidth import memory_cases
 
+pytestmark = pytest.mark.usefixtures("small_arrays")
 CPU = torch.device("cpu")
 
 

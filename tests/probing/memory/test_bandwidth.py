@@ -42,6 +42,7 @@ def test_each_direction_and_both_have_a_share_with_its_interval():
     assert "transfer both ways is not stable enough" in note
 
 
+@pytest.mark.usefixtures("small_arrays")
 def test_without_a_device_there_is_nothing_to_hide():
     assert hidden_shares([]) == []
     cases = memory_cases(torch.device("cpu"), quick=True)
