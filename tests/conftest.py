@@ -26,8 +26,9 @@ IMPORTED = (
     "torch.distributed.pipelining", "torch.distributed.tensor.parallel",
     "transformers.generation.configuration_utils", "transformers.models.auto.modeling_auto",
     "transformers.models.auto.tokenization_auto", "transformers.models.llama.configuration_llama",
-    "outpace.cli.main", "outpace.cli.train", "outpace.jobs.train.job",
-    "outpace.reporting.terminal.progress", "outpace.training.states",
+    "outpace.cli.main", "outpace.cli.train", "outpace.experiment.verify",
+    "outpace.jobs.train.job", "outpace.parallel.sharded", "outpace.reporting.terminal.progress",
+    "outpace.training.states",
 )  # fmt: skip
 
 # Other work on the machine may make any example slow. What fails is made small but not explained:

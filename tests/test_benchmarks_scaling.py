@@ -27,7 +27,7 @@ def test_the_exponent_is_that_of_large_sizes(power):
     assert exponent([1, 2, *sizes[2:]], [9.0, 9.0, *grown[2:]]) <= power + 1e-9
 
 
-@pytest.mark.parametrize("name", ["layers", "trace", "shards", "planner-layers"])
+@pytest.mark.parametrize("name", ["trace", "shards", "planner-layers"])
 def test_a_curve_has_a_cost_at_every_size(name):
     from scaling import CURVES, measured
 

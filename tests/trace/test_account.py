@@ -92,7 +92,8 @@ def test_a_broadcast_that_is_cut_by_bytes_is_recorded_of_all_layers():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"precision": "bf16"}, {"checkpointing": "full"}, {"optimizer": "adamw-8bit"},
+    [{}, {"precision": "bf16"}, {"checkpointing": "full"},
+     pytest.param({"optimizer": "adamw-8bit"}, marks=SLOW),
      {"precision": "bf16-pure", "optimizer": "adamw-8bit", "loss": "plain"},
      {"offload_optimizer": "disk"}],
     ids=str,

@@ -317,11 +317,17 @@ TRACED = [
     (GPT, Plan(strategy="ddp", dp_replicate=4), 64, 3, None),
     (GPT, Plan(strategy="1f1b", pp=2, pp_microbatches=4, micro_batch=2), 128, 1, None),
     (SMALL, Plan(strategy="tp", tp=2, micro_batch=4, precision="bf16"), 256, 1, H100),
-    (SMALL, Plan(strategy="zero3", dp_shard=4, precision="bf16"), 32, 2, None),
+    pytest.param(
+        SMALL, Plan(strategy="zero3", dp_shard=4, precision="bf16"), 32, 2, None,
+        marks=pytest.mark.slow,
+    ),
     (SMALL, Plan(strategy="zero2", dp_shard=2, micro_batch=4, precision="bf16"), 256, 2, H100),
     (GPT, Plan(strategy="hsdp", dp_replicate=2, dp_shard=4, precision="bf16"), 32, 1, H100),
-    (GPT, Plan(strategy="3d", dp_shard=4, pp=2, pp_microbatches=2, precision="bf16"), 32, 2, None),
-]
+    pytest.param(
+        GPT, Plan(strategy="3d", dp_shard=4, pp=2, pp_microbatches=2, precision="bf16"), 32, 2,
+        None, marks=pytest.mark.slow,
+    ),
+]  # fmt: skip
 
 
 @pytest.mark.fakeworld
