@@ -111,8 +111,7 @@ def test_a_copy_of_the_package_runs_from_pythonpath_alone(
 ) -> None:
     """Trained on two processes, whose interpreters get it from there, too, and reported on."""
     tree = tmp_path / "tree"
-    compiled = shutil.ignore_patterns("__pycache__")
-    shutil.copytree(Path(outpace.__file__).parent, tree / "outpace", ignore=compiled)
+    shutil.copytree(Path(outpace.__file__).parent, tree / "outpace")
     (tree / "sitecustomize.py").write_text(_WITHOUT_METADATA)
     environ = {**os.environ, "PYTHONPATH": str(tree)}
 
