@@ -162,12 +162,20 @@ def _run_rank(
         (folder / f"rank-{rank}.refused").write_text(str(error), encoding="utf-8")
     except BaseException as error:
         traceback.print_exc()
-        said = f"{type(error).__name__}: {error}"
+        said = _describe_error(error)
         (folder / f"rank-{rank}.error").write_text(said, encoding="utf-8")
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _describe_error(error: BaseException) -> str:
+    """Return an error's type and first line; its cause's, if torch's pipeline stage wraps that."""
+    if error.__cause__ is not None and "] failed to run" in str(error):
+        error = error.__cause__
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"
 
 
 def _redirect(path: Path) -> None:
