@@ -1,9 +1,8 @@
-"""Modules that ranks have built differently in what no rank sends to others.
+"""Modules that ranks have built differently, in state that ranks do not send each other.
 
-All ranks start from rank 0's parameters and buffers. A random projection in a plain attribute is
-another one on each rank whose generator is seeded otherwise, and `hash` of a text is another number
-in each process. A copy on the same rank computes the same, so that a comparison with it shows
-nothing: here all ranks compute the same samples.
+All ranks start from rank 0's parameters and buffers, but a random projection in a plain attribute
+differs on ranks with different seeds, and `hash` of a string differs in each process. Comparing
+with a copy on the same rank cannot show this. So here all ranks compute the same samples.
 """
 
 import math
@@ -28,20 +27,20 @@ from outpace.parallel.parity.user_collectives import NoCollectives
 from outpace.parallel.rank_objects import gather_objects
 
 _FEW = 2  # samples
-# What functions return other values in other processes.
+# Code that names these may return different values in each process.
 _BY_PROCESS = ("hash", "urandom", "getpid", "gethostname", "uuid1", "uuid4", "SystemRandom")
 
 
 @dataclass(frozen=True)
 class BuildDifference:
-    """Relative difference of ranks' losses of the same samples, and attributes that differ."""
+    """The relative difference of ranks' losses on the same samples, and attributes that differ."""
 
     apart: float = 0.0
     names: tuple[str, ...] = ()
 
 
 def may_differ_by_process(in_use: NamesInUse) -> bool:
-    """Return whether code that a step reaches uses values that differ between processes."""
+    """Return whether code that a step can reach uses values that differ between processes."""
     return any(in_use.mentions(name) for name in _BY_PROCESS)
 
 
@@ -55,8 +54,8 @@ def compare_builds(
 ) -> BuildDifference:
     """Return how the ranks' copies of a module with the same weights differ. Collective.
 
-    A forward of two samples is run only where attributes differ, or any rank has `suspected` it,
-    and not where generators of the module's own do, from which ranks draw numbers of their own.
+    A forward of two samples runs only if attributes differ or a rank has `suspected` a difference,
+    but not if the module's own generators differ, since ranks then draw different numbers anyway.
     """
     told = gather_objects((kept_attributes(plain), suspected))
     attributes = [one for one, _ in told]
@@ -79,7 +78,7 @@ def compare_builds(
 
 
 def _holds_generator(comparable: Any) -> bool:
-    """Return whether a value in `kept_attributes` is a generator, or a container that has one."""
+    """Return whether a value in `kept_attributes` is or contains a random generator."""
     inside = comparable if isinstance(comparable, tuple) else ()
     return is_generator(comparable) or any(map(_holds_generator, inside))
 
@@ -92,8 +91,8 @@ def _compute_loss(
     drops: bool,
     strategy: str,
 ) -> float:
-    """Return the mean loss of samples, drawing what all ranks draw; NaN if there is none."""
-    with suppress(Exception), trial_forward(plain, drops):  # too few samples to normalise over, say
+    """Return the mean loss of samples, with the same seeds on all ranks; NaN if it fails."""
+    with suppress(Exception), trial_forward(plain, drops):  # such as too few samples for a norm
         if packed is not None:
             torch.manual_seed(0)
             random.seed(0)

@@ -19,24 +19,25 @@ from outpace.records.errors import first_names
 from outpace.records.pipelines import Schedule
 from outpace.records.plan import Plan
 
-# Length of a projection's random weights, which repeat. It is prime, so that equal rows get
+# Number of random weights of a projection, which are repeated. It is prime, so equal rows get
 # different weights.
 _WEIGHTS = 8_191
 _ROWS = 2_048  # rows of weights multiplied at once: 64 MiB in fp32
 
-Taker = Callable[[str, Tensor], None]  # receives a parameter's name and its gradient
+Taker = Callable[[str, Tensor], None]  # called with a parameter's name and its gradient
 
 MISSING = "is missing, but exists in one process"
 
 
 @dataclass(frozen=True)
 class ComparisonLimits:
-    """Tolerances for comparing two computations, depending on their precision.
+    """Tolerances for comparing two computations at a given precision.
 
-    A whole tensor may be off by `relative` of its scale, and its projection by `projection`. The
-    scale is at least `floor` of the largest of its kind, since gradients of many samples may
-    cancel. `loss` is the tolerance for sums of losses, `micro_loss` for one micro-batch's loss. If
-    cutting the batch changes the loss by at least `cut`, this is reported.
+    All are relative. A tensor may differ by `relative` of its scale, and its projection by
+    `projection`. The scale is at least `floor` times the largest scale among the tensors, since
+    gradients of many samples may cancel. `loss` is the tolerance for sums of losses, `micro_loss`
+    for one micro-batch's loss. If splitting the batch changes the loss by at least `cut`, this is
+    reported.
     """
 
     precision: str
@@ -51,16 +52,16 @@ class ComparisonLimits:
 DOUBLE = ComparisonLimits("fp64", 1e-9, 1e-6, projection=1e-6, loss=1e-9, micro_loss=1e-9, cut=1e-9)
 # `relative` allows for modules that always compute in fp32.
 SINGLE = ComparisonLimits("fp32", 3e-4, 1e-2, projection=0.02, loss=1e-5, micro_loss=1e-5, cut=1e-5)
-# For parts of a matmul by other kernels, and for autocast, whose roundings differ.
+# For matmuls that other kernels compute in parts, and for autocast, which round differently.
 SINGLE_IN_PARTS = replace(SINGLE, loss=1e-4)
 HALF = ComparisonLimits("bf16", 0.05, 0.1, projection=0.2, loss=0.005, micro_loss=2e-3, cut=1e-2)
 
 
 def choose_tolerance(plan: Plan, narrowest: int) -> ComparisonLimits:
-    """Return a plan's tolerances, depending on the smallest number of bytes of any parameter.
+    """Return a plan's tolerances, given the bytes per element of the narrowest parameter.
 
     Under autocast, the same samples go through the same kernels, and sums over samples and ranks
-    are in fp32. The exceptions are parts of matmuls (tp) and weights that are gathered in 16 bits.
+    are in fp32, except for parts of matmuls (tp) and weights that are gathered in 16 bits.
     """
     found = _choose_by_numbers(plan, narrowest)
     if plan.compress_gradients == "bf16":  # which rounds gradients before ranks sum them
@@ -78,17 +79,17 @@ def _choose_by_numbers(plan: Plan, narrowest: int) -> ComparisonLimits:
 
 
 def parts_tolerance(plan: Plan, allowed: ComparisonLimits) -> ComparisonLimits:
-    """Return the tolerances between a batch and its parts, which use other kernels."""
+    """Return the tolerances between a batch and its parts, which may use different kernels."""
     return HALF if plan.precision not in ("fp32", "fp64") else allowed
 
 
 def halves_tolerance(plan: Plan, allowed: ComparisonLimits) -> float:
-    """Return the tolerance between the loss of a batch and that of its halves."""
+    """Return the tolerance between the loss of a batch and the loss of its halves."""
     return parts_tolerance(plan, allowed).cut
 
 
 def micro_loss_tolerance(narrowest: int, casts: bool) -> float:
-    """Return the tolerance of a micro-batch's loss, by the fewest bytes of a parameter."""
+    """Return the tolerance of a micro-batch's loss, given the narrowest parameter's bytes."""
     if casts or narrowest <= 2:
         return HALF.micro_loss
     return DOUBLE.micro_loss if narrowest == 8 else SINGLE.micro_loss
@@ -104,14 +105,14 @@ def difference(one: float, other: float) -> float:
 class Projection:
     """Inner products of gradients with fixed random weights, the same on all ranks.
 
-    They are linear, so sums over pieces, shards and ranks equal those of whole gradients, which
-    need not be gathered. A lost or doubled gradient changes the sum by its own product. The weights
-    have magnitudes between 1/2 and 3/2 and random signs, so no gradient is hidden, and equal ones
-    do not cancel.
+    They are linear, so they can be summed over pieces, shards and ranks without gathering whole
+    gradients. A lost or doubled gradient changes the sum by its own product. The weights have
+    magnitudes between 1/2 and 3/2 and random signs, so no element is hidden, and equal elements do
+    not cancel.
     """
 
     def __init__(self, largest: int, device: torch.device) -> None:
-        """Draw weights for up to `largest` numbers, the size of the largest gradient."""
+        """Draw weights for gradients with up to `largest` elements."""
         drawn = torch.Generator().manual_seed(0)
         count = max(1, min(_WEIGHTS, largest))
         sizes = torch.rand(count, generator=drawn, dtype=torch.float64) + 0.5
@@ -136,9 +137,9 @@ class Projection:
         return self._project_from(_flat(values), 0, part_of(whole, parameter).flatten())
 
     def _project_from(self, values: Tensor, begin: int, weights: Tensor | None = None) -> Tensor:
-        """Return the product for the values after the first `begin` of a gradient.
+        """Return the product for the elements of a gradient from index `begin` on.
 
-        `weights`, if given, has one for each value.
+        `weights`, if given, has one weight for each element.
         """
         if weights is not None:
             return torch.dot(values.double(), weights.double())
@@ -171,7 +172,7 @@ def square(gradient: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class FoundDifference:
-    """A difference of a layout, its likely cause, and by which share losses differ."""
+    """A difference of a layout, its likely cause, and the relative difference of losses."""
 
     what: str
     cause: str
@@ -187,12 +188,12 @@ _LOST_IN_SPLIT = (
 
 
 class LayoutComparison:
-    """Comparison of a single process with a layout, by this rank's sums. Collective.
+    """A comparison of a single process with a layout, by this rank's sums. Collective.
 
     `plain` contains the sums of losses, targets and absolute losses, then a product for each name,
     then the number of gradients for each name. `layout` contains the sums of losses and targets.
     `gradients` (3, names) contains the products of the layout's gradients, their squares, and the
-    number of ranks that have them. `schedule` is that of a pipeline.
+    number of ranks that have them. `schedule` is the pipeline's schedule, if any.
     """
 
     def __init__(
@@ -219,7 +220,7 @@ class LayoutComparison:
         loss, count, size = self._plain[:3]
         mine, mine_count = self._layout[:2]
         if not math.isfinite(loss):
-            return None  # the step itself reports this, also in one process
+            return None  # the step itself reports this, in one process too
         if abs(count - mine_count) > self._allowed.loss * max(abs(count), 1e-30):
             return FoundDifference(
                 f"it counts {mine_count:g} targets instead of {count:g}",
@@ -273,7 +274,7 @@ class LayoutComparison:
         return None
 
     def _zeros_alone(self) -> list[str]:
-        """Return parameters with a gradient on a pipeline's stage but none in a single process."""
+        """Return parameters with a gradient on a pipeline stage but none in a single process."""
         if not self._in_stages:
             return []
         made = self._plain[3 + len(self._names) :]
@@ -282,7 +283,7 @@ class LayoutComparison:
 
 
 def scales(known: Mapping[str, Tensor], floor: float) -> dict[str, float]:
-    """Return the scale of each tensor's difference, which is nonzero even for zero gradients."""
+    """Return the scale of each tensor's difference; nonzero even for zero gradients."""
     sizes = {name: largest(tensor) for name, tensor in known.items()}
     least = floor * max(sizes.values(), default=0.0)
     return {name: max(size, least) for name, size in sizes.items()}
@@ -303,9 +304,9 @@ def _widen(tensor: Tensor) -> Tensor:
 
 
 def relative(tensor: Tensor, known: Tensor | None, scale: float) -> float | None:
-    """Return the largest difference divided by the scale; None if only one of the two exists.
+    """Return the largest difference divided by the scale; None if one of the two is missing.
 
-    A gradient that a single process lacks counts as zeros.
+    A gradient that is missing in the single process counts as zeros.
     """
     if known is None:
         return 0.0 if not largest(tensor) else None
@@ -330,7 +331,7 @@ def relative(tensor: Tensor, known: Tensor | None, scale: float) -> float | None
 
 
 def mismatch(tensor: Tensor, known: Tensor | None) -> str:
-    """Return why a tensor cannot be compared with the one of a single process."""
+    """Return why a tensor cannot be compared with a single process's; None if it can."""
     if known is None:
         return "exists, but does not in one process"
     if known.numel() and not tensor.numel():

@@ -1,7 +1,7 @@
-"""Difference between the loss of a batch and of its parts, caused by splitting it.
+"""The difference between the loss of a batch and the loss of its parts.
 
-If a loss is not a mean over samples, or samples see each other (batch normalisation, in-batch
-negatives), one process with the whole batch trains differently from several.
+If a loss is not a mean over samples, or samples affect each other (batch normalisation, in-batch
+negatives), one process with the whole batch trains differently from several with parts of it.
 """
 
 import math
@@ -31,23 +31,23 @@ from outpace.parallel.parity.read_buffers import Names, find_read_buffers
 from outpace.parallel.plain import random_state, same_random_state, without_dropout
 from outpace.records.plan import Plan
 
-_SMALL = 4  # samples, of fewer than which halves may be a special case
-_MeanOf = Callable[[Sequence[Batch]], float]  # returns the mean loss of several pieces
+_SMALL = 4  # samples; halves of fewer may be a special case
+_MeanOf = Callable[[Sequence[Batch]], float]  # returns the mean loss of some pieces
 _Compare = Callable[[], float | None]  # returns a difference, if it can be computed
 
 
 class _DrawsError(Exception):
-    """A forward that draws numbers, apart from dropout."""
+    """A forward that draws random numbers other than for dropout."""
 
 
 @dataclass(frozen=True)
 class FirstPiece:
-    """A rank's first piece: `mean` is its loss, `halves` the sum and count of each half, if known.
+    """A rank's first piece: `mean` is its loss, `halves` each half's loss sum and count, if known.
 
-    `drops`: whether the module uses dropout, which is disabled for the losses of halves. `buffers`
-    are the saved buffers that the piece changed. `two`: the first two pieces, each with the sum and
-    the count of its loss, if there are two and no forward changes anything. `affected`: whether the
-    loss of a few samples of some rank is not the mean of each one's.
+    `drops`: the module uses dropout, which is disabled for the losses of halves. `buffers` are the
+    saved buffers that the piece changed. `two`: the first two pieces, each with its loss sum and
+    count, if there are two and no forward changes anything. `affected`: on some rank, the loss of
+    a few samples is not the mean of their separate losses.
     """
 
     piece: Batch
@@ -61,7 +61,7 @@ class FirstPiece:
 
 @dataclass(frozen=True)
 class CountDifference:
-    """Number of targets of some samples as a whole, and summed over their two halves."""
+    """The number of targets of some samples together, and the sum over their two halves."""
 
     count: float
     parts: float
@@ -71,9 +71,9 @@ class CountDifference:
 class CutDifference:
     """Differences between a batch and its parts: in the `loss`, and in `buffers` that change.
 
-    `read`: the buffers on which the loss depends. The running statistics of BatchNorm in training
-    are not among them. `counts`: those of a batch and of its halves, if the loss counts no samples.
-    `by_samples`: whether the loss would be the same if parts were weighted by samples.
+    `read`: the buffers on which the loss depends, so not BatchNorm's running statistics in
+    training. `counts`: numbers of targets of a batch and its halves that do not add up.
+    `by_samples`: the loss would be the same if parts were weighted by their numbers of samples.
     """
 
     loss: float = 0.0
@@ -96,9 +96,9 @@ def compare_cut(
 
     Their effects on buffers are compared if the losses agree.
 
-    `first` is this rank's first piece. It is None on a rank that has run none or should run no
-    more: ranks with the same samples examine different pieces. Errors raised by halves (BatchNorm
-    with one sample) are ignored.
+    `first` is this rank's first piece, or None if the rank has run none or should run no more:
+    ranks with the same samples examine different pieces. Errors raised by halves (BatchNorm with
+    one sample) are ignored.
     """
     if not passes or (plan.data_parallel == 1 and len(passes) * plan.pp_microbatches == 1):
         return CutDifference()
@@ -112,7 +112,7 @@ def compare_cut(
     ways: tuple[_Compare, ...] = (
         lambda: _compare_halves(mean_of, first),
         lambda: _compare_pair(mean_of, first, passes, plan.pp_microbatches),
-        # Skipped if only some ranks may have two pieces that can be joined.
+        # Skipped if perhaps only some ranks have two pieces that can be joined.
         lambda: None if synchronised else _compare_passes(mean_of, passes, plan),
     )
     apart = _run_first(ways, plain)
@@ -134,7 +134,7 @@ def compare_cut(
 
 
 def _complete(plain: nn.Module, hooks: StepHooks, first: FirstPiece) -> FirstPiece | None:
-    """Return a piece with its own loss, if its halves' loss is known; None if it draws."""
+    """Return a piece with its loss computed, if its halves' is known; None if it draws numbers."""
     if first.mean is not None or first.halves is None or first.two:
         return first
     with suppress(Exception), keep_values(model_of(plain).named_parameters()):
@@ -147,7 +147,7 @@ def _complete(plain: nn.Module, hooks: StepHooks, first: FirstPiece) -> FirstPie
 
 
 def _run_first(ways: Sequence[_Compare], plain: nn.Module) -> float:
-    """Return the result of the first comparison that has one; 0 if none has."""
+    """Return the result of the first comparison that is possible; 0 if none is."""
     for compare in ways:
         with suppress(Exception), keep_values(model_of(plain).named_parameters()):
             try:
@@ -162,9 +162,9 @@ def _run_first(ways: Sequence[_Compare], plain: nn.Module) -> float:
 def compare_accumulated(
     plain: nn.Module, plan: Plan, passes: Sequence[Batch], hooks: StepHooks
 ) -> str | None:
-    """Return a message if a single process's micro-batches have another loss than their batch.
+    """Return a message if a single process's micro-batches differ in loss from their batch.
 
-    Also if its loss returns a pair whose second value is no count. None if nothing can be said.
+    Also if its loss returns a pair whose second value is not a count. Otherwise None.
     """
     narrowest = min((one.element_size() for one in plain.parameters()), default=4)
     tolerance = halves_tolerance(plan, choose_tolerance(plan, narrowest))
@@ -193,9 +193,9 @@ WEIGHTED = (
 
 
 def explain_cut(apart: float, how: str, cure: str, by_samples: bool = False) -> str:
-    """Return a warning that splitting a batch changes the loss by the share `apart`.
+    """Return a warning that splitting a batch changes the loss by the fraction `apart`.
 
-    `cure` is the remedy if samples affect each other. `by_samples`: whether the loss is a mean over
+    `cure` is the remedy if samples affect each other. `by_samples`: the loss is a mean over
     samples, but its parts are weighted by something else.
     """
     changes = f"the loss of the first batch changes by {100 * apart:.2g} % when {how}"
@@ -216,12 +216,12 @@ def explain_cut(apart: float, how: str, cure: str, by_samples: bool = False) -> 
 def is_mean_over_samples(
     plain: nn.Module, hooks: StepHooks, drops: bool, batch: Batch, tolerance: float
 ) -> bool:
-    """Return whether a loss is a mean over samples, but counts something else.
+    """Return whether a loss is a mean over samples but counts something else.
 
-    Then the loss of a few samples is the mean of each one's, whatever their counts.
+    Then the loss of a few samples is the mean of their separate losses, whatever their counts.
     """
     found = False
-    # torch warns of what a single sample does not have, such as a deviation.
+    # torch warns of quantities that a single sample lacks, such as a standard deviation.
     quiet = warnings.catch_warnings(action="ignore")
     with suppress(Exception), quiet, keep_values(model_of(plain).named_parameters()):
         samples = min(_SMALL, samples_in(batch))
@@ -241,7 +241,7 @@ def _compare_buffers(
 ) -> Names:
     """Return the floating-point buffers that the first piece changes differently from its halves.
 
-    Counters of calls, which each half alone changes as the piece does, are left out.
+    Counters of calls, which a half changes just as the whole piece does, are left out.
     """
     if first.drops or samples_in(first.piece) % 2:
         return ()
@@ -266,7 +266,7 @@ def _compare_buffers(
 
 
 def _compare_counts(first: FirstPiece, tolerance: float) -> CountDifference | None:
-    """Compare the counts of the first piece and of its halves together, if known."""
+    """Compare the count of the first piece with the sum of its halves' counts, if known."""
     if not first.two or first.halves is None or first.two[0][0] is not first.piece:
         return None
     return _find_count_difference(first.two[0][1], first.halves, tolerance)
@@ -277,7 +277,7 @@ def _compare_alone(
 ) -> CountDifference | None:
     """Compare a single process's number of targets with the sum over the batch's halves.
 
-    This is done with a few samples, which may be a special case, and then with the first pass.
+    A few samples are compared first; as these may be a special case, then the first pass.
     """
     found = None
     with suppress(Exception), keep_values(model_of(plain).named_parameters()):
@@ -308,21 +308,21 @@ def _find_count_difference(
 
 
 def explain_counts(found: CountDifference) -> str:
-    """Return a message about a loss whose second value is no count."""
+    """Return a message about a loss whose second value is not a count."""
     said = f"of the first samples it is {found.count:.6g}"
     if found.count or found.parts:
         said += f", of their two halves {found.parts:.6g} together"
     return (
         "the loss returns a pair, which outpace takes for (sum of losses, count) and divides, but "
-        f"the second is no count: {said}. Return the loss alone if it is a mean (and log an "
-        "accuracy elsewhere), or (sum, count), such as (targets != -100).sum()."
+        f"the second is not a count: {said}. Return only the loss if it is a mean (and log "
+        "accuracy elsewhere), or (sum, count) with a count such as (targets != -100).sum()."
     )
 
 
 def _compare_halves(mean_of: _MeanOf, first: FirstPiece) -> float | None:
     """Compare the first piece with its halves; None if it cannot be halved.
 
-    If no losses are known, compare half of it with its quarters, which takes no longer.
+    If no losses are known, compare one half with its quarters, which takes half the time.
     """
     piece, mean, halves = first.piece, first.mean, first.halves
     if samples_in(piece) % 2:
@@ -335,15 +335,15 @@ def _compare_halves(mean_of: _MeanOf, first: FirstPiece) -> float | None:
 
 
 def _compare_other_parts(mean_of: _MeanOf, first: FirstPiece) -> float | None:
-    """Compare the first piece with parts that were not compared; None if there are none.
+    """Compare the first piece with its parts not yet compared; None if there are none.
 
-    A loss that is limited per batch may be below its limit in this piece and in two of its parts.
+    A loss that is capped per batch may be below its cap in this piece and in two of its parts.
     """
     piece, samples = first.piece, samples_in(first.piece)
     if samples % 4:
         return None
     parts = cut(piece, 2)
-    if first.mean is not None or first.halves is not None:  # and not half of it with quarters
+    if first.mean is not None or first.halves is not None:  # rather than a half and its quarters
         one, two, three, four = cut(piece, 4)
         others = concatenate(one, three), concatenate(two, four)
         parts = [part for part in others if part is not None]
@@ -354,9 +354,9 @@ def _compare_other_parts(mean_of: _MeanOf, first: FirstPiece) -> float | None:
 
 
 def _compare_two(mean_of: _MeanOf, first: FirstPiece) -> float | None:
-    """Compare two small pieces, whose losses are known, with both combined; None if not known.
+    """Compare two small pieces with both combined; None if their losses are not known.
 
-    In a piece of two samples with a label each, no class is rarer than another.
+    In a piece of two samples with different labels, no class is rarer than another.
     """
     if len(first.two) < 2:
         return None
@@ -385,7 +385,7 @@ def _compare_pair(
 def _compare_passes(mean_of: _MeanOf, passes: Sequence[Batch], plan: Plan) -> float | None:
     """Compare the first two of several passes with both combined; None if there are none.
 
-    This is for passes with one sample, or an odd number of samples, which have no halves.
+    This is for passes with an odd number of samples, which have no halves.
     """
     if plan.pp_microbatches > 1 or len(passes) == 1:
         return None
@@ -402,7 +402,7 @@ def _mean_of(
     pieces: Sequence[Batch],
     alike: bool = True,
 ) -> float:
-    """Return the mean loss of several pieces, as by `_total_of`."""
+    """Return the mean loss of several pieces, computed by `_total_of`."""
     loss_sum, count = _total_of(plain, hooks, drops, pieces, alike)
     return loss_sum / count if count else loss_sum * math.inf
 
@@ -410,12 +410,12 @@ def _mean_of(
 def _total_of(
     plain: nn.Module, hooks: StepHooks, drops: bool, pieces: Sequence[Batch], alike: bool
 ) -> Totals:
-    """Return sum and count of the loss of several pieces.
+    """Return the sum and the count of several pieces' loss.
 
-    Dropout is disabled, and everything is restored.
+    Dropout is disabled, and all state is restored.
 
-    Raises _DrawsError if numbers are drawn, unless the pieces are `alike`, since other pieces draw
-    other numbers.
+    Raises _DrawsError if random numbers are drawn, since different pieces draw different numbers,
+    unless the pieces are `alike`.
     """
     device = next(plain.parameters()).device
     totals = torch.zeros(2, dtype=torch.float64, device=device)
@@ -432,6 +432,6 @@ def _total_of(
 
 
 def _difference(whole_mean: float, parts_mean: float) -> float | None:
-    """Return the difference; None if a loss is not finite (a single sample's deviation)."""
+    """Return the difference; None if a loss is not finite (the deviation of a single sample)."""
     finite = math.isfinite(whole_mean) and math.isfinite(parts_mean)
     return difference(whole_mean, parts_mean) if finite else None

@@ -1,4 +1,4 @@
-"""Check of the first global batch: a strategy compared with the plain module, before any step.
+"""Check of the first global batch: compare a strategy with the plain module before any step.
 
 A copy of the user's module, made before it is laid out, runs forward and backward on the same
 samples, split as in the plan; every rank takes a part of the pieces. Then the layout does the
@@ -88,11 +88,11 @@ _UNSEEN = "in the backward, or in another thread, where outpace cannot put it ba
 
 
 class FirstBatch:
-    """One-time comparison of a layout with the plain module.
+    """A one-time comparison of a layout with the plain module.
 
     Create it before the objective is laid out, because it copies the objective's structure. `say`
-    is called with sentences on rank 0. `by_command`: the reader has flags, not a loop. `blocks` are
-    the names of the parts that recompute, if the user gives them. `resumed` may be set if earlier
+    is called with sentences on rank 0. `by_command`: the reader uses flags, not their own loop.
+    `blocks` names the parts that recompute, if the user gives them. `resumed` may be set if earlier
     steps were done.
     """
 
@@ -158,7 +158,7 @@ class FirstBatch:
         parts = parts_tolerance(self._plan, allowed)
         asked = layout, passes, StepHooks(hooks.cast), holders
         apart = self._plain.run_apart(*asked, parts)
-        loss_apart = 0.0  # between samples that are combined differently
+        loss_apart = 0.0  # between samples combined differently
         if apart is not None:
             ready()
             near = replace(allowed, loss=min(allowed.loss, parts.cut))
@@ -197,9 +197,9 @@ class FirstBatch:
         allowed: ComparisonLimits,
         reuse: bool,
     ) -> tuple[FoundDifference | None, Tensor | None]:
-        """Run the layout, and return the first difference, or None.
+        """Run the layout, and return the first difference, or None if there is none.
 
-        Also returns the step's totals, if this was the first. Collective. Raises BadInputError.
+        Also returns the step's totals if this was the first step. Collective. Raises BadInputError.
         """
         device = layout._device()
         watch = MovedParameters(layout.named_parameters())
@@ -229,10 +229,10 @@ class FirstBatch:
     def _tell_differences(
         self, found: PlainSums, allowed: ComparisonLimits, count: int, loss_apart: float
     ) -> None:
-        """Report differences from one process over the whole batch that are not errors.
+        """Report differences from one process with the whole batch that are not errors.
 
-        `count` is the number of micro-batches in a step, `loss_apart` the difference of the loss
-        from that of the same samples combined differently.
+        `count` is the number of micro-batches in a step, `loss_apart` the difference in loss
+        between the same samples combined differently.
         """
         apart = max(report.cut.loss for report in found.reports)
         counts = [report.cut.counts for report in found.reports if report.cut.counts]
@@ -261,14 +261,14 @@ class FirstBatch:
             self._say(explain_kept_state(*told))
 
     def _find_moved_buffers(self, found: PlainSums, count: int) -> list[str]:
-        """Return buffers that the loss depends on, and that parts of the batch change differently.
+        """Return buffers that the loss depends on and that parts of the batch change differently.
 
-        If a rank has several micro-batches, this is any such buffer, because each micro-batch reads
-        what the previous ones left, which one process over all samples does not.
+        If a rank has several micro-batches, any buffer that changes counts, because each
+        micro-batch reads what the previous ones left, unlike one process with all samples.
         """
         by_halves = {name for report in found.reports for name in report.cut.buffers}
         prints = [one.buffer_prints for one in found.reports if one.buffer_prints is not None]
-        # Ranks with the same samples have each run a part of them, so their prints differ.
+        # Ranks with the same samples have each run a part of them, so their fingerprints differ.
         by_ranks = _apart_names(prints) if self._plain.pieces.ranks_per_share == 1 else []
         read = {name for report in found.reports for name in report.cut.read}
         return sorted(read if count > 1 else {*by_halves, *by_ranks} & read)
@@ -277,8 +277,8 @@ class FirstBatch:
         """Refuse writes to parameters that are sharded, or that ranks change differently.
 
         This includes writes that have changed nothing yet, such as those of an embedding with
-        max_norm, as well as parameters that the forward creates, and buffers that a backward
-        changes. Raises BadInputError on all ranks.
+        max_norm, parameters that the forward creates, and buffers that a backward changes. Raises
+        BadInputError on all ranks.
         """
         reports = found.reports
         made = next((report.made for report in reports if report.made), None)
@@ -305,7 +305,7 @@ class FirstBatch:
         if self._plan.data_parallel == 1:
             return
         apart = sorted({name for report in reports for name in report.by_samples})
-        # Ranks with the same samples have each run a part of them, so their prints differ.
+        # Ranks with the same samples have each run a part of them, so their fingerprints differ.
         if self._plain.pieces.ranks_per_share == 1:
             prints = [report.prints for report in reports if report.prints is not None]
             apart = apart or _apart_names(prints)
@@ -315,7 +315,7 @@ class FirstBatch:
     def _require_one_loss(self, found: PlainSums) -> None:
         """Refuse a loss that differs between ranks, or gradients that do not scale with it.
 
-        The latter include those of a backward that the loss runs itself.
+        The latter include gradients of a backward that the loss itself runs.
 
         Raises BadInputError on all ranks.
         """
@@ -333,7 +333,7 @@ class FirstBatch:
             raise _on_all_ranks(f"{said} {WAYS_OUT[self._by_command]}")
 
     def _require_shared_state(self, found: PlainSums, allowed: ComparisonLimits) -> None:
-        """Refuse state in attributes that depends on samples, since each rank has its own."""
+        """Refuse state in attributes that depends on samples, which differ by rank."""
         least = halves_tolerance(self._plan, allowed)
         if self._plan.data_parallel > 1 and any(one.apart > least for one in found.states):
             ways_out = WAYS_OUT[self._by_command]
@@ -350,11 +350,11 @@ class FirstBatch:
     ) -> tuple[Tensor, bool]:
         """Run the layout like `_run_layout`; `watch` records what changes. Raises BadInputError.
 
-        Operators are observed only if those of the plain module have written to parameters of some
-        rank. Otherwise, the version counters suffice, which cost nothing.
+        Operators are observed only if the plain module's have written to parameters on some rank.
+        Otherwise, the version counters suffice, which cost nothing.
 
-        Micro-batches in flight at the same time may need a value that another one has changed, or
-        has written to without a change (max_norm, while no row is too long).
+        A micro-batch may need a value that another one in flight has changed, or has written to
+        without changing it (max_norm, while no row is too long).
         """
         try:
             watches = not self._offloads and any(report.written for report in plain.reports)
@@ -433,7 +433,7 @@ class FirstBatch:
         return f"{said} {WAYS_OUT[self._by_command]}"
 
     def _factor(self, layout: Layout, hooks: StepHooks, device: torch.device) -> float:
-        """Return the additional factor of gradients besides the collective's divisor."""
+        """Return the factor of gradients in addition to the collective's divisor."""
         if self._plan.precision in SCALED:
             return 1.0
         one = torch.ones((), dtype=torch.float32, device=device)
@@ -442,7 +442,7 @@ class FirstBatch:
     def _run_layout(
         self, layout: Layout, passes: Sequence[Batch], hooks: StepHooks, run: Run
     ) -> tuple[Tensor, bool]:
-        """Return this rank's sums of loss and count in the layout, and leave its gradients.
+        """Return this rank's sums of loss and count in the layout, and keep its gradients.
 
         Also returns whether the step has to be computed again, because this run was not the
         training step. Collective.
@@ -460,8 +460,8 @@ class FirstBatch:
     def _tell_left_out(self, reason: str) -> None:
         self._say(
             f"strategy {self._plan.strategy} was not compared with the plain module before the "
-            f"first step: {reason}. To see that they are equal, if need be of a smaller module "
-            f"of the same code, use {self._verify()}."
+            f"first step: {reason}. To compare them, with a smaller module of the same code if "
+            f"necessary, use {self._verify()}."
         )
 
     def _verify(self) -> str:
@@ -488,7 +488,7 @@ class FirstBatch:
 
 
 def _apart_names(prints: Sequence[Mapping[str, Any]], holders_alone: bool = False) -> list[str]:
-    """Return names with several fingerprints or, but for `holders_alone`, none on a rank."""
+    """Return names whose fingerprints differ, or are missing on a rank unless `holders_alone`."""
     names = sorted(set().union(*prints))
     return [
         name

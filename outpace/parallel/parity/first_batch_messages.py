@@ -18,17 +18,18 @@ WAYS_OUT = {
 def explain_gradient_cut(mixed: MixedDifference) -> str:
     """Return a warning that splitting the batch changes gradients but not the loss."""
     return (
-        f"the gradient of the first batch changes when {BY_THEMSELVES}, as ranks and "
-        f"micro-batches split it, though the loss does not ({first_names(mixed.names)}: by "
-        f"{100 * mixed.gradient:.2g} %). So one process over the whole batch trains differently: "
-        "something is decided for all samples of a batch at once (a route or a detach by the first "
-        "one, a mask over all, a gradient that is clipped or centred in the backward). "
-        "To train the same, decide it for each sample by itself, and clip gradients in the step."
+        f"the gradient of the first batch changes when {BY_THEMSELVES}, as ranks and micro-batches "
+        f"split it, though the loss does not ({first_names(mixed.names)}: by "
+        f"{100 * mixed.gradient:.2g} %). So one process with the whole batch trains differently: "
+        "the module decides something for all samples of a batch at once (a branch or a detach by "
+        "the first sample, a mask over all samples, a gradient that is clipped or centred in the "
+        "backward). To train the same, decide for each sample separately, and clip gradients in "
+        "the step."
     )
 
 
 def explain_hidden(names: Sequence[str]) -> str:
-    """Return a message about a forward that trains a module that is not registered."""
+    """Return a message about a forward that changes a module that is not registered."""
     return (
         f"the module's forward changes the values of {first_names(names)}, which belong to a "
         "module in a plain attribute: no checkpoint contains them, and each micro-batch changes "
@@ -38,31 +39,31 @@ def explain_hidden(names: Sequence[str]) -> str:
 
 
 def explain_moved_buffers(names: Sequence[str]) -> str:
-    """Return a message about running averages that no rank has over all samples."""
+    """Return a message about running averages that no rank computes over all samples."""
     what, it = ("a buffer", "it") if len(names) == 1 else ("buffers", "them")
     return (
         f"the forward moves {first_names(names)}, {what} on which the loss or its gradient "
-        "depends, at once or some steps later. Ranks and micro-batches see parts of the batch, so "
-        "one process over the whole batch would train differently: each rank changes its own, "
-        f"each step begins with rank 0's, and each micro-batch moves {it} once. Gather what moves "
-        f"{it} over the ranks (torch.distributed.all_reduce in the forward), and have one "
-        "micro-batch a step."
+        "depends, now or some steps later. Ranks and micro-batches see parts of the batch, so one "
+        "process with the whole batch would train differently: each rank changes its own copy, "
+        f"each step begins with rank 0's copy, and each micro-batch moves {it} once. Gather what "
+        f"moves {it} over the ranks (torch.distributed.all_reduce in the forward), and use one "
+        "micro-batch per step."
     )
 
 
 def explain_repeated_writes(names: Sequence[str], count: int) -> str:
     """Return a message about a forward that writes to parameters in each micro-batch."""
     return (
-        f"the forward writes to {first_names(names)}, and this plan runs it {count} times a "
-        "step, one process over the whole batch once: what moves each time it is written (a "
-        f"teacher that follows, a decay) moves {count} times as often. Move parameters between "
-        "steps, or have one micro-batch a step (a larger micro-batch, no pipeline). Nothing is "
-        "to be done where to write twice is to write once (weights that are clipped)."
+        f"the forward writes to {first_names(names)}, and this plan runs it {count} times per "
+        "step, whereas one process with the whole batch runs it once. Values that move with each "
+        f"write (an EMA teacher, a decay) move {count} times as often. Move parameters between "
+        "steps, or use one micro-batch per step (a larger micro-batch, no pipeline). If writing "
+        "twice is the same as writing once (clipped weights), nothing needs to be done."
     )
 
 
 def explain_new_parameters(names: Sequence[str]) -> str:
-    """Return a message for a forward that creates parameters, which no optimizer updates."""
+    """Return a message about a forward that creates parameters, which no optimizer updates."""
     return (
         f"the forward makes {first_names(names)}, which {'is' if len(names) == 1 else 'are'} not "
         "there before, so that no optimizer would step it. Make it in __init__, or use the module "

@@ -1,7 +1,7 @@
-"""Number that changes with a loss's gradient, for effects that the loss itself does not show.
+"""A number that changes with a loss's gradient, for effects that the loss does not show.
 
-A gradient that is reversed by a factor that grows, or features that are detached until some step,
-change how a module trains, but no loss of given weights.
+Gradient reversal by a growing factor, or features detached until some step, change how a module
+trains, but not the loss at given weights.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,10 +16,10 @@ from outpace.parallel.tensors import all_parameters
 
 
 class GradientMeasure:
-    """Measure of the gradients of a model's trained parameters, all in one number.
+    """A measure of the gradients of a model's trained parameters, as a single number.
 
-    It is their inner product with random weights plus twice their norm, so that a product that
-    cancels is not nothing but rounding.
+    It is their inner product with random weights plus twice their norm, so that it is more than
+    rounding errors even if the product cancels.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -29,9 +29,9 @@ class GradientMeasure:
         self._parameters, self._projection = parameters, Projection(largest, device)
 
     def take(self, loss: Tensor) -> float:
-        """Return the measure of a loss's gradients, each of which is given up at once.
+        """Return the measure of a loss's gradients, freeing each at once.
 
-        None is stored in `.grad`, and no hook on accumulated gradients runs.
+        Nothing is stored in `.grad`, and no post-accumulate hook runs.
         """
         product = torch.zeros((), dtype=torch.float64, device=loss.device)
         squares = torch.zeros_like(product)
@@ -43,7 +43,7 @@ class GradientMeasure:
                     squares.add_(square(gradient))
             return (None,)
 
-        # Kept alive, since reentrant checkpoints make their graphs in the backward.
+        # Kept alive, since reentrant checkpoints create their graphs in the backward.
         nodes = [get_gradient_edge(p).node for p in self._parameters if p.requires_grad]
         with ExitStack() as stack:
             for node in nodes:
@@ -56,7 +56,7 @@ class GradientMeasure:
 
 @contextmanager
 def _without_accumulation_hooks(parameter: nn.Parameter) -> Iterator[None]:
-    """Run no hook on an accumulated gradient inside the context; it would find none."""
+    """Disable post-accumulate hooks inside the context, where they would find no gradient."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     kept = dict(hooks)
     hooks.clear()

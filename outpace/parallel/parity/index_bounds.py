@@ -1,7 +1,7 @@
-"""Refusal of indices outside of a tensor, before a GPU meets them.
+"""Refusal of indices outside of a tensor before a GPU uses them.
 
-An index that is too large ends all work of a process on its GPU (a device-side assertion), where a
-CPU raises an error. Forwards that are run with counters of much later steps may have some.
+On a GPU, an index that is too large ends all of the process's work (a device-side assertion); a CPU
+raises an error. Forwards that run with counters of much later steps may use such indices.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Operators by the place of their indices.
+# Operators, and which argument holds their indices.
 _LISTS = frozenset({"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"})
 _ALONG = frozenset({
     "index_select", "index_add", "index_add_", "index_copy", "index_copy_", "index_fill",
@@ -28,7 +28,7 @@ def require_bounds(device: torch.device) -> AbstractContextManager[Any]:
 
 
 class IndexBounds(TorchDispatchMode):
-    """Compare indices with the sizes of what they are used on; each comparison waits for a GPU."""
+    """A mode that compares indices with the sizes of what they index; on a GPU, each one waits."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -41,7 +41,7 @@ class IndexBounds(TorchDispatchMode):
 
 
 def _indices_of(name: str, args: tuple[Any, ...]) -> Iterator[tuple[Tensor, int, int]]:
-    """Yield an operator's indices, each with the least one allowed and the dimension's size."""
+    """Yield an operator's indices, each with the lowest allowed index and the dimension's size."""
     if name in _LISTS:
         dim = 0
         for one in args[1]:

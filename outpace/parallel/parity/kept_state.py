@@ -1,10 +1,9 @@
 """State that a user's module or loss keeps from step to step but no checkpoint contains.
 
-Running means, counters, recurrent state and generators may be in plain attributes, in buffers that
-are not saved, in globals and in closures. A resumed run and an exported model start without them,
-and each rank has its own. Values that every forward sets again (an auxiliary loss, a cache), and
-values that no loss depends on (logs), do not count. State is found by its effect on losses, so it
-is found even if it cannot be named.
+Running means, counters, recurrent state and generators may be in plain attributes, unsaved buffers,
+globals and closures. A resumed run and an exported model start without them, and each rank has its
+own. Values that every forward sets again (an auxiliary loss, a cache) or that no loss depends on
+(logs) do not count. State is detected by its effect on losses, even if it cannot be named.
 """
 
 import copy
@@ -41,32 +40,32 @@ from outpace.parallel.plain import random_state, set_random_state, without_dropo
 from outpace.parallel.tensors import all_parameters
 
 _FEW = 2  # samples
-_FORWARDS = 9  # in a row, for state such as a queue that is used only once it has some entries
-_ENTRIES = 1_000  # that are added to lists, for what is used once it is long
+_FORWARDS = 9  # in a row, for state such as a queue that is used only after a few calls
+_ENTRIES = 1_000  # added to lists, which may be used only once they are long
 _LATER = (17, 107, 709, 1_009, 10_007)  # numbers of calls that a counter is set to
 _MULTIPLE = 252_000  # a common multiple of 1 to 10, 100 and 1,000
 _ROUNDING = 1e-4  # relative difference of losses by kernels that are not deterministic
-_CHANGE, _MOST_CHANGED = 1.125, 1_024  # factor, and the number of values of each parameter
-_OF_NOISE = 10  # times the difference of identical passes: above, it is not noise
+_CHANGE, _MOST_CHANGED = 1.125, 1_024  # factor for each parameter's first values
+_OF_NOISE = 10  # a difference above this multiple of that between identical passes is not noise
 
 
-Totals = tuple[float, float]  # sum of the loss, and count
+Totals = tuple[float, float]  # the loss's sum and count
 
 
 @dataclass(frozen=True)
 class KeptState:
     """State that the loss depends on, and the module's generators, named as in `kept_attributes`.
 
-    `found`: whether the loss of samples changes with previous samples although everything that a
-    checkpoint contains is the same. `unseen`: whether the cause is something that outpace could not
-    restore, which may be numbers drawn each time. `apart`: how much the loss changes after other
-    samples, as on other data-parallel ranks; 0 for counters, and for recurrent state that is
-    separate for each sample. `failure`: why the check failed, although the samples have a loss.
-    `writes`: whether a forward writes to parameters or saved buffers, or none has finished.
-    `halves`: sum and count of the loss of each half of the piece, if known and if the first half
-    leaves nothing that may affect the other. `reshaped`: saved buffers whose shape a forward
-    changes. `backwards`: parameters to whose gradients the forward or the loss adds by a backward
-    of its own. `of_gradient`: the gradient depends on the state, and the loss does not.
+    `found`: the loss of samples changes with previous samples although everything in a checkpoint
+    is the same. `unseen`: the cause is something that outpace could not restore, perhaps numbers
+    drawn each time. `apart`: how much the loss changes after other samples, as on other
+    data-parallel ranks; 0 for counters, and for recurrent state that is separate for each sample.
+    `failure`: why the check failed, although the samples have a loss. `writes`: a forward writes to
+    parameters or saved buffers, or none has finished. `halves`: loss sum and count of each half of
+    the piece, if known and if the first half leaves nothing that may affect the second. `reshaped`:
+    saved buffers whose shape a forward changes. `backwards`: parameters whose gradients the forward
+    or the loss changes by running a backward itself. `of_gradient`: the gradient depends on the
+    state, but the loss does not.
     """
 
     found: bool = False
@@ -88,7 +87,7 @@ class KeptState:
 
 
 class _FirstForwardError(Exception):
-    """Failure of a forward without a previous one, as will happen at the start of training."""
+    """The failure of a first forward, which training would also start with."""
 
 
 def find_kept_state(
@@ -103,20 +102,20 @@ def find_kept_state(
     in_halves: bool = False,
     share: tuple[int, int] = (0, 1),
 ) -> KeptState:
-    """Find state that an objective keeps, by forwards of a few samples from a micro-batch.
-
-    `other` is another micro-batch, if any; its first sample runs before a micro-batch of one.
+    """Find state that an objective keeps, by running a few samples of a micro-batch forward.
 
     The loss of samples is compared with their loss after other samples, with the same buffers,
-    parameters and random numbers. `alone`: there is a single process, whose checkpoints contain the
-    result of get_extra_state as well as buffers (with several ranks, it would be the state of only
-    one). `writes`: outpace itself writes to parameters. `drops`: dropout may have to be disabled.
-    Everything that can be reached is restored afterwards. `in_halves`: use the halves of the
-    micro-batch, whose losses the caller needs. `share`: a rank's index among the ranks that check,
-    and their number; each does a part of the search for state that matters later.
+    parameters and random numbers. `other` is another micro-batch, if any; its first sample runs
+    before a micro-batch of one. `alone`: there is a single process, whose checkpoints contain the
+    result of get_extra_state as well as buffers (with several ranks, it would be only one rank's
+    state). `writes`: outpace itself writes to parameters. `drops`: dropout may have to be disabled.
+    Everything within reach is restored afterwards. `in_halves`: use the halves of the micro-batch,
+    whose losses the caller needs. `share`: a rank's index among the ranks that check, and their
+    number; each does a part of the search for state that matters later.
 
     Two kinds of state are not found: state other than counters that matters only after more than
-    eight calls, and counters that matter only at certain calls, such as 200 to 500, or every 37th.
+    eight calls, and counters that matter only at certain calls, such as from 200 to 500 or every
+    37th.
     """
     failure: Exception | None = None
     halved = in_halves and samples_in(piece) % 2 == 0
@@ -147,7 +146,7 @@ def find_kept_state(
 def _choose_samples(
     piece: Batch, other: Batch | None, halved: bool
 ) -> Iterator[tuple[Batch, Batch]]:
-    """Yield samples, and other samples to run before them; only a few if the module supports that.
+    """Yield samples and other samples to run before them; only a few if the module supports it.
 
     `halved`: yield the halves first.
     """
@@ -172,7 +171,7 @@ def _choose_samples(
 def _find_by_gradient(
     search: "_Comparison", piece: Batch, other: Batch | None, state: KeptState
 ) -> KeptState:
-    """Return the state on which only the gradient of a few samples depends, or else `state`."""
+    """Return the state that only the gradient of a few samples depends on, or else `state`."""
     batch, before = next(_choose_samples(piece, other, halved=False))
     with suppress(Exception):  # such as normalisation over too few samples
         found = search.run(batch, before, piece if samples_in(batch) == 1 else batch, other)
@@ -182,9 +181,9 @@ def _find_by_gradient(
 
 
 class _Comparison:
-    """Losses of an objective, with and without preceding other samples.
+    """Losses of an objective on samples, with and without other samples before them.
 
-    `by_gradient`: a measure of the loss's gradients is compared in place of the loss.
+    `by_gradient`: compare a measure of the loss's gradients instead of the loss.
     """
 
     def __init__(
@@ -206,21 +205,21 @@ class _Comparison:
         self._model: nn.Module = plain.model  # type: ignore[assignment]
         self._watch = None if writes else MovedParameters(self._model.named_parameters())
         self._measure = GradientMeasure(self._model) if by_gradient else None
-        self._is_exact = not by_gradient  # a backward's kernels round differently each time
+        self._is_exact = not by_gradient  # backward kernels round differently each time
         self._measures = True  # whether the next forwards' gradients are measured
         self.unused: set[str] = set()  # state that changes, and that no loss depends on
         self.saw_writes = False  # to parameters or saved buffers
         self.reshaped: set[str] = set()
         self.backwards: set[str] = set()
-        self._left: dict[str, torch.Tensor] = {}  # what the last forward wrote to saved buffers
+        self._left: dict[str, torch.Tensor] = {}  # whether the last forward wrote to saved buffers
         self._trained: set[str] = set()  # parameters that require gradients after the last forward
         self._trained_first: set[str] = set()  # the same, after the first forward
         self._device = next(plain.parameters()).device
         self._is_first = False
-        self._made_first: dict[str, Any] = {}  # state that the forward of the other samples changed
+        self._made_first: dict[str, Any] = {}  # state that the other samples' forward changed
 
     def run(self, batch: Batch, other: Batch, whole: Batch, more: Batch | None) -> KeptState:
-        """Search for state; `whole` has samples that would differ between ranks."""
+        """Search for state. `whole` has samples that would differ between ranks."""
         with without_dropout(self._plain) if self._drops else nullcontext():
             begin = self._begin.attributes()
         fresh, kept = self._loss_after(None, batch)
@@ -258,7 +257,7 @@ class _Comparison:
         return KeptState(True, tuple(sorted(changed)), generators, unseen, apart)
 
     def _find_noise(self, other: Batch, batch: Batch, fresh: float, after: float) -> float:
-        """Return how much identical forwards differ; if that may be rounding, compare again."""
+        """Return how much identical forwards differ; compare again if it may be rounding."""
         noise = difference(self._loss_after(None, batch)[0], fresh)
         if noise or difference(after, fresh) > _ROUNDING:
             return noise
@@ -277,7 +276,7 @@ class _Comparison:
     ) -> tuple[float, dict[str, Any]]:
         """Return the mean loss of a batch after another one, and the state kept afterwards.
 
-        With the state that was kept before, `begin`, what the other one changes is noted.
+        If `begin`, the state before, is given, record what the other batch changes.
         """
         with self._without_effects():
             drawn = random_state(self._device)
@@ -293,9 +292,9 @@ class _Comparison:
             return self._mean(batch), self._begin.attributes()
 
     def _keeps_weights(self, batch: Batch) -> bool:
-        """Return whether a loss depends on what the weights were in the first forward.
+        """Return whether a loss depends on the weights of the first forward.
 
-        A table that is made once is the same of all weights.
+        A table that is computed once, but not from weights, does not count.
         """
         few = take_first(batch, _FEW)
         with suppress(Exception):  # such as normalisation over too few samples
@@ -310,7 +309,7 @@ class _Comparison:
     def _find_later_by_few(
         self, changed: set[str], batch: Batch, fresh: float
     ) -> tuple[str, ...] | None:
-        """Run `_find_later` with the first of the samples, if the module supports few."""
+        """Run `_find_later` with a few samples if the module supports it, or else with all."""
         if samples_in(batch) > _FEW:
             few = take_first(batch, _FEW)
             with suppress(Exception):  # such as normalisation over too few samples
@@ -318,11 +317,11 @@ class _Comparison:
         return self._find_later(changed, batch, fresh)
 
     def _find_later(self, changed: set[str], batch: Batch, fresh: float) -> tuple[str, ...] | None:
-        """Return which of the changed values matter some steps later; None if none do.
+        """Return the changed values that affect losses some steps later; None if none do.
 
         This runs several forwards in a row, and sets all counters to much later values at once.
-        With several ranks, the first one does the former, and each of the others a part of the
-        latter.
+        With several ranks, the first one runs the forwards, and the others share the counter
+        values.
         """
         number, ranks = self._share
         calls = 0 if number else self._count_calls(batch, fresh)
@@ -345,7 +344,7 @@ class _Comparison:
         return None
 
     def _is_changed_by_lists(self, names: Sequence[str], batch: Batch, fresh: float) -> bool:
-        """Return whether a batch has another loss once lists of these names are long."""
+        """Return whether a batch's loss changes once the lists of these names are long."""
         names = [name for name in names if has_lists(self._plain, name)]
         if not names:
             return False
@@ -361,13 +360,13 @@ class _Comparison:
             try:
                 with require_bounds(self._device):
                     return difference(self._mean(batch), fresh) > _ROUNDING
-            except Exception:  # a list that has to be as long as another
+            except Exception:  # such as a list that must be as long as another
                 return False
 
     def _count_calls(self, batch: Batch, fresh: float) -> int:
-        """Return after how many forwards a batch has another loss; 0 if it never has.
+        """Return after how many forwards a batch's loss changes; 0 if it never does.
 
-        Other parameters with gradients count as well.
+        A change in which parameters have gradients counts as well.
         """
         forwards = self._forwards_in_a_row(batch)
         for calls, (loss, trained) in enumerate(forwards):
@@ -378,7 +377,7 @@ class _Comparison:
         return 0
 
     def _forwards_in_a_row(self, batch: Batch) -> list[tuple[float, set[str]]]:
-        """Return the loss of each forward, and the parameters with gradients after it."""
+        """Return the loss of each forward, and the parameters that have gradients after it."""
         forwards: list[tuple[float, set[str]]] = []
         with self._without_effects():
             drawn = random_state(self._device)
@@ -393,9 +392,9 @@ class _Comparison:
     def _matters(
         self, names: Sequence[str], change: Callable[[Any], Any], batch: Batch, fresh: float
     ) -> bool:
-        """Return whether changed counters of these names affect the forward of a batch.
+        """Return whether changing the counters of these names affects the forward of a batch.
 
-        They do if they change its loss, or which parameters have gradients.
+        It does if the loss changes, or which parameters have gradients.
         """
         with self._without_effects():
             if not sum(change_counters(self._plain, name, change) for name in names):
@@ -416,7 +415,7 @@ class _Comparison:
         return tuple(n for n in sorted(names) if self._matters([n], change, batch, fresh))
 
     def _is_idle(self, name: str, calls: int, batch: Batch, fresh: float) -> bool:
-        """Return whether a value is a counter that does not affect the loss."""
+        """Return whether a value is a counter that has no effect on the loss."""
         with self._without_effects():
             counts = change_counters(self._plain, name, partial(add, calls))
         return counts and not self._matters([name], partial(add, calls), batch, fresh)
@@ -424,8 +423,8 @@ class _Comparison:
     def _compare_after_others(self, batch: Batch, more: Batch | None) -> float:
         """Return the difference between a batch's loss after itself and after other samples.
 
-        The other samples are half of its own or, for a single sample, two others. State that
-        belongs to single samples changes its shape then, and does not count as shared.
+        The other samples are half of the batch or, for a single sample, two others. State that is
+        kept for each sample then changes its shape, and does not count as shared.
         """
         samples = samples_in(batch)
         if samples == 1 and more is None:
@@ -439,7 +438,7 @@ class _Comparison:
         return 0.0 if shapes != other_shapes else difference(after_others, second)
 
     def _shapes_and_loss(self, other: Batch, batch: Batch) -> tuple[Any, float]:
-        """Return the shapes of the state kept after another batch, and a batch's loss after it."""
+        """Return the shapes of the state that another batch leaves, and a batch's loss after it."""
         with self._without_effects():
             drawn = random_state(self._device)
             self._mean(other)
@@ -449,7 +448,7 @@ class _Comparison:
 
     @contextmanager
     def _without_effects(self) -> Iterator[None]:
-        """Disable dropout and observe writes inside the context; restore everything afterwards."""
+        """Disable dropout and observe writes inside the context; restore everything on exit."""
         self._is_first = True
         with ExitStack() as stack:
             if self._drops:
@@ -461,7 +460,7 @@ class _Comparison:
             yield
 
     def _mean(self, batch: Batch) -> float:
-        """Return the mean loss of a forward that leaves the contents of a checkpoint unchanged."""
+        """Return the mean loss of a forward, and restore everything that checkpoints contain."""
         put_back = self._put_back_saved()
         is_first, self._is_first = self._is_first, False
         noted = note_backwards(self._model, self.backwards)
@@ -485,7 +484,7 @@ class _Comparison:
         return totals[0] / totals[1] if totals[1] else math.nan
 
     def _put_back_saved(self) -> Callable[[], None]:
-        """Return a function that restores saved buffers, and extra state that is in checkpoints."""
+        """Return a function that restores saved buffers and the extra state in checkpoints."""
         held = [
             (
                 f"{name}.{buffer}".removeprefix("model.").removeprefix("."),
@@ -537,7 +536,7 @@ class _Comparison:
         return put_back
 
     def _find_new_buffers(self, known: set[str]) -> set[str]:
-        """Return the names of saved buffers that are not `known`: forwards have registered them."""
+        """Return the names of saved buffers that forwards have registered: those not `known`."""
         found = set()
         for name, part in self._model.named_modules():
             for buffer in part._buffers.keys() - part._non_persistent_buffers_set:
@@ -549,7 +548,7 @@ class _Comparison:
 
 @contextmanager
 def _other_weights(model: nn.Module) -> Iterator[None]:
-    """Change the first values of each parameter inside the context, unseen by any watch."""
+    """Change the first values of each parameter inside the context, unobserved."""
     some = [p.detach().view(-1)[:_MOST_CHANGED] for p in all_parameters(model) if p.is_contiguous()]
     some = [one for one in some if one.is_floating_point()]
     with _disable_current_modes():
@@ -565,7 +564,7 @@ def _other_weights(model: nn.Module) -> Iterator[None]:
 
 
 def _are_alike(left: dict[str, torch.Tensor], left_after: dict[str, torch.Tensor]) -> bool:
-    """Return whether two forwards of the same samples have left equal saved buffers."""
+    """Return whether two forwards of the same samples leave equal saved buffers."""
     return left.keys() == left_after.keys() and all(
         one.shape == left_after[name].shape
         and torch.allclose(one, left_after[name], rtol=_ROUNDING, equal_nan=True)
@@ -575,7 +574,7 @@ def _are_alike(left: dict[str, torch.Tensor], left_after: dict[str, torch.Tensor
 
 
 def _later_multiple(number: Any, calls: int) -> Any:
-    """Return a multiple of many numbers, minus `calls`: a late value for a counter."""
+    """Return a late value for a counter: a multiple of many numbers, minus `calls`."""
     return number - number % _MULTIPLE + _MULTIPLE - calls
 
 

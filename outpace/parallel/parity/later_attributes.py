@@ -14,15 +14,15 @@ from torch.utils._pytree import tree_leaves
 from outpace.parallel.parity.module_state import MAPPINGS, SEQUENCES, is_constant
 from outpace.parallel.parity.outer_state import find_places
 
-_MOST_COUNTERS = 100  # above, a container's entries are not taken for counters
+_MOST_COUNTERS = 100  # in longer containers, entries are not considered counters
 _VARIED = 1.125  # the factor of a list's new entries
-_MOST_ADDED_BYTES = 1 << 28  # of tensors in a list's new entries, were they all concatenated
+_MOST_ADDED_BYTES = 1 << 28  # limit on the size of tensors in a list's new entries together
 
 
 def change_counters(module: nn.Module, name: str, change: Callable[[Any], Any]) -> bool:
-    """Change integers in the attribute `name` of `kept_attributes`; return whether there are any.
+    """Change integers in the attribute `name` of `kept_attributes`; return whether it has any.
 
-    These include tensors and arrays with a single number, and entries of dicts and lists.
+    These include single-element tensors and arrays, and entries of dicts and lists.
     """
     return bool(sum(_change(value, put, change) for value, put in _find_named(module, name)))
 
@@ -34,9 +34,9 @@ def has_lists(module: nn.Module, name: str) -> bool:
 
 
 def lengthen_lists(module: nn.Module, name: str, entries: int) -> bool:
-    """Lengthen lists in the attribute `name` by their last entry; return whether there are any.
+    """Append varied copies of the last entry to lists in `name`; return whether it has any.
 
-    Numbers that are added are somewhat larger. Of large tensors, fewer than `entries` are added.
+    Appended numbers are slightly larger. For large tensors, fewer than `entries` are appended.
     """
     values = [value for value, _ in _find_named(module, name)]
     values += [one for value in values if type(value) in MAPPINGS for one in value.values()]
@@ -49,13 +49,13 @@ def lengthen_lists(module: nn.Module, name: str, entries: int) -> bool:
 
 
 def _vary(entry: Any) -> Any:
-    """Return a number or a tensor that is somewhat larger; anything else as it is."""
+    """Return a slightly larger number or tensor; anything else unchanged."""
     floating = isinstance(entry, Tensor) and entry.is_floating_point()
     return entry * _VARIED if floating or type(entry) is float else entry
 
 
 def _find_named(module: nn.Module, name: str) -> list[tuple[Any, Callable[[Any], None]]]:
-    """Return the values of this name in `kept_attributes`, each with a function that sets it."""
+    """Return the values of this name in `kept_attributes`, each with its setter."""
     places = [p for p in find_places(module) if name == f"{p.name} ({p.kind})"]
     if places:
         return [(place.get(), place.put) for place in places]
@@ -67,7 +67,7 @@ def _find_named(module: nn.Module, name: str) -> list[tuple[Any, Callable[[Any],
 
 
 def _change(value: Any, put: Callable[[Any], None], change: Callable[[Any], Any]) -> bool:
-    """Change a value, by `put` or in place, if it is a whole number or holds some."""
+    """Change a value, by `put` or in place, if it is an integer or contains integers."""
     if type(value) in (*MAPPINGS, *SEQUENCES):
         keys = list(value) if type(value) in MAPPINGS else range(len(value))
         if len(value) > _MOST_COUNTERS:
@@ -79,7 +79,7 @@ def _change(value: Any, put: Callable[[Any], None], change: Callable[[Any], Any]
         number = value.item()
         if not _is_whole(number) or (isinstance(value, np.ndarray) and is_constant(value)):
             return False
-        with torch.no_grad(), suppress(RuntimeError, OverflowError):  # more than uint8 can hold
+        with torch.no_grad(), suppress(RuntimeError, OverflowError):  # too large for uint8
             value[...] = change(number)
             return True
         return False

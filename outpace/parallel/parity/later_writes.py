@@ -1,10 +1,10 @@
-"""Forwards that first write to parameters in a later step, after the check of the first batch.
+"""Forwards that first write to parameters after the check of the first batch.
 
 An embedding with max_norm in a branch that is taken later, or weights that are clipped from some
-step on, would silently train differently under most strategies. A tensor's `_version` shows in
-every step whether it was written to, at the cost of reading it. Writes through `.data` do not
-change it, so in steps 2, 4, 8, … the operators that write are observed as they run. Compiled code
-has no such operators, so there writes through `.data` go unnoticed.
+step on, would silently train differently under most strategies. Reading a tensor's `_version` shows
+in every step whether it was written to, except through `.data`. So in steps 2, 4, 8, … the
+operators that write are observed as they run. Compiled code does not call these operators, so its
+writes through `.data` go unnoticed.
 """
 
 import sys
@@ -42,11 +42,11 @@ _COLLECTIVES = ("fsdp", "c10d", "_c10d_functional", "outpace")
 
 
 class LaterWrites:
-    """Monitor of writes to a layout's parameters in the forwards and backwards of all steps.
+    """A monitor of writes to a layout's parameters during the forwards and backwards of all steps.
 
-    `known` are writes that the comparison in the first step accepted; `steps` are already done.
-    Under ddp and zero1, later writes are accepted too, if all ranks write the same; otherwise the
-    rank that finds one raises BadInputError.
+    `known` are writes that the comparison in the first step accepted; `steps` steps are already
+    done. ddp and zero1 also accept later writes if all ranks write the same; otherwise, the rank
+    that finds one raises BadInputError.
     """
 
     def __init__(
@@ -112,17 +112,17 @@ class LaterWrites:
                         yield names[one.sharded_param], gathered
 
     def _find_writes(self) -> bool:
-        """Return whether this step has written to parameters in a way that must be judged."""
+        """Return whether this step has written to parameters in a way that needs checking."""
         pairs = zip(self._held, self._before, strict=True)
         written = {name for (name, tensor), before in pairs if tensor._version != before}
         if self._seen is not None:
             written |= self._seen.find_names()
-        # In observed steps, accepted writes are compared again, since they may differ by now.
+        # In observed steps, accepted writes are compared again, since ranks may differ by now.
         self._written = written if self._looks and self._use is not None else written - self._known
         return bool(self._written)
 
     def _refuse_unequal(self) -> None:
-        """Refuse the writes, unless all ranks have written the same. Collective if any."""
+        """Refuse the writes unless all ranks have written the same. Collective if any are found."""
         names = sorted(self._written)
         if self._use is None or not self._use.all_wrote:
             raise self._refusal(names)
@@ -150,7 +150,7 @@ class LaterWrites:
 
 
 class _Writes(TorchDispatchMode):
-    """Record of the tensors, by name, to whose memory operators other than collectives write."""
+    """A record of the names of tensors that operators other than collectives write to."""
 
     supports_higher_order_operators = True
 
@@ -167,7 +167,7 @@ class _Writes(TorchDispatchMode):
         self._names: set[str] = set()
 
     def find_names(self) -> set[str]:
-        """Return the names so far, including those of tensors with replaced memory (p.data = …)."""
+        """Return the names so far, including tensors whose memory was replaced (p.data = …)."""
         for name, tensor, storage in self._tensors:
             if storage_id(local(tensor)) != storage._cdata:
                 self._names.add(name)
@@ -187,7 +187,7 @@ class _Writes(TorchDispatchMode):
 
 
 def _gathers() -> bool:
-    """Return whether `fully_shard` runs an operator to fill what it gathers."""
+    """Return whether an operator is one that `fully_shard` runs to fill gathered tensors."""
     frame = sys._getframe(1)
     while frame.f_back is not None and not frame.f_code.co_filename.startswith(_TORCH):
         frame = frame.f_back  # skip the mode's frame

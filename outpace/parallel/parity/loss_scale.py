@@ -1,8 +1,8 @@
-"""Gradients that do not grow with the loss: what a user's backward adds, clips or normalises.
+"""Gradients that do not scale with the loss, because a user's backward adds to or clips them.
 
-Strategies scale the loss before its backward and gradients after it, which autograd's own
-derivatives do not notice. A Function that adds the gradient of an auxiliary loss (of size one,
-whatever the loss is scaled by), and hooks that clip gradients, do.
+Strategies scale the loss before its backward and gradients after it. This has no effect on
+autograd's own derivatives, but it does on a Function that adds the gradient of an auxiliary loss
+(of size one, whatever the loss is scaled by), and on hooks that clip or normalise gradients.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +20,12 @@ from outpace.parallel.tensors import graph_nodes, is_in_python
 from outpace.records.errors import first_names
 
 _FEW = 2  # samples
-_SCALE = 0.125  # a power of two, so that gradients that grow with the loss are equal in all digits
+_SCALE = 0.125  # a power of two, so gradients that scale with the loss are bitwise equal
 _LEAST = 1e-3  # relative difference of a gradient; in 16 bits, `projection` applies
 
 
 def has_user_backward(loss: Tensor) -> bool:
-    """Return whether a Function that is written in Python is in the graph of a loss."""
+    """Return whether the graph of a loss contains a Function written in Python."""
     return any(map(is_in_python, graph_nodes(loss)))
 
 
@@ -40,10 +40,10 @@ def find_unscaled_gradients(
     strategy: str,
     allowed: ComparisonLimits,
 ) -> list[str]:
-    """Return the parameters whose gradients are others than the loss's scale asks for.
+    """Return the parameters whose gradients do not scale with the loss.
 
-    `divert` passes the gradients of a backward of `plain` to a function. Runs a few samples of a
-    `piece` forward once, and backward twice or three times. Empty if they cannot be run.
+    `divert` passes the gradients of a backward of `plain` to a function. A few samples of `piece`
+    run one forward and two or three backwards. Empty if they cannot run.
     """
 
     def run_backward(loss: Tensor, scale: float) -> dict[str, Tensor]:
@@ -61,12 +61,12 @@ def find_unscaled_gradients(
             divert(None)
         return found
 
-    with suppress(Exception), trial_forward(plain, drops):  # too few samples to normalise over, say
+    with suppress(Exception), trial_forward(plain, drops):  # such as too few samples for a norm
         with hooks.cast(), NoCollectives(strategy):  # other ranks may run no forward
             loss_sum, *_ = plain(take_first(piece, _FEW))
         whole, scaled = run_backward(loss_sum, 1.0), run_backward(loss_sum, _SCALE)
         apart = _list_apart(names, whole, scaled, allowed)
-        # A backward that draws random numbers differs each time.
+        # a backward that draws random numbers differs each time
         noisy = _list_apart(names, whole, run_backward(loss_sum, 1.0), allowed) if apart else []
         return [name for name in apart if name not in noisy]
     return []
@@ -91,7 +91,7 @@ def _list_apart(
 
 @contextmanager
 def note_backwards(model: nn.Module, names: set[str]) -> Iterator[None]:
-    """Add to `names` the parameters that get a gradient inside the context, as in a forward."""
+    """Add to `names` the parameters that get a gradient inside the context, such as a forward."""
     handles = [
         parameter.register_post_accumulate_grad_hook(lambda _, name=name: names.add(name))
         for name, parameter in model.named_parameters()
@@ -105,7 +105,7 @@ def note_backwards(model: nn.Module, names: set[str]) -> Iterator[None]:
 
 
 def explain_backwards(names: Sequence[str]) -> str:
-    """Return a message about a forward or a loss that runs a backward of its own."""
+    """Return a message about a forward or a loss that itself runs a backward."""
     return (
         f"the forward or the loss runs a backward of its own, which adds to gradients of "
         f"{first_names(names)}: outpace scales the loss before its backward, and gradients after "
@@ -116,7 +116,7 @@ def explain_backwards(names: Sequence[str]) -> str:
 
 
 def explain_unscaled_gradients(names: Sequence[str]) -> str:
-    """Return a message about gradients that do not grow with the loss."""
+    """Return a message about gradients that do not scale with the loss."""
     return (
         f"gradients of {first_names(names)} do not grow with the loss: a Function or a hook of "
         "the module adds, clips or normalises gradients in the backward by a size of its own, and "

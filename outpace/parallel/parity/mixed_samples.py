@@ -1,9 +1,9 @@
-"""Difference between samples of several ranks in one batch and the same samples separately.
+"""The difference between samples of several ranks in one batch and the same samples separately.
 
 A decision that a module makes for the whole batch (a branch or a detach by the first sample, a mask
-over all samples, a gradient that is clipped or centred) changes with the cut, and often affects
-only gradients. All parts of one micro-batch may lead to the same decision, so samples of different
-ranks and micro-batches are combined here.
+over all samples, a gradient that is clipped or centred) depends on how the batch is split, and
+often affects only gradients. All parts of one micro-batch may lead to the same decision, so samples
+of different ranks and micro-batches are combined here.
 """
 
 import math
@@ -41,7 +41,7 @@ from outpace.parallel.parity.user_collectives import NoCollectives
 from outpace.parallel.plain import random_state, same_random_state, without_dropout
 from outpace.parallel.rank_objects import gather_objects
 
-_FEW = 2  # samples of a rank, at most
+_FEW = 2  # at most this many samples of a rank
 _MOST_RANKS = 8
 # Positions in the sums: losses and counts, and means of parts; products and squares follow.
 _FAILED, _LOSSES, _MEANS = 0, slice(1, 5), slice(5, 7)
@@ -50,9 +50,9 @@ _FIRST = 7
 
 @dataclass(frozen=True)
 class MixedDifference:
-    """Difference in the `loss`, or else in the `gradient` of the parameters `names`.
+    """A difference in the `loss`, or else in the `gradient` of the parameters `names`.
 
-    `by_samples`: whether the loss would be the same if parts were weighted by samples.
+    `by_samples`: the loss would be the same if parts were weighted by their numbers of samples.
     """
 
     loss: float = 0.0
@@ -62,11 +62,11 @@ class MixedDifference:
 
 
 class MixedSamples:
-    """Comparison of a few samples of pairs of ranks, run together on one and separately on both.
+    """A comparison of a few samples of two ranks, run together on one and separately on both.
 
     It takes the time of two samples, or four if necessary. `divert` passes the gradients of a
-    backward of `plain` to a function, so that the backward stores none; None ends that. `strategy`
-    is named when a collective in the user's code is refused. `piece` is this rank's, or None if its
+    backward of `plain` to a function instead of storing them; None restores storing. `strategy` is
+    named when a collective in the user's code is refused. `piece` is this rank's, or None if its
     samples are not needed; `order` is the rank's index among those that have a piece.
     """
 
@@ -89,12 +89,12 @@ class MixedSamples:
         self._device = device
         self._piece, self._order = piece, order
         self._found: MixedDifference | None = None
-        self._ran: list[tuple[Batch, Totals]] = []  # by this rank at last, with sum and count
+        self._ran: list[tuple[Batch, Totals]] = []  # last samples run, with sum and count
 
     def show_none(self, allowed: ComparisonLimits) -> bool:
-        """Return whether samples affect neither each other's losses nor later ones. Collective.
+        """Return whether samples affect neither each other's losses nor later losses. Collective.
 
-        Besides the comparison, this takes a sample together with those that this rank has run, and
+        Besides the comparison, this runs a sample together with those that this rank has run, and
         before and after them. False if micro-batches are too small to tell.
         """
         piece = self._piece
@@ -111,7 +111,7 @@ class MixedSamples:
         return not (self._found.loss or any(gather_objects(reason)))
 
     def settle(self, other_cause: bool, allowed: ComparisonLimits) -> MixedDifference:
-        """Return the difference; none if on any rank it may have another cause. Collective."""
+        """Return the difference; none if it may have another cause on any rank. Collective."""
         if self._found is None:
             return self._compare(other_cause, allowed)
         return MixedDifference() if any(gather_objects(other_cause)) else self._found

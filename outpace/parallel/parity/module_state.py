@@ -1,8 +1,8 @@
-"""State of a user's module that forwards and losses change and that a check must restore.
+"""State of a user's module that forwards and losses change, and that checks must restore.
 
-This state consists of gradients, buffers, attributes (counters, lists, tensors, and the contents of
-objects of the user's classes), variables outside of the module that its functions use
-(outer_state.py), training modes, and the generators of torch, Python and NumPy.
+It consists of gradients, buffers, attributes (counters, lists, tensors, and the contents of objects
+of the user's classes), variables outside of the module that its functions use (outer_state.py),
+training modes, and the generators of torch, Python and NumPy.
 """
 
 import random
@@ -32,8 +32,8 @@ _LIBRARIES = frozenset({"builtins", "functools", "numpy", "outpace", "torch"})
 MAPPINGS = (dict, OrderedDict, defaultdict, Counter)
 SEQUENCES = (list, deque)
 _GENERATORS = (random.Random, torch.Generator, np.random.Generator, np.random.RandomState)
-_MOST_ENTRIES = 10_000  # above, a container is compared only by its length
-_MOST_NUMBERS = 1_000_000  # above, only a sample of the values is compared
+_MOST_ENTRIES = 10_000  # longer containers are compared by length only
+_MOST_NUMBERS = 1_000_000  # of larger tensors, only a sample of the values is compared
 
 Undo = Callable[[], None]
 
@@ -53,9 +53,9 @@ class _Draws(NamedTuple):
 
 
 class ModuleState:
-    """A module's state as it is now, which can be restored any number of times.
+    """A snapshot of a module's state, which can be restored any number of times.
 
-    `attributes` reads what it has become. What the module's code may use is found once.
+    `attributes` reads the current state. The places that the module's code may use are found once.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -67,10 +67,10 @@ class ModuleState:
 
     @contextmanager
     def preserve(self, device: torch.device) -> Iterator[Callable[[], None]]:
-        """Restore the state, all generators, and which parameters train at the end.
+        """Restore the state, all generators, and which parameters train on exit.
 
-        Call the yielded function to keep the new state instead. Existing gradients are set aside in
-        the meantime. Parameter values are not restored.
+        Call the yielded function to keep the new state instead. Existing gradients are set aside
+        inside the context. Parameter values are not restored.
         """
         gradients = [(p, p.grad, p.requires_grad) for p in self._parameters]
         drawn = random_state(device)
@@ -91,7 +91,7 @@ class ModuleState:
                     parameter.grad = gradient
 
     def restore_draws(self) -> None:
-        """Restore the generators of the module's own."""
+        """Restore the module's own generators."""
         for step in self._undo_draws:
             step()
 
@@ -108,12 +108,12 @@ def preserve_state(
 
 
 def kept_attributes(module: nn.Module) -> dict[str, Any]:
-    """Return values that an objective keeps outside of parameters and saved buffers, comparable.
+    """Return what an objective keeps outside of parameters and saved buffers, in comparable form.
 
-    By name, these are numbers, tensors, generators, and the contents of containers and objects of
-    the user's classes in plain attributes; buffers that are not in checkpoints; and globals, class
-    attributes and enclosed variables that functions in the user's files use. Values that are not
-    plain attributes are named with their kind in parentheses.
+    Keys are names. Values are numbers, tensors, generators, and the contents of containers and
+    objects of the user's classes in plain attributes; buffers that are not in checkpoints; and
+    globals, class attributes and closure variables that functions in the user's files use. The
+    names of values that are not plain attributes include their kind in parentheses.
     """
     return _list_attributes(module, find_places(module))
 
@@ -153,7 +153,7 @@ def hidden_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def parameter_versions(named: Mapping[str, Tensor]) -> dict[str, tuple[int, int]]:
-    """Return where each tensor's values are, and how often it has been written to, by name."""
+    """Return each tensor's address and how often it has been written to, by name."""
     return {name: (one.data_ptr(), one._version) for name, one in named.items()}
 
 
@@ -162,7 +162,7 @@ def _is_module(value: Any) -> bool:
 
 
 def buffer_versions(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return which tensor each buffer is, and how often it has been written to, by name."""
+    """Return each buffer's tensor and how often it has been written to, by name."""
     return {name: _version(one) for name, one in module.named_buffers()}
 
 
@@ -171,7 +171,7 @@ def _version(buffer: Tensor) -> tuple[int, int]:
 
 
 def unsaved_kind(objective: nn.Module, name: str, part: nn.Module, buffer: str) -> str | None:
-    """Return the kind of a buffer in the part `name` of an objective; None if it is saved."""
+    """Return the kind of a buffer in an objective's module `name`; None if it is saved."""
     if buffer in part._non_persistent_buffers_set:
         return "a buffer with persistent=False"
     of_model = "model" not in objective._modules or name == "model" or name.startswith("model.")
@@ -196,7 +196,7 @@ def _find_value(value: Any, path: str, found: dict[str, Any], seen: set[int]) ->
 
 
 def _comparable(value: Any, seen: set[int]) -> Any:
-    """Return a representation of a value that is equal for equal contents."""
+    """Return a representation of a value that compares equal for equal contents."""
     if isinstance(value, bool | int | float | complex | str | bytes | None):
         return repr(value)
     if isinstance(value, nn.Parameter):
@@ -204,7 +204,7 @@ def _comparable(value: Any, seen: set[int]) -> Any:
     if isinstance(value, Tensor):
         return _Values(str(value.dtype), tuple(value.shape), fingerprint(_sample_of(value)))
     if isinstance(value, np.ndarray):
-        # Not `hash`, which is another one in each process.
+        # not `hash`, which differs in each process
         found = None if is_constant(value) else zlib.crc32(_sample_of(value).tobytes())
         return _Values(str(value.dtype), value.shape, found)
     if isinstance(value, random.Random):
@@ -221,9 +221,9 @@ def _comparable(value: Any, seen: set[int]) -> Any:
 
 
 def _sample_of(value: Any) -> Any:
-    """Return a tensor or an array; for a large one, evenly spaced numbers in it.
+    """Return a tensor or an array; of a large one, evenly spaced elements.
 
-    The step is odd, so that the numbers are in all columns of a table with 2^n columns.
+    The stride is odd, so that elements come from all columns of a table with 2^n columns.
     """
     size = value.numel() if isinstance(value, Tensor) else value.size
     if size <= _MOST_NUMBERS or (isinstance(value, Tensor) and value.layout != torch.strided):
@@ -232,12 +232,12 @@ def _sample_of(value: Any) -> Any:
 
 
 def is_constant(array: Any) -> bool:
-    """Return whether an array is never written to: of a mapped file, or read-only."""
+    """Return whether an array is never written to: memory-mapped or read-only."""
     return isinstance(array, np.memmap) or not array.flags.writeable
 
 
 def is_generator(comparable: Any) -> bool:
-    """Return whether an attribute's value in `kept_attributes` belongs to a random generator."""
+    """Return whether a value in `kept_attributes` belongs to a random generator."""
     return isinstance(comparable, _Draws)
 
 
@@ -262,7 +262,7 @@ def _comparable_container(value: Any, seen: set[int]) -> Any:
 
 
 def _comparable_entry(value: Any, seen: set[int]) -> Any:
-    """Return `_comparable` for an item in a container, where objects have no names."""
+    """Return the comparable form of a container's entry, where objects have no names."""
     if not (isinstance(value, nn.Module) or is_user_object(value)):
         return _comparable(value, seen)
     if id(value) in seen:
@@ -276,7 +276,7 @@ def _comparable_entry(value: Any, seen: set[int]) -> Any:
 def _find_undo(
     module: nn.Module, places: Iterable[OuterVariable], parameters: Iterable[nn.Parameter]
 ) -> Iterator[tuple[Any, Undo]]:
-    """Yield what a module's buffers, attributes and functions refer to, and how to restore it."""
+    """Yield values that a module's buffers, attributes and functions refer to, with their undo."""
     waiting: list[Any] = [*module.modules(), *(place.get() for place in places)]
     # Kept alive, so that ids are not reused.
     seen: dict[int, Any] = {id(p): p for p in parameters}
@@ -292,7 +292,7 @@ def _find_undo(
 
 
 def _children_of(value: Any) -> Iterable[Any]:
-    """Return the attributes, items or elements of a value, which may change."""
+    """Return the attributes or entries of a value, which may change."""
     if isinstance(value, nn.Module):
         attributes = [one for name, one in vars(value).items() if name not in _INTERNAL]
         return [*attributes, *value._buffers.values()]
@@ -306,7 +306,7 @@ def _children_of(value: Any) -> Iterable[Any]:
 
 
 def _undo_value(value: Any) -> Undo | None:
-    """Return a function that restores a value; None for a value that does not change in place."""
+    """Return a function that restores a value; None if the value cannot change in place."""
     if isinstance(value, nn.Module):
         return _undo_module(value)
     if isinstance(value, Tensor):
@@ -329,7 +329,7 @@ def _undo_value(value: Any) -> Undo | None:
 
 
 def is_user_object(value: Any) -> bool:
-    """Return whether an object's class is not from one of the underlying libraries."""
+    """Return whether an object's class is the user's, not one of the underlying libraries'."""
     if isinstance(value, type | ModuleType) or hasattr(type(value), "__code__"):
         return False
     library = type(value).__module__.partition(".")[0]
@@ -367,7 +367,7 @@ def _undo_module(module: nn.Module) -> Undo:
 
 
 def _undo_tensor(tensor: Tensor) -> Undo | None:
-    """Restore values only if they have changed, so that version counters show no other changes."""
+    """Return a function that restores changed values only, so version counters show no others."""
     if tensor.is_meta or tensor.is_inference():
         return None
     values, version, gradient = tensor.detach().clone(), tensor._version, _gradient(tensor)
@@ -384,14 +384,14 @@ def _undo_tensor(tensor: Tensor) -> Undo | None:
 
 
 def restore_values(tensor: Tensor, values: Tensor) -> None:
-    """Write values back to a tensor, which a forward may have resized in place."""
+    """Write values back to a tensor that a forward may have resized in place."""
     if tensor.shape != values.shape:
         tensor.resize_(values.shape)
     tensor.detach().copy_(values)
 
 
 def _is_changed(tensor: Tensor, values: Tensor) -> bool:
-    """Return whether a tensor's values have changed although its version is the same."""
+    """Return whether a tensor's values have changed though its version has not."""
     some, some_before = fingerprint(_sample_of(tensor)), fingerprint(_sample_of(values))
     if tensor.numel() <= _MOST_NUMBERS or some is None or some != some_before:
         return some != some_before

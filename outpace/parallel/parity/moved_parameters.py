@@ -1,8 +1,8 @@
 """Parameters whose values a user's forward changes: clipped weights, teachers, max_norm.
 
-torch counts a tensor's changes in `_version`, except those through `.data`, and comparing all
-values would need a copy of them. Instead, writes are observed as operators run, and only tensors
-that are written to are copied.
+torch counts a tensor's changes in `_version`, but not those through `.data`, and comparing all
+values would need a copy of them. So writes are observed as operators run, and only tensors that are
+written to are copied.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,7 +25,7 @@ NEEDED_BEFORE = "other micro-batches in flight need the old value"
 
 
 class MovedParameters(TorchDispatchMode):
-    """Record of the named tensors that are written to in the context, with previous values."""
+    """A record of named tensors that are written to inside the context, with previous values."""
 
     supports_higher_order_operators = True
 
@@ -61,7 +61,7 @@ class MovedParameters(TorchDispatchMode):
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         if isinstance(error, TracedOperatorError):
-            torch._dynamo.reset()  # which gives up for good what it meets under a mode
+            torch._dynamo.reset()  # the compiler permanently skips code that it meets under a mode
 
     def _record_writes(
         self, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any], by_samples: bool
@@ -75,7 +75,7 @@ class MovedParameters(TorchDispatchMode):
                     self._before[name] = held, held.clone()
 
     def _note_replaced(self) -> None:
-        """Record parameters whose values were replaced (p.data = …), which involves no operator."""
+        """Record parameters whose values were replaced (p.data = …), which calls no operator."""
         for name, (tensor, held) in self._tensors.items():
             if not is_spread(tensor) and _memory(tensor) != _memory(held):
                 self.replaced.add(name)
@@ -83,17 +83,17 @@ class MovedParameters(TorchDispatchMode):
                 self._before.setdefault(name, (held, held.clone()))
 
     def written_unseen(self) -> list[str]:
-        """Return the names of tensors that were written to by operators that were not observed.
+        """Return the names of tensors that unobserved operators have written to.
 
-        These operators run in another thread, such as a backward on CUDA. If nothing was observed,
-        all written tensors count.
+        Operators are not observed in other threads, such as a backward on CUDA. If nothing was
+        observed, all written tensors count.
         """
         self._note_replaced()
         now = self._count_writes()
         return [n for n, v in self._versions.items() if now[n] != v and n not in self.written]
 
     def _count_writes(self) -> dict[str, int]:
-        """Read the version counters of tensors, and of the local parts of sharded ones."""
+        """Return the version counters of tensors, and of sharded tensors' local parts."""
         return {
             name: held._version + tensor._version
             for name, (tensor, held) in self._tensors.items()
@@ -101,7 +101,7 @@ class MovedParameters(TorchDispatchMode):
         }
 
     def put_back(self) -> dict[str, Tensor]:
-        """Restore all parameters; return the values that were replaced, by parameter name."""
+        """Restore all parameters; return the new values, by parameter name."""
         moved = {name: now.clone() for name, now in self.changes().items()}
         for name in {*moved, *self.replaced} & self._before.keys():
             held, before = self._before[name]
@@ -123,7 +123,7 @@ class MovedParameters(TorchDispatchMode):
 
     @contextmanager
     def put_back_unless(self, kept: Callable[[], bool]) -> Iterator[None]:
-        """Restore all values at the end, unless the change is kept."""
+        """Restore all values on exit, unless the changes are kept."""
         try:
             yield
         finally:
@@ -132,10 +132,10 @@ class MovedParameters(TorchDispatchMode):
 
 
 class TracedOperatorError(BadInputError):
-    """An operator that the compiler has to trace, called where operators are observed."""
+    """A call, where operators are observed, of an operator that the compiler has to trace."""
 
 
-# Operators with branches or bodies that torch's compiler traces.
+# Operators with branches or loop bodies that torch's compiler traces.
 _TRACED = {"cond": "cond", "while_loop": "while_loop", "map_impl": "map", "scan": "scan",
            "associative_scan": "associative_scan"}  # fmt: skip
 
@@ -144,14 +144,14 @@ _TRACED = {"cond": "cond", "while_loop": "while_loop", "map_impl": "map", "scan"
 def schema_of_write(operator: Any) -> Any:
     """Return the schema of an operator that writes to its arguments; None for other operators.
 
-    Raises TracedOperatorError for one whose branches are traced: run without the compiler, as where
-    operators are observed, the parameters in them get no gradient.
+    Raises TracedOperatorError for an operator with traced branches: while operators are observed,
+    the compiler does not run, and parameters in the branches get no gradient.
     """
     if isinstance(operator, HigherOrderOperator) and operator.name() in _TRACED:
         raise TracedOperatorError(
             f"the forward or the loss calls torch's {_TRACED[operator.name()]}, which torch's "
-            "compiler has to trace, and where outpace observes operators it cannot. Use a branch "
-            "or a loop of Python, or torch.where"
+            "compiler has to trace, but cannot while outpace observes operators. Use Python's if "
+            "or loops, or torch.where"
         )
     schema = getattr(operator, "_schema", None)
     return schema if schema is not None and schema.is_mutable else None
@@ -159,7 +159,7 @@ def schema_of_write(operator: Any) -> Any:
 
 @contextmanager
 def keep_values(named: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
-    """Restore the tensors' values at the end."""
+    """Restore the tensors' values on exit."""
     watch = MovedParameters(named)
     try:
         with watch:
@@ -169,7 +169,7 @@ def keep_values(named: Iterable[tuple[str, Tensor]]) -> Iterator[None]:
 
 
 def find_written(schema: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors with their own memory that an operator call writes to."""
+    """Yield the tensors that an operator call writes to, if they have their own memory."""
     for place, argument in enumerate(schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[place] if place < len(args) else kwargs.get(argument.name)
@@ -189,9 +189,9 @@ def is_lost_value(error: BaseException) -> bool:
 
 
 def explain_lost_value(buffers: Sequence[str], strategy: str) -> str:
-    """Return a message for a backward that needs values changed by another micro-batch's forward.
+    """Return a message about a backward whose values another micro-batch's forward changed.
 
-    `buffers` are those that forwards change, if known.
+    `buffers` are the names of buffers that forwards change, if known.
     """
     changed = first_names(buffers) if buffers else "a tensor of the module"
     return (
@@ -203,7 +203,7 @@ def explain_lost_value(buffers: Sequence[str], strategy: str) -> str:
 
 
 def explain_writes(names: Sequence[str], strategy: str, why: str) -> str:
-    """Return a message for a forward that writes to parameters, which a strategy forbids."""
+    """Return a message about a forward that writes to parameters, which a strategy forbids."""
     return (
         f"the module's forward changes the values of {first_names(names)}, but under strategy "
         f"{strategy} {why}. Change parameters between steps instead, in the same way on all ranks."

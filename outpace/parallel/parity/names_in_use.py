@@ -1,8 +1,8 @@
-"""Names that a training step can read: those in the code of a module's forward and of its loss.
+"""Names that a training step can read: those in the code of a module's forward and loss.
 
-Code tells what is never read without running it: an attribute whose name is in no function that a
-forward, a hook or the loss can reach is read by none of them. Where code looks names up while it
-runs (`getattr`, `vars`), any name may be read.
+Code shows what is never read without being run: an attribute whose name occurs in no function that
+a forward, a hook or the loss can reach is not read. If code looks names up as it runs (`getattr`,
+`vars`), any name may be read.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -29,7 +29,7 @@ _HOOKS = (
 class NamesInUse:
     """Names in the functions that a module's forward, its hooks and its loss can call.
 
-    A function counts as called if its name occurs in one that does, whatever it belongs to.
+    A function counts as called if its name occurs in one that is called, whatever object it is of.
     """
 
     def __init__(self, module: nn.Module, loss: Callable[..., Any] | None = None) -> None:
@@ -63,7 +63,7 @@ class NamesInUse:
         return names
 
     def _list_first(self) -> list[FunctionType]:
-        """Return the loss, the hooks, and the functions in attributes of parts."""
+        """Return the loss, the hooks, and functions in the submodules' attributes."""
         first: list[Any] = [self._loss]
         for part in self._parts:
             first += list(vars(part).values())
@@ -71,7 +71,7 @@ class NamesInUse:
         return _functions_among(first)
 
     def _list_methods(self) -> list[FunctionType]:
-        """Return the functions of the parts' classes, except of torch's own."""
+        """Return the methods of the submodules' classes, except torch's own."""
         kinds = {kind for part in self._parts for kind in type(part).__mro__}
         return [
             function
@@ -87,7 +87,7 @@ def _is_called_by_torch(name: str) -> bool:
 
 
 def _functions_in(value: Any) -> Iterator[FunctionType]:
-    """Yield the functions of a method, a property, or a function with arguments bound to it."""
+    """Yield the functions behind a method, a property or a partial."""
     if isinstance(value, property):
         parts: Collection[Any] = (value.fget, value.fset)
     elif isinstance(value, staticmethod | classmethod | MethodType):
@@ -98,14 +98,14 @@ def _functions_in(value: Any) -> Iterator[FunctionType]:
         parts = ()
         if isinstance(value, FunctionType):
             yield value
-            inner = getattr(value, "__wrapped__", None)  # the function inside of a decorator
+            inner = getattr(value, "__wrapped__", None)  # the function inside a decorator
             parts = (inner,) if inner is not None else ()
     for part in parts:
         yield from _functions_in(part)
 
 
 def _functions_among(values: Collection[Any]) -> list[FunctionType]:
-    """Return functions, including the `__call__` of callable objects."""
+    """Return the functions among values, including the `__call__` of callable objects."""
     found = [function for value in values for function in _functions_in(value)]
     for value in values:
         if isinstance(value, nn.Module):  # such as a criterion
@@ -122,9 +122,9 @@ def _functions_among(values: Collection[Any]) -> list[FunctionType]:
 
 
 def _find_globals(function: FunctionType, names: Collection[str]) -> list[FunctionType]:
-    """Return the functions of these names in a function's package, and in the user's files.
+    """Return the functions of these names in a function's package and in the user's files.
 
-    Other libraries' functions do not know the attributes of the user's classes.
+    Functions of other libraries do not refer to attributes of the user's classes.
     """
     values = [function.__globals__.get(name) for name in names]
     for value in list(values):

@@ -1,7 +1,8 @@
 """Samples of other ranks in a rank's first batch, and whether a few samples affect each other.
 
-With them the plain pass combines samples differently from the plan, so that one comparison
-with the layout shows that nothing depends on which samples are computed together, or before.
+With samples of other ranks, the plain pass combines samples differently from the plan. Then one
+comparison with the layout shows that nothing depends on which samples are computed together, or
+earlier.
 """
 
 import math
@@ -43,11 +44,12 @@ FEWEST = 4  # samples of a micro-batch, since a single sample may be a special c
 
 
 def swap_samples(passes: Sequence[Batch], device: torch.device) -> list[Batch] | None:
-    """Return this rank's passes, the first two with a sample of another rank. Collective.
+    """Return this rank's passes, the first two with a sample of another rank each. Collective.
 
-    Each of the two begins with the first sample of the other rank's other pass, instead of its own;
-    the first is in two halves. None if ranks have fewer than four samples in a pass, or an odd
-    number, or if samples of several ranks cannot be one batch.
+    The first pass begins with the first sample of the next rank's second pass, and the second with
+    that of its first pass, instead of their own. The first is returned in two halves. None if a
+    pass has fewer than four samples or an odd number, or if samples of several ranks cannot form a
+    batch.
     """
     sent: list[bytes] = []
     with suppress(Exception):  # a batch may have no samples
@@ -71,9 +73,9 @@ def swap_samples(passes: Sequence[Batch], device: torch.device) -> list[Batch] |
 
 
 def _send_around(sent: Sequence[bytes], sizes: Sequence[int], device: torch.device) -> list[bytes]:
-    """Send to the previous rank, and return tensors of these sizes from the next one. Collective.
+    """Send bytes to the previous rank; return those of these sizes from the next one. Collective.
 
-    No rank holds the samples of all.
+    So no rank holds the samples of all ranks.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     received = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
@@ -89,10 +91,10 @@ def _send_around(sent: Sequence[bytes], sizes: Sequence[int], device: torch.devi
 
 
 def turn_samples(passes: Sequence[Batch], micro_batches: int) -> list[Batch] | None:
-    """Return a pipeline's micro-batches, each starting with the last sample of the previous one.
+    """Return a pipeline's micro-batches, each starting with the last sample of the one before.
 
-    The first one begins with the last sample of all. None if micro-batches have fewer than four
-    samples, or an odd number, or if samples cannot be combined.
+    The first one starts with the very last sample. None if micro-batches have fewer than four
+    samples or an odd number, or if samples cannot be combined.
     """
     turned = []
     for number, batch in enumerate(passes):
@@ -108,22 +110,22 @@ def turn_samples(passes: Sequence[Batch], micro_batches: int) -> list[Batch] | N
 
 
 def _is_enough(samples: int) -> bool:
-    """Return whether a micro-batch has samples for two halves that are no special case."""
+    """Return whether a micro-batch has enough samples for two halves that are no special case."""
     return samples >= FEWEST and samples % 2 == 0
 
 
 def explain_dependence(
     plain: nn.Module, few: Batch, hooks: StepHooks, tolerance: float, drops: bool
 ) -> str | None:
-    """Return what a few samples depend on besides themselves and the weights; None if on nothing.
+    """Return what the losses of a few samples depend on besides each sample and the weights.
 
-    They are computed together and one by one. Everything is restored afterwards. `drops`: dropout,
-    which is disabled, does not count.
+    None if on nothing else. They are computed together and one by one. Everything is restored
+    afterwards. `drops`: dropout is disabled and does not count.
     """
 
     def compare(run: _Run) -> bool:
         together = run(few)
-        with torch.no_grad():  # in which forwards take less time
+        with torch.no_grad():  # which makes forwards faster
             parts = [run(one) for one in cut(few, samples_in(few))]
         return _add_up(together, parts, tolerance)
 
@@ -137,11 +139,11 @@ def explain_company(
     hooks: StepHooks,
     tolerance: float,
 ) -> str | None:
-    """Return what a sample depends on besides itself and the weights; None if on nothing.
+    """Return what a sample's loss depends on besides itself and the weights; None if on nothing.
 
-    `others` are samples with their losses by themselves, if known. The sample is computed before
-    and after all of them together, which has to be the same in all digits, and all together have to
-    have the loss that they have by themselves. Dropout is disabled, and everything is restored
+    `others` are other samples, with the losses that they have separately, if known. The sample's
+    loss must be bitwise equal before and after a forward of all of them together, and the loss of
+    all together must equal their separate losses. Dropout is disabled, and everything is restored
     afterwards.
     """
 
@@ -160,7 +162,7 @@ _Run = Callable[[Batch], Totals]  # a forward
 
 
 def _add_up(whole: Totals, parts: Sequence[Totals], tolerance: float) -> bool:
-    """Return whether parts have together the mean loss of the whole, and its count."""
+    """Return whether the parts together have the mean loss and the count of the whole."""
     sums = sum(one for one, _ in parts), sum(count for _, count in parts)
     if not (whole[1] and sums[1] and math.isfinite(whole[0]) and math.isfinite(sums[0])):
         return False
@@ -171,9 +173,9 @@ def _add_up(whole: Totals, parts: Sequence[Totals], tolerance: float) -> bool:
 def _explain_forwards(
     plain: nn.Module, hooks: StepHooks, drops: bool, compare: Callable[[_Run], bool]
 ) -> str | None:
-    """Return why `compare`, which is given a forward without dropout, shows a dependence.
+    """Return why `compare`, called with a forward without dropout, shows a dependence.
 
-    None if it returns True, and if no forward draws or changes anything.
+    None if it returns True and no forward draws random numbers or changes anything.
     """
     model, device = model_of(plain), next(plain.parameters()).device
     watch = MovedParameters(model.named_parameters())
@@ -191,7 +193,7 @@ def _explain_forwards(
             torch.enable_grad(),
             warnings.catch_warnings(),
         ):
-            # Warnings about single samples, which do not occur in training.
+            # suppresses warnings about single samples, which do not occur in training
             warnings.simplefilter("ignore")
             drawn, before = random_state(device), _state_of(plain)
             independent = compare(run)
@@ -207,7 +209,7 @@ def _explain_forwards(
 
 
 def find_unsaved_state(plain: nn.Module) -> tuple[Any, ...]:
-    """Return what forwards may change besides parameters and saved buffers, comparable."""
+    """Return what forwards may change besides parameters and saved buffers, in comparable form."""
     trained = [one.requires_grad for one in plain.parameters()]
     return kept_attributes(plain), trained, parameter_versions(hidden_parameters(plain))
 

@@ -1,7 +1,7 @@
-"""Variables outside of a user's module that its functions and its loss use, and may change.
+"""Variables outside of a user's module that its functions and its loss use and may change.
 
-Globals of the user's files that code names, attributes of the user's classes and functions,
-variables in closures, and default arguments. Installed packages are left out.
+These are globals of the user's files that code names, attributes of the user's classes and
+functions, closure variables, and default arguments. Installed packages are left out.
 """
 
 import builtins
@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 _ABSENT = "absent"
-# Types of most attributes of modules. They are not functions.
+# Types of most module attributes, none of which are functions.
 _DATA = frozenset({bool, int, float, str, NoneType, dict, OrderedDict, list, tuple, set})
 # LOAD_NAME occurs in class bodies; the last one is new in Python 3.12.
 _GLOBALS = frozenset(
@@ -42,9 +42,9 @@ class OuterVariable:
 
 
 def find_places(module: nn.Module, loss: Callable[..., Any] | None = None) -> list[OuterVariable]:
-    """Return all variables that functions of a module, its parts, hooks and loss can use.
+    """Return all variables that functions of a module, its submodules, hooks and loss can use.
 
-    The loss is an attribute of an objective; of a user's module it is given.
+    An objective's loss is an attribute; for a user's module, it is an argument.
     """
     walk = _Walk()
     walk.add(loss)
@@ -60,7 +60,7 @@ def find_places(module: nn.Module, loss: Callable[..., Any] | None = None) -> li
 
 
 class _Walk:
-    """Walk from code to the code that it refers to."""
+    """A walk from code to the code that it refers to."""
 
     def __init__(self) -> None:
         self.places: list[OuterVariable] = []
@@ -68,7 +68,7 @@ class _Walk:
         self._variables: set[tuple[int, str]] = set()
 
     def add(self, value: Any) -> None:
-        """Walk over a function, a class, or an object that is called like a function."""
+        """Walk over a function, a class, or a callable object."""
         value = value.func if isinstance(value, partial) else value
         if isinstance(value, MethodType):
             self.add(type(value.__self__))
@@ -114,7 +114,7 @@ class _Walk:
             self._add_place(function, name, f"{function.__name__}.{name}", "of the function")
 
     def _add_variable(self, namespace: dict[str, Any], name: str, file: str) -> None:
-        """Add a global that code refers to; for a user's module, the names in it that it uses."""
+        """Add a global that code refers to; of a user's Python module, the names that code uses."""
         if (id(namespace), name) in self._variables:
             return
         if name not in namespace and hasattr(builtins, name):
@@ -176,7 +176,7 @@ def _is_code(value: Any) -> bool:
 
 @cache
 def _globals_in(code: CodeType) -> tuple[str, ...]:
-    """Return the names that code, and nested code, uses as globals, not as attributes."""
+    """Return the names that code, including nested code, uses as globals."""
     used = [one.argval for one in dis.get_instructions(code) if one.opname in _GLOBALS]
     inner = [_globals_in(one) for one in code.co_consts if isinstance(one, CodeType)]
     return tuple(dict.fromkeys([*used, *(name for names in inner for name in names)]))

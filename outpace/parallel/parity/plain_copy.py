@@ -1,4 +1,4 @@
-"""A plain copy of a user's module after its layout: its structure, with the layout's values."""
+"""A plain copy of a user's module that has been laid out, with the layout's values."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,21 +20,22 @@ from outpace.records.ranks import Ranks
 from outpace.records.units import show_bytes
 
 _REGISTERS = frozenset(vars(nn.Module()))
-_MESSAGE_BYTES = 32 << 20  # that ranks send at once
+_MESSAGE_BYTES = 32 << 20  # that ranks send in one message
 _MOST_OF_FREE = 0.8
 
 
 def model_of(objective: nn.Module) -> nn.Module:
-    """Return the user's module in its objective."""
+    """Return the user's module from its objective."""
     model: nn.Module = objective.model  # type: ignore[assignment]
     return model
 
 
 @dataclass(frozen=True)
 class ModuleDtypes:
-    """Part of a module on a rank: the dtypes of its parameters and buffers, by name.
+    """A rank's part of a module: the dtypes of its parameters and buffers, by name.
 
-    `narrowest`: the bytes of its narrowest floating-point parameter; `has_sums`: see `Layout`.
+    `narrowest`: bytes per element of its narrowest floating-point parameter. `has_sums`: see
+    `Layout`.
     """
 
     dtypes: Mapping[str, torch.dtype]
@@ -46,10 +47,11 @@ class ModuleDtypes:
 def fill_copy(
     plain: nn.Module, layout: Layout, plan: Plan, ranks: Ranks, holders: Sequence[ModuleDtypes]
 ) -> Iterator[list[str]]:
-    """Fill a copy without data with the layout's weights and buffers; yield the parameters' names.
+    """Fill a copy that has no data with a layout's weights and buffers; yield parameter names.
 
-    Whole tensors are shared with the layout, shards are gathered, and other ranks send the rest;
-    `holders` says which rank holds what. Servers have no samples and need no values. Collective.
+    Whole tensors are shared with the layout, shards are gathered, and other ranks send the rest:
+    `holders` describes what each rank holds. Servers have no samples and need no values.
+    Collective.
     """
     model = model_of(plain)
     names = [name for name, _ in model.named_parameters()]
@@ -72,9 +74,9 @@ _Registered = list[tuple[dict[str, Any], str, Any]]
 def _register(
     plain: nn.Module, parameters: Mapping[int, nn.Parameter], values: Mapping[int, Tensor]
 ) -> _Registered:
-    """Put buffers' values, and `parameters`, in the places of those that they replace, by `id`.
+    """Register buffers' values and `parameters` in place of the tensors that they replace, by `id`.
 
-    Return each place with what was there.
+    Returns each place with its previous tensor.
     """
     before: _Registered = []
     for part in plain.modules():
@@ -98,9 +100,9 @@ def _register(
 def _swap_parameters(
     model: nn.Module, values: Mapping[int, Tensor]
 ) -> Iterator[dict[int, nn.Parameter]]:
-    """Give a copy's parameters their values wherever they are referred to, as in keys.
+    """Give a copy's parameters their values, wherever code refers to them, such as in dict keys.
 
-    Yields parameters for those that torch cannot swap, by `id`.
+    Yields replacements, by `id`, for parameters that torch cannot swap.
     """
     made = {p: parameter_like(values[id(p)], p) for p in all_parameters(model)}
     swapped = [p for p, parameter in made.items() if _swap(p, parameter)]
@@ -109,14 +111,14 @@ def _swap_parameters(
         yield {id(p): parameter for p, parameter in made.items() if p not in done}
     finally:
         for p in swapped:
-            # Hooks belong to the tensor's values, and would count as registered for the new values.
+            # Hooks move with the tensor's values, and would count as registered on the new values.
             p._post_accumulate_grad_hooks = None  # type: ignore[assignment]
             p._backward_hooks = None
             _swap(p, made[p])  # otherwise it would stay in memory as long as the copy
 
 
 def _swap(one: Tensor, other: Tensor) -> bool:
-    """Swap two tensors; return False where torch cannot, such as for weak references."""
+    """Swap two tensors; return False if torch cannot, for example because of weak references."""
     try:
         torch.utils.swap_tensors(one, other)
     except RuntimeError:
@@ -126,9 +128,9 @@ def _swap(one: Tensor, other: Tensor) -> bool:
 
 @contextmanager
 def redirect_references(trained: Sequence[nn.Module], plain: nn.Module) -> Iterator[None]:
-    """Redirect references to the trained module's parts, as in a loss's closure, to the copy's.
+    """Redirect references to the trained module's parts, such as in a loss's closure, to the copy.
 
-    `trained` are the modules that `plain` was copied from, in order.
+    `trained`: the modules that `plain` was copied from, in order.
     """
     before = [vars(part) for part in trained]
     try:
@@ -143,7 +145,7 @@ def redirect_references(trained: Sequence[nn.Module], plain: nn.Module) -> Itera
 def _values(
     model: nn.Module, layout: Layout, plan: Plan, ranks: Ranks, holders: Sequence[ModuleDtypes]
 ) -> dict[int, Tensor]:
-    """Return whole values for each parameter and buffer of a meta model, keyed by `id`.
+    """Return whole values for each parameter and buffer of a meta model, by `id`.
 
     Collective.
     """
@@ -176,12 +178,12 @@ def _values(
     return values
 
 
-# Tensors with the `id` of their parameter, grouped by ranks and dtype.
+# Tensors, each with the `id` of its parameter, grouped by ranks and dtype.
 _Alike = dict[Any, list[tuple[int, Tensor]]]
 
 
 def _gather(split: _Alike) -> Iterator[tuple[int, Tensor]]:
-    """Gather tensors whose rows are split. Collective."""
+    """Gather tensors that are split by rows. Collective."""
     for alike in split.values():
         for some in _messages(alike):
             wholes = gather_rows([one for _, one in some])
@@ -203,7 +205,7 @@ def _send(sent: _Alike, rank: int) -> None:
 
 
 def _messages(alike: Sequence[tuple[int, Tensor]]) -> Iterator[list[tuple[int, Tensor]]]:
-    """Yield groups of tensors, each as large as a message may be."""
+    """Yield groups of tensors that fit in one message."""
     some: list[tuple[int, Tensor]] = []
     for one in alike:
         some.append(one)
@@ -215,7 +217,7 @@ def _messages(alike: Sequence[tuple[int, Tensor]]) -> Iterator[list[tuple[int, T
 
 
 def held_tensors(layout: Layout) -> ModuleDtypes:
-    """Describe the tensors that this rank holds."""
+    """Return a description of the tensors that this rank holds."""
     parameters = [p for _, p in layout.named_parameters() if p.is_floating_point()]
     return ModuleDtypes(
         {name: tensor.dtype for name, tensor in _tensors_of(layout).items()},
@@ -239,12 +241,12 @@ def explain_lost_tensors(model: nn.Module, holders: Sequence[ModuleDtypes]) -> s
 
 
 def explain_size(model: nn.Module, layout: Layout, plan: Plan, ranks: Ranks) -> str | None:
-    """Explain why the weights that this rank lacks do not fit; None if they do.
+    """Explain why the weights that this rank does not hold do not fit; None if they do.
 
-    There is never more than one gradient at a time.
+    Only one gradient exists at a time.
     """
     if plan.data_rank(ranks.rank) is None:
-        return None  # this rank has no samples to run it on
+        return None  # this rank has no samples to run the copy on
     device = layout._device()
     held = {n for n, p in layout.named_parameters() if not is_spread(p)}
     if plan.offload_parameters != "none":
@@ -255,8 +257,8 @@ def explain_size(model: nn.Module, layout: Layout, plan: Plan, ranks: Ranks) -> 
     if needed <= _MOST_OF_FREE * free:
         return None
     return (
-        f"one process would hold {show_bytes(needed)} of weights that a rank does not, and "
-        f"{show_bytes(int(free))} are free"
+        f"one process would need {show_bytes(needed)} for the weights that this rank does not "
+        f"hold, and {show_bytes(int(free))} are free"
     )
 
 

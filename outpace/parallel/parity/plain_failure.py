@@ -1,4 +1,4 @@
-"""Reasons why the plain module's pass over a first global batch did not complete."""
+"""Reasons why the plain module's pass over the first global batch did not complete."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ _FAILS = "a copy of the module fails"
 
 @dataclass(frozen=True)
 class PlainFailure:
-    """Reason why there are no sums.
+    """The reason why there are no sums.
 
-    `by_cut`: the module works where the batch is not cut. Training may not start then.
+    `by_cut`: the module works if the batch is not split. Training must not start then.
     """
 
     reason: str
@@ -51,22 +51,22 @@ def _runs(plain: nn.Module, batch: Batch, hooks: StepHooks) -> bool | None:
 
 
 def describe_failure(error: Exception) -> str:
-    """Return why the plain forward and backward did not complete."""
+    """Return the reason why the plain forward and backward did not complete."""
     if isinstance(error, CollectiveError) or _is_advice(error):
         return str(error)
     if isinstance(error, torch.OutOfMemoryError):
-        return "there is no memory for one process' forward and backward"
+        return "there is not enough memory for a single process's forward and backward"
     said = str(error).strip().splitlines() or [""]
     return f"{_FAILS} ({type(error).__name__}: {said[0][:200]})"
 
 
 def _is_advice(error: Exception) -> bool:
-    """Return whether an error tells the user what to do, and is no error of a user's code."""
+    """Return whether an error is outpace's advice to the user, not an error in the user's code."""
     return isinstance(error, BadInputError) and error.__cause__ is None
 
 
 def gather_first(reason: str | None) -> str | None:
-    """Return the first reason that any rank has. Collective."""
+    """Return the first rank's reason, if any rank has one. Collective."""
     return next((one for one in gather_objects(reason) if one is not None), None)
 
 
@@ -78,9 +78,10 @@ def explain_failure(
     pieces: Pieces,
     synchronised: bool,
 ) -> PlainFailure:
-    """Check whether the module fails because a batch is split, or split unevenly. Collective.
+    """Find out whether the module fails because a batch is split, or split unevenly. Collective.
 
-    That is the case if the copy runs on the whole batch. If this cannot be tried, it may be.
+    It does if the copy runs on the whole batch. If that cannot be tried, an uneven split is a
+    possible cause.
     """
     if reason.startswith(COLLECTIVE):
         return PlainFailure(reason, by_cut=True)
@@ -88,8 +89,7 @@ def explain_failure(
     if not reason.startswith(_FAILS):
         return PlainFailure(reason)
     whole = pieces.gather_whole(passes)
-    # Ranks may have run unequal numbers of forwards, and batch statistics would wait for each
-    # other.
+    # Ranks may have run unequal numbers of forwards, so collectives of batch statistics would hang.
     asked = bool(passes) and whole is not None and not synchronised
     said = gather_objects(_runs(plain, whole, hooks) if asked else None)
     known = {one for one in said if one is not None}

@@ -1,8 +1,8 @@
-"""The plain module's forward and backward of a first global batch, before any step.
+"""The plain module's forward and backward on the first global batch, before any step.
 
 A copy of the user's module, made before it is laid out, runs on the same samples, split as in the
-plan; every rank takes a part of the pieces. If each rank has its own samples, or in a pipeline
-(stage_draws.py), the copy draws the random numbers that the layout will draw; otherwise, dropout is
+plan; each rank runs some of the pieces. If each rank has its own samples, or in a pipeline
+(stage_draws.py), the copy draws the same random numbers as the layout will; otherwise, dropout is
 disabled. Afterwards, generators, buffers, and weights that the forward changes are restored.
 """
 
@@ -77,7 +77,7 @@ from outpace.records.ranks import Ranks
 class PlainPass:
     """A copy of the structure of an objective that has not been laid out yet.
 
-    `blocks` are the names of the parts that recompute, if the user gives them.
+    `blocks` names the parts that recompute, if the user gives them.
     """
 
     def __init__(
@@ -88,8 +88,8 @@ class PlainPass:
         self.left_out: str | None = None
         self.synchronised = any(isinstance(m, SynchronisedBatchNorm) for m in objective.modules())
         self._recomputes = False
-        self.draws_alike = False  # whether random numbers are those that the layout will draw
-        self._affected = False  # whether the loss of a few samples is not the mean of each one's
+        self.draws_alike = False  # whether the copy draws what the layout will
+        self._affected = False  # whether a few samples affect each other's losses
         self._copy: nn.Module | None = None
         self._trained: list[nn.Module] = []
         self._hooks = {
@@ -122,10 +122,10 @@ class PlainPass:
         holders: Sequence[ModuleDtypes],
         allowed: ComparisonLimits,
     ) -> PlainSums | PlainFailure:
-        """Return the sums of this rank's part, or the reason why some rank has none. Collective.
+        """Return this rank's sums, or the reason why some rank has none. Collective.
 
-        `holders`: which rank holds what. `allowed`: the tolerances between a batch and its parts.
-        Call it once, because it gives up the copy.
+        `holders` describes what each rank holds. `allowed`: the tolerances between a batch and its
+        parts. Call this only once, because it frees the copy.
         """
         draws = layout.plain_draws()
         self.draws_alike = self.pieces.ranks_per_share == 1 or draws is not None
@@ -136,10 +136,10 @@ class PlainPass:
         with self._fill(layout, holders) as (plain, found):
             self.release()
             model = model_of(plain)
-            if self.pieces.ranks_per_share > 1:  # each has a part of the pieces
+            if self.pieces.ranks_per_share > 1:  # each rank runs some of the pieces
                 piece = _reduce(self.pieces.find_first(passes), has_dropout(plain))
                 state = self._find_state(plain, piece, passes, hooks)
-            # Buffers, counters and generators of the module need the previous pieces.
+            # The module's buffers, counters and generators depend on the previous pieces.
             in_order = state is not None and any(gather_objects(state.is_any or state.writes))
             watch, hidden = MovedParameters(model.named_parameters()), hidden_parameters(model)
             versions = parameter_versions(hidden)
@@ -168,7 +168,7 @@ class PlainPass:
                 first = self._first_of(found, state, in_order, piece)
             report = self._report(plain, found, state, first, passes, hooks, allowed)
             found.mixed = mixed.settle(self._has_other_cause(found, report, allowed), allowed)
-        # Not inside, where references to the layout's modules lead to the copy.
+        # Not inside the context, where references to the layout's modules lead to the copy.
         named = dict(layout.named_parameters())
         spread = [name for name in found.written if name in named and is_spread(named[name])]
         found.reports = gather_objects(replace(report, spread=spread))
@@ -184,7 +184,7 @@ class PlainPass:
         hooks: StepHooks,
         allowed: ComparisonLimits,
     ) -> PlainReport:
-        """Return this rank's report but for `spread`, by a few more forwards. Collective."""
+        """Return this rank's report, except `spread`; runs a few more forwards. Collective."""
         asked_cut = passes, hooks, self.synchronised, allowed.cut
         apart = compare_cut(plain, self._plan, first, *asked_cut)
         found.backwards.update(state.backwards)
@@ -209,9 +209,9 @@ class PlainPass:
     def _compare_company(
         self, found: PlainSums, mixed: MixedSamples, allowed: ComparisonLimits
     ) -> bool:
-        """Return whether few samples of several ranks show that nothing affects them. Collective.
+        """Return whether a few samples of several ranks show that nothing affects them. Collective.
 
-        They are not asked where the pass has changed something on any rank.
+        False without a test if the pass has changed something on any rank.
         """
         changed = any((
             found.keeps, found.written, found.unseen, found.hidden, found.buffers,
@@ -222,7 +222,7 @@ class PlainPass:
     def _has_other_cause(
         self, found: PlainSums, report: PlainReport, allowed: ComparisonLimits
     ) -> bool:
-        """Return whether what is reported or refused elsewhere may affect samples, too."""
+        """Return whether something reported or refused elsewhere may also affect samples."""
         return bool(
             self.synchronised or report.state.is_any or report.made or report.unseen
             or found.written or found.moved_back or report.cut.read
@@ -237,12 +237,12 @@ class PlainPass:
         holders: Sequence[ModuleDtypes],
         allowed: ComparisonLimits,
     ) -> PlainSums | None:
-        """Return the sums of this rank's part of all samples, combined differently. Collective.
+        """Return this rank's sums over samples that are combined differently. Collective.
 
-        If the layout, which runs whole micro-batches, computes the same, then samples do not affect
-        each other, nor do previous calls. None if samples cannot be separated, if a few of them
-        show that a forward draws or changes something or that they affect each other (by more than
-        `allowed`), or if a forward of the parts changes something.
+        If the layout, which runs whole micro-batches, computes the same sums, then neither other
+        samples nor previous calls affect a sample. None if samples cannot be separated, if a few of
+        them show that a forward draws or changes something or that samples affect each other (by
+        more than `allowed`), or if a forward of the parts changes something.
         """
         if not self._recombines:
             return None
@@ -273,8 +273,8 @@ class PlainPass:
     def _recombines(self) -> bool:
         """Return whether the plain pass may combine samples differently from the plan.
 
-        In 16 bits, parts round differently by more than most strategies may; and what is dropped at
-        random is the layout's in the same batches alone.
+        In 16 bits, the roundings of parts differ by more than most strategies may; and dropout
+        masks equal the layout's only in the same batches.
         """
         plan = self._plan
         if plan.tp > 1:
@@ -288,9 +288,9 @@ class PlainPass:
     def _explain_dependence(
         self, plain: nn.Module, part: Batch, hooks: StepHooks, allowed: ComparisonLimits
     ) -> str | None:
-        """Return why a pass over other batches would show nothing, by few samples; None if not.
+        """Return why a pass over other batches would show nothing, using a few samples; or None.
 
-        Not asked where the layout's own pass is not the step's, which leaves no time for it.
+        Not tested if the layout's pass is not the step itself, because that leaves no time for it.
         """
         splits = self._plan.tp > 1
         if splits and has_dropout(plain):
@@ -299,9 +299,9 @@ class PlainPass:
             return explain_dependence(plain, take_first(part, 2), hooks, allowed.cut, drops=splits)
 
     def _recombine(self, passes: Sequence[Batch], device: torch.device) -> list[Batch] | None:
-        """Return this rank's part of all samples in other batches than the plan's. Collective.
+        """Return this rank's samples in batches other than the plan's. Collective.
 
-        None if that cannot be done.
+        None if that is impossible.
         """
         if self._plan.tp > 1:  # all ranks have the same samples
             return take_apart(passes, self.pieces.place, self.pieces.ranks_per_share)
@@ -311,7 +311,7 @@ class PlainPass:
         if turned is None:
             return None
         mine = turned[self.pieces.place :: self.pieces.ranks_per_share]
-        # Unequal pieces, because a gradient may also depend on the number of samples.
+        # The pieces are unequal, because a gradient may also depend on the number of samples.
         return mine if self.pieces.place else [*cut(mine[0], 2), *mine[1:]]
 
     def release(self) -> None:
@@ -323,7 +323,7 @@ class PlainPass:
     ) -> Iterator[tuple[nn.Module, PlainSums]]:
         """Give the copy the layout's values; yield it and empty sums. Collective.
 
-        Generators and buffers are as they were afterwards.
+        Generators and buffers are restored afterwards.
         """
         plain, device = self._copy, layout._device()
         assert plain is not None
@@ -335,7 +335,7 @@ class PlainPass:
             yield plain, PlainSums(names, model_of(plain), device)
 
     def _let_recompute(self, model: nn.Module) -> None:
-        """Make the copy recompute like the run, which has no memory for more. Called once."""
+        """Make the copy recompute as the run does, which has no memory for more. Called once."""
         if not self._recomputes:
             named = None if self._blocks is None else named_blocks(model, flat(self._blocks))
             apply_checkpointing(model, "full", named)
@@ -344,13 +344,12 @@ class PlainPass:
     def _first_of(
         self, found: PlainSums, state: KeptState, in_order: bool, state_piece: Batch | None
     ) -> FirstPiece | None:
-        """Return this rank's first piece, in the form for comparing it with its parts.
+        """Return this rank's first piece, ready for comparison with its parts.
 
-        If only a part of it was `state_piece` for state, that is compared.
-
-        Among ranks with the same samples, all but the first compare half of theirs with quarters:
-        halves may happen to have equally many targets, and then show nothing. `in_order`: their
-        loss is computed after other pieces.
+        If the search for state used only a part of it, `state_piece`, that part is compared. Of
+        ranks with the same samples, all but the first compare half of theirs with its quarters,
+        because halves with equal numbers of targets show nothing. `in_order`: their loss is
+        computed after other pieces.
         """
         if found.first is None:
             return None
@@ -368,7 +367,7 @@ class PlainPass:
     def _find_unscaled(
         self, plain: nn.Module, found: PlainSums, hooks: StepHooks, allowed: ComparisonLimits
     ) -> Sequence[str]:
-        """Return parameters whose gradients do not grow with the loss, if the user's code may."""
+        """Return parameters whose gradients do not scale with the loss if user code may do that."""
         if found.first is None or not (self._has_hooks or found.user_backward):
             return ()
         return find_unscaled_gradients(
@@ -377,9 +376,9 @@ class PlainPass:
         )  # fmt: skip
 
     def _compare_ranks(self, plain: nn.Module, found: PlainSums, hooks: StepHooks) -> float:
-        """Return by how much the loss changes with the rank, where the user's code asks for it.
+        """Return by how much the loss changes with the rank, if the user's code uses the rank.
 
-        A rank that acts as another cannot take its place in collectives of the user's own.
+        A rank that acts as another cannot replace it in the user's own collectives.
         """
         if found.first is None or not self._asks_for_rank or self.synchronised:
             return 0.0
@@ -407,7 +406,7 @@ class PlainPass:
             )  # fmt: skip
 
     def _guard_forwards(self) -> AbstractContextManager[object]:
-        """Return the context for forwards that not all ranks run at once."""
+        """Return the context for forwards that not all ranks run at the same time."""
         alone = self.pieces.ranks_per_share == 1
         return nullcontext() if alone else NoCollectives(self._plan.strategy)
 
@@ -421,11 +420,11 @@ class PlainPass:
         watch: MovedParameters,
         keeps: bool = False,
     ) -> str | None:
-        """Add up this rank's part of the `pieces` of `Pieces.select`; return why not, or None.
+        """Run the `pieces` of `Pieces.select` and add up their sums; return why that failed.
 
-        `draws` makes ranks with the same samples draw what the layout will; without it, dropout is
-        disabled. `watch` observes forwards: in a backward it would keep gradients alive, so that
-        each is copied. `keeps`: record whether attributes change.
+        `draws` makes ranks with the same samples draw the layout's random numbers; without it,
+        dropout is disabled. `watch` observes forwards only: in a backward it would keep gradients
+        alive, so that each would be copied. `keeps`: record whether attributes change.
         """
         model, device = model_of(plain), found.sums.device
         for name, parameter in model.named_parameters():
@@ -466,7 +465,7 @@ class PlainPass:
 
 
 def _buffers_of_loss(objective: nn.Module) -> dict[int, Tensor]:
-    """Return copies of buffers that no part of the model has, by `id`: no rank sends them."""
+    """Return copies of buffers outside of the model, which no rank sends, by `id`."""
     of_model = {id(buffer) for buffer in model_of(objective).buffers()}
     own = (buffer for buffer in objective.buffers() if id(buffer) not in of_model)
     return {id(buffer): buffer.detach().clone() for buffer in own}
@@ -481,9 +480,9 @@ def _run_backward(
     count: Tensor,
     versions: Mapping[str, Any],
 ) -> None:
-    """Run a piece's backward and count it; record the buffers that it changes.
+    """Run a piece's backward and count the piece; record the buffers that change.
 
-    `versions`: versions of buffers before all pieces.
+    `versions`: the versions of buffers before the first piece.
     """
     first, moved = found.first is None, _find_moved(model, versions)
     if not number:
@@ -498,14 +497,14 @@ def _run_backward(
 
 
 def _give_copies(plain: nn.Module, batches: tuple[Batch, ...]) -> tuple[Batch, ...]:
-    """Give a forward its own batch, which it may change; others are to see it as it was."""
+    """Give a forward its own copy of the batch, which it may change."""
     return tuple(map(copy_batch, batches))
 
 
 def _reduce(piece: Batch | None, drops: bool) -> Batch | None:
-    """Return a part of a piece whose loss is not known without dropout, of at least four samples.
+    """Return a part of a piece whose loss without dropout is not known, of four samples or more.
 
-    It is half of the piece, or a quarter where that is enough.
+    It is half of the piece, or a quarter if that has enough samples.
     """
     if piece is None or not drops or samples_in(piece) % 8:
         return piece
@@ -513,7 +512,7 @@ def _reduce(piece: Batch | None, drops: bool) -> Batch | None:
 
 
 def _find_moved(model: nn.Module, versions: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the values of saved buffers that have other versions."""
+    """Return the values of saved buffers whose versions have changed."""
     now = buffer_versions(model)
     moved = {n: b for n, b in model.named_buffers() if versions.get(n) != now[n]}
     saved = model.state_dict(keep_vars=True) if moved else {}

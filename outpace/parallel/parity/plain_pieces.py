@@ -13,14 +13,14 @@ from outpace.records.ranks import Ranks
 
 
 class Pieces:
-    """This rank's micro-batches of a global batch; ranks with the same samples share them out."""
+    """This rank's micro-batches of a global batch; ranks with the same samples divide them."""
 
     def __init__(self, plan: Plan, ranks: Ranks) -> None:
         self._plan, self._ranks = plan, ranks
 
     @property
     def ranks_per_share(self) -> int:
-        """Number of ranks that have the same samples."""
+        """The number of ranks that have the same samples."""
         return (self._plan.world_size - self._plan.servers) // self._plan.data_parallel
 
     @property
@@ -47,10 +47,10 @@ class Pieces:
         return cut(passes[0], self._plan.pp_microbatches)[0]
 
     def choose(self, passes: Sequence[Batch]) -> tuple[Batch | None, int]:
-        """Return the micro-batch from which this rank gives samples, and its index among ranks.
+        """Return the micro-batch that this rank takes samples from, and the rank's index.
 
-        None if the plan does not cut, or if others give some of the same. If all ranks have the
-        same samples, they use different micro-batches.
+        None if the plan does not split batches, or if other ranks take the same samples. If all
+        ranks have the same samples, they use different micro-batches.
         """
         share = self.share
         if share is None or not passes or not self.is_cut(passes):
@@ -62,9 +62,9 @@ class Pieces:
         return cut(passes[number // parts], parts)[number % parts], self.place
 
     def select(self, passes: Sequence[Batch], in_order: bool) -> Iterator[tuple[int, Batch, bool]]:
-        """Return this rank's micro-batches as one process would take them: number, batch and True.
+        """Return this rank's micro-batches as one process would run them: number, batch and True.
 
-        `in_order`: include those of ranks with the same samples, with False.
+        `in_order`: include other ranks' of the same samples, with False instead.
         """
         plan, number = self._plan, 0
         for batch in passes:
@@ -80,7 +80,7 @@ class Pieces:
     ) -> Batch | None:
         """Return samples outside of a rank's first piece: from its next one, or from another rank.
 
-        Two other ranks send theirs if the piece is a single sample. Collective.
+        If the piece is a single sample, two other ranks send theirs. Collective.
         """
         mine = self.share
         sends = piece is not None and samples_in(piece) == 1 and mine in (0, 1)

@@ -1,4 +1,4 @@
-"""Results of the plain module's pass over a first global batch: sums, and reports of all ranks."""
+"""Results of the plain module's pass over the first global batch: sums, and all ranks' reports."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,16 +21,16 @@ from outpace.parallel.tensors import all_parameters, copies
 
 @dataclass(frozen=True)
 class PlainReport:
-    """Report of a rank to the others on its plain pass.
+    """A rank's report to the others about its plain pass.
 
     `cut`: differences between a batch and its halves. The next fields are names of parameters:
-    `made` by the forward; `written` by it, and of these, those `spread` over ranks, written
-    `by_samples`, or written `unseen` by the observed operators. `prints` are fingerprints of the
-    `written` ones, and `buffer_prints` of the saved buffers that the first piece changed; None
-    without samples. `moved_back`: buffers that a backward changes and on which the loss depends.
-    `unscaled`: parameters whose gradients do not grow with the loss. `by_rank`: by how much the
-    loss changes with the rank. `hidden`: parameters that the forward writes to, of modules in plain
-    attributes.
+    those `made` by the forward; those `written` by it, and of these, those `spread` over ranks,
+    those whose values depend on samples (`by_samples`), and those written without an observed
+    operator (`unseen`). `prints` are fingerprints of the `written` parameters, and `buffer_prints`
+    of the saved buffers that the first piece changed; None without samples. `moved_back`: buffers
+    that a backward changes and that the loss depends on. `unscaled`: parameters whose gradients do
+    not scale with the loss. `by_rank`: by how much the loss changes with the rank. `hidden`:
+    parameters of modules in plain attributes that the forward writes to.
     """
 
     cut: CutDifference
@@ -49,9 +49,9 @@ class PlainReport:
 
 
 class PlainSums:
-    """Results of the plain module on this rank.
+    """The plain module's results on this rank.
 
-    They are sums of loss, count and sizes, then gradients' inner products, then their numbers.
+    They are sums of loss, count and sizes, then the gradients' inner products, then their numbers.
     """
 
     def __init__(self, names: Sequence[str], model: nn.Module, device: torch.device) -> None:
@@ -61,7 +61,7 @@ class PlainSums:
         self.sums = torch.zeros(3 + 2 * len(names), dtype=torch.float64, device=device)
         # This rank's first piece, and its mean loss if a forward can repeat it.
         self.first: tuple[Batch, float | None] | None = None
-        self.two: list[tuple[Batch, Totals]] = []  # the first two, with their sums and counts
+        self.two: list[tuple[Batch, Totals]] = []  # the first two pieces, with loss sums and counts
         self.moved: dict[str, Tensor] = {}  # new values of the parameters that the forward changed
         self.written: set[str] = set()  # including writes that changed no value
         self.by_samples: list[str] = []  # of `written`, those whose values depend on samples
@@ -84,19 +84,20 @@ class PlainSums:
 
     @property
     def states(self) -> list[KeptState]:
-        """Return the states in attributes that ranks have found."""
+        """Return the state in attributes that each rank has found."""
         return [report.state for report in self.reports if report.state.is_any]
 
     def take_writes(self, watch: MovedParameters) -> None:
-        """Take over what forwards have written to parameters, and put the values back."""
+        """Record what forwards have written to parameters, and restore the values."""
         self.unseen = watch.written_unseen()
         self.moved = watch.put_back()
         self.written, self.by_samples = watch.written, sorted(watch.written_by_samples)
 
     def take(self, name: str, parameter: nn.Parameter) -> None:
-        """Project a gradient of a piece, and give it up.
+        """Project a gradient of a piece, and free it.
 
-        No mode watches what is the check's own: of small gradients that would take as long again.
+        Modes do not watch the check's own operators: for small gradients that would double the
+        time.
         """
         if parameter.grad is None:
             return  # a user's hook has set it to None
@@ -115,7 +116,7 @@ class PlainSums:
         self._gradients[place] += 1
 
     def divert(self, taker: Taker | None) -> None:
-        """Pass gradients to a function instead of adding them to the sums; None ends that."""
+        """Pass gradients to a function instead of adding them to the sums; None undoes this."""
         self._taker = taker
 
     def add_up(self) -> None:
@@ -139,7 +140,7 @@ class PlainSums:
 def sum_gradients(
     layout: Layout, plain: PlainSums, holders: Sequence[ModuleDtypes], factor: float, ranks: int
 ) -> Tensor:
-    """Return a rank's shares of gradients' products and squares, and 1 for each: (3, names)."""
+    """Return this rank's shares of gradients' products and squares, and 1 for each: (3, names)."""
     named = dict(layout.named_parameters()) if layout.has_sums else {}
     sums = torch.zeros(3, len(plain.names), dtype=torch.float64, device=plain.sums.device)
     for number, name in enumerate(plain.names):

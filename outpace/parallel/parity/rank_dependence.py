@@ -1,8 +1,8 @@
 """Losses that depend on the rank that computes them, or on the number of ranks.
 
-`if dist.get_rank() == 0: loss = loss + penalty` makes ranks train for different losses, and
-`loss * dist.get_world_size()` for another one than one process. A copy of the module on the same
-rank does the same, so that a comparison with it shows nothing.
+`if dist.get_rank() == 0: loss = loss + penalty` makes ranks train for different losses, and `loss *
+dist.get_world_size()` for a different loss than one process. A copy of the module on the same rank
+does the same, so comparing with it shows nothing.
 """
 
 import os
@@ -29,16 +29,16 @@ _VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 
 
 def may_ask_for_rank(in_use: NamesInUse) -> bool:
-    """Return whether code that a step reaches names a rank or the number of ranks."""
+    """Return whether code that a step can reach uses the rank or the number of ranks."""
     return any(in_use.mentions(name) for name in (*_FUNCTIONS, *_VARIABLES))
 
 
 def compare_ranks(
     plain: nn.Module, piece: Batch, hooks: StepHooks, drops: bool, strategy: str
 ) -> float:
-    """Return by how much the loss of a few samples changes on another rank, or on one alone.
+    """Return by how much the loss of a few samples changes on another rank or a single process.
 
-    0 if they cannot be run so, as with collectives of the user's own.
+    0 if they cannot run like that, for example because of the user's own collectives.
     """
     device = next(plain.parameters()).device
     few, begin = take_first(piece, _FEW), random_state(device)
@@ -55,7 +55,7 @@ def compare_ranks(
         return float(loss_sum.detach().double() / count.double())
 
     apart = 0.0
-    # Such as normalisation over too few samples, or a list indexed by rank.
+    # such as normalisation over too few samples, or a list indexed by rank
     with suppress(Exception):
         world_size = dist.get_world_size()
         own = dist.get_rank()
@@ -69,9 +69,9 @@ def compare_ranks(
 
 @contextmanager
 def _act_as(rank: int, world_size: int) -> Iterator[None]:
-    """Let user code find this rank and number of ranks inside the context.
+    """Make user code see this rank and number of ranks inside the context.
 
-    torch's functions, under whatever names they were imported, ask the default group.
+    torch's functions ask the default group, under whatever names they were imported.
     """
     acted = SimpleNamespace(rank=lambda: rank, size=lambda: world_size)
     variables = {"RANK": rank, "LOCAL_RANK": rank}

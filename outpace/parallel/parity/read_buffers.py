@@ -1,8 +1,8 @@
-"""Saved buffers on which a module's training depends, at once or some steps later.
+"""Saved buffers that a module's training depends on, now or some steps later.
 
-A bank of embeddings may be read once it is full, a running mean after a warm-up that another
-buffer counts, and a factor may change the gradient alone. One process moves such buffers once a
-step, by all samples; ranks and micro-batches do so by their own.
+A bank of embeddings may be read once it is full, a running mean after a warm-up that another buffer
+counts, and a factor may change only the gradient. One process updates such buffers once per step
+with all samples; ranks and micro-batches update them with their own samples.
 """
 
 from collections.abc import Iterable, Mapping
@@ -23,11 +23,11 @@ from outpace.parallel.parity.plain_copy import model_of
 from outpace.parallel.plain import random_state, set_random_state, without_dropout
 
 Names = tuple[str, ...]
-_Outcome = tuple[float, float]  # a mean loss, and the measure of its gradients
+_Outcome = tuple[float, float]  # a mean loss, and a measure of its gradients
 _FEW = 2  # samples
 _MOST_NAMED = 32  # buffers that are tried one by one
-_FORWARDS = 8  # in a row, for a bank that is read once it has some rows
-_CALLS = (17, 107, 709, 1_009, 10_007, 251_999, 252_000)  # to whose values buffers are moved on
+_FORWARDS = 8  # in a row, for a bank that is read once it has a few rows
+_CALLS = (17, 107, 709, 1_009, 10_007, 251_999, 252_000)  # to which counters are set
 _ROUNDING = 1e-4  # relative difference by kernels that are not deterministic
 
 
@@ -39,11 +39,11 @@ def find_read_buffers(
     piece: Batch,
     later: bool = True,
 ) -> Names:
-    """Return the `moved` buffers on which training by a few samples of a piece depends.
+    """Return the `moved` buffers that training on a few samples of a piece depends on.
 
-    Their new values affect the loss; with `later`, also those that affect its gradient, or do so
-    some steps later, for which ranks may run unequal numbers of forwards. Each forward draws the
-    same numbers.
+    These are buffers whose new values affect the loss. With `later`, they include those that affect
+    its gradient, or affect it some steps later; ranks may then run unequal numbers of forwards.
+    Each forward draws the same random numbers.
     """
     if not moved:
         return ()
@@ -82,7 +82,7 @@ class _Search:
         return tuple(alone) or tuple(moved)
 
     def find_later(self) -> Names:
-        """Return the buffers whose new values change the gradient, or whose later ones matter."""
+        """Return the buffers whose new values change the gradient, or whose later values matter."""
         names = list(self._list_unknown())
         if not names:
             return ()
@@ -117,7 +117,7 @@ class _Search:
     def _list_used(
         self, values: Mapping[str, Tensor], begin: Mapping[str, Tensor], fresh: _Outcome
     ) -> Names:
-        """Return which of the values change the outcome; without one of them it is another."""
+        """Return the values that change the outcome: without any of these, it differs."""
         outcome = self._run(values)
         if not _are_apart(outcome, fresh):
             return ()
@@ -126,7 +126,7 @@ class _Search:
         return tuple(n for n in some if _are_apart(without[n], outcome)) or tuple(values)
 
     def _run(self, values: Mapping[str, Tensor], gradient: bool = True) -> _Outcome:
-        """Return the outcome with some buffers' values, and restore everything."""
+        """Return the outcome with these values of buffers; restore everything."""
         dropping = without_dropout(self._plain) if self._drops else nullcontext()
         with preserve_state(self._plain, self._device), dropping:
             with torch.no_grad():
@@ -139,7 +139,7 @@ class _Search:
             return mean, self._measure.take(loss_sum) if gradient else 0.0
 
     def _values_after(self) -> dict[str, Tensor]:
-        """Return the values of saved buffers that several forwards change."""
+        """Return the values that several forwards give to saved buffers."""
         dropping = without_dropout(self._plain) if self._drops else nullcontext()
         with preserve_state(self._plain, self._device), dropping, torch.no_grad():
             begin = {name: buffer.detach().clone() for name, buffer in self._held.items()}
@@ -161,10 +161,10 @@ def _are_apart(one: _Outcome, other: _Outcome) -> bool:
 
 
 def _move_on(begin: Tensor, moved: Tensor, calls: int, alike: bool) -> Tensor:
-    """Return the value of a counter after many calls; other buffers are as after the first.
+    """Return the value of a counter after many calls; other buffers stay as after the first.
 
-    Counters are whole numbers, or a single number (a share of progress). `alike`: entries that the
-    first call does not count (of classes without a sample) are counted as fast as others.
+    Counters are integers, or a single float (a fraction of progress). `alike`: entries that the
+    first call does not change (classes without a sample) count as fast as the others.
     """
     if moved.dtype == torch.bool or moved.is_complex():
         return moved

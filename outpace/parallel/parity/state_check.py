@@ -1,4 +1,4 @@
-"""Check before step 1 on a single process: of state that no checkpoint has, and of its loss."""
+"""Check before step 1 on a single process: state that checkpoints lack, and accumulation."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,11 +15,11 @@ from outpace.records.plan import Plan
 
 
 class StateCheck:
-    """One-time search for hidden state that changes how a user's module or loss trains.
+    """A one-time search for hidden state that changes how a user's module or loss trains.
 
-    This is state outside of checkpoints, and a loss that changes when a batch is accumulated in
-    micro-batches. It is the counterpart of FirstBatch for a single process. `say` is called with a
-    sentence. `by_command`: the reader uses flags, not a loop.
+    It finds state outside of checkpoints, and losses that change when a batch is accumulated in
+    micro-batches: FirstBatch's counterpart for a single process. `say` is called with sentences.
+    `by_command`: the reader uses flags, not their own loop.
     """
 
     def __init__(self, plan: Plan, say: Callable[[str], None], by_command: bool) -> None:
@@ -27,9 +27,9 @@ class StateCheck:
         self.resumed = False
 
     def check(self, layout: Layout, passes: Sequence[Batch], hooks: StepHooks) -> Tensor | None:
-        """Run a few samples of the first pass several times; return no totals (None).
+        """Run a few samples of the first pass several times. Returns None, as there are no totals.
 
-        Raises BadInputError for a loss that runs a backward of its own.
+        Raises BadInputError for a loss that itself runs a backward.
         """
         writes = self._plan.offload_parameters != "none"
         with run_eagerly(self._plan.compile or has_compiled_parts(layout.objective)):

@@ -20,9 +20,9 @@ def explain_reshaped(names: Sequence[str]) -> str:
 def explain_kept_state(
     found: Sequence[KeptState], data_parallel: int, by_command: bool, resumed: bool = False
 ) -> str:
-    """Return a message about state that ranks have `found` and that is equal on all of them.
+    """Return a message about state that ranks have `found` and that is equal on all ranks.
 
-    `by_command`: the reader uses flags, not a loop. `resumed`: steps were done before.
+    `by_command`: the reader uses flags, not their own loop. `resumed`: earlier steps were done.
     """
     said = []
     states = [one for one in found if one.found]
@@ -83,21 +83,21 @@ def _explain_generators(names: Sequence[str]) -> str:
 
 
 def explain_evaluated_state(found: KeptState) -> str | None:
-    """Return a warning about the evaluation loss of a model with state in no file, or None.
+    """Return a warning about evaluating a model whose state is in no file; None if not needed.
 
-    The state is searched on the evaluation data, in training mode.
+    The search for state uses the evaluation data, in training mode.
     """
     if not found.found or found.unseen or found.of_gradient:
         return None
     return (
         f"in training the forward or the loss keeps {name_attributes(found.names)} from step to "
-        "step, and the loss depends on it. It is in no file of the model, so this is the loss "
-        f"without the state that training has built up. {CURE}"
+        "step, and the loss depends on it. The model's files do not contain it, so this is the "
+        f"loss without the state that training has built up. {CURE}"
     )
 
 
 def explain_state_after_resume(found: KeptState) -> str:
-    """Return a warning for state that makes a resumed run differ, also in a single process."""
+    """Return a warning for state that makes a resumed run differ, even in a single process."""
     return (
         "Without an interruption the result is right; after a resume it is not, nor is that of "
         f"one process: the forward or the loss keeps {name_attributes(found.names)} from step to "
@@ -107,7 +107,7 @@ def explain_state_after_resume(found: KeptState) -> str:
 
 
 def explain_state_apart(found: Sequence[KeptState], strategy: str, ways_out: str) -> str:
-    """Return a refusal for state that would make ranks compute different losses."""
+    """Return a message about state that would make ranks compute different losses."""
     states = [one for one in found if one.apart]
     apart = max(one.apart for one in states)
     what = "gradient" if _are_of_gradient(states) else "loss"
@@ -153,5 +153,5 @@ def name_attributes(names: Sequence[str]) -> str:
 
 
 def _strip_model(name: str) -> str:
-    """Return an attribute's name as the user knows it, without the objective's `model`."""
+    """Return an attribute's name as the user knows it, without the objective's prefix `model`."""
     return name.removeprefix("model.")

@@ -1,4 +1,4 @@
-"""A forward and backward of a module that leave nothing behind."""
+"""A forward and backward of a module that leave no trace."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -14,9 +14,9 @@ from outpace.parallel.plain import without_dropout
 
 @contextmanager
 def trial_forward(plain: nn.Module, drops: bool) -> Iterator[None]:
-    """Restore parameters and state on exit; gradients are recorded, and no dropout if it `drops`.
+    """Restore parameters and state on exit; enable gradients, and disable dropout if it `drops`.
 
-    The module has parameters, whose device is that of its state.
+    The module must have parameters; its state is on their device.
     """
     with (
         keep_values(model_of(plain).named_parameters()),

@@ -24,7 +24,7 @@ class CollectiveError(BadInputError):
 
 
 class NoCollectives(TorchDispatchMode):
-    """Refusal of collectives over all ranks, in a context that only some ranks enter."""
+    """A mode that refuses collectives over all ranks, for code that only some ranks run."""
 
     supports_higher_order_operators = True
 
@@ -47,7 +47,7 @@ class NoCollectives(TorchDispatchMode):
 
 
 def _is_over_all(given: Any) -> bool:
-    """Return whether a call names the group of all ranks, by object or by name."""
+    """Return whether a call refers to the group of all ranks, by object or by name."""
     name = dist.group.WORLD.group_name  # type: ignore[union-attr]
     for leaf in tree_leaves(given):
         if isinstance(leaf, str) and leaf == name:

@@ -121,7 +121,7 @@ def test_gradients_that_depend_on_the_cut_are_reported_once(tmp_path, make, stra
     assert second["warnings"] == [] and "refused" not in first
     [said] = first["warnings"]
     assert said.startswith("the gradient of the first batch changes") and name in said
-    assert "decide it for each sample by itself" in said
+    assert "decide for each sample separately" in said
 
 
 class QuietChosen(Quiet):
@@ -318,7 +318,7 @@ def with_nothing_right(module, batch):
 )
 def test_a_pair_whose_second_value_is_no_count_is_told(tmp_path, strategy, make, loss):
     said, _ = run_first_step(tmp_path, strategy, make, loss, samples=16)
-    words = "(sum of losses, count) and divides, but the second is no count"
+    words = "(sum of losses, count) and divides, but the second is not a count"
     assert any(words in sentence for sentence in said["warnings"])
 
 

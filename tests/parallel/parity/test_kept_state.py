@@ -682,7 +682,9 @@ def test_a_pair_whose_second_value_is_no_count_is_told_on_one_process(reduce, mi
             module, plan, loss=lambda module, batch: reduce(module(batch[0]).square())
         )
         model.forward_backward((x,))
-    sentences = [str(one.message) for one in seen if "the second is no count" in str(one.message)]
+    sentences = [
+        str(one.message) for one in seen if "the second is not a count" in str(one.message)
+    ]
     assert len(sentences) == (told is not None)
     assert told is None or told in sentences[0]
 
