@@ -179,10 +179,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: list[str], environ: Mapping[str, str]) -> int:
+    _require_text(arguments)
     try:
         return _dispatch(arguments, environ)
     except SystemExit as done:  # argparse has printed its help
         return done.code if isinstance(done.code, int) else 0
+
+
+def _require_text(arguments: Sequence[str]) -> None:
+    """Refuse arguments and a folder whose names no file of a run could hold."""
+    with suppress(OSError):  # the folder is gone
+        arguments = (*arguments, str(Path.cwd()))
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise BadInputError(
+                f"{excerpt(argument)} is not text in this locale's encoding "
+                f"({sys.getfilesystemencoding()}). Set LC_ALL=C.UTF-8, or rename it if it is not "
+                "in UTF-8."
+            ) from None
 
 
 def _dispatch(arguments: list[str], environ: Mapping[str, str]) -> int:

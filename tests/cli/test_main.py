@@ -47,6 +47,13 @@ def test_an_unknown_command_gets_the_nearest_name(capsys: pytest.CaptureFixture[
     assert output.err.startswith("outpace: there is no command 'trian'. Did you mean 'train'")
 
 
+def test_a_name_that_is_no_text_in_the_locale_is_refused(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert command.main(["runs", "r\udcc3\udcb6"]) == 2
+    assert r"'r\udcc3\udcb6' is not text in this locale's enc" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "said"),
     [
