@@ -1,4 +1,4 @@
-"""Strategies, one file each; `apply(request)` lays an objective out on the ranks of a plan."""
+"""Strategies, one file each, whose `apply(request)` lays an objective out on a plan's ranks."""
 
 from importlib import import_module
 
@@ -23,7 +23,7 @@ __all__ = ["Layout", "LayoutRequest", "StepHooks", "apply", "why_not"]
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Lay out an objective, on its device or on meta (see `deferred_init`), by its plan."""
+    """Lay out an objective as its plan says, on its device or on meta (see `deferred_init`)."""
     strategy, plan = request.plan.strategy, request.plan
     if plan.training_obstacle is not None:
         raise BadInputError(
@@ -37,7 +37,7 @@ def apply(request: LayoutRequest) -> Layout:
     is_custom = not isinstance(request.objective, LanguageModelObjective)
     traits = TRAITS[strategy]
     if is_custom and request.plan.world_size > 1:
-        make_equal(request.objective)  # the user's builder may draw random numbers
+        make_equal(request.objective)  # the user's `build` may draw random numbers
     # A custom model is split by the names of its parts.
     file = (traits.custom_module if is_custom else None) or traits.module
     if strategy == "single" and gathers(plan, request.device):
@@ -66,7 +66,7 @@ def _wait_as_the_default(groups: set[dist.ProcessGroup], device: torch.device) -
 
 
 def why_not(strategy: Strategy, ranks: Ranks, device: torch.device) -> str | None:
-    """Explain why a strategy cannot run on this machine; None if it can."""
+    """Explain why a strategy cannot run on this machine; return None if it can."""
     if strategy != "horovod":
         return _split_backward_refusal(strategy, device)
     reason: str | None = import_module("outpace.parallel.horovod").why_not(ranks)
@@ -74,7 +74,7 @@ def why_not(strategy: Strategy, ranks: Ranks, device: torch.device) -> str | Non
 
 
 def _split_backward_refusal(strategy: Strategy, device: torch.device) -> str | None:
-    """Explain why this torch cannot run a zero-bubble schedule on a CPU; None if it can."""
+    """Explain why this torch cannot run a zero-bubble schedule on CPUs; return None if it can."""
     schedule = SCHEDULES.get(strategy)
     if schedule is None or not schedule.splits_backward or device.type != "cpu":
         return None

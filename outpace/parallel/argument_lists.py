@@ -1,7 +1,7 @@
 """Identity of lists and dicts that a user's forward passes to blocks, under `fully_shard`.
 
-The hooks of `fully_shard` rebuild the arguments of a unit around inputs with gradients, so what a
-block appends to a list argument would be lost to the caller.
+The hooks of `fully_shard` rebuild a unit's arguments around inputs with gradients, so the caller
+would not see what a block appends to a list argument.
 """
 
 from typing import Any
@@ -10,7 +10,7 @@ from torch import nn
 
 
 def keep_argument_lists(unit: nn.Module) -> None:
-    """Preserve the identity of lists and dicts that a `fully_shard` module gets as arguments."""
+    """Preserve the identity of lists and dicts that are passed to a `fully_shard` module."""
     given: list[tuple[Any, Any]] = []
 
     def note(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -34,7 +34,7 @@ def keep_argument_lists(unit: nn.Module) -> None:
 
 
 def _refill(old: Any, new: Any) -> Any:
-    """Return the old list or dict with the contents of the new one."""
+    """Return the old list or dict, filled with the contents of the new one."""
     if old is new or type(old) is not type(new):
         return new
     if isinstance(old, list) and len(old) == len(new):

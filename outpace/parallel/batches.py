@@ -33,14 +33,14 @@ NEEDS_WHOLE = (
 
 
 class SampleList(list[Any]):
-    """A list with an entry for each sample, marked when it is first split.
+    """A list with an entry for each sample; batches are marked with it when first split.
 
-    Parts of it have as few entries as other lists, and so have the tensors that it may hold.
+    Without the mark, a part would look like any other short list.
     """
 
 
 class SampleTuple(tuple[Any, ...]):
-    """A tuple with an entry for each sample, marked likewise."""
+    """A tuple with an entry for each sample, used likewise."""
 
 
 for _kind in (SampleList, SampleTuple):
@@ -50,17 +50,17 @@ for _kind in (SampleList, SampleTuple):
 
 
 def samples_in(batch: Batch) -> int:
-    """Return the length of the first tensor in a batch. Raises BadInputError if there is none."""
+    """Return the length of a batch's first tensor. Raises BadInputError if there is none."""
     return _length(_first_tensor(batch, _plain(batch)))
 
 
 def _length(value: Tensor | np.ndarray) -> int:
-    """Return the length of the first dimension, of nested tensors as well."""
+    """Return the length of the first dimension, including that of nested tensors."""
     return value.size(0) if isinstance(value, Tensor) else len(value)
 
 
 def _first_tensor(batch: Batch, plain: Batch) -> Tensor:
-    """Return the tensor that tells the number of samples. Raises BadInputError without one."""
+    """Return the tensor whose length is the number of samples. Raises BadInputError without one."""
     leaves = tree_leaves(plain, is_leaf=lambda one: isinstance(one, PackedSequence))
     if any(isinstance(leaf, PackedSequence) for leaf in leaves):
         raise BadInputError(
@@ -83,8 +83,7 @@ def _first_tensor(batch: Batch, plain: Batch) -> Tensor:
 def _refuse_list_of_samples(plain: Batch) -> None:
     """Raise BadInputError for a batch that is a list of single samples.
 
-    Their tensors differ in length, or are rows and single numbers, as those of several views of a
-    batch are not.
+    Such tensors differ in length, or are single rows and numbers, unlike several views of a batch.
     """
     if type(plain) is not list or len(plain) < 3:
         return
@@ -99,7 +98,7 @@ def _refuse_list_of_samples(plain: Batch) -> None:
 
 
 def _is_one_sample(entry: Any) -> bool:
-    """Return whether the tensors of an entry seem to be those of one sample."""
+    """Return whether the tensors of an entry seem to belong to a single sample."""
     tensors = _tensors_in(entry)
     dimensions = {one.ndim for one in tensors}
     lengths = {_length(one) for one in tensors if one.ndim}
@@ -110,8 +109,9 @@ def _is_one_sample(entry: Any) -> bool:
 def _refuse_ragged(plain: Any, first: Tensor) -> None:
     """Raise BadInputError for a list of samples of different lengths, which cannot be split.
 
-    If the `first` tensor of the batch is not in it, a list with as many entries can, and one with
-    another number (values of several tables, whose offsets are beside) is whole in each part.
+    Only a list with the batch's `first` tensor is refused. Other lists are split if they have an
+    entry for each sample, and otherwise repeated in each part (such as values of several tables,
+    with offsets next to them).
     """
     for part in tree_leaves(plain, is_leaf=lambda one: type(one) is list):
         if type(part) is list:
@@ -139,8 +139,8 @@ def cut(batch: Batch, parts: int) -> list[Batch]:
     """Split a batch into equal parts: split what holds samples, and repeat the rest in each part.
 
     A tensor or an array holds samples if its first dimension equals the number of samples in the
-    batch, and so does a list or tuple of as many texts, records, lists or tensors. Lists of numbers
-    do not. Raises BadInputError for an object with samples that cannot be split.
+    batch. So does a list or tuple of that many texts, records, lists or tensors, but not a list of
+    numbers. Raises BadInputError for an object with samples that cannot be split.
     """
     flat = _flatten(batch)
     size = flat.samples // parts
@@ -150,18 +150,18 @@ def cut(batch: Batch, parts: int) -> list[Batch]:
 
 
 def take_first(batch: Batch, count: int) -> Batch:
-    """Return the first `count` samples of a batch, split in the same way as by `cut`."""
+    """Return the first `count` samples of a batch, split in the same way as in `cut`."""
     return _slice(_flatten(batch), 0, count)
 
 
 def leave_out_first(batch: Batch, count: int) -> Batch:
-    """Return all but the first `count` samples of a batch, split in the same way as by `cut`."""
+    """Return all but the first `count` samples of a batch, split in the same way as in `cut`."""
     flat = _flatten(batch)
     return _slice(flat, count, flat.samples - count)
 
 
 def copy_batch(batch: Batch, tensors: bool = True) -> Batch:
-    """Copy a batch, so that a forward that changes its tensors, or pops entries, leaves it.
+    """Copy a batch for a forward that may change its tensors or pop entries.
 
     Without `tensors`, only the structure is copied.
     """
@@ -177,9 +177,9 @@ def copy_batch(batch: Batch, tensors: bool = True) -> Batch:
 
 
 def pack(batch: Batch) -> bytes | None:
-    """Return a batch in a form that other ranks can unpack; None if its class cannot be sent.
+    """Return a batch as bytes that other ranks can unpack; None if its class cannot be pickled.
 
-    Its tensors are copied, since pickling a view would send all of the memory behind it.
+    Its tensors are copied first, because pickling a view would send all of its storage.
     """
     with suppress(Exception):
         return pickle.dumps(tree_map(_copy_to_cpu, _plain(batch)))
@@ -187,7 +187,7 @@ def pack(batch: Batch) -> bytes | None:
 
 
 def unpack(packed: bytes, device: torch.device) -> Batch:
-    """Return the batch that another rank has packed, on `device`."""
+    """Return the batch that a rank has packed, on `device`."""
     return move_batch(pickle.loads(packed), device)
 
 
@@ -222,7 +222,7 @@ class BatchCopies(Sequence[Batch]):
 
 
 def has_changed(batch: Batch, before: Batch) -> bool:
-    """Return whether a batch has other entries or tensors than its shallow copy `before`."""
+    """Return whether a batch has different entries or tensors than its shallow copy `before`."""
     leaves, structure = tree_flatten(batch)
     old_leaves, old_structure = tree_flatten(before)
     return structure != old_structure or any(
@@ -231,7 +231,7 @@ def has_changed(batch: Batch, before: Batch) -> bool:
 
 
 class _FlatBatch(NamedTuple):
-    """The leaves of a batch, where a list or tuple of samples is one, and their structure."""
+    """The leaves of a batch and their structure; a list or tuple of samples is a single leaf."""
 
     leaves: list[Any]
     structure: TreeSpec
@@ -241,7 +241,8 @@ class _FlatBatch(NamedTuple):
 def _flatten(batch: Batch) -> _FlatBatch:
     plain = _plain(batch)
     first = _first_tensor(batch, plain)
-    # torch's tree_flatten leaves a cycle that holds `is_leaf`, so this must not hold the tensor.
+    # torch's tree_flatten leaves a reference cycle with `is_leaf`, so this must not refer to the
+    # tensor.
     samples = _length(first)
     flat = tree_flatten(plain, partial(_is_list_of_samples, samples, id(first)))
     return _FlatBatch(*flat, samples)
@@ -261,7 +262,7 @@ def _slice(flat: _FlatBatch, begin: int, size: int) -> Batch:
 
 
 def _holds_samples(leaf: Any) -> bool:
-    """Return whether a leaf of a flat batch is a list or a tuple; others there are no leaves."""
+    """Return whether a leaf of a flat batch is a list of samples, the only lists among leaves."""
     return type(leaf) in (list, tuple, SampleList, SampleTuple)
 
 
@@ -273,9 +274,10 @@ def _has_rows(value: Any, samples: int) -> bool:
 def _is_list_of_samples(samples: int, first_id: int, value: Any) -> TypeGuard[Sequence[Any]]:
     """Return whether a list or a tuple has an entry for each sample.
 
-    `first_id`: the id of the tensor that tells the number of samples, which is in no such list.
-    Some may be None. Numbers (sizes, strides) do not count, since their number may be a
-    coincidence, nor do tensors that all have a row for each sample, as of several views.
+    `first_id`: the id of the tensor whose length is the number of samples, which is in no such
+    list. Some entries may be None. Lists of numbers (sizes, strides) do not count, since their
+    length may be a coincidence, nor do lists of tensors that all have a row for each sample
+    (several views).
     """
     if type(value) in (SampleList, SampleTuple):
         return len(value) == samples
@@ -292,7 +294,7 @@ def _is_list_of_samples(samples: int, first_id: int, value: Any) -> TypeGuard[Se
     if isinstance(entries[0], Tensor | np.ndarray):
         kinds = {(one.shape[1:], one.dtype) for one in tensors}
         if len(kinds) > 1 or (samples == 2 and isinstance(value, tuple)):
-            return False  # several tensors of a model's state, say
+            return False  # such as several tensors of a model's state
     return not tensors or not all(_has_rows(one, samples) for one in tensors)
 
 
@@ -302,7 +304,7 @@ def _tensors_in(value: Any) -> list[Any]:
 
 
 def _refuse_objects(flat: _FlatBatch) -> None:
-    """Raise BadInputError for objects with a row for each sample in a tensor that is not seen."""
+    """Raise BadInputError for objects that hide a tensor with a row for each sample."""
     for leaf in flat.leaves:
         if isinstance(leaf, Tensor | np.ndarray | Sequence) or not hasattr(leaf, "__dict__"):
             continue
@@ -317,10 +319,10 @@ def _refuse_objects(flat: _FlatBatch) -> None:
 
 
 def take_apart(passes: Sequence[Batch], place: int, places: int) -> list[Batch] | None:
-    """Combine the samples at index `place` of `places` in all batches into at least two parts.
+    """Return at least two batches, made from part `place` of `places` of each batch.
 
-    Each part has samples of two batches. None if there are too few samples, or if they cannot be
-    concatenated.
+    Each combines samples of two batches if possible. None if there are too few samples, or if they
+    cannot be concatenated.
     """
     if samples_in(passes[0]) % places:
         return None
@@ -339,9 +341,9 @@ def take_apart(passes: Sequence[Batch], place: int, places: int) -> list[Batch] 
 
 
 def explain_lengths(batch: Batch) -> str:
-    """Explain how a batch is split if some tensors' lengths are not the number of samples.
+    """Explain how a batch is split if some tensors' lengths differ from the number of samples.
 
-    The text is empty if there are no such tensors.
+    Returns an empty text if there are no such tensors.
     """
     leaves, _, samples = _flatten(batch)
     leaves = [one for one in leaves if isinstance(one, Tensor) and one.dim()]
@@ -357,7 +359,7 @@ def explain_lengths(batch: Batch) -> str:
 
 
 def concatenate(one: Batch, other: Batch) -> Batch | None:
-    """Join two batches; values shared by all samples are taken from `one`.
+    """Join two batches, taking values shared by all samples from `one`.
 
     None if they cannot be joined, because they differ in structure or in lengths.
     """
@@ -394,7 +396,7 @@ def _plain(batch: Batch) -> Batch:
     """
     found = [leaf for leaf in tree_leaves(batch) if not isinstance(leaf, Tensor)]
     mappings = [leaf for leaf in found if isinstance(leaf, Mapping)]
-    # Whose copies may share entries.
+    # mappings whose copies may share entries
     if any(not isinstance(one, dict | UserDict) for one in mappings):
         return _plain(tree_map(lambda one: dict(one) if isinstance(one, Mapping) else one, batch))
     for one in mappings:
@@ -407,7 +409,7 @@ def _plain(batch: Batch) -> Batch:
 
 
 class _EmptyMapping:
-    """A mapping of a user's class, without its entries, as a template for others."""
+    """A mapping of a user's class without its entries, as a template for rebuilding it."""
 
     def __init__(self, one: Any) -> None:
         self.empty, self.keys = copy.copy(one), tuple(one)

@@ -1,9 +1,10 @@
 """Batch normalisation (Ioffe and Szegedy, arXiv 1502.03167) for batches that are split into parts.
 
-Over replicas, statistics are those of each replica's samples, as under DistributedDataParallel, or
-of all replicas' samples together. In a pipeline they are those of each micro-batch during training,
-and the moving averages for evaluation are those of the whole mini-batch (Huang et al., arXiv
-1811.06965, §2.3). Modules are changed in place: names, parameters and buffers stay as they are.
+With replicas, statistics are computed over each replica's samples, as under
+DistributedDataParallel, or over all replicas' samples together. In a pipeline they are computed
+over each micro-batch during training, and the moving averages for evaluation over the whole
+mini-batch (Huang et al., arXiv 1811.06965, §2.3). Modules are changed in place: names, parameters
+and buffers stay as they are.
 """
 
 from typing import Any
@@ -21,12 +22,12 @@ _KNOWN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 def batch_norms(module: nn.Module) -> dict[str, _BatchNorm]:
-    """Return the batch normalisations of a module, by name."""
+    """Return the batch normalisation layers of a module, by name."""
     return {name: part for name, part in module.named_modules() if isinstance(part, _BatchNorm)}
 
 
 def require_run_once(module: nn.Module, recomputes: bool) -> None:
-    """Refuse recomputation that would run a batch normalisation twice. Raises BadInputError."""
+    """Raise BadInputError if activation checkpointing would run a batch normalisation twice."""
     if recomputes and batch_norms(module):
         raise BadInputError(
             "checkpointing runs a BatchNorm twice, so its moving averages would be updated twice "
@@ -83,14 +84,14 @@ class Members:
 
 
 class _ConvertedNorm(_BatchNorm):
-    """A batch normalisation converted from another class, which allocates nothing itself."""
+    """A batch normalisation that takes its tensors from an instance of another class."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected at least 2 dimensions (N, C, …), got {input.dim()}")
 
     def _move_on(self, mean_C: Tensor, variance_C: Tensor, count: int) -> None:
-        """Move the averages towards a batch's statistics; the variance becomes the unbiased one."""
+        """Move the averages towards a batch's mean and unbiased variance."""
         assert self.running_mean is not None and self.running_var is not None
         assert self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
@@ -108,7 +109,7 @@ class MicroBatchNorm(_ConvertedNorm):
     seen: tuple[int, Tensor, Tensor] | None
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise as nn.BatchNorm does, but leave the averages to `commit`."""
+        """Normalise as nn.BatchNorm does, but let `commit` update the averages."""
         if not self.training or self.running_mean is None:
             return super().forward(input)
         self._check_input_dim(input)
@@ -129,7 +130,7 @@ class MicroBatchNorm(_ConvertedNorm):
 
 
 def _statistics(x: Tensor) -> tuple[int, Tensor, Tensor]:
-    """Return the number of values in a channel, their mean, and the sum of squares about it."""
+    """Return the number of values per channel, their mean, and the sum of squared deviations."""
     dims = [dim for dim in range(x.dim()) if dim != 1]
     mean_C = x.mean(dims)
     return x.numel() // x.shape[1], mean_C, (x - _widen(mean_C, x)).square().sum(dims)

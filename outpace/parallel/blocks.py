@@ -24,7 +24,7 @@ def blocks_of(request: LayoutRequest) -> list[nn.Module]:
 
 
 def found_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the repeated blocks of a model. Raises BadInputError, with advice, if it has none."""
+    """Return the repeated blocks of a model. Raises BadInputError with advice if it has none."""
     try:
         return find_blocks(model)
     except BadInputError:
@@ -37,7 +37,7 @@ def found_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def refuse_scripted(model: nn.Module, strategy: str) -> None:
-    """Raise BadInputError for modules of torch.jit, whose class and forward cannot be changed."""
+    """Raise BadInputError for torch.jit modules, whose class and forward cannot be changed."""
     for name, part in model.named_modules():
         if isinstance(part, torch.jit.ScriptModule):
             raise BadInputError(

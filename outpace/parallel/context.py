@@ -2,8 +2,8 @@
 
 Liu et al., "Ring Attention with Blockwise Transformers", arXiv 2310.01889: each rank keeps its
 queries, and keys and values travel around the ring while attention to the previous ones is
-computed. Under a causal mask, a rank with the first tokens would have little to do, and one with
-the last tokens much, so a sequence is cut into 2N chunks, and rank i has chunks i and 2N−1−i (the
+computed. Under a causal mask, a rank with the first tokens would have little work and a rank with
+the last tokens much, so a sequence is split into 2N chunks, and rank i has chunks i and 2N−1−i (the
 "zig-zag" of Llama 3, arXiv 2407.21783, §3.3.2). All ranks then have equal work in every turn.
 
 Parameters are replicas, and the loss is a sum over each rank's targets: as far as gradients are
@@ -31,14 +31,14 @@ from outpace.parallel.ring_kernels import Dropout, RingKernel, choose_ring_kerne
 from outpace.parallel.tensors import meta_copy
 from outpace.records.errors import BadInputError
 
-_KEYS_VALUES, _THEIR_GRADIENTS = 0, 1  # tags, since both are in flight at the same time
+_KEYS_VALUES, _THEIR_GRADIENTS = 0, 1  # tags: both are in flight at the same time
 
 
 @dataclass(frozen=True)
 class SequenceRing:
     """The ranks that share a sequence; `rank` is the position of this one.
 
-    `runs_on`: the kind of device to choose kernels for, if it differs from that of the tensors.
+    `runs_on`: the device type to choose kernels for, if it differs from the tensors' device.
     """
 
     group: dist.ProcessGroup
@@ -169,7 +169,7 @@ class RingAttention(torch.autograd.Function):
 
 
 def _merge(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Add attention to other keys, in place."""
+    """Merge the attention to other keys into the sums, in place."""
     total = torch.logaddexp(lse, part_lse)
     out.mul_((lse - total).exp_().unsqueeze(-1))
     out.addcmul_(part, (part_lse - total).exp_().unsqueeze(-1))
@@ -264,8 +264,8 @@ def share_sequences(objective: nn.Module, ring: SequenceRing) -> PartOfSequence:
     """
     if not isinstance(objective, LanguageModelObjective):
         raise BadInputError(
-            "strategy cp replaces the attention of outpace's own transformers; it does not know "
-            "that of a custom model. Use ddp or zero3."
+            "strategy cp replaces the attention of outpace's own transformers and cannot replace "
+            "a custom model's. Use ddp or zero3."
         )
     ring = replace(ring, runs_on=objective.runs_on)
     for block in objective.model.blocks:

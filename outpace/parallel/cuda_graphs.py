@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from outpace.parallel.layout import Batch, Layout, StepHooks, totals_of
 from outpace.records.errors import BadInputError
 
-# Passes of a shape before it is captured: compilers, libraries and allocators settle in the first,
-# and the last is watched for waits. The capture is then within a run's first steps, whose times are
-# not counted (`records.measurement.WARMUP_STEPS`).
+# Passes of a shape before it is captured: compilers, libraries and allocators settle in the first
+# ones, and the last one is checked for waits. So captures fall in a run's first steps, whose times
+# are not counted (`records.measurement.WARMUP_STEPS`).
 WARMUP_PASSES = 2
-# Shapes that are captured; each has its graphs' memory until the run ends.
+# Maximum number of captured shapes; each holds its graphs' memory until the run ends.
 MOST_SHAPES = 8
 
 
@@ -44,9 +44,9 @@ class Recorder(Protocol):
         """Return whether there is enough memory for graphs in addition to everything else."""
 
     def record(self, work: Callable[[], list[Tensor]]) -> Callable[[], None]:
-        """Capture `work`. Calling the result runs it again, into the tensors that `work` returned.
+        """Capture `work`. Calling the result replays it into the tensors that `work` returned.
 
-        Capturing does not run the work. Raises RuntimeError if it cannot be captured.
+        Capturing does not run `work`. Raises RuntimeError if it cannot be captured.
         """
 
     def release(self) -> None:
@@ -97,7 +97,7 @@ class CudaRecorder:
         graph = torch.cuda.CUDAGraph()
         current, failure = torch.cuda.current_stream(self._device), None
         try:
-            # Other threads, such as a loader's, may keep asking the driver for memory.
+            # Other threads, such as a loader's, may still allocate memory.
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):
@@ -143,7 +143,7 @@ class CapturedPass:
     totals: Tensor
     gradients: list[tuple[nn.Parameter, Tensor]]
     adds_to: Tensor | None  # the gradient that existed before the pass
-    addresses: list[int]  # of the parameters that the graph reads
+    addresses: list[int]  # addresses of the parameters that the graph reads
 
     def run(self, batch: Mapping[str, Tensor], hooks: StepHooks) -> Tensor:
         """Replay the pass (see `Layout._forward_backward`); the next run overwrites the totals."""
@@ -160,7 +160,7 @@ class CapturedPass:
 
 @dataclass
 class _Shape:
-    """Passes of one shape so far, and their capture."""
+    """The number of passes of one shape so far, and their capture."""
 
     passes: int = 0
     captured: CapturedPass | None = None
@@ -168,14 +168,14 @@ class _Shape:
 
 @dataclass
 class _Work:
-    """A pass that is being captured, with the tensors that its forward leaves to its backward."""
+    """A pass that is being captured, with the tensors that its forward saves for its backward."""
 
     loss: Tensor | None = None
     outputs: list[Tensor] = field(default_factory=list)
 
 
 class GraphedLayout(Layout):
-    """Single process whose passes are captured after `WARMUP_PASSES` of a shape, then replayed.
+    """A single process whose passes are captured after `WARMUP_PASSES` of a shape, then replayed.
 
     The first micro-batch of a step and those that accumulate gradients use different graphs.
     `on_failure` is called once with the reason if passes cannot be captured.
@@ -213,7 +213,7 @@ class GraphedLayout(Layout):
         return self._pass(batch, hooks, None)
 
     def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
-        """Evaluate as every layout does; may free the memory that graphs hold."""
+        """Evaluate as every layout does; may free the graphs' memory."""
         if not self.replays:
             return super().evaluate(batch, hooks)
         try:
@@ -225,7 +225,7 @@ class GraphedLayout(Layout):
     def _pass(self, batch: Batch, hooks: StepHooks, held: Tensor | None) -> Tensor:
         """Run a forward and backward: replayed, captured, or kernel by kernel.
 
-        `held` is the first of the gradients to which the pass adds; None if it creates them.
+        `held` is the first gradient that the pass adds to; None if the pass creates them.
         """
         key = self._key(batch, held) if self._works else None
         if key is None:
@@ -236,7 +236,7 @@ class GraphedLayout(Layout):
         if shape.captured is not None and shape.captured.adds_to is held:
             if shape.captured.addresses == self._addresses():
                 return shape.captured.run(batch, hooks)
-            self._give_up("a parameter was given other memory than the graphs read, p.data = …")
+            self._give_up("a parameter's memory was replaced (p.data = …)")
             return super()._forward_backward(batch, hooks)
         shape.passes += 1
         with self._recorder.warm_up():
@@ -245,9 +245,9 @@ class GraphedLayout(Layout):
             return super()._forward_backward(batch, hooks)
 
     def _key(self, batch: Batch, held: Tensor | None) -> Hashable | None:
-        """Return the key of a graph; None if passes must not be captured.
+        """Return the key of a graph for a batch; None if passes must not be captured.
 
-        Modes that observe operators would not see those of a graph.
+        Modes that observe operators would not see those that a graph replays.
         """
         if torch._C._len_torch_dispatch_stack() > 0 or not isinstance(batch, Mapping):
             return None
@@ -290,7 +290,7 @@ class GraphedLayout(Layout):
         self, batch: Mapping[str, Tensor], hooks: StepHooks, adds_to: Tensor | None
     ) -> CapturedPass | None:
         if not self._recorder.has_room():
-            self._give_up("their memory would be more than is free")
+            self._give_up("they need more memory than is free")
             return None
         inputs = {name: tensor.clone() for name, tensor in batch.items()}
         addresses = self._addresses()

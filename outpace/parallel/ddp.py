@@ -116,7 +116,7 @@ class Replicas(Layout):
         if sums:
             torch._foreach_copy_(narrow, [sum_ for _, sum_ in sums])
         for parameter in self._accumulated_parameters():
-            parameter.grad = None  # or torch refuses a gradient of another dtype
+            parameter.grad = None  # otherwise torch refuses a gradient of another dtype
             parameter.grad_dtype = parameter.dtype
         for (parameter, _), gradient in zip(sums, narrow, strict=True):
             parameter.grad = gradient
@@ -131,7 +131,7 @@ class Replicas(Layout):
         return totals
 
     def resume_from(self, start_step: int) -> None:
-        """Set PowerSGD's step count to the run's."""
+        """Set PowerSGD's step count to that of the run."""
         if self.use is not None:
             self.use.steps = start_step
         if self.low_rank is not None:
@@ -167,7 +167,7 @@ class Replicas(Layout):
     def _finish_buckets(self) -> None:
         """Give DDP zeros for parameters that this backward did not reach.
 
-        Its buckets wait for all of them, also for those that the user's forward has frozen.
+        Its buckets wait for all parameters, including those that the user's forward has frozen.
         """
         try:
             self.module._check_reducer_finalized()
@@ -175,7 +175,7 @@ class Replicas(Layout):
             if any(self._has_new_gradient(parameter) for parameter in self._trained):
                 return
         except RuntimeError:
-            pass  # DDP's message suggests `find_unused_parameters`, which walks every graph
+            pass  # DDP's error suggests `find_unused_parameters`, which walks every graph
         lacking = [p for p in self._trained if not self._has_new_gradient(p)]
         self._unused.update(p for p in lacking if p.grad is None)
         frozen = [p for p in lacking if not p.requires_grad]
@@ -186,7 +186,7 @@ class Replicas(Layout):
             parameter.requires_grad_(False)
 
     def _has_new_gradient(self, parameter: nn.Parameter) -> bool:
-        """Return whether the last backward added to this gradient, which may be older."""
+        """Return whether the last backward created or added to this gradient."""
         before = self._before.get(parameter)
         if parameter.grad is None or before is None:
             return parameter.grad is not None

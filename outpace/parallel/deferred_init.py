@@ -1,7 +1,7 @@
-"""Weights for a model that was laid out on meta, so that no rank ever holds all of them.
+"""Weights for a model that was laid out on the meta device, so no rank ever holds all of them.
 
-A rank allocates memory for its own parts and fills them from whole tensors, one at a time. In
-addition, it needs the memory of the largest parameter.
+A rank allocates memory for its own parts and fills them from one whole tensor at a time, so beyond
+its parts it needs memory for the largest parameter only.
 """
 
 from collections.abc import Callable, Mapping
@@ -70,7 +70,7 @@ def part_of(whole: Tensor, parameter: Tensor) -> Tensor:
     from torch.distributed.tensor import distribute_tensor
 
     mesh, placements = parameter.device_mesh, parameter.placements
-    # Every rank has the values, so nothing is sent.
+    # every rank has the values, so nothing is sent
     return local(distribute_tensor(whole, mesh, placements, src_data_rank=None))
 
 

@@ -1,12 +1,11 @@
 """DataParallel: rank 0 has the data and the optimizer, and the others compute for it.
 
-This is what `torch.nn.DataParallel` does with threads of one process, done with processes on one
-host; also known as a "single parameter server". Each batch takes five collectives: rank 0 (1)
-replicates the current weights, (2) scatters the batch in micro-batches, (3) gathers the outputs,
-from which it computes the loss, (4) scatters the loss's gradient, and (5) reduces the parameters'
-gradients to itself. The output is the last hidden state: rank 0 computes the head as well as the
-loss. In a single process it is `torch.nn.DataParallel` itself, over the CUDA devices that the
-process sees.
+This does with processes on one host what `torch.nn.DataParallel` does with threads; also known as a
+"single parameter server". Each batch takes five collectives: rank 0 (1) replicates the current
+weights, (2) scatters the batch in micro-batches, (3) gathers the outputs, from which it computes
+the loss, (4) scatters the loss's gradient, and (5) reduces the parameters' gradients to itself. The
+output is the last hidden state: rank 0 computes the head as well as the loss. In a single process
+it is `torch.nn.DataParallel` itself, over the CUDA devices that the process sees.
 """
 
 import math
@@ -25,7 +24,7 @@ from outpace.parallel.placeholder_parameter import PlaceholderParameter
 from outpace.parallel.tensors import by_dtype, concatenate, norm_dtype, spread
 from outpace.records.errors import BadInputError
 
-# For each tensor of a micro-batch that the model needs: name, shape and dtype.
+# name, shape and dtype of each tensor of a micro-batch that the model needs
 Form = list[tuple[str, torch.Size, torch.dtype]]
 
 
@@ -81,7 +80,7 @@ class DataParallel(Layout):
         return totals
 
     def _forward(self, batch: Batch, hooks: StepHooks) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return this rank's output, and on rank 0 the totals and the gradient of all outputs."""
+        """Return this rank's output, and on rank 0 also the totals and all outputs' gradient."""
         self._replicate()
         part = self._scatter(batch)
         hooks.mark("communication")
@@ -100,7 +99,7 @@ class DataParallel(Layout):
     def _loss(
         self, outputs: Tensor, targets: Tensor, hooks: StepHooks
     ) -> tuple[Tensor, Tensor | None]:
-        """Return the totals and, for gradients, the gradient of the outputs. On rank 0."""
+        """Return the totals and, in training, the gradient of the outputs. Called on rank 0."""
         outputs.requires_grad_(torch.is_grad_enabled())
         with hooks.cast():
             loss_sum, count = self.objective.loss_from_hidden(outputs, targets)
@@ -195,7 +194,7 @@ class DataParallel(Layout):
         return norm
 
     def sync_found_inf(self, found_inf: Tensor) -> None:
-        """Send rank 0's result, since only it has gradients."""
+        """Send rank 0's result to all ranks, since only rank 0 has gradients."""
         dist.broadcast(found_inf, 0)
 
 

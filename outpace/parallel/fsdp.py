@@ -1,9 +1,9 @@
 """Modules whose parameters `fully_shard` shards, and the collectives of their ranks.
 
-In mixed precision, parameters are gathered in the 16-bit dtype of matmuls and gradients are
-reduced in fp32, as in `records.precisions.SHARD_DTYPES`; shards and their accumulated gradients are
-fp32. Inputs of units are not cast: autocast stays on around them, so that tensors that are not
-operands of matmuls (the residual stream, position tables, a user's batch) keep their dtype.
+In mixed precision, parameters are gathered in the 16-bit dtype of matmuls and gradients are reduced
+in fp32 (`records.precisions.SHARD_DTYPES`); shards and their accumulated gradients are fp32. Inputs
+of units are not cast: autocast stays on around units, so tensors that are not operands of matmuls
+(the residual stream, position tables, a user's batch) keep their dtype.
 
 On a CPU, gloo would send every parameter twice and every gradient once while the ranks wait, so
 ranks of one host read each other's memory instead (`parallel.peer_memory`).
@@ -53,11 +53,10 @@ def shard(
 ) -> None:
     """Shard the parameters of each block, and the remaining ones, over the mesh's last dimension.
 
-    `runs_on` is the kind of device to choose for, if tensors are traced on another kind.
-
-    `again`: blocks reshard after the forward and gather their parameters again for the backward.
-    Parameters outside of the blocks stay gathered in between, because their forward ends where the
-    backward begins. `replicated` parameters stay whole on each rank. Collective.
+    `runs_on`: the device type to choose for, if tensors are traced on another. `again`: blocks
+    reshard after the forward and gather their parameters again for the backward. Parameters outside
+    of blocks stay gathered in between, because their backward directly follows their forward.
+    `replicated` parameters stay whole on each rank. Collective.
     """
     near = peer_memory_group(mesh.get_group(mesh.ndim - 1)) if mesh.device_type == "cpu" else None
     if precision in SHARD_DTYPES:
@@ -120,7 +119,7 @@ def refuse_method_names(named: Iterable[tuple[str, nn.Module]], strategy: str) -
 
 
 def keep_class_names(blocks: Mapping[nn.Module, type]) -> None:
-    """Give sharded modules' classes the names of those that they had, which users' code may ask."""
+    """Give sharded modules' classes their original names, which users' code may check."""
     for block, kind in blocks.items():
         type(block).__name__, type(block).__qualname__ = kind.__name__, kind.__qualname__
 

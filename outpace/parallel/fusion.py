@@ -13,8 +13,8 @@ from torch import Tensor, nn
 class FusedGradients:
     """A buffer for the gradients of `parameters`, which have the same dtype and device.
 
-    After the gradients, the buffer has one number per parameter: 1 if it has a gradient. After a
-    sum over ranks, 0 means that no rank has one, and the optimizer skips the parameter.
+    After the gradients, the buffer has a number for each parameter: 1 if it has a gradient. If the
+    sum over ranks is 0, no rank has a gradient, and the optimizer skips the parameter.
     """
 
     def __init__(
@@ -63,8 +63,7 @@ def fuse(
 ) -> list[FusedGradients]:
     """Create buffers of at most `limit_bytes` for gradients of parameters in the given order.
 
-    A larger parameter gets its own buffer. `dtype`: dtype of the buffers; None means that of the
-    parameters.
+    A larger parameter gets its own buffer. `dtype`: the buffers' dtype; None: the parameters'.
     """
     groups: list[list[nn.Parameter]] = []
     filled = 0

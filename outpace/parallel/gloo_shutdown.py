@@ -11,17 +11,16 @@ _LOOKS, _PAUSE_S, _LIMIT_S = 3, 1e-3, 2.0
 def register_gloo_shutdown() -> None:
     """Make this process wait at exit until gloo's threads are idle.
 
-    If a thread releases a tensor while Python exits, Python's lock is gone, and the whole process
-    aborts after all its work is done ("terminate called without an active exception", torch 2.13).
-    Threads are late if cores are busy: of 100 runs of examples/parallel.py, four at a time on two
-    cores, 4 aborted, and 4 of another 100.
+    A thread that releases a tensor after Python has given up its lock aborts the process, though
+    all work is done ("terminate called without an active exception", torch 2.13). Threads are late
+    if cores are busy: of 200 runs of examples/parallel.py, four at a time on two cores, 8 aborted.
     """
     atexit.unregister(_rest)
     atexit.register(_rest)
 
 
 def _rest() -> None:
-    """Release Python's lock until those threads have been asleep in several consecutive checks."""
+    """Release Python's lock until gloo's threads have been asleep in several consecutive checks."""
     quiet, until = 0, time.monotonic() + _LIMIT_S
     while quiet < _LOOKS and time.monotonic() < until:
         time.sleep(_PAUSE_S)  # a thread that waited for the lock has it by now

@@ -1,4 +1,4 @@
-"""Hooks that users register on parameters, to change their gradients."""
+"""Hooks that users register on parameters to change their gradients."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -11,12 +11,12 @@ Hook = Callable[[Tensor], Any]
 
 
 def gradient_hooks(parameter: Tensor) -> list[Hook]:
-    """Return the hooks of `register_hook`, in order."""
+    """Return the hooks registered by `register_hook`, in order."""
     return list((parameter._backward_hooks or {}).values())
 
 
 def accumulation_hooks(parameter: Tensor) -> list[Hook]:
-    """Return the hooks of `register_post_accumulate_grad_hook`, in order."""
+    """Return the hooks registered by `register_post_accumulate_grad_hook`, in order."""
     return list((getattr(parameter, "_post_accumulate_grad_hooks", None) or {}).values())
 
 
@@ -33,7 +33,7 @@ def refuse_hooks(
 ) -> None:
     """Raise BadInputError if a parameter has hooks that a strategy would not call.
 
-    `after_alone`: the strategy skips only the hooks that run after gradient accumulation.
+    `after_alone`: the strategy skips only post-accumulate hooks.
     """
     hooked = [
         name

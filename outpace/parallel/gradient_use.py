@@ -1,11 +1,11 @@
-"""Parameters that get a gradient on some rank, if ranks may use different parameters.
+"""Parameters that get a gradient on some rank, for modules whose ranks may use different ones.
 
-Experts without tokens, branches and dropped layers may leave a rank without a gradient for
-parameters that have one on other ranks. A strategy then uses zeros, so that all ranks reduce the
-same tensors. A parameter without a gradient on any rank must have none at the end, as in a single
-process: optimizers skip it, whereas a zero gradient would still apply weight decay and momentum.
+With experts without tokens, branches or dropped layers, a rank may have no gradient for parameters
+that have one on other ranks. A strategy then uses zeros, so that all ranks reduce the same tensors.
+A parameter without a gradient on any rank must end up without one, as in a single process:
+optimizers skip it, whereas a zero gradient would still apply weight decay and momentum.
 
-By the same message, ranks whose forward has written to parameters learn whether all ranks' have.
+The same message tells ranks whose forward has written to parameters whether all ranks' have.
 """
 
 import warnings
@@ -28,8 +28,8 @@ class GradientUse:
     """Agreement between ranks on which of the `named` parameters have a gradient on any rank.
 
     `steps` is the number of steps already done. Ranks send one message with a byte per parameter.
-    Only a rank that lacks a gradient, or has written to a parameter, reads the answer, so the
-    others do not wait for their devices.
+    Only a rank that lacks a gradient or has written to a parameter reads the answer, so other ranks
+    do not wait for their devices.
     """
 
     def __init__(
@@ -43,8 +43,8 @@ class GradientUse:
         self._parameters = [parameter for _, parameter in named]
         self.steps = steps
         self._group = group
-        # After a byte for each parameter: whether a rank has written to parameters, and whether one
-        # has not.
+        # The bytes after those for parameters: whether any rank has written to parameters, and
+        # whether any has not.
         self._all = torch.ones(len(self._parameters) + 2, dtype=torch.uint8, device=device)
         self._all[-2] = 0
         self._has_warned = False
@@ -71,7 +71,7 @@ class GradientUse:
         self._warn_of_unused([name for name, on_any, mine in pairs if on_any and not mine])
 
     def _warn_of_unused(self, lacking: Sequence[str]) -> None:
-        """Warn once about parameters that this rank did not use but others did."""
+        """Warn once about parameters that this rank has not used but other ranks have."""
         if not lacking or self._has_warned:
             return
         self._has_warned = True

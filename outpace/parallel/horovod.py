@@ -2,11 +2,12 @@
 
 Sergeev and Del Balso, "Horovod", arXiv 1802.05799. Gradients go into buffers as under `ring`, and
 each full buffer to `horovod.torch.allreduce_async_`, which chooses the algorithm (a ring over MPI
-or gloo, or NCCL's). `DistributedOptimizer` is not used: it reduces at the optimizer's step, but the
-norm is needed earlier; nor can it distinguish a gradient that no rank has from one that is zero.
+or gloo, or NCCL's). `DistributedOptimizer` is not used: it reduces at the optimizer's step, but
+clipping needs the norm earlier, and it cannot distinguish a gradient that no rank has from a zero
+gradient.
 
-This is written for the documented interface of Horovod 0.28 and tested with a stand-in; it has not
-been run with Horovod itself, which does not build with this torch unmodified.
+This follows the documented interface of Horovod 0.28 and is tested with a stand-in. It has not run
+with Horovod itself, which does not build with this torch unmodified.
 """
 
 from importlib import import_module
@@ -24,7 +25,7 @@ _INSTEAD = "use --strategy ring, the same algorithm built in"
 
 
 def why_not(ranks: Ranks) -> str | None:
-    """Explain why these ranks cannot use Horovod; None if they can. Starts Horovod."""
+    """Explain why these ranks cannot use Horovod; return None if they can. Starts Horovod."""
     if find_spec("horovod") is None:
         return (
             "Horovod is not installed. Install it for PyTorch (HOROVOD_WITH_PYTORCH=1 pip install "

@@ -27,8 +27,8 @@ CLIP_EPS = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 class StepHooks:
     """Functions of a trainer that a forward and backward pass calls.
 
-    `cast()` is entered around each forward (autocast). `scale(loss_sum)` returns the value that
-    backward starts from: the loss as its share of the global mean, times fp16's loss scale.
+    `cast()` returns the context of each forward (autocast). `scale(loss_sum)` returns the value
+    that the backward starts from: the loss as a share of the global mean, times fp16's loss scale.
     `mark(part)` attributes the time since the last mark to `part` ("forward", "backward").
     """
 
@@ -39,14 +39,14 @@ class StepHooks:
 
 @dataclass(frozen=True)
 class LayoutRequest:
-    """Request to a strategy: an objective, and the ranks to lay it out on.
+    """A request to a strategy: an objective, and the ranks to lay it out on.
 
     The objective is on its device, or on meta if `deferred_init.fills_later`.
 
-    For a custom model, `blocks` are the names of its repeated parts, or one list of names for each
-    stage of a pipeline (None: detected). `layouts` maps names to the way their matrices are split.
-    `scratch` stores the parameters of a plan that offloads them to disk. `cuda_graphs`: replay
-    passes of `single` as CUDA graphs; `on_failure` is called with the reason if that is impossible.
+    For a custom model, `blocks` are the names of its repeated parts, or a list of names for each
+    pipeline stage (None: detected). `layouts` maps names to how their matrices are split. `scratch`
+    stores parameters that the plan offloads to disk. `cuda_graphs`: replay passes of `single` as
+    CUDA graphs; `on_failure` is called with the reason if that is impossible.
     """
 
     objective: nn.Module
@@ -61,7 +61,7 @@ class LayoutRequest:
 
     @property
     def runs_on(self) -> str:
-        """Return the kind of device to choose for: of tensors, or that they are traced for."""
+        """Return the device type to choose kernels for, which tracing may set to another one."""
         return getattr(self.objective, "runs_on", None) or self.device.type
 
 
@@ -71,7 +71,7 @@ def _total_dtype(device: torch.device) -> torch.dtype:
 
 
 def totals_of(loss_sum: Tensor, count: Tensor, *sums: Tensor) -> Tensor:
-    """Return the totals of a pass in one tensor, so that passes and ranks can be summed."""
+    """Return the totals of a pass as one tensor, which can be summed over passes and ranks."""
     dtype = _total_dtype(loss_sum.device)
     return torch.cat([part.to(dtype).view(-1) for part in (loss_sum, count, *sums)])
 
@@ -84,10 +84,10 @@ def divisor(count: Tensor) -> Tensor:
 class Layout:
     """An objective on this rank. In the base class, each rank has all of it, without communication.
 
-    `module` is called instead of the objective; `model` holds this rank's parameters by their names
-    in a single process. The collective divides the sum of the ranks' gradients by `averages`, so
-    that the trainer can scale the loss: the resulting gradients are those of the mean over the
-    global batch's targets. `computes_on` is set if parameters are stored on another device.
+    `module` is called instead of the objective; `model` holds this rank's parameters under their
+    single-process names. The collective divides the sum of the ranks' gradients by `averages`; the
+    trainer scales the loss accordingly, so that gradients are those of the mean over the global
+    batch's targets. `computes_on` is set if parameters are stored on another device.
     """
 
     averages: int = 1
@@ -99,7 +99,7 @@ class Layout:
     def __init__(self, objective: nn.Module, module: nn.Module | None = None) -> None:
         self.objective = objective
         self.module = objective if module is None else module
-        # Norms of gradients that were freed in the backward.
+        # norms of gradients that were freed in the backward
         self._stepped: list[Tensor] | None = None
         self._known: list[nn.Parameter] | None = None
 
@@ -116,7 +116,7 @@ class Layout:
     def _parameters(self) -> list[nn.Parameter]:
         """Return this rank's parameters.
 
-        They are cached, since walking over modules would take longer than clipping.
+        They are cached, because walking over modules takes longer than clipping.
         """
         if self._known is None:
             self._known = [parameter for _, parameter in self.named_parameters()]
@@ -178,7 +178,7 @@ class Layout:
         """Prepare for the first step of this process, after `start_step` steps."""
 
     def learn_forms(self, batch: Batch, hooks: StepHooks) -> None:
-        """Learn the forms of messages from a first batch, before a check that undoes changes.
+        """Learn the forms of messages from a first batch, before a check that restores all state.
 
         Collective. Most layouts do nothing.
         """
@@ -193,7 +193,7 @@ class Layout:
         return None
 
     def discard_comparison(self) -> None:
-        """Undo what collectives counted in the `gradients` of a comparison, which is not a step."""
+        """Reset counters that the `gradients` of a comparison, which is no step, have advanced."""
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
         """Run forward and backward of this rank's micro-batches of one step.
@@ -322,7 +322,7 @@ class Layout:
         """Make all ranks skip an fp16 step if one of them must. Collective."""
 
     def raise_weights(self, optimizer: torch.optim.Optimizer) -> None:
-        """Replace the weights with the optimizer's fp32 copies at the end. Collective."""
+        """Replace the weights with the optimizer's fp32 copies, at the end of a run. Collective."""
         raise_to(self.model, master_weights(optimizer))
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
@@ -359,7 +359,7 @@ class SpreadLayout(Layout):
     def total_norm(self) -> Tensor:
         """Return the norm, summing each rank's share of the squares over the group."""
         square = square_sum(self.counted_gradients(), self._ranks_of_a_part, self._device())
-        for norm in self._norms_of_stepped():  # of parts that only this rank of the group has
+        for norm in self._norms_of_stepped():  # parts that only this rank has
             square += norm.double().square()
         dist.all_reduce(square, group=self._group)
         return square.sqrt()

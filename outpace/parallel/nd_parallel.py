@@ -1,9 +1,9 @@
 """3d: any product of dp_replicate × dp_shard × cp × tp × pp, applied in one explicit order.
 
-Matrices are split first, then sequences, then layers; what is left on a rank is sharded or
+Matrices are split first, then sequences, then layers; what remains on a rank is sharded or
 replicated over the ranks that read other samples or other parts of sequences (Narayanan et al.,
-arXiv 2104.04473, §3; Liang et al., "TorchTitan", arXiv 2410.06511, §2). Ranks of one
-tensor-parallel group are neighbours, those of one pipeline are furthest apart.
+arXiv 2104.04473, §3; Liang et al., "TorchTitan", arXiv 2410.06511, §2). Ranks of a tensor-parallel
+group are neighbours; ranks of a pipeline are furthest apart.
 """
 
 from collections.abc import Iterator, Sequence
@@ -117,7 +117,7 @@ def _whole_depth(
     copied: Transformer,
     mesh: DeviceMesh,
 ) -> Layout:
-    """Return all layers as the part of this rank."""
+    """Return the whole model as this rank's part."""
     plan, held = request.plan, offload_policy(request.plan, request.device)
     if _gathers_parameters(request):
         shard(
@@ -141,7 +141,7 @@ def _pipeline(
     copied: Transformer,
     mesh: DeviceMesh,
 ) -> Layout:
-    """Return this rank's stages, each a separate unit for sharding."""
+    """Return this rank's stages; each is sharded as a separate unit."""
     plan, held = request.plan, offload_policy(request.plan, request.device)
     stages = cut(plan, objective.model)
     inner = PipelineLayout(

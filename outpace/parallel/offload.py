@@ -1,12 +1,12 @@
-"""Parameters in host memory or on a disk, and optimizers whose state is there.
+"""Parameters in host memory or on disk, and optimizers that keep their state there.
 
 Ren et al., "ZeRO-Offload", arXiv 2101.06840: `fully_shard` keeps the shards in host memory, sends
 them to the device when they are gathered, and sends gradients back as soon as they are reduced,
 during computation. A single process is a group of one.
 
 Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, §5: shards, or whole parameters if the CPU
-computes, are in mapped files; those of the next block are read ahead, and a block's leave this
-process's memory when it is done.
+computes, are in memory-mapped files. The next block's are read ahead, and a block's are dropped
+from memory when it is done.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def gathers(plan: Plan, device: torch.device) -> bool:
-    """Return whether a single process must gather parameters, which are stored elsewhere."""
+    """Return whether a single process must gather parameters because they are stored elsewhere."""
     from_disk = plan.offload_parameters == "disk" and device.type != "cpu"
     return plan.offload_parameters == "cpu" or from_disk
 
@@ -56,7 +56,7 @@ def offload_policy(plan: Plan, device: torch.device) -> "OffloadPolicy":
 
 
 def require(plan: Plan, device: torch.device) -> None:
-    """Refuse options that the device does not support or cannot reach. Raises BadInputError."""
+    """Raise BadInputError for offload options that the device does not support."""
     require_place(plan.offload_activations, device)
     if plan.strategy not in GATHERS and gathers(plan, device):
         raise BadInputError(
@@ -93,7 +93,7 @@ def to_disk(layout: Layout, scratch: Scratch) -> None:
         sharded = held.get(parameter)
         old = local(parameter) if sharded is None else sharded._sharded_param_data
         (memory,), region = scratch.copy_permanently([old])
-        if sharded is not None:  # includes the padding that makes shards equally long
+        if sharded is not None:  # includes the padding that makes shards equal in length
             sharded._sharded_param_data = memory
             memory = memory[: local(parameter).numel()].view(local(parameter).shape)
         if is_spread(parameter):

@@ -37,10 +37,10 @@ from outpace.records.ranks import Ranks
 Loss = Callable[[nn.Module, Any], Any]
 
 _REFUSED = {
-    "dp": "only rank 0 reads data, and scatters what outpace's own loader gives it. Use ddp",
+    "dp": "only rank 0 reads data, from outpace's own loader, and scatters it. Use ddp",
     "ps": "servers have no step of their own in your loop. Use ddp, or outpace train",
     "cp": "only outpace's own attention works around a ring of ranks. Use zero3, or tp",
-    "3d": "only models of outpace are split over several axes. Use hsdp, a pipeline, or tp",
+    "3d": "only models built by outpace are split over several axes. Use hsdp, a pipeline, or tp",
 }
 
 
@@ -70,8 +70,8 @@ class ParallelModule:
         """Return this rank's samples of a global batch that all ranks have read.
 
         If ranks read different samples instead (DistributedSampler), read share
-        `plan.data_rank(rank)` of `plan.data_parallel`: all ranks of a pipeline or tp group read the
-        same.
+        `plan.data_rank(rank)` of `plan.data_parallel`, because all ranks of a pipeline or tp group
+        read the same samples.
         """
         number, shares = self.plan.data_rank(self._ranks.rank), self.plan.data_parallel
         assert number is not None
@@ -138,14 +138,14 @@ class ParallelModule:
         return self.layout.named_parameters()
 
     def _passes(self, batch: Batch) -> list[Batch]:
-        """Cut a batch into parts that go through the model, or the pipeline, at once."""
+        """Split a batch into parts that go through the model, or the pipeline, in one pass."""
         size, held = self.plan.samples_per_pass, samples_in(batch)
         if held % size:
             raise BadInputError(
-                f"a rank's share of {held} samples does not divide into micro-batches of "
-                f"{size} (micro_batch {self.plan.micro_batch} × pp_microbatches "
-                f"{self.plan.pp_microbatches}). Use others, or batches that divide; a DataLoader "
-                "leaves a smaller last batch out with drop_last=True."
+                f"a rank's share of {held} samples does not divide into micro-batches of {size} "
+                f"(micro_batch {self.plan.micro_batch} × pp_microbatches "
+                f"{self.plan.pp_microbatches}). Change these, or use batches that divide evenly; "
+                "with drop_last=True, a DataLoader omits a smaller last batch."
             )
         return cut(batch, held // size)
 
@@ -153,8 +153,8 @@ class ParallelModule:
         held = samples_in(batch)
         if held % parts:
             raise BadInputError(
-                f"{what} of {held} samples cannot be shared by {among}. Use a multiple of "
-                f"{parts}, and drop_last=True in a DataLoader."
+                f"{what} of {held} samples cannot be divided evenly among {among}. Use a multiple "
+                f"of {parts}, and drop_last=True in a DataLoader."
             )
         return cut(batch, parts)
 
@@ -296,8 +296,8 @@ def _check(module: nn.Module, plan: Plan, loss: Loss | None) -> None:
         )
     if plan.optimizer_in_backward:
         raise BadInputError(
-            "optimizer_in_backward steps the optimizer, which is the caller's in parallelize. Use "
-            "outpace train, or leave it out."
+            "optimizer_in_backward steps the optimizer, but with parallelize the caller does. "
+            "Leave it out, or use outpace train."
         )
     if plan.loss != "auto":
         raise BadInputError(
@@ -306,8 +306,8 @@ def _check(module: nn.Module, plan: Plan, loss: Loss | None) -> None:
         )
     if plan.offload_parameters == "cpu" and plan.world_size == 1:
         raise BadInputError(
-            "offload_parameters cpu of one process is for outpace train, which has process groups. "
-            "Use zero3 on several processes, or offload_optimizer."
+            "offload_parameters cpu on one process works only in outpace train, which has process "
+            "groups. Use zero3 on several processes, or offload_optimizer."
         )
     if any(isinstance(p, UninitializedParameter) for p in module.parameters()):
         raise BadInputError("the module has lazy parameters. Run a batch through it first.")

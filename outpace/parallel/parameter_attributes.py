@@ -1,6 +1,6 @@
 """Attributes that users set on parameters (`weight.mask`), for parameters that are sharded.
 
-`fully_shard` makes parameters of its own: shards, and the whole ones that a forward uses.
+`fully_shard` creates new parameters: shards, and whole parameters that a forward uses.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from outpace.parallel.tensors import user_attributes
 
 
 class ParameterAttributes:
-    """Attributes of a module's parameters, taken before it is sharded."""
+    """Attributes of a module's parameters, recorded before it is sharded."""
 
     def __init__(self, module: nn.Module) -> None:
         self._found = {
@@ -22,9 +22,10 @@ class ParameterAttributes:
         }
 
     def keep(self, units: Iterable[nn.Module]) -> None:
-        """Set them on the parameters that the forwards of sharded units use.
+        """Set the attributes on the parameters that the forwards of sharded units use.
 
-        Call it after the units are sharded: what they gather is there when their later hooks run.
+        Call it after sharding: hooks registered then run when a unit's parameters have been
+        gathered.
         """
         for unit in units:
             held = [

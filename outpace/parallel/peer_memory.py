@@ -1,10 +1,10 @@
 """Collectives between the ranks of one host, which read each other's memory.
 
-gloo sends a buffer over loopback: it is copied into the kernel, out of it, and to its destination,
-by threads that compete with those that compute. Here each rank reads its piece of the others'
-buffers in place (process_vm_readv), adds it to its own, and then reads the pieces that others have
-summed. That is Patarasuk and Yuan's reduce-scatter and all-gather (JPDC 2009, §3) without the ring,
-since all ranks are equally near: 25 MiB between two ranks takes 3.6 ms, and with gloo 22 to 37 ms
+gloo sends a buffer over loopback: threads that compete with the computing ones copy it into the
+kernel, out of it, and to its destination. Here each rank reads its piece of the others' buffers in
+place (process_vm_readv), adds it to its own, and then reads the pieces that others have summed.
+That is Patarasuk and Yuan's reduce-scatter and all-gather (JPDC 2009, §3) without the ring, since
+all ranks are equally near: 25 MiB between two ranks takes 3.6 ms, and with gloo 22 to 37 ms
 (docs/development/log.md). ZeRO-3 uses each of the two halves alone (`parallel.fsdp`).
 
 This works on Linux on x86-64 only, since other ranks must see a rank's writes in the order in which
@@ -33,17 +33,17 @@ from outpace.nn.operators import operator
 from outpace.parallel.rank_objects import gather_objects
 from outpace.records.errors import BadInputError
 
-_CHUNK_BYTES = 512 << 10  # fits in a core's cache while it is added
+_CHUNK_BYTES = 512 << 10  # fits in a core's cache during the sum
 _NAP_S = 50e-6
-_LENGTH_BITS = 44  # bits of a collective's code that hold the bytes of its buffer
-_GAVE_UP = -1  # a move count that says that the rank gave up
+_LENGTH_BITS = 44  # bits of a collective's code that hold its buffer's size
+_GAVE_UP = -1  # the step count of a rank that has given up
 _SET_PTRACER = 0x59616D61  # prctl's PR_SET_PTRACER
 
 # Arguments: process, address there, address here, number of bytes.
 _Copy = Callable[[int, int, int, int], None]
 
 
-# These do nothing. They exist for modes that count collectives.
+# These operators do nothing. They exist for modes that count collectives.
 
 
 def _all_reduce_directly(buffer: Tensor, group: str) -> None:
@@ -70,10 +70,10 @@ class _Span(ctypes.Structure):
 
 
 class _Notice(ctypes.Structure):
-    """Notice to other ranks: the number of steps that this rank has made, and where its buffer is.
+    """A notice to other ranks: how many steps this rank has made, and where its buffer is.
 
-    `token` distinguishes a notice from other memory, because a process ID may refer to another
-    process elsewhere. `kind` is the collective for which its buffer is used.
+    `token` identifies a notice, because elsewhere a process ID may refer to another process. `kind`
+    is the collective that uses the buffer.
     """
 
     _fields_ = (
@@ -91,7 +91,7 @@ def _lasting_notice() -> _Notice:
 
 @dataclass(frozen=True)
 class _Peer:
-    """A rank on this host: its process, and the address of its notice there."""
+    """A rank on this host: its process, and the address of its notice in that process."""
 
     rank: int
     pid: int
@@ -124,7 +124,7 @@ def _reader() -> _Copy | None:
 
 
 def _let_family_read() -> None:
-    """Allow the launcher's other processes to read this one if Yama restricts this to parents."""
+    """Let the launcher's other processes read this one's memory if Yama restricts it to parents."""
     ctypes.CDLL(None).prctl(_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 
@@ -171,7 +171,7 @@ class PeerMemoryGroup:
             for other in self._others:
                 start, piece = pieces[other.rank]
                 self._copy(other, start, piece)
-            self._move()  # until then, no rank changes what others read
+            self._move()  # until then, no rank may change what others read
 
     def all_gather(self, buffer: Tensor, part: Tensor, unit: int = 0) -> None:
         """Fill `buffer` with the ranks' parts, of equal lengths; `part` may be a view of it."""
@@ -294,7 +294,7 @@ def peer_memory_group(group: dist.ProcessGroup) -> PeerMemoryGroup | None:
     _let_family_read()
     found = PeerMemoryGroup(
         group, read, limit.total_seconds()
-    )  # its collective comes once all ranks allow it
+    )  # the collective follows once all ranks allow it
     able.fill_(found.can_read())
     dist.all_reduce(able, dist.ReduceOp.MIN, group=group)
     return found if able.item() else None
@@ -329,7 +329,7 @@ class GradientAveraging:
 
     def _reduce(self, buffer: Tensor, done: torch.futures.Future[Exception | None]) -> None:
         try:
-            if self._failed is None:  # or each bucket would wait for the failed rank
+            if self._failed is None:  # otherwise each bucket would wait for the failed rank
                 self._peers.all_reduce(buffer, self._factor)
         except Exception as error:
             self._failed = error

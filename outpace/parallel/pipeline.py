@@ -2,12 +2,12 @@
 
 `mp` is naive model parallelism, with one micro-batch in flight and one rank busy at a time.
 `gpipe`: all forwards, then all backwards (Huang et al., arXiv 1811.06965, §2). `1f1b`: each
-backward as soon as possible, so that a stage keeps no more micro-batches than the number of stages
-from it on (Narayanan et al., PipeDream, SOSP 2019, §3.2; arXiv 2104.04473, §2.2). With two stages
-on each rank: `interleaved` (arXiv 2104.04473, §2.2.2) and `loopedbfs` (Lamy-Poirier, arXiv
-2211.05953). With the gradients of weights deferred to where a rank would wait: `zb`, `zbv` (Qi et
-al., arXiv 2401.10241, §2 and §6) and `dualpipev` (DeepSeek-AI, arXiv 2412.19437, §3.2.1, as a V of
-half the stages).
+backward as soon as possible, so that a stage keeps at most as many micro-batches as there are
+stages from it to the last (Narayanan et al., PipeDream, SOSP 2019, §3.2; arXiv 2104.04473, §2.2).
+With two stages on each rank: `interleaved` (arXiv 2104.04473, §2.2.2) and `loopedbfs`
+(Lamy-Poirier, arXiv 2211.05953). With weight gradients deferred to times when a rank would wait:
+`zb`, `zbv` (Qi et al., arXiv 2401.10241, §2 and §6) and `dualpipev` (DeepSeek-AI, arXiv 2412.19437,
+§3.2.1, as a V of half the stages).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -50,19 +50,19 @@ CLASSES: Mapping[str, type[Any]] = {
     "zbv": ScheduleZBVZeroBubble,
     "dualpipev": ScheduleDualPipeV,
 }
-# Names in traces of torch's kinds of backward.
+# trace names of torch's kinds of backward
 _BACKWARDS: Mapping[str, Kind] = {"full": "B", "input": "I", "weight": "W"}
-# What a stage needs of a batch besides tokens. Every rank has it, since all read the same share.
+# What a stage needs of a batch besides tokens. Every rank has it, because all read the same share.
 _CONTEXT = ("documents", "segments", "padding_mask")
 
 
 class Stage(PipelineStage):
-    """A stage that enters the trainer's contexts for each pass, and reports its times."""
+    """A stage that enters the trainer's contexts for each pass and reports its times."""
 
     given = StepHooks()
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a micro-batch's forward. The time before it counts as waiting."""
+        """Run a micro-batch's forward; count the time before it as waiting."""
         self.given.mark("communication")
         with self.given.cast(), record_function(traced_name("F", self.stage_index)):
             output = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -86,9 +86,9 @@ class Stage(PipelineStage):
 class PipelineLayout(SpreadLayout):
     """This rank's stages of a transformer with its loss.
 
-    `parts` are the stages of the whole pipeline, as parts of the model. `group` contains its ranks,
-    starting with that of the first stage. The totals of losses and targets are on the last stage.
-    `whole` is the model without weights, and `share` returns this rank's part of a batch.
+    `parts` are all stages of the pipeline, as parts of the model. `group` contains their ranks,
+    starting with the first stage's. The totals of losses and targets are on the last stage. `whole`
+    is the model without weights, and `share` returns this rank's part of a batch.
     """
 
     objective: LanguageModelObjective
@@ -208,9 +208,9 @@ class PipelineLayout(SpreadLayout):
         mine += theirs
 
     def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
-        """Run forward passes only, one micro-batch after the other through this rank's stages.
+        """Run only forward passes, one micro-batch at a time, through this rank's stages.
 
-        In this order, sends and receives match for any placement of stages.
+        Sends and receives then match for any placement of stages.
         """
         totals = torch.zeros(2, dtype=torch.float64, device=self._device())
         sent: list[tuple[dist.Work, Tensor]] = []
@@ -306,12 +306,12 @@ def _context(batch: Batch) -> dict[str, Tensor]:
     """Return the parts of a batch that blocks need, by the transformer's argument names."""
     held = {f"{name}_BS": batch[name] for name in _CONTEXT if name in batch}
     if "positions" in batch:
-        held["positions"] = batch["positions"].expand_as(batch["tokens"])  # to be cut like tokens
+        held["positions"] = batch["positions"].expand_as(batch["tokens"])  # split like tokens
     return held
 
 
 def cut(plan: Plan, model: Transformer) -> list[Part]:
-    """Return a plan's stages. Raises BadInputError for fewer layers than stages."""
+    """Return a plan's stages. Raises BadInputError if there are fewer layers than stages."""
     spec = model.spec
     if spec.layers < plan.stages:
         # Each stage has at least one layer.
@@ -332,7 +332,7 @@ def cut(plan: Plan, model: Transformer) -> list[Part]:
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Reduce the model to this rank's stages. Requires the default process group.
+    """Keep only this rank's stages of the model. Requires the default process group.
 
     Raises BadInputError if there are fewer layers than stages.
     """

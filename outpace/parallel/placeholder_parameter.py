@@ -7,17 +7,17 @@ from outpace.optim.build import Build
 
 
 class PlaceholderParameter:
-    """One number, always 0, that is updated in place of parameters.
+    """A parameter with a single 0, which the optimizer updates instead of real parameters.
 
-    It lets a rank whose parameters are updated elsewhere take part in what all ranks do in a step:
-    the same optimizer class, the same skipped fp16 steps, the same hooks after a step.
+    It lets a rank whose parameters are updated elsewhere do the same as other ranks in a step: use
+    the same optimizer class, skip the same fp16 steps, and run the same hooks after a step.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._number = nn.Parameter(torch.zeros(1, device=device))
 
     def optimizer(self, build: Build) -> torch.optim.Optimizer:
-        """Return the same optimizer as on other ranks, over this number only."""
+        """Return the same optimizer as on other ranks, for this parameter only."""
         return build([{"params": [self._number]}])
 
     def set_gradient(self) -> None:

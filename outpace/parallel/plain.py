@@ -1,4 +1,4 @@
-"""The plain forward and backward of a user's module, with which strategies are compared."""
+"""The plain forward and backward of a user's module, which strategies are compared with."""
 
 import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,13 +16,13 @@ from torch.utils._pytree import tree_leaves
 
 from outpace.parallel.tensors import has_memory, storage_id
 
-# Functions that return their first argument if nothing is dropped.
+# functions that return their first argument if nothing is dropped
 _DROPS = {
     F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout,
     torch.dropout, torch.dropout_, torch.alpha_dropout, torch.alpha_dropout_,
     torch.feature_dropout, torch.feature_dropout_, torch.native_dropout,
 }  # fmt: skip
-# Functions with a dropout rate: its name, and its position among positional arguments.
+# functions with a dropout rate: the rate's name, and its position among the arguments
 _RATES: Mapping[Any, tuple[str, int]] = {
     F.scaled_dot_product_attention: ("dropout_p", 4),
     F.multi_head_attention_forward: ("dropout_p", 10),
@@ -31,7 +31,7 @@ _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 
 
 class NoDropout(TorchFunctionMode):
-    """Replacement of torch's dropouts with the identity.
+    """A mode that replaces torch's dropout functions with the identity.
 
     `would_drop`: whether any would have dropped.
     """
@@ -70,7 +70,7 @@ def _drops(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
 
 
 def _rates(module: nn.Module) -> Iterator[tuple[nn.Module, str, float]]:
-    """Return the dropout modules of a module, with the attribute for the rate and its value."""
+    """Return a module's dropout modules, each with its rate's attribute and value."""
     for part in module.modules():
         if isinstance(part, _DropoutNd):
             yield part, "p", part.p
@@ -87,10 +87,10 @@ def has_dropout(module: nn.Module) -> bool:
 def without_dropout(module: nn.Module) -> Iterator[NoDropout]:
     """Disable dropout in a module, so that passes can be compared.
 
-    The yielded object says whether anything would have been dropped.
+    The yielded object's `would_drop` tells whether anything would have been dropped.
 
-    The rate of dropout modules is set to 0 as well, because functions are replaced only in this
-    thread, and recomputation in a backward may run in another.
+    Rates of dropout modules are also set to 0, because functions are replaced in this thread only,
+    and a backward may recompute in another.
     """
     rates = list(_rates(module))
     for part, name, _ in rates:
@@ -122,14 +122,14 @@ def set_random_state(states: Sequence[Any], device: torch.device) -> None:
 
 
 def same_random_state(one: Sequence[Any], other: Sequence[Any]) -> bool:
-    """Return whether nothing was drawn between the two states."""
+    """Return whether no random numbers were drawn between the two states."""
     numpy_same = all(np.array_equal(a, b) for a, b in zip(one[1], other[1], strict=True))
     tensors = zip(one[2:], other[2:], strict=True)
     return one[0] == other[0] and numpy_same and all(torch.equal(a, b) for a, b in tensors)
 
 
 class NarrowResults(TorchDispatchMode):
-    """Record of the floating-point dtypes below float64 among all computed results."""
+    """A record of the floating-point dtypes narrower than float64 among all results."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -148,7 +148,7 @@ class NarrowResults(TorchDispatchMode):
 def to_float64(module: nn.Module) -> nn.Module:
     """Convert floating-point parameters and buffers to float64, and complex ones to complex128.
 
-    Tensors that share memory still do afterwards.
+    Tensors that share memory still share it afterwards.
     """
     found: dict[tuple[int, torch.dtype], list[Tensor]] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
@@ -165,7 +165,7 @@ def to_float64(module: nn.Module) -> nn.Module:
             if flat is not None:
                 made = flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
             if isinstance(tensor, nn.Parameter):
-                return made  # which becomes the tensor's data
+                return made  # this becomes the tensor's data
             done[tensor] = made
         return done[tensor]
 

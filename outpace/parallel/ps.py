@@ -45,8 +45,8 @@ def split_by_size(parameters: Iterable[nn.Parameter], servers: int) -> list[list
 class Role(Layout):
     """Base class of workers and servers.
 
-    The norm is computed from the gradients where parameters are updated: on every worker (rank 0 is
-    one), or in parts on the servers.
+    The norm is computed where parameters are updated: on every worker (rank 0 is one), or in parts
+    on the servers.
     """
 
     steps: bool  # whether this rank steps parameters
@@ -73,7 +73,7 @@ class Role(Layout):
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
         optimizer = build(groups) if self.steps else self._placeholder.optimizer(build)
         if self._plan.server_updates:
-            # Also in an fp16 step that changes nothing, which only the optimizer knows.
+            # even after a skipped fp16 step, which only the optimizer knows of
             optimizer.register_step_post_hook(lambda *_: self._sync_parameters())
         return optimizer
 
@@ -175,7 +175,7 @@ class Worker(Role):
 
 
 class Server(Role):
-    """Rank that sums the workers' gradients for its share, and may update the weights of it."""
+    """A rank that sums the workers' gradients for its share of parameters, and may update them."""
 
     def __init__(self, request: LayoutRequest, share: Sequence[nn.Parameter]) -> None:
         super().__init__(request)
@@ -189,7 +189,7 @@ class Server(Role):
     def checkpoint_state(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
-        """Return this server's share, if it updates it."""
+        """Return this server's share of parameters and its optimizer, if it updates them."""
         return (self.model, optimizer) if self.steps else (None, None)
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:

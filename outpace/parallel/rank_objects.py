@@ -1,4 +1,4 @@
-"""Objects that ranks tell each other."""
+"""Python objects that ranks send each other."""
 
 from typing import Any, TypeVar
 

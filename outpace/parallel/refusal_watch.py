@@ -1,8 +1,8 @@
-"""Watch over a rank that waits in a collective for one that has refused, if it would not fail.
+"""A watch that ends a rank that waits in a collective for a rank that has refused.
 
-With gloo, a collective fails when a peer has gone. With NCCL it waits, for ten minutes by default,
-until the watchdog ends the process, without a word about the refusal. So a thread checks the store,
-over a separate connection, while a call takes long.
+With gloo, a collective fails when a peer has left. With NCCL it waits, by default for ten minutes,
+until the watchdog ends the process without mentioning the refusal. So during long calls, a thread
+checks the store over a separate connection.
 """
 
 import os
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 _LOOK_EVERY_S = 1.0
-_PATIENCE_S = 5.0  # that a call may take before the store is read
+_PATIENCE_S = 5.0  # a call may take before the store is checked
 _GRACE_S = 10.0  # for the refusing rank to continue, or this one to end
 _EXIT_CODE = 2  # of BadInputError
 
@@ -23,8 +23,7 @@ _EXIT_CODE = 2  # of BadInputError
 class RefusalWatch:
     """A thread that ends this rank during a call of `enter` if another rank has refused something.
 
-    `find(store)` returns a new refusal by another rank, or None, and tells that rank that it was
-    received.
+    `find(store)` returns another rank's new refusal, or None, and acknowledges it.
     """
 
     def __init__(self, store: Store, find: Callable[[Store], str | None]) -> None:
@@ -41,7 +40,7 @@ class RefusalWatch:
         self._since_s = time.monotonic()
 
     def leave(self) -> None:
-        """End the call, after which this rank waits for no other."""
+        """End the call; this rank no longer waits for others."""
         self._since_s = None
 
     def _poll(self) -> None:
@@ -68,11 +67,11 @@ class RefusalWatch:
 
 
 def end_rank(sentence: str) -> None:
-    """Print the sentence and end this process, whose main thread is waiting in a collective."""
+    """Print the sentence and end this process, whose main thread waits in a collective."""
     print(f"outpace: {sentence}", file=sys.stderr, flush=True)
     os._exit(_EXIT_CODE)
 
 
 def waits_for_ever() -> bool:
-    """Return whether collectives of the default group wait for a peer that has gone."""
+    """Return whether collectives of the default group wait for a peer that has left."""
     return "nccl" in str(dist.get_backend())

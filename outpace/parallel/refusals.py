@@ -26,11 +26,11 @@ _WAIT_S, _HEAR_S, _LOOK_AGAIN_S = 10.0, 1.0, 0.02
 
 @contextmanager
 def refuse_together(world_size: int, in_step: bool = False) -> Iterator[None]:
-    """Raise an OutpaceError of one rank on all ranks. On NCCL, this ends the ranks.
+    """Raise one rank's OutpaceError on all ranks. With NCCL, this ends the other ranks.
 
-    A rank that raises one waits at exit until the others have received it. If it catches the error
-    and enters this again, the error counts as handled, and other ranks no longer receive it.
-    `in_step`: the others then wait in this step for a rank that takes the next one, so that it is
+    The rank that raises it waits at exit until the others have received it. If it catches the error
+    and enters this context again, the error counts as handled, and other ranks no longer receive
+    it. `in_step`: the others then wait in this step while that rank takes the next one, so it is
     refused again, unless all have refused.
     """
     if world_size == 1:
@@ -61,11 +61,11 @@ def refuse_together(world_size: int, in_step: bool = False) -> Iterator[None]:
 
 
 class _Refusal:
-    """Refusal of this rank, in the store until it makes another call."""
+    """This rank's refusal, which stays in the store until the rank's next call."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._call, self._dealt_with = 0, 0  # counts of calls, which all ranks make alike
+        self._call, self._dealt_with = 0, 0  # numbers of calls; all ranks make the same calls
         self._registered = False
         self._world_size = 0
         self._entry = ""  # the store's entry: rank, a newline, and the sentence
@@ -74,7 +74,7 @@ class _Refusal:
         self._in_step, self._wait_s = False, _WAIT_S
 
     def publish(self, sentence: str, world_size: int, in_step: bool) -> None:
-        """Let others find the sentence, until it is withdrawn; where two refuse, the first's."""
+        """Store the sentence for others until withdrawn; of two refusals, the first counts."""
         self._world_size, self._in_step = world_size, in_step
         self._mine = f"{dist.get_rank()}-{self._call}\n{sentence}"
         self._entry = self._store.compare_set(_REFUSAL, "", self._mine).decode()
@@ -90,8 +90,8 @@ class _Refusal:
         """
         if self._mine and self._in_step and not self._is_heard():
             error = BadInputError(
-                "this rank refused a step and took the next, while others are still in it, so that "
-                "ranks are no longer in the same step. Let the error end the loop. It was: "
+                "this rank refused a step and took the next one while other ranks are still in "
+                "the refused step. Let the error end the loop. It was: "
                 f"{self._mine.partition(chr(10))[2]}"
             )
             error.on_all_ranks = True  # the others received the first one
@@ -105,7 +105,7 @@ class _Refusal:
         self._mine = ""
 
     def _is_heard(self) -> bool:
-        """Return whether all ranks know of the refusal, or have refused, too; wait for it once."""
+        """Return whether all ranks have received the refusal or refused too; wait for this once."""
         until_s, key = time.monotonic() + self._wait_s, _heard_key(self._entry)
         self._wait_s = 0.0
         with suppress(RuntimeError):  # the store's rank may have ended
@@ -117,7 +117,7 @@ class _Refusal:
         return True
 
     def is_new(self, entry: str) -> bool:
-        """Return whether an entry is for a call that this rank has not also refused and handled."""
+        """Return whether an entry is about a call that this rank has not refused and handled."""
         call = entry.partition("\n")[0].rpartition("-")[2]
         return call.isdigit() and int(call) > self._dealt_with
 
@@ -134,11 +134,11 @@ class _Refusal:
 
     @cached_property
     def watch(self) -> RefusalWatch:
-        """Return the watch of a group whose collectives wait for a rank that has gone."""
+        """Return the watch of a group whose collectives wait for a rank that has left."""
         return RefusalWatch(self._store, self.find)
 
     def _leave(self) -> None:
-        """Make the others' collectives fail, and keep the store until they have read why."""
+        """Make the others' collectives fail, and keep the store open until they have read why."""
         if not self._mine:
             return
         if dist.is_initialized():
@@ -150,7 +150,7 @@ class _Refusal:
 
 
 def _heard_key(entry: str) -> str:
-    """Return the key of the number of ranks that know of a refusal."""
+    """Return the key for the number of ranks that have received a refusal."""
     return f"{_REFUSAL}-heard-{entry.partition(chr(10))[0]}"
 
 
@@ -170,7 +170,7 @@ def _withdraw() -> None:
 
 
 def _watch() -> RefusalWatch | None:
-    """Return the watch of a group whose collectives wait for a rank that has gone."""
+    """Return the watch of a group whose collectives wait for a rank that has left."""
     store = _store()
     return _refusal_in(store).watch if store is not None and waits_for_ever() else None
 
@@ -183,7 +183,7 @@ def _publish_refusal(sentence: str, world_size: int, in_step: bool) -> None:
 
 
 def _hear_refusal() -> str | None:
-    """Return what another rank has refused; None if none does so within a moment."""
+    """Return another rank's refusal; None if none arrives within a short time."""
     store = _store()
     if store is None:
         return None
@@ -200,7 +200,7 @@ def _hear_refusal() -> str | None:
 
 
 def has_other_cause(error: Exception) -> bool:
-    """Return whether an error is due to memory or a lost peer rather than the user's module."""
+    """Return whether an error is due to memory or a lost peer, not to the user's module."""
     if isinstance(error, torch.OutOfMemoryError | dist.DistError):
         return True
     said = str(error).lower()

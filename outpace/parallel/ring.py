@@ -49,7 +49,7 @@ def _shift(given: Tensor, taken: Tensor, group: dist.ProcessGroup) -> None:
         dist.P2POp(dist.isend, given, group=group, group_peer=(rank + 1) % size),
         dist.P2POp(dist.irecv, taken, group=group, group_peer=(rank - 1) % size),
     ]
-    # With fewer elements than ranks, some pieces are empty, and these are not sent.
+    # With fewer elements than ranks, some pieces are empty and are not sent.
     filled = [operation for operation in operations if operation.tensor.numel()]
     for work in dist.batch_isend_irecv(filled) if filled else ():
         work.wait()
@@ -105,7 +105,7 @@ class RingReducer:
 
 
 class RingReplicas(Layout):
-    """Replicas whose gradients `reducer` sums during the last backward of a step."""
+    """Replicas whose gradients a `reducer` sums during the last backward of a step."""
 
     def __init__(self, request: LayoutRequest, reducer: GradientReducer) -> None:
         super().__init__(request.objective)
@@ -171,5 +171,5 @@ class RingReplicas(Layout):
 
 def apply(request: LayoutRequest) -> Layout:
     """Make replicas equal and connect them in a ring. Requires the default process group."""
-    group: dist.ProcessGroup = dist.new_group()  # separate connections for this thread
+    group: dist.ProcessGroup = dist.new_group()  # separate connections for the reducer's thread
     return RingReplicas(request, RingReducer(group, request.device))

@@ -1,8 +1,8 @@
-"""Attention to the keys of one turn of the ring, with kernels that return and accept a log-sum-exp.
+"""Attention to the keys of one turn of the ring, by kernels that return and accept a log-sum-exp.
 
 A turn's output is a softmax over its own keys; with the logarithm of the softmax's denominator it
-can be merged with those of other turns. In the backward, a kernel is given the output and the
-log-sum-exp of all turns, so that the weights it recomputes are the true ones.
+can be merged with those of other turns. In the backward, a kernel gets the output and the
+log-sum-exp over all turns, so it recomputes the true weights.
 
 Legend: B batch, S queries, T keys, H query heads, K key/value heads, G = H/K, C width of a head.
 """
@@ -18,13 +18,13 @@ from outpace.nn.block import to_fp32
 
 # Rows of scores in memory at once.
 _ROWS = 512
-# FlashAttention's largest head width, and its oldest GPUs (compute capability).
+# FlashAttention's largest head width, and the lowest compute capability that it supports.
 _WIDTHS = range(8, 257, 8)
 _AMPERE = (8, 0)
 
 
 class RingKernel(Protocol):
-    """Kernel of one turn of the ring; `number` is the index of the turn.
+    """A kernel for one turn of the ring; `number` is the index of the turn.
 
     Queries are (B, H, S, C), keys and values (B, K, T, C), log-sum-exps (B, H, S) in nats.
     """
@@ -45,7 +45,7 @@ class RingKernel(Protocol):
 
 @dataclass(frozen=True)
 class Dropout:
-    """Masks that the backward draws again, as a function of (seed, turn)."""
+    """Dropout masks that the backward draws again, as a function of (seed, turn)."""
 
     rate: float
     seed: int
@@ -67,7 +67,7 @@ class Dropout:
 def choose_ring_kernel(q_BHSC: Tensor, drops: Dropout, runs_on: str | None = None) -> RingKernel:
     """Return FlashAttention if it is available on the GPU, otherwise matmuls with chunked scores.
 
-    `runs_on`: the kind of device to choose for, if it differs from that of the queries.
+    `runs_on`: the device type to choose for, if it differs from the queries' device.
     """
     device, capability = runs_on or q_BHSC.device.type, _AMPERE
     if q_BHSC.device.type == "cuda":
@@ -81,7 +81,7 @@ def takes_flash(
 ) -> bool:
     """Return whether FlashAttention computes the turns: in 16 bits, on a GPU from Ampere on.
 
-    It does not with dropout, whose state would have to be kept for each turn.
+    It is not used with dropout, whose state would have to be kept for each turn.
     """
     low = dtype in (torch.bfloat16, torch.float16)
     new = device == "cuda" and capability >= _AMPERE

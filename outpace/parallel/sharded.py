@@ -1,10 +1,10 @@
 """ZeRO-2, ZeRO-3 and HSDP: gradients, optimizer state and parameters split over ranks.
 
 Rajbhandari et al., "ZeRO", SC 2020, §5; Zhao et al., "PyTorch FSDP", VLDB 2023. Each block is a
-unit: its parameters are gathered before they are used, and its gradients reduced and scattered
-right after its backward, with every micro-batch. ZeRO-3 frees the gathered parameters after the
-forward and gathers them again for the backward; ZeRO-2 keeps them until then. All of them keep
-parameters outside of the blocks, whose forward ends where the backward begins. HSDP works like
+unit: in every micro-batch, its parameters are gathered before they are used, and its gradients
+reduced and scattered right after its backward. ZeRO-3 frees the gathered parameters after the
+forward and gathers them again for the backward; ZeRO-2 keeps them until the backward. All of them
+keep parameters outside of blocks, whose backward directly follows their forward. HSDP works like
 ZeRO-3 within a group of ranks, and averages gradients between the groups (Zhao et al., §3.2.2).
 """
 
@@ -35,7 +35,7 @@ from outpace.records.errors import BadInputError
 
 
 class CustomSharded(ShardedLayout):
-    """Sharded custom model whose ranks may use different parameters.
+    """A sharded custom model whose ranks may use different parameters.
 
     `replicated` parameters are whole on each rank; their gradients are summed after the last
     micro-batch.
@@ -59,7 +59,7 @@ class CustomSharded(ShardedLayout):
             keep_argument_lists(unit)
 
     def give_whole(self) -> None:
-        """Let the loss access whole parameters. Call it when `averages` is set."""
+        """Let the loss access whole parameters. Call this once `averages` is set."""
         order = self._order
         WholeParameters(self.objective, self.averages, order.used, order.wait_for_reductions)
 

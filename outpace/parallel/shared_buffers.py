@@ -1,11 +1,10 @@
 """Buffers of a user's module on data-parallel ranks, which all use rank 0's values.
 
 Every step, evaluation and checkpoint starts with rank 0's buffers, as under
-DistributedDataParallel, so that a run does not depend on when it is evaluated or saved, and a
-checkpoint contains what every rank resumes with. Only buffers that a forward changes are sent:
-running averages and counters, not masks and tables. Ranks tell each other which these are after the
-first steps, and again before each evaluation and checkpoint, since a forward may change others
-later.
+DistributedDataParallel. So a run does not depend on when it is evaluated or saved, and every rank
+resumes with the checkpoint's buffers. Only buffers that a forward changes are sent: running
+averages and counters, not masks and tables. Ranks agree on these after the first steps, and again
+before each evaluation and checkpoint, since a forward may change others later.
 """
 
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ _FIRST_STEPS = 2  # one may be the check of the first batch, which restores buff
 
 
 class SharedBuffers:
-    """Synchronisation of the buffers of `module` over the ranks of `group`."""
+    """Synchronises the buffers of `module` over the ranks of `group`."""
 
     def __init__(
         self, module: nn.Module, device: torch.device, group: dist.ProcessGroup | None = None
@@ -63,14 +62,14 @@ class SharedBuffers:
             self._seen = {n: (b, b._version, fingerprint(b)) for n, b in self._initial_buffers()}
 
     def _initial_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield the buffers that the module had at first."""
+        """Yield the buffers that the module had initially."""
         found = dict(self._module.named_buffers())
         for name in self._names:
             if name in found:
                 yield name, found[name]
 
     def _agree(self) -> None:
-        """Share what has changed on any rank. Collective."""
+        """Agree on the buffers that have changed on any rank. Collective."""
         if not self._names:
             return
         saved = self._persistent_names()
@@ -102,7 +101,7 @@ class SharedBuffers:
     @torch.no_grad()
     def _send(self) -> None:
         """Send rank 0's buffers to all ranks. Collective if any are shared."""
-        if not self._shared:  # walking all modules takes time in each step
+        if not self._shared:  # cached, because walking all modules in each step takes time
             return
         held = [
             as_numbers(b)

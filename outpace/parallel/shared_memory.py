@@ -1,11 +1,11 @@
 """Tensors of a user's module that share memory with a trained parameter, so that both change.
 
-In one process an optimizer that steps `a` also moves a parameter, a buffer or an attribute that is
-a view of `a` (`b.weight = nn.Parameter(a.weight.t())`, `register_buffer("old", a.weight.data)`).
-Where ranks hold parts of parameters, each tensor gets memory of its own, and no first batch shows
-the difference. The same goes for parameters in plain lists (`self.decayed = [...]`), as keys of
-dicts, and in arguments bound to functions, which a forward or a loss reads: ranks train others in
-their place.
+In one process, an optimizer that steps `a` also changes a parameter, a buffer or an attribute that
+is a view of `a` (`b.weight = nn.Parameter(a.weight.t())`, `register_buffer("old", a.weight.data)`).
+If ranks hold parts of parameters, each tensor gets its own memory, and no first batch shows the
+difference. The same applies to parameters in plain lists (`self.decayed = [...]`), dict keys and
+arguments bound to functions that a forward or a loss reads: ranks train other parameters instead of
+these.
 """
 
 from collections import deque
@@ -35,8 +35,8 @@ _OF_RECURRENT = frozenset({"_flat_weights"})
 def find_shared_memory(module: nn.Module) -> tuple[str, str, str] | None:
     """Return the first tensor in the memory of a trained parameter, or None.
 
-    The result has its name, what it is, and the parameter's name. A parameter with two names does
-    not count: it is one tensor for all strategies.
+    The result has the tensor's name, its kind, and the parameter's name. A parameter with two names
+    does not count: it is one tensor for all strategies.
     """
     memory: dict[int, list[tuple[str, Tensor]]] = {}
     for name, trained in module.named_parameters():
@@ -50,8 +50,10 @@ def find_shared_memory(module: nn.Module) -> tuple[str, str, str] | None:
 
 
 def refuse_shared_memory(module: nn.Module, strategy: Strategy, loss: Loss | None = None) -> None:
-    """Raise BadInputError if ranks of a strategy would separate tensors that share memory, or
-    parameters from lists, keys and functions that hold them and that a step may read.
+    """Raise BadInputError for shared memory that a strategy's ranks would separate.
+
+    Also for parameters that lists, keys and functions hold and a step may read, because the
+    strategy replaces parameters in modules only.
     """
     traits = TRAITS[strategy]
     if not traits.whole_model:
@@ -70,7 +72,7 @@ def refuse_shared_memory(module: nn.Module, strategy: Strategy, loss: Loss | Non
 
 
 def _refuse_held_parameters(module: nn.Module, strategy: Strategy, loss: Loss | None) -> None:
-    """Refuse parameters that attributes, or variables of functions, hold and that a step reads."""
+    """Refuse parameters in attributes or variables of functions that a step reads."""
     names = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
     in_use = NamesInUse(module, loss)
     for path, where, leaf in _list_held(module, loss):
@@ -84,9 +86,9 @@ def _refuse_held_parameters(module: nn.Module, strategy: Strategy, loss: Loss | 
 
 
 def _list_held(module: nn.Module, loss: Loss | None) -> Iterator[tuple[str, str, object]]:
-    """Yield name and kind of attributes and of variables outside, and what is in them.
+    """Yield attributes and outer variables: name, kind and contents.
 
-    A module around the given one has its parameters where the strategy puts others in their place.
+    A module that contains the given one is no concern: strategies replace the parameters inside it.
     """
     seen: dict[int, object] = {id(part): part for part in module.modules()}
     for path, value in _list_attributes(module):
@@ -103,7 +105,7 @@ def _list_held(module: nn.Module, loss: Loss | None) -> Iterator[tuple[str, str,
 
 
 def _list_tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield a module's parameters, buffers and the tensors in its parts' attributes."""
+    """Yield a module's parameters and buffers, and the tensors in its submodules' attributes."""
     for name, parameter in module.named_parameters():
         if has_memory(parameter):
             yield name, "a parameter", parameter
@@ -117,9 +119,9 @@ def _list_tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
 
 
 def _list_attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
-    """Yield plain attributes of a module's parts, except parts of torch's own classes.
+    """Yield plain attributes of submodules, except those of torch's own classes.
 
-    The list of a recurrent net's parameters, which torch renews, is left out in subclasses too.
+    A recurrent network's list of parameters, which torch renews, is also left out of subclasses.
     """
     for prefix, part in module.named_modules():
         if type(part).__module__.partition(".")[0] == "torch":
@@ -132,8 +134,10 @@ def _list_attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
 
 
 def _walk(value: object, seen: dict[int, object]) -> Iterator[object]:
-    """Yield what is in a value: in containers (keys, too), in arguments bound to a function, in
-    what a function encloses, and in objects of the user's classes, except what has been `seen`.
+    """Yield a value and everything in it that is not in `seen`.
+
+    This includes entries and keys of containers, arguments bound to a function, variables that a
+    function encloses, and attributes of objects of the user's classes.
     """
     waiting = [value]
     while waiting and len(seen) < _MOST_OBJECTS:

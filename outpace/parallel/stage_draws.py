@@ -1,11 +1,11 @@
 """Random numbers of a pipeline's stages, by stage and micro-batch, in any order of execution.
 
-When a stage of a custom model starts on a micro-batch, generators are seeded with the step's key of
-its rank, the number of the stage and that of the micro-batch. All stages run the code outside of
-blocks. If one of them reads what that code draws before the stage begins, all stages have one key,
-and seed after each block, so that all of them draw the same there. Given these keys, the plain
-module draws the same numbers, so that results with dropout can be compared, and the check of the
-first batch can be the first step.
+When a stage of a custom model starts on a micro-batch, generators are seeded with its rank's key
+for the step, the stage number and the micro-batch number. All stages run the code outside of
+blocks. If a stage reads numbers that this code draws before the stage begins, all stages share one
+key and seed after each block, so that all of them draw the same numbers there. With these keys, the
+plain module draws the same numbers too, so results with dropout can be compared, and the check of
+the first batch can be the first step.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,9 +22,9 @@ from outpace.parallel.plain import random_state, same_random_state, set_random_s
 
 
 class StageDraws:
-    """Seeds of this rank's stages. `drawn`: whether any of their forwards drew random numbers.
+    """Seeds of this rank's stages. `drawn`: any of their forwards has drawn random numbers.
 
-    `shared`: whether all stages in `group` have one key, and seed after each block.
+    `shared`: all stages in `group` share one key and seed after each block.
     """
 
     def __init__(self, device: torch.device, group: Any = None) -> None:
@@ -39,9 +39,7 @@ class StageDraws:
         self._seen = random_state(self._device)
 
     def note(self) -> bool:
-        """Return whether numbers were drawn since `watch`, if it was called; record it, and stop
-        watching.
-        """
+        """Return and record whether numbers were drawn since `watch`, and stop watching."""
         if self._seen is None:
             return False
         drew = not same_random_state(self._seen, random_state(self._device))
@@ -60,9 +58,9 @@ class StageDraws:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Draw the key of a step. At the end, generators are in the state after this draw.
+        """Draw the key of a step. On exit, generators are in the state after this draw.
 
-        A shared key is taken from the first stage's rank; the call is then collective.
+        A shared key comes from the first stage's rank; the call is then collective.
         """
         if not (self.drawn or self.shared):
             yield
@@ -76,14 +74,14 @@ class StageDraws:
             set_random_state(after, self._device)
 
     def begin_pass(self, first: int) -> None:
-        """Count micro-batches from `first`, the number of the next pass's first one."""
+        """Count micro-batches from `first`, the number of the next pass's first micro-batch."""
         self._first = first
 
     def seed(self, place: int, micro_batch: int) -> None:
         """Seed random numbers for a micro-batch of a pass, at the start of stage `place`.
 
-        With a shared key, `place` is the number of blocks that came before.
-        It does nothing between steps.
+        With a shared key, `place` is the number of blocks that came before. This does nothing
+        between steps.
         """
         if self._key is not None:
             seed_all_generators(self._device, self._key, place, self._first + micro_batch)
@@ -98,8 +96,8 @@ class StageDraws:
 class PlainDraws:
     """Seeds of all stages, for a plain module that runs through all of them.
 
-    `keys` are those of each place; None if nothing is drawn there, or without a seed. `ends` maps
-    blocks after which a place begins to its number. `drew`: whether numbers were drawn.
+    `keys` has the key of each place; None if nothing is drawn there, or without a seed. `ends` maps
+    blocks to the number of the place that begins after them. `drew`: numbers were drawn.
     """
 
     def __init__(

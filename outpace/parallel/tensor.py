@@ -2,9 +2,9 @@
 
 Shoeybi et al., "Megatron-LM", arXiv 1909.08053, §3: queries, keys, values and the MLP's first
 matrices are split by columns (whole heads), the matrices after them by rows, and embedding and head
-by the vocabulary. Korthikanti et al., arXiv 2205.05198, §4.2: between them, where all ranks would
-compute the same, each has a part of the sequence; an all-reduce becomes a reduce-scatter and an
-all-gather.
+by the vocabulary. Korthikanti et al., arXiv 2205.05198, §4.2: in between, where all ranks would
+compute the same, each rank has a part of the sequence; an all-reduce becomes a reduce-scatter and
+an all-gather.
 
 The residual stream is a plain tensor on each rank: a part of the sequence, or all of it without
 sequence parallelism. Modules turn it into a DTensor on entry.
@@ -49,7 +49,7 @@ from outpace.records.plan import Plan
 
 
 class WholeWeights(ParallelStyle):
-    """Style with whole weights on every rank, and inputs and outputs spread by `placement`."""
+    """A style with whole weights on every rank, and inputs and outputs spread by `placement`."""
 
     def __init__(self, placement: Placement) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def spread(module: nn.Module, name: str, mesh: DeviceMesh, placement: Placement)
 
 
 def block_styles(spec: ModelSpec, stream: Placement) -> dict[str, ParallelStyle]:
-    """Return how the parts of a block are split, by their names in the block."""
+    """Return how the parts of a block are split, by name within the block."""
     styles: dict[str, ParallelStyle] = {
         "attention_norm": WholeWeights(stream),
         "attention": GatheredInput(stream),
@@ -367,7 +367,9 @@ def apply(request: LayoutRequest) -> Layout:
 def require_splittable(spec: ModelSpec, ranks: int) -> None:
     """Raise BadInputError if heads or the MLP's width cannot be divided evenly."""
     if -(-spec.vocab // ranks) * (ranks - 1) >= spec.vocab:
-        raise BadInputError(f"tp {ranks} leaves a rank no part of a vocabulary of {spec.vocab}.")
+        raise BadInputError(
+            f"tp {ranks} leaves a rank without a part of the vocabulary of {spec.vocab}."
+        )
     for name in ("heads", "kv_heads", "ffn"):
         size = getattr(spec, name)
         if size % ranks:

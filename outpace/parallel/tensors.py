@@ -1,4 +1,4 @@
-"""Tensors on several ranks: copies of the same values, and messages made of many tensors."""
+"""Tensors on several ranks: copies of the same values, and messages that combine many tensors."""
 
 import copy
 import hashlib
@@ -57,7 +57,7 @@ def copies(tensor: Tensor, ranks: int) -> int:
 
 
 def square_sum(gradients: Iterable[Tensor], ranks: int, device: torch.device) -> Tensor:
-    """Return this rank's share of the sum of squares, each divided by its `copies`; float64.
+    """Return this rank's share of the sum of squares in float64: each is divided by its `copies`.
 
     The sum of the shares over `ranks` ranks counts every value once.
     """
@@ -112,22 +112,22 @@ def graph_nodes(loss: Tensor) -> Iterator[Any]:
 
 
 def is_in_python(node: Any) -> bool:
-    """Return whether a node of a graph is a Function that is written in Python."""
+    """Return whether a node of a graph is a Function written in Python."""
     return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def all_parameters(module: nn.Module) -> list[nn.Parameter]:
-    """Return a module's parameters, also those that a `parameters` of its own class leaves out."""
+    """Return all of a module's parameters, even if its class overrides `parameters`."""
     return [parameter for _, parameter in nn.Module.named_parameters(module)]
 
 
 def meta_copy(module: nn.Module, real: Mapping[int, Tensor] | None = None) -> nn.Module:
     """Copy a module to the meta device: its structure, without memory for its weights.
 
-    `real`: tensors with values, by the `id` of those they replace.
+    `real`: tensors with values, by the `id` of the tensors that they replace.
     """
     kept = (value for part in module.modules() for value in vars(part).values())
-    # Non-leaf tensors are computed again in each forward (`weight` of torch's old weight_norm).
+    # Each forward computes non-leaf tensors again (`weight` of torch's old weight_norm).
     made = [leaf for leaf in tree_leaves(list(kept)) if isinstance(leaf, Tensor) and leaf.grad_fn]
     held = [*all_parameters(module), *module.buffers(), *made]
     memo = {id(tensor): tensor.detach().to("meta") for tensor in held}
@@ -137,9 +137,9 @@ def meta_copy(module: nn.Module, real: Mapping[int, Tensor] | None = None) -> nn
 
 
 def parameter_like(value: Tensor, parameter: nn.Parameter) -> nn.Parameter:
-    """Return a parameter of this value with the class and the attributes of another.
+    """Return a parameter with this value and with another parameter's class and attributes.
 
-    A forward may read them: a mask (`weight.mask`), a class that multiplies in its own way.
+    A forward may use them: a mask (`weight.mask`), a class that overrides multiplication.
     """
     kind = type(parameter)
     if kind is nn.Parameter or type(value) is not Tensor or _wraps(parameter):
@@ -153,7 +153,7 @@ def parameter_like(value: Tensor, parameter: nn.Parameter) -> nn.Parameter:
 def user_attributes(parameter: nn.Parameter) -> dict[str, Any]:
     """Return the attributes that users set on a parameter.
 
-    Those of a tensor class that keeps its own state in attributes (FakeTensor, say) are none.
+    Tensor classes that keep their own state in attributes (such as FakeTensor) have none.
     """
     return dict(vars(parameter)) if issubclass(type(parameter), nn.Parameter) else {}
 
@@ -192,7 +192,7 @@ def _share_uncopyable(module: nn.Module, memo: dict[int, Any]) -> None:
                 memo[id(value)] = value
 
 
-# gloo and NCCL know neither 16-bit integers nor the larger unsigned ones.
+# gloo and NCCL support neither 16-bit integers nor larger unsigned integers.
 _SENT_AS = {
     torch.int16: torch.float16, torch.uint16: torch.float16, torch.uint32: torch.int32,
     torch.uint64: torch.int64,
@@ -220,7 +220,7 @@ def make_equal(module: nn.Module) -> None:
 
 
 def as_numbers(tensor: Tensor) -> Tensor:
-    """Return a view of the values in a dtype that every backend sends, which keeps all bits."""
+    """Return a bitwise view of the values in a dtype that every backend can send."""
     if tensor.is_complex():
         return torch.view_as_real(tensor)
     one_byte = tensor.itemsize == 1 and tensor.dtype not in (torch.int8, torch.uint8)
@@ -229,9 +229,9 @@ def as_numbers(tensor: Tensor) -> Tensor:
 
 
 def _require_alike(named: Sequence[tuple[str, Tensor]]) -> None:
-    """Refuse tensors with other names or forms, or in another order, than rank 0's. Collective.
+    """Refuse tensors whose names, shapes, dtypes or order differ from rank 0's. Collective.
 
-    A set of texts is iterated in an order of each process's own.
+    The iteration order of a set of strings differs by process.
     """
     forms = [f"{n.removeprefix('model.')} of shape {tuple(t.shape)} ({t.dtype})" for n, t in named]
     digest = hashlib.sha256("\n".join(forms).encode()).hexdigest()
@@ -306,10 +306,10 @@ def drop_all_but(kept: Iterable[Tensor], module: nn.Module) -> None:
 
 
 def save_held_alone(part: nn.Module) -> None:
-    """Make a part save and load the parameters and buffers that it has, and nothing else.
+    """Make a module save and load the parameters and buffers that it has, and nothing else.
 
-    Code of its own (`_save_to_state_dict`, hooks, extra state) may use what another rank has, and
-    may save None in its place, as torch's FakeQuantize does.
+    The module's own code (`_save_to_state_dict`, hooks, extra state) may use tensors that only
+    another rank has, and may save None instead, as torch's FakeQuantize does.
     """
     vars(part).update(
         _save_to_state_dict=MethodType(_save_held, part),
@@ -332,12 +332,12 @@ def _load_held(
     wanted: dict[str, Any] = {}
     _save_held(part, wanted, prefix, keep_vars=True)
     missing += [name for name in wanted if strict and name not in state]
-    # Not strict, because there is no extra state.
+    # not strict, because extra state is missing
     nn.Module._load_from_state_dict(part, state, prefix, metadata, False, [], *lists)
 
 
 def has_memory(value: object) -> TypeGuard[Tensor]:
-    """Return whether a tensor has its own memory, which tensor wrappers do not."""
+    """Return whether a tensor has its own memory; wrapper tensors do not."""
     return (
         isinstance(value, Tensor)
         and value.layout == torch.strided

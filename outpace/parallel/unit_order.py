@@ -1,4 +1,4 @@
-"""A common order of collectives for units of a user's module that not every rank calls.
+"""A common order of collectives for units of a user's module, even if not every rank calls them.
 
 A unit's parameters are gathered when its forward is called, and its gradients scattered after its
 backward. If a rank drops a layer, or takes another branch, it would gather one unit while others
@@ -8,10 +8,10 @@ skips is gathered, and its backward run without a gradient, as if it had been ca
 
 Before each unit, ranks announce which one they have reached, and the lowest is next, until a
 training pass has shown an order: that of the units in the module, or one in which all ranks called
-all units, possibly some of them several times. From then on this order is used without
-announcements. An evaluation pass does not show an order, since nothing is dropped in it. If all
-ranks later call a unit more often than that in the same pass, they announce calls again from there
-on; if only one rank does, it refuses, since the others cannot know.
+all units, some perhaps several times. From then on, this order is used without announcements. An
+evaluation pass does not show an order, since it drops nothing. If all ranks later call a unit more
+often than that in the same pass, they announce calls again from there on; if only one rank does, it
+refuses, since the others cannot know.
 """
 
 import threading
@@ -38,7 +38,7 @@ _MOST_OF_A_CONSTANT = 64  # graph nodes of a loss that depends on no unit's outp
 
 
 class UnitOrder:
-    """Control of the order of collectives for `fully_shard`'s `units` under `root` on all ranks.
+    """Controls the order of collectives of `fully_shard`'s `units` under `root` on all ranks.
 
     `group` contains all participating ranks. A missing gradient on a rank counts as zeros.
     """
@@ -76,7 +76,7 @@ class UnitOrder:
         return state is self._root_state or state in self._called
 
     def _run(self, batch: Any) -> tuple[Tensor, ...]:
-        """Run the objective's forward, then the units that only other ranks have called."""
+        """Run the objective's forward, then join units that only other ranks have called."""
         self._begin()
         self._thread = threading.get_ident()
         self._forwards = True
@@ -124,8 +124,8 @@ class UnitOrder:
     def _leave_order(self, number: int) -> None:
         """Return to announcing calls if a unit is called more often than in the order.
 
-        Raises BadInputError if not all ranks do so in this pass. Nothing else reports this, since a
-        query in each pass would make the host wait for the device.
+        Raises BadInputError if not all ranks do so in this pass. Nothing else checks this, because
+        a query in each pass would make the host wait for the device.
         """
         store = _get_default_store()
         # Ranks store their orders in turn; a missing rank waits for this one in another collective.
@@ -241,7 +241,7 @@ def _unsharded_parameters(held: Any) -> list[nn.Parameter]:
 
 
 def _require_history(loss_sum: Tensor) -> None:
-    """Refuse a loss whose backward reaches nothing. Raises BadInputError.
+    """Raise BadInputError for a loss whose backward reaches no parameter.
 
     The backward of other ranks would wait for this one's. A Function in Python may reach anything.
     """
@@ -260,7 +260,7 @@ def _require_history(loss_sum: Tensor) -> None:
 
 
 def _refuse_inner_backward(held: Any, forwards: Callable[[], bool]) -> None:
-    """Raise BadInputError for a backward within the forward, where `fully_shard` would crash."""
+    """Raise BadInputError for a backward inside the forward, which would crash `fully_shard`."""
     prepare = held.pre_backward
 
     def prepare_outside(*given: Any) -> None:
@@ -295,7 +295,7 @@ def _fill_before_reducing(held: Any, used: set[Any], in_pass: Callable[[], bool]
 
 
 class _UnusedParameters(torch.autograd.Function):
-    """A number computed from a unit's parameters, which gives them no gradient."""
+    """A number that depends on a unit's parameters in the graph but gives them no gradient."""
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, *parameters: Tensor) -> Tensor:
@@ -310,7 +310,7 @@ class _UnusedParameters(torch.autograd.Function):
 
 
 class _JoinedLoss(torch.autograd.Function):
-    """A loss joined with numbers whose backward must run together with the loss's."""
+    """A loss joined with numbers whose backward must run with the loss's."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, *tokens: Tensor) -> Tensor:

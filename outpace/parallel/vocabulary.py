@@ -4,9 +4,9 @@ Shoeybi et al., "Megatron-LM", arXiv 1909.08053, §3: each rank looks up the tok
 computes the logits of its rows. For the loss, only a few numbers per token are sent: the largest
 logit, the sum of exponentials and the target's logit.
 
-On an accelerator the loss is that of `nn.head_loss` for this rank's rows: logits are held once, in
-the dtype of the matmuls, nothing waits for the device, and ranks combine the maximum of log Σ exp
-of each rank's logits, the sum of their exp, and the target's logit.
+On an accelerator, `nn.head_loss` computes the loss for this rank's rows: logits are held once, in
+the dtype of the matmuls, and nothing waits for the device. Ranks combine the maximum of each rank's
+log Σ exp(logits), the sum of the exponentials of these, and the target's logit.
 
 Legend: N tokens (B·S), D hidden width, V vocabulary, P this rank's part of it.
 """
@@ -49,7 +49,7 @@ def split_linear_loss_sum(
 
     `hidden_ND` and `targets_N` are the same on all ranks of the group, and so is the loss. The
     gradient of `hidden_ND` is this rank's share: the sum over the group is the whole gradient.
-    `passes` are those of an accelerator, None on a CPU; `dtype` is that of its matmuls (None: at
+    `passes` are the accelerator's passes, None on a CPU; `dtype` is the matmuls' dtype (None: at
     least fp32).
     """
     if passes is not None:
@@ -63,7 +63,7 @@ def split_linear_loss_sum(
             torch.where(here_N, rows_N, -1),
             counts_N,
             dtype or torch.promote_types(hidden_ND.dtype, torch.float32),
-            passes if torch.is_grad_enabled() else EAGER,  # an evaluation gets no graph of its own
+            passes if torch.is_grad_enabled() else EAGER,  # evaluation builds no graph
             _combine_over(group),
         )
     logits_NP = F.linear(hidden_ND, weight_PD, bias_P)

@@ -1,8 +1,8 @@
 """Whole parameters for a user's loss that accesses them while ranks hold shards.
 
 A penalty such as `sum(p.square().sum() for p in module.parameters())` outside of the module's
-forward would see shards. It is given whole tensors instead, gathered on access, whose gradients are
-averaged over the ranks like all others.
+forward would see shards. It gets whole tensors instead, gathered on access, whose gradients are
+averaged over ranks like all others.
 """
 
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ _FREED = "out of bounds for storage of size 0"
 class WholeParameters:
     """Access to whole parameters by `module.parameters()` for the loss of an objective.
 
-    `used` is called with the shards that got a gradient in this way. `averages`: see `Layout`.
+    `used` is called with the shards that get a gradient in this way. `averages`: see `Layout`.
     `wait` makes this device wait for gradients that other streams add to the shards.
     """
 

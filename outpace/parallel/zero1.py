@@ -2,7 +2,7 @@
 
 Rajbhandari et al., "ZeRO", SC 2020, §5.1 ("P_os"). Gradients are averaged as under ddp; each rank
 steps its parameters and broadcasts them. It is built on torch's ZeroRedundancyOptimizer, which
-assigns each whole parameter to one rank, largest first, to the rank with the least so far; so a
+assigns whole parameters to ranks, largest first, always to the rank with the least so far. So a
 model's largest parameter limits how even the shares can be.
 
 Its `overlap_with_ddp` is not used: it supports only one parameter group, whereas weight decay needs
@@ -31,7 +31,7 @@ class _MixedShares(ZeroRedundancyOptimizer):
 
 
 class _CustomModelShares(ZeroRedundancyOptimizer):
-    """Shares of a custom model, whose forward may give parameters other memory (p.data = …)."""
+    """Shares of a custom model, whose forward may replace parameters' memory (p.data = …)."""
 
     def _sync_params(self) -> None:
         """Broadcast the current tensors of parameters, not their original places in buffers."""
@@ -60,8 +60,8 @@ class SharedStates(Replicas):
         return kind(
             groups,
             optimizer_class=build,  # type: ignore[arg-type]  # it is only called
-            # One broadcast a rank instead of one a parameter. The buffer that they go by has one
-            # dtype, and torch doesn't look whether the parameters have. It is in memory, too.
+            # One broadcast per rank instead of one per parameter. It needs a buffer, which has a
+            # single dtype; torch does not check that all parameters have that dtype.
             parameters_as_bucket_view=len(dtypes) == 1 and not self.on_disk,
         )
 

@@ -48,7 +48,7 @@ def train(rank):
     made = outpace.parallelize(Faulty(), plan, loss=loss, check="off")
     entries = atexit._ncallbacks()
     for _ in range(3):
-        with pytest.raises(BadInputError, match="3 samples cannot be shared"):
+        with pytest.raises(BadInputError, match="3 samples cannot be divided evenly"):
             made.share(batch(0, 3))
     assert atexit._ncallbacks() <= entries + 1
     with pytest.raises(torch.OutOfMemoryError, match="the real fault"):
