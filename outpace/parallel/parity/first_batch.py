@@ -209,7 +209,7 @@ class FirstBatch:
             again = self._require_same(found, watch, layout, allowed, again)
             factor = self._factor(layout, hooks, device)
             sums = sum_gradients(layout, found, holders, factor, self._ranks.world_size)
-            schedule = SCHEDULES.get(self._plan.strategy)
+            schedule = SCHEDULES.get(self._plan.schedule)
             asked = found.names, found.sums, totals.to(device), sums, allowed, schedule
             compared = LayoutComparison(*asked)
             wrong = compared.first_wrong()
