@@ -31,6 +31,7 @@ pytestmark = pytest.mark.skipif(
     reason="NO CHROMIUM ON PATH: the browser tests of reports are SKIPPED (Debian: chromium)",
 )
 KINDS = ("run", "pipeline", "comparison", "plans", "probe", "tuning")
+PATIENCE_MS = 180_000  # on a busy machine a browser takes more than Playwright's half minute
 WIDE, PHONE = {"width": 1200, "height": 900}, {"width": 360, "height": 740}
 EVIL = '"><img src=x onerror="window.hacked=1"></script><script>window.hacked=1</script>'
 
@@ -80,7 +81,9 @@ def pages(run, pipeline_run, comparison, plans, probe, tuning, evil, tmp_path_fa
 def browser():
     api = pytest.importorskip("playwright.sync_api")
     with api.sync_playwright() as playwright:
-        running = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        running = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox"], timeout=PATIENCE_MS
+        )
         yield running
         running.close()
 
@@ -91,6 +94,7 @@ class Tab:
     def __init__(self, context, path):
         self.said, self.asked = [], []
         self.page = context.new_page()
+        self.page.set_default_timeout(PATIENCE_MS)
         self.page.on("console", lambda message: self.said.append(message.text))
         self.page.on("pageerror", lambda error: self.said.append(str(error)))
         self.page.on("request", lambda request: self.asked.append(request.url))
@@ -99,6 +103,32 @@ class Tab:
 
     def run(self, script, *arguments):
         return self.page.evaluate(script, *arguments)
+
+
+@pytest.fixture(scope="module")
+def shown(browser, pages):
+    """Pages that are wide and light, each opened once, for tests that change nothing of them."""
+    contexts, tabs = [], {}
+
+    def tab(name):
+        if name not in tabs:
+            contexts.append(browser.new_context(viewport=WIDE, color_scheme="light", offline=True))
+            tabs[name] = Tab(contexts[-1], pages / f"{name}.html")
+        return tabs[name]
+
+    yield tab
+    for context in contexts:
+        context.close()
+
+
+@pytest.fixture
+def blank(browser):
+    """A page that is wide and light, and not opened yet."""
+    context = browser.new_context(viewport=WIDE, color_scheme="light", offline=True)
+    page = context.new_page()
+    page.set_default_timeout(PATIENCE_MS)
+    yield page
+    context.close()
 
 
 @pytest.fixture
@@ -119,8 +149,8 @@ def opened(browser, pages):
     ("scheme", "viewport"), [("light", WIDE), ("dark", PHONE)], ids=["light-wide", "dark-phone"]
 )
 @pytest.mark.parametrize("name", EACH)
-def test_all_is_drawn_without_a_word_or_a_request(opened, name, scheme, viewport):
-    tab = opened(name, viewport, scheme)
+def test_all_is_drawn_without_a_word_or_a_request(opened, shown, name, scheme, viewport):
+    tab = shown(name) if viewport is WIDE else opened(name, viewport, scheme)
     assert tab.said == []
     assert [url.partition(":")[0] for url in tab.asked if not url.startswith("data:")] == ["file"]
     drawn = tab.run("""() => [...document.querySelectorAll(".plot")].map((plot) => ({
@@ -165,10 +195,9 @@ def test_margins_settle_whatever_the_values(opened, viewport):
     assert tab.said == []
 
 
-def test_what_is_in_view_is_drawn_first(opened, pages):
+def test_what_is_in_view_is_drawn_first(blank, pages):
     """A reader who goes on to the last figure sees that before what was passed over."""
-    page = opened("run").page.context.new_page()
-    page.add_init_script("""
+    blank.add_init_script("""
         const drawn = () => [...document.querySelectorAll(".plot")].map(
             (plot) => plot.querySelector(".main-svg") !== null);
         new MutationObserver(() => {
@@ -182,28 +211,27 @@ def test_what_is_in_view_is_drawn_first(opened, pages):
             }
         }).observe(document, { attributes: true, childList: true, subtree: true });
     """)
-    page.goto((pages / "run.html").as_uri())
-    page.wait_for_selector("html[data-drawn]", state="attached")
-    seen, last = page.evaluate("[window.atSeen, window.atLast]")
+    blank.goto((pages / "run.html").as_uri())
+    blank.wait_for_selector("html[data-drawn]", state="attached")
+    seen, last = blank.evaluate("[window.atSeen, window.atLast]")
     assert seen[0] and not seen[-1], seen
     assert last[-1] and not all(last), last
 
 
-def test_a_page_that_is_printed_at_once_has_all_its_figures(opened, pages):
-    page = opened("run").page.context.new_page()
-    page.add_init_script("""addEventListener("DOMContentLoaded", () => {
+def test_a_page_that_is_printed_at_once_has_all_its_figures(blank, pages):
+    blank.add_init_script("""addEventListener("DOMContentLoaded", () => {
         dispatchEvent(new Event("beforeprint"));
         window.drawn = [...document.querySelectorAll(".plot")].map(
             (plot) => plot.querySelectorAll(".plot-container").length);
     })""")
-    page.goto((pages / "run.html").as_uri())
-    page.wait_for_selector("html[data-drawn]", state="attached")
-    assert set(page.evaluate("window.drawn")) == {1}
+    blank.goto((pages / "run.html").as_uri())
+    blank.wait_for_selector("html[data-drawn]", state="attached")
+    assert set(blank.evaluate("window.drawn")) == {1}
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_every_figure_has_words_and_a_table(opened, name):
-    tab = opened(name)
+def test_every_figure_has_words_and_a_table(shown, name):
+    tab = shown(name)
     counts = tab.run("""() => ["figure > .plot", "figure > .plot[role=img][aria-label]",
         "figure > details tbody tr:first-child"].map((q) => document.querySelectorAll(q).length)""")
     assert counts[0] == counts[1] == counts[2] > 0
@@ -215,8 +243,8 @@ def colour_of(tab, query):
     return [float(part) for part in text[text.index("(") + 1 : -1].split(",")[:3]]
 
 
-def test_words_in_figures_can_be_read_in_light_and_dark(opened):
-    light, dark = opened("comparison"), opened("comparison", scheme="dark")
+def test_words_in_figures_can_be_read_in_light_and_dark(opened, shown):
+    light, dark = shown("comparison"), opened("comparison", scheme="dark")
     for query in (".xtick text", ".ytick text", ".xtitle", ".legendtext"):
         assert max(colour_of(light, query)) < 100, query
         assert min(colour_of(dark, query)) > 180, query
@@ -325,9 +353,9 @@ def test_losses_can_be_put_over_tokens_and_zoomed(opened):
     assert tab.said == []
 
 
-def test_a_finger_scrolls_past_figures_and_a_drawing_scrolls_in_its_box(opened):
+def test_a_finger_scrolls_past_figures_and_a_drawing_scrolls_in_its_box(opened, shown):
     drag = "document.querySelector('.plot')._fullLayout.dragmode"
-    assert opened("links").run(drag) == "zoom"
+    assert shown("links").run(drag) == "zoom"
     tab = opened("links", PHONE, "dark", has_touch=True, is_mobile=True)
     assert tab.run(drag) is False
     assert tab.run("document.documentElement.scrollWidth") <= PHONE["width"]
@@ -336,17 +364,16 @@ def test_a_finger_scrolls_past_figures_and_a_drawing_scrolls_in_its_box(opened):
     assert box[0] <= PHONE["width"] and box[1] >= 900  # and its words can be read
 
 
-def test_a_drawing_is_on_the_pages_own_ground(opened):
-    for scheme, light in (("light", False), ("dark", True)):
-        tab = opened("links", scheme=scheme)
+def test_a_drawing_is_on_the_pages_own_ground(opened, shown):
+    for tab, light in ((shown("links"), False), (opened("links", scheme="dark"), True)):
         assert tab.run("getComputedStyle(document.querySelector('.paper')).fill") == "none"
         beside, inside = ".picture text[font-size='17']", ".picture text[font-size='14']"
         assert (min(colour_of(tab, beside)) > 180) == light
         assert max(colour_of(tab, inside)) < 60  # in a box, which is always light
 
 
-def test_a_heat_map_labels_some_rows_and_names_all(opened):
-    tab = opened("links")
+def test_a_heat_map_labels_some_rows_and_names_all(shown):
+    tab = shown("links")
     ticks = tab.run("[...document.querySelectorAll('.ytick text')].map((one) => one.textContent)")
     assert ticks[:2] == ["core 0", "core 1"] and len(ticks) == 40
     names = tab.run("document.querySelector('.plot').data[0].y")
