@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -76,8 +77,19 @@ def assert_same_run(one: Path, other: Path):
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+def gloo_threads():
+    """How many threads of process groups this process has."""
+    found = 0
+    for path in Path("/proc/self/task").glob("*/comm"):
+        with suppress(OSError):  # it has ended meanwhile
+            found += "gloo" in path.read_text()
+    return found
+
+
 def test_a_run_leaves_what_it_promises(run):
+    before = gloo_threads()
     directory = run()
+    assert gloo_threads() <= before  # without a garbage collection
     record = json.loads((directory / "run.json").read_text())
     assert record["settings"]["global_batch"] == 8
     assert record["train_data"]

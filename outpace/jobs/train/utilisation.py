@@ -2,6 +2,7 @@
 
 import os
 import socket
+from collections.abc import Sequence
 
 from outpace.jobs.train.context import Job
 from outpace.parallel.rank_objects import gather_objects
@@ -33,7 +34,7 @@ class Recording:
         node = hosts.index(mine)
         path = job.run_dir.path / UTILISATION_FOLDER / f"host-{node}{self._resumed}.json"
         self._recorder = LoadRecorder(Sampler(pids, nvml=open_nvml(), node=node), path)
-        job.callbacks.append(_Curves(job, self._recorder))
+        job.callbacks.append(_Curves(job.callbacks, self._recorder))
         self._recorder.start()
 
     @property
@@ -57,8 +58,8 @@ class Recording:
 class _Curves(Callback):
     """Passes new loads on with their step, in the training thread."""
 
-    def __init__(self, job: Job, recorder: LoadRecorder) -> None:
-        self._job = job
+    def __init__(self, callbacks: Sequence[Callback], recorder: LoadRecorder) -> None:
+        self._callbacks = callbacks  # not the job: in a circle, its groups' threads would stay
         self._recorder = recorder
         self._told: Load | None = None
 
@@ -66,4 +67,4 @@ class _Curves(Callback):
         load = self._recorder.latest
         if load is not None and load is not self._told:
             self._told = load
-            notify(self._job.callbacks, "on_load", load, record.step)
+            notify(self._callbacks, "on_load", load, record.step)
