@@ -34,13 +34,12 @@ def add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], folder: P
     listed = _numbered_tokens(config, folder)
     stored = inner.get_added_tokens_decoder().values()
     known = {repr(token) for token in stored}
-    # Tokens with a role keep their existing properties.
-    alike = {token.content: token for token in (() if _has_list(config) else stored)}
-    alike |= {token.content: token for token in listed.values()}
     tokens = [token for _, token in sorted(listed.items(), key=lambda pair: pair[0])]
     inner.add_tokens([token for token in tokens if repr(token) not in known])
     vocabulary = inner.get_vocab(with_added_tokens=True)
-    extra = _extra(config)
+    # Special tokens keep the properties that they have so far.
+    alike = {token.content: token for token in inner.get_added_tokens_decoder().values()}
+    extra = [alike.get(token.content, token) for token in _extra(config)]
     # `Tokenizer` refuses some roles whose token is missing, and ignores others unless later tokens
     # take their ids.
     behind = any(token.content not in vocabulary for token in extra)
@@ -80,8 +79,11 @@ def _numbered_tokens(config: Mapping[str, Any], folder: Path) -> dict[int, Added
 
 def _extra(config: Mapping[str, Any]) -> list[AddedToken]:
     """Return special tokens without a role, from a list or a mapping of names to them."""
-    told = config.get("extra_special_tokens") or config.get("additional_special_tokens") or ()
-    values = told.values() if isinstance(told, dict) else told if isinstance(told, list) else ()
+    told, older = config.get("extra_special_tokens"), config.get("additional_special_tokens")
+    values = list(told.values()) if isinstance(told, dict) else told or older
+    if isinstance(told, dict) and isinstance(older, list):
+        values += older
+    values = values if isinstance(values, list) else []
     return [token for value in values if (token := _special(value)) is not None]
 
 

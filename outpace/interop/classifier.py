@@ -19,7 +19,7 @@ from outpace.interop.weights import read_tensors, stored_names
 from outpace.interop.write import special_ids, write_config, write_weights
 from outpace.nn.classifier import Classifier, initial_value
 from outpace.nn.transformer import Transformer
-from outpace.records.errors import BadInputError, shorten
+from outpace.records.errors import BadInputError, excerpt, shorten
 from outpace.records.model import ModelSpec
 from outpace.records.model_families import FAMILY_TRAITS
 
@@ -37,9 +37,14 @@ def known_labels(directory: Path) -> tuple[str, ...] | None:
     architecture = next(iter(values.get("architectures") or ()), "")
     if not str(architecture).endswith("ForSequenceClassification"):
         return None
-    names: Mapping[str, str] = values.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}
+    given, count = values.get("id2label"), values.get("num_labels")
+    if not given:  # transformers names as many, two if the file does not say
+        given = {
+            str(number): f"LABEL_{number}" for number in range(count if type(count) is int else 2)
+        }
+    names = _names_by_number(given, directory / CONFIG_FILE)
     numbers = values.get("label2id")
-    if values.get("id2label") and isinstance(numbers, Mapping):
+    if isinstance(numbers, Mapping):
         for name, number in numbers.items():
             if str(names.get(str(number), name)) != str(name):
                 raise BadInputError(
@@ -47,7 +52,22 @@ def known_labels(directory: Path) -> tuple[str, ...] | None:
                     f"as class {number}, id2label {shorten(str(names[str(number)]))}. Correct the "
                     "one that is wrong."
                 )
-    return tuple(str(names[key]) for key in sorted(names, key=int))
+    return tuple(names.values())
+
+
+def _names_by_number(given: Any, where: Path) -> dict[str, str]:
+    """Return the names of id2label in the order of the classes, which are 0, 1, and so on.
+
+    Raises BadInputError if it has other numbers, or two classes of one name.
+    """
+    told = given if isinstance(given, dict) else {}
+    names = {key: str(told[key]) for key in map(str, range(len(told))) if key in told}
+    if len(names) != len(told) or len(set(names.values())) != len(names) or not names:
+        raise BadInputError(
+            f"{where}: id2label = {excerpt(given)}; it has to name the classes 0, 1 and so on, "
+            "each differently, in the order of the rows of the classification layer"
+        )
+    return names
 
 
 def unsupported_task(directory: Path) -> str | None:

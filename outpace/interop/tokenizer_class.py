@@ -28,10 +28,12 @@ _BY_FAMILY = frozenset({"qwen2"})
 _CONFIG = "tokenizer_config.json"
 # Size of a tokenizer's largest files (vocab.json, tokenizer.model); larger files hold weights.
 _FILE_BYTES = 64 << 20
-# Texts for which patterns, normalizers and blanks before words differ between families.
+# Texts for which patterns, normalizers, blanks before words and usual special tokens differ
+# between families.
 _PROBES = (
     "A text", " a text", "  two  blanks ", "a", "12345 and 7", "don't DON'T it's",
     "\n\n\ta\n  b\r\n", "Été ÉTÉ Été ﬁ ①", "中文字符", "x=f(a[1])+2; // ...", "a😀b", "UPPER lower",
+    "<s> </s> <unk> <pad> <mask> <bos> <eos> <|endoftext|>",
 )  # fmt: skip
 # Far more than is needed to read twelve short texts, including the import of transformers.
 _PROBE_CPU_S, _PROBE_BYTES = 60.0, 4 << 30
@@ -42,11 +44,8 @@ def source_difference(path: Path, tokenizer: Tokenizer, cache_dir: Path) -> str 
     folder = path if path.is_dir() else path.parent
     if not (folder / "tokenizer.json").is_file() or not _names_class(folder):
         return None
-    specials = list(tokenizer.special_tokens)
-    probes = (*_PROBES, *(f"a{name} b" for name in specials[:4]))
-    found = _find_once(
-        cache_dir, tokenizer, _contents(folder), partial(_differ, folder, tokenizer, probes)
-    )
+    work = partial(_differ, folder, tokenizer, _probes_of(tokenizer))
+    found = _find_once(cache_dir, tokenizer, _contents(folder), work)
     if found is None:
         return None
     return (
@@ -63,8 +62,7 @@ def export_difference(tokenizer: Tokenizer, model_type: str, cache_dir: Path) ->
     """Describe how transformers will read the exported tokenizer of such a model differently."""
     if model_type not in _BY_FAMILY:
         return None
-    probes = (*_PROBES, *(f"a{name} b" for name in list(tokenizer.special_tokens)[:4]))
-    work = partial(_export_differ, tokenizer, model_type, probes)
+    work = partial(_export_differ, tokenizer, model_type, _probes_of(tokenizer))
     found = _find_once(cache_dir, tokenizer, [model_type.encode()], work)
     if found is None:
         return None
@@ -74,6 +72,13 @@ def export_difference(tokenizer: Tokenizer, model_type: str, cache_dir: Path) ->
         f"run: {_quote_ids(found)}. Load it with "
         "PreTrainedTokenizerFast.from_pretrained(DIR) instead"
     )
+
+
+def _probes_of(tokenizer: Tokenizer) -> tuple[str, ...]:
+    """Return texts with special tokens too, after and, as in conversations, before words."""
+    names = list(tokenizer.special_tokens)
+    names = names if len(names) <= 8 else names[:4] + names[-4:]
+    return (*_PROBES, *(text for name in names for text in (f"a{name} b", f"{name}a")))
 
 
 def has_class_by_family(family: str | None) -> bool:
@@ -126,7 +131,8 @@ def _find_once(
     """Return the difference, cached by tokenizer, since loading transformers takes seconds."""
     digest = blake2b(digest_size=16)
     versions = (version(name).encode() for name in ("transformers", "tokenizers"))
-    for part in (tokenizer.fingerprint.encode(), *versions, *key):
+    texts = "\0".join(_probes_of(tokenizer)).encode()
+    for part in (tokenizer.fingerprint.encode(), texts, *versions, *key):
         digest.update(len(part).to_bytes(8, "little") + part)
     memo = cache_dir / "tokenizer_classes" / f"{digest.hexdigest()}.json"
     with suppress(OSError, ValueError):

@@ -34,6 +34,16 @@ CASES = {
     "extra": ({"extra_special_tokens": {"image_token": "<image>"}}, {}),
     "behind a list": ({**LISTED, "extra_special_tokens": ["<tool>"]}, {}),
     "behind a role": ({"pad_token": "<pad>", "additional_special_tokens": ["<tool>"]}, {}),
+    "listed and additional": (
+        {
+            "added_tokens_decoder": {"600": entry("river", special=True, lstrip=True)},
+            "additional_special_tokens": ["river"],
+        },
+        {},
+    ),
+    "named and additional": (
+        {"extra_special_tokens": {"a": "<image>"}, "additional_special_tokens": ["<tool>"]}, {},
+    ),
     "in the map": ({}, {"special_tokens_map.json": {"additional_special_tokens": ["<tool>"]}}),
     "a letter as a special token": ({"additional_special_tokens": ["v"]}, {}),
 }  # fmt: skip

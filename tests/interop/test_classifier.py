@@ -1,5 +1,7 @@
 """Classifiers in and out of transformers' directories."""
 
+import json
+
 import pytest
 import torch
 import transformers
@@ -91,6 +93,22 @@ def test_what_a_stored_classifier_was_trained_for(tmp_path, labels, problem, tol
         stored = theirs(tmp_path).score.weight
         ours = read_classifier(tmp_path, spec, known_labels(tmp_path), seed=0)
         assert torch.equal(ours.classifier.weight, stored) == (told is None)
+
+
+@pytest.mark.parametrize(
+    "names", [{"1": "no", "2": "yes"}, {"0": "no", "1": "no"}, {"0": "no", "b": "yes"}, ["no"]]
+)
+def test_classes_that_are_no_rows_are_refused(tmp_path, names):
+    values = {"architectures": ["GPT2ForSequenceClassification"], "id2label": names}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    with pytest.raises(BadInputError, match="it has to name the classes 0, 1 and so on"):
+        known_labels(tmp_path)
+
+
+def test_classes_without_names_are_as_many_as_the_file_says(tmp_path):
+    values = {"architectures": ["GPT2ForSequenceClassification"], "num_labels": 3}
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    assert known_labels(tmp_path) == ("LABEL_0", "LABEL_1", "LABEL_2")
 
 
 def _words():

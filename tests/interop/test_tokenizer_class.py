@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers, trainers
 
 import outpace
 from outpace.data.tokenizer import load_tokenizer, train_tokenizer
@@ -57,6 +59,21 @@ def test_a_class_that_cuts_otherwise_than_the_files_is_said_with_a_text(tmp_path
 def test_nothing_is_said_where_both_are_the_same(tmp_path, learnt, kind, model_type, pattern):
     folder = _folder(tmp_path / "model", learnt[pattern], kind, model_type)
     assert source_difference(folder, load_tokenizer(str(folder)), tmp_path / "cache") is None
+
+
+def test_texts_that_begin_with_a_special_token_are_compared_as_conversations_do(tmp_path):
+    """Llama's class puts a blank before the first word alone, these files before any."""
+    inner = tokenizers.Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    inner.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    specials = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    inner.train_from_iterator(
+        TEXTS, trainers.BpeTrainer(vocab_size=400, special_tokens=specials, show_progress=False)
+    )
+    inner.save(str(tmp_path / "tokenizer.json"))
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, "unk_token": "<unk>"}))
+    said = source_difference(tmp_path, load_tokenizer(str(tmp_path)), tmp_path / "cache")
+    assert said is not None and "'<s>a' is" in said
 
 
 def test_it_is_found_once(tmp_path, learnt, monkeypatch):
