@@ -79,11 +79,10 @@ def _numbered_tokens(config: Mapping[str, Any], folder: Path) -> dict[int, Added
 
 def _extra(config: Mapping[str, Any]) -> list[AddedToken]:
     """Return special tokens without a role, from a list or a mapping of names to them."""
-    told, older = config.get("extra_special_tokens"), config.get("additional_special_tokens")
-    values = list(told.values()) if isinstance(told, dict) else told or older
-    if isinstance(told, dict) and isinstance(older, list):
-        values += older
-    values = values if isinstance(values, list) else []
+    told = config.get("extra_special_tokens")
+    older = config.get("additional_special_tokens")
+    lists: list[Any] = [list(told.values()), older] if isinstance(told, dict) else [told or older]
+    values = [value for part in lists if isinstance(part, list) for value in part]
     return [token for value in values if (token := _special(value)) is not None]
 
 

@@ -30,6 +30,7 @@ TRAINING_CHARACTERS = 32_000_000
 # Words are cut here before they are counted; runs of symbols in source code are shorter.
 _LONG_RUN = re.compile(r"\S{256}|\s{256}")
 _MOST_IDS = 1 << 24
+_ADDITIONAL = "additional_special_tokens"
 _MORE_TEMPLATES = "additional_chat_templates"  # where transformers saves named templates
 # Names of the token that ends a text in different families, best first.
 _END_NAMES = (
@@ -569,6 +570,8 @@ def _config_of(directory: Path) -> tuple[dict[str, Any], Path | None]:
             # transformers reads the map of older folders, which have no list of added tokens.
             older = name != "special_tokens_map.json" and "added_tokens_decoder" not in told
             config = {**told, **config} if older else {**config, **told}
+            if _ADDITIONAL in told:
+                config[_ADDITIONAL] = told[_ADDITIONAL]
             template_file = path if "chat_template" in told else template_file
     named = {"default": directory / "chat_template.jinja"}
     named |= {file.stem: file for file in sorted((directory / _MORE_TEMPLATES).glob("*.jinja"))}

@@ -75,8 +75,8 @@ def export_difference(tokenizer: Tokenizer, model_type: str, cache_dir: Path) ->
 
 
 def _probes_of(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Return texts with special tokens too, after and, as in conversations, before words."""
-    names = list(tokenizer.special_tokens)
+    """Return texts with added tokens too, after and, as in conversations, before words."""
+    names = [token.content for token in tokenizer.inner.get_added_tokens_decoder().values()]
     names = names if len(names) <= 8 else names[:4] + names[-4:]
     return (*_PROBES, *(text for name in names for text in (f"a{name} b", f"{name}a")))
 

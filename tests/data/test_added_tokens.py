@@ -45,6 +45,10 @@ CASES = {
         {"extra_special_tokens": {"a": "<image>"}, "additional_special_tokens": ["<tool>"]}, {},
     ),
     "in the map": ({}, {"special_tokens_map.json": {"additional_special_tokens": ["<tool>"]}}),
+    "in the map and beside it": (
+        {"additional_special_tokens": ["<image>"]},
+        {"special_tokens_map.json": {"additional_special_tokens": ["<tool>"]}},
+    ),
     "a letter as a special token": ({"additional_special_tokens": ["v"]}, {}),
 }  # fmt: skip
 
