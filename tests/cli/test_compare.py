@@ -294,7 +294,7 @@ def test_strategies_are_compared_by_training_them(capsys, tmp_path, monkeypatch)
         (["--command=a", "--command=b", "--metric=(t="], "is not a regular expression"),
         (["ddp", "--command=b", "--metric=(t)"], "some arms are commands and some are settings"),
         (["missing.toml"], "cannot read missing.toml"),
-        (["ddp", "zero3", "--steps=3"], "arm ddp: 3 steps are only warm-up"),
+        (["ddp", "zero3", "--steps=3"], "arm ddp: all 3 steps would be warm-up"),
         (["ddp", "zero3", "--metric=(t)"], "no arm is a command. Leave it out"),
         (["--command=a", "--command=b", "--metric=(t)", "--steps=9"], "steps would have no effect"),
     ],

@@ -179,7 +179,7 @@ def test_adapters_over_eight_gpus_are_replicas_or_shards(capsys):
         (["--precision=fp64"], "lora_rank 16 with precision fp64"),
         (["--precision=fp8"], "lora_rank 16 with precision fp8"),
         (["--keep=precision=fp8"], "lora_rank 16 with precision fp8"),
-        (["--emit=torchtitan"], "no configuration of torchtitan has adapters"),
+        (["--emit=torchtitan"], "configurations for torchtitan do not support adapters"),
         (["--keep=lora_rank=8"], "--lora-rank 16 and --keep lora_rank=8: give it once"),
         (["--keep=lora-rank=8"], "--lora-rank 16 and --keep lora-rank=8: give it once"),
         (["--keep=base = nf4"], "--base nf4 and --keep base = nf4: give it once"),
@@ -387,7 +387,7 @@ def test_a_hosts_memory_limits_what_is_offloaded(capsys):
 def test_an_only_kind_is_said_to_be_what_keep_leaves(capsys, monkeypatch):
     words = ["plan", "--model=gpt2", "--machine=l4", "--seq-len=16", "--global-batch=1"]
     text = shown(capsys, monkeypatch, *words, "--keep=micro_batch=1")
-    assert "1. recommended, fastest and leanest: the only kind that --keep leaves." in text
+    assert "1. recommended, fastest and leanest: the only kind that --keep allows." in text
     text = shown(capsys, monkeypatch, *words)
     assert "1. recommended, fastest and leanest: no other kind of plan was found." in text
     assert "on 1 device of 24 GiB, 21.99 GiB of it usable (l4)" in text

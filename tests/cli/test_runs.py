@@ -309,7 +309,7 @@ def test_no_damage_ends_the_listing(spoil, run, listed, tmp_path):
         (["diff", "runs/new", "runs/old"], "outpace compare runs/new runs/old shows how runs"),
         (["--where", "fast"], "'fast' is not a condition"),
         (["--where", "final_los<2"], "runs have no field 'final_los'. Did you mean 'final_loss'"),
-        (["--where", "final_loss<low"], "final_loss has to be a number; 'low' is not"),
+        (["--where", "final_loss<low"], "final_loss must be a number; 'low' is not"),
         (["--where", "peak_memory_bytes<2 apples"], "a number, such as 900MiB; '2 apples' is not"),
         (["--where", "strategy=dpp"], "Did you mean 'dp' or 'ddp'"),
         (["--where", "strategy<ddp"], "strategy cannot be ordered"),

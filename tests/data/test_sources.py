@@ -500,7 +500,7 @@ def test_an_object_in_a_file_of_its_own_is_a_row(tmp_path, prepare, ids_of):
         (
             "x.jsonl",
             '[{"text": "a"}] {"text": "b"}',
-            r"line 1: something follows .* \('{'\), as in",
+            r"line 1: there is more text after .* \('{'\), as in",
         ),
         ("x.json", '[{"text": "a"}]]', r"more text after the end of the list \('\]'\)"),
         ("x.json", '[{"text": "a"},\n{"text": "b"\n', r"line 2, is not JSON: .* at column 13"),

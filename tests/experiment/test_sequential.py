@@ -115,8 +115,8 @@ def test_of_runs_that_are_over_nothing_is_claimed():
     assert not found.claimed
     assert found.words("b", "a").startswith(
         "a step of b took 10.0 % less time than one of a in these two runs (-10.0 % to -10.0 % "
-        "over parts of the runs). Two identical runs may differ as much: to claim a difference, "
-        "give outpace compare the arms instead of runs, so that it trains them in turn"
+        "over parts of the runs). Two identical runs may differ by as much: to claim a "
+        "difference, give outpace compare the arms instead of runs, so that it trains them in turn"
     )
 
 

@@ -92,7 +92,7 @@ def test_each_format_writes_every_plan(request_: ExportRequest, name: str) -> No
     if request_.plan.strategy in ONLY_OURS:
         own = [s for s in written.notes if f"strategy {request_.plan.strategy}" in s]
         exact = name in ("deepspeed", "accelerate") and request_.plan.strategy == "mp"
-        assert exact or (own and ("nearest" in own[0] or "is written instead" in own[0]))
+        assert exact or (own and ("nearest" in own[0] or "The export has" in own[0]))
 
 
 @given(requests())

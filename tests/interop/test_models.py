@@ -116,7 +116,7 @@ def test_a_run_is_a_warm_start(tmp_path: Path) -> None:
     assert "holds no finished model" in said and "--steps" not in said
     for step in (90, 100):
         (run / "checkpoints" / f"step-{step:08}").mkdir(parents=True)
-    assert "With --steps 100 added" in refusal(run)
+    assert "Add --steps 100" in refusal(run)
     spec = ModelSpec.model_validate(SPEC)
     tokenizer = train_tokenizer(["text"], 257)
     write_model(run / "model", spec, Transformer(spec).state_dict(), tokenizer.save)

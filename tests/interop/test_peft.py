@@ -253,7 +253,7 @@ def test_an_adapter_of_other_modules_than_its_config_names_is_refused(adapted, t
             None,  # whole names, which peft takes in any layer
         ),
         ({"layers_to_transform": [0], "layers_pattern": "h("}, "", "not a valid pattern of names"),
-        ({"layers_to_transform": [0], "layers_pattern": [3]}, "", r"has to be a text or a list"),
+        ({"layers_to_transform": [0], "layers_pattern": [3]}, "", r"must be a text or a list"),
         ({"layers_to_transform": 0.5}, "", r"layers_to_transform is 0\.5; it must be the number"),
         ({"exclude_modules": "*"}, "", r"exclude_modules has '\*', which is not a valid pattern"),
     ],
@@ -327,7 +327,7 @@ def test_what_is_refused(adapted, tmp_path):
     (adapter / "adapter_config.json").write_text(written)
     other = Transformer(spec_from_hf(base), seed=3)
     write_model(base, other.spec, other.state_dict(), None)
-    with pytest.raises(BadInputError, match=r"are not those that the adapter .* trained with"):
+    with pytest.raises(BadInputError, match=r"the adapter .* was not trained with the weights"):
         merged(adapter, base)
     merged(adapter, base, "fp32")
     narrow = other.spec.model_copy(update={"hidden": 16, "head_dim": 4})

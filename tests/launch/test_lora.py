@@ -95,7 +95,7 @@ def test_what_is_refused(start, tmp_path):
         start("none", model="outpace-tiny", lora_rank=4)
     assert not (tmp_path / "none").exists()
     run, _ = start("stacked", steps=1, lora_rank=2)
-    with pytest.raises(BadInputError, match=r"is an adapter already.* outpace merge"):
+    with pytest.raises(BadInputError, match=r"is already an adapter.* outpace merge"):
         start("none", model=str(run), lora_rank=2)
     assert main(["merge", str(tmp_path), "--out", str(tmp_path / "x")]) == 2
     assert main(["merge", str(run), "--out", str(run / "model")]) == 2

@@ -162,11 +162,11 @@ def test_accumulation_does_not_change_the_mathematics(run):
 def test_a_finished_run_is_left_as_it_is_and_goes_on_with_more_steps(run, tmp_path):
     run(steps=3)
     result = (tmp_path / "run" / "result.json").read_text()
-    with pytest.raises(BadInputError, match="has done 3 of 3 steps already"):
+    with pytest.raises(BadInputError, match="has already completed 3 of 3 steps"):
         run(steps=3, resume=True)
     assert (tmp_path / "run" / "result.json").read_text() == result
     record = (tmp_path / "run" / "run.json").read_text()
-    with pytest.raises(BadInputError, match="has done 3 of 2 steps already"):
+    with pytest.raises(BadInputError, match="has already completed 3 of 2 steps"):
         run(steps=2, resume=True)
     assert (tmp_path / "run" / "run.json").read_text() == record
     further = run(steps=5, resume=True)
