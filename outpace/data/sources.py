@@ -208,8 +208,7 @@ def _refuse_lost(lost: Sequence[Path]) -> None:
     if lost:
         raise BadInputError(
             f"{lost[0]} is a link to {lost[0].readlink()}, which does not exist, as after an "
-            "interrupted download. Fetch the data again,  or copy it with the files that its "
-            "links "
+            "interrupted download. Fetch the data again, or copy it with the files that its links "
             "lead to (cp -rL)."
         )
 

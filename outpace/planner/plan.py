@@ -66,7 +66,7 @@ def plans(job: PlanningProblem) -> Plans:
     used, found = _fastest(job)
     if not len(found.ranked):
         raise BadInputError(explain_misfit(job, found))
-    found = _drop_needless_headroom(used, _add_alternatives(used, found))
+    found = _settle_least(used, _add_alternatives(used, found))
     shown = list_places(found)[: job.count]
     listed = [place for place, _ in shown]
     planned = [_describe_plan(used, found, place, roles, listed) for place, roles in shown]
@@ -346,11 +346,19 @@ def _faster_alternatives(found: SearchResult) -> Ints:
     return np.unique(places[found.times.step_s[places] < found.times.step_s[found.fastest]])
 
 
-def _drop_needless_headroom(job: PlanningProblem, found: SearchResult) -> SearchResult:
-    """Drop the plan with headroom if the recommended plan leaves as much memory free."""
-    if found.roomier and found.needs[found.simplest] <= ROOMY * job.limit:
-        return replace(found, leanest=-1, roomier=False)
-    return found
+def _settle_least(job: PlanningProblem, found: SearchResult) -> SearchResult:
+    """Return `found` without a needless plan with headroom, and with the least known as leanest.
+
+    A plan with headroom is needless if the recommended one leaves as much memory free. The leanest
+    may have been replaced by one that needs more than the recommended plan, which is as fast as the
+    leanest must be: then that plan is both.
+    """
+    least, simple = found.needs[found.leanest], found.needs[found.simplest]
+    if found.roomier:
+        needless = simple <= ROOMY * job.limit
+        return replace(found, leanest=-1, roomier=False) if needless else found
+    fine = found.times.step_s[found.simplest] <= found.lean_s
+    return replace(found, leanest=found.simplest) if fine and simple < least else found
 
 
 def _slow_alternatives(found: SearchResult) -> tuple[bool, bool]:

@@ -58,7 +58,9 @@ class Experiment(Record):
             )
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise ValueError(f"two arms are called {twice[0]}. Give each its own name")
+            raise ValueError(
+                f"two arms are called {twice[0]}. Give each its own name, as in NAME:SETTINGS"
+            )
         commands = sum(arm.command is not None for arm in self.arms)
         if commands not in (0, len(names)):
             raise ValueError("some arms are commands and some are settings. Use one kind")

@@ -284,7 +284,7 @@ def test_strategies_are_compared_by_training_them(capsys, tmp_path, monkeypatch)
         (["ddp", "zero4"], "'zero4' is not a strategy. Did you mean 'zero"),
         (["ddp", "micro_bach=2"], "'micro_bach' is not a setting. Did you mean 'micro_batch'"),
         (["ddp", "precision=fp23"], "'fp23' is not one of"),
-        (["ddp", "ddp"], "two arms are called ddp"),
+        (["ddp", "ddp"], "two arms are called ddp. Give each its own name, as in NAME:SETTINGS"),
         (["single", "ddp,zero3"], "arm 'ddp,zero3' has two values of strategy"),
         (["ddp", "zero3", "--resume", "--out=none"], "there is no comparison in none"),
         (["--command=a", "--command=b"], "commands need a metric"),

@@ -328,5 +328,8 @@ def test_what_is_assumed_of_a_machine_is_said_as_the_planner_does(capsys):
     taken, assumed = answer["notes"]
     assert "8xh100 is read as H100 SXM" in taken
     assert "is sold without network cards: 8 × InfiniBand NDR is assumed" in assumed
+    assert "one device" not in assumed
+    single = said(capsys, *words, "--machine=h100")["notes"][-1]
+    assert single.endswith("A node is then one device: if yours have 8, use --machine 8xh100-sxm.")
     alone = said(capsys, *words[:-1])
     assert alone["notes"] == [taken] and alone["own"] is None

@@ -326,15 +326,25 @@ def test_a_leaner_plan_is_beside_one_that_fills_memory():
     assert answer.plan_for("leanest") is None
     assert fast.estimate.peak_memory_bytes > 0.94 * device.memory_bytes
     assert lean.estimate.peak_memory_bytes < 0.9 * device.memory_bytes
-    assert "the fastest that leaves 10.0 % of a device free" in lean.why
+    assert "the fastest that leaves 10.0 % of a device free; " in lean.why
+    assert "  " not in lean.why
 
 
-def test_no_plan_with_headroom_is_beside_a_recommended_one_that_has_it():
-    answer = answered("llama-3.1-8b", "rtx-4090", keep="lora_rank=16", seq_len=2048, global_batch=4)
-    first, fast = answer.plans
+def test_a_recommended_plan_leaves_memory_free_and_may_be_the_leanest(monkeypatch):
+    """No plan with headroom is beside it, nor a leanest one that needs more."""
+    job = asked("llama-3.1-8b", "rtx-4090", keep="lora_rank=16", seq_len=2048, global_batch=4)
+    real = planner._find_simulated_alternatives
+    first, fast = plans(job).plans
     assert first.roles == ("recommended",) and fast.roles == ("fastest",)
     assert first.estimate.peak_memory_bytes <= ROOMY * first.estimate.memory_bytes
     assert "slower than the fastest, which leaves only" in first.why
+
+    def none_leaner(job, found):
+        return replace(real(job, found), leanest=found.fastest, roomier=False)
+
+    monkeypatch.setattr(planner, "_find_simulated_alternatives", none_leaner)
+    first, fast = plans(job).plans
+    assert first.roles == ("recommended", "leanest") and fast.roles == ("fastest",)
 
 
 def test_a_plan_that_takes_as_long_as_the_fastest_is_not_slower():

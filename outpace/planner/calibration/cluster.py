@@ -126,9 +126,10 @@ def of_catalog(
 
 def assumed_network_note(node: Node, network: Network) -> str:
     """Return the note on a network that is assumed for a machine."""
+    several = f" A node is then one device: if yours have 8, use --machine 8x{node.name}."
     return (
         f"{node.name} is sold without network cards: {network.name} is assumed. Name another with "
-        "--network, such as --network 8xinfiniband-ndr."
+        "--network, such as --network 8xinfiniband-ndr." + several * (node.processes == 1)
     )
 
 
