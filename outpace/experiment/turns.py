@@ -129,7 +129,7 @@ class _Process:
         return path.read_bytes().count(b"\n") if path.is_file() else 0
 
     def finish(self, limit_s: float, until_s: float) -> TurnResult:
-        """Return the run's result; end the run if it does not end by itself."""
+        """Return the run's result; stop the run if it does not exit on its own."""
         code, run = self.running.wait(until_s), self.training.run
         found = outcome(run, code, self.running.end(), limit_s)
         took_s = [float(step["step_time_s"]) for step in steps_of(run)]

@@ -218,7 +218,7 @@ def _check(
 def _stored_shape(
     stored: str, names: list[str], shapes: dict[str, tuple[int, ...]], used: Naming | None
 ) -> tuple[int, ...]:
-    """Return the stored shape of outpace's tensors `names`, joined."""
+    """Return the shape of a stored tensor that joins outpace's tensors `names`."""
     first, *rest = shapes[names[0]]
     shape = (first * len(names), *rest)
     return shape[::-1] if used is not None and used.is_transposed(stored) else shape

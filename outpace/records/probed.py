@@ -17,10 +17,10 @@ class ProgressDisplay(Protocol):
     """Receiver of a section's progress."""
 
     def __call__(self, section: str, share: float) -> None:
-        """Show that a `share` of the section's time has passed."""
+        """Show progress: a `share` from 0 to 1 of the section's expected time has passed."""
 
     def show_stopping(self) -> None:
-        """Say that the probe was asked to stop, which takes a moment."""
+        """Show that the probe is about to stop, which takes a moment."""
 
 
 class LinkFit(Record):

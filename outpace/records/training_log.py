@@ -1,4 +1,4 @@
-"""Training runs as described by logs, and a machine whose rates such runs corrected."""
+"""Training runs as trainers' logs describe them, and machines corrected by such runs."""
 
 from pathlib import Path
 from typing import ClassVar, Literal, Self

@@ -162,7 +162,7 @@ class Stepper:
         self._timer.begin()
 
     def pause(self) -> None:
-        """Exclude the time until the next `begin` (an evaluation, say) from all steps."""
+        """Exclude the time until the next `begin`, such as an evaluation, from all steps."""
         self._timer.pause()
 
     def run(

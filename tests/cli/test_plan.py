@@ -192,7 +192,7 @@ def test_what_does_not_go_with_adapters_is_a_sentence(options, words, capsys):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (["--model=gpt2", "--base=nf4"], "base nf4 belongs to LoRA. Give a lora_rank"),
+        (["--model=gpt2", "--base=nf4"], "base nf4 belongs to LoRA. Set a lora_rank"),
         (["--model=gpt2", "--keep=lora_targets=all,base=nf4"], "base nf4 belongs to LoRA"),
         (["--model=gpt2", "--keep=lora_alpha=8"], "lora_alpha 8.0 belongs to LoRA"),
         (["--model=gpt2", "--lora-rank=4", "--lora-targets=gate"], "MLP of gpt2 has no gate"),

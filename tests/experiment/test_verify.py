@@ -108,7 +108,7 @@ def test_every_planted_fault_is_caught_and_named(strategy, precision, on_ranks):
         "norm_counts_replicas_twice": "norm before clipping (step 1)",
         "untied_embedding": "gradient embed.tokens.weight (step 1)"
         if strategy == "1f1b"
-        else "used parameter head.weight, which one process does not have",
+        else "used parameter head.weight, which a single process does not have",
         "skipped_micro_batch": "loss tokens (step 1)",
         "stale_all_gather": f"used parameter {named} (step 2)",
         "gone": "no rank has ",

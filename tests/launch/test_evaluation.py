@@ -133,5 +133,5 @@ def test_a_validation_loss_that_is_no_number_is_said_once(home):
         "precision": "fp32", "device": "cpu", "out": home / "nan",
     }  # fmt: skip
     train(TrainSettings.parse(values, "test"), RunContext(callbacks=[heard]))
-    found = [said for said in heard.said if said.startswith("the validation loss is nan: look for")]
+    found = [said for said in heard.said if said.startswith("the validation loss is nan: check")]
     assert len(found) == 1  # of four evaluations

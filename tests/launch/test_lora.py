@@ -111,7 +111,7 @@ def test_other_weights_under_the_same_name_are_noticed(start, tmp_path):
     (path.parent / "checksums.json").unlink()  # on purpose
     with pytest.raises(BadInputError, match="the adapters' base model has changed"):
         start("beside", model=str(base), steps=4, lora_rank=2, resume=True)
-    with pytest.raises(BadInputError, match="are not those that the adapter"):
+    with pytest.raises(BadInputError, match="was not trained with the weights"):
         evaluate(run, None, batches=1, batch_size=2, device="cpu")
 
 

@@ -184,7 +184,7 @@ def test_what_cannot_be_split_is_left_out_of_the_plan_that_a_model_brings():
                                          "num_key_value_heads": 5, "head_dim": 4})  # fmt: skip
     found = layouts_of(transformers.LlamaForCausalLM(config), None, 5)
     assert set(found) == attention | ends
-    with pytest.raises(BadInputError, match=r"which is for an nn\.Linear"):
+    with pytest.raises(BadInputError, match=r"which requires an nn\.Linear"):
         layouts_of(gemma, {"model.embed_tokens": "colwise"}, 2)
 
 

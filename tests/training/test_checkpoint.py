@@ -353,7 +353,7 @@ def change_progress(folder, **values):
         (lambda folder: ((folder / "__0_0.distcp").unlink(), remake_marker(folder)),
          "__0_0.distcp is missing"),
         (lambda folder: change_progress(folder, step=-3), "step = -3"),
-        (lambda folder: change_progress(folder, step=1), "progress.json is of step 1"),
+        (lambda folder: change_progress(folder, step=1), "progress.json belongs to step 1"),
         (lambda folder: change_progress(folder, loss_sum=float("nan")), "loss_sum = nan"),
         (lambda folder: change_progress(folder, world_size=0), "world_size = 0"),
     ],
@@ -456,5 +456,7 @@ def test_low_bit_states_in_other_blocks_are_refused_with_the_layout(tmp_path, gr
 
     states.write_state(held(2), tmp_path, group)
     states.read_state(held(2), tmp_path, group)
-    with pytest.raises(BadInputError, match=r"in 8 or 4 bits, .* Resume with the --tp that saved"):
+    with pytest.raises(
+        BadInputError, match=r"8-bit or 4-bit optimizer states, .* Resume with the --tp that saved"
+    ):
         states.read_state(held(1), tmp_path, group)

@@ -14,7 +14,7 @@ Kind = Literal["NO", "MULTI_GPU", "FSDP", "DEEPSPEED", "MEGATRON_LM"]
 
 
 def write(request: ExportRequest) -> ExportedPlan:
-    """Write the YAML: FSDP2, Megatron-LM for pp, or DeepSpeed for offloading and its shards."""
+    """Write the YAML: FSDP2, Megatron-LM for pp, or DeepSpeed for offloading."""
     plan = request.plan
     notes = unsupported.replicas(request, _TOOL)
     kind = _kind(request)

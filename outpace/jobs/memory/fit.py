@@ -159,8 +159,8 @@ class MemoryFit:
             return None
         return Shortage(
             0,
-            f"a step is predicted to need {show_bytes(needed)} on the rank that needs most, more "
-            f"than the {show_bytes(self.limit.bytes)} of {self.limit.name}",
+            f"a step is predicted to need {show_bytes(needed)} on the rank that needs the most, "
+            f"more than the {show_bytes(self.limit.bytes)} of {self.limit.name}",
             needed,
         )
 
@@ -195,7 +195,7 @@ class MemoryFit:
         )
 
     def changes(self, plan: Plan, resumes: bool = False) -> list[list[Change]]:
-        """Return lists of changes to settings, only of those that the user did not set."""
+        """Return changes to settings that the user did not set, a list for each kind of change."""
         low = default_precision(self._device, self._machine) == "bf16"
         beside_host = self._device.type != "cpu"
         kinds = kinds_of_change(plan, low_precision=low, beside_host=beside_host)

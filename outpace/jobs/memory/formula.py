@@ -36,7 +36,7 @@ class FormulaQuestion:
         return resolve_seq_len(self.settings, positions)
 
     def trace(self, rank: int) -> MemoryAccount:
-        """Return the formula's memory of the rank that needs most, recorded as rank `rank`."""
+        """Return the formula's memory of the rank that needs the most, recorded as rank `rank`."""
         columns = of_plans([self.plan], self.global_batch, self.outline.layers)
         device: peak.Device = "cpu" if self.accelerator is None else "cuda"
         by_kind = peak.anatomy(self.outline, self.seq_len, columns, device)

@@ -1,4 +1,4 @@
-"""Estimates with traced memory: the real model under fake tensors, on the rank that needs most."""
+"""Estimates with traced memory: the real model under fake tensors, on the fullest rank."""
 
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.models import without_weights
@@ -40,7 +40,7 @@ def use_traced_memory(planned: RankedPlan, model: str, job: PlanningProblem) -> 
 def fullest(
     plan: Plan, model: str, job: PlanningProblem, dropout: float | None = None
 ) -> MemoryAccount:
-    """Return the traced account of the rank that needs most, by default with the model's dropout.
+    """Return the traced account of the fullest rank, by default with the model's dropout.
 
     Raises BadInputError if it cannot be traced.
     """

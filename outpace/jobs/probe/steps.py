@@ -94,7 +94,7 @@ def _needs(one: Reference, device: torch.device) -> float:
 
 
 def _room(groups: Groups, device: torch.device) -> float:
-    """Return half of the free memory, in bytes, of the rank that has least. Collective."""
+    """Return half of the least free memory of all ranks, in bytes. Collective."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
     else:

@@ -109,7 +109,7 @@ class Looker:
 
 
 def _trace(job: Job, fitting: MemoryFit, tracer: Tracer) -> MemoryAccount | None:
-    """Return the account of the rank that needs most; None if it cannot be traced."""
+    """Return the account of the fullest rank; None if it cannot be traced."""
     if job.inputs.custom_model is not None:
         notify(
             job.callbacks, "on_hint",

@@ -148,7 +148,7 @@ def propose(
 def _least_that_fits(
     kind: Sequence[Change], attempt: Callable[[Change], _TriedChange | None], limit_bytes: int
 ) -> tuple[_TriedChange | None, _TriedChange | None]:
-    """Bisect for a kind's first change that fits; also return the change that saves the most."""
+    """Bisect for the first of these changes that fits; also return the one that saves the most."""
     low, high = 0, len(kind)
     fits = most = None
     while low < high:

@@ -193,7 +193,7 @@ def _mlp(mlp: Mlp, hidden: int) -> Iterator[Weight]:
 
 
 def seen_length(outline: Outline, stack: Stack, seq_len: int) -> int:
-    """Return the keys of a stack's cross-attention: the length of the last stack without it."""
+    """Return the number of keys of a stack's cross-attention: the preceding encoder's length."""
     seen = seq_len
     for one in outline.stacks:
         if one is stack:

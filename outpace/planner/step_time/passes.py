@@ -245,7 +245,7 @@ def _tensor_s(setup: StepTimeSetup, sums_s: Floats, products_s: Floats) -> Float
 
 
 def _end_passes(setup: StepTimeSetup) -> EndPasses:
-    """Return embedding and head, forward and backward."""
+    """Return the forward and backward times of embedding and head."""
     zero = np.zeros(len(setup.columns))
     found = []
     for part in (embedding, partial(head, outpace_loss=not setup.question.other_program)):

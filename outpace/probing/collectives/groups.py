@@ -16,7 +16,7 @@ Pair = tuple[int, int]
 
 @dataclass(frozen=True)
 class Axis:
-    """Groups of equal size whose ranks do the same at the same time."""
+    """Groups of equal size that run the same collective at the same time."""
 
     name: str
     groups: Nodes

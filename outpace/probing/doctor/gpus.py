@@ -155,8 +155,8 @@ def ecc(inventory: Inventory) -> Iterator[Finding]:
     changing = [gpu for gpu in gpus if None not in (gpu.ecc, gpu.ecc_pending)
                 and gpu.ecc != gpu.ecc_pending]  # fmt: skip
     if changing:
-        yield make_finding("ECC", "low", "a new ECC mode waits for a reset", _gpu_names(changing),
-                    "nvidia-smi -r when it is free")  # fmt: skip
+        yield make_finding("ECC", "low", "a new ECC mode takes effect after a reset",
+                    _gpu_names(changing), "nvidia-smi -r when it is free")  # fmt: skip
 
 
 def links(inventory: Inventory) -> Iterator[Finding]:

@@ -24,7 +24,7 @@ _AT_LEAST_S = 0.4
 def measure_host_rates(threads: int) -> HostRates | None:
     """Measure the rates of `threads` cores together, once in a process; None if that is impossible.
 
-    So several plans that one program makes are based on the same rates.
+    All plans of one process then use the same rates.
     """
     try:
         return _measure_separately(threads)

@@ -161,7 +161,7 @@ class FollowerStack(Stack):
         return super().forward(x)
 
 
-@pytest.mark.parametrize(("micro_batch", "times"), [(4, None), (2, "2 times a step")])
+@pytest.mark.parametrize(("micro_batch", "times"), [(4, None), (2, "2 times per step")])
 def test_parameters_that_each_micro_batch_changes_are_reported(tmp_path, micro_batch, times):
     found = run_first_step(tmp_path, "ddp", FollowerStack, change={"micro_batch": micro_batch})
     told = [one for one in found[0]["warnings"] if "the forward writes to" in one]
