@@ -229,7 +229,7 @@ def test_what_is_assumed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
         "'train_steps_per_second': '1.0', 'train_loss': '4.1', 'epoch': '1'}\n"
     )
     said = refusal(capsys, str(console), *CARD)
-    assert "of the 16 per step, 1 data-parallel rank" in said
+    assert "of the 16 per step over 1 data-parallel rank" in said
     assert "Pass --layout micro_batch=N" in said
     layout = "--layout=micro_batch=16,checkpointing=full"
     (row,) = told(capsys, str(console), *CARD, layout)

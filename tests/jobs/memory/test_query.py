@@ -28,7 +28,7 @@ def test_the_optimizer_in_backward_has_one_micro_batch():
         ({"memory_budget": "8GiB"}, "Choose what to recompute"),
         ({"memory_limit": "1GiB"}, "compares with the memory of --machine"),
         ({"task": "classify"}, "which a classifier does not have"),
-        ({"precision": "fp8"}, "which this host's CPU does not have. Name a --machine"),
+        ({"precision": "fp8"}, "which this host's CPU does not have. Choose a --machine"),
     ],
 )
 def test_what_training_finds_or_has_no_trace_is_refused(values, said):
