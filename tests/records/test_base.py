@@ -107,5 +107,5 @@ def test_a_folder_that_was_fetched_in_part_is_refused(tmp_path: Path) -> None:
     with pytest.raises(BadInputError, match=r"model.safetensors.incomplete is the beginning of"):
         require_fetched(tmp_path)
     (tmp_path / "model.safetensors").symlink_to("../blobs/gone")
-    with pytest.raises(BadInputError, match=r"is a link to ../blobs/gone, which is not there"):
+    with pytest.raises(BadInputError, match=r"is a link to ../blobs/gone, which does not exist"):
         require_fetched(tmp_path)
