@@ -207,7 +207,7 @@ def test_models_and_settings_without_adapters_are_a_sentence(options, words, cap
 def test_what_does_not_fit_is_told_of_positions_too(capsys):
     words = ["plan", "--model=llama-3.1-8b", "--machine=rtx-3090"]
     error = refused(capsys, *words, "--seq-len=200000")
-    assert "sequences of 200000 tokens are longer than the 131072 positions" in error
+    assert "sequences of 200000 tokens exceed the 131072 positions" in error
 
 
 def test_scaling_says_where_the_network_takes_over(capsys, monkeypatch):
