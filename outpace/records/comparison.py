@@ -59,7 +59,8 @@ class Experiment(Record):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(
-                f"two arms are called {twice[0]}. Give each its own name, as in NAME:SETTINGS"
+                f"two arms are called {twice[0]}. Give each its own name, as in NAME:SETTINGS, or "
+                "name two different runs"
             )
         commands = sum(arm.command is not None for arm in self.arms)
         if commands not in (0, len(names)):
