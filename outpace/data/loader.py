@@ -230,8 +230,9 @@ def collate(found: Any) -> Batch:
         return found
     try:
         return default_collate(found)
-    except (TypeError, RuntimeError, KeyError) as error:
-        said = _describe_shapes(found) or f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    except (TypeError, ValueError, RuntimeError, KeyError) as error:
+        first = str(error).splitlines()[0].strip().removesuffix(".")
+        said = _describe_shapes(found) or f"{type(error).__name__}: {first}"
         raise BadInputError(
             f"the data set's samples do not make a batch: {said}. Pad them to one shape and leave "
             "out what is None, or collate them in the data set itself: a method "

@@ -163,6 +163,9 @@ def test_samples_that_do_not_make_a_batch_are_refused_with_a_way_that_works(work
     with pytest.raises(BadInputError, match=words) as caught:
         steps_of(own, **changed)
     assert "Traceback" not in str(caught.value) and "__getitems__" in str(caught.value)
+    flipped = Own(lambda index: {"x": np.arange(6.0).reshape(2, 3)[:, ::-1]})
+    with pytest.raises(BadInputError, match=r"strides are not .* array\.copy\(\)\.\)\. Pad"):
+        steps_of(flipped, **changed)
 
     class Padding(Own):
         def __getitems__(self, indices):
