@@ -158,24 +158,34 @@ def _run_rank(
             action(ForkedRank(ranks, folder))
             dist.barrier()
         code = 0
-    except OutpaceError as error:
-        (folder / f"rank-{rank}.refused").write_text(str(error), encoding="utf-8")
-    except BaseException as error:
-        traceback.print_exc()
-        said = _describe_error(error)
-        (folder / f"rank-{rank}.error").write_text(said, encoding="utf-8")
+    except BaseException as raised:
+        error = _find_cause(raised)
+        refused = isinstance(error, OutpaceError)
+        if not refused:
+            traceback.print_exc()
+        said = str(error) if refused else _describe_error(error)
+        name = f"rank-{rank}.{'refused' if refused else 'error'}"
+        (folder / name).write_text(said, encoding="utf-8")
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
 
 
+def _find_cause(error: BaseException) -> BaseException:
+    """Return an error, or the one that torch's pipeline stage wraps in it."""
+    wrapped = error.__cause__ if "] failed to run" in str(error) else None
+    return wrapped or error
+
+
 def _describe_error(error: BaseException) -> str:
-    """Return an error's type and first line; its cause's, if torch's pipeline stage wraps that."""
-    if error.__cause__ is not None and "] failed to run" in str(error):
-        error = error.__cause__
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0]}"
+    """Return an error's type and first line, with those that it announces with a colon."""
+    said: list[str] = []
+    for line in str(error).strip().splitlines():
+        said.append(line.strip())
+        if not said[-1].endswith(":"):
+            break
+    return f"{type(error).__name__}: {' '.join(said)}"
 
 
 def _redirect(path: Path) -> None:

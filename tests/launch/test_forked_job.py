@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from outpace.launch.forked_job import run_forked
+from outpace.records.errors import BadInputError
 
 pytestmark = [
     pytest.mark.gloo,
@@ -45,11 +46,14 @@ def test_a_group_is_killed_while_its_rank_has_its_id(tmp_path, monkeypatch):
 
 def test_a_job_in_the_folder_of_another_meets_and_says_by_itself(tmp_path):
     def fail(rank):
+        """Raise as torch's pipeline stage does, and with several lines as compilers do."""
         rank.note_phase("failing")
-        raise ValueError("planted")
+        planted = (BadInputError("one\ntwo"), ValueError("it says:\n planted\n\nand more"))
+        raise RuntimeError("[Stage 0] failed to run forward:\nargs") from planted[rank.ranks.rank]
 
-    for end in run_forked(2, fail, 240.0, tmp_path):
-        assert end.said == "ValueError: planted" and end.at == "failing"
+    ends = run_forked(2, fail, 240.0, tmp_path)
+    assert [end.said for end in ends] == ["one\ntwo", "ValueError: it says: planted"]
+    assert all(end.at == "failing" for end in ends) and ends[0].refused > ends[1].refused
     store = tmp_path / "store"
     before = store.read_bytes()  # the addresses of the ranks of before
 
