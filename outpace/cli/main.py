@@ -187,9 +187,10 @@ def _run(arguments: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _require_text(arguments: Sequence[str]) -> None:
-    """Refuse arguments and a folder whose names no file of a run could hold."""
-    with suppress(OSError):  # the folder is gone
-        arguments = (*arguments, str(Path.cwd()))
+    """Refuse arguments, and a folder to train in, whose names no file of a run could hold."""
+    if arguments[:1] == ["train"]:
+        with suppress(OSError):  # the folder is gone
+            arguments = (*arguments, str(Path.cwd()))
     for argument in arguments:
         try:
             argument.encode()

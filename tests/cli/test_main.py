@@ -48,10 +48,16 @@ def test_an_unknown_command_gets_the_nearest_name(capsys: pytest.CaptureFixture[
 
 
 def test_a_name_that_is_no_text_in_the_locale_is_refused(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     assert command.main(["runs", "r\udcc3\udcb6"]) == 2
     assert r"'r\udcc3\udcb6' is not text in this locale's enc" in capsys.readouterr().err
+    folder = tmp_path / "r\udcc3\udcb6"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    assert command.main(["--version"]) == 0  # as all commands that write no run there
+    assert command.main(["train"]) == 2
+    assert r"r\udcc3\udcb6' is not text in this locale's enc" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
