@@ -52,12 +52,12 @@ def test_a_name_that_is_no_text_in_the_locale_is_refused(
 ) -> None:
     assert command.main(["runs", "r\udcc3\udcb6"]) == 2
     assert r"'r\udcc3\udcb6' is not text in this locale's enc" in capsys.readouterr().err
-    folder = tmp_path / "r\udcc3\udcb6"
+    folder = tmp_path / "r\udcc3"
     folder.mkdir()
     monkeypatch.chdir(folder)
     assert command.main(["--version"]) == 0  # as all commands that write no run there
-    assert command.main(["train"]) == 2
-    assert r"r\udcc3\udcb6' is not text in this locale's enc" in capsys.readouterr().err
+    assert command.main(["train", "--model=none"]) == 2
+    assert r"r\udcc3' is not text in this locale's enc" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
