@@ -38,10 +38,8 @@ def known_labels(directory: Path) -> tuple[str, ...] | None:
     if not str(architecture).endswith("ForSequenceClassification"):
         return None
     given, count = values.get("id2label"), values.get("num_labels")
-    if not given:  # transformers names as many, two if the file does not say
-        given = {
-            str(number): f"LABEL_{number}" for number in range(count if type(count) is int else 2)
-        }
+    if not given:  # transformers names as many, whatever label2id says; two if there is no number
+        return tuple(f"LABEL_{number}" for number in range(count if type(count) is int else 2))
     names = _names_by_number(given, directory / CONFIG_FILE)
     numbers = values.get("label2id")
     if isinstance(numbers, Mapping):
