@@ -575,6 +575,8 @@ def _quotes(file: Path) -> bool:
             if cell.startswith('"'):
                 doubled = doubled or cell == '""' or '""' in cell[1:-1]
                 opened = opened or (0 if _QUOTED_CELL.fullmatch(cell) else number)
+        if opened and not even:
+            break
     if not opened:
         return doubled or named
     if not _is_even_if_quoted(file) or (even and columns > 1 and not named):
@@ -591,7 +593,9 @@ def _quotes(file: Path) -> bool:
 def _is_even_if_quoted(file: Path) -> bool:
     """Return whether all rows of a table with quoted cells between tabs have as many columns."""
     try:
-        return len({len(cells) for _, cells, _ in _read_csv(file, "\t")}) == 1
+        widths = (len(cells) for _, cells, _ in _read_csv(file, "\t"))
+        first = next(widths)
+        return all(width == first for width in widths)
     except BadInputError:
         return False
 
