@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
+from outpace.catalog import apple_chips
 from outpace.catalog.consumer_gpus import CARDS, PAPERS, SOURCE, Card
 from outpace.records.hardware import Accelerator, Architecture, Bundle, Dtype, Peak
 
@@ -303,12 +304,33 @@ def _card(card: Card) -> Accelerator:
     )
 
 
+def _apple_chip(chip: apple_chips.AppleChip) -> Accelerator:
+    dtypes: tuple[Dtype, ...] = ("fp32", "fp16", "bf16") if chip.has_bf16 else ("fp32", "fp16")
+    rates = dict.fromkeys(dtypes, chip.fp32 * _T)
+    return Accelerator(
+        name=f"{chip.name} {chip.memory_gb} GB",
+        driver_name=chip.name,
+        architecture="apple",
+        memory_bytes=chip.memory_gb * _GB,
+        usable_bytes=round(chip.memory_gb * _GB * apple_chips.USABLE_SHARE),
+        usable_source=apple_chips.USABLE_SOURCE,
+        memory_bytes_per_s=chip.gb_per_s * _GB_PER_S,
+        peak=Peak(flops_per_s=rates, source=apple_chips.SOURCE),
+        power_w=None,
+        multiprocessors=chip.cores,
+        host_link="unified memory",
+        source=apple_chips.SOURCE,
+    )
+
+
 ACCELERATORS: Mapping[str, Accelerator] = MappingProxyType(
-    {row.name: _accelerator(row) for row in _TABLE} | {card.name: _card(card) for card in CARDS}
+    {row.name: _accelerator(row) for row in _TABLE}
+    | {card.name: _card(card) for card in CARDS}
+    | {chip.name: chip for chip in map(_apple_chip, apple_chips.CHIPS)}
 )
 
 # Words before a product's name. Any other word makes it another product ("4090 D", "Laptop GPU").
-_MAKERS = re.compile(r"\b(nvidia|tesla|geforce|amd|instinct)\b", re.IGNORECASE)
+_MAKERS = re.compile(r"\b(nvidia|tesla|geforce|amd|instinct|apple)\b", re.IGNORECASE)
 # Firmware and error correction reduce the memory slightly; a slice of a device (MIG) has far less,
 # and lower peaks.
 _LEAST_MEMORY, _MOST_MEMORY = 0.85, 1.02

@@ -110,12 +110,19 @@ def _power_share(power_w: float, reference_w: float) -> float:
     return share
 
 
+def _power_w(name: str) -> int:
+    """Return the power limit of a chip whose maker publishes one."""
+    found = ACCELERATORS[name].power_w
+    assert found is not None
+    return found
+
+
 def _blackwell_ultra(power_w: float) -> MatmulCurve:
     """Return the curve of a B300 or GB300, for which no sustained matmuls have been measured.
 
     Assume B200's ratio of sustained to short matmuls, scaled to the board's own power limit.
     """
-    reference_w = ACCELERATORS["B200"].power_w
+    reference_w = _power_w("B200")
     more = _power_share(power_w, reference_w)
     share, share_fp8 = 0.81, 0.763
     return MatmulCurve(
@@ -128,7 +135,7 @@ def _blackwell_ultra(power_w: float) -> MatmulCurve:
     )  # fmt: skip
 
 
-_B300, _GB300 = (_blackwell_ultra(ACCELERATORS[name].power_w) for name in ("B300", "GB300"))
+_B300, _GB300 = (_blackwell_ultra(_power_w(name)) for name in ("B300", "GB300"))
 # L40S and the RTX cards: no measured matmul ran for a second; on the L40S, even short ones reach
 # its limit of 350 W.
 _ADA = MatmulCurve(
@@ -146,6 +153,17 @@ _GEFORCE_ADA = _RTX_BLACKWELL.model_copy(
         "share": 0.97, "sustained": 158.6 / 165.2,
         "source": "RTX 4090, 8192³, fp16, 158.6 of 165.2 TFLOP/s (mli/transformers-benchmarks "
         "issue 4); shape of RTX PRO 6000 Blackwell Server",
+    }
+)  # fmt: skip
+# Share of the fp32 rate, of PyTorch on Metal: median of an M1 Pro, M2 Ultra, M3 Max and M4 Max in
+# fp32; "sustained": M4 Max, 10,240 wide. Tiles are not known.
+_APPLE = _AMPERE.model_copy(
+    update={
+        "share": 0.80, "sustained": 12.17 / 17.2,
+        "source": "torch.matmul on Metal: M1 Pro 4.28 of 5.2 and M4 Max 13.78 of 17.2 TFLOP/s "
+        "(zzc0721/torch-performance-test-data issues 191 and 65), M2 Ultra 20 of 27.2, M3 Max "
+        "11.4 of 14.1 (chsasank/device-benchmarks 02b8262e and pull request 7); small matmuls as "
+        "on Ampere, not measured",
     }
 )  # fmt: skip
 _HELD = _HOPPER.sustained / (794.5 / 989.5)
@@ -169,6 +187,7 @@ MATMULS: Mapping[Architecture, MatmulCurve] = MappingProxyType(
         "ada": _ADA,
         "hopper": _HOPPER,
         "blackwell": _B200,
+        "apple": _APPLE,
         "cdna2": _copy_curve(147 / 191.5, "MI250X, one GCD, 147 of 191.5", _AMPERE, "Ampere"),
         "cdna4": _copy_curve(1565 / 2300, "MI355X 1565 of 2300", _HOPPER, "Hopper"),
         "cdna3": _copy_curve(668.4 / 1307.4, "MI300X 668.4 of 1307.4", _HOPPER, "Hopper"),
@@ -263,6 +282,7 @@ ATTENTION: Mapping[Architecture, Mapping[AttentionKernel, AttentionRate]] = Mapp
         },
         "cdna3": {"flash2": _FLASH2_HOPPER},
         "cdna4": {"flash2": _FLASH2_HOPPER},
+        "apple": {},  # in training, PyTorch on Metal writes and keeps the scores
     }
 )  # fmt: skip
 
@@ -275,13 +295,14 @@ UNALIGNED: Mapping[Architecture, float] = MappingProxyType(
         **dict.fromkeys(("pascal", "volta", "turing", "ada"), _UNALIGNED),
         **dict.fromkeys(("ampere", "cdna2", "cdna3", "cdna4"), _UNALIGNED / 2),
         **dict.fromkeys(("hopper", "blackwell"), 1 / 6.4),
+        "apple": 1.0,
     }
 )
 UNALIGNED_SOURCE = (
     "RTX 4090, bf16, 2055, 2057, 2071 and 2073 against 2040 (pytorch/pytorch issue 181718); half: "
     "mma.m16n8k8 against m16n8k16 at the same rate of instructions (PTX ISA, CUTLASS); Hopper: "
     "outpace probe on an H200, bf16, torch 2.11: 4,097 columns take 6.4 times what 4,096 do; "
-    "Blackwell: taken as Hopper, not measured"
+    "Blackwell: taken as Hopper, not measured; Apple's have no tensor cores that ask for it"
 )
 
 # FlashAttention's first Triton kernels are 1.3 to 2.5 times slower than FlashAttention-2.
@@ -302,6 +323,7 @@ MEMORY_SHARE: Mapping[Architecture, float] = MappingProxyType(
         "blackwell": 2.97 / 3.35,
         "cdna3": 4.09 / 5.3,
         "cdna4": 4.09 / 5.3,
+        "apple": 0.83,
     }
 )
 # Share of the memory's rate (MEMORY_SHARE) that Transformer Engine's cast to MXFP8, along rows and
@@ -312,7 +334,9 @@ MXFP8_CAST_SHARE = 5.21 / 8 / (2.97 / 3.35)
 MEMORY_SOURCE = (
     "BabelStream's triad on A100-80GB SXM 1.70, H100 SXM 2.97, MI300X 4.09 TB/s "
     "(Azure/AI-benchmarking-guide 3bb66cac, 0126c300 and its fork for MI300X); torch's add on V100 "
-    "0.83 TB/s; others as the nearest"
+    "0.83 TB/s; Apple: median of copies on M1 56 of 68, M1 Pro 176 of 200, M2 90 of 100, M2 Ultra "
+    "636 of 800 GB/s (chsasank/device-benchmarks 02b8262e) and STREAM on M4 100 of 120 (arXiv "
+    "2502.05317); others as the nearest"
 )
 
 # Norms are slower than a triad: forwards reach 0.6, backwards 0.34 of the memory's rate.
@@ -333,6 +357,7 @@ LINK_SHARE: Mapping[LinkKind, float] = MappingProxyType(
         "ethernet": 0.93,
         "efa": 0.95,
         "slingshot": 0.95,
+        "memory": 1.0,
     }
 )
 LINK_SOURCE = (
@@ -447,7 +472,7 @@ UNEVEN: Mapping[Architecture, tuple[float, float]] = MappingProxyType(
         **dict.fromkeys(("pascal", "volta", "turing", "ampere", "hopper"), (1.1, 1.9)),
         "ada": (1.05, 2.1),
         "blackwell": (1.07, 1.7),
-        **dict.fromkeys(("cdna2", "cdna3", "cdna4"), (1.1, 1.9)),
+        **dict.fromkeys(("cdna2", "cdna3", "cdna4", "apple"), (1.1, 1.9)),
     }
 )
 _UNEVEN_RTX_BLACKWELL = (1.07, 1.9)
@@ -460,7 +485,7 @@ UNEVEN_SOURCE = (
 # Slowdown of Triton's grouped matmuls relative to those by tiles, including data movement.
 TRITON_EXPERTS: Mapping[Architecture, float] = MappingProxyType(
     {
-        **dict.fromkeys(("pascal", "volta", "turing", "ampere", "cdna2"), 1 / 0.54),
+        **dict.fromkeys(("pascal", "volta", "turing", "ampere", "cdna2", "apple"), 1 / 0.54),
         **dict.fromkeys(("ada", "hopper", "blackwell", "cdna3", "cdna4"), 1 / 0.78),
     }
 )
@@ -595,7 +620,8 @@ def power_share(accelerator: Accelerator) -> float:
     """Return the sustained rate of a board with a lower power limit, relative to an H200's."""
     board = ACCELERATORS["H200 SXM"]
     same = accelerator.peak.flops_per_s.get("bf16") == board.peak.flops_per_s["bf16"]
-    return min(1.0, _power_share(accelerator.power_w, board.power_w)) if same else 1.0
+    limit_w = accelerator.power_w if same else None
+    return 1.0 if limit_w is None else min(1.0, _power_share(limit_w, _power_w(board.name)))
 
 
 def overlaps_tiles(accelerator: Accelerator) -> bool:

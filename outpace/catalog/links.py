@@ -40,6 +40,8 @@ _TABLE: tuple[tuple[str, LinkKind, float, str], ...] = (
     ("NVLink 5", "nvlink", 50, _NVLINK.format("Blackwell architecture technical brief", 100)),
     ("NVLink-C2C", "nvlink", 450,
      "NVIDIA GB200 NVL72 datasheet: 900 GB/s in both directions, to a superchip's two GPUs"),
+    ("unified memory", "memory", 819,
+     "Apple technical specifications: memory of an M3 Ultra, the fastest; other chips are slower"),
     ("Infinity Fabric CDNA 2", "infinity-fabric", 50,
      "AMD ROCm documentation, MI250 microarchitecture: 25 GT/s, 16 wide, 50 GB/s"),
     ("Infinity Fabric CDNA 2 host", "infinity-fabric", 36,

@@ -190,7 +190,7 @@ _NUMBER_LAST = re.compile(r"([^:]+):([1-9]\d{,9})")
 _COUNT_FIRST = re.compile(r"([1-9]\d{,9})-?[x×*]-?(.+)", re.DOTALL)
 # Three digits and more only after "h100x": the digits of "rtx4090" are not a count.
 _COUNT_LAST = re.compile(r"(.+?)-?[x×*]-?([1-9]\d?|(?<=\d[x×*])[1-9]\d{,9})", re.DOTALL)
-_MAKER_WORDS = re.compile(r"^(?:(?:nvidia|tesla|geforce|amd|instinct|radeon)-)+")
+_MAKER_WORDS = re.compile(r"^(?:(?:nvidia|tesla|geforce|amd|instinct|radeon|apple)-)+")
 _BRAND = re.compile(r"^[rg]tx-")  # "A6000" is the RTX A6000
 _KIND_OF_MEMORY = re.compile(r"-(?:hbm\d\w?|gddr\d\w?)$")
 _MEMORY_LAST = re.compile(r"(.+?)[-:]?(\d+)-?(?:gb|gib|g)")
@@ -280,7 +280,7 @@ _MOST_OF = {"GB200": 72, "GB300": 72, "GH200": 32, "GB10": 1}
 
 def _most_in_host(chip: Accelerator) -> int:
     """Return the largest number of a chip that a host, or a rack of superchips, has."""
-    known = _MOST_OF.get(chip.name.split()[0])
+    known = _MOST_OF.get(chip.name.split()[0], 1 if chip.architecture == "apple" else None)
     if known is not None:
         return known
     on_board = chip.architecture in _LATER_BOARDS and not _is_card(chip)
@@ -292,6 +292,11 @@ def _require_one_host(asked: _MachineName, chip: Accelerator) -> None:
     most = _most_in_host(chip)
     if asked.count <= most:
         return
+    if chip.architecture == "apple":
+        raise BadInputError(
+            f"machine {asked.name!r}: a Mac has one {chip.name}, and torch has no collectives for "
+            f"Apple's GPUs, so it trains alone. Name one: --machine {_slug(chip.name)}."
+        )
     racks = [
         f"; {node.name} has {node.devices} of {node.accelerator}"
         for node in NODES.values()
@@ -388,7 +393,10 @@ def _ask_memory(asked: _MachineName, sizes: Mapping[int, Accelerator], where: st
     largest = max(sizes)
     many = f"{asked.count}x" if asked.count > 1 else ""
     say = f"Say which, as in {many}{asked.word}:{largest}GB."
-    if asked.count > _most_in_host(sizes[largest]):
+    most = _most_in_host(sizes[largest])
+    if asked.count > most == 1:
+        say = f"Say which, and name one of them, as in {asked.word}:{largest}GB."
+    elif asked.count > most:
         hosts = _several_hosts(asked, sizes[largest])
         say = f"Name one host and how many of them, as in {hosts} ({largest} GB)."
     return BadInputError(

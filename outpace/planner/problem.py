@@ -61,9 +61,10 @@ class PlanningProblem:
 
     def required_bytes(self, columns: PlanBatch) -> Floats:
         """Return the bytes that each plan's fullest rank needs."""
+        device = self.cluster.device
         return peak.reserved_bytes(
-            self.outline, self.wanted.seq_len, columns, self.cluster.device.kind,
-            traits=self.traits,
+            self.outline, self.wanted.seq_len, columns, device.kind,
+            fused_attention=not device.is_apple, traits=self.traits,
         )  # fmt: skip
 
     def least_bytes(self, columns: PlanBatch) -> Floats:

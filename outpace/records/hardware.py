@@ -17,11 +17,13 @@ class Peak(Record):
 
 
 Architecture = Literal[
-    "pascal", "volta", "turing", "ampere", "ada", "hopper", "blackwell", "cdna2", "cdna3", "cdna4"
-]
+    "pascal", "volta", "turing", "ampere", "ada", "hopper", "blackwell", "cdna2", "cdna3", "cdna4",
+    "apple",
+]  # fmt: skip
 LinkKind = Literal[
-    "pcie", "nvlink", "infinity-fabric", "infiniband", "omni-path", "ethernet", "efa", "slingshot"
-]
+    "pcie", "nvlink", "infinity-fabric", "infiniband", "omni-path", "ethernet", "efa", "slingshot",
+    "memory",
+]  # fmt: skip
 
 
 class Link(Record):
@@ -49,7 +51,7 @@ class Accelerator(Record):
 
     `memory_bytes` is the memory in the datasheet, `usable_bytes` what the driver leaves to a
     process: torch's total_memory. `driver_name` is the name that the driver reports, without the
-    maker. `power_w` is the board's power limit for which its rates are published,
+    maker. `power_w` is the board's power limit for which its rates are published, if known;
     `power_variants_w` are other limits with which it is sold or that can be set. `multiprocessors`
     are NVIDIA's SMs and AMD's compute units. `device_link` has all links to other accelerators;
     PCIe cards need a bridge for them.
@@ -63,7 +65,7 @@ class Accelerator(Record):
     usable_source: str
     memory_bytes_per_s: PositiveFloat
     peak: Peak
-    power_w: PositiveInt
+    power_w: PositiveInt | None
     power_variants_w: tuple[PositiveInt, ...] = ()
     multiprocessors: PositiveInt | None = None
     host_link: str

@@ -59,6 +59,10 @@ def test_an_accelerator_is_a_machine_of_one():
         assert node.host_link == "PCIe 4 x16" and "whitepaper" in node.source
     with pytest.raises(BadInputError, match=r"machine 'hgx-h10' is not.*'hgx-h100'"):
         find_node("hgx-h10", ACCELERATORS)
+    with pytest.raises(BadInputError, match=r"a Mac has one M4 16 GB.*--machine m4-16-gb"):
+        find_node("2xm4:16GB", ACCELERATORS)
+    with pytest.raises(BadInputError, match="name one of them, as in m4:32GB"):
+        find_node("2xm4", ACCELERATORS)
     with pytest.raises(BadInputError, match="Did you mean '8xh100-sxm'"):
         find_node("8xh100x", ACCELERATORS)
 
@@ -67,6 +71,8 @@ def test_an_accelerator_is_a_machine_of_one():
     ("name", "accelerator", "devices", "topology"),
     [
         ("rtx-4070:12GB", "RTX 4070", 1, "none"),
+        ("m4-max:64GB", "M4 Max 64 GB", 1, "none"),
+        ("apple-m1-8gb", "M1 8 GB", 1, "none"),
         ("4xrtx-3090", "RTX 3090", 4, "none"),  # no bridge is taken for granted
         ("2 x RTX 3060:8 GB", "RTX 3060 8 GB", 2, "none"),
         ("rtx-3060:12gb", "RTX 3060 12 GB", 1, "none"),

@@ -387,6 +387,21 @@ def test_a_leaner_pipeline_that_simulates_faster_becomes_the_fastest(monkeypatch
     assert not any("-" in re.sub(r"[^ ]-[^ ]", "", one.why) for one in answer.plans)
 
 
+def test_a_mac_keeps_scores_and_neither_compiles_nor_offloads():
+    keep = "micro_batch=8,checkpointing=none,compile=false"
+    given = {"seq_len": 1024, "global_batch": 8}
+    answer, other = (answered("gpt2", machine, **given, keep=keep)
+                     for machine in ("m4-max:64GB", "rtx-4090"))  # fmt: skip
+    # 12 layers of 12 heads keep softmax's result, dropout's mask, and its result: 5 bytes in bf16.
+    kept, fused = (one.plans[0].estimate.memory["activations"] for one in (answer, other))
+    assert kept - fused == pytest.approx(12 * 12 * 8 * 1024**2 * 5, rel=0.01)
+    free = answered("gpt2", "m4-max:64GB", **given)
+    assert not any(one.plan.compile for one in free.plans)
+    assert not any("compile" in note or "--host-memory" in note for note in free.notes)
+    with pytest.raises(BadInputError, match="so a Mac trains alone"):
+        asked("gpt2", "m4-max:64GB", nodes=2)
+
+
 def test_what_does_not_fit_is_told_what_to_change_first():
     never = "offload_activations=none,offload_parameters=none,offload_optimizer=none"
     long = asked("llama-3.1-8b", "4xrtx-4090", seq_len=131072, global_batch=4, keep=never)

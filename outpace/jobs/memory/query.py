@@ -14,7 +14,7 @@ from outpace.interop.models import open_model
 from outpace.jobs.defaults import keeps_masters, resolve_plan, resolve_seq_len
 from outpace.jobs.inputs.custom_batches import batch_of
 from outpace.jobs.memory.formula import FindOutline, FormulaQuestion, find_untrained
-from outpace.jobs.memory.trace_worker import TraceRequest, account_of
+from outpace.jobs.memory.trace_worker import TraceRequest, account_of, require_traced_kernels
 from outpace.parallel.offload import require
 from outpace.planner.pipeline.stages import representatives
 from outpace.probing.hardware.machine import identify
@@ -157,6 +157,7 @@ def question(
     _require_traceable(settings)
     named = None if node is None else node.accelerator
     accelerator = None if named is None else ACCELERATORS[named]
+    require_traced_kernels(accelerator)
     if settings.precision == "fp8":
         _require_fp8(accelerator, node)
     world_size = settings.nproc or 1 if node is None else node.processes * nodes

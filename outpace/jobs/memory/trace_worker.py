@@ -34,6 +34,16 @@ class TraceRequest(Record):
     whole: bool = False
 
 
+def require_traced_kernels(accelerator: Accelerator | None) -> None:
+    """Raise BadInputError for a device whose kernels a trace does not know."""
+    if accelerator is not None and accelerator.architecture == "apple":
+        raise BadInputError(
+            f"{accelerator.name}: memory is traced with the kernels of CUDA and of CPUs, and those "
+            "of Apple's GPUs keep other tensors. Use outpace plan or outpace estimate without "
+            "--depth, which estimate it."
+        )
+
+
 class AccountSummary(Record):
     """The part of an account that is needed to choose between plans, with the estimated step time.
 

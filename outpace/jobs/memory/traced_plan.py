@@ -4,7 +4,7 @@ from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.models import without_weights
 from outpace.interop.models import open_model
 from outpace.jobs.memory.query import ask_of_module, worst
-from outpace.jobs.memory.trace_worker import TraceRequest, account_of
+from outpace.jobs.memory.trace_worker import TraceRequest, account_of, require_traced_kernels
 from outpace.planner.pipeline.stages import representatives
 from outpace.planner.problem import PlanningProblem
 from outpace.records.errors import BadInputError
@@ -47,6 +47,7 @@ def fullest(
     opened, wanted = open_model(without_weights(model)), job.wanted
     device = job.cluster.device
     accelerator = ACCELERATORS.get(device.name)
+    require_traced_kernels(accelerator)
     if accelerator is not None and device.memory_bytes is not None:
         accelerator = accelerator.model_copy(update={"usable_bytes": device.memory_bytes})
     per_host = min(plan.world_size, job.cluster.fabric.per_node)

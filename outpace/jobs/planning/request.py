@@ -172,7 +172,8 @@ def _vary(
 
 def default_vary(cluster: Cluster, keep: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     """Return the settings varied by default on this machine: on a GPU, whether to compile."""
-    asks = cluster.device.kind == "cuda" and "compile" not in keep
+    device = cluster.device
+    asks = device.kind == "cuda" and not device.is_apple and "compile" not in keep
     return {"compile": VARIED["compile"]} if asks else {}
 
 

@@ -85,6 +85,7 @@ DEFAULT_NETWORKS: Mapping[Architecture, str] = MappingProxyType(
         "cdna2": "Slingshot 11",
         "cdna3": "InfiniBand NDR",
         "cdna4": "InfiniBand NDR",
+        "apple": "Ethernet 10",
     }
 )
 # A direct link between two of n devices has an equal share of each device's links.
@@ -106,6 +107,11 @@ def of_catalog(
             f"machine {node.name} has no accelerator from the catalog, so its rates are not known. "
             "Measure it with outpace probe --out machine.json, and use --machine machine.json."
         )
+    if chip.architecture == "apple" and nodes > 1:
+        raise BadInputError(
+            f"{nodes} nodes of {node.name}: torch has no collectives for Apple's GPUs, so a Mac "
+            "trains alone. Leave --nodes out, or name another machine."
+        )
     across = network or of_node(node)
     notes: tuple[str, ...] = () if node.assumed is None else (node.assumed,)
     assumed = across is None
@@ -120,7 +126,7 @@ def of_catalog(
         fabric=fabric if devices is None else _use_devices(fabric, node, devices),
         probed=False,
         notes=notes,
-        host_bytes=node.host_memory_bytes,
+        host_bytes=0 if chip.architecture == "apple" else node.host_memory_bytes,
     )
 
 

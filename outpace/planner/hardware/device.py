@@ -53,6 +53,7 @@ class DeviceRates:
     experts take `triton_experts` times as long as matmuls by tiles. `any_fp8_layout`: matmuls in
     fp8 accept operands that are not transposed. `uneven_experts`: how many times as long grouped
     matmuls take if some experts have most of the tokens, on one rank and on the slowest of many.
+    `is_apple`: a Mac's GPU, on which attention keeps its scores and outpace does not compile.
     """
 
     name: str
@@ -91,6 +92,7 @@ class DeviceRates:
     triton_experts: float = 1.0
     overlaps_tiles: bool = False
     any_fp8_layout: bool = False
+    is_apple: bool = False
     uneven_experts: tuple[float, float] = efficiency.UNEVEN["hopper"]
     curve: tuple[tuple[float, float], ...] = ()
     sources: tuple[str, ...] = ()
@@ -129,11 +131,21 @@ def items(precision: Ints) -> Floats:
     return np.asarray(sizes, float)[precision]
 
 
+# Of chips without a fused kernel, for which the matmuls of attention count.
+_UNFUSED = efficiency.AttentionRate(
+    forward=1.0,
+    backward=1.0,
+    narrow=1.0,
+    half_length=0.0,
+    source="no fused attention",
+)
+
+
 def of_accelerator(chip: Accelerator) -> DeviceRates:
     """Return a device with the published measurements of its architecture."""
     curve = efficiency.matmul_curve(chip)
     kernels = efficiency.attention_rates(chip)
-    attention = kernels.get("cudnn", kernels["flash2"])
+    attention = kernels.get("cudnn") or kernels.get("flash2") or _UNFUSED
     peaks: dict[str, float] = {str(k): v for k, v in chip.peak.flops_per_s.items()}
     best = {
         dtype: peak * (curve.share_fp8 if dtype == "fp8" else curve.share)
@@ -177,6 +189,7 @@ def of_accelerator(chip: Accelerator) -> DeviceRates:
         triton_experts=efficiency.TRITON_EXPERTS[chip.architecture],
         overlaps_tiles=efficiency.overlaps_tiles(chip),
         any_fp8_layout=efficiency.takes_any_fp8_layout(chip),
+        is_apple=chip.architecture == "apple",
         uneven_experts=efficiency.uneven_load(chip),
         hides=1 - efficiency.COLLECTIVE_MULTIPROCESSORS / (chip.multiprocessors or 132),
         beside_collectives=efficiency.PERSISTENT_MATMULS.get(chip.architecture, 1.0),

@@ -317,7 +317,7 @@ class AdapterMemory:
 
 def set_up_adapters(
     outline: Outline, seq_len: int, columns: PlanBatch, device: str, settings: AdapterSettings,
-    records_kinds: bool,
+    records_kinds: bool, fused_attention: bool = True,
 ) -> AdapterMemory:  # fmt: skip
     """Return a step with these adapters.
 
@@ -329,7 +329,7 @@ def set_up_adapters(
     return AdapterMemory(
         outline=outline, seq_len=seq_len, device=device, columns=columns, settings=settings,
         matrices=tuple(settings.matrices(outline)), sizes=sizes,
-        block=layer(outline, outline.stacks[0], columns, sizes, device, True),
+        block=layer(outline, outline.stacks[0], columns, sizes, device, fused_attention),
         ends=outside_elements(outline, columns), records_kinds=records_kinds,
     )  # fmt: skip
 

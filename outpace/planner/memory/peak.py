@@ -127,7 +127,9 @@ def _timelines(
         if adapters is None:
             timelines = step_timelines(q, part, records_kinds, only_last)
         else:
-            step = set_up_adapters(q.outline, q.seq_len, part, q.device, adapters, records_kinds)
+            step = set_up_adapters(
+                q.outline, q.seq_len, part, q.device, adapters, records_kinds, q.fused_attention
+            )
             timelines = step.timelines()
         for within, timeline in timelines:
             yield rows[within], timeline

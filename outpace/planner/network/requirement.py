@@ -66,7 +66,9 @@ class NetworkProblem:
         device = self.cluster.device
         if device.memory_bytes is None:
             return [None] * len(columns)
-        needed = peak.reserved_bytes(self.outline, self.seq_len, columns, device.kind)
+        needed = peak.reserved_bytes(
+            self.outline, self.seq_len, columns, device.kind, fused_attention=not device.is_apple
+        )
         found: list[bool | None] = (needed <= device.memory_bytes).tolist()
         return found
 

@@ -46,6 +46,8 @@ class StepTimeQuestion:
     @property
     def attention(self) -> Kernel:
         """Return the attention kernel: the stack's, if it is fused."""
+        if self.device.is_apple:
+            return "unfused"
         return self.stack.attention if self.kernel == "fused" else self.kernel
 
 
