@@ -340,10 +340,14 @@ def _find_simulated_alternatives(job: PlanningProblem, found: SearchResult) -> S
     return replace(found, times=times)
 
 
+_ROUNDING = 1e-9  # the same plan, simulated among others, differs in its last digits
+
+
 def _faster_alternatives(found: SearchResult) -> Ints:
     """Return the simplest and the leanest plans that are faster than the fastest, if any."""
     places = np.array([found.simplest, found.leanest])
-    return np.unique(places[found.times.step_s[places] < found.times.step_s[found.fastest]])
+    least_s = found.times.step_s[found.fastest] * (1 - _ROUNDING)
+    return np.unique(places[found.times.step_s[places] < least_s])
 
 
 def _settle_least(job: PlanningProblem, found: SearchResult) -> SearchResult:

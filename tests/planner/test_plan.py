@@ -402,6 +402,11 @@ def test_a_mac_keeps_scores_and_neither_compiles_nor_offloads():
         asked("gpt2", "m4-max:64GB", nodes=2)
 
 
+def test_a_plan_is_not_faster_than_itself():
+    answer = answered("gpt2", "2x-titan-rtx", nodes=6, global_batch=16, seq_len=256)
+    assert answer.plans[0].roles[:2] == ("recommended", "fastest")
+
+
 def test_what_does_not_fit_is_told_what_to_change_first():
     never = "offload_activations=none,offload_parameters=none,offload_optimizer=none"
     long = asked("llama-3.1-8b", "4xrtx-4090", seq_len=131072, global_batch=4, keep=never)
