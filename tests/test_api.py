@@ -171,7 +171,7 @@ def test_the_examples_of_the_functions_are_true(
         (lambda: outpace.memory("gpt2", "rtx-4090", seqlen=3), "Did you mean '--seq-len'"),
         (lambda: outpace.estimate("gpt2", {}, "rtx-4090"), "Give an outpace.Plan"),  # type: ignore[arg-type]
         (lambda: outpace.topology(nvlink="9"), "not in the catalog"),
-        (outpace.report, "give a run"),
+        (outpace.report, "name a run"),
     ],
 )  # fmt: skip
 def test_mistakes_in_questions_are_sentences(call: Callable[[], object], said: str) -> None:

@@ -513,8 +513,8 @@ def test_where_no_plan_can_be_expressed_there_is_a_warning(capsys):
              "--keep=offload_activations=cpu", "--emit=torchtitan"]  # fmt: skip
     assert main(words) == 0
     captured = capsys.readouterr()
-    why = "since torchtitan can express none of the plans that fit: ZeRO-2 8"
-    assert f"# Plan 1, the recommended, {why}" in captured.err
+    why = "since torchtitan can express none of the plans that fit: ZeRO-3 8"
+    assert f"# Plan 1, the recommended and fastest, {why}" in captured.err
     assert "# WARNING: the plan uses features that torchtitan cannot express." in captured.err
 
 

@@ -171,7 +171,11 @@ def test_what_cannot_be_learnt_is_refused(tmp_path, lines, said):
     [
         ("a.jsonl", '{"text": "a", "labels": [27]}\n', r"line 1: the label \[27\] is not a class"),
         ("a.jsonl", '{"text": "a", "label": NaN}\n', "the label nan is not a class"),
-        ("a.json", '{"data": [{"text": "a", "label": 1}]}', "has no column .*Its 'data' is a list"),
+        (
+            "a.json",
+            '{"data": [{"text": "a", "label": 1}]}',
+            "has no known column .*Its 'data' is a list",
+        ),
         ("a.json", '{"text": ["a", "b"], "label": [1, 0]}', "'text' is list, not .* of 2 rows"),
         ("a.jsonl", '{"text": "a", "label": 1, "label": 0}\n', "line 1: .* key 'label' twice"),
         ("a.csv", "text,label,label\na,1,0\n", "line 1: the header has the column 'label' twice"),

@@ -65,7 +65,7 @@ def test_a_run_that_hangs_is_ended_with_all_that_it_started(tmp_path, monkeypatc
         ("print('outpace: bad'); print('{\"error\": \"bad\", \"exit_code\": 2}'); exit(2)",
          2, "exit code 2: bad"),
         ("raise ValueError('of mine')", 1, "exit code 1: ValueError: of mine"),
-        ("import os; os.kill(os.getpid(), 9)", -9, "exit code -9: it said nothing"),
+        ("import os; os.kill(os.getpid(), 9)", -9, "exit code -9: no output"),
     ],
 )  # fmt: skip
 def test_a_failure_is_told_in_the_runs_own_words(tmp_path, monkeypatch, program, code, words):

@@ -123,7 +123,7 @@ def test_what_the_template_leaves_out_of_a_prompt_is_told(tmp_path: Path, monkey
     prompts, hints = _prompts_of(tmp_path, {"messages": talk, "tools": TOOLS}, monkeypatch)
     assert prompts == ["user a assistant tool b"]
     said = "the tokenizer's chat template leaves out "
-    assert [hint.removeprefix(said).partition(":")[0] for hint in hints] == [
+    assert [hint.removeprefix(said).partition(",")[0] for hint in hints] == [
         "tools", "calls of tools",
     ]  # fmt: skip
 

@@ -41,7 +41,7 @@ def test_what_is_whole_is_taken(folder: Path) -> None:
 def test_every_damage_is_found_and_said_with_a_way_out(folder: Path, name: str) -> None:
     path = folder / name
     flip(path)
-    with pytest.raises(BadInputError, match="checksum it was written with") as caught:
+    with pytest.raises(BadInputError, match="checksum that was saved with it") as caught:
         require_readable(path)
     assert str(path) in str(caught.value) and CHECKSUMS_FILE in str(caught.value)
     assert "checksum" in (folder_damage(folder) or "")

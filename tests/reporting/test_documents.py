@@ -95,7 +95,7 @@ def test_a_run_cites_one_prediction_which_is_what_was_measured_before_it(run):
     check = StepTimeCheck(expected_s=0.53, step_time_s=0.47, steps=100, kept=False)
     measured = found.measurement.model_copy(update={"step_time_check": check})
     document = run_document(replace(found, measurement=measured))
-    sentence = "Faster than expected: the first 100 steps took 470.0 ms (median) where 530.0 ms was"
+    sentence = "Faster than expected: the first 100 steps took 470.0 ms (median); 530.0 ms was"
     assert any(line.startswith(sentence) for line in document.verdict)
     assert "planner predicts" not in " ".join([*document.verdict, words(document)])
     assert dict(document.facts)["measured to expected"] == "-11.3%"

@@ -96,7 +96,7 @@ def test_what_scatters_too_far_is_not_concluded_from():
     effort = Effort(1, rounds=5, sample_s=0.01, most_samples=1)
     figures = run_turns(measure(cases(*CALLS), Planned(3, noise=0.6), effort))
     assert all(figure.value is None for figure in figures)
-    assert all("a repeat may lie" in figure.unstable for figure in figures)
+    assert all("a repeat may differ" in figure.unstable for figure in figures)
 
 
 def test_rounds_are_as_long_as_each_other_and_others_turns_do_not_count():
