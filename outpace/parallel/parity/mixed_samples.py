@@ -196,7 +196,8 @@ class MixedSamples:
                     loss_sum.backward()
                     totals = torch.stack((loss_sum.detach().double(), targets.double()))
                     losses += totals
-                    sums[_MEANS][0 if together else 1] += totals[0] / totals[1] / len(parts)
+                    mean = (totals[0] / totals[1]).nan_to_num(0.0)  # of a part without targets
+                    sums[_MEANS][0 if together else 1] += mean / len(parts)
                     self._ran.append((part, (float(totals[0]), float(totals[1]))))
                     if not same_random_state(begin, random_state(self._device)):
                         sums[_FAILED] = 1  # it draws random numbers
