@@ -368,6 +368,28 @@ def test_outpace_has_no_violation_that_is_not_listed(present: dict[str, Violatio
     )
 
 
+# A placeholder in a part of an f-string that has no f of its own stays as it is. Plotly's are %{x},
+# a shell's ${x}.
+PLACEHOLDER = re.compile(r"(?<![%$]){[A-Za-z_][^{}\s]*}")
+
+
+def find_unfilled(source: str) -> list[int]:
+    """Return the lines of f-strings of which a part has a placeholder, but no f before it."""
+    strings = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.JoinedStr))
+    return [
+        part.lineno for string in strings for part in string.values
+        if isinstance(part, ast.Constant) and PLACEHOLDER.search(part.value)
+    ]  # fmt: skip
+
+
+def test_every_part_of_an_f_string_has_its_prefix() -> None:
+    assert find_unfilled('x = (f"{a} and " "{b.c(1)}")') == [1]
+    assert find_unfilled('x = f"%{{x}} {a}" "${b}"') == []
+    files = sorted((ROOT / "outpace").rglob("*.py"))
+    unfilled = {file.name: found for file in files if (found := find_unfilled(file.read_text()))}
+    assert unfilled == {}
+
+
 def test_every_listed_violation_still_occurs(present: dict[str, Violation]) -> None:
     gone = [line for line in read_list() if line not in present]
     assert not gone, (

@@ -212,7 +212,7 @@ def _tensor_parallel(placement: Placement, topology: Topology) -> str:
         return (
             "No group is connected by NVLink or a PCIe switch, so tensor parallelism would "
             "send through the CPU in every layer. Prefer pipeline or data parallelism; if you need "
-            "tensor parallelism, the best pairs are {_groups(pair)} ({pair.worst_link}, "
+            f"tensor parallelism, the best pairs are {_groups(pair)} ({pair.worst_link}, "
             f"{meaning(pair.worst_link)}). (If the matrix is from topo -mp, it leaves NVLinks "
             "out: save topo -m.)"
         )
