@@ -103,7 +103,7 @@ def build(folder: Path) -> tuple[Any, Tensor]:
     return model, logits
 
 
-def read(folder: Path) -> Transformer:
+def load_model(folder: Path) -> Transformer:
     spec = read_spec_with_notes(folder).spec
     model = Transformer(spec)
     model.load_state_dict(read_weights(folder, spec))
@@ -145,7 +145,7 @@ def test_a_changed_config_is_transformers_model_or_refused(
         except Exception:  # whatever it raises on what cannot be
             theirs = None
         try:
-            ours = read(folder) if theirs is not None else read_spec_with_notes(folder)
+            ours = load_model(folder) if theirs is not None else read_spec_with_notes(folder)
         except BadInputError as refused:
             assert names(str(refused), changed)
             return

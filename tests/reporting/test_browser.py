@@ -106,7 +106,7 @@ class Tab:
 
 
 @pytest.fixture(scope="module")
-def shown(browser, pages):
+def open_page(browser, pages):
     """Pages that are wide and light, each opened once, for tests that change nothing of them."""
     contexts, tabs = [], {}
 
@@ -149,8 +149,8 @@ def opened(browser, pages):
     ("scheme", "viewport"), [("light", WIDE), ("dark", PHONE)], ids=["light-wide", "dark-phone"]
 )
 @pytest.mark.parametrize("name", EACH)
-def test_all_is_drawn_without_a_word_or_a_request(opened, shown, name, scheme, viewport):
-    tab = shown(name) if viewport is WIDE else opened(name, viewport, scheme)
+def test_all_is_drawn_without_a_word_or_a_request(opened, open_page, name, scheme, viewport):
+    tab = open_page(name) if viewport is WIDE else opened(name, viewport, scheme)
     assert tab.said == []
     assert [url.partition(":")[0] for url in tab.asked if not url.startswith("data:")] == ["file"]
     drawn = tab.run("""() => [...document.querySelectorAll(".plot")].map((plot) => ({
@@ -230,8 +230,8 @@ def test_a_page_that_is_printed_at_once_has_all_its_figures(blank, pages):
 
 
 @pytest.mark.parametrize("name", EACH)
-def test_every_figure_has_words_and_a_table(shown, name):
-    tab = shown(name)
+def test_every_figure_has_words_and_a_table(open_page, name):
+    tab = open_page(name)
     counts = tab.run("""() => ["figure > .plot", "figure > .plot[role=img][aria-label]",
         "figure > details tbody tr:first-child"].map((q) => document.querySelectorAll(q).length)""")
     assert counts[0] == counts[1] == counts[2] > 0
@@ -243,8 +243,8 @@ def colour_of(tab, query):
     return [float(part) for part in text[text.index("(") + 1 : -1].split(",")[:3]]
 
 
-def test_words_in_figures_can_be_read_in_light_and_dark(opened, shown):
-    light, dark = shown("comparison"), opened("comparison", scheme="dark")
+def test_words_in_figures_can_be_read_in_light_and_dark(opened, open_page):
+    light, dark = open_page("comparison"), opened("comparison", scheme="dark")
     for query in (".xtick text", ".ytick text", ".xtitle", ".legendtext"):
         assert max(colour_of(light, query)) < 100, query
         assert min(colour_of(dark, query)) > 180, query
@@ -353,9 +353,9 @@ def test_losses_can_be_put_over_tokens_and_zoomed(opened):
     assert tab.said == []
 
 
-def test_a_finger_scrolls_past_figures_and_a_drawing_scrolls_in_its_box(opened, shown):
+def test_a_finger_scrolls_past_figures_and_a_drawing_scrolls_in_its_box(opened, open_page):
     drag = "document.querySelector('.plot')._fullLayout.dragmode"
-    assert shown("links").run(drag) == "zoom"
+    assert open_page("links").run(drag) == "zoom"
     tab = opened("links", PHONE, "dark", has_touch=True, is_mobile=True)
     assert tab.run(drag) is False
     assert tab.run("document.documentElement.scrollWidth") <= PHONE["width"]
@@ -364,16 +364,16 @@ def test_a_finger_scrolls_past_figures_and_a_drawing_scrolls_in_its_box(opened, 
     assert box[0] <= PHONE["width"] and box[1] >= 900  # and its words can be read
 
 
-def test_a_drawing_is_on_the_pages_own_ground(opened, shown):
-    for tab, light in ((shown("links"), False), (opened("links", scheme="dark"), True)):
+def test_a_drawing_is_on_the_pages_own_ground(opened, open_page):
+    for tab, light in ((open_page("links"), False), (opened("links", scheme="dark"), True)):
         assert tab.run("getComputedStyle(document.querySelector('.paper')).fill") == "none"
         beside, inside = ".picture text[font-size='17']", ".picture text[font-size='14']"
         assert (min(colour_of(tab, beside)) > 180) == light
         assert max(colour_of(tab, inside)) < 60  # in a box, which is always light
 
 
-def test_a_heat_map_labels_some_rows_and_names_all(shown):
-    tab = shown("links")
+def test_a_heat_map_labels_some_rows_and_names_all(open_page):
+    tab = open_page("links")
     ticks = tab.run("[...document.querySelectorAll('.ytick text')].map((one) => one.textContent)")
     assert ticks[:2] == ["core 0", "core 1"] and len(ticks) == 40
     names = tab.run("document.querySelector('.plot').data[0].y")

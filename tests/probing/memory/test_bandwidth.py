@@ -19,7 +19,7 @@ def took(of, seconds):
     return figure_of(key, "s", [[one] for one in seconds])
 
 
-def found(matmul_s, transfer_s, both_s):
+def overlap_of(matmul_s, transfer_s, both_s):
     """Rounds of a matmul, transfers each way, and both; what hides differs by way."""
     figures = [took("matmul", [matmul_s] * 12)]
     for way in WAYS:
@@ -32,7 +32,7 @@ def found(matmul_s, transfer_s, both_s):
 
 def test_each_direction_and_both_have_a_share_with_its_interval():
     noisy = [3.0, 1.0] * 6
-    shares = hidden_shares(found(2.0, 1.0, {WAYS[0]: 2.0, WAYS[1]: 2.5, WAYS[2]: noisy}))
+    shares = hidden_shares(overlap_of(2.0, 1.0, {WAYS[0]: 2.0, WAYS[1]: 2.5, WAYS[2]: noisy}))
     assert [one.key.of["of"] for one in shares] == [f"transfer {way}" for way in WAYS]
     assert [one.value for one in shares] == [1.0, 0.5, None]
     first, second = hidden_advice(shares)
