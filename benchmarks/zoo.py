@@ -4,6 +4,7 @@
     python benchmarks/zoo.py --older-than HEAD      # rows not of this commit or later; goes on
     python benchmarks/zoo.py --only t5,unet         # these rows anew, the others as recorded
     python benchmarks/zoo.py --strategy zero1       # these cells anew
+    python benchmarks/zoo.py --kind refused         # the cells recorded as that
 
 The results are written after each module, so that the same command again goes on where it was ended
 (`--older-than` with a commit's number, where HEAD moves on meanwhile). Those of `libraries` need
@@ -177,6 +178,16 @@ def _follows(later: str, base: str) -> bool:
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
+def cells_to_judge(row: dict[str, Any], kind: str, base: str | None) -> list[str]:
+    """The strategies whose cells are recorded as `kind`, and not of the commit `base` or later."""
+    return [
+        strategy
+        for strategy, cell in row.get("cells", {}).items()
+        if cell.partition(":")[0] == kind
+        and not (base is not None and _follows(row["commits"][strategy], base))
+    ]
+
+
 def resolve_commit(name: str) -> str:
     """A commit's number. Ends the program where there is no such commit."""
     command = ["git", "-C", str(ZOO), "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}"]
@@ -196,6 +207,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", metavar="A,B", help="these modules")
     parser.add_argument("--strategy", default=None, metavar="A,B", help="these strategies")
+    parser.add_argument("--kind", metavar="KIND", help="cells recorded as that, such as refused")
     parser.add_argument("--older-than", metavar="COMMIT", help="rows not of it, or a later one")
     arguments = parser.parse_args()
     only = set(filter(None, arguments.only.split(",")))
@@ -206,12 +218,16 @@ def main() -> None:
     for file, name, entry in entries():
         before = read_modules(path).get(name, {})
         done = base is not None and is_recorded(before, base)
+        chosen = arguments.strategy
+        if arguments.kind and "all" not in before.get("cells", {}):
+            chosen = ",".join(cells_to_judge(before, arguments.kind, base))
+            done = not chosen
         if done or (only and name not in only):
             continue
-        cells = judge(entry, arguments.strategy)
+        cells = judge(entry, chosen)
         print(name, cells, flush=True)
         commits = dict.fromkeys(cells, head)
-        if arguments.strategy:
+        if chosen:
             cells = {**before.get("cells", {}), **cells}
             commits = {**before.get("commits", {}), **commits}
         row = {"file": file, "cells": cells, "commits": commits}

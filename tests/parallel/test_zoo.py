@@ -157,3 +157,20 @@ def test_rows_of_a_commit_or_later_ones_are_not_recorded_again():
     assert not ZOO.is_recorded(recorded(whole, "0" * 40), head)
     assert not ZOO.is_recorded(recorded({"ddp": "equal"}, head), head)
     assert not ZOO.is_recorded({}, head)
+
+
+def test_cells_of_a_kind_are_judged_again_alone():
+    """Those of refusals, when words have changed: not the equal ones, nor what is as new."""
+    git = ["git", "-C", str(ROOT), "rev-list", "-2", "HEAD"]
+    found = subprocess.run(git, capture_output=True, text=True, check=False).stdout.split()
+    if len(found) < 2:
+        pytest.skip("needs a repository with two commits")
+    head, before = found
+    row = {
+        "cells": {"ddp": "equal", "zb": "refused: it has two blocks.", "tp": "refused: no plan."},
+        "commits": {"ddp": before, "zb": before, "tp": head},
+    }
+    assert ZOO.cells_to_judge(row, "refused", None) == ["zb", "tp"]
+    assert ZOO.cells_to_judge(row, "refused", head) == ["zb"]
+    assert ZOO.cells_to_judge(row, "cut", head) == []
+    assert ZOO.cells_to_judge({}, "refused", head) == []
