@@ -134,7 +134,7 @@ def said_before(entry: Entry, verdict: ParityVerdict) -> str:
     by_cut = [one for one in sentences if one.startswith(OF_THE_CUT)]
     kept = ("from step to step", "generator of its own")
     of_state = [one for one in sentences if any(words in one for words in kept)]
-    if kind == "wrong" and any("those of all ranks already" in one for one in by_cut):
+    if kind == "wrong" and any("already cover all ranks" in one for one in by_cut):
         return "cut"  # by collectives of its own, which one process that cuts alike has not
     if kind == "cut":
         return cell if by_cut or of_state else "wrong: by the cut, and nothing says so"

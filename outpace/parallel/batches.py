@@ -27,8 +27,8 @@ from outpace.parallel.layout import Batch
 from outpace.records.errors import BadInputError
 
 NEEDS_WHOLE = (
-    "something in it has a fixed number of samples, or refers to other samples of the batch (by an "
-    "index). Let it take any part of a batch, or use mp, which does not cut it"
+    "something in it has a fixed number of samples, or refers to other samples of the batch (by "
+    "an index). Make it accept any part of a batch, or use mp, which does not cut it"
 )
 
 
@@ -64,9 +64,9 @@ def _first_tensor(batch: Batch, plain: Batch) -> Tensor:
     leaves = tree_leaves(plain, is_leaf=lambda one: isinstance(one, PackedSequence))
     if any(isinstance(leaf, PackedSequence) for leaf in leaves):
         raise BadInputError(
-            "a batch has a PackedSequence, whose first dimension is all samples' steps, so it "
-            "cannot be cut by samples. Pass the padded tensor and the lengths, and let the forward "
-            "pack them (torch.nn.utils.rnn.pack_padded_sequence)."
+            "a batch has a PackedSequence, whose first dimension runs over the steps of all "
+            "samples, so it cannot be cut by samples. Pass the padded tensor and the lengths, "
+            "and let the forward pack them (torch.nn.utils.rnn.pack_padded_sequence)."
         )
     first = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
     if first is None:
@@ -312,9 +312,9 @@ def _refuse_objects(flat: _FlatBatch) -> None:
         if rows:
             raise BadInputError(
                 f"a batch has a {type(leaf).__name__} with a row for each of {flat.samples} "
-                f"samples in {rows[0]!r}, and batches are cut in tensors, tuples, lists, dicts and "
-                f"dataclasses only. Make {type(leaf).__name__} a dataclass, or pass its tensors in "
-                "a dict."
+                f"samples in {rows[0]!r}, but outpace cuts only tensors, tuples, lists, dicts and "
+                f"dataclasses. Make {type(leaf).__name__} a dataclass, or pass its tensors in a "
+                "dict."
             )
 
 
@@ -351,10 +351,10 @@ def explain_lengths(batch: Batch) -> str:
     if not others:
         return ""
     return (
-        f"a batch is cut along the first dimension of those tensors that have {samples} entries, "
-        f"as the first one does; those with {', '.join(map(str, others))} are whole in each part. "
-        "Use tensors with an entry for each sample: pad samples of different sizes, such as "
-        "graphs, and add masks; or use one process."
+        f"a batch is cut along the first dimension of the tensors that have {samples} entries "
+        f"there, like the first tensor; those with {', '.join(map(str, others))} stay whole in "
+        "each part. Use tensors with an entry for each sample: pad samples of different sizes, "
+        "such as graphs, and add masks; or use one process."
     )
 
 

@@ -42,8 +42,8 @@ def refuse_scripted(model: nn.Module, strategy: str) -> None:
         if isinstance(part, torch.jit.ScriptModule):
             raise BadInputError(
                 f"{name or type(model).__name__} is compiled by torch.jit, but strategy "
-                f"{strategy} must change its forward. Give the module that it was made from, or "
-                "use ddp or zero1."
+                f"{strategy} must change its forward. Pass the module that it was compiled from, "
+                "or use ddp or zero1."
             )
 
 

@@ -221,9 +221,9 @@ class PartOfSequence(nn.Module):
         for window in windows:
             if window is not None and window < length:
                 raise BadInputError(
-                    f"strategy cp does not support sliding windows yet, but the model's is "
-                    f"{window} tokens "
-                    f"and a sequence has {length}. Use --seq-len {window} or less, or tp."
+                    "strategy cp does not support sliding windows yet, but the model's window is "
+                    f"{window} tokens and a sequence has {length}. Use --seq-len {window} or "
+                    "less, or tp."
                 )
         for name, meaning in (("documents", "--document-attention"), ("padding_mask", "padding")):
             if name in batch:

@@ -111,9 +111,9 @@ def refuse_method_names(named: Iterable[tuple[str, nn.Module]], strategy: str) -
         clash = next((n for n in theirs if hasattr(type(block), n) or n in held), None)
         if clash is not None:
             raise BadInputError(
-                f"block {path!r} ({type(block).__name__}) has {clash!r}, a name that torch gives a "
-                f"method of its own in sharded modules, so that under strategy {strategy} the "
-                "block's would not be called. Rename it, take the model as one with blocks=[] "
+                f"block {path!r} ({type(block).__name__}) has {clash!r}, but torch's sharded "
+                f"modules have a method of that name, so under strategy {strategy} the block's "
+                "own would not be called. Rename it, treat the model as one block with blocks=[] "
                 "(parallelize), or use strategy ddp or zero1."
             )
 

@@ -76,10 +76,11 @@ class GradientUse:
             return
         self._has_warned = True
         warnings.warn(
-            f"from step {self.steps} on rank {dist.get_rank()} does not use all trained "
+            f"from step {self.steps} on, rank {dist.get_rank()} does not use all the trained "
             f"parameters that other ranks use ({len(lacking)} of {len(self._parameters)} in that "
-            f"step: {first_names(lacking)}), as with experts without tokens, branches and dropped "
-            "layers: zeros are used for its gradients, as in one process with all samples",
+            f"step: {first_names(lacking)}), as happens with branches, dropped layers and experts "
+            "without tokens. Their gradients count as zeros on this rank, as in one process with "
+            "all samples",
             UserWarning,
             stacklevel=2,
         )

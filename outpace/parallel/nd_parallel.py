@@ -162,8 +162,9 @@ def _pipeline(
             (inner.objective.model,) = inner.modules.values()
         elif objective.model.head_bias is not None:
             raise BadInputError(
-                f"pp_schedule {plan.pp_schedule} keeps two stages on a rank, and with shards or "
-                "replicas the bias of an encoder's head would be in neither. Use 1f1b or gpipe."
+                f"pp_schedule {plan.pp_schedule} puts two stages on each rank, and with shards or "
+                "replicas neither stage would hold the bias of an encoder's head. Use 1f1b or "
+                "gpipe."
             )
     inner.averages = _replicas(plan)
     return inner

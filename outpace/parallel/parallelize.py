@@ -367,7 +367,7 @@ def _check_mesh(plan: Plan, mesh: DeviceMesh) -> None:
     ):
         raise BadInputError(
             f"the mesh is {sizes or tuple(mesh.shape)} over ranks {mesh.mesh.flatten().tolist()}, "
-            f"but the plan is {plan.mesh}, of axes pp, dp_replicate, dp_shard, cp, tp in this "
-            "order, over all ranks from 0 on. Use init_device_mesh(device, sizes, "
+            f"but the plan is {plan.mesh}, with the axes pp, dp_replicate, dp_shard, cp, tp in "
+            "this order, over all ranks in ascending order. Use init_device_mesh(device, sizes, "
             "mesh_dim_names=names), or leave the mesh out."
         )

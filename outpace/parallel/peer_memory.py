@@ -257,7 +257,7 @@ class PeerMemoryGroup:
         for other in self._others:
             while (moves := self._read_steps(other)) < self._notice.moves:
                 if moves == _GAVE_UP:
-                    raise dist.DistNetworkError(f"rank {other.rank} gave up a collective")
+                    raise dist.DistNetworkError(f"rank {other.rank} abandoned a collective")
                 if time.monotonic() > end_s:
                     raise dist.DistNetworkError(
                         f"rank {other.rank} did not join a collective of gradients within "

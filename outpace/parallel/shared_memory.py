@@ -78,10 +78,10 @@ def _refuse_held_parameters(module: nn.Module, strategy: Strategy, loss: Loss | 
     for path, where, leaf in _list_held(module, loss):
         if id(leaf) in names and (path == "state" or in_use.may_read(path.rpartition(".")[2])):
             raise BadInputError(
-                f"{path}, {where}, holds the parameter {names[id(leaf)]}, but under "
-                f"strategy {strategy} ranks train others in its place. Make it a method that "
-                "iterates over self.named_parameters() when called (in a loss, over those of the "
-                "module that it is given), or use strategy ddp or zero1."
+                f"{path}, {where}, holds the parameter {names[id(leaf)]}, but under strategy "
+                f"{strategy} ranks train other tensors in its place. Make it a method that "
+                "iterates over self.named_parameters() when called (in a loss, over the "
+                "parameters of the module that it is given), or use strategy ddp or zero1."
             )
 
 

@@ -175,7 +175,7 @@ def deep_copy(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         return copy.deepcopy(module, memo)
     except Exception as error:
         raise BadInputError(
-            f"the module cannot be copied ({type(error).__name__}: {error}). Let "
+            f"the module cannot be copied ({type(error).__name__}: {error}). Make "
             "copy.deepcopy(module) work, or use strategy ddp or zero1."
         ) from error
 
@@ -242,9 +242,10 @@ def _require_alike(named: Sequence[tuple[str, Tensor]]) -> None:
     pairs = zip_longest(first, theirs, fillvalue="nothing more")
     place, (known, other) = next(one for one in enumerate(pairs, 1) if one[1][0] != one[1][1])
     error = BadInputError(
-        f"rank {rank} has built another module than rank 0: parameter or buffer {place} is {other} "
-        f"there, and {known} on rank 0. Build the same on all ranks, with parts in the same order: "
-        "a set of names is iterated in another order by each process, so use sorted(names)."
+        f"rank {rank} has built a different module than rank 0: parameter or buffer {place} is "
+        f"{other} there, and {known} on rank 0. Build the same module on all ranks, with parts in "
+        "the same order: a set of names is iterated in another order by each process, so use "
+        "sorted(names)."
     )
     error.on_all_ranks = True
     raise error

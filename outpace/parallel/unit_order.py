@@ -102,9 +102,9 @@ class UnitOrder:
     def _enter(self, number: int, args: Any, kwargs: Any) -> None:
         if threading.get_ident() != self._thread:
             raise BadInputError(
-                "the forward calls a block in another thread, in whatever order threads run, and "
-                "ranks have to gather the shards of blocks in one order. Call blocks one after the "
-                "other, or use strategy ddp or zero1."
+                "the forward calls a block in another thread, in whatever order threads run, but "
+                "all ranks must gather the shards of blocks in the same order. Call blocks one "
+                "after the other, or use strategy ddp or zero1."
             )
         if self._sequence is not None and number not in self._sequence[self._next :]:
             self._pass_over_to(len(self._sequence))
@@ -138,7 +138,7 @@ class UnitOrder:
             if time.monotonic() > until_s:
                 raise BadInputError(
                     f"block {number} (a {kind}) is called more often or in another order than in "
-                    "the first batches, but not on all ranks, which would wait for each other. "
+                    "the first batches, but not on all ranks, so they would wait for each other. "
                     "Treat the model as one block with blocks=[] (parallelize), or use ddp or "
                     "zero1."
                 )
@@ -252,10 +252,10 @@ def _require_history(loss_sum: Tensor) -> None:
     )
     if loss_sum.requires_grad and not reaches and len(nodes) <= _MOST_OF_A_CONSTANT:
         raise BadInputError(
-            "the loss of this rank's samples is a constant, which no output of the module leads to "
-            "(where nothing is to be learnt, say), so that this rank has no backward in which to "
-            "reduce gradients with the others. Return 0 times a sum of the module's output, or use "
-            "strategy ddp or zero1."
+            "the loss of this rank's samples is a constant that depends on no output of the "
+            "module (there may be no targets among them, for example), so this rank has no "
+            "backward pass in which to reduce gradients with the others. Return 0 times a sum of "
+            "the module's output, or use strategy ddp or zero1."
         )
 
 

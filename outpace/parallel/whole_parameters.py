@@ -73,29 +73,29 @@ def explain_shards(error: Exception) -> BadInputError | None:
     if _MIXED in str(error):
         return BadInputError(
             "the module or its loss uses parameters of a block outside of a call of the block, "
-            "where this rank holds a shard of them. Call blocks themselves (layer(x), not "
+            "when this rank holds only a shard of them. Call blocks themselves (layer(x), not "
             "layer.forward(x)), use module.parameters() in a separate loss function, treat the "
             "model as one block with blocks=[] (parallelize), or use strategy ddp or zero1."
         )
     if _COPIED in str(error):
         return BadInputError(
-            "the module or its loss copies the module (copy.deepcopy) in training, where this rank "
-            "holds a shard of its parameters. Compute with other values by "
-            "torch.func.functional_call, or use strategy ddp or zero1."
+            "the module or its loss copies the module (copy.deepcopy) in training, when this "
+            "rank holds only a shard of its parameters. Use torch.func.functional_call to "
+            "compute with other values, or use strategy ddp or zero1."
         )
     if _TRANSFORMED in str(error):
         return BadInputError(
             "the module or its loss applies a transform of torch.func (vmap, grad, jvp) to whole "
-            "parameters or across blocks, of which this rank holds shards. Apply it inside of a "
-            "block, or use strategy ddp or zero1."
+            "parameters or across blocks, but this rank holds only shards of them. Apply it "
+            "inside of a block, or use strategy ddp or zero1."
         )
     if _FREED in str(error):
         return BadInputError(
             "the backward needs parameters of a block that are not gathered for it: a block "
-            "returns its tensors in an object (a distribution, or a class that is no dataclass) or "
-            "its output is changed in place. Let blocks return tensors, also in tuples, dicts or "
-            "dataclasses, treat the model as one block with blocks=[], or use strategy ddp or "
-            "zero1."
+            "returns its tensors in an object (a distribution, or a class that is no dataclass) "
+            "or its output is changed in place. Return tensors from blocks, alone or in tuples, "
+            "dicts or dataclasses, treat the model as one block with blocks=[], or use strategy "
+            "ddp or zero1."
         )
     return None
 

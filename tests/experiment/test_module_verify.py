@@ -76,7 +76,7 @@ def test_every_strategy_of_a_plain_stack_equals_one_process():
     assert set(by_name) | set(certificate.skipped) | {"single"} == set(STRATEGIES)
     for verdict in by_name.values():
         if verdict.strategy == "tp":
-            assert verdict.refused and "Give layouts" in verdict.reason
+            assert verdict.refused and "Pass layouts" in verdict.reason
             continue
         assert verdict.passed and verdict.precision == "fp64"
         assert verdict.worst_relative_difference < 1e-12
@@ -235,7 +235,7 @@ class Counting(Stack):
 def test_what_a_checkpoint_does_not_hold_is_found_by_the_resume():
     verdict = verdict_of(Counting(), "ddp", given=lambda step: batch(step, samples=2))
     assert not verdict.passed and "after resuming" in verdict.differences[0].kind
-    assert "the checkpoint does not hold" in verdict.cause
+    assert "the checkpoint does not contain" in verdict.cause
     assert "keeps calls in an attribute from step to step" in verdict.cause
 
 

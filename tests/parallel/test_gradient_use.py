@@ -55,5 +55,7 @@ def test_what_a_rank_does_not_use_is_named_from_its_step_on(tmp_path, strategy):
     assert all(end.fine for end in ends), [end.said for end in ends]
     for rank, unused in enumerate(("experts.1", "experts.0")):
         [said] = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert said.startswith(f"from step 2 on rank {rank} does not use all trained parameters")
+        assert said.startswith(
+            f"from step 2 on, rank {rank} does not use all the trained parameters"
+        )
         assert f"2 of 6 in that step: {unused}.weight, {unused}.bias" in said

@@ -28,4 +28,4 @@ def test_ranks_add_up_where_others_buffers_lie(processes, on_ranks):
                                   "reduce_scatter": others}  # fmt: skip
     missed = f"rank {processes - 1} did not join a collective of gradients within"
     assert all(own["late"].startswith(missed) for own in said[:-1])
-    assert said[-1]["late"] == "rank 0 gave up a collective"
+    assert said[-1]["late"] == "rank 0 abandoned a collective"

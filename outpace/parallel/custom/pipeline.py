@@ -252,10 +252,10 @@ class CustomPipeline(SpreadLayout):
             return
         part, attribute = sorted(last.unsent_used)[0]
         raise BadInputError(
-            f"the forward or the loss takes {attribute!r} of block part {part!r} in this step, and "
-            "did not when a batch of these shapes came first, so that it does not travel to the "
-            "last stage of the pipeline. Let it take it in each step (times 0 until it counts), or "
-            "use zero3."
+            f"the forward or the loss reads {attribute!r} of block part {part!r} in this step, "
+            "but did not for the first batch of these shapes, so it is not sent to the last "
+            "stage of the pipeline. Read it in every step (times 0 while it should have no "
+            "effect), or use zero3."
         )
 
     def plain_draws(self) -> PlainDraws:

@@ -206,12 +206,12 @@ class PipelineInspection:
                 raise BadInputError(explain_writes_outside(written))
             blocks = ", ".join(self._names[n] for n in self._parts[number])
             raise BadInputError(
-                f"stage {number} (blocks {blocks}) turns its input into NaN. If a single process "
-                "does not, the forward needs more than the previous block's output: that of an "
-                "earlier block, or parameters in no block; or the loss uses all parameters. Move "
-                "what it needs into blocks, cut the blocks elsewhere (lists of names, one for "
-                "each stage), or use zero3 (ddp where it uses parameters of blocks outside of "
-                "these)."
+                f"stage {number} (blocks {blocks}) turns its input into NaN. If that does not "
+                "happen in a single process, the forward needs something besides the previous "
+                "block's output (an earlier block's output, or parameters outside of all "
+                "blocks), or the loss uses all parameters. Move what it needs into blocks, cut "
+                "the blocks elsewhere (lists of names, one for each stage), or use zero3 (ddp if "
+                "it uses a block's parameters outside of that block)."
             )
 
     def _gather_findings(
@@ -401,9 +401,9 @@ class PipelineInspection:
         for key, number in moved.items():
             if number != last or key in seen[last].nan:
                 raise BadInputError(
-                    f"buffer {'.'.join(filter(None, key))} is outside of the pipeline's blocks and "
-                    f"changes between them, on stage {number}, depending on values that no single "
-                    "stage has. Include its module in the blocks, or use zero3."
+                    f"buffer {'.'.join(filter(None, key))} is outside of the pipeline's blocks "
+                    f"and changes between blocks, on stage {number}, depending on values that no "
+                    "single stage has. Include its module in the blocks, or use zero3."
                 )
         if self.buffers or not moved:
             return

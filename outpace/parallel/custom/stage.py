@@ -180,10 +180,10 @@ class CustomStage(nn.Module):
                 pair for pair in zip(now, known_forms, strict=True) if pair[0] != pair[1]
             )
             raise BadInputError(
-                f"block {name!r} returns a tensor of shape {shape[0]} ({shape[1]}), and for the "
-                f"first micro-batch it was {expected[0]} ({expected[1]}), which stages of a "
-                "pipeline expect. Pad to one shape, cut the blocks elsewhere (lists of names, one "
-                "for each stage), or use zero3."
+                f"block {name!r} returns a tensor of shape {shape[0]} ({shape[1]}), but for the "
+                f"first micro-batch it was {expected[0]} ({expected[1]}), and pipeline stages "
+                "expect the same shape each time. Pad to one shape, cut the blocks elsewhere "
+                "(lists of names, one for each stage), or use zero3."
             )
 
     def run(self, batch: Batch, received: Message | None) -> "Message | Tensor":
@@ -211,8 +211,8 @@ class CustomStage(nn.Module):
         if self._next < len(self._names):
             raise BadInputError(
                 f"the forward ended without calling block {self._names[self._next]!r}. A pipeline "
-                "needs blocks that the forward calls, once each: name these as `blocks`, or use "
-                "zero3."
+                "needs blocks that the forward calls exactly once each: list those as `blocks`, "
+                "or use zero3."
             )
         return torch.cat([part.to(loss_sum.dtype).view(-1) for part in (loss_sum, *others)])
 
@@ -251,10 +251,10 @@ class CustomStage(nn.Module):
         moved = [name for name, part in before.items() if now.get(name) != part]
         if moved:
             raise BadInputError(
-                f"the forward puts another module at {first_names(moved)}, and each stage of a "
-                "pipeline has modules of its own, so that the model that is saved would have "
-                "another one there. Choose among modules without assigning them: call "
-                "self.heads[number] itself."
+                f"the forward assigns another module to {first_names(moved)}, but each pipeline "
+                "stage has its own copies of the modules, so the saved model would have a "
+                "different one there. Choose among modules without assigning them: call "
+                "self.heads[number] directly."
             )
 
     def _is_moved_by_draws(
@@ -334,8 +334,8 @@ class CustomStage(nn.Module):
         if found is None or not any(t.is_floating_point() for t in found[1]):
             raise BadInputError(
                 f"block {leaving.name!r} returns a {type(leaving.output).__name__}, but pipeline "
-                "stages send only tensors, also in tuples and dicts. Let it return its hidden "
-                "states, or cut elsewhere."
+                "stages send only tensors, alone or in tuples and dicts. Return the hidden "
+                "states from it, or cut elsewhere."
             )
         form, tensors = found
         parts = self.modules_of(self.mine)
@@ -423,9 +423,9 @@ class CustomStage(nn.Module):
         if number != self._next:
             expected = repr(self._names[self._next]) if self._next < len(self._names) else "no more"
             raise BadInputError(
-                f"the forward calls block {self._names[number]!r} where {expected} was expected. A "
-                "pipeline needs blocks in the order in which the forward calls them, each once: "
-                "name these as `blocks`, or use zero3."
+                f"the forward calls block {self._names[number]!r} where {expected} was expected. "
+                "A pipeline needs blocks in the order in which the forward calls them, once "
+                "each: list those as `blocks`, or use zero3."
             )
         self._next += 1
 

@@ -69,24 +69,23 @@ def require_separate_blocks(
                     raise BadInputError(
                         f"block {name!r} shares a parameter with a block of stage "
                         f"{where[id(parameter)]}, but a parameter can be on only one stage. Put "
-                        f"both on the same, "
-                        "with lists of names for each stage, or use zero3."
+                        "both blocks on the same stage, with a list of names for each stage, or "
+                        "use zero3."
                     )
     ends = [names[-1] for names in stages[:-1]]
     for name, block in zip(ends, named_blocks(model, ends), strict=True):
         if block._backward_hooks or block._backward_pre_hooks:
             raise BadInputError(
-                f"block {name!r} has a backward hook and ends a pipeline stage, which is left "
-                "before the hook is set. Let the block's forward register it on its output "
-                "(tensor.register_hook), or use zero3."
+                f"block {name!r} has a backward hook and is the last of a pipeline stage, which "
+                "ends before the hook is set. Register the hook on the output within the block's "
+                "forward (tensor.register_hook), or use zero3."
             )
     inside = {part for block in blocks for part in block.modules()}
     for name, part in batch_norms(model).items():
         if part not in inside:
             raise BadInputError(
-                f"{name} is a BatchNorm outside of the pipeline's blocks, which would see "
-                "different batches on each stage. Add it, or the module that contains it, to the "
-                "blocks."
+                f"{name} is a BatchNorm outside of the pipeline's blocks, and would see different "
+                "batches on each stage. Add it, or the module that contains it, to the blocks."
             )
 
 
@@ -102,5 +101,5 @@ def require_split_backward(model: nn.Module, strategy: Strategy) -> None:
             raise BadInputError(
                 f"{name or 'the model'} is compiled by torch.compile, and strategy {strategy} "
                 "computes gradients of weights separately, which a compiled module does not "
-                "support. Give the module itself, or use 1f1b."
+                "support. Pass the uncompiled module, or use 1f1b."
             )

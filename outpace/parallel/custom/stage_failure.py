@@ -47,9 +47,9 @@ def explain_writes_outside(names: Sequence[str] = ()) -> str:
     to = f"{first_names(names)} by" if names else "parameters of"
     what = "parameters of blocks" if names else "blocks from outside of them"
     return (
-        f"the forward or the loss writes to {to} {what} (masks over all weights, a teacher that "
-        "follows), and each stage of a pipeline has those of its own blocks alone. Write to a "
-        "block's parameters in the forward of that block, or between steps, or use ddp."
+        f"the forward or the loss writes to {to} {what} (masks over all weights, or an EMA "
+        "teacher, for example), but each pipeline stage has those of its own blocks alone. Write "
+        "to a block's parameters in the forward of that block, or between steps, or use ddp."
     )
 
 
@@ -64,8 +64,8 @@ def explain_failure(rank: int, error: str, alone: bool, batch: Batch, cuts: bool
             f"{said}. On each stage, the forward needs values that blocks of other stages return "
             "or hold. Name other parts as `blocks`, or use zero3."
         )
-    same = f"{said}, and so does a single process on these {samples_in(batch)} samples"
+    same = f"{said}, and a single process fails on these {samples_in(batch)} samples, too"
     if not cuts:
         return f"{same}. Run the module on them by itself to find the cause."
     why = explain_lengths(batch) or f"{NEEDS_WHOLE}."
-    return f"{same}. If it does not on a whole batch, {why}"
+    return f"{same}. If it does not fail on a whole batch, {why}"

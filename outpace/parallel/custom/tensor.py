@@ -91,8 +91,8 @@ def layouts_of(model: nn.Module, given: Mapping[str, str] | None, ranks: int) ->
     if not isinstance(table, Mapping) or not table:
         raise BadInputError(
             f"strategy tp does not know which matrices of {type(model).__name__} to split: it has "
-            'no tp_plan. Give layouts, such as {"layers.*.q": "colwise", "layers.*.o": "rowwise"}, '
-            "or use zero3, which splits any parameters."
+            'no tp_plan. Pass layouts, such as {"layers.*.q": "colwise", "layers.*.o": '
+            '"rowwise"}, or use zero3, which splits any parameters.'
         )
     found = (
         _resolve_layouts(model, table, ranks)
@@ -148,7 +148,7 @@ def _resolve_model_plan(model: nn.Module, table: Mapping[str, str], ranks: int) 
     if not any(layout in _STYLES for layout in kept.values()):
         raise BadInputError(
             f"strategy tp cannot split any matrix of {type(model).__name__} by its own tp_plan. "
-            "Give layouts, or use zero3, which splits any parameters."
+            "Pass layouts, or use zero3, which splits any parameters."
         )
     return kept
 

@@ -109,10 +109,11 @@ def explain_builds(found: BuildDifference) -> str:
         cause = f"they have different values of {name_attributes(found.names)}, which they do not "
         cause += "send each other"
     else:
-        cause = "its code uses what is another value in each process (hash() of a text)"
+        cause = "its code uses a value that differs between processes (such as hash() of a string)"
     return (
         f"ranks compute losses of the same samples that differ by {100 * found.apart:.2g} %, with "
         f"the same parameters and buffers: {cause}. Keep what __init__ draws or measures in a "
-        "registered buffer (self.register_buffer(name, tensor)), or seed its generators alike on "
-        "all ranks (NumPy's and Python's, too), and use zlib.crc32 in place of hash."
+        "registered buffer (self.register_buffer(name, tensor)), or seed its generators "
+        "identically on all ranks (also NumPy's and Python's), and use zlib.crc32 in place of "
+        "hash."
     )

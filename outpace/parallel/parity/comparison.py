@@ -181,9 +181,9 @@ class FoundDifference:
 
 _LOST = "Ranks that do not use a parameter leave it out, or the result of its use is not passed on."
 _LOST_IN_SPLIT = (
-    "The backward is split into gradients of inputs and of weights. It misses weights that the "
-    "loss reaches only without a gradient of the stage's input (which is frozen or detached, or a "
-    "block keeps a loss). Use 1f1b, which does not split it."
+    "The backward pass is split into gradients of inputs and of weights, and misses weights that "
+    "the loss does not reach through a gradient of the stage's input (because the input is "
+    "frozen or detached, or a block keeps a loss). Use 1f1b, which does not split it."
 )
 
 
@@ -267,7 +267,7 @@ class LayoutComparison:
             number = self._names.index(shown)
             ratio = self._products[number] / plain[number] if plain[number] else math.inf
             return FoundDifference(
-                f"the gradient of {first_names(off)} differs (that of {shown} is {ratio:.4g} × "
+                f"the gradient of {first_names(off)} differs (for {shown}, it is {ratio:.4g} × "
                 "the plain module's)",
                 "Ranks add up gradients that do not belong together, or leave some out.",
             )

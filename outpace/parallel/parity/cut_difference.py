@@ -186,9 +186,10 @@ _HALF, _NEARLY = 0.5, 1e-3  # relative difference of a summed loss when its batc
 
 
 WEIGHTED = (
-    "the loss is a mean over samples, but parts of a batch are weighted by their targets that are "
-    "not -100, since the batch has several for each sample (in targets or labels). To train the "
-    "same, return (loss * samples, samples) from the loss, with the number of samples that it gets"
+    "the loss is a mean over samples, but parts of a batch are weighted by their targets that "
+    "are not -100, since each sample has several targets (in targets or labels). To train the "
+    "same, return (loss * samples, samples) from the loss, where samples is the number of "
+    "samples it was given"
 )
 
 
@@ -309,11 +310,11 @@ def _find_count_difference(
 
 def explain_counts(found: CountDifference) -> str:
     """Return a message about a loss whose second value is not a count."""
-    said = f"of the first samples it is {found.count:.6g}"
+    said = f"for the first samples it is {found.count:.6g}"
     if found.count or found.parts:
-        said += f", of their two halves {found.parts:.6g} together"
+        said += f", and for their two halves together {found.parts:.6g}"
     return (
-        "the loss returns a pair, which outpace takes for (sum of losses, count) and divides, but "
+        "the loss returns a pair, which outpace takes as (sum of losses, count) and divides, but "
         f"the second is not a count: {said}. Return only the loss if it is a mean (and log "
         "accuracy elsewhere), or (sum, count) with a count such as (targets != -100).sum()."
     )

@@ -478,7 +478,7 @@ class FirstBatch:
     def _about_cut(self, apart: float, how: str, by_samples: bool = False) -> str:
         where = " in what build returns" if self._by_command else ""
         cure = (
-            "larger micro-batches, since statistics are those of all ranks already"
+            "larger micro-batches, since statistics already cover all ranks"
             if self._plain.synchronised
             else f"sync_batchnorm=True{where} where the module has BatchNorm"
         )

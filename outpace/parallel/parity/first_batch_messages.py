@@ -65,17 +65,18 @@ def explain_repeated_writes(names: Sequence[str], count: int) -> str:
 def explain_new_parameters(names: Sequence[str]) -> str:
     """Return a message about a forward that creates parameters, which no optimizer updates."""
     return (
-        f"the forward makes {first_names(names)}, which {'is' if len(names) == 1 else 'are'} not "
-        "there before, so that no optimizer would step it. Make it in __init__, or use the module "
-        "after a batch has run through it once."
+        f"the forward creates {first_names(names)}, which did not exist before, so no optimizer "
+        f"would update {'it' if len(names) == 1 else 'them'}. Create "
+        f"{'it' if len(names) == 1 else 'them'} in __init__, or run a batch through the module "
+        "once before you use it here."
     )
 
 
 def explain_moved_back(names: Sequence[str], strategy: str) -> str:
     """Return a message about a backward that changes buffers on which the loss depends."""
     return (
-        f"the module's backward (a hook on a gradient, or a Function of its own) changes "
-        f"{first_names(names)}, on which its loss depends, and under strategy "
-        f"{strategy} gradients are those of parts of the batch, scaled otherwise, "
-        "and at other times. Change it between steps instead, by what all ranks have."
+        "the module's backward (a hook on a gradient, or a Function of its own) changes "
+        f"{first_names(names)}, on which its loss depends, and under strategy {strategy} it would "
+        "see gradients of parts of the batch, with another scale and at other times. Change it "
+        "between steps instead, using values that are the same on all ranks."
     )

@@ -107,20 +107,20 @@ def note_backwards(model: nn.Module, names: set[str]) -> Iterator[None]:
 def explain_backwards(names: Sequence[str]) -> str:
     """Return a message about a forward or a loss that itself runs a backward."""
     return (
-        f"the forward or the loss runs a backward of its own, which adds to gradients of "
-        f"{first_names(names)}: outpace scales the loss before its backward, and gradients after "
-        "it, so that what is added in between would weigh otherwise. Return the sum of all losses "
-        "(of a sequence's parts, say, with states detached in between), or compute gradients by "
-        "torch.autograd.grad, which adds nothing."
+        "the forward or the loss runs a backward of its own, which adds to the gradients of "
+        f"{first_names(names)}, but outpace scales the loss before its backward pass and the "
+        "gradients after it, so gradients added in between would have the wrong weight. Return "
+        "the sum of all losses (over parts of a sequence, for example, with states detached in "
+        "between), or compute gradients with torch.autograd.grad, which adds nothing."
     )
 
 
 def explain_unscaled_gradients(names: Sequence[str]) -> str:
     """Return a message about gradients that do not scale with the loss."""
     return (
-        f"gradients of {first_names(names)} do not grow with the loss: a Function or a hook of "
-        "the module adds, clips or normalises gradients in the backward by a size of its own, and "
-        "losses of micro-batches are scaled before it. Let the forward return an auxiliary loss "
-        "and add it to the loss, and change gradients between the backward and the optimizer's "
-        "step."
+        f"gradients of {first_names(names)} are not proportional to the loss: a Function or a "
+        "hook of the module adds, clips or normalises gradients by a fixed amount in the "
+        "backward pass, but the losses of micro-batches are scaled before it. Return an "
+        "auxiliary loss from the forward and add it to the loss, and change gradients between "
+        "the backward pass and the optimizer's step."
     )

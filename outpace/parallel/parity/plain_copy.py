@@ -258,7 +258,7 @@ def explain_size(model: nn.Module, layout: Layout, plan: Plan, ranks: Ranks) -> 
         return None
     return (
         f"one process would need {show_bytes(needed)} for the weights that this rank does not "
-        f"hold, and {show_bytes(int(free))} are free"
+        f"hold, but only {show_bytes(int(free))} are free"
     )
 
 

@@ -266,7 +266,7 @@ class PlainPass:
             ))  # fmt: skip
             made = len(all_parameters(model)) != len(found.names)
         if changed or made or watch.communicates:
-            reason = reason or "forwards change what may matter"
+            reason = reason or "the forward changes values that may matter"
         return found if gather_first(reason) is None else None
 
     @property
@@ -458,7 +458,7 @@ class PlainPass:
         except Exception as error:
             return describe_failure(error)
         if draws.drew and not self.draws_alike:
-            return "the module draws random numbers, dropout apart"
+            return "the module draws random numbers other than for dropout"
         if draws.drew and found.first is not None:  # its loss depends on dropout
             found.first, found.two = (found.first[0], None), []
         return None

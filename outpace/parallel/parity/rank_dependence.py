@@ -88,9 +88,9 @@ def explain_rank_dependence(apart: float) -> str:
     """Return a message about a loss that depends on the rank."""
     return (
         "the loss depends on the rank that computes it, or on the number of ranks "
-        f"(dist.get_rank(), dist.get_world_size(), RANK): as another rank, or as one process, it "
-        f"is {_show(apart)} another. Let each rank compute the mean loss of its samples as one "
-        "process would; outpace averages gradients as of one batch."
+        "(dist.get_rank(), dist.get_world_size(), RANK): on another rank, or in one process, it "
+        f"differs {_show(apart)}. Return the mean loss of the rank's samples, as one process "
+        "would; outpace averages the gradients as if they came from one batch."
     )
 
 

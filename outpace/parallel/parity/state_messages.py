@@ -28,7 +28,7 @@ def explain_kept_state(
     states = [one for one in found if one.found]
     if states:
         names = _names_of(states)
-        own = " Each rank has its own, for its samples." if data_parallel > 1 else ""
+        own = " Each rank keeps its own, computed from its samples." if data_parallel > 1 else ""
         either = _EITHER if all(one.unseen for one in states) else ""
         said.append(
             f"the forward or the loss keeps {name_attributes(names)} from step to step{either}, "
@@ -42,7 +42,7 @@ def explain_kept_state(
     if failure is not None and not said:
         said.append(
             "it could not be determined whether the forward or the loss keeps state from step to "
-            f"step: for a few samples, a forward after another one fails ({failure})."
+            f"step: a second forward of a few samples fails ({failure})."
         )
     return " ".join(said)
 
@@ -58,7 +58,7 @@ def _name_dependent(found: Sequence[KeptState]) -> str:
 def _explain_loss(by_command: bool, resumed: bool, of_gradient: bool) -> str:
     if not by_command:
         does = "trains differently" if of_gradient else "computes different losses"
-        return f"state_dict() of the module does not contain it, so whoever loads that {does}."
+        return f"state_dict() of the module does not contain it, so a run that loads it {does}."
     this = "this resumed run" if resumed else "a resumed run"
     begins = f"no checkpoint or exported model contains it, so {this} starts with its initial value"
     if of_gradient:
@@ -99,9 +99,9 @@ def explain_evaluated_state(found: KeptState) -> str | None:
 def explain_state_after_resume(found: KeptState) -> str:
     """Return a warning for state that makes a resumed run differ, even in a single process."""
     return (
-        "Without an interruption the result is right; after a resume it is not, nor is that of "
-        f"one process: the forward or the loss keeps {name_attributes(found.names)} from step to "
-        "step, the loss depends on it, and the checkpoint does not hold it. "
+        "The result is right as long as the run is not interrupted, but a resumed run differs, "
+        f"even in one process: the forward or the loss keeps {name_attributes(found.names)} from "
+        "step to step, the loss depends on it, and the checkpoint does not contain it. "
         f"{CURE.removesuffix('.')}"
     )
 
@@ -132,9 +132,9 @@ def explain_state_of_wrong(found: Sequence[KeptState]) -> str | None:
     if not states:
         return None
     return (
-        f"{_name_dependent(states).capitalize()} depends on "
-        f"{name_attributes(_names_of(states))}, which the forward or the loss "
-        f"keeps from step to step, and which differs on ranks from that in one process. {CURE}"
+        f"{_name_dependent(states).capitalize()} depends on {name_attributes(_names_of(states))}, "
+        "which the forward or the loss keeps from step to step, and which is not the same on the "
+        f"ranks as in one process. {CURE}"
     )
 
 

@@ -69,7 +69,7 @@ def test_what_is_another_number_in_each_process_is_refused(tmp_path, monkeypatch
         return HashWaves(0)
 
     ends = train(tmp_path, build)
-    assert all(end.refused for end in ends) and "hash() of a text" in ends[0].said
+    assert all(end.refused for end in ends) and "hash() of a string" in ends[0].said
 
 
 class Noisy(Waves):
@@ -115,4 +115,6 @@ def heads(names):
 def test_parts_in_another_order_are_refused(tmp_path, build, said, strategy):
     ends = train(tmp_path, build, strategy)
     assert all(end.refused for end in ends), ends
-    assert "rank 1 has built another module than rank 0" in ends[0].said and said in ends[0].said
+    assert (
+        "rank 1 has built a different module than rank 0" in ends[0].said and said in ends[0].said
+    )

@@ -663,8 +663,8 @@ def draw_mask(errors):
 @pytest.mark.parametrize(
     ("reduce", "told"),
     [
-        (lambda errors: (errors.mean(), (errors < 1).float().mean()), "of their two halves"),
-        (lambda errors: (errors.mean(), 0), "of the first samples it is 0. Return"),
+        (lambda errors: (errors.mean(), (errors < 1).float().mean()), "for their two halves"),
+        (lambda errors: (errors.mean(), 0), "for the first samples it is 0. Return"),
         (lambda errors: (errors.sum(), errors.numel()), None),
         # Two of four samples have none, so that one of their halves counts 1 for nothing.
         (lambda errors: (errors[errors < 2].sum(), (errors < 2).sum().clamp(min=1)), None),
