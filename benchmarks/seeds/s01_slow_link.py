@@ -27,9 +27,9 @@ TITLES = {"dp": "DP", "ddp": "DDP"}
 
 CLAIM = Claim(
     document=FIT,
-    says="GPT-2, 200 steps of 4 samples a device: DP with NVLink 110 s, DDP with NVLink 101 s, "
-    "DDP without 131 s. So DP is about 10 % slower than DDP, but 15 % faster than DDP over a slow "
-    "link.",
+    says="GPT-2, 200 steps of 4 samples per device: DP with NVLink 110 s, DDP with NVLink 101 s, "
+    "DDP without NVLink 131 s. So DP is about 10 % slower than DDP, but 15 % faster than "
+    "DDP over a slow link.",
     hardware="2 × TITAN RTX with two NVLinks; NCCL_P2P_DISABLE=1 for none",
     figures={
         "steps": 200,
@@ -128,9 +128,10 @@ def summed_up(jobs: list[list[float]], base: list[list[float]]) -> dict[str, Any
 
 EXPERIMENT = Experiment(
     "slow_link", (CLAIM,), predict, measure,
-    instead="Two processes on two cores for two GPUs, a cable of 1 Gbit/s for PCIe. DP is "
-    "outpace's own: torch.nn.DataParallel's exchanges, between processes, as threads of one CPU "
-    "have nothing to exchange. The document's DP was timed with NVLink only, and so it is here.",
+    instead="Two processes on two cores instead of two GPUs, and a cable of 1 Gbit/s instead of "
+            "PCIe. DP is outpace's own, with the communication of torch.nn.DataParallel but "
+            "between processes, since threads of one CPU have nothing to send. The document's DP "
+            "was timed with NVLink only, so it is here, too.",
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -27,9 +27,9 @@ CLAIM = Claim(
     document=PRETRAINING,
     says="Utilisation of 4 GPUs: one alone 0.94, a single parameter server (nn.DataParallel) "
     "0.55, distributed parameter servers (DistributedDataParallel) 3.71.",
-    hardware="not named beside the table; slides before it show nvidia-smi with four GTX 1080 Ti, "
-    "and later ones ask for V100. GPT-2; batch and length are not said: 2 samples of 1,024 tokens "
-    "a device are taken",
+    hardware="not stated next to the table; earlier slides show nvidia-smi with four GTX 1080 "
+    "Ti, and later ones ask for V100. GPT-2; batch and length are not stated: we assume "
+    "2 samples of 1,024 tokens per device",
     figures={
         "of": 4,
         "total": {"Baseline": 0.94, "SPS": 0.55, "DPS": 3.71},
@@ -81,8 +81,8 @@ def measure(quick: bool) -> dict[str, Any]:
 
 EXPERIMENT = Experiment(
     "utilisation", (CLAIM,), predict, measure,
-    instead="Busy is what the processor says of a rank's main thread. nvidia-smi counts a GPU as "
-    "busy while any kernel runs, one that waits for other GPUs included.",
+    instead="\"Busy\" is the processor time of a rank's main thread. nvidia-smi counts a GPU as "
+            "busy while any kernel runs, even one that waits for other GPUs.",
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -30,8 +30,9 @@ CLAIM = Claim(
     says="Loss curves of DistributedDataParallel and Horovod at batch 8 and 16; DDP is faster on "
     "one node. With Apex (fp16 and fp32) DDP is 2 times as fast and Horovod 4 times, and batches "
     "take half of the memory.",
-    hardware="not named; tensor cores are needed, V100 and later. Four V100 are taken, and four "
-    "GTX 1080 Ti, which have none. The curves are pictures, of which no figures can be read",
+    hardware="not stated; tensor cores are needed (V100 and later). We assume four V100, and "
+    "four GTX 1080 Ti, which have none. The curves are pictures from which no figures "
+    "can be read",
     figures={"batches": BATCHES, "speedup": {"ddp": 2, "ring": 4}, "memory": 0.5},
 )
 
@@ -140,8 +141,8 @@ def times(batch: int, rounds: int) -> dict[str, Any]:
 
 EXPERIMENT = Experiment(
     "loss_curves", (CLAIM,), predict, measure,
-    instead="bf16 for fp16: products in fp16 are over 100 times slower on a CPU. outpace's own "
-    "ring for Horovod: the same algorithm, which needs no other library.",
+    instead="bf16 instead of fp16: matmuls in fp16 are over 100 times slower on a CPU. outpace's "
+            "own ring instead of Horovod: the same algorithm, without another library.",
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -21,10 +21,11 @@ SPEC = {"family": "bert", "layers": 4, "hidden": 256, "heads": 4, "vocab": 2048,
 
 CLAIM = Claim(
     document=FIT,
-    says="bert-base-cased, sequences of 128, 2 GPUs: --fp16 saves 84, 178, 620 and 1,976 MiB of a "
-    "GPU's memory at batches of 8, 16, 32 and 64. Weights lie in both precisions, so that only "
-    "activations get smaller: below batch 8 memory even grows. It is not half, and twice as fast.",
-    hardware="two GPUs, not named; memory does not depend on them",
+    says="bert-base-cased, sequences of 128, 2 GPUs: --fp16 saves 84, 178, 620 and 1,976 MiB of "
+         "a GPU's memory at batches of 8, 16, 32 and 64. Weights are stored in both precisions, "
+         "so only activations get smaller, and below batch 8 memory even grows. Memory is not "
+         "halved, but training is twice as fast.",
+    hardware="two GPUs of an unnamed kind; memory does not depend on the kind",
     figures={"mib": {"8": [4247, 4163], "16": [4971, 4793], "32": [6827, 6207],
                      "64": [10037, 8061]}},
 )  # fmt: skip
@@ -76,8 +77,9 @@ def account_of(batch: int, precision: str) -> dict[str, int]:
 
 EXPERIMENT = Experiment(
     "mixed_memory", (CLAIM,), predict, measure,
-    instead="bf16 for fp16, and bytes of live tensors for nvidia-smi, which shows a context too. "
-    "A small BERT that predicts masked tokens: the documented one would take minutes a step here.",
+    instead="bf16 instead of fp16, and bytes of live tensors instead of nvidia-smi, which also "
+            "counts a context. A small BERT that predicts masked tokens, because the documented "
+            "one would take minutes per step here.",
 )  # fmt: skip
 
 if __name__ == "__main__":

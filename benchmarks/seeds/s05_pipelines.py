@@ -24,9 +24,10 @@ MACHINE, BATCH = "4x-v100", 32
 
 CLAIM = Claim(
     document=TRAINING,
-    says="A model cut over n GPUs keeps one of them busy: utilisation 1/n. GPipe's m micro-batches "
-    "raise it to m/(m + n − 1), close to 1 where m is noticeably larger than n.",
-    hardware="none: four V100 are taken, gpt2-large in fp32, 32 samples of 1,024 tokens",
+    says="A model that is split over n GPUs keeps one of them busy at a time: utilisation 1/n. "
+    "GPipe's m micro-batches raise it to m/(m + n − 1), close to 1 if m is much larger than "
+    "n.",
+    hardware="none; we assume four V100, gpt2-large in fp32, 32 samples of 1,024 tokens",
     figures={"naive": "1/n", "gpipe": "m/(m + n − 1)"},
 )
 
@@ -122,8 +123,8 @@ def row(strategy: str, count: int, stages: str, n: int, idle: list[float]) -> di
 
 EXPERIMENT = Experiment(
     "pipelines", (CLAIM,), predict, measure,
-    instead="Stages that wait, on a machine with two cores: what is measured of more ranks is the "
-    "schedule and the sending.",
+    instead="The stages sleep instead of computing, because the machine has two cores: with more "
+            "ranks, this measures the schedule and the sends.",
     worker=worker,
 )  # fmt: skip
 

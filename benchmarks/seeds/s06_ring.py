@@ -25,10 +25,13 @@ REPEATS = 9
 
 CLAIM = Claim(
     document=TRAINING,
-    says="In a ring each GPU speaks with two neighbours: a reduce-scatter and an all-gather, each "
-    "of n − 1 steps with 1/n of the gradients. All together send about what they send with a "
-    "server, but evenly: over distance the server's cost grows with the number of GPUs.",
-    hardware="none: nodes of one V100 on 10 Gbit/s Ethernet are taken, with GPT-2's gradients",
+    says="In a ring, each GPU communicates with two neighbours: a reduce-scatter and an "
+    "all-gather, each of n − 1 steps with 1/n of the gradients. All GPUs together send "
+    "about as much as with a server, but evenly, whereas a server's cost grows with the "
+    "number of GPUs.",
+    hardware=(
+        "none; we assume nodes with one V100 each on 10 Gbit/s Ethernet, and GPT-2's gradients"
+    ),
     figures={"each": "2(n − 1)/n · Ψ", "all": "2(n − 1) · Ψ"},
 )
 
@@ -146,7 +149,7 @@ def summed_up(said: list[tuple[dict[str, int], dict[str, list[float]]]]) -> dict
 
 EXPERIMENT = Experiment(
     "ring", (CLAIM,), predict, measure,
-    instead="Namespaces for distant machines, and a buffer for gradients.",
+    instead="Network namespaces instead of separate machines, and a buffer instead of gradients.",
     worker=worker,
 )  # fmt: skip
 

@@ -26,10 +26,10 @@ MOST = 512
 
 CLAIM = Claim(
     document=THROUGHPUT,
-    says="Activation checkpointing costs 20 to 25 % of throughput; but since it frees a huge "
-    "amount of memory, the batch can be larger, and throughput better overall.",
-    hardware="none beside the figure: an A100 of 80 GB, as BLOOM was trained on, and another "
-    "document's TITAN RTX, one and two without NVLink, are taken",
+    says="Activation checkpointing costs 20 to 25 % of throughput, but since it frees a huge "
+    "amount of memory, the batch can be larger and the throughput better overall.",
+    hardware="none next to the figure; we assume an A100 with 80 GB, on which BLOOM was trained, "
+    "and another document's TITAN RTX, one, and two without NVLink",
     figures={"lost": [0.20, 0.25]},
 )
 
@@ -95,8 +95,8 @@ def measure(quick: bool) -> dict[str, Any]:
 
 EXPERIMENT = Experiment(
     "checkpointing", (CLAIM,), predict, measure,
-    instead="One process on a CPU, which is as fast with small batches as with large ones: what a "
-    "larger batch brings on a GPU, it cannot show.",
+    instead="One process on a CPU, which is as fast with small batches as with large ones, so it "
+            "cannot show what a larger batch gains on a GPU.",
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ CLAIM = Claim(
     says="By default everything happens in the main process, which may not read data fast enough. "
     "pin_memory=True leads to much faster transfers from CPU to GPU; num_workers=4 preloads; very "
     "many workers need not be better.",
-    hardware="none in this passage: the document's own, 2 × TITAN RTX, and eight H100 are taken",
+    hardware="none in this passage; we assume the document's own, 2 × TITAN RTX, and eight H100",
     figures={"workers": 4},
 )
 
@@ -85,9 +85,9 @@ def measure(quick: bool) -> dict[str, Any]:
 
 EXPERIMENT = Experiment(
     "loader", (CLAIM,), predict, measure,
-    instead="Pinned memory is there for copies to a GPU, and there is none: what is measured is "
-    "how fast batches are made, by workers and by what is left for them to do. With a GPU the "
-    "probe times pinning, too.",
+    instead="Pinned memory is for copies to a GPU, and this machine has none. So this measures "
+            "how fast batches are made, by number of workers and by how much work is left for "
+            "them. With a GPU, the probe also times pinning.",
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ CLAIM = Claim(
     document=FIT,
     says="torch.optim._multi_tensor should speed up optimizers significantly where there are lots "
     "of small tensors, and should eventually become the default. (It has: foreach.)",
-    hardware="none in this passage: the document's own, TITAN RTX, is taken",
+    hardware="none in this passage; we assume the document's own, a TITAN RTX",
     figures={},
 )
 
@@ -54,7 +54,7 @@ def measure(quick: bool) -> dict[str, Any]:
 
 EXPERIMENT = Experiment(
     "optimizers", (CLAIM,), predict, measure,
-    instead="On a CPU nothing is launched: a for-loop loses by Python alone.",
+    instead="On a CPU, no kernels are launched: a for-loop is slower only because of Python.",
 )  # fmt: skip
 
 if __name__ == "__main__":

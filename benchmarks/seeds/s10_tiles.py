@@ -27,15 +27,15 @@ GPU_COLUMNS = (1024, 1152, 1280, 1408, 1536, 1664, 1792, 1920, 2304)
 CLAIMS = (
     Claim(
         document=THROUGHPUT,
-        says="Names vector and matrix size divisibility, tile and wave quantisation and the number "
-        "and size of attention heads, each left to be written (XXX).",
+        says="The document has only headings here: vector and matrix size divisibility, tile and "
+        "wave quantisation, and the number and size of attention heads (each marked XXX).",
         hardware="none: an A100 is taken",
         figures={},
     ),
     Claim(
         document=FIT,
-        says="To be twice as fast in fp16 every tensor has to have every dimension a multiple of "
-        "8; so should the batch, for tensor cores.",
+        says="To be twice as fast in fp16, every dimension of every tensor has to be a multiple "
+        "of 8, and so should the batch, for tensor cores.",
         hardware="none beside the figure",
         figures={"multiple": 8},
     ),

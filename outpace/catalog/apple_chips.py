@@ -23,7 +23,7 @@ USABLE_SOURCE = (
 
 
 class AppleChip(NamedTuple):
-    """A chip; `memory_gb` is the size of one configuration."""
+    """An Apple chip with one of the memory sizes that it is sold with."""
 
     name: str
     memory_gb: int

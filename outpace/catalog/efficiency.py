@@ -1,7 +1,7 @@
 """Shares of datasheet rates that accelerators and links reach, by published measurements.
 
 Each figure has its source. A chip without published measurements has the shares of a measured chip
-of its architecture; an architecture without any has those of the nearest architecture, as its
+of its architecture; an architecture without any has the shares of the nearest architecture, as its
 source says.
 """
 
@@ -42,8 +42,8 @@ class MatmulCurve(Record):
 class AttentionRate(Record):
     """Rates of fused attention on long sequences, as fractions of the dense 16-bit peak.
 
-    They are for heads of width 128. Heads of width 64 reach `narrow` of these rates, and causal
-    attention half of them at `half_length` keys.
+    The rates are for heads of width 128. Heads of width 64 reach `narrow` of these rates, and
+    causal attention half of them at `half_length` keys.
     """
 
     forward: PositiveFloat
@@ -70,7 +70,7 @@ _SUSTAINED = (
 # prints 233.6 for cuBLAS with a cold cache.
 _COLD = "; sustained: 233.6 TFLOP/s, cuBLAS with a cold cache (Triton's tutorial 03)"
 _MAMF = "stas00/ml-engineering, compute/accelerator, Maximum Achievable Matmul FLOPS: {}"
-_LIKE = "plateau of {}; what of it is sustained as on H200; shape of {}"
+_LIKE = "plateau of {}; the same share of it sustained as on H200; shape of {}"
 
 _AMPERE = MatmulCurve(
     share=0.865, share_fp8=0.865, half_tile=0.808, quarter_tile=0.549, fill=145, fixed_s=2.6e-6,
@@ -216,7 +216,7 @@ _FA3 = (
 )
 _CUDNN_HOPPER = (
     "cuDNN 9.19 on H200, causal, 2k to 32k: NVIDIA/cudnn-frontend 3929da2, "
-    "sdpa_benchmark_training/results; heads of 64: cuDNN 9 on H100, 388 beside 539 "
+    "sdpa_benchmark_training/results; heads of 64: cuDNN 9 on H100, 388 against 539 "
     "(Dao-AILab/flash-attention 0251105a, assets/flash3_fp16_fwd.png)"
 )
 _CUDNN_BLACKWELL = (
@@ -229,8 +229,8 @@ _FA2_BLACKWELL = (
     "sdpa_bf16_benchmark_results_NVIDIA_B200.csv"
 )
 _FA2_ADA = (
-    "FlashAttention-2 on {}, forward: aiconfigurator 095f58a5, vllm 0.24.0; backward: as much less "
-    "as on A100"
+    "FlashAttention-2 on {}, forward: aiconfigurator 095f58a5, vllm 0.24.0; backward: slower "
+    "by the same factor as on A100"
 )
 _FLASH2_AMPERE = AttentionRate(
     forward=211 / 312, backward=187 / 312, narrow=174 / 195, half_length=450, source=_FA2
@@ -299,10 +299,11 @@ UNALIGNED: Mapping[Architecture, float] = MappingProxyType(
     }
 )
 UNALIGNED_SOURCE = (
-    "RTX 4090, bf16, 2055, 2057, 2071 and 2073 against 2040 (pytorch/pytorch issue 181718); half: "
-    "mma.m16n8k8 against m16n8k16 at the same rate of instructions (PTX ISA, CUTLASS); Hopper: "
-    "outpace probe on an H200, bf16, torch 2.11: 4,097 columns take 6.4 times what 4,096 do; "
-    "Blackwell: taken as Hopper, not measured; Apple's have no tensor cores that ask for it"
+    "RTX 4090, bf16, 2055, 2057, 2071 and 2073 against 2040 (pytorch/pytorch issue 181718); "
+    "half: mma.m16n8k8 against m16n8k16 at the same rate of instructions (PTX ISA, CUTLASS); "
+    "Hopper: outpace probe on an H200, bf16, torch 2.11: 4,097 columns take 6.4 times what 4,096 "
+    "do; Blackwell: taken as Hopper, not measured; Apple's GPUs have no tensor cores that "
+    "require it"
 )
 
 # FlashAttention's first Triton kernels are 1.3 to 2.5 times slower than FlashAttention-2.
@@ -428,9 +429,9 @@ _DISPATCH_CARD_SHARE = 0.87
 class DispatchRate(Record):
     """Seconds of a dispatcher that sends each token once to a rank (DeepEP, HybridEP).
 
-    One way takes `fixed_s`, `token_s` for each token of a rank, and its bytes at `link_share`
-    of a device's link, or at `card_share` of a network card's rate. Dispatching and combining are
-    averaged: a step has equally many of both.
+    One way takes `fixed_s`, `token_s` for each token of a rank, and its bytes at `link_share` of a
+    device's link, or at `card_share` of a network card's rate. Dispatching and combining are
+    averaged: a step has the same number of both.
     """
 
     fixed_s: NonNegativeFloat
@@ -653,7 +654,7 @@ def uneven_load(accelerator: Accelerator) -> tuple[float, float]:
 def takes_any_fp8_layout(accelerator: Accelerator) -> bool:
     """Return whether fp8 matmuls accept operands that are not transposed (sm100, sm103).
 
-    Those of Hopper and of sm120 need transposed copies (NVIDIA/TransformerEngine 0064fbd6,
+    Matmuls on Hopper and on sm120 need transposed copies (NVIDIA/TransformerEngine 0064fbd6,
     nvte_is_non_tn_fp8_gemm_supported).
     """
     return accelerator.architecture == "blackwell" and not _is_rtx_blackwell(accelerator)

@@ -29,7 +29,7 @@ _TABLE: tuple[tuple[str, LinkKind, float, str], ...] = (
     ("PCIe 4 x16", "pcie", 16 * 16 / 8 * 128 / 130, _PCIE.format("4.0", "16 GT/s", "128b/130b")),
     ("PCIe 5 x16", "pcie", 32 * 16 / 8 * 128 / 130, _PCIE.format("5.0", "32 GT/s", "128b/130b")),
     ("PCIe 6 x16", "pcie", 64 * 16 / 8 * 242 / 256,
-     _PCIE.format("6.0", "64 GT/s", "242 of a flit's 256 bytes beside its CRC and FEC")),
+     _PCIE.format("6.0", "64 GT/s", "242 of a flit's 256 bytes; the rest is CRC and FEC")),
     *((f"PCIe {generation} x8", "pcie", rate * 8 / 8 * 128 / 130,
        _PCIE.format(f"{generation}.0", f"{rate} GT/s", "128b/130b").replace("16 lanes", "8 lanes"))
       for generation, rate in ((3, 8), (4, 16), (5, 32))),

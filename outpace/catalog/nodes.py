@@ -102,7 +102,7 @@ _NODES = (
           host_link="PCIe 5 x8"),
     Node(name="dgx-spark", accelerator="GB10", devices=1, host_link="NVLink-C2C",
          nics=(Bundle(link="Ethernet 200", count=1),), host_cores=20,
-         source=_DGX.format("DGX Spark") + ": its processor's memory is the accelerator's"),
+         source=_DGX.format("DGX Spark") + ": processor and accelerator share one memory"),
     Node(name="laptop", accelerator=None, devices=0, host_cores=4, host_memory_bytes=16 * _GIB,
          cpu_features=("avx2", "avx512f", "avx512_vnni"),
          source="Intel Core i7-1165G7 specifications; 16 GiB: outpace's own choice"),
@@ -178,8 +178,8 @@ def _find_counted(name: str, text: str, accelerators: Mapping[str, Accelerator])
     form = _slug(board.name)
     found = _accelerators(f"{count}x{form}" if count else form, board, asked.count)
     assumed = (
-        f"{name} is read as {board.name}, the chip on boards; others have separate names "
-        "(docs/reference/catalog.md)."
+        f"{name} is read as {board.name}, the variant on boards; other variants have their own "
+        "names (docs/reference/catalog.md)."
     )
     return found.model_copy(update={"assumed": assumed})
 
@@ -320,7 +320,7 @@ def _other_memory(asked: _MachineName, chip: Accelerator) -> str:
 
 def _several_hosts(asked: _MachineName, chip: Accelerator) -> str:
     """Return the options for that many accelerators on hosts of equal, usual size. They name the
-    catalog's first machine with as many, else the accelerators themselves.
+    catalog's first machine with that many accelerators, else the accelerators themselves.
     """
     usual = _MOST_OF.get(chip.name.split()[0], _MOST_ON_BOARD)
     each = next(n for n in range(usual, 0, -1) if asked.count % n == 0)

@@ -70,8 +70,9 @@ def _gpts() -> Iterator[Outline]:
         44, 6144, 64, 50432, 2048, tied=False, parallel=True,
     )  # fmt: skip
     yield _gpt_like(
-        "opt-175b", "OPT", "Zhang et al., arXiv 2205.01068, table 1; vocabulary, dropout and what "
-        f"else the smaller ones share: {_HF.format('facebook/opt-66b')}",
+        "opt-175b", "OPT", "Zhang et al., arXiv 2205.01068, table 1; vocabulary, dropout and "
+                           "whatever else the smaller models share: "
+                           f"{_HF.format('facebook/opt-66b')}",
         96, 12288, 96, 50272, 2048, learned=2050, dropout=True,
     )  # fmt: skip
     yield _gpt_like(
@@ -80,7 +81,7 @@ def _gpts() -> Iterator[Outline]:
     )  # fmt: skip
     foundry = (
         "scripts/train/yamls/pretrain/mpt-70b.yaml of github.com/mosaicml/llm-foundry, with the "
-        "positions of the smaller ones and no biases, as they have none"
+        "positions of the smaller models and, like them, no biases"
     )
     for size, source, layers, hidden, heads, vocab, positions in (
         ("7b", _HF.format("mosaicml/mpt-7b"), 32, 4096, 32, 50432, 2048),

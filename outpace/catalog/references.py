@@ -58,7 +58,7 @@ class Reference:
 
 
 def references(ranks: int, kind: Kind, quick: bool = False) -> dict[str, Reference]:
-    """Return the references for `ranks` processes by name, or those of a quick probe."""
+    """Return the references for `ranks` processes by name; only a quick probe's if `quick`."""
     found = {}
     for size, values in _cases(ranks, kind, quick):
         spec = ModelSpec.parse({**_SPECS[kind][size], "max_positions": 4096}, size)

@@ -44,9 +44,9 @@ class SoftwareStack(Record):
     interleaved stage sums gradients and gathers parameters during passes of the others. `experts`:
     how their matmuls are computed. `gathers_for_adapters`: if a matmul overlaps the gather of its
     input over tensor parallelism, an adapter on it gathers the input again. `fuses_accumulation`:
-    matmuls that give weights' gradients add them to fp32 buffers. `copies_units`: what ranks
-    gather is copied out into parameters, and gradients into what is reduced. `blocks_launches`: the
-    host waits for each kernel before it launches the next (CUDA_LAUNCH_BLOCKING=1). `casts`: how
+    matmuls that give weights' gradients add them to fp32 buffers. `copies_units`: gathered buffers
+    are copied into parameters, and gradients into buffers to reduce. `blocks_launches`: the host
+    waits for each kernel before it launches the next (CUDA_LAUNCH_BLOCKING=1). `casts`: how
     operands of matmuls in 8 bits are cast. `stops_early`: recomputation ends as soon as everything
     that the backward reads exists, so that a block's last matmul is not repeated (torch's
     checkpoint without `use_reentrant`, since torch 2.1: torch/utils/checkpoint.py,
@@ -88,47 +88,52 @@ STACKS: Mapping[str, SoftwareStack] = _stacks(
     SoftwareStack(
         name="torchtitan", elementwise="operators", repeats_matmuls="second", copies_units=True,
         source="pytorch/torchtitan b5bcd76c66: torchtitan/models/llama/model.py (nn.RMSNorm, "
-        "rotations by complex numbers in fp32, F.scaled_dot_product_attention), distributed/"
-        "activation_checkpoint.py: of a block's aten.mm every second one is saved by selective "
-        "recomputation (op), as are attention and matmuls in 8 bits; early_stop is False since "
-        "2025-08-29 (25413d224); FSDP2 gathers and sums by blocks, with prefetching (torch/"
-        "distributed/fsdp/_fully_shard/_fsdp_collectives.py: foreach_all_gather_copy_out by "
-        "split_with_sizes_copy, foreach_reduce_scatter_copy_in by chunk_cat into the dtype of the "
-        "sum); experts' tokens by all_to_all_single (its standard dispatcher; DeepEP's is to be "
-        "chosen)",
+               "rotations by complex numbers in fp32, F.scaled_dot_product_attention), "
+               "distributed/activation_checkpoint.py: selective recomputation (op) saves every "
+               "second aten.mm of a block, attention and 8-bit matmuls; early_stop is False "
+               "since 2025-08-29 (25413d224); FSDP2 gathers and sums by blocks, with prefetching "
+               "(torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py: "
+               "foreach_all_gather_copy_out by split_with_sizes_copy, "
+               "foreach_reduce_scatter_copy_in by chunk_cat into the dtype of the sum); experts' "
+               "tokens are sent by all_to_all_single (its standard dispatcher; DeepEP's is an "
+               "option)",
     ),
     SoftwareStack(
         name="megatron", elementwise="fused", fuses_dropout=True, sums_by_stages=True,
         gathers_for_adapters=True, fuses_accumulation=True, casts="current",
-        source="Megatron-LM, megatron/core: Transformer Engine's norms, rotations, casts (weights' "
-        "in a step's first micro-batch, is_first_microbatch) and attention (cuDNN's), "
-        "bias_swiglu_fusion, bias_dropout_fusion, gradient_accumulation_fusion (extensions/"
-        "transformer_engine.py: fuse_wgrad_accumulation, into main_grad); gradients are reduced "
-        "and parameters gathered by buckets beside computing (--overlap-grad-reduce, "
-        "--overlap-param-gather); transformer/moe/"
-        "token_dispatcher.py: --moe-token-dispatcher-type alltoall, as its guide of MoE advises; "
-        "pipeline_parallel/schedules.py, forward_backward_pipelining_with_interleaving: param_sync_"
-        "func of a stage at the first micro-batch of the one before, grad_sync_func at its last; "
-        "NeMo, nemo/collections/nlp/modules/common/megatron/adapters/mcore_mixins.py: return_"
-        "layernorm_output_gathered but where ub_overlap_ag, for which adapters gather themselves; "
-        "NVIDIA/TransformerEngine 0064fbd6, pytorch/csrc/quantizer.cpp: "
-        "Float8CurrentScalingQuantizer (--fp8-recipe tensorwise, which outpace writes)",
+        source="Megatron-LM, megatron/core: Transformer Engine's norms, rotations, casts "
+               "(weights' in a step's first micro-batch, is_first_microbatch) and attention "
+               "(cuDNN's), bias_swiglu_fusion, bias_dropout_fusion, gradient_accumulation_fusion "
+               "(extensions/transformer_engine.py: fuse_wgrad_accumulation, into main_grad); "
+               "gradients are reduced and parameters gathered in buckets during computation "
+               "(--overlap-grad-reduce, --overlap-param-gather); "
+               "transformer/moe/token_dispatcher.py: --moe-token-dispatcher-type alltoall, as "
+               "its MoE guide advises; pipeline_parallel/schedules.py, "
+               "forward_backward_pipelining_with_interleaving: param_sync_func of a stage at the "
+               "first micro-batch of the one before, grad_sync_func at its last; NeMo, "
+               "nemo/collections/nlp/modules/common/megatron/adapters/mcore_mixins.py: "
+               "return_layernorm_output_gathered except with ub_overlap_ag, where adapters "
+               "gather themselves; NVIDIA/TransformerEngine 0064fbd6, "
+               "pytorch/csrc/quantizer.cpp: Float8CurrentScalingQuantizer (--fp8-recipe "
+               "tensorwise, which outpace writes)",
     ),
     SoftwareStack(
         name="megatron-lm", fuses_dropout=True,
         source="Megatron-LM of 2021 and 2022, arXiv 2104.04473, §4.2 (bias and GELU, and bias, "
-        "dropout and addition, are one kernel each) and 2205.05198: fused layer norms; local DDP. "
-        "gradient_accumulation_fusion came on 2022-02-13 (83b1e42f30), for fp16 gradients only on "
-        "2022-09-27 (07916bf245); it is taken as off, for the table of 2021 and Megatron-DeepSpeed "
-        "are older code, and that of 2022 trains in fp16",
+               "dropout and addition, are one kernel each) and 2205.05198: fused layer norms; "
+               "local DDP. gradient_accumulation_fusion came on 2022-02-13 (83b1e42f30), for "
+               "fp16 gradients only on 2022-09-27 (07916bf245); it is taken as off, since the "
+               "table of 2021 and Megatron-DeepSpeed use older code, and the table of 2022 "
+               "trains in fp16",
     ),
     SoftwareStack(
         name="deepspeed", attention="flash2", elementwise="operators",
         source="deepspeedai/DeepSpeed, runtime/zero/partitioned_param_coordinator.py: parameters "
-        "of the modules ahead are gathered together, beside computing. AllGatherCoalescedHandle."
-        "wait (partition_parameters.py) also copies them by torch.cat under ZeRO-3; this is not "
-        "counted: copies_units stands for FSDP2's casts and copies under ZeRO-2, too, which "
-        "DeepSpeed has not, and no measured step is of this version",
+               "of the modules ahead are gathered together, during computation. "
+               "AllGatherCoalescedHandle.wait (partition_parameters.py) also copies them by "
+               "torch.cat under ZeRO-3; this is not counted: copies_units stands for FSDP2's "
+               "casts and copies under ZeRO-2, too, which DeepSpeed does not have, and no "
+               "measured step is of this version",
     ),
     SoftwareStack(
         name="deepspeed-2021", attention="flash2", collectives="parameters", overlaps=False,

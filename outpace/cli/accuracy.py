@@ -50,7 +50,8 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     if open_options:
         add = " and ".join(open_options)
         tell_hint(
-            f"add {add} to compare these as well, like outpace plan; a plan's file has neither"
+            f"add {add}, as for outpace plan, to compare these as well: a plan's file contains "
+            "neither"
         )
     return 0
 

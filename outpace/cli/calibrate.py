@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 _ABOUT = "Correct a machine's rates with a trainer's log, so that the next plan starts from them."
 _EPILOG = (
     "Reads logs of outpace (a run's folder), torchtitan, Megatron-LM and Megatron-Bridge, "
-    "DeepSpeed, transformers' Trainer (trainer_state.json or the console) and nanotron. Give flags "
-    "for facts that the log does not contain. Then: outpace plan --machine FILE."
+    "DeepSpeed, transformers' Trainer (trainer_state.json or the console) and nanotron. Pass "
+    "what the log does not contain as flags. Then: outpace plan --machine FILE."
 )
 
 

@@ -182,7 +182,9 @@ def _measure_and_judge(
 
 
 def _prepare(settings: list[TrainSettings], quiet: bool) -> None:
-    """Prepare the data of all arms; otherwise, this would count in the time limit of first runs."""
+    """Prepare the data of all arms; otherwise, this would count towards the time limit of the first
+    runs.
+    """
     from outpace.jobs.inputs.inputs import prepare_data
     from outpace.reporting.terminal.progress import TrainingProgress
 

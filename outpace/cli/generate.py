@@ -64,8 +64,8 @@ def _check(arguments: argparse.Namespace) -> None:
     if arguments.prompt is None and arguments.conversations is None:
         if not arguments.chat:
             raise BadInputError(
-                "outpace generate needs a TEXT to continue. Without one, use --chat to start "
-                "a conversation, or --conversations FILE to answer those of a file."
+                "outpace generate needs a TEXT to continue. Without one, use --chat to start a "
+                "conversation, or --conversations FILE to answer those in a file."
             )
         if arguments.json:
             raise BadInputError(

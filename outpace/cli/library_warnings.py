@@ -1,6 +1,6 @@
-"""Hide library warnings on which the user of a command cannot act. Warnings of outpace are shown as
-a sentence, those of the user's code as by Python. Log messages that appear when transformers
-imports torchao are hidden, too. `python -W …` shows everything.
+"""Hide library warnings that the user of a command can do nothing about. Warnings of outpace are
+shown as a sentence, warnings of the user's code as Python shows them. Log messages that appear when
+transformers imports torchao are hidden, too. `python -W …` shows everything.
 """
 
 import logging

@@ -187,7 +187,7 @@ def _run(arguments: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _require_text(arguments: Sequence[str]) -> None:
-    """Refuse arguments, and a folder to train in, whose names no file of a run could hold."""
+    """Refuse arguments and a working directory whose names cannot be written to a run's files."""
     if arguments[:1] == ["train"]:
         with suppress(OSError):  # the folder is gone
             arguments = (*arguments, str(Path.cwd()))
@@ -318,8 +318,8 @@ def _remedy(
             if full:
                 return f"set {of} (now {excerpt(environ[of])}) to a folder on another disk"
             return (
-                f"{of} = {excerpt(environ[of])} names that place: set it to a folder that can be "
-                "read and written, or unset it"
+                f"{of} = {excerpt(environ[of])} points there: set it to a folder that can be read "
+                "and written, or unset it"
             )
     wanted = "on another disk" if full else "that can be read and written"
     return f"choose folders {wanted} with --out and --cache-dir"

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 _ABOUT = "Show what uses memory in a training step and whether it fits, traced without a GPU."
 _EPILOG = (
-    "Takes every option of outpace train that affects memory. --measure runs two real steps "
-    "on this host's CPU and shows them beside the trace."
+    "Takes every option of outpace train that affects memory. --measure runs two real steps on "
+    "this host's CPU and shows them next to the trace."
 )
 
 
@@ -98,8 +98,8 @@ def _require_one_place(arguments: argparse.Namespace, settings: TrainSettings) -
     if arguments.measure and settings.device not in ("auto", "cpu"):
         raise BadInputError(
             f"--measure runs two steps on this host's CPU, but --device is {settings.device}. "
-            "Leave --device out. On a GPU, outpace train --memory measures a run beside its "
-            "trace."
+            "Leave --device out. On a GPU, outpace train --memory measures a run in addition to "
+            "its trace."
         )
     if arguments.machine is None:
         if arguments.nodes is not None:

@@ -36,7 +36,7 @@ _LEAST_COMPARED = 2  # plans of an answer: recommended and fastest, if they diff
 # A plan's file says which parameters it trains.
 ADAPTER_OPTIONS = dict.fromkeys(
     ("--lora-rank", "--lora-alpha", "--lora-targets", "--lora-dropout", "--base"),
-    "A plan's adapters are in its file: make such a file with outpace plan --lora-rank 16 --out "
+    "Adapters are part of a plan's file: write one with outpace plan --lora-rank 16 --out "
     "plan.json.",
 )
 

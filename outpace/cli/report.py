@@ -91,7 +91,7 @@ def write_report(
 def _make(
     paths: Sequence[Path], out: Path | None, kind: str, browser: str | None, kept: bool
 ) -> "_Report":
-    """Make a report; if it is to be `kept`, it is written even without `out`."""
+    """Make a report; if it is `kept`, it is written even without `out`."""
     subjects = [_read_subject(path) for path in paths]
     program = None
     if kind == "png":
@@ -263,8 +263,8 @@ def _parser() -> Parser:
     add = parser.option
     add("path", "PATH", Path, "what to report on", nargs="+")
     add("--out", "FILE", output_file,
-        "file to write (default: report.html beside PATH, or here for several; standard output for "
-        "md and csv without --json)")  # fmt: skip
+        "file to write (default: report.html next to PATH, or here for several; standard output "
+        "for md and csv without --json)")  # fmt: skip
     add("--format", "FORMAT", str,
         "html, md, csv or png (default: by the suffix of --out, else html)", choices=_FORMATS
     )  # fmt: skip

@@ -147,7 +147,7 @@ def check_unchanged(asked: Mapping[str, Any], of_run: Mapping[str, Any], run: Pa
             was = "chosen by outpace" if kept is None else as_words(kept)
             raise BadInputError(
                 f"{flag(name)} {as_words(asked[name])}: the run in {run} was started with "
-                f"{flag(name)} {was}, and another value would make it another run. Leave "
+                f"{flag(name)} {was}, and a different value would make it a different run. Leave "
                 f"{flag(name)} out to resume, or start a new run with another --out."
             )
 

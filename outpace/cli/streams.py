@@ -46,7 +46,7 @@ def repair_streams(argv: Sequence[str]) -> None:
 
 
 def _text(raw: io.FileIO, before: TextIO | None, errors: str) -> io.TextIOWrapper:
-    """Return a text stream like the old one, which is None if it was closed."""
+    """Return a text stream to replace the old one, which is None if it was closed."""
     known = isinstance(before, io.TextIOWrapper)
     return io.TextIOWrapper(
         io.BufferedWriter(raw),

@@ -295,7 +295,7 @@ def _train_here(
 
 
 def _explain(path: Path) -> None:
-    """Write a page beside the file that says what each rank was doing, and print its path."""
+    """Write a page next to the file that says what each rank was doing, and print its path."""
     from outpace.records.hang_report import HangReport
     from outpace.reporting.documents.hang import hang_document
     from outpace.reporting.page import page

@@ -2,7 +2,7 @@
 
 tokenizer_config.json may name tokens that tokenizer.json lacks, or change the properties of those
 that it has, and older folders have added_tokens.json. transformers adds them all, so ids in
-transformers would differ from those of a training without these tokens.
+transformers would differ from those of a training run without these tokens.
 """
 
 import json

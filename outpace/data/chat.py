@@ -343,7 +343,9 @@ class ChatFormat:
     def encode_joined(
         self, rendered: RenderedConversation, spans: Sequence[Span]
     ) -> tuple[list[int], list[bool], bool]:
-        """Encode like `encode`; also return whether a span starts inside a token (not learned)."""
+        """Encode like `encode`; also return whether a span starts inside a token (and is not
+        trained on).
+        """
         encoding = self._inner.encode(rendered.text, add_special_tokens=False)
         starts = {start for start, _ in spans}
         joined = any(
@@ -404,7 +406,7 @@ def _line_of(error: Exception) -> int | None:
 class Conversations:
     """Samples of conversations, with counts of those that were not used in full.
 
-    `cut` were longer than a sample; `empty` have nothing to learn (in the remaining part); for
+    `cut` were longer than a sample; `empty` have nothing to train on (in the remaining part); for
     `partial`, only the last answer could be found. `altered` have answers that the template
     changes, `toolless` have tools that it omits, `unwritten` messages that it omits, `marked` have
     words that the tokenizer reads as special tokens; each has the place of the first one. `joined`
@@ -428,7 +430,7 @@ class Conversations:
 def encode_all(
     chat: ChatFormat, rows: Iterable[Row], seq_len: int, part: str = ""
 ) -> Conversations:
-    """Return tokens and targets, with −100 for everything but the answers to learn.
+    """Return tokens and targets, with −100 for everything but the answers to train on.
 
     A target is the next token: a sample of S tokens reads S and predicts S. Longer ones are cut at
     the end. `part` names these rows in messages. Raises BadInputError if nothing is left.
@@ -458,7 +460,7 @@ def encode_all(
         raise BadInputError(
             f"none of {empty} conversations{part} has an answer of the assistant within {seq_len} "
             + (
-                f"tokens; {silent} of them have no answer to learn at all. Use other data."
+                f"tokens; {silent} of them have no answer to train on at all. Use other data."
                 if silent
                 else "tokens. Use other data, or a longer --seq-len."
             )
@@ -532,7 +534,7 @@ def _encode_row(chat: ChatFormat, row: Row) -> _EncodedMessages:
 def _learned_spans(
     chat: ChatFormat, rendered: RenderedConversation, talk: Conversation, where: str
 ) -> tuple[Span, ...]:
-    """Return the spans of the answers to learn. Raises BadInputError if they are unclear."""
+    """Return the spans of the answers to train on. Raises BadInputError if they are unclear."""
     answers = answers_of(talk.messages)
 
     def render(others: Sequence[Message]) -> str:
@@ -546,15 +548,16 @@ def _learned_spans(
         return rendered.spans
     if rendered.answers is None:
         raise BadInputError(
-            f"{where}: some of its answers are not to be learned, but the chat template does not "
-            "have one {% generation %} block per answer, so they cannot be told apart."
+            f"{where}: some of its answers are marked as not to be trained on, but the chat "
+            "template does not have one {% generation %} block per answer, so they cannot be "
+            "told apart."
         )
     pairs = zip(rendered.answers, rendered.spans, strict=True)
     return tuple(span for number, span in pairs if talk.learned[number])
 
 
 def _alters_answers(rendered: RenderedConversation, talk: Conversation) -> bool:
-    """Return whether the template omits part of an answer to learn, other than white space."""
+    """Return whether the template omits part of an answer to train on, other than white space."""
     if rendered.answers is None:
         return len(rendered.spans) < len(answers_of(talk.messages))
     return any(

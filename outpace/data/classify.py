@@ -77,8 +77,8 @@ def _partition_of(table: Table, wanted: Sequence[str]) -> str:
         name = part.partition("=")[0]
         if "=" in part and name in wanted:
             return (
-                f". It is in the names of folders ({part}), which are not read: write {name!r} "
-                "into the files, as a column."
+                f". It is in the names of folders ({part}), which are not read: add {name!r} to "
+                "the files as a column."
             )
     return ""
 
@@ -145,7 +145,7 @@ def examples_hints(parts: Sequence[Sequence[Example]]) -> list[str]:
     fractional = [one for one in numbers if Decimal(one) != Decimal(one).to_integral_value()]
     if fractional:
         hints.append(
-            f"labels such as {fractional[0]!r} are numbers with a fraction, and are learned as "
+            f"labels such as {fractional[0]!r} are numbers with a fraction, and are treated as "
             f"{len(seen):,} classes without an order: outpace does not learn numbers on a scale "
             "(regression)"
         )

@@ -1,4 +1,4 @@
-"""Rows as conversations: the speakers, the messages to learn, and the tools."""
+"""Rows as conversations: the speakers, the messages to train on, and the tools."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,7 +62,7 @@ _FORMS = (
 
 @dataclass(frozen=True)
 class Conversation:
-    """The messages of a row. `learned` marks the answers to learn.
+    """The messages of a row. `learned` marks the answers to train on.
 
     `unread` are the row's other columns.
     """
@@ -127,7 +127,7 @@ def _require_wanted(row: Row) -> None:
             raise BadInputError(
                 f"{row.where} marks its answer as unwanted ({name!r}: false), as in data for "
                 "preference training (KTO), which outpace does not support. Leave such rows out; "
-                "all others are learned. If the column means something else, rename it."
+                "all others are trained on. If the column means something else, rename it."
             )
 
 
@@ -216,7 +216,7 @@ def _advise(values: Collection[str]) -> str:
 
 
 def _history(value: Any, row: Row) -> list[_Turn]:
-    """Read earlier questions and answers, which are learned as well."""
+    """Read earlier questions and answers, which are trained on as well."""
     turns: list[_Turn] = []
     for pair in _require_list(value, "history", row):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
@@ -252,7 +252,7 @@ def _require_list(value: Any, name: str, row: Row) -> list[Any]:
 
 
 def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
-    """Read a message by the usual names, and whether it is to be learned."""
+    """Read a message, whose keys may have any of the usual names, and whether to train on it."""
     if not isinstance(one, dict) or not isinstance(one.get("role", one.get("from")), str):
         rows = nested_rows(row) if isinstance(one, dict) and not _NAMES.isdisjoint(one) else ""
         raise BadInputError(f"{row.where}: a message is {_show(one)}, and has no role{rows}")
@@ -287,7 +287,7 @@ def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
 
 
 def _is_learned(one: Message, row: Row) -> bool:
-    """Return whether a message's weight asks to learn it. Raises BadInputError for a fraction."""
+    """Return whether a message's keys let it be trained on. Raises BadInputError for a fraction."""
     for name in (*WEIGHTS, _MASKED):
         value = one.get(name)
         if value is None:
@@ -295,8 +295,8 @@ def _is_learned(one: Message, row: Row) -> bool:
         no, yes = ("1 or true", "0 or false") if name == _MASKED else ("0 or false", "1 or true")
         if isinstance(value, (list, dict)) or value not in (0, 1):
             raise BadInputError(
-                f"{row.where}: a message has the {name} {value!r}; it must be {no} (not learned) "
-                f"or {yes} (learned). Rename the key if it means something else."
+                f"{row.where}: a message has the {name} {value!r}; it must be {no} (not trained on) "
+                f"or {yes} (trained on). Rename the key if it means something else."
             )
         if bool(value) == (name == _MASKED):
             return False
@@ -322,13 +322,13 @@ def _part(part: Any, row: Row) -> str:
             if part.get(name) is not None:
                 raise BadInputError(
                     f"{row.where}: a part of a message has the {name} {part[name]!r}, and only "
-                    f"whole messages can have one. Give it to the message ({name!r} beside "
-                    "'role'), or leave it out."
+                    "whole messages can have one. Put it on the message (next to 'role'), or "
+                    "leave it out."
                 )
         return _text(part["text"], "text", row)
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
     raise BadInputError(
-        f"{row.where}: part of a message is of the type {kind!r}, and only text can be learned"
+        f"{row.where}: part of a message is of the type {kind!r}, and only text can be trained on"
     )
 
 

@@ -58,7 +58,9 @@ class Index(Record):
     @model_validator(mode="after")
     def _whole(self) -> Self:
         if set(self.splits) != set(SPLITS):
-            raise ValueError(f"it has the splits {', '.join(self.splits)}, not those of an entry")
+            raise ValueError(
+                f"it has the splits {', '.join(self.splits)}, not the splits of an entry"
+            )
         names = set()
         for name, split in self.splits.items():
             own = [shard_name(name, number) for number in range(len(split.shards))]

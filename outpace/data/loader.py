@@ -210,8 +210,8 @@ class _SeededDataset(Dataset[Any]):
             if isinstance(found, list) and len(found) != len(keys):
                 raise BadInputError(
                     f"__getitems__ of the data set returned a list of {len(found)} for "
-                    f"{len(keys)} indices. Return a list of as many samples, or a batch as a dict "
-                    "or a tuple."
+                    f"{len(keys)} indices. Return a list of that many samples, or a batch as a "
+                    "dict or a tuple."
                 )
             return found
         return [self._sample(*key) for key in keys]

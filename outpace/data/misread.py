@@ -54,9 +54,9 @@ def misread_hints(
     hints = []
     if nuls:
         hints.append(
-            f"the text of {reference} has {nuls:,} NUL characters, which are learned unchanged. "
-            "They usually come from a file that was truncated or converted wrongly: check it, or "
-            "remove them"
+            f"the text of {reference} has {nuls:,} NUL characters, which are trained on "
+            "unchanged. They usually come from a file that was truncated or converted wrongly: "
+            "check it, or remove them"
         )
     if specials:
         hints.append(

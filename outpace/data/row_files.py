@@ -476,8 +476,8 @@ def _table(
 ) -> Iterator[tuple[Row, int]]:
     """Yield rows of a table below its header.
 
-    GLUE's tab-separated files do not quote: a quotation mark is part of the text. Other files
-    quote, such as those of pandas (see `_quotes`).
+    GLUE's tab-separated files do not quote: a quotation mark is part of the text. Other files do,
+    such as those that pandas writes (see `_quotes`).
     """
     quoted = delimiter == "," or _quotes(file)
     cells = _read_csv(file, delimiter) if quoted else _read_tabs(file)
@@ -557,8 +557,8 @@ def _lines_of(file: Path) -> Iterator[str]:
 def _quotes(file: Path) -> bool:
     """Return whether cells between tabs that begin with a quotation mark are quoted, as in CSV.
 
-    They are if all are well-formed, and the header is quoted or some marks are doubled; or if all
-    rows have the header's columns only so, as with tabs and line breaks in cells. Raises
+    They are quoted if all are well-formed and the header is quoted or some marks are doubled, or if
+    only then all rows have the header's columns, as with tabs and line breaks in cells. Raises
     BadInputError for one column with line breaks, which could be read both ways.
     """
     columns = opened = 0
@@ -591,7 +591,9 @@ def _quotes(file: Path) -> bool:
 
 
 def _is_even_if_quoted(file: Path) -> bool:
-    """Return whether all rows of a table with quoted cells between tabs have as many columns."""
+    """Return whether all rows of a table with quoted cells between tabs have the same number of
+    columns.
+    """
     try:
         widths = (len(cells) for _, cells, _ in _read_csv(file, "\t"))
         first = next(widths)

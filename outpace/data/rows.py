@@ -206,7 +206,7 @@ def nul_hints(rows: Iterable[Row]) -> list[str]:
         return []
     return [
         f"{len(found):,} rows have NUL characters, which usually come from a file that was "
-        f"truncated or converted wrongly, and are learned unchanged (first {found[0]})"
+        f"truncated or converted wrongly, and are trained on unchanged (first {found[0]})"
     ]
 
 

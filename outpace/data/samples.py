@@ -89,8 +89,8 @@ class TokenDataset(Dataset[Batch]):
         """Return a data set of all samples, or the first `most`, each once, in batches of `batch`.
 
         The last batch is filled up with samples without targets, so a mean over all targets does
-        not depend on the batch. As many samples of a weighted mixture are read in its proportions,
-        for its mean, so those of a small source come several times.
+        not depend on the batch. For a weighted mixture, that many samples are read in its
+        proportions, to compute its mean, so samples of a small source come several times.
         """
         found = copy.copy(self)
         found._most, found._once_in = min(most, len(self)), batch

@@ -231,7 +231,7 @@ def _of_file(reference: str, path: Path) -> Source:
     if form == "text" and _has_rows(path):
         raise BadInputError(
             f"{path} contains JSON (an object per line, or a list of objects), whose syntax would "
-            "be learned as text. Rename it to .jsonl, so that its rows are read."
+            "be trained on as text. Rename it to .jsonl, so that its rows are read."
         )
     return _source_of(reference, "text" if form == "text" else "rows", [path])
 
@@ -352,7 +352,7 @@ def unread_split_hints(source: Source) -> list[str]:
 
 
 def markup_hints(source: Source) -> list[str]:
-    """Note that files are pages or lists in a markup language, whose markup is learned as text."""
+    """Note that files are pages or lists in a markup language, which becomes part of the text."""
     if source.kind != "text" or source.reference == "stdlib":
         return []
     looked_at = source.files[:_COMPARED_FILES]
@@ -365,7 +365,7 @@ def markup_hints(source: Source) -> list[str]:
         which = f"{len(found):,} of {len(looked_at):,} files of {source.reference} ({found[0][0]}"
         which += f"{', …' if len(found) > 1 else ''}) {'are' if len(found) > 1 else 'is'} {kinds}"
     return [
-        f"{which}, whose markup is learned with the text. If that is not intended, extract the "
+        f"{which}, whose markup is trained on with the text. If that is not intended, extract the "
         "texts, or write them as rows of a .jsonl"
     ]
 

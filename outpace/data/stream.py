@@ -44,9 +44,9 @@ _START_AGAIN = (
 class MappedTokens:
     """A file of token ids that is mapped into memory when used; pickling keeps only its path.
 
-    Reading raises BadInputError if the file was overwritten or truncated since: other tokens would
-    be learned, or the kernel would end the process. Replacing the file under its name does no harm,
-    since the mapped file stays; nor does appending.
+    Reading raises BadInputError if the file was overwritten or truncated since: training would read
+    other tokens, or the kernel would end the process. Replacing the file under its name does no
+    harm, since the mapped file stays; nor does appending.
     """
 
     def __init__(self, path: Path, dtype: str, offset: int = 0) -> None:
@@ -317,8 +317,8 @@ def _require_two_bytes(path: Path) -> None:
     large = len(pairs) >= _LEAST_PAIRS and pairs[:, 1].astype(bool).mean() > 0.5
     if large and pairs.max() < 128:
         raise BadInputError(
-            f"{path} holds bytes below 128 only: it is text, or ids of one byte, not ids of 16, 32 "
-            "or 64 bits. Name a text .txt; write ids as uint16 with numpy, as in "
+            f"{path} holds only bytes below 128: it is text, or ids of one byte, not ids of 16, "
+            "32 or 64 bits. Name a text .txt; write ids as uint16 with numpy, as in "
             "ids.astype('uint16').tofile(FILE)."
         )
 

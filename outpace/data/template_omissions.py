@@ -49,7 +49,7 @@ def unwritten_parts(
 def unwritten_roles(messages: Sequence[Message], whole: str, render: Render) -> tuple[str, ...]:
     """Return the roles of messages whose words the template leaves out of the `whole` text.
 
-    The assistant's words are compared where they are learned. `render` writes other messages.
+    The assistant's words are checked where they become targets. `render` writes other messages.
     """
     plain = "".join(whole.split())
     found: dict[str, None] = {}
@@ -67,10 +67,10 @@ def unwritten_roles(messages: Sequence[Message], whole: str, render: Render) -> 
 def unwritten_keys(talk: Conversation, render: Render) -> list[str]:
     """Return the keys of messages, other than their text, that have no effect.
 
-    The template omits them, or they ask to learn a message that is not the assistant's.
+    The template omits them, or they ask to train on a message that is not the assistant's.
     """
     asked = dict.fromkeys(
-        f"{key!r} of {one['role']!r} messages (only the assistant's are learned)"
+        f"{key!r} of {one['role']!r} messages (only the assistant's are trained on)"
         for one in talk.messages
         for key in WEIGHTS
         if one["role"] != "assistant" and one.get(key) == 1
@@ -101,6 +101,7 @@ def require_calls_written(talk: Conversation, number: int, where: str, render: R
     if render(upto) == with_calls:
         raise BadInputError(
             f"{where}: the assistant calls a tool, and the tokenizer's chat template does not "
-            "write tool_calls: an empty answer would be learned. Set a chat_template that writes "
-            "them in the tokenizer's folder, or leave such conversations out."
+            "write tool_calls: the model would be trained on an empty answer. Set a "
+            "chat_template that writes them in the tokenizer's folder, or leave such "
+            "conversations out."
         )

@@ -47,8 +47,8 @@ def starting_workers() -> Iterator[Begin]:
     """Yield the `worker_init_fn` of a DataLoader whose workers start in this context.
 
     Workers never collect their parent's garbage: it may refer to threads and memory that a fork
-    does not have, and freeing these is a segmentation fault. Nor do collections then write to pages
-    that are shared with the parent.
+    does not have, and freeing them would be a segmentation fault. Nor do collections then write to
+    pages that are shared with the parent.
     """
     collects = gc.isenabled()
     gc.disable()

@@ -166,7 +166,7 @@ def _is_asked(arms: Sequence[Arm], names: Sequence[str]) -> bool:
 
 
 def other_numbers(one: RunRecord, other: RunRecord) -> list[str]:
-    """Return the facts by which two runs of the same training would compute different numbers."""
+    """Return the facts that would make two runs of the same training compute different numbers."""
     mine, its = _numbers(one), _numbers(other)
     return [name for name in mine if mine[name] != its[name]]
 

@@ -196,7 +196,7 @@ def _host_copy(custom: CustomModel) -> CustomModel:
 def _plans(
     asked: Sequence[Plan | str] | str | None, nproc: int, samples: int
 ) -> tuple[list[Plan], dict[str, str]]:
-    """Return the plans to verify; of a request for all, also strategies left out, with reasons."""
+    """Return the plans to verify and, if all were requested, strategies left out, with reasons."""
     if isinstance(asked, str):
         asked = None if asked == "all" else asked.split(",")
     if asked is not None:
@@ -543,7 +543,7 @@ def _format_deviation(relative: float | None) -> str:
     if relative is None:
         return MISSING
     if relative == float("inf"):
-        return "is NaN, or is not zero although it is in one process"
+        return "is NaN, or is not zero although it is zero in one process"
     return f"is off by {relative:.2g} of its scale"
 
 
@@ -602,8 +602,8 @@ def _likely_cause(
     kind = listed[0][0]
     if kind.endswith(" after resuming"):
         said = (
-            "Without an interruption it is right, so the checkpoint lacks something that the "
-            "module needs, such as another rank's buffers, or state outside buffers"
+            "The result is right without an interruption, so the checkpoint lacks something that "
+            "the module needs, such as another rank's buffers, or state outside buffers"
         )
         if not attributes:
             return said

@@ -91,7 +91,9 @@ class Trial:
         return made
 
     def objective(self, plan: Plan) -> LanguageModelObjective:
-        """Return the model with its loss, equal on every rank, before weights are lowered."""
+        """Return the model with its loss, equal on every rank, before weights are converted to
+        fewer bits.
+        """
         dtype = torch.float64 if plan.precision == "fp64" else torch.float32
         model = Transformer(self.spec, self.seed).to(self.device, dtype)
         with torch.no_grad():  # weights large enough for every part to have an effect

@@ -69,7 +69,7 @@ def _names_by_number(given: Any, where: Path) -> dict[str, str]:
 
 
 def unsupported_task(directory: Path) -> str | None:
-    """Return what a stored classifier predicts, if not one class of a text; else None.
+    """Return what a stored classifier predicts if it is not one class per text; else None.
 
     This follows how transformers reads `problem_type`, or a single label without it.
     """

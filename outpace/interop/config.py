@@ -340,7 +340,7 @@ def _read_windows(config: Any, where: str) -> dict[str, Any]:
         return {}
     if window is None:
         raise BadInputError(
-            f"{where} contradicts itself: layer_types has sliding_attention, and no window is in "
+            f"{where} contradicts itself: layer_types has sliding_attention, but no window is in "
             "use (sliding_window is null or use_sliding_window false). Correct the one that is "
             "wrong."
         )
@@ -368,8 +368,8 @@ def _read_rope(rope: Mapping[str, Any], where: str) -> dict[str, Any]:
     theta = rope.get("rope_theta", 10_000.0)
     if isinstance(theta, bool) or not isinstance(theta, int | float):
         raise BadInputError(
-            f"{where}: rope_theta = {excerpt(theta)}, with which transformers builds no model. "
-            "Write the number that the model was trained with."
+            f"{where}: rope_theta = {excerpt(theta)}, and transformers cannot build a model with "
+            "it. Write the number that the model was trained with."
         )
     read: dict[str, Any] = {"rope_theta": theta}
     if kind == "llama3":

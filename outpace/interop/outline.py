@@ -156,8 +156,8 @@ def _restore_tied(config: ReadValues, values: Mapping[str, Any], where: str) -> 
     if isinstance(tied, bool) and isinstance(inner, bool) and tied != inner:
         raise BadInputError(
             f"{where}: tie_word_embeddings is {str(tied).lower()}, and in text_config "
-            f"{str(inner).lower()}. Remove the one that is wrong: tied, the model's files have no "
-            "lm_head."
+            f"{str(inner).lower()}. Remove the one that is wrong: if the head is tied, the "
+            "model's files have no lm_head."
         )
     if isinstance(tied, bool):
         for part in (config.config, getattr(config.config, "text_config", None)):

@@ -169,7 +169,7 @@ def _config(
 
 
 def _plain(number: float) -> int | float:
-    """Return a whole number as an int, since PEFT's alphas are ints where possible."""
+    """Return a whole number as an int, as PEFT writes alphas."""
     return int(number) if number == int(number) else number
 
 

@@ -514,7 +514,7 @@ def _read_trainer_state(path: Path) -> LoggedRun:
 
 
 def read_trainer_rate(folder: Path) -> float | None:
-    """Return the highest learning rate in a Trainer's log beside a model; None without a log."""
+    """Return the highest learning rate in the Trainer's log next to a model; None without a log."""
     try:
         history = read_object(folder / _STATE).get("log_history")
     except BadInputError:

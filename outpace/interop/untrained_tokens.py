@@ -31,9 +31,9 @@ def untrained_token_hints(
     names = first_names([repr(added[number]) for number in sorted(found)])
     return [
         "adapters train neither the embedding nor the head, whose rows for these tokens of the "
-        f"conversations were never trained: {names}. They are zero or alike, so the model hardly "
-        "learns to write such a token, for example to end an answer. Start from "
-        "an instruct model, train all weights (without --lora-rank), or use a chat template of "
+        f"conversations were never trained: {names}. These rows are zero or all the same, so the "
+        "model barely learns to write such a token, for example to end an answer. Start from an "
+        "instruct model, train all weights (without --lora-rank), or use a chat template of "
         "plain text"
     ]
 

@@ -278,8 +278,8 @@ def _open_tensors(directory: Path) -> Iterator[list[StoredTensor]]:
 def _without_wrappers(tensors: Sequence[StoredTensor]) -> list[StoredTensor]:
     """Return the tensors under the model's names, without the prefixes of wrappers.
 
-    Compiled models are saved with `_orig_mod.` before all names or before those of each block, and
-    models in DistributedDataParallel with `module.` before all.
+    Compiled models are saved with `_orig_mod.` before all names or before the names in each block,
+    and models in DistributedDataParallel with `module.` before all.
     """
     names = [tensor.name.replace("_orig_mod.", "") for tensor in tensors]
     while names and all(name.startswith(_WRAPPED) for name in names):
@@ -341,7 +341,7 @@ def unread_weights(directory: Path) -> list[str]:
 
 
 def _may_be_data(path: Path, below: bool) -> bool:
-    """Return whether a .bin file beside a model, or in a folder `below`, may be data, by name."""
+    """Return whether a .bin file next to a model, or in a folder `below`, may be data, by name."""
     if _MODEL_NAME.search(path.stem.lower()):
         return False
     return below or _DATA_NAME.search(path.stem.lower()) is not None

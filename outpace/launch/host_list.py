@@ -17,9 +17,9 @@ _MOST_HOSTS = 1 << 20
 def expand(text: str) -> Iterator[str]:
     """Yield the hosts of a list, in order. Raises BadInputError for a malformed one.
 
-    The result is that of `scontrol show hostnames`, except that some lists which SLURM allows are
-    refused (text after the last brackets, and some boxes). The last brackets vary fastest, and
-    numbers have as many digits as the first number of their range.
+    The result is the same as from `scontrol show hostnames`, except that some lists which SLURM
+    allows are refused (text after the last brackets, and some boxes). The last brackets vary
+    fastest, and numbers have as many digits as the first number of their range.
     """
     for name in _split(text):
         parts = list(_PART.finditer(name))

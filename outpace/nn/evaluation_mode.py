@@ -14,8 +14,8 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
 
     A user's own `eval` and `train` methods are called both times: some merge adapters into weights
     for evaluation and unmerge them for training. Parts that were already in evaluation mode, such
-    as a frozen BatchNorm, return to it. Parts added meanwhile get the mode of their parent. Raises
-    BadInputError if a user's method fails.
+    as a frozen BatchNorm, return to it. Parts added in the meantime get the mode of their parent.
+    Raises BadInputError if a user's method fails.
     """
     modes = {part: part.training for part in module.modules()}
     _switch(module, training=False)
@@ -37,6 +37,6 @@ def _switch(module: nn.Module, training: bool) -> None:
         raise BadInputError(
             f"the module's {'train()' if training else 'eval()'} failed with {type(e).__name__}: "
             f"{said[0][:200]}. If it does not in one process, it uses parameters of which this "
-            "rank holds a shard, or none. Let the forward do it (if self.training), or use "
-            "strategy ddp or zero1."
+            "rank holds only a shard, or nothing. Do it in the forward (if self.training), or "
+            "use strategy ddp or zero1."
         ) from e

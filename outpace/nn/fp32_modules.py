@@ -1,8 +1,9 @@
 """Norms and embeddings over gathered 16-bit weights, computed in fp32 as under autocast.
 
-Autocast expects weights in fp32: it casts those of matmuls and no others. With sharded parameters,
-ranks gather 16-bit weights instead (`parallel.fsdp`). On these, torch's norms refuse 16-bit weights
-with an fp32 input, and an embedding would make a transformer's whole residual stream 16-bit.
+Autocast expects weights in fp32: it casts the weights of matmuls and no others. With sharded
+parameters, ranks gather 16-bit weights instead (`parallel.fsdp`). On these, torch's norms refuse
+16-bit weights with an fp32 input, and an embedding would make a transformer's whole residual stream
+16-bit.
 """
 
 from collections.abc import Callable

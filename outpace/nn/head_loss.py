@@ -387,7 +387,7 @@ class _WholeLoss(torch.autograd.Function):
 def _requested_operands(ctx: Any) -> set[int]:
     """Return the operands whose gradients this run of autograd needs, of those that require one.
 
-    `needs_input_grad` does not say: it stays as it was in the forward.
+    `needs_input_grad` does not tell: it keeps its value from the forward.
     """
     operands = [number for number, dtype in enumerate(ctx.dtypes) if dtype is not None]
     nodes = zip(operands, ctx.next_functions, strict=False)

@@ -2,8 +2,8 @@
 
 torch's selective checkpointing asks a policy about every operator, twice. Here, a tensor that a
 linear layer saves for its backward is replaced by a recipe to recompute it: the input from a norm
-or an activation function, and a weight's copy by casting or joining. As many bytes are kept, but
-the residual sum within the block is kept in fp32 instead of its two terms in 16 bits.
+or an activation function, and a weight's copy by casting or joining. The same number of bytes is
+kept, but the residual sum within the block is kept in fp32 instead of its two terms in 16 bits.
 """
 
 from collections.abc import Callable, Sequence

@@ -3,7 +3,8 @@
 Hu et al., "LoRA", arXiv 2106.09685, §4.1: h = W x + (α/r) · B A x, with A (r × in) drawn at random
 and B (out × r) initially zero. Dettmers et al., "QLoRA", arXiv 2305.14314, eq. 5.
 
-Adapters are parameters of their matrix's module, `lora_a` and `lora_b`; others keep their names.
+Adapters are parameters of their matrix's module, `lora_a` and `lora_b`; all other parameters keep
+their names.
 """
 
 import math

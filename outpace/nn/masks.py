@@ -70,9 +70,9 @@ def visibility(
     """Return the cheapest exact description of one layer's attention pattern.
 
     `window`: a token sees itself and the window − 1 tokens before it (Mistral 7B, arXiv 2310.06825,
-    §2), and without `causal` as many after it. `documents_BS`: only tokens with equal numbers see
-    each other. `padding_mask_BS`: True for real tokens; others are only visible to themselves.
-    `by_blocks`: use blocks instead of a mask, if there is at least one whole block.
+    §2), and without `causal` the same number of tokens after it. `documents_BS`: only tokens with
+    equal numbers see each other. `padding_mask_BS`: True for real tokens; others are only visible
+    to themselves. `by_blocks`: use blocks instead of a mask, if there is at least one whole block.
     """
     if window is not None and window >= keys:
         window = None

@@ -108,7 +108,7 @@ class _PinnedTensor:
 
 
 class HostStore:
-    """Page-locked host memory, with one stream per direction beside the compute stream."""
+    """Page-locked host memory, with one stream per direction in addition to the compute stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.down, self.up = torch.cuda.Stream(device), torch.cuda.Stream(device)

@@ -121,9 +121,9 @@ class Scratch:
 
     def _refusal(self, error: OSError, nbytes: int) -> BadInputError:
         return BadInputError(
-            f"offload to disk: {self._directory} has no room for {show_bytes(nbytes)} more beside "
-            f"the {show_bytes(self.taken_bytes)} that this process has there ({error.strerror}). "
-            "Name another directory with --offload-dir, or offload less."
+            f"offload to disk: {self._directory} has no room for {show_bytes(nbytes)} in addition "
+            f"to the {show_bytes(self.taken_bytes)} that this process has there "
+            f"({error.strerror}). Name another directory with --offload-dir, or offload less."
         )
 
     def copy_permanently(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Region]:
@@ -154,7 +154,7 @@ def _allocate(descriptor: int, start: int, nbytes: int) -> None:
     """Allocate disk space for part of a file, all of it or none. Raises OSError.
 
     Check first whether it fits: a file system may fill up before it refuses, so that other writes
-    fail meanwhile.
+    fail in the meantime.
     """
     disk = os.fstatvfs(descriptor)
     if nbytes > disk.f_bavail * disk.f_frsize:

@@ -20,7 +20,7 @@ Streams = tuple[Tensor, Tensor, Tensor]
 
 
 def draw_bits(shape: torch.Size, noise: torch.Generator, device: torch.device) -> Tensor:
-    """Return a uniform integer per value, with as many bits as rounding drops, int32."""
+    """Return a uniform integer per value, with the number of bits that rounding drops, int32."""
     return torch.randint(
         0, 1 << _LOST_BITS, shape, generator=noise, device=device, dtype=torch.int32
     )
@@ -30,7 +30,7 @@ def round_to_bf16(x: Tensor, noise: torch.Generator | Tensor) -> Tensor:
     """Round fp32 to bf16, up or down with probabilities such that the expected value is `x`.
 
     Gupta et al., "Deep Learning with Limited Numerical Precision", ICML 2015, §3.1. Dropping the
-    lower bits rounds towards zero. Adding a uniform integer with as many bits first carries over
+    lower bits rounds towards zero. Adding a uniform integer of that many bits first carries over
     with a probability equal to the dropped fraction. `noise` is a tensor of such integers, which is
     overwritten, or their generator.
     """

@@ -66,7 +66,7 @@ def _first_tensor(batch: Batch, plain: Batch) -> Tensor:
         raise BadInputError(
             "a batch has a PackedSequence, whose first dimension runs over the steps of all "
             "samples, so it cannot be cut by samples. Pass the padded tensor and the lengths, "
-            "and let the forward pack them (torch.nn.utils.rnn.pack_padded_sequence)."
+            "and pack them in the forward (torch.nn.utils.rnn.pack_padded_sequence)."
         )
     first = next((leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dim()), None)
     if first is None:
@@ -390,7 +390,7 @@ def concatenate(one: Batch, other: Batch) -> Batch | None:
 
 
 def _plain(batch: Batch) -> Batch:
-    """Let pytrees know the classes in a batch: dataclasses, and subclasses of dict and UserDict.
+    """Register the classes in a batch as pytrees: dataclasses, and subclasses of dict and UserDict.
 
     The latter include transformers' BatchEncoding. Other mappings become dicts.
     """

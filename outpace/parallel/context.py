@@ -7,7 +7,8 @@ the last tokens much, so a sequence is split into 2N chunks, and rank i has chun
 "zig-zag" of Llama 3, arXiv 2407.21783, §3.3.2). All ranks then have equal work in every turn.
 
 Parameters are replicas, and the loss is a sum over each rank's targets: as far as gradients are
-concerned, the ranks of a sequence are like those of a batch, so gradients are reduced as in `ddp`.
+concerned, the ranks of a sequence are like the ranks of a batch, so gradients are reduced as in
+`ddp`.
 
 Legend: B batch, S queries, T keys, H query heads, K key/value heads, G = H/K, C width of a head.
 """
@@ -62,7 +63,7 @@ class SequenceRing:
         """Yield the parts of attention to compute with this rank's keys, then with received ones.
 
         Each rank has chunk i and chunk 2N−1−i. For keys from a lower rank, the first chunk precedes
-        both chunks here, and the second follows both. For those from a higher rank, both chunks
+        both chunks here, and the second follows both. For keys from a higher rank, both chunks
         precede the second chunk here and follow the first.
         """
         everything, half = slice(None), length // 2

@@ -5,7 +5,7 @@ that have one on other ranks. A strategy then uses zeros, so that all ranks redu
 A parameter without a gradient on any rank must end up without one, as in a single process:
 optimizers skip it, whereas a zero gradient would still apply weight decay and momentum.
 
-The same message tells ranks whose forward has written to parameters whether all ranks' have.
+The same message tells ranks whose forward has written to parameters whether all others have, too.
 """
 
 import warnings

@@ -199,7 +199,8 @@ class Layout:
         """Run forward and backward of this rank's micro-batches of one step.
 
         Returns (2,) float64: this rank's share of the sum of losses and of the number of targets;
-        summed over all ranks, those of the global batch. Afterwards, gradients are reduced.
+        summed over all ranks, these are the global batch's totals. Afterwards, gradients are
+        reduced.
         """
         if self.buffers is not None:
             self.buffers.begin_step()

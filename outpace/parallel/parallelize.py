@@ -83,9 +83,10 @@ class ParallelModule:
     def forward_backward(self, batch: Batch) -> Tensor:
         """Compute the global batch's mean loss from this rank's share, and its gradients.
 
-        This replaces `loss.backward()`: afterwards, every gradient is that of this mean. Previous
-        gradients are dropped. The share is processed in the plan's micro-batches. The loss is in
-        float64 (fp32 on Metal), in which samples and ranks are summed, whatever the module's dtype.
+        This replaces `loss.backward()`: afterwards, every gradient is the gradient of this mean.
+        Previous gradients are dropped. The share is processed in the plan's micro-batches. The loss
+        is in float64 (fp32 on Metal), in which samples and ranks are summed, whatever the module's
+        dtype.
         """
         with refuse_together(self._ranks.world_size, in_step=True):
             for _, parameter in self.layout.named_parameters():

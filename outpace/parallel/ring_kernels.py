@@ -1,8 +1,9 @@
-"""Attention to the keys of one turn of the ring, by kernels that return and accept a log-sum-exp.
+"""Attention in one turn of the ring, by kernels that return and accept a log-sum-exp.
 
-A turn's output is a softmax over its own keys; with the logarithm of the softmax's denominator it
-can be merged with those of other turns. In the backward, a kernel gets the output and the
-log-sum-exp over all turns, so it recomputes the true weights.
+In each turn, a rank attends to the keys of one rank. The output is a softmax over these keys alone;
+outputs of several turns can be merged if the logarithms of their softmax denominators are known. In
+the backward, a kernel gets the output and the log-sum-exp over all turns, so it recomputes the true
+weights.
 
 Legend: B batch, S queries, T keys, H query heads, K key/value heads, G = H/K, C width of a head.
 """

@@ -52,8 +52,8 @@ def find_shared_memory(module: nn.Module) -> tuple[str, str, str] | None:
 def refuse_shared_memory(module: nn.Module, strategy: Strategy, loss: Loss | None = None) -> None:
     """Raise BadInputError for shared memory that a strategy's ranks would separate.
 
-    Also for parameters that lists, keys and functions hold and a step may read, because the
-    strategy replaces parameters in modules only.
+    Also refuse parameters in lists, keys and functions that a step may read, because the strategy
+    replaces parameters in modules only.
     """
     traits = TRAITS[strategy]
     if not traits.whole_model:

@@ -7,11 +7,11 @@ in the collectives of each unit that any rank calls, in one order for all: a uni
 skips is gathered, and its backward run without a gradient, as if it had been called on nothing.
 
 Before each unit, ranks announce which one they have reached, and the lowest is next, until a
-training pass has shown an order: that of the units in the module, or one in which all ranks called
-all units, some perhaps several times. From then on, this order is used without announcements. An
-evaluation pass does not show an order, since it drops nothing. If all ranks later call a unit more
-often than that in the same pass, they announce calls again from there on; if only one rank does, it
-refuses, since the others cannot know.
+training pass has shown an order: the order of the units in the module, or one in which all ranks
+called all units, some perhaps several times. From then on, this order is used without
+announcements. An evaluation pass does not show an order, since it drops nothing. If all ranks later
+call a unit more often than that in the same pass, they announce calls again from there on; if only
+one rank does, it refuses, since the others cannot know.
 """
 
 import threading
@@ -137,10 +137,10 @@ class UnitOrder:
         while here < self._group.size():
             if time.monotonic() > until_s:
                 raise BadInputError(
-                    f"block {number} (a {kind}) is called more often or in another order than in "
-                    "the first batches, but not on all ranks, so they would wait for each other. "
-                    "Treat the model as one block with blocks=[] (parallelize), or use ddp or "
-                    "zero1."
+                    f"block {number} (a {kind}) is called more often or in a different order than "
+                    "in the first batches, but not on all ranks, so they would wait for each "
+                    "other. Treat the model as one block with blocks=[] (parallelize), or use "
+                    "ddp or zero1."
                 )
             time.sleep(_LOOK_AGAIN_S)
             here = store.add(key, 0)

@@ -141,7 +141,7 @@ class PlanBatch:
     def with_kept_states(self) -> Self:
         """Return the plans with precisions whose optimizer keeps no master weights of its own.
 
-        This is so where shards of parameters are the masters.
+        This is the case where shards of parameters are the masters.
         """
         plain = PRECISIONS.index("bf16")
         return replace(self, precision=np.where(self.holds_masters(), plain, self.precision))

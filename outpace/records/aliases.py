@@ -19,7 +19,7 @@ _SHARE = "a number of steps, not a share of them"
 
 
 class _Meaning(NamedTuple):
-    """Possible names in outpace, of which a command uses those that it has, and a remark.
+    """Possible names in outpace (a command uses the ones that it has), and a remark.
 
     A name may be followed by a space and a value.
     """

@@ -316,7 +316,7 @@ def _keep_access(descriptor: int, before: os.stat_result) -> None:
 def put_aside(path: Path, kind: str = "damaged", folder: Path | None = None) -> Path:
     """Rename an unusable file to `NAME.kind-1` and return the new path. Raises OSError.
 
-    The new path is beside the old one, or in a `folder` on the same disk.
+    The new path is next to the old one, or in a `folder` on the same disk.
     """
     folder, number = folder or path.parent, 1
     folder.mkdir(exist_ok=True)

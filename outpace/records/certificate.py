@@ -55,7 +55,7 @@ class ParityVerdict(Record):
     cause: str | None = None
 
 
-WITHOUT_DROPOUT = "without dropout, so ranks' dropout masks are not proved"
+WITHOUT_DROPOUT = "without dropout, so the ranks' dropout masks are not verified"
 
 
 class Certificate(Record):

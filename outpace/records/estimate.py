@@ -32,8 +32,8 @@ class Estimate(Record):
     errors for published or measured steps. `parts_s` add up to the step; `memory` adds up to
     `peak_memory_bytes`, on the device of the rank that needs the most. Offloaded memory is counted
     separately, per node, in host memory or on disk: that rank's bytes times the ranks per node. MFU
-    counts the FLOPs that the model needs, and HFU also those of recomputation, both relative to the
-    dense peak; None if no peak is known.
+    counts the FLOPs that the model needs, and HFU also the FLOPs of recomputation, both relative to
+    the dense peak; None if no peak is known.
     """
 
     depth: Depth
@@ -139,7 +139,7 @@ class RankedPlan(Record):
 
 
 class RejectedFamily(Record):
-    """A family of plans of which none is listed, and why, with its best or smallest plan."""
+    """A family of plans that is not listed, and why, with its best or smallest plan."""
 
     family: str
     reason: str

@@ -44,7 +44,7 @@ class Finding(Record):
 
 
 class Examination(Record):
-    """All findings, most costly first; and what was examined, or could not be and why."""
+    """All findings, the most costly first, and what was examined, or why it could not be."""
 
     findings: tuple[Finding, ...]
     checked: tuple[str, ...]

@@ -14,7 +14,7 @@ class Schedule(Record):
 
     "loop": stage s is on rank s mod p. "v": the second stages are in reverse order of ranks, so
     rank 0 has the first and the last stage. `splits_backward`: gradients of inputs are computed
-    first, those of weights later, when the pipeline would be idle (Qi et al., arXiv 2401.10241,
+    first, gradients of weights later, when the pipeline would be idle (Qi et al., arXiv 2401.10241,
     §2).
     """
 

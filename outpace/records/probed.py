@@ -43,8 +43,8 @@ class LinkFit(Record):
 def network_fit(fits: Sequence[LinkFit], hosts: int) -> LinkFit | None:
     """Return the all-reduce fit that describes the network between hosts; None if there is none.
 
-    It is that of the axis "across", where each local rank has a group and all communicate at once.
-    With one rank per host, there is no such axis, and all ranks together use the network.
+    It is the fit for the axis "across", where each local rank has a group and all communicate at
+    once. With one rank per host, there is no such axis, and all ranks together use the network.
     """
     if hosts < 2:
         return None

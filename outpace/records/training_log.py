@@ -26,7 +26,7 @@ MemoryKind = Literal["allocated", "reserved", "resident"]
 
 class LoggedRun(Record):
     """A run as described by a trainer's log. None if the log does not say. `steps` were averaged,
-    without the warm-up. Memory is that of the rank with the most in the log.
+    without the warm-up. Memory is the maximum over the ranks in the log.
     """
 
     trainer: TrainerName

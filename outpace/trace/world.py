@@ -80,7 +80,7 @@ def _gather_equal(gathered: list[Any], value: Any, group: Any = None) -> None:
 
 
 class _DoneWork:
-    """Finished work whose future has a result, unlike that of the fake process group."""
+    """Finished work whose future has a result, unlike the fake process group's."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor

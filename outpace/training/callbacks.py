@@ -1,4 +1,4 @@
-"""Callbacks through which the user's logging, and outpace's own, follow a run."""
+"""Callbacks that follow a run, for the user's logging and for outpace's own."""
 
 from collections.abc import Iterable
 from pathlib import Path

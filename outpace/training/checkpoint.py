@@ -410,7 +410,8 @@ class Checkpointer:
 def put_later_aside(directory: Path, step: int, say: Callable[[str], None]) -> None:
     """Clear checkpoints after `step`, from which training resumes; keep those that were complete.
 
-    Damaged checkpoints are moved beside `directory` and reported; unfinished ones are removed.
+    Damaged checkpoints are moved out of `directory`, next to it, and reported; unfinished ones are
+    removed.
     """
     damaged = directory.with_name(f"{directory.name}-damaged")
     for folder in sorted(_steps(directory), key=step_of):

@@ -72,7 +72,8 @@ class BusyTime:
             self._running.append(marks)
 
     def pop_seconds(self) -> float:
-        """Return the seconds since the last call; on a GPU, those of the latest finished step.
+        """Return the seconds since the last call; on a GPU, the seconds of the latest finished
+        step.
 
         Return −1 if unknown. Never wait.
         """

@@ -145,7 +145,7 @@ def test_all_ranks_of_many_hosts_are_no_link_within_one(capsys, tmp_path):
     assert "the links within a node are not known" in capsys.readouterr().err
     probed = probe(tmp_path / "m.json", link("across", 2, 2e9), ranks=7, hosts=2)
     assert main(["network", "--model=outpace-tiny", probed]) == 2
-    assert "not equally many on each" in capsys.readouterr().err
+    assert "not the same number on each" in capsys.readouterr().err
 
 
 def test_the_probe_says_of_a_node_what_the_network_question_reckons_with(capsys, tmp_path):

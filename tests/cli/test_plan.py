@@ -135,7 +135,7 @@ def test_figures_of_three_digits_fit_in_80_columns(capsys, monkeypatch):
 @pytest.mark.parametrize("option", ["--lora-rank=16", "--base=nf4"])
 def test_adapters_of_an_estimate_are_in_its_file(option, capsys):
     error = refused(capsys, "estimate", "--model=gpt2", "--machine=hgx-h100", option)
-    assert "outpace estimate has no option" in error and "are in its file" in error
+    assert "outpace estimate has no option" in error and "are part of a plan" in error
 
 
 QLORA = ["plan", "--model=llama-3.1-8b", "--machine=rtx-4090", "--lora-rank=16", "--base=nf4"]

@@ -759,7 +759,7 @@ def test_folders_and_names_of_texts_say_splits(tmp_path, prepare, ids_of):
 def test_marks_of_a_markup_language_are_said_to_be_learnt(tmp_path, prepare, name, begin, kind):
     (tmp_path / name).write_text(begin + " words and more words. " * 200)
     hints = prepare(str(tmp_path / name)).hints
-    said = f"{tmp_path / name} is {kind}, whose markup is learned with the text."
+    said = f"{tmp_path / name} is {kind}, whose markup is trained on with the text."
     assert any(hint.startswith(said) for hint in hints) is (kind is not None), hints
     (tmp_path / "plain.txt").write_text("plain words. " * 400)
     hints = prepare(str(tmp_path)).hints

@@ -178,9 +178,9 @@ LLAMA = {"model_type": "llama"}
         ),
         (
             {"model_type": "qwen2", "num_hidden_layers": 1, "layer_types": ["sliding_attention"]},
-            "layer_types has sliding_attention, and no window is in use",
+            "layer_types has sliding_attention, but no window is in use",
         ),
-        ({**LLAMA, "rope_theta": None}, "rope_theta = None, with which transformers builds no"),
+        ({**LLAMA, "rope_theta": None}, "rope_theta = None, and transformers cannot build"),
         ({**LLAMA, "pad_token_id": 32000}, "pad_token_id = 32000, and the embedding has 32000"),
         ({"model_type": "bert", "type_vocab_size": 0}, "type_vocab_size = 0"),
         ({"model_type": "gpt2", "num_key_value_heads": 4}, "num_key_value_heads 4, which"),

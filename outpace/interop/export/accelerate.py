@@ -147,8 +147,8 @@ def axes(request: ExportRequest, tool: str, notes: list[str]) -> dict[str, int]:
     replicate, shard = plan.dp_replicate, plan.dp_shard
     if replicate > 1 and shard == 1 and plan.tp * plan.cp > 1:
         notes.append(
-            f"dp_replicate {replicate} beside tp or cp: {tool} supports whole replicas only "
-            "without other axes. The export has shards over these ranks instead."
+            f"dp_replicate {replicate} with tp or cp: {tool} supports whole replicas only without "
+            "other axes. The export has shards over these ranks instead."
         )
         replicate, shard = 1, replicate
     notes += unsupported.no_sequence_parallel(plan, tool)

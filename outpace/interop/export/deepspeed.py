@@ -104,7 +104,7 @@ def stage_for(request: ExportRequest, notes: list[str]) -> int:
         least = 3
     if plan.pp > 1 and max(stage, least) > 1:
         notes.append(
-            f"ZeRO-{max(stage, least)} beside a pipeline: DeepSpeed refuses it. The export has "
+            f"ZeRO-{max(stage, least)} with a pipeline: DeepSpeed refuses it. The export has "
             "stage 1 instead."
         )
         return 1
@@ -133,7 +133,7 @@ def zero_optimization(request: ExportRequest, notes: list[str]) -> dict[str, Any
         return values
     state = plan.offload_optimizer if plan.offload_optimizer != "none" else plan.offload_parameters
     if plan.pp > 1 and "disk" in (state, plan.offload_parameters):
-        notes.append("offloading to disk beside a pipeline: DeepSpeed refuses it.")
+        notes.append("offloading to disk with a pipeline: DeepSpeed refuses it.")
     elif state != "none":
         values["offload_optimizer"] = _device(state)
     if plan.offload_parameters != "none":

@@ -175,7 +175,7 @@ def _config(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     qwen = spec.qkv_bias or spec.sliding_window is not None or request.plan.cp > 1
     if spec.kv_heads < request.plan.tp:
         notes.append(
-            f"tp {request.plan.tp}: nanotron needs at least as many key and value heads, but "
+            f"tp {request.plan.tp}: nanotron needs at least that many key and value heads, but "
             f"there are {spec.kv_heads}."
         )
     values: dict[str, Any] = {

@@ -95,7 +95,7 @@ class ExportedPlan:
 
     @property
     def commented(self) -> bool:
-        """Return whether `text` contains the notes as comments, which JSON does not have."""
+        """Return whether `text` contains the notes as comments; JSON has none."""
         return not self.text.startswith("{")
 
 

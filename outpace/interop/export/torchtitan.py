@@ -256,7 +256,7 @@ def _parallelism(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     replicate, shard = plan.dp_replicate, plan.dp_shard
     if replicate > 1 and shard == plan.cp == 1 and plan.tp * plan.pp > 1:
         notes.append(
-            f"dp_replicate {replicate} beside tp or pp: torchtitan supports whole replicas only "
+            f"dp_replicate {replicate} with tp or pp: torchtitan supports whole replicas only "
             "without other axes. The export has shards over these ranks instead."
         )
         replicate, shard = 1, replicate

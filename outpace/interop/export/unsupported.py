@@ -161,8 +161,8 @@ def experts(request: ExportRequest) -> list[str]:
         return []
     return [
         Note(
-            f"ep {request.plan.ep} divides experts among ranks: their number, width and routing "
-            "belong to the model, of which only the dense dimensions are known here."
+            f"ep {request.plan.ep} divides experts among ranks, but their number, width and "
+            "routing are part of the model, and only its dense dimensions are known here."
         )
     ]
 

@@ -312,7 +312,7 @@ def _cluster(
     if world % per_node:
         raise BadInputError(
             f"--plan auto: {per_node} of {world} ranks are on this host, and other hosts have a "
-            "different number, but plans are for equal hosts. Start equally many on each, or "
+            "different number, but plans are for equal hosts. Start the same number on each, or "
             "choose --strategy and its axes yourself."
         )
     probed = find_probe(machine)

@@ -1,4 +1,4 @@
-"""Notes of a probe beside its figures: misconfigured settings, published peaks."""
+"""Notes of a probe, in addition to its figures: misconfigured settings, published peaks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 

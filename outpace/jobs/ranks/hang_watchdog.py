@@ -347,7 +347,9 @@ class _Watchdog:
             self.deadline.end_now(store.get(_MIXED).decode(), BadInputError.exit_code)
 
     def _await_knowing(self, store: Any) -> None:
-        """Keep rank 0, which may serve the store, until all ranks know of the interruption."""
+        """Keep rank 0 running, since it may serve the store, until all ranks know of the
+        interruption.
+        """
         until_s = time.monotonic() + _LOOK_S
         while self.interrupted and self.rank == 0 and time.monotonic() < until_s:
             if store.add(_KNOWING, 0) >= len(self.everyone):

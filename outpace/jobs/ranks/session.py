@@ -134,8 +134,8 @@ def agree_on_session(
     cannot have answered this token. Rank 0 waits until all ranks have received the name, since a
     token that it finds may be an old one. Rank 0 queries the store a few times per rank, and each
     rank a few times in total, however long they wait. Raises RuntimeError if a rank does not join
-    within `timeout_s`, and BadInputError if this process belongs to another `job` than rank 0, or
-    if its rank is taken and it was not `restarted`.
+    within `timeout_s`, and BadInputError if this process belongs to a different `job` than rank 0,
+    or if its rank is taken and it was not `restarted`.
     """
     arrival = _Arrival(
         token=uuid.uuid4().hex, rank=ranks.rank, world_size=ranks.world_size,

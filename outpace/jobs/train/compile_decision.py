@@ -41,7 +41,7 @@ class Decision:
 def expected_compile_s(layers: int, region: Region) -> float:
     """Return an upper bound of the compile time in seconds.
 
-    Compiled by block, equal blocks share code; as a whole model, each block is compiled.
+    If blocks are compiled one by one, equal blocks share code; in a whole model, each is compiled.
     """
     return _COMPILER_S + (_LAYER_S * layers if region == "whole" else 0.0)
 

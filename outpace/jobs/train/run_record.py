@@ -309,7 +309,7 @@ def _unlikely_settings(settings: TrainSettings, plan: Plan) -> list[str]:
 
 
 def _low_rate(job: Job, record: RunRecord, start_step: int) -> list[str]:
-    """Warn if weights trained at a high rate will hardly move in a few steps at the default rate.
+    """Warn if weights trained at a high rate will barely move in a few steps at the default rate.
 
     There is no warning if no rate was recorded: most published weights ended at a low rate, for
     which the default is right, and weights do not show how they were trained.
@@ -325,7 +325,7 @@ def _low_rate(job: Job, record: RunRecord, start_step: int) -> list[str]:
     return [
         f"the weights are from {where}, which was trained at a learning rate of {before:g}. This "
         f"run uses {now:g}, the default for stored weights, for {job.total_steps:,} steps: its "
-        f"loss may hardly move. Set --lr, up to {before:g}, to learn faster"
+        f"loss may barely move. Set --lr, up to {before:g}, to learn faster"
     ]
 
 

@@ -78,7 +78,7 @@ class Stragglers:
         notify(
             self._job.callbacks, "on_hint",
             f"rank {slow.who} on {its.host} is a straggler: its own work in a step takes "
-            f"{slow.times:.2g} times as long as that of the others, which wait for it. "
+            f"{slow.times:.2g} times as long as the others', so they wait for it. "
             f"{cause(its, others)}.",
         )  # fmt: skip
 

@@ -475,7 +475,8 @@ def _say(staged: Tensor, whole: Tensor) -> str:
 def _find_lent_parameter(totals: Tensor) -> str | None:
     """Find a borrowed parameter in the graph of a loss whose block outputs are detached.
 
-    The loss then depends on the parameter by another way than what its block returns and stores.
+    The loss then depends on the parameter in a way other than through what its block returns and
+    stores.
     """
     waiting, done = [totals.grad_fn], set()
     while waiting:

@@ -164,7 +164,7 @@ def compare_accumulated(
 ) -> str | None:
     """Return a message if a single process's micro-batches differ in loss from their batch.
 
-    Also if its loss returns a pair whose second value is not a count. Otherwise None.
+    Also return one if the loss returns a pair whose second value is not a count; otherwise None.
     """
     narrowest = min((one.element_size() for one in plain.parameters()), default=4)
     tolerance = halves_tolerance(plan, choose_tolerance(plan, narrowest))

@@ -394,7 +394,7 @@ class _Comparison:
     ) -> bool:
         """Return whether changing the counters of these names affects the forward of a batch.
 
-        It does if the loss changes, or which parameters have gradients.
+        It does if the loss changes, or the set of parameters that have gradients.
         """
         with self._without_effects():
             if not sum(change_counters(self._plain, name, change) for name in names):

@@ -28,7 +28,7 @@ def change_counters(module: nn.Module, name: str, change: Callable[[Any], Any]) 
 
 
 def has_lists(module: nn.Module, name: str) -> bool:
-    """Return whether the attribute `name` is a list, or may hold some."""
+    """Return whether the attribute `name` is a list or may contain lists."""
     values = (value for value, _ in _find_named(module, name))
     return any(type(value) in (*SEQUENCES, *MAPPINGS) for value in values)
 

@@ -111,7 +111,7 @@ class MixedSamples:
         return not (self._found.loss or any(gather_objects(reason)))
 
     def settle(self, other_cause: bool, allowed: ComparisonLimits) -> MixedDifference:
-        """Return the difference; none if it may have another cause on any rank. Collective."""
+        """Return the difference; None if it may have another cause on any rank. Collective."""
         if self._found is None:
             return self._compare(other_cause, allowed)
         return MixedDifference() if any(gather_objects(other_cause)) else self._found

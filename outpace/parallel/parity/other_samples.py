@@ -46,10 +46,9 @@ FEWEST = 4  # samples of a micro-batch, since a single sample may be a special c
 def swap_samples(passes: Sequence[Batch], device: torch.device) -> list[Batch] | None:
     """Return this rank's passes, the first two with a sample of another rank each. Collective.
 
-    The first pass begins with the first sample of the next rank's second pass, and the second with
-    that of its first pass, instead of their own. The first is returned in two halves. None if a
-    pass has fewer than four samples or an odd number, or if samples of several ranks cannot form a
-    batch.
+    Each of the two passes begins with the first sample of the next rank's other pass instead of its
+    own. The first pass is returned in two halves. None if a pass has fewer than four samples or an
+    odd number, or if samples of several ranks cannot form a batch.
     """
     sent: list[bytes] = []
     with suppress(Exception):  # a batch may have no samples
@@ -73,7 +72,8 @@ def swap_samples(passes: Sequence[Batch], device: torch.device) -> list[Batch] |
 
 
 def _send_around(sent: Sequence[bytes], sizes: Sequence[int], device: torch.device) -> list[bytes]:
-    """Send bytes to the previous rank; return those of these sizes from the next one. Collective.
+    """Send bytes to the previous rank; return the bytes, of these sizes, from the next one.
+    Collective.
 
     So no rank holds the samples of all ranks.
     """
@@ -119,8 +119,8 @@ def explain_dependence(
 ) -> str | None:
     """Return what the losses of a few samples depend on besides each sample and the weights.
 
-    None if on nothing else. They are computed together and one by one. Everything is restored
-    afterwards. `drops`: dropout is disabled and does not count.
+    Return None if there is nothing else. The samples are computed together and one by one.
+    Everything is restored afterwards. `drops`: dropout is disabled and does not count.
     """
 
     def compare(run: _Run) -> bool:
@@ -139,7 +139,7 @@ def explain_company(
     hooks: StepHooks,
     tolerance: float,
 ) -> str | None:
-    """Return what a sample's loss depends on besides itself and the weights; None if on nothing.
+    """Return what a sample's loss depends on besides the sample and the weights, or None.
 
     `others` are other samples, with the losses that they have separately, if known. The sample's
     loss must be bitwise equal before and after a forward of all of them together, and the loss of

@@ -161,7 +161,7 @@ def _are_apart(one: _Outcome, other: _Outcome) -> bool:
 
 
 def _move_on(begin: Tensor, moved: Tensor, calls: int, alike: bool) -> Tensor:
-    """Return the value of a counter after many calls; other buffers stay as after the first.
+    """Return the value of a counter after many calls, and of any other buffer after the first.
 
     Counters are integers, or a single float (a fraction of progress). `alike`: entries that the
     first call does not change (classes without a sample) count as fast as the others.

@@ -7,7 +7,7 @@ from outpace.records.errors import first_names
 
 
 def explain_reshaped(names: Sequence[str]) -> str:
-    """Return a message about saved buffers whose shape forwards change."""
+    """Return a message about saved buffers whose shape a forward changes."""
     return (
         f"the forward changes the shape of {first_names(names)}, which state_dict() contains: a "
         "checkpoint with it does not fit a newly built module, and ranks end up with different "

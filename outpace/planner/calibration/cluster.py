@@ -505,8 +505,8 @@ def _measured_accelerator(
 ) -> DeviceRates:
     """Return the catalog's device with measured rates instead of typical ones.
 
-    Measured matmuls correct those of similar shapes, unaligned rows get the measured rate, and a
-    launch takes as long as the smallest matmul.
+    Measured matmuls correct the predictions for similar shapes, unaligned rows get the measured
+    rate, and a launch takes as long as the smallest matmul.
     """
     base = of_accelerator(chip)
     launch_s = known.launch_s()

@@ -87,8 +87,9 @@ def calibrate(
 ) -> Calibration:
     """Return the rates that predict `seen` best.
 
-    `rates` are by number of ranks on one machine; an error in a rate is the same factor for all.
-    `spread`: their prior uncertainty, as the standard deviation of logarithms.
+    `rates` has the rates for each number of ranks on one machine; an error in a rate is taken to be
+    the same factor for all of them. `spread`: the rates' prior uncertainty, as the standard
+    deviation of logarithms.
     """
     from scipy.optimize import least_squares  # slow to import, and only needed here
 

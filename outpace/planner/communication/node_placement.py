@@ -1,4 +1,4 @@
-"""Placement of communication on nodes: the traffic inside a node, and that which leaves it.
+"""Placement of communication on nodes: the traffic inside a node, and the traffic that leaves it.
 
 Ranks are laid out on nodes in the order of `records.plan.AXES`, tensor parallelism closest
 together. A collective over several nodes uses a ring that enters and leaves each node once, like

@@ -21,7 +21,7 @@ from outpace.records.units import show_seconds
 _MATMULS: Mapping[Experts, str] = {
     "grouped": "grouped matmuls",
     "triton": "ScatterMoE's grouped matmuls",
-    "loop": "one expert's matmuls after another's",
+    "loop": "the matmuls of one expert after another",
 }
 _SENDS: Mapping[Dispatcher, str] = {
     "allgather": "an all-gather of all tokens",

@@ -257,7 +257,7 @@ def sustained_matmul_s(
 
     No matmul exceeds the sustained rate; slower ones take as long as they do alone. `more_bytes`
     are moved when tiles are done, in addition to operands and results: this takes additional time
-    if the device does not compute the next tiles meanwhile.
+    if the device does not compute the next tiles at the same time.
     """
     short = matmul_s(device, rate, m, n, k, item, batch)
     rate = np.asarray(rate, float)

@@ -112,8 +112,8 @@ class Fabric:
     ) -> Floats:  # fmt: skip
         """Return the time of an all-to-all of tokens to their experts, with `nbytes` per rank.
 
-        Each token goes to `copies` experts drawn uniformly from those of the `size` ranks of its
-        group: one copy for each expert. With `once`, there is one copy per rank, and across the
+        Each token goes to `copies` experts drawn uniformly from the experts on the `size` ranks of
+        its group: one copy for each expert. With `once`, there is one copy per rank, and across the
         network one per node, from which the node's own links distribute it (DeepSeek-AI, DeepEP); a
         rank has `tokens`, each of which takes some time in addition to its bytes. Links inside
         nodes and across work at the same time; devices share the node's cards.

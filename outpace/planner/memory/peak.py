@@ -193,7 +193,8 @@ def least_bytes(
 ) -> Floats:
     """Return a lower bound of the bytes that a device needs: `reserved_bytes` of permanent tensors.
 
-    It is a lower bound because `reserved_bytes` is the maximum over moments, of which this is one.
+    It is a lower bound because `reserved_bytes` is the maximum over several moments, including this
+    one.
     """
     peak = np.zeros(len(columns))
     question = MemoryQuestion(outline, seq_len, device, traits=traits)

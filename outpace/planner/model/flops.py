@@ -106,7 +106,7 @@ def step_flops(
     ValueError for the adapters of a classifier, whose new layers are fully trained.
     """
     if adapters is not None and not head:
-        raise ValueError("adapters beside a classifier's new layers are not counted")
+        raise ValueError("adapters in addition to a classifier's new layers are not counted")
     forward = forward_flops(spec, seq_len, samples, head)
     matmuls = 3 * forward
     if adapters is not None:

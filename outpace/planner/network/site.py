@@ -96,7 +96,7 @@ class Site:
         if self._results.ranks_per_host is None:
             raise BadInputError(
                 f"{self._asked.probe} is from {self._results.world_size} ranks on "
-                f"{self._results.hosts} hosts, not equally many on each. Give "
+                f"{self._results.hosts} hosts, not the same number on each. Give "
                 "--devices-per-node."
             )
         return self._results.ranks_per_host
@@ -132,7 +132,7 @@ class Site:
     def cluster(self, precision: Precision) -> Cluster:
         """Return the machine in the planner's form, with the links of this site.
 
-        Raises BadInputError if its rates, or those of its links, are not known.
+        Raises BadInputError if its rates, or its links' rates, are not known.
         """
         if precision == "fp64":
             raise BadInputError(

@@ -183,7 +183,9 @@ class _Wirer:
         return True
 
     def _needs(self, action: Action) -> tuple[int, ...]:
-        """Return the results that an action needs; a whole backward, those of its input part."""
+        """Return the results that an action needs; a whole backward needs what its input part
+        needs.
+        """
         kind, stage, microbatch = action
         forward = stage * self._row + 2 * microbatch
         if kind == "F":

@@ -13,12 +13,12 @@ _UNEVEN = 8  # the most ranks to evaluate among those that may differ
 def layers_per_stage(spec: ModelSpec, stages: int) -> tuple[int, ...]:
     """Return the layers of each stage such that the slowest stage is as fast as possible.
 
-    The cost of the head is the multiply-adds of its matmuls relative to those of a block; an
-    embedding lookup costs nothing. Raises BadInputError if there are fewer layers than stages.
+    The cost of the head is the multiply-adds of its matmuls relative to a block's; an embedding
+    lookup costs nothing. Raises BadInputError if there are fewer layers than stages.
     """
     if spec.layers < stages:
         raise BadInputError(
-            f"a pipeline of {stages} stages needs at least as many layers, but the model has "
+            f"a pipeline of {stages} stages needs at least that many layers, but the model has "
             f"{spec.layers}"
         )
     return balance(spec.layers, stages, head_weights(spec) / block_weights(spec))

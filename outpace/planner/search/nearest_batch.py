@@ -25,7 +25,7 @@ def nearest_batches(wanted: SearchRequest) -> tuple[int, ...]:
 
 
 def _units(wanted: SearchRequest) -> set[int]:
-    """Return, for each number of replicas, the number of which a batch must be a multiple."""
+    """Return, for each number of replicas, the number that must divide a batch."""
     world, keep = wanted.world, wanted.keep
     replicas = {n for n in range(1, world + 1) if world % n == 0} | {max(1, world - 1)}
     each = int(keep.get("micro_batch", 1)) * int(keep.get("pp_microbatches", 1))

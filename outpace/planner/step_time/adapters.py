@@ -1,4 +1,4 @@
-"""Low-rank adapters beside frozen weights: their matmuls, traffic and parameters."""
+"""Low-rank adapters on frozen weights: their matmuls, traffic and parameters."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -142,7 +142,7 @@ def _moved_bytes(
     """Return the bytes that an adapter's input and output move, forward and backward.
 
     peft/tuners/lora/layer.py, Linear.forward: dropout, if any, reads, writes and masks the input;
-    the output is scaled and added to that of the frozen matmul. The backward moves bytes for the
+    the output is scaled and added to the frozen matmul's output. The backward moves bytes for the
     dropout, for the sum of the input's gradients and for the scaling. If adapters are in fp32, each
     casts its input first (_cast_input_dtype), and again for the matmul; or, if matmuls are in fp32,
     casts their sum. The same applies to their gradients.

@@ -41,7 +41,7 @@ class Cells:
     divide each expert. `elementwise`: how a program without a compiler computes elementwise
     operations; `fuses_dropout`, `dispatcher`, `experts`, `graphs`, `fuses_accumulation` and `casts`
     are also traits of the program (catalog.stacks). `uneven`: some experts have most of the tokens.
-    `adapters`: the adapters trained beside frozen weights.
+    `adapters`: the adapters trained on frozen weights.
     """
 
     rate: Floats
@@ -71,7 +71,7 @@ class LayerWork:
 
     `inner` is the attention within a forward, which some modes of recomputation skip or repeat
     alone; `matmuls` are the seconds of a forward's matmuls with weights. `last` is the time of the
-    MLP's last matmul, if no backward reads its result (0 otherwise), and `second` that of every
+    MLP's last matmul, if no backward reads its result (0 otherwise), and `second` the time of every
     second matmul, which torchtitan's selective recomputation repeats (except in 8 bits).
     """
 
@@ -737,7 +737,7 @@ def head(
 def embedding(device: DeviceRates, outline: Outline, cells: Cells, seq_len: int) -> EndsTime:
     """Return the time before the layers: lookups, gradients added to a table of zeros, and matmuls.
 
-    The matmuls are those of patches, for example. Also returns the operators of each direction.
+    The matmuls embed patches, for example. Also returns the operators of each direction.
     """
     length = outline.stacks[0].seq_len or seq_len
     tokens = cells.samples * length / cells.cp

@@ -55,9 +55,9 @@ class StepTimeQuestion:
 class Numbers:
     """Bytes of a plan's numbers, and which plans cast them.
 
-    `item` is that of a matmul's operand, `wide` that of the residual stream, and `kept` that of a
-    stored gradient. Weights are cast for matmuls by `autocast`, or as shards before they are
-    gathered (`casts_shards`); `shares_casts`: all micro-batches read the same cast.
+    `item` is for a matmul's operand, `wide` for the residual stream, and `kept` for a stored
+    gradient. Weights are cast for matmuls by `autocast`, or as shards before they are gathered
+    (`casts_shards`); `shares_casts`: all micro-batches read the same cast.
     """
 
     item: Floats
@@ -160,7 +160,7 @@ class StepTimeSetup:
     ) -> Floats:
         """Return the exposed time of communication in equal parts, of which all but one overlap.
 
-        `matmuls`: the share of matmuls in the computation meanwhile, without those that leave
+        `matmuls`: the share of matmuls in the overlapping computation, without those that leave
         multiprocessors to the collective.
         """
         exposed = np.maximum(comm_s / units, comm_s - compute_s * (units - 1) / units)

@@ -1,8 +1,9 @@
 """The collectives as cases: their inputs and expected results.
 
-Bytes are counted as in nccl-tests: those of the whole array, which a rank has after an all-gather
-and before a reduce-scatter or an all-to-all. In send/recv, each rank sends to the next rank and
-receives from the previous. Data are random, but each rank can compute the data of any other.
+Bytes are counted as in nccl-tests: as the size of the whole array, which a rank has after an
+all-gather and before a reduce-scatter or an all-to-all. In send/recv, each rank sends to the next
+rank and receives from the previous. Data are random, but each rank can compute the data of any
+other.
 """
 
 from collections.abc import Callable, Sequence

@@ -184,7 +184,7 @@ def huge_pages(inventory: Inventory) -> Iterator[Finding]:
 
 
 def swap(inventory: Inventory) -> Iterator[Finding]:
-    """Find memory in swap; severe if swapping is active."""
+    """Find memory that was swapped out; severe if swapping is active."""
     used, rate = inventory.swap_used_bytes, inventory.swapped_bytes_per_s
     if used is None:
         raise UnknownFactError("the kernel does not report it")

@@ -177,7 +177,7 @@ def _find_header(lines: list[str], source: str) -> tuple[int, _Header]:
 
 
 def _refuse_foreign(lines: list[str], source: str) -> None:
-    """Refuse another tool's matrix, with GPUs as columns but other words in its cells."""
+    """Refuse another tool's matrix, which has GPUs as columns but other words in its cells."""
     cells = [word for line in lines for word in line.split() if _TERMS.fullmatch(word)]
     if all(cell == "X" for cell in cells):
         said = describe_foreign("\n".join(lines))

@@ -34,7 +34,7 @@ def _checkpoint(role: str, known: Sequence[Figure]) -> Iterator[Advice]:
     )
     if read is not None:
         text += f" and read in {_time(_CHECKPOINT_BYTES, read)} ({read})"
-    text += ". Training continues meanwhile; save less often than that."
+    text += ". Training continues in the meantime; save less often than that."
     yield Advice(about="storage", text=text, of=tuple(f.key for f in (write, read) if f))
 
 

@@ -43,7 +43,8 @@ class GpuWatch:
     """Monitor that queries NVML about one GPU. `probe_pids`: processes of this probe on this host.
 
     `pids_known`: whether NVML's process numbers are the ones visible here. In a container, they may
-    be those of the host; then as many processes as the probe has are assumed to be the probe's.
+    be those of the host; then as many of them as the probe has processes are taken to be the
+    probe's.
     """
 
     def __init__(

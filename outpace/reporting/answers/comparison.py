@@ -114,7 +114,7 @@ def verdict_lines(comparison: Comparison) -> list[str]:
         elif one.verdict is not None:
             lines.append(one.verdict.words(one.arm, first, words))
     left_out = _excluded_arms(comparison)
-    lines += [f"{name} was dropped after some rounds: {why}" for name, why in left_out.items()]
+    lines += [f"{name} was dropped after a few rounds: {why}" for name, why in left_out.items()]
     own = _failure(comparison, comparison.arms[0])
     return [f"{first} failed: {own}", *lines] if own is not None else lines
 

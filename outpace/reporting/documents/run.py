@@ -402,9 +402,9 @@ def _memory_beside(predicted: float, run: RunFolder) -> list[Part]:
         account = run.memory.measured if run.memory is not None else None
         if account is None:
             return [Paragraph(
-                "Memory is not compared: on a CPU, a run records the memory of the whole process, "
-                "but the planner predicts that of tensors. outpace train --memory records "
-                "both."
+                "Memory is not compared: on a CPU, a run records the memory of the whole "
+                "process, but the planner predicts the memory of tensors. outpace train --memory "
+                "records both."
             )]  # fmt: skip
         measured, title = account.allocated_bytes or account.peak_memory_bytes, "Peak of tensors"
     if measured is None:

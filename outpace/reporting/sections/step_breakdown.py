@@ -27,7 +27,7 @@ def by_rank(parts: Sequence[TimeParts]) -> Chart:
 def step_intervals(steps: StepLog, parts: TimeParts | None) -> Chart:
     """Draw rank 0's `parts` of a median step, and the interval that contains 90 % of the steps.
 
-    Without `parts`, those of the log are drawn.
+    Without `parts`, the log's parts are drawn.
     """
     parts = parts or steps.median_parts()
     found = {

@@ -75,7 +75,7 @@ def _gpu(topology: Topology, gpu: str, at: tuple[float, float]) -> str:
 
 
 def _nics(topology: Topology, placement: Placement, angle: dict[str, float]) -> list[str]:
-    """Draw network cards beside their nearest GPUs; others go where there is room.
+    """Draw network cards next to their nearest GPUs; others go where there is room.
 
     A line connects a GPU to its nearest card if that is on another NUMA node.
     """

@@ -26,7 +26,7 @@ def runtime_name(measurement: Measurement) -> str:
 
 
 def first_step_name(measurement: Measurement) -> str:
-    """Return the label of `first_step_s`; in a resumed run, that of the first new step."""
+    """Return the label of `first_step_s`; in a resumed run, the label of the first new step."""
     return f"time to step {measurement.start_step + 1:,}"
 
 
