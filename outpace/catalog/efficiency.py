@@ -645,7 +645,9 @@ def overlaps_tiles(accelerator: Accelerator) -> bool:
 
 
 def uneven_load(accelerator: Accelerator) -> tuple[float, float]:
-    """Return by how much uneven expert loads slow matmuls down: on one rank, and on the slowest."""
+    """Return how much uneven loads of experts slow down matmuls: on one rank, on the slowest of
+    many.
+    """
     if _is_rtx_blackwell(accelerator):
         return _UNEVEN_RTX_BLACKWELL
     return UNEVEN[accelerator.architecture]

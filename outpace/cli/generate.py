@@ -137,7 +137,7 @@ def _parser() -> Parser:
 
 
 def add_model(parser: Parser) -> None:
-    """Add --run, also under the name that `outpace train` uses for it."""
+    """Add --run, and --model, the name that `outpace train` uses for it."""
     parser.arguments.add_argument(
         "--run",
         "--model",

@@ -268,7 +268,9 @@ def _fail(
 
 
 def _same_on_all_ranks(error: OutpaceError) -> bool:
-    """Return whether all ranks fail alike: they agreed on the error, or all got the signal."""
+    """Return whether all ranks fail in the same way: they agreed on the error, or all got the
+    signal.
+    """
     return error.on_all_ranks or error.exit_code in _OF_ALL_RANKS or error.exit_code > 128
 
 

@@ -131,8 +131,8 @@ def examples_hints(parts: Sequence[Sequence[Example]]) -> list[str]:
         more = f" and {len(same) - 3} more" if len(same) > 3 else ""
         hints.append(
             f"labels {'; '.join(same[:3])}{more} differ only in capitals, spaces, invisible "
-            "characters or forms of letters or numbers, and are separate classes: write them "
-            "alike if they are the same class"
+            "characters or forms of letters or numbers, and are separate classes: give them one "
+            "spelling if they are the same class"
         )
     numbers = sorted(label for label in seen if _is_number(label))
     names = sorted(label for label in seen if not _is_number(label))
@@ -140,7 +140,7 @@ def examples_hints(parts: Sequence[Sequence[Example]]) -> list[str]:
         hints.append(
             f"some labels are numbers (such as {numbers[0]!r}) and others names (such as "
             f"{names[0]!r}), and each is a separate class: if files name the same classes in two "
-            "ways, write them alike"
+            "ways, give each class one name"
         )
     fractional = [one for one in numbers if Decimal(one) != Decimal(one).to_integral_value()]
     if fractional:

@@ -295,8 +295,8 @@ def _is_learned(one: Message, row: Row) -> bool:
         no, yes = ("1 or true", "0 or false") if name == _MASKED else ("0 or false", "1 or true")
         if isinstance(value, (list, dict)) or value not in (0, 1):
             raise BadInputError(
-                f"{row.where}: a message has the {name} {value!r}; it must be {no} (not trained on) "
-                f"or {yes} (trained on). Rename the key if it means something else."
+                f"{row.where}: a message has the {name} {value!r}; it must be {no} (not trained "
+                f"on) or {yes} (trained on). Rename the key if it means something else."
             )
         if bool(value) == (name == _MASKED):
             return False

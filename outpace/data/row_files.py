@@ -585,7 +585,7 @@ def _quotes(file: Path) -> bool:
         raise BadInputError(
             f"{file}, line {opened}: a quotation mark begins a line and another one ends a later "
             "line, so these may be one text or several. Write the texts as .jsonl; or as .csv, "
-            "where quotation marks around a text are no part of it."
+            "where quotation marks around a text are not part of it."
         )
     return True
 

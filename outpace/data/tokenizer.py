@@ -458,8 +458,8 @@ def _require_no_dropout(tokenizer: Tokenizer, path: Path) -> None:
     if dropout:
         raise BadInputError(
             f"the tokenizer {path} drops merges at random (dropout {dropout:.3g}), so a text gets "
-            "different tokens each time, also in validation; outpace encodes a text "
-            'once. Set "dropout" of "model" in tokenizer.json to null.'
+            "different tokens each time, even in validation; outpace encodes a text once. Set "
+            '"dropout" of "model" in tokenizer.json to null.'
         )
 
 

@@ -52,7 +52,7 @@ def with_arguments(messages: Messages, as_text: bool, where: str) -> list[dict[s
 
 
 def _convert(call: Any, as_text: bool, where: str) -> Any:
-    """Convert a call, also one without `function`. A string that is no JSON object is kept."""
+    """Convert a call, with or without `function`. A string that is not a JSON object is kept."""
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return call

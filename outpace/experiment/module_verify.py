@@ -523,7 +523,7 @@ CUT = (
 
 
 def _explain_cut(facts: ReferenceFacts) -> str:
-    """Explain a difference that one process also shows if it splits the batch alike."""
+    """Explain a difference that one process also shows if it splits the batch in the same way."""
     if facts.written:
         what = f"writes to {first_names(facts.written)}"
     elif facts.state_of_ranks.found:

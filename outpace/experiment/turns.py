@@ -1,4 +1,4 @@
-"""Training runs that take turns, so that changes of the machine affect all of them alike.
+"""Training runs that take turns, so that changes of the machine affect all of them equally.
 
 Each is suspended and continued by signals (SIGSTOP, SIGCONT), which it does not notice. A step in
 which it was suspended does not count. All runs are in memory at the same time.

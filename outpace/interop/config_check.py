@@ -370,7 +370,7 @@ def reading_notes(
 ) -> tuple[str, ...]:
     """Return notes on how outpace interprets a config.json. They name dimensions that were `read`
     and are transformers' defaults, keys that the model_type lacks, and dropouts of GPT-2 and BERT
-    that differ; if `planned`, also properties that plans ignore.
+    that differ and, if `planned`, properties that plans ignore.
     """
     notes: list[str] = []
     inner = read.inner("text_config")
@@ -450,8 +450,8 @@ def _dropouts(config: Any, where: str) -> list[str]:
     first, *others = found.items()
     differing = " and ".join(f"{name} {value:g}" for name, value in others if value != first[1])
     return [
-        f"{where}: {first[0]} {first[1]:g} is used for all of the model's dropouts, also in the "
-        f"exported model; {differing} {'is' if ' and ' not in differing else 'are'} "
+        f"{where}: {first[0]} {first[1]:g} is used for all of the model's dropouts, including "
+        f"those of the exported model; {differing} {'is' if ' and ' not in differing else 'are'} "
         "ignored. --dropout sets another value."
     ]
 

@@ -1,9 +1,9 @@
 """Tokens whose rows in a model's embedding and head were never trained.
 
 Base models have rows for tokens that did not occur in their training, such as those of a chat
-template. These rows are zero, or all alike. Adapters change neither matrix, so a model that learns
-from conversations through adapters can neither distinguish such tokens nor learn to end an answer
-with one.
+template. These rows are zero, or all the same. Adapters change neither matrix, so a model that
+learns from conversations through adapters can neither distinguish such tokens nor learn to end an
+answer with one.
 """
 
 from collections.abc import Collection, Sequence

@@ -309,7 +309,9 @@ def _whole_share(settings: TrainSettings, sizes: Mapping[str, int]) -> int:
 
 
 def _fewer_processes(settings: TrainSettings, sizes: Mapping[str, int]) -> str:
-    """Suggest the most processes on this host that divide the global batch, if any do."""
+    """Suggest the largest number of processes on this host that divides the global batch, if any
+    does.
+    """
     shares = sizes["dp_replicate"] * sizes["dp_shard"]
     if settings.dp_replicate is not None or settings.dp_shard is not None:
         return ""

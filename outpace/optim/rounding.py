@@ -20,7 +20,7 @@ Streams = tuple[Tensor, Tensor, Tensor]
 
 
 def draw_bits(shape: torch.Size, noise: torch.Generator, device: torch.device) -> Tensor:
-    """Return a uniform integer per value, with the number of bits that rounding drops, int32."""
+    """Return a random int32 per value, with as many random bits as rounding drops."""
     return torch.randint(
         0, 1 << _LOST_BITS, shape, generator=noise, device=device, dtype=torch.int32
     )

@@ -205,9 +205,9 @@ def parallelize(
     `sync_batchnorm`: replicas normalise with the statistics of all their samples together.
 
     `check`: before the first step, forward and backward of its batch are compared with the plain
-    module's: the loss, and which parameters get which gradients. A difference is refused. If
-    only splitting the batch makes a difference, a warning says how large it is. It also names state
-    that state_dict() does not contain, also on a single process. "off" disables the check. Raises
+    module's: the loss, and which parameters get which gradients. A difference is refused. If only
+    splitting the batch makes a difference, a warning says how large it is. It also names state that
+    state_dict() does not contain, even on a single process. "off" disables the check. Raises
     BadInputError for unsupported requests, on all ranks if one of them refuses.
     """
     _check(module, plan, loss)

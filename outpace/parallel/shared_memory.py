@@ -88,7 +88,8 @@ def _refuse_held_parameters(module: nn.Module, strategy: Strategy, loss: Loss | 
 def _list_held(module: nn.Module, loss: Loss | None) -> Iterator[tuple[str, str, object]]:
     """Yield attributes and outer variables: name, kind and contents.
 
-    A module that contains the given one is no concern: strategies replace the parameters inside it.
+    A module that contains the given one does not matter: strategies replace the parameters inside
+    it.
     """
     seen: dict[int, object] = {id(part): part for part in module.modules()}
     for path, value in _list_attributes(module):

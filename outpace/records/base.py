@@ -71,8 +71,8 @@ class Record(BaseModel):
     def load(cls, path: Path, on_change: OnChange | None = None, option: str = "") -> Self:
         """Read the record from a JSON file. `option`: the flag that names the file.
 
-        Raises BadInputError, also if the file was edited since it was written, unless `on_change`
-        accepts that message.
+        Raises BadInputError, including if the file was edited since it was written, unless
+        `on_change` accepts that message.
         """
         return cls.parse(read_object(path, on_change, option), str(path))
 
@@ -99,8 +99,8 @@ def _checksum(values: dict[str, Any]) -> str:
 def read_json(path: Path, on_change: OnChange | None = None, option: str = "") -> Any:
     """Return the content of a JSON file, without a record's checksum. `option`: its flag.
 
-    Raises BadInputError, also if the file is too large for a record, and if its checksum does not
-    match, unless `on_change` accepts that message.
+    Raises BadInputError, including if the file is too large for a record, and if its checksum does
+    not match, unless `on_change` accepts that message.
     """
     with _explain_read_errors(path, "JSON", option):
         refuse_pipe(path)
@@ -154,7 +154,7 @@ def require_fetched(folder: Path) -> None:
 def require_no_pointer(path: Path) -> None:
     """Refuse a Git LFS pointer, a placeholder for a file that was not fetched.
 
-    Raises BadInputError, also for a file that cannot be read.
+    Raises BadInputError, including for a file that cannot be read.
     """
     try:
         refuse_pipe(path)

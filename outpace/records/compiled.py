@@ -72,7 +72,7 @@ COMPILED: Mapping[str, CompileTrial] = {
 
 
 def compiled_region(plan: Plan) -> Region:
-    """Return how much of the model a plan with `compile` compiles at once. It is a block also if
+    """Return how much of the model a plan with `compile` compiles at once. It is a block, too, if
     gradients are freed, or parameters or activations are fetched, block by block.
     """
     elsewhere = plan.offload_parameters != "none" or plan.offload_activations != "none"

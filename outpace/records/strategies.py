@@ -37,7 +37,7 @@ class StrategyTraits:
     the remaining ranks, the others two each. `zero`: what dp_shard shards (1: optimizer state, 2:
     gradients too, 3: parameters too; 0: nothing). `whole_model`: every rank keeps all parameters.
     `buckets`: gradients are reduced in buffers as soon as they are computed. `gathers`: parameters
-    are gathered before use, so they may be stored elsewhere, also on a single process.
+    are gathered before use, so they may be stored elsewhere, even on a single process.
     `compresses`: the kinds of compression for its reduced buffers of whole gradients.
     `steps_in_backward`: a gradient is complete as soon as it is computed, and nothing else holds
     its memory. `shares_buffers`: every rank has all buffers, and a share of the samples.

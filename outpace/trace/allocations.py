@@ -14,10 +14,10 @@ import torch
 class Allocations:
     """Counts allocations and frees in the context, by this thread and the backward's.
 
-    `peak_bytes`: the most that was live at any time. `left_bytes`: the bytes live at the end.
-    Earlier allocations count only when they are freed. Allocations inside kernels are included.
-    torch's profiler does not report frees by other threads: they are noticed when the address is
-    allocated again, or through `freed_elsewhere`.
+    `peak_bytes`: the maximum of live bytes. `left_bytes`: the bytes live at the end. Earlier
+    allocations count only when they are freed. Allocations inside kernels are included. torch's
+    profiler does not report frees by other threads: they are noticed when the address is allocated
+    again, or through `freed_elsewhere`.
     """
 
     def __init__(self) -> None:

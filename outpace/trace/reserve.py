@@ -95,7 +95,7 @@ def _round_up(size: int, unit: int) -> int:
 
 
 def peak_reserved_bytes(events: Events, capacity_bytes: int | None = None) -> int:
-    """Return the most bytes that the allocator reserves over these events."""
+    """Return the maximum of the bytes that the allocator reserves over these events."""
     allocator = CachingAllocator(capacity_bytes)
     for number, size in events:
         if size > 0:

@@ -85,7 +85,7 @@ def _load_weights(module: nn.Module, path: Path) -> None:
 def read_custom_model(directory: Path) -> Callable[[], CustomModel]:
     """Return a function that builds the module written by `write_custom_model`, with its weights.
 
-    Raises BadInputError, also for code that the user has not named.
+    Raises BadInputError, including for code that the user has not named.
     """
     path = directory / CUSTOM_MODEL_FILE
     try:

@@ -87,7 +87,7 @@ class ExportedPlan:
             return None, False
 
     def with_path(self, path: Path) -> Self:
-        """Return the export with another file name, also in its text and command."""
+        """Return the export with another file name, which is also changed in its text and command."""
         there = str(path)
         return replace(
             self, file_name=there, command=self.command.replace(self.file_name, shlex.quote(there))
@@ -205,8 +205,8 @@ def hosts(ranks: int) -> tuple[int, int]:
 def fold_pipeline(request: ExportRequest, over: int) -> tuple[int, int, int]:
     """Replace a pipeline over `over` ranks by data parallelism, with the same global batch.
 
-    Returns the number of ranks (the most over which the batch can be divided), the micro-batch and
-    the accumulation. Raises BadInputError.
+    Returns the number of ranks (the largest number over which the batch can be divided), the
+    micro-batch and the accumulation. Raises BadInputError.
     """
     plan = request.plan
     share = plan.micro_batch * request.passes

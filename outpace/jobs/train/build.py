@@ -574,7 +574,7 @@ def _evaluate(
 
 
 def _held_out_samples(job: Job) -> int:
-    """Return the most samples that an evaluation may read."""
+    """Return the largest number of samples that an evaluation may read."""
     if job.settings.eval_batches is not None:
         return job.settings.eval_batches * job.settings.global_batch
     data = job.inputs.eval_data

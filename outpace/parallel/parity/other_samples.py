@@ -110,7 +110,7 @@ def turn_samples(passes: Sequence[Batch], micro_batches: int) -> list[Batch] | N
 
 
 def _is_enough(samples: int) -> bool:
-    """Return whether a micro-batch has enough samples for two halves that are no special case."""
+    """Return whether a micro-batch has enough samples for two halves that are not special cases."""
     return samples >= FEWEST and samples % 2 == 0
 
 

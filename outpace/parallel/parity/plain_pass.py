@@ -376,7 +376,7 @@ class PlainPass:
         )  # fmt: skip
 
     def _compare_ranks(self, plain: nn.Module, found: PlainSums, hooks: StepHooks) -> float:
-        """Return by how much the loss changes with the rank, if the user's code uses the rank.
+        """Return how much the loss changes with the rank, if the user's code uses the rank.
 
         A rank that acts as another cannot replace it in the user's own collectives.
         """

@@ -36,7 +36,7 @@ def may_ask_for_rank(in_use: NamesInUse) -> bool:
 def compare_ranks(
     plain: nn.Module, piece: Batch, hooks: StepHooks, drops: bool, strategy: str
 ) -> float:
-    """Return by how much the loss of a few samples changes on another rank or a single process.
+    """Return how much the loss of a few samples changes on another rank or in a single process.
 
     0 if they cannot run like that, for example because of the user's own collectives.
     """

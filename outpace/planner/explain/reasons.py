@@ -226,7 +226,7 @@ def _format_kept(wanted: SearchRequest) -> str:
 
 
 def lacks(job: PlanningProblem, columns: PlanBatch, place: int) -> str:
-    """Describe what a plan that does not fit needs, next to what the device or its host has."""
+    """Describe what a plan that does not fit needs, compared with what its device or host has."""
     row = columns.select([place])
     need, host = float(job.required_bytes(row)[0]), job.cluster.host_bytes
     if need > job.limit or host is None:

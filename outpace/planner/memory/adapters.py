@@ -469,7 +469,7 @@ def _add_blocks(timeline: MemoryTimeline, step: AdapterMemory, unit: Floats) -> 
 
 
 def _recomputes(every: Ints, place: int) -> Bools:
-    """Return for which plans a block recomputes: every n-th, from the first."""
+    """Return which plans recompute a block: every n-th block, from the first."""
     found: Bools = (every > 0) & (place % np.maximum(every, 1) == 0)
     return found
 
@@ -512,7 +512,7 @@ def _pass_over_others(
 
 
 def _has_gradients(step: AdapterMemory) -> Bools:
-    """Return for which plans gradients exist before a backward creates more."""
+    """Return which plans have gradients before a backward creates more."""
     return step.columns.strategy_in("ddp") | (step.columns.passes > 1)
 
 

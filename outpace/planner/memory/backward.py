@@ -24,7 +24,7 @@ class _Position:
 
 
 def add_backward(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add the backward of the last and the first blocks, with the ones between treated alike."""
+    """Add the backward of the last and the first blocks, with those between treated as equal."""
     setup, blocks = rank.setup, rank.blocks
     first, last = rank.recomputation.first, rank.recomputation.last
     timeline.free("communication", np.where(setup.sharding.regathers, setup.unit, 0.0))

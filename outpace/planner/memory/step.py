@@ -24,8 +24,8 @@ def step_timelines(
 ) -> Iterator[tuple[Ints, MemoryTimeline]]:
     """Yield plans and timelines of the ranks that may need the most memory, or of the last rank.
 
-    Timelines start with existing gradients and, if fewer activations are saved in that case, also
-    without them. `records_kinds`: whether the peak by kind will be requested.
+    Timelines start with existing gradients and, if fewer activations are saved in that case,
+    without them, too. `records_kinds`: whether the peak by kind will be requested.
     """
     setup, everyone = set_up(question, columns), np.arange(len(columns))
     for place in places(question.outline, columns):

@@ -23,9 +23,9 @@ class Rank(NamedTuple):
     on this rank, `chunk_layers` the mean per stage. `borders` is the number of stage boundaries
     over which this rank receives from another: hidden states from the previous stage, gradients
     from the next one. With a split backward, torch keeps the gradients of received tensors until
-    the end: `inputs_done` of them exist when the most chunks are kept, together with the inputs for
-    the weight gradients of `waiting` chunks. `again` has the share of blocks that recompute: of all
-    blocks, of the first, and of the last.
+    the end: `inputs_done` of them exist when the number of kept chunks is largest, together with
+    the inputs for the weight gradients of `waiting` chunks. `again` has the share of blocks that
+    recompute: of all blocks, of the first, and of the last.
     """
 
     layers: int
@@ -121,7 +121,7 @@ def _rank(
 def _most(
     order: Iterator[Operation], layers: list[int], last: int, splits: bool, first: int
 ) -> tuple[int, int, int, int, int]:
-    """Return the most chunks kept before the first backward is done, and after it."""
+    """Return the largest numbers of chunks kept before and after the first backward is done."""
     begun: set[int] = set()
     early, later = (0, 0, 0), (0, 0, 0)
     blocks = chunks = done = at_most = losses = 0

@@ -68,9 +68,9 @@ class SearchResult:
     `best` is a family's fastest plan that fits, and `smallest` the one that needs the least memory
     among those that do not, as indices into `columns`, −1 if there is none. `simplest` and
     `leanest` are indices of plans that are about as fast as the fastest (see `alternatives`), −1 if
-    not searched or not to be listed; `simple_s` and `lean_s` are the most seconds that these may
-    take. `roomier`: no plan that is about as fast leaves memory free, and `leanest` is the fastest
-    plan that does. `layouts` are all layouts without options; each takes at least `bound` seconds.
+    not searched or not to be listed; `simple_s` and `lean_s` are the limits on their seconds.
+    `roomier`: no plan that is about as fast leaves memory free, and `leanest` is the fastest plan
+    that does. `layouts` are all layouts without options; each takes at least `bound` seconds.
     `known` has the bytes of plans that were estimated (see `remember`).
     """
 
@@ -220,7 +220,7 @@ def add_plans(
 def _simple_choice(
     by_offloads: Sequence[PlanChoice], found: SearchResult, least_s: float
 ) -> tuple[PlanChoice, float]:
-    """Return the plans from which to choose the simplest, and the most seconds that it may take.
+    """Return the plans from which to choose the simplest, and the limit on its seconds.
 
     `by_offloads`: plans that offload up to none, one, … and as many things as the fastest.
     """
@@ -509,9 +509,7 @@ def _smallest(plans: PlanBatch, floor: Floats, needs: Needs, least: _Least | Non
 
 
 def _time_limits(fastest: dict[int, float], count: int, kinds: Ints) -> Floats:
-    """Return the most seconds that a plan of each of `kinds` may take to be considered. Kinds
-    without a pipeline compete only with each other (see `_whole_count`).
-    """
+    """Return the limit on the seconds of a plan of each of `kinds` that is still considered."""
     whole = {own: took for own, took in fastest.items() if not _has_pipeline(own)}
     worst_s, whole_s = _worst_s(fastest, count), _worst_s(whole, _whole_count(count))
     each, place = np.unique(kinds, return_inverse=True)

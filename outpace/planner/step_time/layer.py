@@ -372,7 +372,7 @@ def _frozen_weight(
 
 
 def _in_float8(device: DeviceRates, cells: Cells) -> Bools:
-    """Return for which plans matmuls are in float8, with operands scaled and cast each time."""
+    """Return which plans have matmuls in float8, with operands scaled and cast each time."""
     return device.is_fp8(cells.rate)
 
 

@@ -169,5 +169,5 @@ def _block_length(kept: Kept, shape: Shape) -> int | None:
 
 
 def _joined_limit(largest: Floats | int, kind: str) -> Floats:
-    """Return the most values that are updated at once, given the `largest` parameter."""
+    """Return the largest number of values updated at once, given the `largest` parameter."""
     return np.minimum(JOINED_VALUES.get(kind, 0), np.maximum(largest // 2, FEW_VALUES))

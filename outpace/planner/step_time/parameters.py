@@ -12,10 +12,10 @@ from outpace.planner.step_time.setup import FP32, StepTimeSetup
 
 @dataclass(frozen=True)
 class Offloading:
-    """Bytes of a rank and seconds of a step for offloading, one entry per plan. `weights_s` and
-    `activations_s` are the times of copies over the host's link that passes do not hide,
-    `optimizer_s` the time to copy gradients and new weights, and `host_step_s` the time of AdamW's
-    step on the host.
+    """Bytes that a rank offloads, and seconds that this takes in a step, one entry per plan.
+    `weights_s` and `activations_s` are the times of copies over the host's link that passes do not
+    hide, `optimizer_s` the time to copy gradients and new weights, and `host_step_s` the time of
+    AdamW's step on the host.
     """
 
     SECONDS: ClassVar[tuple[str, ...]] = (

@@ -131,7 +131,7 @@ class StepTimeSetup:
 
     @property
     def stops_early(self) -> Bools:
-        """Return for which plans a recomputation leaves out a last matmul that nothing reads.
+        """Return which plans leave out, when they recompute, a last matmul that nothing reads.
 
         Blocks that torch compiles do so; Transformer Engine's are not compiled. A checkpoint that
         stops early ends when all operands are saved. A matmul's operands are saved before it is

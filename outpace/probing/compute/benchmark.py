@@ -202,7 +202,7 @@ def _tiles(sweep: Sequence[Figure], dim: str, said: Sequence[str]) -> Advice:
 def _steps(
     sweep: Sequence[Figure], dim: str, device: torch.device, features: Collection[str]
 ) -> Iterator[str]:
-    """Report the width of steps in a sweep, on a processor also in registers."""
+    """Report the width of steps in a sweep; on a processor, in registers, too."""
     sizes = [int(figure.key.of[dim]) for figure in sweep]
     steps = find_tile(sizes, [_seconds(figure) for figure in sweep])
     if steps is None:

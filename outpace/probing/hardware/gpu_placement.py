@@ -164,7 +164,7 @@ def missing_nvlinks(topology: Topology) -> MissingNvlinks | None:
     """Return GPUs and pairs that have fewer NVLinks than the others; None if there is no pattern.
 
     There is a pattern if at least half of all pairs have the host's best kind of connection, as on
-    hosts whose GPUs are all connected alike, not by bridges in pairs.
+    hosts whose GPUs are all connected in the same way, not in pairs by bridges.
     """
     pairs = list(combinations(topology.gpus, 2))
     links = [topology.link_between(*pair) for pair in pairs]

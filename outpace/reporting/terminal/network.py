@@ -20,7 +20,9 @@ _MOST_COLUMNS = 4
 
 
 def network_text(answered: NetworkReport) -> Group:
-    """Show training and machine, the needs of plans, the cost of networks, and conclusions."""
+    """Show the training run and the machine, what plans need, the cost of networks, and
+    conclusions.
+    """
     parts: list[RenderableType] = [*_head(answered), _needs_table(answered)]
     if len(answered.needs) == 1:
         parts.append(_traffic_table(answered.needs[0]))
