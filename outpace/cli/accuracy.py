@@ -49,10 +49,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
     open_options = [f"--{name}" for name in ("model", "machine") if not vars(arguments)[name]]
     if open_options:
         add = " and ".join(open_options)
-        tell_hint(
-            f"add {add}, as for outpace plan, to compare these as well: a plan's file contains "
-            "neither"
-        )
+        tell_hint(f"add {add} to compare these as well: a plan's file contains neither")
     return 0
 
 

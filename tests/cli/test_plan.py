@@ -585,7 +585,7 @@ def test_a_model_is_found_by_its_name_on_the_hub(capsys, tmp_path, monkeypatch):
 def test_a_chip_without_its_form_is_the_boards_and_said_to_be(capsys):
     answer = said(capsys, "plan", "--model=gpt2", "--machine=8 x H100", "--count=1")
     assert answer["machine"] == "8xh100-sxm"
-    assert any("H100 SXM, the chip on boards" in note for note in answer["notes"])
+    assert any("H100 SXM, the variant on boards" in note for note in answer["notes"])
     error = refused(capsys, "plan", "--model=gpt2", "--machine=8xa100")
     assert "a100 is sold with 40 GB or 80 GB on boards. Say which" in error
 

@@ -152,7 +152,7 @@ def test_the_variable_of_a_folder_that_cannot_be_made_is_named(
 ) -> None:
     done = tried("memory", "no folder for compiled code", run, short, tmp_path)
     assert done.returncode == 2
-    assert "TORCHINDUCTOR_CACHE_DIR = '/proc/nowhere' names that place: set it to" in done.stderr
+    assert "TORCHINDUCTOR_CACHE_DIR = '/proc/nowhere' points there: set it to" in done.stderr
     assert "--out" not in done.stderr
 
 

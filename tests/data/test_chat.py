@@ -173,7 +173,7 @@ def test_usual_forms_mean_the_same(values):
         ),
         (
             {"messages": [{"role": "assistant", "content": "a", "masked": 2}]},
-            "the masked 2; it must be 1 or true .not learned. or 0",
+            "the masked 2; it must be 1 or true .not trained on. or 0",
         ),
         (
             {"messages": [{"role": "assistant", "content": "a", "loss_scale": [0, 1]}]},
@@ -274,7 +274,7 @@ def test_what_messages_have_beside_their_words_is_written_or_counted(plain, form
     ]
     assert encode_all(formats[1], quiet, 64).unread == {"'train_on_turn' of messages": 1}
     asked = [Row({"messages": [{**TALK[0], "train": True, "weight": 0}, TALK[1]]}, "line 1")]
-    told = "'train' of 'user' messages (only the assistant's are learned)"
+    told = "'train' of 'user' messages (only the assistant's are trained on)"
     assert encode_all(formats[1], asked, 64).unread == {told: 1}
     thinks = CHATML.replace("m.content +", "(m.reasoning_content or '') + m.content +")
     chat = ChatFormat(plain.replace(plain.inner, {"chat_template": thinks}))

@@ -110,7 +110,7 @@ def test_a_label_in_the_names_of_folders_is_refused_with_the_folder(tmp_path):
         folder = tmp_path / f"label={name}"
         folder.mkdir()
         parquet.write_table(pyarrow.table({"text": ["a b", "b c"]}), folder / "part-0.parquet")
-    said = r"in the names of folders \(label=neg\).* write 'label' into the files"
+    said = r"in the names of folders \(label=neg\).* add 'label' to the files"
     with pytest.raises(BadInputError, match=said):
         examples(read_table(str(tmp_path)))
 

@@ -679,7 +679,7 @@ def test_two_columns_of_one_name_in_a_parquet_file_are_refused(tmp_path, prepare
         ("x.jsonl", b"\x1f\x8b\x08\x00", "is compressed with gzip, not text"),
         ("x.zip", b"PK\x03\x04abcd", "is a ZIP archive"),
         ("x.tar", b"a.txt".ljust(257, b"\0") + b"ustar" + b"word " * 999, "is a tar archive, not"),
-        ("x.bin", b"A text. " * 250, "x.bin holds bytes below 128 only: it is text, or ids of one"),
+        ("x.bin", b"A text. " * 250, "x.bin holds only bytes below 128: it is text, or ids of one"),
         ("x.arrow", b"\xff\xff\xff\xff\x98\x00\x00\x00", "is an Arrow stream, as datasets writes"),
         ("x.avro", b"Obj\x01\x04\x14", "is an Avro file"),
         ("x.pdf", b"%PDF-1.7\nplain ascii", "is a PDF document"),

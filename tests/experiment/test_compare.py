@@ -69,7 +69,7 @@ def test_arms_that_failed_after_a_figure_are_told_with_why(tmp_path):
         experiment=experiment(), command=(), outcomes=tuple(outcomes), stopped="s", took_s=1.0,
         arms=tuple(ArmResult(arm=arm) for arm in "abc"), machine=machine, started="now",
     )  # fmt: skip
-    assert "c was dropped after some rounds: no memory" in verdict_lines(comparison)
+    assert "c was dropped after a few rounds: no memory" in verdict_lines(comparison)
 
 
 def test_a_step_that_is_damaged_in_the_midst_is_refused_and_a_cut_last_one_left_out(tmp_path):

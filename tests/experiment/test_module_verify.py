@@ -183,7 +183,7 @@ def test_what_fails_on_ranks_alone_is_no_refusal_though_tensors_are_not_cut_alik
 def test_what_fails_in_one_process_on_a_part_of_the_batch_is_refused():
     own = CustomModel(Stack(), lambda module, given: module(given[0][given[2]]).square().mean())
     [verdict] = verify_custom(own, numbered, plans=["ddp"]).verdicts
-    assert verdict.refused and "those with 16 are whole in each part" in verdict.reason
+    assert verdict.refused and "those with 16 stay whole in each part" in verdict.reason
 
 
 def test_a_buffer_that_nothing_reads_is_compared_too():

@@ -87,7 +87,7 @@ class ExportedPlan:
             return None, False
 
     def with_path(self, path: Path) -> Self:
-        """Return the export with another file name, which is also changed in its text and command."""
+        """Return the export with another file name, changed in its text and command too."""
         there = str(path)
         return replace(
             self, file_name=there, command=self.command.replace(self.file_name, shlex.quote(there))

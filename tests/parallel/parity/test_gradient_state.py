@@ -123,7 +123,7 @@ def test_state_that_changes_gradients_alone_is_found(make, name):
     assert found.found and found.of_gradient and found.names == (f"model.{name}",)
     said = explain_kept_state([found], 1, by_command=False)
     assert "and the gradient, though not the loss, depends on it" in said
-    assert "whoever loads that trains differently" in said
+    assert "a run that loads it trains differently" in said
     assert explain_evaluated_state(found) is None  # an evaluation has no gradient
 
 

@@ -139,8 +139,8 @@ def pairs():
 
 
 WORDS = (
-    r"a backward of its own, which adds to gradients of (change.bias, change.weight, )?first.bias.*"
-    r"Return the sum of all"
+    r"a backward of its own, which adds to the gradients of "
+    r"(change.bias, change.weight, )?first.bias.*Return the sum of all"
 )
 
 

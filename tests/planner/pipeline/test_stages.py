@@ -45,7 +45,7 @@ def test_a_large_vocabulary_takes_layers_from_the_last_stage():
 
 
 def test_fewer_layers_than_stages_are_refused():
-    with pytest.raises(BadInputError, match="needs at least as many layers, but the model has 3"):
+    with pytest.raises(BadInputError, match="needs at least that many layers, but the model has 3"):
         layers_per_stage(spec(3, vocab=64), 4)
 
 
