@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -45,6 +45,8 @@ _SIGNATURES = {
     b"\x93NUMPY": "a NumPy array", b"%PDF-": "a PDF document", b"\x89HDF": "an HDF5 file",
     b"SQLite format 3": "an SQLite database", b"\x80\x04\x95": "a pickle",
     b"MMIDIDX": "a Megatron index", b"Obj\x01": "an Avro file",
+    b"TNTIDX": "a fairseq index", b"LITPKDS": "a PackedDataset of lit-gpt, with a header",
+    b"GGUF": "a GGUF model", b"lmgg": "a GGML model",
     b"\x04\x22\x4d\x18": "compressed with LZ4", b"7z\xbc\xaf\x27\x1c": "a 7z archive",
     b"\xd0\xcf\x11\xe0": "an old Office document",
     b"\x89PNG": _IMAGE, b"\xff\xd8\xff": _IMAGE, b"GIF8": _IMAGE, b"II*\x00": _IMAGE,
@@ -445,11 +447,28 @@ def _ends_of(file: Path, size: int) -> tuple[int, str, str]:
 
 def require_tokens(file: Path, head: bytes) -> None:
     """Refuse a .bin whose first bytes belong to another kind of file."""
-    if (kind := binary_kind(head)) is not None:
+    kind = binary_kind(head)
+    if kind is None and _is_litdata(head, file.stat().st_size):
+        kind = "a chunk of litdata, with the offsets of its items in front"
+    if kind is not None:
         raise BadInputError(
             f"{file} is {kind}, not token ids. Write them as uint16 or uint32 without a "
             "header, as numpy's tofile does, or as Megatron's .bin with its .idx."
         )
+
+
+def _is_litdata(head: bytes, size: int) -> bool:
+    """Return whether a file begins as litdata's chunks do: a number of items, and where each begins
+    and the last ends, in 32 bits.
+    """
+    words = [int.from_bytes(head[at : at + 4], "little") for at in range(0, len(head) - 3, 4)]
+    if len(words) < 3 or not words[0]:
+        return False
+    offsets = words[1 : 2 + words[0]]
+    whole = len(offsets) == words[0] + 1
+    begin = 4 * (words[0] + 2)
+    rising = all(one <= following for one, following in pairwise(offsets))
+    return offsets[0] == begin and rising and (not whole or offsets[-1] == size)
 
 
 def row_files_below(folder: Path) -> list[Path]:

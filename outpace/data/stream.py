@@ -26,6 +26,7 @@ _LLMC_MAGIC: Mapping[int, tuple[str | None, int]] = {
 _HEADER_BYTES = 1024
 _LOOKED_AT = 1 << 20
 _MOST_IDS = 1 << 20
+_ALIKE = 0.9  # share of words that look like ids of 32 or 64 bits, of those that tell
 _LEAST_PAIRS = 1000  # of bytes, to tell ids of one byte from ids of two
 # Bytes of a mapped file that may count as this process's memory; the kernel caches them anyway.
 _RESIDENT_BYTES = 32 << 20
@@ -301,10 +302,44 @@ def _width_of(path: Path, size: int) -> str:
         if size % width or size < least * width:
             continue
         words = np.asarray(np.memmap(path, dtype=dtype, mode="r")[:_LOOKED_AT])
+        _require_ids(path, words)
         if 0 < words.max() < (_MOST_IDS if (words & 0xFFFF).max() >= 16 else 1 << 16):
             return dtype
     _require_two_bytes(path)
+    _require_no_gaps(path)
     return "<u2"
+
+
+def _require_ids(path: Path, words: Array) -> None:
+    """Refuse ids of 32 or 64 bits among which are other words: negative numbers that mark padding,
+    or a header. Read as 16 bits, every second id would be 0.
+
+    Ids of 16 bits have as large numbers in the upper halves of words as in the lower ones.
+    """
+    low, rest = words & 0xFFFF, words >> 16
+    told = (low >= 16) | (rest >= 16)
+    narrow = told & (rest < 16)
+    if not narrow.any() or narrow.sum() < _ALIKE * told.sum() or narrow.sum() == told.sum():
+        return
+    place = int(np.flatnonzero(told & ~narrow)[0])
+    value = int(words.view(words.dtype.str.replace("u", "i"))[place])
+    raise BadInputError(
+        f"{path} holds ids of {8 * words.itemsize} bits, but its word {place:,} is {value:,}, not "
+        "an id: a number that marks padding, or a part of a header. Write the ids alone, as in "
+        "ids[ids >= 0].astype('uint32').tofile(FILE)."
+    )
+
+
+def _require_no_gaps(path: Path) -> None:
+    """Refuse ids of 32 bits behind a header of two bytes: every second half is 0."""
+    halves = np.asarray(np.memmap(path, dtype="<u2", mode="r")[: 2 * _LOOKED_AT])
+    pairs = halves[: len(halves) // 2 * 2].reshape(-1, 2) < 16
+    first, second = pairs.mean(axis=0)
+    if len(pairs) >= _LEAST_PAIRS and max(first, second) > _ALIKE > 1 - _ALIKE > min(first, second):
+        raise BadInputError(
+            f"{path}: nearly every second of its ids of 16 bits is below 16, so they are ids of 32 "
+            "bits behind a header. Write the ids alone, as numpy's tofile does."
+        )
 
 
 def _require_two_bytes(path: Path) -> None:

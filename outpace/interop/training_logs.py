@@ -18,6 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
 
+from outpace.interop.rounded_numbers import Range, abbreviation_range, batch_of_epochs, rate_range
 from outpace.records.base import read_object
 from outpace.records.errors import BadInputError, shorten
 from outpace.records.measurement import WARMUP_STEPS, Measurement
@@ -284,12 +285,15 @@ _MEGATRON: Mapping[str, str] = {
 
 
 def _megatron(lines: Sequence[str]) -> dict[str, Any] | None:
+    lines, grown = _of_the_last_batch(lines)
     times = _find_numbers(rf"elapsed time per iteration \(ms\):\s*{_NUMBER}", lines)
     if not times:
         return None
     found = dict(_find_settings(lines, _MEGATRON))
     batch = _last(r"global batch size:\s*(\d+)", lines)
+    length = _last(r"actual seqlen:\s*(\d+)", lines)
     memory = _find_numbers(rf"max allocated:\s*{_NUMBER}", lines)
+    options = _megatron_options(lines, found)
     return {
         "trainer": "megatron",
         "steps": max(1, len(times) - 1),
@@ -298,8 +302,28 @@ def _megatron(lines: Sequence[str]) -> dict[str, Any] | None:
         "pp_schedules_all": True,
         **found,
         **({"global_batch": batch} if batch else {}),
-        **_megatron_options(lines, found),
+        **({"seq_len": length} if length else {}),
+        **options,
+        "notes": (*options["notes"], *grown),
     }
+
+
+def _of_the_last_batch(lines: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
+    """Leave out steps of another batch or length than the last step, which Megatron may change
+    during a run (rampup_batch_size, step_batch_size_schedule, curriculum); return a note on them.
+    """
+    sizes = re.compile(r"global batch size:\s*(\d+)(?:.*actual seqlen:\s*(\d+))?")
+    steps = {place: match for place, line in enumerate(lines) if (match := sizes.search(line))}
+    if len({match.groups() for match in steps.values()}) <= 1:
+        return lines, ()
+    last = [*steps.values()][-1].groups()
+    other = {place for place, match in steps.items() if match.groups() != last}
+    batch, length = last
+    note = (
+        f"the batch or the length changed during the run: only the {len(steps) - len(other):,} "
+        f"logged steps of {batch} sequences{f' of {length} tokens' if length else ''} are read."
+    )
+    return [line for place, line in enumerate(lines) if place not in other], (note,)
 
 
 def _megatron_options(lines: Iterable[str], found: Mapping[str, int]) -> dict[str, Any]:
@@ -342,8 +366,8 @@ def _megatron_options(lines: Iterable[str], found: Mapping[str, int]) -> dict[st
 
 
 def _find_settings(lines: Iterable[str], names: Mapping[str, str]) -> Iterator[tuple[str, int]]:
-    """Find settings printed as a name, dots and a value."""
-    pattern = re.compile(r"(\w+) \.{2,} (\d{1,15})\s*$")
+    """Find settings printed as a name, dots and a value; DeepSpeed has no dots after long names."""
+    pattern = re.compile(r"(\w+) \.* (\d{1,15})\s*$")
     for line in lines:
         match = pattern.search(line)
         if match and match[1] in names:
@@ -363,20 +387,31 @@ def _deepspeed(lines: Sequence[str]) -> dict[str, Any] | None:
         return None
     most = max(_find_numbers(rf"MaxMemAllocated={_NUMBER}GB", lines), default=0.0)
     found = dict(_find_settings(lines, _DEEPSPEED))
-    stage = _last(r'(?:"stage": |stage=<ZeroStageEnum\.\w+: )(\d)', lines)
+    stage = _last(r'(?:"stage": |stage=(?:<ZeroStageEnum\.\w+: )?)(\d)', lines)
     return {
         "trainer": "deepspeed",
         "steps": max(1, len(rates) - 1),
         "samples_per_s": _steady_median(rates),
-        "clock_step_s": _clock_step_s(re.compile(r"global_step=(\d{1,15}),"), lines),
+        "clock_step_s": _deepspeed_clock_s(lines),
         "peak_memory_bytes": int(most * _GIB) or None,
         **({} if stage is None else {"zero": stage}),
         **{name: value for name, value in found.items() if value},
     }
 
 
+def _deepspeed_clock_s(lines: Sequence[str]) -> tuple[float, float] | None:
+    """Return bounds of the step time by the lines' timestamps. Before version 0.8, DeepSpeed counts
+    micro-batches, and its rate is that of one, often without the optimizer.
+    """
+    if (clock := _clock_step_s(re.compile(r"global_step=(\d{1,15}),"), lines)) is not None:
+        return clock
+    micro = _clock_step_s(re.compile(r"\b\d+/(\d{1,15}), (?:\w+)?SamplesPerSec="), lines)
+    passes = dict(_find_settings(lines, {"gradient_accumulation_steps": "passes"})).get("passes")
+    return None if micro is None or not passes else (micro[0] * passes, micro[1] * passes)
+
+
 def _nanotron(lines: Sequence[str]) -> dict[str, Any] | None:
-    human = rf"{_NUMBER}([KMBT]?)"
+    human = rf"{_NUMBER}([KMGBT]?)"
     times = _read_abbreviated(rf"elapsed_time_per_iteration_ms: {human}", lines)
     if not times:
         return None
@@ -384,10 +419,10 @@ def _nanotron(lines: Sequence[str]) -> dict[str, Any] | None:
     each = _read_abbreviated(rf"tokens_per_sec_per_gpu: {human}", lines)
     batch = _read_abbreviated(rf"global_batch_size: {human}", lines)
     found: dict[str, Any] = {}
-    if total and each and each[-1]:
-        found["world_size"] = max(1, round(total[-1] / each[-1]))
+    if total and each:
+        found["world_size"] = _world_size(total, each)
     if batch:
-        found["global_batch"] = round(batch[-1])
+        found["global_batch"] = batch[-1].only_whole_number()
     sizes = "\n".join(lines)
     for name in ("tp", "pp"):
         match = re.search(rf"\b{name}=(\d{{1,9}})\b", sizes)
@@ -396,19 +431,34 @@ def _nanotron(lines: Sequence[str]) -> dict[str, Any] | None:
     return {
         "trainer": "nanotron",
         "steps": max(1, len(times) - 1),
-        "step_time_s": (_steady_median(times) or 0.0) / 1e3,
-        "tokens_per_s_per_device": _steady_median(each) or None,
+        "step_time_s": (_steady_median([_middle(time) for time in times]) or 0.0) / 1e3,
+        "tokens_per_s_per_device": _steady_median([_middle(value) for value in each]) or None,
         **found,
     }
 
 
-def _read_abbreviated(pattern: str, lines: Iterable[str]) -> list[float]:
+def _world_size(total: Sequence[Range], each: Sequence[Range]) -> int | None:
+    """Return the number of devices, from rates of all and of each; None if several fit all lines.
+
+    The two rates of a line are rounded, so their quotient alone may be another whole number.
+    """
+    quotients = [one.divide(part) for one, part in zip(total, each, strict=False) if part.low > 0]
+    if not quotients:
+        return None
+    low, high = max(one.low for one in quotients), min(one.high for one in quotients)
+    return Range(low, high).only_whole_number() if low <= high else None
+
+
+def _middle(number: Range) -> float:
+    return (number.low + number.high) / 2
+
+
+def _read_abbreviated(pattern: str, lines: Iterable[str]) -> list[Range]:
     """Read numbers in nanotron's form: 1.05M."""
-    powers = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
     compiled = re.compile(pattern)
     matches = [match for line in lines if (match := compiled.search(line))]
-    found = [(_number(match[1]), powers[match[2]]) for match in matches]
-    return [value * power for value, power in found if value is not None]
+    found = [(_number(match[1]), match[2]) for match in matches]
+    return [abbreviation_range(value, suffix) for value, suffix in found if value is not None]
 
 
 _RESUMED = (
@@ -427,7 +477,10 @@ def _trainer(lines: Sequence[str]) -> dict[str, Any] | None:
     samples = _find_numbers(rf"'train_samples_per_second': {value}", lines)
     time = _find_numbers(rf"'train_runtime': {value}", lines)
     steps = rate[-1] * time[-1] if time else 1
-    batch = _batch(samples[-1] if samples else None, rate[-1])
+    epochs = _find_numbers(rf"'train_steps_per_second'.*'epoch': {value}", lines)
+    batch, rounded = _batch(
+        samples[-1] if samples else None, rate[-1], steps, epochs[-1] if epochs else 1
+    )
     inside = lines[ends[-2] + 1 if len(ends) > 1 else 0 : ends[-1]]
     evaluations = _find_numbers(rf"'eval\w*_runtime': {value}", inside)
     runtime = time[-1] if time else steps / rate[-1]
@@ -437,7 +490,7 @@ def _trainer(lines: Sequence[str]) -> dict[str, Any] | None:
         "steps": max(1, round(steps)),
         "step_time_s": spent / steps,
         "global_batch": batch,
-        "notes": (_RESUMED, *notes),
+        "notes": (_RESUMED, *rounded, *notes),
     }
 
 
@@ -462,11 +515,27 @@ def _subtract_evaluations(
     return runtime_s - total, (note,)
 
 
-def _batch(samples_per_s: float | None, steps_per_s: float) -> int | None:
-    """Return the samples per step, if the two rates, which have three decimals, determine it."""
-    if samples_per_s is None or steps_per_s < 0.1:
-        return None
-    return max(1, round(samples_per_s / steps_per_s))
+def _batch(
+    samples_per_s: float | None, steps_per_s: float, steps: float, epochs: float
+) -> tuple[int | None, tuple[str, ...]]:
+    """Return the samples per step, if the two rates determine it, and a note."""
+    if samples_per_s is None:
+        return None, ()
+    mean = rate_range(samples_per_s).divide(rate_range(steps_per_s))
+    return _noted_batch(mean, steps / max(1.0, epochs))
+
+
+def _noted_batch(
+    mean: Range, steps: float, multiple_of: int = 1
+) -> tuple[int | None, tuple[str, ...]]:
+    """Return the batch that fits a mean, and a note if others fit as well."""
+    batch, certain = batch_of_epochs(mean, steps, multiple_of)
+    if batch is None or certain:
+        return batch, ()
+    return batch, (
+        f"the batch of {batch} is the samples per step by Trainer's rates; if the last step of an "
+        "epoch had fewer samples, pass the batch with --global-batch.",
+    )
 
 
 def _read_trainer_state(path: Path) -> LoggedRun:
@@ -490,8 +559,7 @@ def _read_trainer_state(path: Path) -> LoggedRun:
         raise BadInputError(
             f"{path}: global_step is {_show_value(steps)}; it must be a number of steps, 1 or more."
         )
-    samples = last.get("train_samples_per_second")
-    batch = round(samples * runtime / steps) if _is_possible(samples) else 0
+    batch, rounded = _state_batch(values, last, runtime, steps)
     # The last time does not include the steps before a restart.
     before = rows[ends[-2]].get("step") if len(ends) > 1 else 0
     if isinstance(before, int) and 0 < before < steps:
@@ -505,12 +573,26 @@ def _read_trainer_state(path: Path) -> LoggedRun:
             "log": _folder_name(path.resolve().parent) if path.name == _STATE else _log_name(path),
             "steps": steps,
             "step_time_s": spent / steps,
-            "global_batch": batch if batch > 0 else None,
+            "global_batch": batch,
             "micro_batch": values.get("train_batch_size") or None,
-            "notes": ((_RESUMED,) if len(ends) == 1 else ()) + notes,
+            "notes": (*((_RESUMED,) if len(ends) == 1 else ()), *rounded, *notes),
         },
         str(path),
     )
+
+
+def _state_batch(
+    values: Mapping[str, object], last: Mapping[str, object], runtime_s: float, steps: float
+) -> tuple[int | None, tuple[str, ...]]:
+    """Return the samples per step of a trainer_state.json, and a note."""
+    samples, epochs = last.get("train_samples_per_second"), last.get("epoch")
+    if not _is_possible(samples):
+        return None, ()
+    mean = rate_range(samples).scale(runtime_s / steps)
+    each = values.get("train_batch_size")  # of a process, in one pass
+    multiple = each if isinstance(each, int) and each > 0 else 1
+    passes = epochs if _is_possible(epochs) and epochs > 1 else 1.0
+    return _noted_batch(mean, steps / passes, multiple)
 
 
 def read_trainer_rate(folder: Path) -> float | None:

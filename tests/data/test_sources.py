@@ -239,6 +239,58 @@ def test_short_and_dull_ids_of_16_bits_stay_so(tmp_path, prepare):
         assert tokens(prepare(tmp_path / "x.bin", tokenizer=None)) == [ids]
 
 
+@pytest.mark.parametrize("dtype", ["<i4", "<i8"])
+@pytest.mark.parametrize(("place", "value"), [(500, -100), (998, -1), (0, 1 << 30)])
+def test_wide_ids_among_other_words_are_not_read_as_16_bits(tmp_path, prepare, dtype, place, value):
+    """Negative numbers mark padding; every second id of 16 bits would be 0."""
+    ids = np.random.default_rng(0).integers(0, 50_000, 999)
+    ids[place] = value
+    (tmp_path / "x.bin").write_bytes(ids.astype(dtype).tobytes())
+    said = rf"holds ids of {8 * np.dtype(dtype).itemsize} bits, but its word {place:,} is {value:,}"
+    with pytest.raises(BadInputError, match=said):
+        prepare(tmp_path / "x.bin", tokenizer=None)
+
+
+def test_padded_ids_of_16_bits_stay_so(tmp_path, prepare):
+    ids = np.random.default_rng(0).integers(3, 50_000, (200, 64))
+    ids[np.arange(64) >= np.arange(200)[:, None] % 60 + 3] = 0
+    (tmp_path / "x.bin").write_bytes(ids.astype("<u2").tobytes())
+    assert tokens(prepare(tmp_path / "x.bin", tokenizer=None)) == [ids.ravel().tolist()]
+
+
+def packed(ids):
+    """As lit-gpt's PackedDatasetBuilder writes: a mark, version, type and length, then ids."""
+    return b"LITPKDS" + (1).to_bytes(8, "little") + b"\x04" + len(ids).to_bytes(8, "little") + ids
+
+
+def litdata(ids, items=1):
+    """As litdata's BinaryWriter writes: the number of items, where they begin and end, then ids."""
+    begin, each = 4 * (items + 2), len(ids) // items
+    offsets = [begin + each * item for item in range(items)] + [begin + len(ids)]
+    return np.array([items, *offsets], dtype="<u4").tobytes() + ids
+
+
+@pytest.mark.parametrize(
+    ("write", "said"),
+    [
+        (packed, "is a PackedDataset of lit-gpt"),
+        (litdata, "is a chunk of litdata"),
+        (lambda ids: litdata(ids, 2000), "is a chunk of litdata"),
+        (lambda ids: b"GGUF" + ids, "is a GGUF model"),
+        (lambda ids: b"ab" + ids, "are ids of 32 bits behind a header"),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["<u2", "<u4"])
+def test_ids_behind_a_header_are_refused(tmp_path, prepare, write, said, dtype):
+    """The header would be learned, and ids of 32 bits be read as twice as many of 16."""
+    if dtype == "<u2" and "behind" in said:
+        pytest.skip("nothing tells ids of 16 bits from a header")
+    ids = np.random.default_rng(0).integers(0, 31_000, 4000).astype(dtype)
+    (tmp_path / "x.bin").write_bytes(write(ids.tobytes()))
+    with pytest.raises(BadInputError, match=said):
+        prepare(tmp_path / "x.bin", tokenizer=None)
+
+
 @pytest.mark.parametrize("dtype", ["<u2", "<u4"])
 def test_llmc(tmp_path, prepare, dtype):
     ids = np.random.default_rng(0).integers(0, 50_000, 999)

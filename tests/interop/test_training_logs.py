@@ -126,6 +126,103 @@ def test_a_finished_trainer_state(tmp_path: Path) -> None:
         read_log(path)
 
 
+def test_of_a_growing_batch_only_the_last_ones_steps_are_read(tmp_path: Path) -> None:
+    """Megatron's rampup_batch_size, and the lengths of a curriculum."""
+    line = (
+        " iteration {n}/ 100 | elapsed time per iteration (ms): {ms} | global batch size: {batch} |"
+        " lm loss: 5.0 | actual seqlen: {length} |"
+    )
+    steps = [(32, 1024)] * 6 + [(64, 1024)] * 6 + [(64, 2048)] * 4
+    lines = [
+        line.format(n=n + 1, ms=batch * length / 100, batch=batch, length=length)
+        for n, (batch, length) in enumerate(steps)
+    ]
+    log = tmp_path / "console.log"
+    log.write_text("\n".join(["  seq_length ...................... 4096", *lines]))
+    found = read_log(log)
+    assert (found.global_batch, found.seq_len, found.steps) == (64, 2048, 3)
+    assert found.step_time_s == pytest.approx(64 * 2048 / 1e5)
+    assert "only the 4 logged steps of 64 sequences of 2048 tokens are read" in found.notes[-1]
+    log.write_text("\n".join(lines[:6]))
+    assert (read_log(log).notes, read_log(log).seq_len) == ((), 1024)
+
+
+@pytest.mark.parametrize(
+    ("total", "each", "batch", "devices", "samples"),
+    [
+        ("1.04M", "2.04K", "1.02K", None, None),  # 512 devices, 1,024 sequences
+        ("62.4K", "7.8K", "256", 8, 256),
+        ("999", "125", "999", None, 999),
+        ("22.8K", "11.4K", "64", 2, 64),
+    ],
+)
+def test_abbreviated_numbers_are_not_taken_for_exact(
+    total: str, each: str, batch: str, devices: int | None, samples: int | None, tmp_path: Path
+) -> None:
+    log = tmp_path / "console.log"
+    log.write_text(
+        f"iteration: 1 / 9 | elapsed_time_per_iteration_ms: 2.1K | tokens_per_sec: {total} | "
+        f"tokens_per_sec_per_gpu: {each} | global_batch_size: {batch} |\n" * 3
+    )
+    found = read_log(log)
+    assert (found.world_size, found.global_batch) == (devices, samples)
+
+
+@pytest.mark.parametrize(
+    ("samples", "rate", "runtime", "epochs", "batch"),
+    [
+        ("63.181", "0.123", "8103.73", "1", None),  # 512 or 513 or …
+        ("15.873", "1.0", "63.0", "1", 16),  # 1,000 samples, 63 steps
+        ("14.714", "1.0", "7.0", "1", None),  # 103 samples: 15, 16 or 17
+        ("8.0", "1.0", "6.0", "0.5", 8),
+    ],
+)
+def test_the_batch_of_a_trainer_is_read_if_its_rates_determine_it(
+    samples: str, rate: str, runtime: str, epochs: str, batch: int | None, tmp_path: Path
+) -> None:
+    log = tmp_path / "console.log"
+    log.write_text(
+        f"{{'train_runtime': {runtime}, 'train_samples_per_second': {samples}, "
+        f"'train_steps_per_second': {rate}, 'train_loss': 4.1, 'epoch': {epochs}}}"
+    )
+    assert read_log(log).global_batch == batch
+
+
+def test_the_batch_of_a_trainer_state_is_a_multiple_of_the_devices(tmp_path: Path) -> None:
+    """45 samples in steps of 16: 15 samples a step."""
+    last = {"train_runtime": 3.0, "train_samples_per_second": 15.0, "step": 3, "epoch": 1.0}
+    state = {"global_step": 3, "train_batch_size": 16, "log_history": [last]}
+    path = tmp_path / "trainer_state.json"
+    path.write_text(json.dumps(state))
+    assert read_log(path).global_batch == 16
+    path.write_text(json.dumps({**state, "train_batch_size": 5}))
+    assert "the batch of 15 is the samples per step" in " ".join(read_log(path).notes)
+
+
+def test_deepspeeds_micro_batches_are_no_steps(tmp_path: Path) -> None:
+    """Before 0.8, it counts micro-batches; long names have no dots behind them."""
+    head = (
+        "[2022-11-11 10:00:00,000] [INFO] [config.py:1008:print]   "
+        "train_batch_size ............. 256\n"
+        "[2022-11-11 10:00:00,000] [INFO] [config.py:1008:print]   "
+        "train_micro_batch_size_per_gpu  4\n"
+        "[2022-11-11 10:00:00,000] [INFO] [config.py:1008:print]   "
+        "gradient_accumulation_steps .. 8\n"
+        "[2022-11-11 10:00:00,000] [INFO] [config.py:1008:print]   "
+        "zero_config .................. stage=1 contiguous_gradients=True\n"
+    )
+    steps = "".join(
+        f"[2022-11-11 10:00:{n:02d},000] [INFO] [timer.py:198:stop] 0/{n * 10}, "
+        "RunningAvgSamplesPerSec=3.2, CurrSamplesPerSec=3.2, MemAllocated=6.0GB\n"
+        for n in range(1, 20)
+    )
+    log = tmp_path / "console.log"
+    log.write_text(head + steps)
+    found = read_log(log)
+    assert (found.global_batch, found.micro_batch, found.zero) == (256, 4, 1)
+    assert found.clock_step_s == pytest.approx((0.8, 0.8), rel=0.1)  # 0.1 s a micro-batch
+
+
 # What a restarted job writes on in the same file, after three steps of another layout and speed.
 RESTARTED = {
     "torchtitan": (
