@@ -380,11 +380,8 @@ def software(row: Row) -> SoftwareStack:
     older = row.source == "llm-foundry" and "MP PURE" in row["precision"]
     if older or row.framework.stack == "Trainer":
         found = found.model_copy(update={"stops_early": False})
-    if row.framework.stack == "torchtitan":
-        # Until 2025-08-29 checkpoints stopped early, and matmuls in 8 bits (aten._scaled_mm) were
-        # not in the list of what selective recomputation saves (9dec370, parallelize_llama.py).
-        again = "all" if eight(row) else found.repeats_matmuls
-        found = found.model_copy(update={"stops_early": True, "repeats_matmuls": again})
+    if row.framework.stack in ("torchtitan", "TRL"):
+        found = _as_published(row, found)
     # transformers 4.4x, and fms-acceleration's experts by Triton in the place of its loop; its
     # kernels from unsloth: norms, rotations, activations, the loss.
     changes: dict[str, str] = {}
@@ -393,6 +390,29 @@ def software(row: Row) -> SoftwareStack:
     if "foak" in row["framework"]:
         changes["elementwise"] = "fused"
     return found.model_copy(update=changes)
+
+
+def _as_published(row: Row, newest: SoftwareStack) -> SoftwareStack:
+    """Return the traits of torchtitan at the time of its tables, or of accelerate by default.
+
+    accelerate gathers keys and values unless told otherwise (PARALLELISM_CONFIG_CP_COMM_STRATEGY).
+    torchtitan: until 2025-08-29 checkpoints stopped early, and matmuls in 8 bits (aten._scaled_mm)
+    were not in the list of what selective recomputation saves (9dec370, parallelize_llama.py);
+    until 2026-01 (ff0829c10) keys and values were repeated. docs/float8.md launches training with
+    8-bit gathers of shards, which one scale per tensor allows, as the preset of 405B says
+    (train_configs, 3faaa1a0d).
+    """
+    if row.framework.stack == "TRL":
+        return newest.model_copy(update={"gathers_keys": True})
+    said = row["precision"].casefold()
+    whole = "float8" in said or "tensorwise" in said
+    return newest.model_copy(
+        update={
+            "stops_early": True, "repeats_keys": True,
+            "repeats_matmuls": "all" if eight(row) else newest.repeats_matmuls,
+            "shards_fp8": whole and row.optional("dp", 1) > 1,
+        }
+    )  # fmt: skip
 
 
 def engine_casts(row: Row) -> Casts:
@@ -568,7 +588,7 @@ def _products(row: Row) -> Iterator[Plan | None]:
     said, share = row["recompute"], row.number("global_batch") // dp
     stated = row.optional("micro_batch", 0)
     loops = _virtual(row, pp)
-    sizes = (stated,) if stated else _micro_batches(row, share, pp * loops[0] if loops else 1)
+    sizes = (stated,) if stated else _micro_batches(row, share, pp)
     modes = _recomputation(said)
     if not said and row.framework.recipes:
         modes = (recipe_recomputation(outline(row), row["source"], row["gpu"], row["precision"]),)
@@ -580,14 +600,15 @@ def _products(row: Row) -> Iterator[Plan | None]:
                 yield _product(row, (tp, pp, cp, dp), size, share, mode, count)
 
 
-def _micro_batches(row: Row, share: int, stages: int) -> Sequence[int]:
+def _micro_batches(row: Row, share: int, pp: int) -> Sequence[int]:
     """Return the sizes to try of a rank's `share` of samples.
 
-    torchtitan has as many micro-batches as a pipeline has stages, unless it is told otherwise
-    (pytorch/torchtitan 9dec370, parallelisms/pipelining_utils.py, build_pipeline_schedule).
+    torchtitan has as many micro-batches as ranks of a pipeline, unless it is told otherwise
+    (pytorch/torchtitan 9dec370, parallelisms/pipelining_utils.py, build_pipeline_schedule; since
+    2025-01-07, 90567fc98, as many as stages).
     """
-    if row.framework.stack == "torchtitan" and stages > 1:
-        return (share // stages,) if share % stages == 0 else ()
+    if row.framework.stack == "torchtitan" and pp > 1:
+        return (share // pp,) if share % pp == 0 else ()
     return tuple(n for n in _MICRO_BATCHES if share % n == 0)
 
 

@@ -282,12 +282,24 @@ def test_rows_that_name_pytorchs_flash_kernel_are_asked_with_it(accuracy):
     assert accuracy.published.columns(rows["259"], plans, held.outline.layers, times=True).compile
 
 
-def test_pipelines_of_torchtitan_have_as_many_micro_batches_as_stages(accuracy):
+def test_pipelines_of_torchtitan_have_as_many_micro_batches_as_ranks(accuracy):
+    """At 9dec370, whose figures these are; since 2025-01 as many as stages."""
     rows = {row.id: row for row in accuracy.published.rows(*accuracy.published.ALL)}
-    for name, samples, stages in (("229", 4, 8), ("230", 2, 16), ("231", 1, 8)):  # 405B on 512
+    for name, samples, stages in (("229", 4, 1), ("230", 4, 2), ("231", 1, 1)):  # 405B on 512
         (plan,) = accuracy.published.plans(rows[name])
-        assert (plan.micro_batch, plan.pp_microbatches) == (samples, stages)
-        assert plan.pp_schedule == ("interleaved" if stages > 8 else "1f1b")
+        assert (plan.micro_batch, plan.pp_microbatches) == (samples, 8)
+        assert plan.pp_schedule == ("interleaved" if stages > 1 else "1f1b")
+
+
+def test_torchtitan_of_2024_gathers_shards_in_eight_bits_and_repeats_keys(accuracy):
+    """Its docs/float8.md launches so; FSDP of one rank has no shards to cast."""
+    published = accuracy.published
+    rows = {row.id: row for row in published.rows(*published.ALL)}
+    eight, low, alone = (published.software(rows[name]) for name in ("221", "219", "226"))
+    assert (eight.shards_fp8, low.shards_fp8, alone.shards_fp8) == (True, False, False)
+    assert not published.software(rows["N1010"]).shards_fp8  # mxfp8
+    assert eight.repeats_keys and low.repeats_keys and not STACKS["torchtitan"].repeats_keys
+    assert published.software(rows["N1002"]).gathers_keys  # accelerate's default
 
 
 def test_rows_that_train_adapters_are_asked_with_them(accuracy):

@@ -286,6 +286,12 @@ ATTENTION: Mapping[Architecture, Mapping[AttentionKernel, AttentionRate]] = Mapp
     }
 )  # fmt: skip
 
+# Attention, too, is slower on boards with a lower power limit.
+ATTENTION_POWER_SOURCE = (
+    "attention's forward of a second and more mostly draws 970 to 990 of 1,000 W on B200 and 1,050 "
+    "to 1,180 of 1,200 W on GB200 (ai-dynamo/aiconfigurator 095f58a5, trtllm 1.3.0rc15 and rc17)"
+)
+
 # Share of the rate for operands whose rows are not a multiple of 16 bytes. cuBLAS then uses
 # CUTLASS's kernels for Turing, whose instructions are half as deep: on the RTX 4090, which has none
 # faster for fp32 accumulation, 111.6 of 155.9 TFLOP/s; elsewhere half of that share.

@@ -25,6 +25,8 @@ Graphs = Literal["none", "routers", "blocks", "step"]
 # and the transposed copy; or by Transformer Engine's kernel, which writes both copies, with scales
 # from steps before, of this step (largest numbers are found first), or of blocks (MXFP8).
 Casts = Literal["separate", "delayed", "current", "blocks"]
+# Programs of context parallelism: outpace's, torch's context_parallel, and Transformer Engine's.
+Ring = Literal["outpace", "torch", "engine"]
 # Matmuls of experts: all of a layer at once; by Triton's kernels (scattermoe); or one after
 # another in Python, each with a slice of all experts' weights (transformers 4's GraniteMoe).
 Experts = Literal["grouped", "triton", "loop"]
@@ -51,6 +53,14 @@ class SoftwareStack(Record):
     that the backward reads exists, so that a block's last matmul is not repeated (torch's
     checkpoint without `use_reentrant`, since torch 2.1: torch/utils/checkpoint.py,
     set_checkpoint_early_stop). Blocks compiled by torch never repeat what nothing reads.
+    `gathers_fp8`: inputs of matmuls in 8 bits are cast before they are gathered over tensor
+    parallelism, and `shards_fp8`: weights before they are gathered. `scatters_sums`: overlapped
+    tensor parallelism also overlaps the scatter of an input's gradient that several matmuls add up
+    to. `ring`: whose context parallelism it has. `gathers_keys`: keys and values of all ranks are
+    gathered at once, instead of passed on after each part; `repeats_keys`: before that, they are
+    repeated for the heads of all queries. `gathers_once`: in pipelines, sharded parameters are
+    gathered in the first micro-batch's forward and kept, and gradients are summed after the last
+    backward.
     """
 
     name: str
@@ -72,6 +82,13 @@ class SoftwareStack(Record):
     blocks_launches: bool = False
     casts: Casts = "separate"
     stops_early: bool = False
+    gathers_fp8: bool = False
+    shards_fp8: bool = False
+    scatters_sums: bool = True
+    ring: Ring = "outpace"
+    gathers_keys: bool = False
+    repeats_keys: bool = False
+    gathers_once: bool = False
     source: str
 
 
@@ -87,6 +104,7 @@ STACKS: Mapping[str, SoftwareStack] = _stacks(
     ),
     SoftwareStack(
         name="torchtitan", elementwise="operators", repeats_matmuls="second", copies_units=True,
+        gathers_fp8=True, scatters_sums=False, ring="torch", gathers_keys=True, gathers_once=True,
         source="pytorch/torchtitan b5bcd76c66: torchtitan/models/llama/model.py (nn.RMSNorm, "
                "rotations by complex numbers in fp32, F.scaled_dot_product_attention), "
                "distributed/activation_checkpoint.py: selective recomputation (op) saves every "
@@ -96,11 +114,17 @@ STACKS: Mapping[str, SoftwareStack] = _stacks(
                "foreach_all_gather_copy_out by split_with_sizes_copy, "
                "foreach_reduce_scatter_copy_in by chunk_cat into the dtype of the sum); experts' "
                "tokens are sent by all_to_all_single (its standard dispatcher; DeepEP's is an "
-               "option)",
+               "option); docs/float8.md: tensor parallelism gathers inputs in 8 bits by default; "
+               "pytorch/pytorch, pull request 149946: torch's asynchronous tensor parallelism "
+               "fuses no reduce-scatter of a backward, whose input is a sum of matmuls; "
+               "torch/distributed/tensor/experimental/_attention.py: _AllGatherRotater by "
+               "default; in pipelines reshard_after_forward is False, and "
+               "torch/distributed/pipelining/stage.py calls FSDP's post_backward after the last "
+               "backward",
     ),
     SoftwareStack(
         name="megatron", elementwise="fused", fuses_dropout=True, sums_by_stages=True,
-        gathers_for_adapters=True, fuses_accumulation=True, casts="current",
+        gathers_for_adapters=True, fuses_accumulation=True, casts="current", ring="engine",
         source="Megatron-LM, megatron/core: Transformer Engine's norms, rotations, casts "
                "(weights' in a step's first micro-batch, is_first_microbatch) and attention "
                "(cuDNN's), bias_swiglu_fusion, bias_dropout_fusion, gradient_accumulation_fusion "
@@ -118,7 +142,7 @@ STACKS: Mapping[str, SoftwareStack] = _stacks(
                "tensorwise, which outpace writes)",
     ),
     SoftwareStack(
-        name="megatron-lm", fuses_dropout=True,
+        name="megatron-lm", fuses_dropout=True, ring="engine",
         source="Megatron-LM of 2021 and 2022, arXiv 2104.04473, §4.2 (bias and GELU, and bias, "
                "dropout and addition, are one kernel each) and 2205.05198: fused layer norms; "
                "local DDP. gradient_accumulation_fusion came on 2022-02-13 (83b1e42f30), for "
@@ -144,10 +168,11 @@ STACKS: Mapping[str, SoftwareStack] = _stacks(
     ),
     SoftwareStack(
         name="accelerate", attention="fused", elementwise="operators", copies_units=True,
-        stops_early=True,
+        stops_early=True, ring="torch",
         source="huggingface/accelerate, FSDP2 (fully_shard) over transformers' modules: RMS norms "
         "and rotations of several operators, SDPA; utils/fsdp_utils.py, fsdp2_apply_ac: torch's "
-        "checkpoint_wrapper, which is not reentrant by default",
+        "checkpoint_wrapper, which is not reentrant by default; torch's context_parallel, whose "
+        "keys are passed on (alltoall) as outpace writes it, and gathered by default",
     ),
     SoftwareStack(
         name="nanotron", attention="flash2", elementwise="fused", collectives="parameters",

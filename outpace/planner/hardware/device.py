@@ -176,7 +176,8 @@ def of_accelerator(chip: Accelerator) -> DeviceRates:
         attention_backward=attention.backward,
         attention_narrow=attention.narrow,
         attention_half=attention.half_length,
-        attention_rates={"bf16": low, "fp32": min(low, best["fp32"])},
+        # Attention also reaches the board's power limit (efficiency.ATTENTION_POWER_SOURCE).
+        attention_rates={"bf16": low * held, "fp32": min(low, best["fp32"])},
         attention_kernels={str(name): rate for name, rate in kernels.items()},
         # If host and device share a memory, it both reads and writes copies.
         host_bytes_per_s=min(
@@ -194,7 +195,8 @@ def of_accelerator(chip: Accelerator) -> DeviceRates:
         hides=1 - efficiency.COLLECTIVE_MULTIPROCESSORS / (chip.multiprocessors or 132),
         beside_collectives=efficiency.PERSISTENT_MATMULS.get(chip.architecture, 1.0),
         spread=efficiency.DEVICE_SPREAD,
-        sources=(curve.source, attention.source, efficiency.MEMORY_SOURCE,
+        sources=(curve.source, attention.source, efficiency.ATTENTION_POWER_SOURCE,
+                 efficiency.MEMORY_SOURCE,
                  efficiency.OPERATOR_SOURCE, efficiency.BACKWARD_SOURCE,
                  efficiency.COLLECTIVE_SOURCE, efficiency.PERSISTENT_SOURCE,
                  efficiency.DEVICE_SPREAD_SOURCE),

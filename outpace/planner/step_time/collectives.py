@@ -39,32 +39,94 @@ class _Pass:
 def ring_s(setup: StepTimeSetup, passes: StepPasses) -> Floats:
     """Return the exposed time of keys and values that circulate during attention.
 
-    They travel around the ring once in the forward and, with gradients, twice as much in the
-    backward; if attention is recomputed, they travel once more.
+    They travel around the ring once in the forward and once in the backward, as their gradients do;
+    if attention is recomputed, they travel once more. The parts of all ranks' keys take equally
+    long. Of keys and values that are gathered, the first part hides some of the time; a rank sends
+    the gradients beside the next part, but the last time.
     """
-    c = setup.columns
-    total, merged = np.zeros(len(c)), np.zeros(len(c))
-    for stack in setup.outline.stacks:
-        a = stack.attention
+    c, stack = setup.columns, setup.question.stack
+    if (c.cp == 1).all():
+        return np.zeros(len(c))
+    layers = setup.layers
+    full = c.modes[:, MODES.index("full")]
+    ahead = passes.forward("attention_s") * layers
+    back = passes.backward("attention_s") * layers - full * ahead
+    keys_s, grads_s, merged_s = _ring_parts(setup)
+    others: Floats = (c.cp - 1).astype(np.float64)
+    one = np.ones_like(others)
+    forward_s = _beside_parts_s(setup, keys_s, ahead, one if stack.gathers_keys else others)
+    again_s = full * forward_s
+    if stack.gathers_keys:
+        last_s = grads_s / c.cp
+        gathered_s = _beside_parts_s(setup, keys_s, back, one)
+        backward_s = gathered_s + last_s + _beside_parts_s(setup, grads_s - last_s, back, others)
+    else:
+        last_s = grads_s / c.cp * (stack.ring != "engine")
+        backward_s = last_s + _beside_parts_s(setup, keys_s + grads_s - last_s, back, others)
+    exposed = forward_s + again_s + backward_s
+    ahead_s, back_s = merged_s
+    exposed = exposed + (1 + full) * ahead_s + back_s
+    return np.where(c.cp > 1, setup.micro * exposed, 0.0)
+
+
+def _beside_parts_s(
+    setup: StepTimeSetup, comm_s: Floats, attention_s: Floats, parts: Floats
+) -> Floats:
+    """Return what `parts` of all ranks' attention, each for one rank's keys, leave exposed."""
+    hidden = np.minimum(comm_s, attention_s * parts / setup.columns.cp)
+    exposed: Floats = comm_s - setup.device.hides * hidden
+    return exposed
+
+
+def _ring_parts(setup: StepTimeSetup) -> tuple[Floats, Floats, tuple[Floats, Floats]]:
+    """Return a micro-batch's seconds of context parallelism, by themselves, in all layers.
+
+    They are those of keys and values on their way to all ranks once, of their gradients around the
+    ring, and of merging the parts' outputs in a forward and their gradients in a backward.
+    """
+    c, stack = setup.columns, setup.question.stack
+    sent, grads = np.zeros(len(c)), np.zeros(len(c))
+    ahead, back = np.zeros(len(c)), np.zeros(len(c))
+    rounds, width = (c.cp - 1.0, setup.numbers.item) if stack.ring == "engine" else (c.cp, FP32)
+    rate, fixed_s = setup.device.memory_bytes_per_s, 3 * setup.device.fixed_s
+    for layer in setup.outline.stacks:
+        a = layer.attention
         if a is None:
             continue
-        # Each part's outputs (and gradients) are merged with the previous ones in fp32: read twice,
-        # written once.
-        outputs = setup.tokens * a.heads / c.tp * a.value_dim * 3 * FP32
-        merged = merged + stack.layers / c.pp * 2 * (c.cp - 1) * (
-            outputs / setup.device.memory_bytes_per_s + 3 * setup.device.fixed_s
-        )
-        widths = np.maximum(a.kv_heads / c.tp, 1) * (a.head_dim + a.value_dim)
-        each = setup.fabric.send_s(setup.tokens * widths * setup.numbers.item, c.cp, c.tp)
-        total = total + stack.layers / c.pp * (c.cp - 1) * each
-    share = (c.cp - 1) / c.cp
-    full = c.modes[:, MODES.index("full")]
-    ahead = share * setup.layers * passes.forward("attention_s")
-    back = share * setup.layers * passes.backward("attention_s") - full * ahead
-    exposed = np.maximum(3 * total - ahead - back, 0) + full * np.maximum(total - ahead, 0)
-    whole = (3 + full) * total
-    exposed = whole - setup.device.hides * (whole - exposed)
-    return np.where(c.cp > 1, setup.micro * (exposed + merged * (1 + full / 2)), 0.0)
+        heads = a.heads if stack.repeats_keys else a.kv_heads
+        keys = setup.tokens * np.maximum(heads / c.tp, 1) * (a.head_dim + a.value_dim)
+        outputs = setup.tokens * a.heads / c.tp * a.value_dim
+        nbytes = keys * setup.numbers.item
+        one = setup.fabric.send_s(nbytes, c.cp, c.tp) * (c.cp - 1)
+        if stack.gathers_keys:
+            one = setup.fabric.gather_s(nbytes * c.cp, c.cp, c.tp)
+        count = layer.layers / c.pp
+        sent = sent + count * one
+        grads = grads + count * rounds * setup.fabric.send_s(keys * width, c.cp, c.tp)
+        merge, of_queries, of_keys = _merge_bytes(setup)
+        ahead = ahead + count * (c.cp - 1) * (outputs * merge / rate + fixed_s)
+        moved = outputs * of_queries + keys * of_keys
+        back = back + count * (c.cp - 1) * (moved / rate + fixed_s)
+    return sent, grads, (ahead, back)
+
+
+def _merge_bytes(setup: StepTimeSetup) -> tuple[Floats | float, Floats | float, Floats | float]:
+    """Return bytes per number to merge a part: into outputs, queries' gradients, and keys'.
+
+    Transformer Engine's kernel reads two outputs in fp32 and writes one; gradients are counted as
+    outputs. outpace multiplies the sum (4 + 4) and adds the part to it (4 + 2 read, 4 written), as
+    it does to gradients (parallel/context.py). torch does it by operators (_SDPAMerger and
+    _templated_ring_attention_backward of torch/distributed/tensor/experimental/_attention.py): part
+    to fp32 (2 + 4), difference, product and difference of two (4 + 4 + 4, 4 + 4, 4 + 4 + 4); it
+    adds gradients (4 + 2 + 4), and copies those of keys once in _partial_update and once to send
+    them (about 4 + 4 each, the first of half of them); compiled, each merge is one kernel.
+    """
+    if setup.question.stack.ring == "engine":
+        return 12.0, 12.0, 0.0
+    if setup.question.stack.ring == "outpace":
+        return 18.0, 10.0, 10.0
+    compiled = setup.columns.compile
+    return np.where(compiled, 10.0, 38.0), 10.0, np.where(compiled, 10.0, 10.0 + 4 + 8)
 
 
 def experts_s(setup: StepTimeSetup, busy: Floats) -> Floats:
@@ -159,6 +221,7 @@ def _collectives(setup: StepTimeSetup) -> _Collectives:
     together = c.dp_shard * c.cp  # context-parallel ranks reduce and shard as well
     gathered, reduced = c.shard_bytes()
     frozen = adapters.base_bytes if adapters is not None else None
+    packed_bytes = frozen if adapters is not None else 1.0  # else cast to 8 bits
     if frozen is not None and not setup.question.other_program:
         # A block with packed weights sends all its weights as they are stored (memory.adapters).
         reduced = setup.numbers.kept
@@ -166,7 +229,7 @@ def _collectives(setup: StepTimeSetup) -> _Collectives:
     # Gathers send the updated weights or, if weights are sharded, all of them.
     width = np.where(setup.numbers.item < FP32, 2.0, FP32)
     packed = setup.parameters.packed
-    spread = (setup.parameters.present - packed) * gathered + packed * (frozen or 0.0)
+    spread = (setup.parameters.present - packed) * gathered + packed * (packed_bytes or 0.0)
     low = np.where(c.zero < 2, setup.parameters.trained * width, spread)
     far = c.tp * c.cp * c.dp_shard
     each = grads / np.where(c.zero > 0, c.dp_shard, 1)
@@ -223,6 +286,9 @@ def _zero_exposed_s(setup: StepTimeSetup, of: _Collectives, ahead: _Pass, back: 
     sums = of.scatter + of.replicas
     gathered = _beside_s(setup, of.gather, ahead, shared, units + 1)
     zero3 = rounds * (gathered + _beside_s(setup, of.gather + sums, back, shared, units + 1))
+    if setup.question.stack.gathers_once:
+        once = _beside_s(setup, of.gather, ahead, np.ones(len(c)), units + 1) + sums
+        zero3 = np.where(c.pp > 1, rounds * once, zero3)
     zero2 = rounds * (gathered + _beside_s(setup, sums, back, shared, units + 1))
     levels = [c.zero == level for level in (1, 2, 3)]
     return np.select(levels, [zero1 + own_gather, zero2, zero3], plain)

@@ -39,9 +39,9 @@ class Cells:
     residual stream; `samples`: number in a micro-batch. `fused`: attention is fused.
     `norm_split` ranks divide norms and the residual stream (sequence parallelism), `etp` ranks
     divide each expert. `elementwise`: how a program without a compiler computes elementwise
-    operations; `fuses_dropout`, `dispatcher`, `experts`, `graphs`, `fuses_accumulation` and `casts`
-    are also traits of the program (catalog.stacks). `uneven`: some experts have most of the tokens.
-    `adapters`: the adapters trained on frozen weights.
+    operations; `fuses_dropout`, `dispatcher`, `experts`, `graphs`, `fuses_accumulation`, `casts`,
+    `repeats_keys` and `shards_fp8` are also traits of the program (catalog.stacks). `uneven`: some
+    experts have most of the tokens. `adapters`: the adapters trained on frozen weights.
     """
 
     rate: Floats
@@ -63,6 +63,8 @@ class Cells:
     fuses_accumulation: bool = False
     casts: Casts = "separate"
     adapters: Adapters | None = None
+    repeats_keys: bool = False
+    shards_fp8: bool = False
 
 
 @dataclass(frozen=True)
@@ -384,8 +386,8 @@ def _scaling_s(
     `shape`: tokens, outputs and inputs. torchao's Float8Linear has one scale per tensor. Bytes per
     number: finding the largest value reads 2 for an activation or gradient and 4 for a weight; the
     cast reads the same and writes 1; a transposed copy for the operand's other matmul reads and
-    writes 1. Each step is a kernel: two to find and cast, one to transpose. Transformer Engine has
-    its own casts (`_engine_cast_s`).
+    writes 1. Each step is a kernel: two to find and cast, one to transpose. Weights that are cast
+    as shards arrive in 8 bits. Transformer Engine has its own casts (`_engine_cast_s`).
     """
     tokens, n, k = shape
     rate = device.memory_bytes_per_s
@@ -396,7 +398,8 @@ def _scaling_s(
         one = each * (tokens * k + own * n * k) + (1 + own) * fixed_s
         return one, each * tokens * n + fixed_s, np.zeros_like(tokens)
     casts = np.where(cells.compiled, 1.0, _SCALED_EAGERLY)
-    one = casts * (5 * tokens * k + own * 9 * n * k) / rate + 4 * device.fixed_s
+    here = 0.0 if cells.shards_fp8 else own
+    one = casts * (5 * tokens * k + here * 9 * n * k) / rate + (2 + 2 * here) * device.fixed_s
     inputs = (casts * 5 * tokens * n + own * 2 * n * k) / rate + 3 * device.fixed_s
     return one, inputs, 2 * (tokens * n + tokens * k) / rate + 2 * device.fixed_s
 
@@ -516,7 +519,19 @@ def _layer_traffic(
         tight = _compiled_traffic(outline, stack, cells, fused)
         ahead = np.where(cells.compiled, tight[0], ahead)
         back = np.where(cells.compiled, tight[1], back)
-    return ahead + routed, back + routed_back
+    repeated = _repeated_keys_traffic(stack, cells)
+    return ahead + routed + repeated, back + routed_back + repeated
+
+
+def _repeated_keys_traffic(stack: Stack, cells: Cells) -> Floats:
+    """Return the bytes per token to write keys and values for the heads of all queries.
+
+    In the backward, as many are read: the gradients, which are added up over those heads.
+    """
+    a = stack.attention
+    if not cells.repeats_keys or a is None or a.heads == a.kv_heads:
+        return np.zeros_like(cells.tp)
+    return a.heads * (a.head_dim + a.value_dim) * cells.item / cells.tp
 
 
 def _routing_traffic(outline: Outline, stack: Stack, cells: Cells) -> tuple[Floats, Floats]:

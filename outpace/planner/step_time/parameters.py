@@ -67,8 +67,9 @@ def weight_traffic_s(setup: StepTimeSetup) -> Floats:
     add = np.where(setup.micro > 1, np.where(wide, 10.0, 3 * numbers.kept), 0.0)
     if setup.question.stack.fuses_accumulation:
         add = FP32 / setup.micro
-    copied = _copies(setup) * c.shard_bytes()[0]
-    seconds: Floats = present * (cast + add + copied) / rate
+    packed, width = setup.parameters.packed, c.shard_bytes()[0]  # packed: gathered in 8 bits
+    copied = _copies(setup) * ((present - packed) * width + packed)
+    seconds: Floats = (present * (cast + add) + copied) / rate
     return seconds
 
 
@@ -79,6 +80,8 @@ def _copies(setup: StepTimeSetup) -> Floats:
     """
     c = setup.columns
     gathers = np.select([c.zero == 3, c.zero == 2], [2.0, 1.0], 0.0)
+    if setup.question.stack.gathers_once:
+        gathers = np.where(c.pp > 1, np.minimum(gathers, 1.0), gathers)
     gathers = gathers * np.where(c.pp > 1, c.passes / setup.micro, 1.0)
     copies: Floats = 2 * gathers * setup.question.stack.copies_units
     return copies

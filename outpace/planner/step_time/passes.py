@@ -47,7 +47,8 @@ class _TensorCollectives:
     """Collectives over the ranks of tp: seconds of sums, and the number that the host launches.
 
     `gather_s` and `scatter_s`: gathers of hidden states, and reduce-scatters. `last_s`: the time of
-    the collective that sums a layer's output.
+    the collective that sums a layer's output. `alone_s`: reduce-scatters of a backward that proceed
+    beside no matmul.
     """
 
     sums_s: Floats
@@ -55,6 +56,7 @@ class _TensorCollectives:
     gather_s: Floats
     scatter_s: Floats
     last_s: Floats
+    alone_s: Floats
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,7 @@ def step_passes(setup: StepTimeSetup) -> StepPasses:
             gather_s=inputs * one.gather_s,
             scatter_s=inputs * one.scatter_s,
             last_s=one.last_s,
+            alone_s=_count_sums_of_matmuls(setup, stack) * one.scatter_s,
         )
         forwards.append(_forward(setup, w, tensor))
         backwards.append(_backward(setup, w, tensor))
@@ -144,6 +147,21 @@ def _count_sums(setup: StepTimeSetup, stack: Stack) -> Floats:
         cut = c.etp == c.tp
     attention = 0.0 if stack.attention is None else 1.0
     return attention + np.where(cut, 1.0, 0.0)
+
+
+def _count_sums_of_matmuls(setup: StepTimeSetup, stack: Stack) -> Floats:
+    """Return how many reduce-scatters of a layer's backward have no matmul to proceed beside.
+
+    Inputs' gradients are sums of several matmuls: of queries, keys and values, and of a gated MLP's
+    two. Some programs overlap a reduce-scatter only with a matmul whose result it takes.
+    """
+    c = setup.columns
+    if setup.question.stack.scatters_sums:
+        return np.zeros(len(c))
+    gated = stack.mlp is not None and stack.mlp.gated
+    cut = _count_sums(setup, stack) - (stack.attention is not None)
+    count = (stack.attention is not None) + (cut if gated else 0.0)
+    return np.where(c.async_tp & c.sequence_parallel, count, 0.0)
 
 
 def _count_adapter_inputs(setup: StepTimeSetup, stack: Stack) -> Floats:
@@ -191,7 +209,8 @@ def _backward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) ->
     again_tensor_s = _tensor_s(setup, sums_s, w.products_s - last_s) + tensor.gather_s
     # Frozen weights have no gradients.
     own = 2.0 if setup.question.adapters is None else 1.0
-    tensor_s = _tensor_s(setup, tensor.sums_s, own * w.products_s) + tensor.scatter_s
+    beside_s = tensor.sums_s - tensor.alone_s
+    tensor_s = _tensor_s(setup, beside_s, own * w.products_s) + tensor.alone_s + tensor.scatter_s
     launched = w.backward_operators * efficiency.BACKWARD_SHARE + again + tensor.calls * (1 + most)
     return PassTime(
         device_s=w.backward_s + again_s,
@@ -218,20 +237,21 @@ def _tensor_collectives(setup: StepTimeSetup) -> _TensorCollectives:
     """Return one sum of a layer's output over the ranks of tp, and its parts.
 
     With sequence parallelism, it is an all-gather and a reduce-scatter of the same total bytes
-    (Korthikanti et al., arXiv 2205.05198, §4.2).
+    (Korthikanti et al., arXiv 2205.05198, §4.2); what is gathered may have been cast to 8 bits.
     """
     c, fabric = setup.columns, setup.fabric
     nbytes = setup.tokens * setup.outline.hidden * setup.numbers.item
     near = np.ones_like(c.tp)
     whole = fabric.sum_s(nbytes, c.tp, near)
+    eight = c.precision_in("fp8") & setup.question.stack.gathers_fp8
     gather_s, scatter_s = (
-        fabric.gather_s(nbytes, c.tp, near),
+        fabric.gather_s(nbytes / np.where(eight, setup.numbers.item, 1.0), c.tp, near),
         fabric.scatter_s(nbytes, c.tp, near),
     )
     calls = np.where(c.tp > 1, np.where(c.sequence_parallel, 2.0, 1.0), 0.0)
     sums_s = np.where(c.sequence_parallel, gather_s + scatter_s, whole)
     last_s = np.where(c.sequence_parallel, scatter_s, whole)
-    return _TensorCollectives(sums_s, calls, gather_s, scatter_s, last_s)
+    return _TensorCollectives(sums_s, calls, gather_s, scatter_s, last_s, np.zeros_like(sums_s))
 
 
 def _tensor_s(setup: StepTimeSetup, sums_s: Floats, products_s: Floats) -> Floats:

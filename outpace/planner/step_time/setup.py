@@ -73,8 +73,8 @@ class RankParameters:
     """Parameters of a rank before data parallelism shards them: `present`, `owned`, and `trained`.
 
     Ranks that divide experts also shard: `owned` are the parameters of which a rank has a shard.
-    `packed` are those present that the adapters' base stores packed: matrices of blocks, without
-    biases.
+    `packed` are those present that are gathered in fewer bits than they are multiplied in: matrices
+    of blocks, without biases, which the adapters' base stores packed or which are cast to 8 bits.
     """
 
     present: Floats
@@ -246,8 +246,9 @@ def _parameters(question: StepTimeQuestion, columns: PlanBatch) -> RankParameter
     # The first and last stages have the embedding and the head; the larger one counts.
     present = layers / c.pp + np.where(c.pp > 1, ends / (1 if outline.tied else 2), ends)
     if question.adapters is None:
-        none = np.zeros(len(c))
-        return RankParameters(present, owned=present + more / c.pp, trained=present, packed=none)
+        cast = c.precision_in("fp8") & question.stack.shards_fp8
+        packed = np.where(cast, matrices / c.pp, 0.0)
+        return RankParameters(present, owned=present + more / c.pp, trained=present, packed=packed)
     trained = question.adapters.parameters(outline) / (c.tp * c.pp)
     packed = matrices / c.pp * (question.adapters.base_bytes is not None)
     return RankParameters(present, owned=trained, trained=trained, packed=packed)
@@ -276,6 +277,7 @@ def _cells(question: StepTimeQuestion, columns: PlanBatch, numbers: Numbers) -> 
         dispatcher=software.dispatcher, experts=software.experts, graphs=software.graphs,
         uneven=question.uneven,
         fuses_accumulation=software.fuses_accumulation, casts=software.casts,
-        adapters=question.adapters,
+        adapters=question.adapters, repeats_keys=software.repeats_keys,
+        shards_fp8=software.shards_fp8,
     )  # fmt: skip
     return cells, cell

@@ -156,6 +156,9 @@ def test_a_board_of_less_power_sustains_less():
     assert less.rate("bf16") == full.rate("bf16")  # for a moment
     assert less.sustained / full.sustained == pytest.approx((500 / 700) ** (1 / 3))
     assert of_accelerator(ACCELERATORS["H100 PCIe"]).sustained == full.sustained
+    # Attention also draws as much as the board may.
+    ratio = less.attention_rates["bf16"] / full.attention_rates["bf16"]
+    assert ratio == pytest.approx((500 / 700) ** (1 / 3))
 
 
 def test_measured_matmuls_correct_those_near_them():

@@ -18,7 +18,7 @@ from outpace.planner.hardware.device import DeviceRates, of_accelerator
 from outpace.planner.hardware.links import Fabric, Protocol
 from outpace.planner.model.outline import outline, parameters
 from outpace.planner.model.outline_flops import forward_flops
-from outpace.planner.plan_columns import PlanBatch, of_plans
+from outpace.planner.plan_columns import PRECISIONS, PlanBatch, of_plans
 from outpace.planner.search.branch_and_bound import least_s
 from outpace.planner.search.simulate_finalists import simulate_pipelines
 from outpace.planner.search.space import VARIED, SearchRequest, expand, layouts, memory_options
@@ -468,14 +468,118 @@ def test_a_host_that_is_slower_than_its_device_is_what_is_waited_for():
     assert sum(both.values()) == pytest.approx(sum(times.values()) + both["products_s"])
 
 
+# Keys and values of a micro-batch of 8,192 tokens on 4 ranks: 8 heads of 128 each.
+KEYS = 8192 / 4 * 2 * 8 * 128
+
+
 def test_the_ring_goes_round_again_where_attention_is_computed_again():
+    """Keys and values in 16 bits, N−1 times either way; their gradients in fp32, N times."""
     question = StepTimeQuestion(of("llama-3-8b"), 8192, AT_ONCE, WIRED)
     plain, full, selective = (
         step(question, 1, strategy="cp", cp=4, checkpointing=mode)["context_s"]
         for mode in ("none", "full", "selective")
     )
-    assert full == pytest.approx(plain * 4 / 3)
+    assert plain == pytest.approx(32 * KEYS * (2 * 3 * 2 + 4 * 4) / 50e9)
+    assert full == pytest.approx(plain + 32 * KEYS * 3 * 2 / 50e9)
     assert selective == plain
+    engine = replace(question, stack=STACKS["megatron"])
+    least = step(engine, 1, strategy="cp", cp=4)["context_s"]
+    assert least == pytest.approx(32 * KEYS * 3 * 3 * 2 / 50e9)
+
+
+def test_torchs_context_parallelism_gathers_repeated_keys_and_sends_gradients_in_fp32():
+    traits = {"ring": "torch", "gathers_keys": True, "repeats_keys": True}
+    question = StepTimeQuestion(of("llama-3-8b"), 8192, AT_ONCE, WIRED, stack=replaced(**traits))
+    found = step(question, 1, strategy="cp", cp=4)["context_s"]
+    gathers, sends = 2 * 3 * 2 / 100e9, 4 * 4 / 50e9
+    assert found == pytest.approx(32 * 4 * KEYS * (gathers + sends))  # 32 heads of queries
+
+
+def test_attention_to_a_ranks_own_keys_alone_hides_a_gather():
+    """Passed on, keys have the attention of all parts but the last beside them."""
+    slow = StepTimeQuestion(of("llama-3-8b"), 1 << 16, FLAT, WIRED, stack=replaced(ring="engine"))
+    gathers = replace(slow, stack=replaced(ring="torch", gathers_keys=True))
+    long = {"strategy": "cp", "cp": 8}
+    assert step(slow, 1, **long)["context_s"] == pytest.approx(0.0, abs=1e-20)
+    keys = (1 << 16) / 8 * 2 * 8 * 128
+    # Of gradients the last send is left.
+    assert step(gathers, 1, **long)["context_s"] == pytest.approx(32 * keys * 4 / 50e9)
+    late = replace(gathers, fabric=replace(WIRED, inside_bytes_per_s=1e9))
+    attention = step(late, 1, **long)["attention_s"]
+    whole = 32 * keys * (2 * 7 * 2 / 1e9 + 4 / 50e9)
+    assert step(late, 1, **long)["context_s"] == pytest.approx(whole - attention / 8, rel=1e-6)
+
+
+def test_merging_parts_takes_what_a_program_moves():
+    """Bytes of an output, of a query's gradient and of a key's, for each rank's part but one."""
+    slow = replace(AT_ONCE, memory_bytes_per_s=1e9)
+    rest = StepTimeQuestion(of("llama-3-8b"), 8192, slow, FREE)
+    queries = 8192 / 4 * 32 * 128
+    for ring, compiled, bytes_of in (
+        ("engine", False, (24, 0)), ("outpace", False, (28, 10)), ("torch", False, (48, 22)),
+        ("torch", True, (20, 10)),
+    ):  # fmt: skip
+        question = replace(rest, stack=replaced(ring=ring))
+        found = step(question, 1, strategy="cp", cp=4, compile=compiled)["context_s"]
+        hand = 32 * 3 * (queries * bytes_of[0] + KEYS * bytes_of[1]) / 1e9
+        assert found == pytest.approx(hand), (ring, compiled)
+
+
+def test_overlapped_tensor_parallelism_leaves_scatters_of_summed_gradients():
+    """torch fuses a reduce-scatter with the matmul before it, and of queries, keys and values
+    there are three (and two of a gated MLP)."""
+    question = StepTimeQuestion(of("llama-3-8b"), 4096, FLAT, WIRED)
+    apart = replace(question, stack=replaced(scatters_sums=False))
+    plan = {"strategy": "tp", "tp": 8, "sequence_parallel": True}
+    assert step(apart, 1, **plan) == step(question, 1, **plan)
+    beside, left = (step(one, 1, **plan, async_tp=True)["tensor_s"] for one in (question, apart))
+    scatter = 4096 * 4096 * 2 * 7 / 8 / 100e9
+    assert beside == pytest.approx(32 * 8 * scatter / 8)  # an eighth of each is before its matmul
+    assert left == pytest.approx(32 * (6 * scatter / 8 + 2 * scatter))
+
+
+def test_what_is_cast_to_eight_bits_is_gathered_in_eight_bits():
+    fast = replace(FLAT, best_flops_per_s={"bf16": RATE, "fp8": 2 * RATE})
+    question = StepTimeQuestion(of("llama-3-8b"), 4096, fast, WIRED, other_program=True)
+    cast = replace(question, stack=replaced(gathers_fp8=True))
+    plan = {"strategy": "tp", "tp": 8, "sequence_parallel": True}
+    low = step(cast, 1, **plan)
+    assert low == step(question, 1, **plan)
+    columns = of_plans([Plan.parse({"precision": "bf16", **plan}, "test")], 1, 32)
+    eight = replace(columns, precision=np.full_like(columns.precision, PRECISIONS.index("fp8")))
+    found = [float(estimate(one, eight).tensor_s[0]) for one in (question, cast)]
+    assert found == pytest.approx([low["tensor_s"], 0.75 * low["tensor_s"]])
+
+
+def test_shards_in_eight_bits_are_gathered_as_such():
+    fast = replace(AT_ONCE, best_flops_per_s={"bf16": NEVER, "fp8": 2 * NEVER})
+    question = StepTimeQuestion(BLOCKS, 512, fast, WIRED, other_program=True)
+    cast = replace(question, stack=replaced(shards_fp8=True))
+    plan = {"strategy": "zero3", "dp_shard": 8}
+    for precision, gathered in (("bf16", 2), ("fp8", 1)):
+        found = step(cast, 8, precision=precision, **plan)["data_s"]
+        hand = parameters(BLOCKS) * (2 * gathered + 4) * 7 / 8 / 100e9
+        assert found == pytest.approx(hand), precision
+        assert step(question, 8, precision=precision, **plan)["data_s"] == pytest.approx(
+            parameters(BLOCKS) * (2 * 2 + 4) * 7 / 8 / 100e9
+        )
+
+
+def test_pipelines_of_torchtitan_gather_once_and_sum_after_the_last_backward():
+    question = StepTimeQuestion(BLOCKS, 512, AT_ONCE, WIRED, other_program=True)
+    once = replace(question, stack=replaced(gathers_once=True))
+    plan = {"strategy": "3d", "pp": 2, "dp_shard": 4, "zero": 3, "pp_microbatches": 4,
+            "pp_schedule": "1f1b"}  # fmt: skip
+    own = parameters(BLOCKS) / 2 * 3 / 4 / 100e9
+    assert step(once, 16, **plan)["data_s"] == pytest.approx(own * (2 + 4))
+    assert step(question, 16, **plan)["data_s"] == pytest.approx(own * (2 + 2 + 4))
+    late = replace(FLAT, best_flops_per_s={"bf16": RATE / 100})
+    slow, hidden = (
+        step(replace(one, device=late), 16, **plan)["data_s"] for one in (once, question)
+    )
+    # Of 8 blocks and what is around them, the first gather and all sums are left.
+    assert slow == pytest.approx(own * (2 / 9 + 4))
+    assert hidden < own * (2 + 2 + 4) / 8
 
 
 @pytest.mark.parametrize(
