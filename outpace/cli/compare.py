@@ -24,7 +24,7 @@ from outpace.cli.experiments import (
     whole_lines,
 )
 from outpace.cli.main import TerminatedError
-from outpace.cli.output import output_place
+from outpace.cli.output import output_place, require_folder_place
 from outpace.cli.parser import Parser, duration_type, number_type
 from outpace.interop.user_file import require_named
 from outpace.records.base import write_atomic
@@ -92,6 +92,8 @@ def _answer(
     given = vars(arguments)
     out = None if given.get("out") is None else output_place(given["out"])
     _take_runs(arguments)
+    if out is not None:
+        require_folder_place(out)
     if arguments.runs:
         if out is not None and out.exists():
             raise BadInputError(f"{out} exists already. Use another --out.")

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from outpace.cli import options
+from outpace.cli.output import require_folder_place
 from outpace.records.base import read_toml, write_atomic
 from outpace.records.comparison import Arm
 from outpace.records.errors import BadInputError, suggest
@@ -36,6 +37,7 @@ def folder_of(out: Path | None, resumes: bool, parent: str, what: str) -> Iterat
     if out is None and resumes:
         raise BadInputError(f"--resume: which {what}? Give its directory with --out DIR.")
     if out is not None:
+        require_folder_place(out)
         yield out
         return
     base = Path(parent) / datetime.now(UTC).strftime("%Y%m%d-%H%M%S")

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
-from outpace.cli.output import output_place, tell_hint
+from outpace.cli.output import output_place, require_folder_place, tell_hint
 from outpace.cli.parser import Parser
 from outpace.records.errors import BadInputError
 from outpace.records.units import show_count
@@ -15,6 +15,7 @@ _ABOUT = "Merge an adapter into its base model's weights and write a Hugging Fac
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Write the merged model and print its folder; returns 0. Raises OutpaceError."""
     arguments = _parser().read(argv)
+    require_folder_place(arguments.out)
     if not arguments.source.is_dir():
         raise BadInputError(
             f"{arguments.source}: there is no such directory. Give a run that was trained with "

@@ -33,6 +33,28 @@ def output_place(text: str) -> Path:
     return Path(text).expanduser()
 
 
+def require_folder_place(path: Path) -> None:
+    """Raise BadInputError if no folder can have this path: it is a file, or a broken link."""
+    from outpace.records.base import format_path  # --help needs no records
+
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except (OSError, ValueError) as error:
+        why = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise BadInputError(f"--out {excerpt(str(path))}: {why}. Name a folder.") from None
+    if path.is_symlink() and not path.exists():
+        raise BadInputError(
+            f"{format_path(path)} is a link to {format_path(path.readlink())}, which does not "
+            "exist. Create that directory, or use another --out."
+        )
+    if path.exists() and not path.is_dir():
+        raise BadInputError(
+            f"{format_path(path)} is not a folder, as --out has to be. Use another --out."
+        )
+
+
 def _find_obstacle(path: Path) -> str | None:
     """Return the reason why `path` cannot be written; None if it can."""
     try:

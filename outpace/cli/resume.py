@@ -63,8 +63,7 @@ def settings_of(run: Path) -> dict[str, Any]:
         )
     if not path.exists():
         raise BadInputError(
-            f"--resume: {run} holds no run ({RUN_FILE} is missing). {_name_run(run)}, or leave "
-            "--resume out to start one there."
+            f"--resume: {run} holds no run ({RUN_FILE} is missing). {_name_run(run)}."
         )
     try:
         # `require_as_written` comes later, once it is clear that no foreign code runs.
@@ -86,7 +85,12 @@ def _name_run(folder: Path) -> str:
     """Suggest a run to name instead of a folder that is not a run, such as the run around it."""
     around = next((one for one in [*folder.parents][:2] if (one / RUN_FILE).exists()), None)
     if around is None:
-        return "Give --resume the folder of a run"
+        start = (
+            f"restore {folder / RUN_FILE}, or start a run with another --out"
+            if any(folder.iterdir())
+            else "leave --resume out to start one there"
+        )
+        return f"Give --resume the folder of a run, or {start}"
     return f"It is inside a run: give --resume {around}, which starts from the newest checkpoint"
 
 

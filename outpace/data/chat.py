@@ -53,6 +53,8 @@ DEFAULT_TEMPLATE = (
 )
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _CLOCK = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
+# Jinja's ways to write something else each time.
+_RANDOM = re.compile(r"\|\s*random\b|\blipsum\s*\(")
 _QUOTED = re.compile(r"(['\"])([\w.-]+)\1")
 # The fixed date for templates that write a date, so that a resumed run sees the same text: the
 # default of Llama 3.1's template without a clock.
@@ -81,7 +83,15 @@ def messages_of(row: Row) -> list[Message]:
 
 
 def _with_fixed_date(template: str) -> str:
-    """Replace the clock in a template with LEARNED_DATE. Raises BadInputError if ambiguous."""
+    """Replace the clock in a template with LEARNED_DATE. Raises BadInputError if the template's
+    text would still differ from one time to the next.
+    """
+    if (drawn := _RANDOM.search(template)) is not None:
+        raise BadInputError(
+            f"the tokenizer's chat template writes something random ({drawn.group().strip('( |')}),"
+            " so a resumed run would learn a different text. Set a chat_template without it in the "
+            "tokenizer's folder."
+        )
     fixed = _CLOCK.sub(lambda call: repr(LEARNED_DATE.strftime(call.group(2))), template)
     if "strftime_now(" in fixed:
         raise BadInputError(

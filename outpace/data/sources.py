@@ -64,6 +64,7 @@ _MARKUP = {
     "YAML": re.compile(
         rb"(?:[ \t\r]*(?:#[^\n]*|---[^\n]*)?\n)*- +[\"'\w]+ *:[^\n]*\n +[\"'\w]+ *:"
     ),
+    "JSON": re.compile(rb"\s*[\[{]\s*(?:\{\s*)?\"[^\"\n]*\"\s*:"),
 }
 _SNIFFED_MARKUP_BYTES = 4096
 # Names of splits in file names (train.bin, fineweb_val_000000.bin, data.test.jsonl).
@@ -378,7 +379,9 @@ def _markup_of(file: Path) -> str | None:
         return "YAML"
     with readable(file) as stream:
         head = stream.read(_SNIFFED_MARKUP_BYTES).removeprefix(b"\xef\xbb\xbf")
-    return next((kind for kind, begin in _MARKUP.items() if begin.match(head)), None)
+    found = next((kind for kind, begin in _MARKUP.items() if begin.match(head)), None)
+    # Beside texts, a file that says that it is JSON is part of a program.
+    return None if found == "JSON" and form_of(file) == "json" else found
 
 
 def files_in_both(train: Source, held_out: Source) -> list[Path]:

@@ -307,6 +307,7 @@ def _width_of(path: Path, size: int) -> str:
             return dtype
     _require_two_bytes(path)
     _require_no_gaps(path)
+    _require_little_endian(path)
     return "<u2"
 
 
@@ -328,6 +329,18 @@ def _require_ids(path: Path, words: Array) -> None:
         "an id: a number that marks padding, or a part of a header. Write the ids alone, as in "
         "ids[ids >= 0].astype('uint32').tofile(FILE)."
     )
+
+
+def _require_little_endian(path: Path) -> None:
+    """Refuse ids of 32 or 64 bits with the most significant byte first, as Java writes them."""
+    whole = path.stat().st_size // 4
+    words = np.asarray(np.memmap(path, dtype=">u4", mode="r", shape=whole)[:_LOOKED_AT])
+    low, high = (words & 0xFFFF) < 16, (words >> 16) < 16
+    if len(words) >= _LEAST_PAIRS and high.mean() > _ALIKE and low.mean() < 1 - _ALIKE / 3:
+        raise BadInputError(
+            f"{path} holds ids of 32 or 64 bits with the most significant byte first. Write them "
+            "with the least significant one first, as numpy's ids.astype('<u4').tofile(FILE)."
+        )
 
 
 def _require_no_gaps(path: Path) -> None:

@@ -121,7 +121,7 @@ class Tokenizer:
         """Return the token of each role that has one."""
         found = {"eos_token": str(self.eos_token)}
         for role, usual in _ROLES.items():
-            named = _content(self._config.get(role))
+            named = _content(role, self._config)
             if role in _NEEDED and named is not None and named not in self._vocab:
                 raise BadInputError(_not_in_vocabulary(role, named))
             names = (named, *usual)
@@ -494,7 +494,7 @@ def _load(path: Path) -> Tokenizer | None:
         inner = tokenizers.Tokenizer.from_file(str(path / "tokenizer.json"))
         add_tokens(inner, config, path)
         _follow_config(inner, config)
-        return Tokenizer(inner, _content(config.get("eos_token")), config, template_file)
+        return Tokenizer(inner, _content("eos_token", config), config, template_file)
     if "tokenizer_class" in config or (config and (path / "config.json").is_file()):
         return _of_class(path, config, template_file)
     for vocab, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
@@ -586,11 +586,13 @@ def _config_of(directory: Path) -> tuple[dict[str, Any], Path | None]:
     return config, template_file
 
 
-def _content(token: Any) -> str | None:
-    """Return the text of a token, which is stored alone or with its properties."""
-    if isinstance(token, dict):
-        token = token.get("content")
-    return token if isinstance(token, str) else None
+def _content(role: str, config: Mapping[str, Any]) -> str | None:
+    """Return the text of a role's token, which is stored alone or with its properties."""
+    token = config.get(role)
+    text = token.get("content") if isinstance(token, dict) else token
+    if text is not None and not isinstance(text, str):
+        raise BadInputError(f"its {role} is {excerpt(token)}; it must be the token's text")
+    return text
 
 
 def _byte_pairs(vocab: Path, merges: Path) -> Tokenizer:

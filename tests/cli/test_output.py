@@ -40,6 +40,29 @@ def test_a_place_that_cannot_be_written_is_refused_first(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["compare", "--command=echo 1", "--command=echo 1 ", "--metric=(1)", "--rounds=1"],
+        ["compare", "--runs", "one", "other"],
+        ["tune", "--model=outpace-tiny", "--steps=5"],
+        ["merge", "nothing"],
+        ["train", "--model=outpace-tiny", "--steps=1"],
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+def test_a_place_that_no_folder_can_have_is_refused_first(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    for name, said in (("file", "file "), ("link", f"is a link to {tmp_path / 'gone'}")):
+        assert main([*words, f"--out={tmp_path / name}"]) == 2
+        error = capsys.readouterr().err
+        assert said in error and "another --out" in error and "File exists" not in error, error
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "link"]
+
+
 def test_what_cannot_be_written_any_more_is_kept_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

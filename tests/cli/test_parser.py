@@ -145,3 +145,10 @@ def test_what_is_no_duration_is_refused(text):
 def test_every_command_reads_durations_alike(words, capsys):
     assert main(words) == 2
     assert "3m, 1h30m or 250ms" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("value", ["inf", "1e308", "nan", "0"])
+@pytest.mark.parametrize("command", ["doctor", "topology"])
+def test_a_timeout_beyond_clocks_is_refused(command, value, capsys):
+    assert main([command, f"--timeout={value}"]) == 2
+    assert "argument --timeout: " in capsys.readouterr().err

@@ -98,7 +98,11 @@ def test_a_run_has_to_be_named_and_be_there(
 ) -> None:
     assert "Give its directory: --resume DIR" in refusal(capsys)
     assert "there is no directory" in refusal(capsys, "--out", str(tmp_path / "none"))
-    assert "holds no run" in refusal(capsys, "--out", str(tmp_path))
+    (tmp_path / "empty").mkdir()
+    holds_none = refusal(capsys, "--out", str(tmp_path / "empty"))
+    assert "holds no run" in holds_none and "leave --resume out to start one there" in holds_none
+    holds_none = refusal(capsys, "--out", str(tmp_path))  # where no run could be started
+    assert f"restore {tmp_path / 'run.json'}, or start a run with another --out" in holds_none
     (run / "checkpoints" / "step-8").mkdir(parents=True)
     within = refusal(capsys, "--out", str(run / "checkpoints"))
     assert f"It is inside a run: give --resume {run}" in within and "--out" not in within
@@ -200,8 +204,10 @@ def test_what_a_resumed_run_does_otherwise_is_said_with_its_learning_rate(
     code, said = said_by(capsys, resume, "--steps=8")
     assert code == 2 and "has already completed" in said
     code, said = said_by(capsys, resume, "--steps=9", "--precision=bf16", "--schedule=constant",
-                         "--eval-batches=1")  # fmt: skip
+                         "--eval-batches=1", "--strategy=ddp",
+                         "--compress-gradients=bf16")  # fmt: skip
     assert "--eval-batches was 0, is 1" in said
+    assert "compress_gradients was none, is now bf16" in said
     assert "precision was fp32, is now bf16" in said
     assert "--schedule was cosine, is constant" in said
 

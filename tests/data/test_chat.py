@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outpace.data.chat import ChatFormat, encode_all, messages_of
+from outpace.data.chat import DEFAULT_TEMPLATE, ChatFormat, encode_all, messages_of
 from outpace.data.conversations import conversation_of
 from outpace.data.padded import IGNORED
 from outpace.data.row_files import Row
@@ -422,6 +422,13 @@ def test_the_date_that_is_learnt_does_not_change(plain, clock):
     with pytest.raises(BadInputError, match="computes the format of the time that it writes"):
         other = "{% set f = '%d' %}{{ strftime_now(f) }}" + CHATML
         ChatFormat(plain.replace(plain.inner, {"chat_template": other}))
+
+
+@pytest.mark.parametrize("drawn", ["{{ ['a', 'b'] | random }}", "{{ lipsum(n=1) }}"])
+@pytest.mark.parametrize("template", [CHATML, DEFAULT_TEMPLATE])
+def test_a_template_that_writes_something_random_is_refused(plain, drawn, template):
+    with pytest.raises(BadInputError, match=r"writes something random .(random|lipsum)"):
+        ChatFormat(plain.replace(plain.inner, {"chat_template": drawn + template}))
 
 
 def test_a_broken_template_is_told_with_its_file_and_line(plain, tmp_path):

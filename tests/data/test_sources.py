@@ -796,6 +796,8 @@ def test_folders_and_names_of_texts_say_splits(tmp_path, prepare, ids_of):
         ("feed.txt", '<?xml version="1.0"?><feed>', "XML"),
         ("rows.yaml", "rows:\n", "YAML"),
         ("rows.txt", "---\n# two\n- text: one\n  label: a\n", "YAML"),
+        ("notes.ipynb", '{\n "cells": [\n  {"source": ["x"', "JSON"),
+        ("code.txt", "{\n  int a;\n}", None),
         ("notes.md", "- Author: someone\n- Title: words\n", None),
         ("page.md", "---\ntitle: words\n---\n<html> is a tag", None),
         ("text.txt", "<i>not</i> a page", None),
@@ -824,6 +826,8 @@ def test_rows_beside_texts_are_not_read_and_named(folder, prepare, ids_of):
     assert tokens(corpus) == [ids_of(A, B, C)] and "index.jsonl" in corpus.hints[0]
     (folder / "z.json").write_text(C)  # as source code has some
     assert tokens(prepare(folder)) == [ids_of(A, B, C, C)]
+    (folder / "z.json").write_text('{\n "name": "a program"\n}')
+    assert not any("markup" in hint for hint in prepare(folder).hints)
 
 
 def test_outputs_within_the_data_are_no_data_and_their_neighbours_are(folder, prepare, ids_of):

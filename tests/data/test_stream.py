@@ -82,3 +82,11 @@ def test_ids_of_two_bytes_of_a_larger_vocabulary_are_told(path):
     np.arange(COUNT, dtype="<u2").tofile(narrow)
     both = Corpus((token_stream([path, narrow]),), None, "key")
     assert foreign_id_hints(both, SimpleNamespace(vocab_size=70_001)) == [said]
+
+
+@pytest.mark.parametrize("dtype", [">u4", ">i8"])
+def test_ids_with_the_most_significant_byte_first_are_refused(path, dtype):
+    """They were read as twice as many ids of 16 bits, where the vocabulary has as many."""
+    np.random.default_rng(0).integers(0, 128_000, 3000).astype(dtype).tofile(path)
+    with pytest.raises(BadInputError, match=r"with the most significant byte first\."):
+        token_stream([path])

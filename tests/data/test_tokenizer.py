@@ -214,6 +214,26 @@ def test_what_cannot_be_read_is_told(tmp_path):
         Tokenizer(inner)
 
 
+@pytest.mark.parametrize("role", ["eos_token", "mask_token", "cls_token", "sep_token"])
+@pytest.mark.parametrize(
+    ("token", "said"),
+    [
+        ("<|nowhere|>", r"_token '<\|nowhere\|>' is not in its vocabulary"),
+        ({"content": "<|nowhere|>"}, r"_token '<\|nowhere\|>' is not in its vocabulary"),
+        (257, "_token is 257; it must be the token's text"),
+        ({"content": 257}, "_token is .* it must be the token's text"),
+    ],
+)
+def test_a_role_of_a_token_that_is_none_is_refused(tokenizer, tmp_path, role, token, said):
+    """Another token took its place, also in the exported model."""
+    tokenizer.save(tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({**config, role: token}))
+    (tmp_path / "special_tokens_map.json").unlink()
+    with pytest.raises(BadInputError, match=rf"its {role.removesuffix('_token')}{said}"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_ids_are_of_one_type(tokenizer):
     assert {ids.dtype for ids in tokenizer.encode_batch(TEXTS)} == {np.dtype(np.uint32)}
 

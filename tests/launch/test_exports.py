@@ -1,6 +1,7 @@
 """What a trained model's folder keeps of the one that it came from."""
 
 import json
+import os
 import shutil
 
 import numpy as np
@@ -79,6 +80,8 @@ def test_ids_settings_and_tokenizer_survive(home, data):
     assert config["pad_token_id"] == ids["<|eom|>"]
     generation = read(model, "generation_config.json")
     assert generation.items() >= read(source, "generation_config.json").items()
+    modes = {path.name: path.stat().st_mode & 0o777 for path in model.iterdir()}
+    assert set(modes.values()) == {0o666 & ~os.umask(os.umask(0o022))}, modes
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
                  "chat_template.jinja"):  # fmt: skip
         assert (model / name).read_bytes() == (source / name).read_bytes()

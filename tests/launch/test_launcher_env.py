@@ -120,6 +120,13 @@ def test_contradictions_are_refused(environ: dict[str, str], said: str) -> None:
         ranks_from(environ)
 
 
+@pytest.mark.parametrize("port", ["abc", "-1", "0", "65536", "29500.0", " "])
+def test_a_port_that_is_none_is_refused(port: str) -> None:
+    environ = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}
+    with pytest.raises(BadInputError, match="MASTER_PORT = "):
+        ranks_from({**environ, **MEETING, "MASTER_PORT": port})
+
+
 def test_backends_follow_the_device_and_are_refused_where_they_are_not() -> None:
     cpu = torch.device("cpu")
     assert resolve_backend("auto", cpu) == resolve_backend("gloo", cpu) == "gloo"

@@ -52,6 +52,11 @@ def test_top_k_keeps_to_the_likeliest(make_model):
     assert seen == set(likeliest)
 
 
+def test_a_temperature_near_zero_takes_the_likeliest(make_model):
+    model = make_model("llama")
+    assert generate(model, PROMPT, 20, 1e-320) == generate(model, PROMPT, 20, temperature=0)
+
+
 def test_it_stops_at_the_stop_token(make_model):
     model = make_model("llama")
     free = generate(model, PROMPT, 10, temperature=0)

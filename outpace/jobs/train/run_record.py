@@ -42,6 +42,8 @@ from outpace.training.schedule import learning_rate, warmup_steps
 _MAY_CHANGE = (
     "lr", "warmup", "schedule", "min_lr_ratio", "clip", "weight_decay", "eval_batches",
 )  # fmt: skip
+# Parts of a plan that change what is computed; all others compute the same.
+_INEXACT = ("precision", "compress_gradients", "powersgd_rank")
 # fp16 matmuls on a CPU take over a hundred times as long as bf16's.
 _LARGE_RATE = 0.1  # for AdamW and similar optimizers, whose updates are about that large
 # In fewer steps than this, at a twentieth of their earlier rate, weights of any size hardly move.
@@ -134,8 +136,11 @@ def changed_settings(earlier: RunRecord, job: Job, start_step: int) -> str | Non
     ]
     if earlier.total_steps != job.total_steps:
         changes.insert(0, f"the run had {earlier.total_steps} steps, now has {job.total_steps}")
-    if earlier.plan.precision != job.plan.precision:
-        changes.append(f"precision was {earlier.plan.precision}, is now {job.plan.precision}")
+    changes += [
+        f"{name} was {getattr(earlier.plan, name)}, is now {getattr(job.plan, name)}"
+        for name in _INEXACT
+        if getattr(earlier.plan, name) != getattr(job.plan, name)
+    ]
     for name, version in (("outpace", __version__), ("torch", VERSION)):
         if earlier.versions.get(name, version) != version:
             changes.append(f"{name} was {earlier.versions[name]}, is {version}")
