@@ -94,7 +94,9 @@ def conversation_of(row: Row, roles: Collection[str] = ()) -> Conversation:
         if values.get(name):
             tools, read = (*tools, *_tools(values[name], name, row)), [*read, name]
     messages, learned = zip(*found, strict=True)
-    unread = [name for name, value in values.items() if name not in read and value is not None]
+    unread = [
+        name for name, value in values.items() if name not in read and value not in (None, "")
+    ]
     return Conversation(messages, learned, tools, tuple(unread))
 
 

@@ -206,6 +206,11 @@ def nested_rows(row: Row) -> str:
 
 def rows_in_columns(row: Row) -> str:
     """Describe rows stored by column, as lists or by row number, like `nested_rows`."""
+    if (count := _count_whole_rows(row.values)) is not None:
+        return (
+            f". Its values are {count:,} whole rows, as pandas writes them with orient='index' or "
+            "'split': write them with to_json(FILE, orient='records', lines=True)."
+        )
     columns = [
         [*value.values()] if isinstance(value, dict) else value for value in row.values.values()
     ]
@@ -219,6 +224,22 @@ def rows_in_columns(row: Row) -> str:
         f". Its values are columns of {lengths.pop():,} rows: write one object per line, as "
         "pandas does with to_json(FILE, orient='records', lines=True)."
     )
+
+
+def _count_whole_rows(values: Mapping[str, Any]) -> int | None:
+    """Return the number of rows of an object that holds rows by number, or lists of cells beside
+    their `columns`; None for another object.
+    """
+    columns, data = values.get("columns"), values.get("data")
+    if isinstance(columns, list) and isinstance(data, list) and data:
+        whole = all(isinstance(row, list) and len(row) == len(columns) for row in data)
+        return len(data) if whole else None
+    rows = [*values.values()]
+    if len(rows) < 2 or not all(isinstance(row, dict) for row in rows):
+        return None
+    if list(values) != [str(number) for number in range(len(rows))]:
+        return None
+    return len(rows) if all(row.keys() == rows[0].keys() for row in rows) else None
 
 
 def _suggest_unpacking(file: Path | None, name: str, what: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from outpace.data.row_files import Row, read_rows, without_fillers
+from outpace.data.row_files import Row, nested_rows, read_rows, without_fillers
 from outpace.data.sources import Source, is_held_out, open_dataset, open_source, row_files_below
 from outpace.records.errors import BadInputError
 
@@ -173,7 +173,7 @@ def split_rows(rows: Sequence[Row], fraction: float) -> tuple[list[Row], list[Ro
     if not all(parts):
         raise BadInputError(
             f"{len(rows)} row cannot be divided into training and validation data. "
-            "Give more, or name validation data with --eval-data."
+            f"Give more, or name validation data with --eval-data{nested_rows(rows[0]) or '.'}"
         )
     return parts
 

@@ -238,6 +238,7 @@ class Checkpointer:
         self._masters = masters
         self._pending: tuple[Future[None], Path] | None = None
         self._needed_bytes = 0
+        self._stuck: set[Path] = set()  # checkpoints that cannot be removed
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
 
     def save(
@@ -391,6 +392,12 @@ class Checkpointer:
         whole = whole_checkpoints(self.directory)
         for old in whole[self._keep :]:
             _remove(old)
+            if old.exists() and old not in self._stuck:
+                self._stuck.add(old)
+                self._on_trouble(
+                    f"{old} could not be removed, so more checkpoints are kept than requested. "
+                    "Remove it when no other program uses it"
+                )
 
     def load(
         self, folder: Path, model: nn.Module | None, optimizer: torch.optim.Optimizer | None

@@ -226,6 +226,22 @@ def test_rows_held_out_depend_on_their_contents_only():
     assert [len(part) for part in split_rows(rows[:3], 0.1)] == [2, 1]
 
 
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"text": {"0": "a", "1": "b"}, "label": {"0": "x", "1": "y"}}, "columns of 2 rows"),
+        ({"text": ["a", "b"], "label": ["x", "y"]}, "columns of 2 rows"),
+        ({"0": {"text": "a"}, "1": {"text": "b"}}, "2 whole rows"),
+        ({"columns": ["text"], "data": [["a"], ["b"], ["c"]]}, "3 whole rows"),
+        ({"data": [{"text": "a"}, {"text": "b"}]}, "'data' is a list of 2 objects"),
+        ({"text": "a", "label": "x"}, r"--eval-data\.$"),
+    ],
+)
+def test_one_row_that_holds_all_rows_is_told(values, said):
+    with pytest.raises(BadInputError, match=f"1 row cannot be divided.*{said}"):
+        split_rows([Row(values, "x.json")], 0.1)
+
+
 def test_generated_pairs_are_always_the_same_and_of_mrpcs_shares():
     pairs = [row.values for row in paraphrases("train")]
     assert pairs == [row.values for row in paraphrases("train")]

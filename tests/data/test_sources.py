@@ -684,6 +684,20 @@ def test_rows_within_an_object_are_named_with_a_command_that_takes_them_out(
             prepare(path, text_field="data")
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"0": {"text": A, "n": 1}, "1": {"text": B, "n": 2}},
+        {"columns": ["text", "n"], "index": [0, 1], "data": [[A, 1], [B, 2]]},
+    ],
+)
+def test_a_file_of_whole_rows_in_another_orientation_is_named(tmp_path, prepare, values):
+    """As pandas writes with orient='index' and orient='split'."""
+    (tmp_path / "x.json").write_text(json.dumps(values))
+    with pytest.raises(BadInputError, match=r"has no field 'text'.* values are 2 whole rows"):
+        prepare(tmp_path / "x.json")
+
+
 @pytest.mark.parametrize("values", [{"text": [A, B], "n": [1, 2]}, {"text": {"0": A, "1": B}}])
 def test_a_file_of_columns_is_named(tmp_path, prepare, values):
     (tmp_path / "x.json").write_text(json.dumps(values))

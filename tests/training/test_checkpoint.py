@@ -1,9 +1,11 @@
+import errno
 import json
 import os
 import subprocess
 import threading
 import weakref
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -265,6 +267,28 @@ def test_keeps_the_newest(tmp_path, group):
     saver.wait()
     assert [p.name for p in whole_checkpoints(saver.directory)] == ["step-11", "step-10"]
     assert len(list(saver.directory.iterdir())) == 2
+
+
+def test_a_checkpoint_that_cannot_be_removed_is_told_once(tmp_path, group, monkeypatch):
+    """As on NFS, while another program reads a file of it."""
+    saver, _, told = make(tmp_path, group, keep=1)
+    model, optimizer = trained()
+    saver.save(model, optimizer, progress(1))
+    saver.wait()
+    unlink = Path.unlink
+
+    def busy(path, missing_ok=False):
+        if path.parent.name == "step-1":
+            raise OSError(errno.EBUSY, "Device or resource busy")
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", busy)
+    for step in (2, 3):
+        saver.save(model, optimizer, progress(step))
+    saver.wait()
+    assert [p.name for p in whole_checkpoints(saver.directory)] == ["step-3", "step-1"]
+    (sentence,) = told
+    assert "step-1 could not be removed, so more checkpoints are kept than requested" in sentence
 
 
 @pytest.mark.parametrize("harm", ["flip", "cut", "remove", "marker"])
