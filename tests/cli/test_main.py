@@ -312,3 +312,21 @@ def test_the_message_of_a_full_disk_names_the_variable_of_its_folder(
     said = " ".join(capsys.readouterr().err.split())
     assert "Free some space, or set TMPDIR (now '" in said
     assert "') to a folder on another disk; --resume continues" in said
+
+
+def test_files_of_the_working_directory_are_no_libraries(tmp_path):
+    """A user's rich.py or tokenizers.py, where `python -m` looks first."""
+    for name in ("rich", "tokenizers", "datasets", "torch"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('a library was shadowed')\n")
+    root = Path(__file__).parents[2]
+    for words, there in (
+        (("models", "gpt2"), tmp_path),
+        (("estimate", "--model", "gpt2", "--machine", "hgx-h100", "--plan", "x.json"), tmp_path),
+        (("version",), root),  # a checkout of outpace
+    ):
+        ended = subprocess.run(
+            [sys.executable, "-m", "outpace", *words], cwd=there, capture_output=True, text=True,
+            check=False, env={**os.environ, "PYTHONPATH": "" if there == root else str(root)},
+        )  # fmt: skip
+        assert "shadowed" not in ended.stdout + ended.stderr
+        assert ended.returncode == (2 if "x.json" in words else 0), ended.stderr
