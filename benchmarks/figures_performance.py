@@ -195,6 +195,9 @@ def _as_fast(heat: dict[str, Any], other: dict[str, Any]) -> bool:
     return None not in rates and max(rates) <= ALIKE * min(rates)
 
 
+MEMORY = {"at hand": "memory touched before", "as it is": "memory not touched"}
+
+
 def mark(reached: bool) -> str:
     return "" if reached else ", **not reached**"
 
@@ -206,7 +209,7 @@ def lasting(result: dict[str, Any]) -> str:
         for which, places in parts["checkpoint"]["lost_steps"].items():
             for place, lost in places.items():
                 rows.append(["an asynchronous checkpoint costs ≤ 1 step",
-                             f"(b) GPT-2 124M, 1 process, the {which}, memory {place}",
+                             f"(b) GPT-2 124M, 1 process, {which} save, {MEMORY[place]}",
                              f"{lost:.2f} steps{mark(lost <= 1)}"])  # fmt: skip
     if "long" in parts:
         long = parts["long"]
@@ -236,7 +239,7 @@ def scaling(result: dict[str, Any]) -> str:
         for curve in result["curves"].values()
         for cost, one in curve["costs"].items()
     ]
-    head = ["cost", "sizes", "from – to", "exponent", "at most", "since"]
+    head = ["cost", "sizes", "from – to", "exponent", "at most", "reason"]
     return table(head, rows) + stand(result)
 
 

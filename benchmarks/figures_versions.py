@@ -9,7 +9,7 @@ from pages import table
 def torch_versions(result: dict[str, Any]) -> str:
     """One row for each torch and Python, and below what did not pass."""
     head = ["torch", "Python", "transformers", "modules imported", "plans equal to one process",
-            "trainings", "tests", "recorded"]  # fmt: skip
+            "training runs", "tests", "recorded"]  # fmt: skip
     entries = result["entries"]
     rows = [
         [

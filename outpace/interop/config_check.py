@@ -387,7 +387,7 @@ def reading_notes(
 
 
 def _defaults(values: Mapping[str, Any], read: ReadValues, where: str) -> list[str]:
-    """Note whole numbers that transformers' defaults replace because the file lacks them."""
+    """Return a note on the dimensions that the file leaves out, so that defaults apply."""
     config = read.config
     aliases: Mapping[str, str] = getattr(config, "attribute_map", {})
     given = {aliases.get(name, name) for name in values}

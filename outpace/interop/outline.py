@@ -149,7 +149,8 @@ def outline_from_config(config: Any, where: str) -> Outline:
 def _restore_tied(config: ReadValues, values: Mapping[str, Any], where: str) -> None:
     """Restore the file's tie_word_embeddings, since transformers 5 ties the head of every T5.
 
-    Raises BadInputError if a config and its text_config differ, since programs read either of them.
+    Raises BadInputError if a config and its text_config differ, since some programs read one and
+    some the other.
     """
     tied, text = values.get("tie_word_embeddings"), values.get("text_config")
     inner = text.get("tie_word_embeddings") if isinstance(text, dict) else None

@@ -230,8 +230,8 @@ class Measurement(Record):
         "bytes that all ranks send in a step, counted in the last warm-up step"
     )
     idle_share: float | None = entry(
-        "mean share of the time after warm-up in which ranks' main threads waited, if these "
-        "compute (cpu)"
+        "mean share of the time after warm-up that ranks' main threads spent waiting, if they do "
+        "the computing (cpu)"
     )
     start_step: NonNegativeInt = entry("steps done before this part of a resumed run", 0)
     # Hugging Face Trainer's names, to compare results. Times and rates of a resumed run are those

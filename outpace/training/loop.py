@@ -166,7 +166,7 @@ class Loop:
         )
 
     def progress(self, step: int) -> Progress:
-        """Return the run's state at `step`, other than tensors."""
+        """Return the run's state at `step`, except tensors."""
         ledger, scaler = self.ledger, self.stepper.mixed.scaler
         return Progress(
             step=step,

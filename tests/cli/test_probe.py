@@ -133,7 +133,7 @@ def test_steps_of_one_rank_and_of_all_are_what_the_planner_goes_by(nproc, tmp_pa
     out = tmp_path / "machine.json"
     assert main(["probe", "matmul", "memory", "steps", "--nproc", str(nproc), "--quick",
                  "--budget", "3", "--out", str(out)]) == 0  # fmt: skip
-    assert "Steps of small trainings" in capsys.readouterr().out
+    assert "Steps of small training runs" in capsys.readouterr().out
     figures = [f for f in Machine.load(out).probed.figures if f.key.kind == "step"]
     for ranks in {1, nproc}:
         names = [f.key.of["reference"] for f in figures if f.key.has(ranks=ranks)]

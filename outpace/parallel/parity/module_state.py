@@ -262,7 +262,7 @@ def _comparable_container(value: Any, seen: set[int]) -> Any:
 
 
 def _comparable_entry(value: Any, seen: set[int]) -> Any:
-    """Return the comparable form of a container's entry, where objects have no names."""
+    """Return the comparable form of a container's entry, with the attributes of an object."""
     if not (isinstance(value, nn.Module) or is_user_object(value)):
         return _comparable(value, seen)
     if id(value) in seen:

@@ -162,10 +162,11 @@ def _in_turn(
 
 
 class _Writer:
-    """Writer of a rank's order, with two stages: 0 is the earlier, 1 the later.
+    """Builds the order of a rank that has two stages: 0 is the earlier, 1 the later.
 
-    "F0" is the next forward of stage 0, "B" a backward, "I" its part for inputs. "W0" is the oldest
-    delayed part for weights of stage 0, "W" that of either stage.
+    An action is a letter and a stage. "F0" is stage 0's next forward, "B0" its next backward, and
+    "I0" only the part of that backward that computes the inputs' gradients. "W0" computes the
+    weights' gradients of its oldest "I0"; "W" does so for the older of both stages.
     """
 
     def __init__(self, rank: int, ranks: int) -> None:

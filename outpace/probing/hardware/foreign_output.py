@@ -16,8 +16,8 @@ _KNOWN = (
     (r"(?i)command not found|not recognized as an internal|no such file or directory",
      "there was no nvidia-smi on that host: no NVIDIA driver, or not on PATH."),
     (r"ROCm System Management Interface|\bXGMI\b|rocm-smi|amd-smi",
-     "it is output of rocm-smi or amd-smi for AMD GPUs; outpace reads only topologies of NVIDIA "
-     "GPUs."),
+     "it is the output of rocm-smi or amd-smi for AMD GPUs; outpace reads only topologies of "
+     "NVIDIA GPUs."),
     (r"\bPPU\d|\bICN\d*\b",
      (
          "it is a matrix of PPUs (connected by ICN), which are not NVIDIA GPUs; outpace does "
@@ -30,10 +30,10 @@ _KNOWN = (
     (r"\bMX\d|mx-smi|MetaXLink|mthreads|MTLink|hl-smi|cnmon",
      "it is for another maker's accelerators, which outpace does not read."),
     (r"\b(CNS|NS|GNS|TNS|DR)\s+=|\btopo\s+-p2p\b",
-     "it is output of `nvidia-smi topo -p2p`, which shows whether GPUs reach each other but "
+     "it is the output of `nvidia-smi topo -p2p`, which shows whether GPUs reach each other but "
      f"not how. {_SAVE}"),
-    (r"\|\s*NVIDIA-SMI \d", f"it is output of `nvidia-smi` without topo -m. {_SAVE}"),
-    (r"^\s*GPU \d+: .*\(UUID", f"it is output of `nvidia-smi -L` or `nvlink`. {_SAVE}"),
+    (r"\|\s*NVIDIA-SMI \d", f"it is the output of `nvidia-smi` without topo -m. {_SAVE}"),
+    (r"^\s*GPU \d+: .*\(UUID", f"it is the output of `nvidia-smi -L` or `nvlink`. {_SAVE}"),
 )  # fmt: skip
 
 

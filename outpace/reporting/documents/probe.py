@@ -37,7 +37,7 @@ from outpace.reporting.sections.environment import machine_table, topology, vers
 _KINDS = {
     "matmul": "Matmuls", "vocabulary": "The head, by vocabulary",
     "attention": "Attention, by number of heads", "memory": "Memory", "storage": "Storage",
-    "loader": "Data loading", "tokenise": "Tokenising", "step": "Steps of small trainings",
+    "loader": "Data loading", "tokenise": "Tokenising", "step": "Steps of small training runs",
     "ranks": "All ranks at once", "overlap": "Communication beside computing",
 }  # fmt: skip
 _MOST_BARS = 16

@@ -52,7 +52,7 @@ class _Ladder:
 
 
 def _ladder(answered: NetworkReport) -> _Ladder | None:
-    """Return the choice; None for a single device, which does not communicate."""
+    """Return what to compare: networks, or links of a single node; None for a single device."""
     if answered.nodes > 1:
         return _Ladder(
             what="network", of="a node's network", present=answered.present,

@@ -88,7 +88,7 @@ _LAYOUTS = {
     "loader": _Layout("Data loading", _key_words("loader", "workers", "prefetch", "pin"),
                       _figure_words()),
     "tokenise": _Layout("Tokenising", _key_words("processes"), _figure_words()),
-    "step": _Layout("Steps of small trainings", _key_words("reference"), _key_words("ranks")),
+    "step": _Layout("Steps of small training runs", _key_words("reference"), _key_words("ranks")),
     "ranks": _Layout("All ranks at once", _key_words("rank"), _figure_words()),
     "overlap": _Layout(
         "Communication beside computing", _figure_words("collective", "bytes"),

@@ -172,7 +172,7 @@ TABLE = "| NVIDIA-SMI 550.90   Driver Version: 550.90   CUDA Version: 12.4 |\n"
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (ROCM, ": it is output of rocm-smi or amd-smi for AMD GPUs"),
+        (ROCM, ": it is the output of rocm-smi or amd-smi for AMD GPUs"),
         ("     PPU0 PPU1\nPPU0  X   ICN7\nPPU1 ICN7   X\n", "matrix of PPUs"),
         ("     GPU0 GPU1\nGPU0  X   ICN7\nGPU1 ICN7   X\n", "matrix of PPUs"),
         ("     NPU0 NPU1\nNPU0  X   HCCS\nNPU1 HCCS  X\n", "Ascend NPUs"),
