@@ -149,7 +149,7 @@ def _find(name: str, accelerators: Mapping[str, Accelerator]) -> Node | None:
 
 
 def _suggest(wanted: str, known: Sequence[str], chips: Sequence[str]) -> str:
-    """Suggest names in the catalog, or that number of a known chip: "8xh100" for "8xh100x"."""
+    """Suggest names in the catalog, also with a count of chips: "8xh100" for "8xh100x"."""
     counted = _COUNT_FIRST.fullmatch(wanted)
     if counted is None:
         return suggest(wanted, known)

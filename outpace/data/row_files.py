@@ -648,5 +648,5 @@ _COLA = ["source", "label", "star", "sentence"]
 
 
 def _is_cola(first: Sequence[str]) -> bool:
-    """Return whether a row is CoLA's (no header): source, label, star if wrong, sentence."""
+    """Return whether a row has CoLA's columns: source, label, a star if wrong, sentence."""
     return len(first) == 4 and first[1] in ("0", "1") and first[2] in ("", "*")

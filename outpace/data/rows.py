@@ -71,7 +71,7 @@ def splits_of(references: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ..
 
 
 def unread_file_hints(references: Sequence[str]) -> list[str]:
-    """Note the row files in a folder that are ignored because it has named splits."""
+    """Return hints about row files that are ignored because their folder has named splits."""
     hints = []
     for reference in references:
         if not Path(reference).is_dir():

@@ -143,8 +143,8 @@ class Source:
                 for link in self.lost
             ]
             hints.append(
-                f"of {self.reference}, {_first_names(names)} not read: such a link leads to a "
-                "missing file, as after an interrupted download. Fetch the data again"
+                f"of {self.reference}, {_first_names(names)} not read: a link leads to a missing "
+                "file, as after an interrupted download. Fetch the data again"
             )
         return tuple(hints)
 
@@ -333,7 +333,7 @@ def binary_kind(head: bytes) -> str | None:
 
 
 def unread_split_hints(source: Source) -> list[str]:
-    """Note the splits of a saved dataset that are used neither for training nor for validation."""
+    """Return a hint about splits that neither training nor validation uses."""
     if source.kind != "dataset":
         return []
     name, _, split = _dataset_name(source.reference)
@@ -355,7 +355,7 @@ def unread_split_hints(source: Source) -> list[str]:
 
 
 def markup_hints(source: Source) -> list[str]:
-    """Note that files are pages or lists in a markup language, which becomes part of the text."""
+    """Return a hint if files are in a markup language, which becomes part of the text."""
     if source.kind != "text" or source.reference == "stdlib":
         return []
     looked_at = source.files[:_COMPARED_FILES]
@@ -374,7 +374,7 @@ def markup_hints(source: Source) -> list[str]:
 
 
 def _markup_of(file: Path) -> str | None:
-    """Name the markup language of a text file, by its suffix or its first bytes."""
+    """Return a text file's markup language, judging by its suffix or its first bytes."""
     if file.suffix.lower() in (".yaml", ".yml"):
         return "YAML"
     with readable(file) as stream:

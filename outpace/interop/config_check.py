@@ -441,7 +441,7 @@ def _pairs(values: Mapping[str, Any], names: list[str]) -> str:
 
 
 def _dropouts(config: Any, where: str) -> list[str]:
-    """Note dropouts that are ignored because they differ and a spec has only one."""
+    """Return a note on dropouts that are ignored because a spec has only one."""
     traits = FAMILY_TRAITS.get(config.model_type)
     names = () if traits is None else (*traits.dropouts, "classifier_dropout")
     found = {name: value for name in names if (value := getattr(config, name, None)) is not None}
@@ -457,7 +457,7 @@ def _dropouts(config: Any, where: str) -> list[str]:
 
 
 def _custom_code_notes(values: Mapping[str, Any], where: str) -> list[str]:
-    """Note that code in the model's folder is not run."""
+    """Return a note if the model's folder has code, which outpace does not run."""
     named = values.get("auto_map")
     classes = [str(value) for key, value in named.items() if "Model" in str(key)] if isinstance(
         named, dict
@@ -471,7 +471,7 @@ def _custom_code_notes(values: Mapping[str, Any], where: str) -> list[str]:
 
 
 def _plan_limits(values: Mapping[str, Any], where: str) -> list[str]:
-    """Note properties of the folder that a plan does not consider."""
+    """Return notes on properties of the folder that a plan does not consider."""
     notes = []
     quantized = values.get("quantization_config")
     if isinstance(quantized, dict):

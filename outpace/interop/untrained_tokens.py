@@ -23,7 +23,7 @@ _PIECE = 1 << 20  # tokens that are compared at a time
 def untrained_token_hints(
     directory: Path, tokenizer: Tokenizer, parts: Sequence[RaggedSamples]
 ) -> list[str]:
-    """Note tokens in the samples for which the weights in `directory` were not trained."""
+    """Return a hint about tokens in the samples that the stored weights were not trained on."""
     added = {number: token.content for number, token in _added_tokens(tokenizer).items()}
     found = find_untrained(directory, _find_used(parts, added.keys()), added.keys())
     if not found:

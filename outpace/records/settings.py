@@ -222,7 +222,7 @@ class TrainSettings(Record):
         "scale adapters by this over their rank (default: the rank)"
     )
     lora_targets: tuple[LoraTarget, ...] = _adapters(
-        "matrices of each block with an adapter", ("all",)
+        "which of each block's matrices get an adapter", ("all",)
     )
     lora_dropout: float = _adapters("dropout probability before adapters", 0.0, ge=0, lt=1)
     base: Base = _adapters(
@@ -363,7 +363,7 @@ class TrainSettings(Record):
         False,
     )
     log: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = _run(
-        "also log to these, comma-separated", ()
+        "other loggers to use, comma-separated", ()
     )
     profile: bool = _run("write a Chrome trace of a few steps", False)
     memory: bool = _run(

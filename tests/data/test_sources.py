@@ -1024,7 +1024,7 @@ def test_links_that_lead_nowhere_are_told(tmp_path, pattern):
     assert open_source(reference).hints == ()
     (tmp_path / "b.jsonl").symlink_to("../blobs/gone")
     (hint,) = open_source(reference).hints
-    assert "b.jsonl is not read: such a link leads to a missing file" in hint
+    assert "b.jsonl is not read: a link leads to a missing file" in hint
 
 
 @pytest.mark.parametrize("pattern", ["", "*.jsonl", "b.jsonl"])

@@ -235,7 +235,7 @@ def _reading_notes(opened: OpenedModel | None, settings: TrainSettings) -> tuple
 def _other_tokenizer_hints(
     opened: OpenedModel | None, settings: TrainSettings, tokenizer: Tokenizer | None
 ) -> list[str]:
-    """Note if stored weights would be trained on IDs from a different tokenizer."""
+    """Return a hint if stored weights would be trained on IDs from a different tokenizer."""
     if settings.tokenizer is None or tokenizer is None or opened is None:
         return []
     if opened.weights is None or settings.init == "random":
@@ -272,7 +272,7 @@ def _class_hints(
 
 
 def _shared_file_hints(settings: TrainSettings) -> list[str]:
-    """Note if validation files are also training files."""
+    """Return a hint if validation files are also training files."""
     if settings.eval_data is None:
         return []
     train, held_out = (map(open_source, names) for names in (settings.data, settings.eval_data))
@@ -290,7 +290,7 @@ def _shared_file_hints(settings: TrainSettings) -> list[str]:
 
 
 def _repeated_file_hints(settings: TrainSettings) -> list[str]:
-    """Note if sources of --data or --eval-data share files, including copies."""
+    """Return hints if sources of --data or --eval-data share files, including copies."""
     hints = []
     for option, names in (("--data", settings.data), ("--eval-data", settings.eval_data or ())):
         sources = [open_source(name) for name in names]

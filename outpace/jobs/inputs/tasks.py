@@ -430,7 +430,7 @@ def _classify(request: TaskRequest) -> TaskData:
 
 
 def _unknown_hints(tokenizer: Tokenizer, parts: Sequence[RaggedSamples]) -> list[str]:
-    """Note if the tokenizer lacks too many of the texts' characters."""
+    """Return a hint if the tokenizer lacks too many of the texts' characters."""
     tokens = np.concatenate([part.values["tokens"] for part in parts])
     unknown = 0 if tokenizer.unknown_id is None else int((tokens == tokenizer.unknown_id).sum())
     return unknown_hints("of the data", unknown, len(tokens))

@@ -65,7 +65,7 @@ def _compare_rate(bits_per_s: float) -> str:
 
 
 def world_notes(nodes: Nodes) -> list[str]:
-    """Note which measurements this number of ranks and hosts does not allow."""
+    """Return notes on what this number of ranks and hosts does not allow."""
     if len(nodes) == 1:
         return [
             "all ranks are on one node, so the network between nodes is unknown. "
@@ -81,7 +81,7 @@ def world_notes(nodes: Nodes) -> list[str]:
 
 
 def wander_notes(figures: Sequence[Figure]) -> list[str]:
-    """Note that the network between nodes is unsteady, if everything within nodes is steady.
+    """Return a note if the network between nodes is unsteady, but everything within them steady.
 
     The criterion is the variation between rounds of the same collectives at the larger sizes, which
     depend on links.

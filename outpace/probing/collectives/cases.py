@@ -60,7 +60,7 @@ Made = tuple[Callable[[], Tensor], Callable[[Tensor], str | None]]
 def case(collective: str, place: AxisPlace, size: int) -> Case:
     """Return a case of a collective of about `size` bytes, on all groups of an axis at once.
 
-    Its check has the same result on all ranks: all report an error of any rank.
+    Its check has the same result on all ranks: if it fails on one, all of them report the error.
     """
     splits = collective in ("all-gather", "reduce-scatter", "all-to-all")
     count = place.count(size) if splits else max(1, size // ITEM_BYTES)

@@ -274,7 +274,7 @@ def hidden_advice(hidden: Sequence[Figure]) -> Iterator[Advice]:
 
 
 def hidden_notes(hidden: Sequence[Figure]) -> Iterator[str]:
-    """Note figures that were not steady enough."""
+    """Yield notes on figures that were not steady enough."""
     for figure in hidden:
         if figure.value is None:
             yield (
