@@ -36,7 +36,7 @@ def fits(rows: Floats, columns: Floats, operand: Floats) -> Bools:
 
 
 def accelerator_rows(rows: Floats, columns: Floats, operand: Floats, asked: Bools) -> Floats:
-    """Return the rows of logits that an accelerator computes at a time; `asked`: in chunks."""
+    """Return the rows of logits that an accelerator computes at a time; `asked`: if chunked."""
     row_bytes = np.maximum(columns, 1) * operand
     most = np.floor(_CHUNK_BYTES / row_bytes / _PADDED_TO) * _PADDED_TO
     chunks = np.ceil(rows / np.maximum(_CHUNK_ROWS_ACCELERATOR, most))
