@@ -319,6 +319,9 @@ def _apple_chip(chip: apple_chips.AppleChip) -> Accelerator:
         power_w=None,
         multiprocessors=chip.cores,
         host_link="unified memory",
+        has_collectives=False,
+        compiles=False,
+        shares_host_memory=True,
         source=apple_chips.SOURCE,
     )
 

@@ -677,6 +677,11 @@ def attention_rates(accelerator: Accelerator) -> Mapping[AttentionKernel, Attent
     return {**rates, "cudnn": own[0]} if own else rates
 
 
+def has_fused_attention(accelerator: Accelerator) -> bool:
+    """Return whether a kernel computes attention without keeping its scores."""
+    return bool(attention_rates(accelerator))
+
+
 def _is_rtx_blackwell(accelerator: Accelerator) -> bool:
     """Return whether this is a Blackwell GPU without tensor memory (sm120, sm121)."""
     return accelerator.architecture == "blackwell" and accelerator.name.startswith(("RTX", "GB10"))

@@ -280,7 +280,7 @@ _MOST_OF = {"GB200": 72, "GB300": 72, "GH200": 32, "GB10": 1}
 
 def _most_in_host(chip: Accelerator) -> int:
     """Return the largest number of a chip that a host, or a rack of superchips, has."""
-    known = _MOST_OF.get(chip.name.split()[0], 1 if chip.architecture == "apple" else None)
+    known = _MOST_OF.get(chip.name.split()[0], None if chip.has_collectives else 1)
     if known is not None:
         return known
     on_board = chip.architecture in _LATER_BOARDS and not _is_card(chip)
@@ -292,7 +292,7 @@ def _require_one_host(asked: _MachineName, chip: Accelerator) -> None:
     most = _most_in_host(chip)
     if asked.count <= most:
         return
-    if chip.architecture == "apple":
+    if not chip.has_collectives:
         raise BadInputError(
             f"machine {asked.name!r}: a Mac has one {chip.name}, and torch has no collectives for "
             f"Apple's GPUs, so it trains alone. Name one: --machine {_slug(chip.name)}."

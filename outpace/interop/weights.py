@@ -341,7 +341,7 @@ def unread_weights(directory: Path) -> list[str]:
 
 
 def _may_be_data(path: Path, below: bool) -> bool:
-    """Return whether the name of a .bin file near a model suggests data; `below`: in a subfolder."""
+    """Return whether a .bin file's name suggests data; `below`: it is in a subfolder."""
     if _MODEL_NAME.search(path.stem.lower()):
         return False
     return below or _DATA_NAME.search(path.stem.lower()) is not None

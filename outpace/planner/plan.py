@@ -206,8 +206,8 @@ def _adapter_notes(job: PlanningProblem, planned: Sequence[RankedPlan]) -> list[
         return [
             f"{adapters.title}: {show_count(trained)} parameters are trained, with "
             f"{show_count(count)} frozen ones. Plans use strategy {strategies}, without "
-            "offloading; outpace also trains adapters with other strategies, whose memory outpace "
-            "memory traces."
+            "offloading. outpace also trains adapters with other strategies: trace their memory "
+            "with outpace memory."
         ]
     values = {"precision": job.wanted.precision, **job.wanted.keep}
     known = can_plan_adapters(job.outline, values) and not job.question.other_program
@@ -539,7 +539,7 @@ def _estimate(
     low, high = low**wider, high**wider
     by_kind = memory.anatomy(
         job.outline, wanted.seq_len, row, device.kind,
-        fused_attention=not device.is_apple, traits=job.traits,
+        fused_attention=device.fused_attention, traits=job.traits,
     )  # fmt: skip
     kinds: dict[str, int] = {
         str(name): round(float(values[0])) for name, values in by_kind.items() if values[0] >= 0.5

@@ -64,7 +64,7 @@ class PlanningProblem:
         device = self.cluster.device
         return peak.reserved_bytes(
             self.outline, self.wanted.seq_len, columns, device.kind,
-            fused_attention=not device.is_apple, traits=self.traits,
+            fused_attention=device.fused_attention, traits=self.traits,
         )  # fmt: skip
 
     def least_bytes(self, columns: PlanBatch) -> Floats:

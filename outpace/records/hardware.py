@@ -55,6 +55,9 @@ class Accelerator(Record):
     `power_variants_w` are other limits with which it is sold or that can be set. `multiprocessors`
     are NVIDIA's SMs and AMD's compute units. `device_link` has all links to other accelerators;
     PCIe cards need a bridge for them.
+
+    `has_collectives`: torch communicates between accelerators of this kind. `compiles`: outpace
+    compiles for them. `shares_host_memory`: their memory is the host's.
     """
 
     name: str
@@ -70,6 +73,9 @@ class Accelerator(Record):
     multiprocessors: PositiveInt | None = None
     host_link: str
     device_link: Bundle | None = None
+    has_collectives: bool = True
+    compiles: bool = True
+    shares_host_memory: bool = False
     source: str
 
 

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from typing import IO, Any, Literal
 
+from outpace.catalog.efficiency import has_fused_attention
 from outpace.records.base import Record
 from outpace.records.errors import BadInputError
 from outpace.records.hardware import Accelerator
@@ -36,11 +37,11 @@ class TraceRequest(Record):
 
 def require_traced_kernels(accelerator: Accelerator | None) -> None:
     """Raise BadInputError for a device whose kernels a trace does not know."""
-    if accelerator is not None and accelerator.architecture == "apple":
+    if accelerator is not None and not has_fused_attention(accelerator):
         raise BadInputError(
-            f"{accelerator.name}: memory is traced with the kernels of CUDA and of CPUs, and those "
-            "of Apple's GPUs keep other tensors. Use outpace plan or outpace estimate without "
-            "--depth, which estimate it."
+            f"{accelerator.name}: a trace runs the kernels for CUDA and CPUs, but kernels for "
+            "Apple's GPUs keep different tensors. To estimate memory, use outpace plan, or outpace "
+            "estimate without --depth."
         )
 
 

@@ -173,7 +173,7 @@ def _vary(
 def default_vary(cluster: Cluster, keep: Mapping[str, Any]) -> dict[str, tuple[Any, ...]]:
     """Return the settings varied by default on this machine: on a GPU, whether to compile."""
     device = cluster.device
-    asks = device.kind == "cuda" and not device.is_apple and "compile" not in keep
+    asks = device.kind == "cuda" and device.compiles and "compile" not in keep
     return {"compile": VARIED["compile"]} if asks else {}
 
 

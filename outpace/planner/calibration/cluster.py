@@ -107,7 +107,7 @@ def of_catalog(
             f"machine {node.name} has no accelerator from the catalog, so its rates are not known. "
             "Measure it with outpace probe --out machine.json, and use --machine machine.json."
         )
-    if chip.architecture == "apple" and nodes > 1:
+    if nodes > 1 and not chip.has_collectives:
         raise BadInputError(
             f"{nodes} nodes of {node.name}: torch has no collectives for Apple's GPUs, so a Mac "
             "trains alone. Leave --nodes out, or name another machine."
@@ -126,7 +126,7 @@ def of_catalog(
         fabric=fabric if devices is None else _use_devices(fabric, node, devices),
         probed=False,
         notes=notes,
-        host_bytes=0 if chip.architecture == "apple" else node.host_memory_bytes,
+        host_bytes=0 if chip.shares_host_memory else node.host_memory_bytes,
     )
 
 

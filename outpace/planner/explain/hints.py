@@ -63,7 +63,11 @@ def _variations(
 ) -> Iterator[tuple[str, SearchRequest]]:
     """Yield requests with one more setting, on the axes of the best plan."""
     for name, value, _ in _ASKED:
-        if name in wanted.keep or name in wanted.vary or (name == "compile" and device.is_apple):
+        if (
+            name in wanted.keep
+            or name in wanted.vary
+            or (name == "compile" and not device.compiles)
+        ):
             continue
         if wanted.adapters is not None and name != "compile":
             continue  # fp8 does not support adapters, and their states are small anyway

@@ -53,7 +53,7 @@ class DeviceRates:
     experts take `triton_experts` times as long as matmuls by tiles. `any_fp8_layout`: matmuls in
     fp8 accept operands that are not transposed. `uneven_experts`: how many times as long grouped
     matmuls take if some experts have most of the tokens, on one rank and on the slowest of many.
-    `is_apple`: a Mac's GPU, on which attention keeps its scores and outpace does not compile.
+    `fused_attention`: attention does not keep its scores. `compiles`: outpace compiles for it.
     """
 
     name: str
@@ -92,7 +92,8 @@ class DeviceRates:
     triton_experts: float = 1.0
     overlaps_tiles: bool = False
     any_fp8_layout: bool = False
-    is_apple: bool = False
+    fused_attention: bool = True
+    compiles: bool = True
     uneven_experts: tuple[float, float] = efficiency.UNEVEN["hopper"]
     curve: tuple[tuple[float, float], ...] = ()
     sources: tuple[str, ...] = ()
@@ -190,7 +191,8 @@ def of_accelerator(chip: Accelerator) -> DeviceRates:
         triton_experts=efficiency.TRITON_EXPERTS[chip.architecture],
         overlaps_tiles=efficiency.overlaps_tiles(chip),
         any_fp8_layout=efficiency.takes_any_fp8_layout(chip),
-        is_apple=chip.architecture == "apple",
+        fused_attention=efficiency.has_fused_attention(chip),
+        compiles=chip.compiles,
         uneven_experts=efficiency.uneven_load(chip),
         hides=1 - efficiency.COLLECTIVE_MULTIPROCESSORS / (chip.multiprocessors or 132),
         beside_collectives=efficiency.PERSISTENT_MATMULS.get(chip.architecture, 1.0),

@@ -67,7 +67,7 @@ class NetworkProblem:
         if device.memory_bytes is None:
             return [None] * len(columns)
         needed = peak.reserved_bytes(
-            self.outline, self.seq_len, columns, device.kind, fused_attention=not device.is_apple
+            self.outline, self.seq_len, columns, device.kind, fused_attention=device.fused_attention
         )
         found: list[bool | None] = (needed <= device.memory_bytes).tolist()
         return found

@@ -46,7 +46,7 @@ class StepTimeQuestion:
     @property
     def attention(self) -> Kernel:
         """Return the attention kernel: the stack's, if it is fused."""
-        if self.device.is_apple:
+        if not self.device.fused_attention:
             return "unfused"
         return self.stack.attention if self.kernel == "fused" else self.kernel
 
