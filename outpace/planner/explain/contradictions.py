@@ -48,7 +48,7 @@ def _required_items(wanted: SearchRequest) -> dict[str, Any]:
 
 
 def _with_items(wanted: SearchRequest, items: Mapping[str, Any]) -> SearchRequest:
-    """Return the request with only these of its required options."""
+    """Return the request with these required options and no others."""
     keep = {name: value for name, value in items.items() if name != "adapters"}
     keep |= items.get("adapters", {})
     vary = {name: values for name, values in wanted.vary.items() if name != "precision"}

@@ -509,7 +509,7 @@ def _smallest(plans: PlanBatch, floor: Floats, needs: Needs, least: _Least | Non
 
 
 def _time_limits(fastest: dict[int, float], count: int, kinds: Ints) -> Floats:
-    """Return the limit on the seconds of a plan of each of `kinds` that is still considered."""
+    """Return, for each of `kinds`, the longest step time of plans that are still considered."""
     whole = {own: took for own, took in fastest.items() if not _has_pipeline(own)}
     worst_s, whole_s = _worst_s(fastest, count), _worst_s(whole, _whole_count(count))
     each, place = np.unique(kinds, return_inverse=True)
