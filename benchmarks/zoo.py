@@ -37,7 +37,8 @@ import torch
 from recording import RESULTS, save
 
 import outpace
-from outpace.experiment.module_verify import CUT, CUT_ALIKE, STRATEGIES, plan_for_module
+from outpace.experiment.module_verdict import CUT, CUT_ALIKE
+from outpace.experiment.module_verify import STRATEGIES, plan_for_module
 from outpace.launch.forked_job import ForkedRank, run_forked
 from outpace.parallel.parallelize import refused_strategy
 from outpace.parallel.parity.comparison import SINGLE

@@ -8,7 +8,7 @@ import pickle
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -33,6 +33,7 @@ from outpace.experiment.module_parity import (
     parameter_dtypes,
     reference,
 )
+from outpace.experiment.module_verdict import make_verdict, verdict_of
 from outpace.interop.custom_model import CustomModel, build_custom_model
 from outpace.launch.forked_job import ForkedRank, RankEnd, run_forked
 from outpace.nn.extra_state import require_plain
@@ -40,16 +41,11 @@ from outpace.parallel import why_not
 from outpace.parallel.batches import explain_lengths, samples_in
 from outpace.parallel.batchnorm import batch_norms
 from outpace.parallel.parallelize import refused_strategy
-from outpace.parallel.parity.comparison import DOUBLE, HALF, MISSING, SINGLE, ComparisonLimits
-from outpace.parallel.parity.cut_difference import WEIGHTED
+from outpace.parallel.parity.comparison import DOUBLE, HALF, SINGLE, ComparisonLimits
 from outpace.parallel.parity.first_batch_messages import explain_new_parameters
 from outpace.parallel.parity.loss_scale import explain_backwards
-from outpace.parallel.parity.moved_parameters import explain_writes
 from outpace.parallel.parity.state_messages import (
     explain_reshaped,
-    explain_state_after_resume,
-    explain_state_of_wrong,
-    name_attributes,
 )
 from outpace.parallel.plain import has_dropout
 from outpace.parallel.sparse_gradients import refuse_sparse_gradients
@@ -59,9 +55,8 @@ from outpace.records.certificate import (
     WITHOUT_DROPOUT,
     Certificate,
     ParityVerdict,
-    TensorDifference,
 )
-from outpace.records.errors import BadInputError, first_names, suggest
+from outpace.records.errors import BadInputError, suggest
 from outpace.records.pipelines import SCHEDULES, default_microbatches
 from outpace.records.plan import Plan, Strategy, fill_axes
 from outpace.records.ranks import Ranks
@@ -76,9 +71,6 @@ _USED = (
     "torch.distributed.pipelining", "torch.distributed.tensor.parallel",
     "torch.distributed.optim",
 )  # fmt: skip
-# in the order in which a step computes them
-_KINDS = ("loss", "gradient", "norm", "parameter", "buffer")
-_MOST_NAMED = 20
 
 
 def verify(
@@ -372,7 +364,7 @@ class _Bench:
                 pickle.loads((place / f"{phase}-{rank}.found").read_bytes())
                 for rank in range(plan.world_size)
             ]
-        return _verdict(plan, allowed, found, self._course(), plan.world_size)
+        return verdict_of(plan, allowed, found, self._course(), plan.world_size)
 
     def _pieces(self, plan: Plan) -> int:
         return self._trial.samples // plan.data_parallel // plan.micro_batch
@@ -395,7 +387,7 @@ class _Bench:
     ) -> ParityVerdict:
         refusal = next((end.said for end in ends if end.refused), None)
         if refusal is not None:
-            return _make(plan, allowed, reason=refusal, refused=True)
+            return make_verdict(plan, allowed, reason=refusal, refused=True)
         late = [(rank, end) for rank, end in enumerate(ends) if end.exit_code is None]
         # A rank that lost its peer reports that; the rank that failed first gives the reason.
         failed = [(rank, end) for rank, end in enumerate(ends) if not end.fine and end.exit_code]
@@ -408,9 +400,9 @@ class _Bench:
             said = f"it hangs: no end within {self._limit_s:.0f} s ({where})"
         lengths = explain_lengths(self._trial.batches[0])
         if failed and lengths and self._fails_cut(way):
-            return _make(plan, allowed, reason=f"{said}: {lengths}", refused=True)
+            return make_verdict(plan, allowed, reason=f"{said}: {lengths}", refused=True)
         after = " (after resuming)" if phase == "resume" else ""
-        return _make(plan, allowed, reason=f"{said}{after}")
+        return make_verdict(plan, allowed, reason=f"{said}{after}")
 
 
 # Words in errors of a rank that lost another rank.
@@ -452,211 +444,3 @@ def _format_end(end: RankEnd, limit_s: float) -> str:
 
         return f"ended by {signal.Signals(-end.exit_code).name} (in {end.at})"
     return end.said or f"exit code {end.exit_code}"
-
-
-def _verdict(
-    plan: Plan,
-    allowed: ComparisonLimits,
-    found: Sequence[RankFindings],
-    course: ReferenceCourse,
-    world: int,
-) -> ParityVerdict:
-    whole = _worst(one.whole for one in found)
-    cut = _worst(one.cut for one in found)
-    unmatched = {key: why for one in found for key, why in one.unmatched.items()}
-    held = set().union(*(one.held for one in found[:world]))
-    for name in set(course.steps[0]["gradient"]) - held:
-        whole["gradient", name, 1] = cut["gradient", name, 1] = None
-        unmatched["gradient", name, 1] = MISSING
-    wrong = {key: off for key, off in whole.items() if not _is_allowed(off, allowed)}
-    by_cut = {key for key in wrong if key in cut and _is_allowed(cut[key], allowed)}
-    faults = {key: off for key, off in wrong.items() if key not in by_cut}
-    notes: dict[tuple[str, str, int], str] = {}
-    for one in found:
-        notes |= one.notes
-    numbers = [off for off in whole.values() if off is not None and off < float("inf")]
-    worst_key = max(whole, key=lambda key: _size(whole[key]))
-    worst = max(numbers, default=0.0)
-    if not wrong:
-        return _make(plan, allowed, worst=worst, worst_key=worst_key)
-    if not faults and all(kind.startswith("buffer") for kind, _, _ in wrong):
-        moved = first_names(sorted({name for _, name, _ in wrong}))
-        numbers = [off for key, off in whole.items() if key not in wrong and off is not None]
-        cause = (
-            f"Buffers that change with each forward ({moved}) are compared with those of a "
-            "process that splits the batch in the same way"
-        )
-        return _make(plan, allowed, worst=max(numbers, default=0.0), cause=cause)
-    named = faults or wrong
-    listed = sorted(named, key=lambda key: _cause_order(key, named[key]))
-    differences = tuple(
-        TensorDifference(kind=k, name=n, step=s, relative=named[k, n, s])
-        for k, n, s in listed[:_MOST_NAMED]
-    )
-    attributes = set().union(*(one.attributes for one in found))
-    known = _known_cause(plan, course.facts, listed) if faults else _explain_cut(course.facts)
-    cause = known or _likely_cause(plan, listed, unmatched, notes, attributes)
-    largest = max(listed, key=lambda key: _size(named[key]))
-    told = [listed[0]] if largest == listed[0] else [listed[0], largest]
-    first, *worst_of = [
-        f"{key[0]} {key[1]} (step {key[2]}) {unmatched.get(key) or _format_deviation(named[key])}"
-        for key in told
-    ]
-    others = len(listed) - 1
-    reason = first + (f", and {others} more" if others else "")
-    reason += "".join(f"; the worst is {one}" for one in worst_of)
-    return _make(
-        plan, allowed, worst=worst, worst_key=worst_key, reason=f"{reason}. {cause}",
-        cause=cause, differences=differences,
-    )  # fmt: skip
-
-
-CUT_ALIKE = "one process that splits it in the same way computes the same"
-CUT = (
-    "One process that splits the batch in the same way computes the same, so the loss is not a "
-    "mean over samples, or samples depend on others in the batch (BatchNorm, running averages, "
-    "in-batch negatives, a mean over targets of which some are padding). Return (sum, count) "
-    "from the loss, or use sync_batchnorm=True. If neither helps, any data-parallel training "
-    "differs from a single process here: accept that, and train with --check off (check='off' of "
-    "parallelize), or use a strategy that does not split the batch (single, mp)"
-)
-
-
-def _explain_cut(facts: ReferenceFacts) -> str:
-    """Explain a difference that one process also shows if it splits the batch in the same way."""
-    if facts.written:
-        what = f"writes to {first_names(facts.written)}"
-    elif facts.state_of_ranks.found:
-        what = f"or the loss keeps {name_attributes(facts.state_of_ranks.names)}"
-    elif facts.over_samples:
-        return f"For a batch that is cut, {CUT_ALIKE}: {WEIGHTED}"
-    else:
-        return CUT
-    return (
-        f"The forward {what} with each micro-batch, so a split batch differs from the whole one: "
-        f"{CUT_ALIKE}. Use one micro-batch per step, on one process, to train as on the whole "
-        "batch"
-    )
-
-
-def _format_deviation(relative: float | None) -> str:
-    if relative is None:
-        return MISSING
-    if relative == float("inf"):
-        return "is NaN, or is not zero although it is zero in one process"
-    return f"is off by {relative:.2g} of its scale"
-
-
-def _size(relative: float | None) -> float:
-    return float("inf") if relative is None else relative
-
-
-def _is_allowed(relative: float | None, allowed: ComparisonLimits) -> bool:
-    return relative is not None and relative <= allowed.relative
-
-
-def _worst(
-    several: Iterator[dict[tuple[str, str, int], float | None]],
-) -> dict[tuple[str, str, int], float | None]:
-    """Keep the largest deviation of each tensor over several ranks' findings."""
-    merged: dict[tuple[str, str, int], float | None] = {}
-    for one in several:
-        for key, off in one.items():
-            if key not in merged or _size(off) > _size(merged[key]):
-                merged[key] = off
-    return merged
-
-
-def _cause_order(key: tuple[str, str, int], off: float | None) -> tuple[bool, int, int, float]:
-    """Return a sort key that puts causes before their effects."""
-    kind, _, step = key
-    resumed = kind.endswith(" after resuming")
-    kind = kind.removesuffix(" after resuming")
-    return resumed, step, _KINDS.index(kind), -_size(off)
-
-
-def _known_cause(
-    plan: Plan, facts: ReferenceFacts, listed: Sequence[tuple[str, str, int]]
-) -> str | None:
-    """Return the cause if the single process already showed it; None otherwise."""
-    if listed[0][0].endswith(" after resuming"):
-        state = facts.state if plan.world_size == 1 else facts.state_of_ranks
-        return explain_state_after_resume(state) if state.found else None
-    if facts.written:
-        why = (
-            "micro-batches and ranks do so in a different order, or for different samples, than "
-            "one process"
-        )
-        said = explain_writes(facts.written, plan.strategy, why).removesuffix(".")
-        return said[0].upper() + said[1:]
-    return explain_state_of_wrong([facts.state_of_ranks])
-
-
-def _likely_cause(
-    plan: Plan,
-    listed: Sequence[tuple[str, str, int]],
-    unmatched: Mapping[tuple[str, str, int], str],
-    notes: Mapping[tuple[str, str, int], str],
-    attributes: Collection[str],
-) -> str:
-    kind = listed[0][0]
-    if kind.endswith(" after resuming"):
-        said = (
-            "The result is right without an interruption, so the checkpoint lacks something that "
-            "the module needs, such as another rank's buffers, or state outside buffers"
-        )
-        if not attributes:
-            return said
-        named = name_attributes(sorted(attributes))
-        return f"{said}. Steps change {named}: if later steps read it, register it as a buffer"
-    explained = next((f"{key[1]} {notes[key]}" for key in listed if key in notes), None)
-    if kind == "loss" and plan.pp > 1:
-        return (
-            "The loss uses something from other stages that is not sent, such as a term that "
-            "blocks store on themselves, or parameters"
-        )
-    if kind == "gradient":
-        apart = [key for key in listed if key[0] == "gradient" and key in unmatched]
-        lost = [key[1] for key in apart if unmatched[key] == MISSING]
-        if lost:
-            return f"No rank has a gradient of {first_names(lost)}, but one process has one"
-        if apart:
-            return f"The gradient of {apart[0][1]} {unmatched[apart[0]]}"
-        if explained is not None:
-            return f"The gradient of {explained}"
-        return "Gradients of ranks do not add up to those of one process"
-    if kind == "loss":
-        return "Ranks do not compute the same as one process with the same samples and weights"
-    if kind == "buffer":
-        return (
-            "Gradients are right but buffers are not: they change with each rank's samples, or "
-            "have changed more than once"
-        )
-    return f"Gradients are right; {kind} is not: not all parameters are updated or clipped"
-
-
-def _make(
-    plan: Plan,
-    allowed: ComparisonLimits,
-    *,
-    worst: float | None = None,
-    worst_key: tuple[str, str, int] | None = None,
-    reason: str | None = None,
-    refused: bool = False,
-    cause: str | None = None,
-    differences: tuple[TensorDifference, ...] = (),
-) -> ParityVerdict:
-    named = None if worst_key is None else f"{worst_key[0]} {worst_key[1]} (step {worst_key[2]})"
-    return ParityVerdict(
-        strategy=plan.strategy,
-        mesh=plan.mesh,
-        precision=allowed.precision,
-        passed=reason is None,
-        worst_relative_difference=worst,
-        worst_tensor=named,
-        tolerance=allowed.relative,
-        reason=reason,
-        refused=refused,
-        cause=cause,
-        differences=differences,
-    )

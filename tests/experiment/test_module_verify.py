@@ -11,7 +11,8 @@ from torch import nn
 
 import outpace
 from outpace.cli.main import main
-from outpace.experiment.module_verify import CUT, STRATEGIES, verify_custom
+from outpace.experiment.module_verdict import CUT
+from outpace.experiment.module_verify import STRATEGIES, verify_custom
 from outpace.interop.custom_model import CustomModel
 from outpace.nn.spread import local
 from outpace.parallel.parallelize import refused_strategy
