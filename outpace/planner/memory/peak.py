@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from outpace.planner.memory.adapter_timeline import adapter_timeline, start_timeline
 from outpace.planner.memory.adapters import set_up_adapters
 from outpace.planner.memory.framework_traits import OUTPACE, FrameworkTraits
 from outpace.planner.memory.setup import Device, MemoryQuestion
@@ -130,7 +131,7 @@ def _timelines(
             step = set_up_adapters(
                 q.outline, q.seq_len, part, q.device, adapters, records_kinds, q.fused_attention
             )
-            timelines = step.timelines()
+            timelines = iter([(np.arange(len(part)), adapter_timeline(step))])
         for within, timeline in timelines:
             yield rows[within], timeline
 
@@ -146,7 +147,7 @@ def _start_timelines(
             timelines = start_timelines(q, part)
         else:
             step = set_up_adapters(q.outline, q.seq_len, part, q.device, adapters, False)
-            timelines = step.timelines_at_start()
+            timelines = iter([start_timeline(step)])
         for timeline in timelines:
             yield rows, timeline
 
