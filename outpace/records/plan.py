@@ -225,9 +225,8 @@ class Plan(Record):
             )
         if elsewhere and self.optimizer not in PLAIN_ADAMW:
             raise ValueError(
-                "the offloaded step is that of AdamW in fp32, whose state is known beforehand; "
-                "optimizer is "
-                f"{self.optimizer}. Use {join_or(PLAIN_ADAMW)} with it"
+                "only AdamW in fp32 can take the offloaded step, because its state is known "
+                f"beforehand; optimizer is {self.optimizer}. Use {join_or(PLAIN_ADAMW)} with it"
             )
         known = self.strategy in _OFFLOAD_FROM_COMPILED
         if self.offload_activations != "none" and self.compile and not known:

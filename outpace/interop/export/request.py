@@ -21,7 +21,7 @@ HOST = 8
 
 
 class Note(str):
-    """A sentence on settings that a plan leaves open or to a script; the plan does not change."""
+    """A sentence about settings that a plan does not decide; the plan does not change."""
 
     __slots__ = ()
 

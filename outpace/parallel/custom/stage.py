@@ -321,7 +321,7 @@ class CustomStage(nn.Module):
         return self._inspects and self._draws is not None and self._draws.note()
 
     def _seed_after(self, number: int, micro_batch: int | None) -> None:
-        """In training, seed random numbers for the code after block `number`."""
+        """Seed random numbers for the code after block `number`, in training."""
         if self._draws is None or micro_batch is None:
             return
         if self._draws.shared:

@@ -57,7 +57,7 @@ Adjustment = Callable[[RateFit, float], RateFit]
 class Calibration:
     """Rates by number of ranks, and their uncertainty.
 
-    `off`: the median error of the predictions for the observed steps. `covariance` is that of the
+    `off`: the median error of the predictions for the observed steps. `covariance`: of the
     logarithms of the rates' adjustments, (adjustments, adjustments).
     """
 

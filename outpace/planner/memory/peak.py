@@ -61,8 +61,8 @@ def anatomy(
     """Return bytes by kind at the peak of a step on the fullest rank, for every plan.
 
     Offloaded bytes are a separate kind, not included in the sum. `fused_attention` False is for
-    attention that keeps its scores, as in Korthikanti et al., arXiv 2205.05198, eq. 1. `traits` are
-    those of the trainer.
+    attention that keeps its scores, as in Korthikanti et al., arXiv 2205.05198, eq. 1. `traits`:
+    of the trainer.
     """
     found: dict[Kind, Floats] = {kind: np.zeros(len(columns)) for kind in KINDS}
     question = MemoryQuestion(outline, seq_len, device, fused_attention, traits)

@@ -81,8 +81,8 @@ def _beside_parts_s(
 def _ring_parts(setup: StepTimeSetup) -> tuple[Floats, Floats, tuple[Floats, Floats]]:
     """Return a micro-batch's seconds of context parallelism, by themselves, in all layers.
 
-    They are those of keys and values on their way to all ranks once, of their gradients around the
-    ring, and of merging the parts' outputs in a forward and their gradients in a backward.
+    Keys and values travel to all ranks once, and their gradients around the ring. The parts'
+    outputs are merged in a forward, and their gradients in a backward.
     """
     c, stack = setup.columns, setup.question.stack
     sent, grads = np.zeros(len(c)), np.zeros(len(c))

@@ -131,8 +131,8 @@ def _by_clock(figure: Figure, features: Collection[str]) -> str | None:
     most, least = (figure.value / threads / count / 1e9 for count in (span.least, span.most))
     clock = f"{least:.2f} GHz" if least == most else f"{least:.2f} to {most:.2f} GHz"
     return (
-        f"the best {dtype} rate is that of {threads} core{'s'[: threads > 1]} at {clock} with all "
-        f"units busy ({span.least} to {span.most} operations a cycle, by the catalog); if the "
+        f"the best {dtype} rate is the peak of {threads} core{'s'[: threads > 1]} at {clock}, with "
+        f"all units busy ({span.least} to {span.most} operations a cycle, by the catalog); if the "
         "processor's clock is close to that, there is little left to gain"
     )
 

@@ -201,7 +201,7 @@ def gpu_sharing(inventory: Inventory) -> Iterator[Finding]:
         yield make_finding(
             "GPU sharing", "high", "divided into MIG slices, which communicate neither by "
                                    "NVLink nor directly over PCIe", _gpu_names(sliced),
-            "for one large training: nvidia-smi -mig 0 as root, and a reset",
+            "for one large training run: nvidia-smi -mig 0 as root, and a reset",
         )  # fmt: skip
     unloading = [gpu for gpu in gpus if gpu.persistence is False]
     if unloading:
