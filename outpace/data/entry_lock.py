@@ -18,7 +18,7 @@ _STOPPED_S = 60.0
 
 @contextmanager
 def entry_lock(path: Path, stopped_limit_s: float = _STOPPED_S) -> Iterator[None]:
-    """Hold the lock file `path`, after waiting for its holder while that is running.
+    """Hold the lock file `path`, after waiting for its holder as long as that process runs.
 
     Raises BadInputError if the holder is a process of this host that stays stopped (SIGSTOP, a
     debugger), since it will not finish. The lock of a killed process is free.
