@@ -217,8 +217,9 @@ def report(result: dict[str, Any]) -> str:
         table([f"a run of {result['steps']:,} steps", "median", "fastest", "slowest"], rows)
         + f"\n{result['metrics_bytes'] / 1e6:.0f} MB of metrics make a page of "
         + f"{result['page_bytes'] / 1e6:.1f} MB; {result['spikes_drawn']} of {result['spikes']} "
-        + f"spikes are drawn. Target: the page is made and visible within "
-        + f"{result['target_s']:.0f} s, even the slowest; {'reached' if result['reached']['time'] else 'not reached'}.\n"
+        + "spikes are drawn. Target: the page is made and visible within "
+        + f"{result['target_s']:.0f} s, even the slowest; "
+        + f"{'reached' if result['reached']['time'] else 'not reached'}.\n"
         + stand(result)
     )
 
