@@ -37,6 +37,7 @@ _NO_WEIGHTS = re.compile(
 _MODEL_NAME = re.compile(r"model|consolidated|adapter|weights")
 # Names of token files of nanoGPT and its followers (fineweb_train_000001.bin).
 _DATA_NAME = re.compile(r"(^|[_.-])(train|val|valid|validation|dev|test|tokens?|data)([_.-]|$)")
+_HEAD_NAME = re.compile(r"lm_head\.|cls\.predictions\.")
 _WRAPPED = "module."
 _BLOCK = "blocks.0."
 _SAMPLE_BYTES = 1 << 20
@@ -208,11 +209,19 @@ def _check(
         )
         if names
     ]
-    if sentences:
-        raise BadInputError(
-            "\n".join(sentences) + "\nThe weights are not those of the model in config.json; use "
-            "--init random to train it from scratch."
+    if missing and not (wrong or unexpected) and all(map(_HEAD_NAME.match, missing)):
+        sentences.append(
+            "It was saved without its head over the vocabulary, as transformers' AutoModel does. "
+            "Save the whole model (AutoModelForCausalLM, AutoModelForMaskedLM); a classifier needs "
+            "no such head (--task classify)."
         )
+    elif sentences:
+        sentences.append(
+            "The weights are not those of the model in config.json; use --init random to train it "
+            "from scratch."
+        )
+    if sentences:
+        raise BadInputError("\n".join(sentences))
 
 
 def _stored_shape(

@@ -488,3 +488,17 @@ def test_a_tensor_by_an_old_and_a_new_name(stored: Path) -> None:
     rewrite(stored, change)
     said = refusal(stored)
     assert "model.norm.weight" in said and "norm.weight" in said and "with different values" in said
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_a_model_without_its_head_is_named(tmp_path, family):
+    """As AutoModel saves it."""
+    import transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64,
+             "num_attention_heads": 2}  # fmt: skip
+    config = transformers.AutoConfig.for_model(family, **sizes)
+    transformers.AutoModel.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(BadInputError, match="saved without its head") as refused:
+        read_weights(tmp_path, spec_from_hf(tmp_path))
+    assert "--init random" not in str(refused.value)
