@@ -26,9 +26,12 @@ _TELLING = (
 )  # fmt: skip
 # Variables that differ for each launch, or that only the launcher sets.
 _OF_LAUNCHERS = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_CPP_LOG_LEVEL")
-# Names of variables with secrets; addresses with a password are secret, too.
-_SECRET = re.compile(r"TOKEN|SECRET|PASS(W|_|$)|PWD|KEY|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
-_ADDRESS_WITH_PASSWORD = re.compile(r"://[^/\s@]*:[^/\s@]*@")
+# Names of variables with secrets; addresses with a user are secret, too: a token may stand there.
+_SECRET = re.compile(
+    r"TOKEN|SECRET|PASS(W|P|C|_|$)|PWD|(^|_)PW(_|$)|KEY|CRED|AUTH|COOKIE|BEARER|SIGNATURE",
+    re.IGNORECASE,
+)
+_ADDRESS_WITH_USER = re.compile(r"://[^/\s@]+@")
 
 
 def versions() -> dict[str, str]:
@@ -80,8 +83,8 @@ def changes() -> str | None:
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
     """Select the variables that affect computation or communication, except launch variables.
 
-    Variables that contain a secret are left out: those with certain names, or with a password in an
-    address.
+    Variables that may contain a secret are left out: those with certain names, or with a user or
+    a password in an address.
     """
     return {
         name: value
@@ -89,7 +92,7 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
         if name.startswith(_TELLING)
         and not name.startswith(_OF_LAUNCHERS)
         and not _SECRET.search(name)
-        and not _ADDRESS_WITH_PASSWORD.search(value)
+        and not _ADDRESS_WITH_USER.search(value)
     }
 
 

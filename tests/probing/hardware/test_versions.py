@@ -30,6 +30,8 @@ def test_without_them_they_are_left_out(monkeypatch, tmp_path, nccl):
 def test_secrets_are_not_among_the_variables_that_are_kept():
     kept = {"NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "4", "CUDA_VISIBLE_DEVICES": "0,1"}
     secret = {
+        "NCCL_PASSPHRASE": "a", "GLOO_PW": "b", "TORCH_CRED": "c", "NVIDIA_BEARER": "d",
+        "UCX_SIGNATURE": "e", "NCCL_PLUGIN_URL": "https://f@host/x",
         "TORCH_SECRET": "x", "NCCL_X_PASSWORD": "y", "CUDA_SECRET": "z", "NVIDIA_API_KEY": "k",
         "TORCH_HUB_TOKEN": "t", "MKL_LICENSE_KEY": "l", "UCX_AUTH": "a", "FI_CREDENTIALS": "c",
         "NCCL_NET_PASS": "p", "TORCH_PROXY": "http://user:word@host:80",
