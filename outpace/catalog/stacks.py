@@ -60,7 +60,8 @@ class SoftwareStack(Record):
     gathered at once, instead of passed on after each part; `repeats_keys`: before that, they are
     repeated for the heads of all queries. `gathers_once`: in pipelines, sharded parameters are
     gathered in the first micro-batch's forward and kept, and gradients are summed after the last
-    backward.
+    backward. `copies_hidden`: sequence parallelism splits hidden states along their second
+    dimension, so that gathers and reduce-scatters copy them into and from the order of ranks.
     """
 
     name: str
@@ -89,6 +90,7 @@ class SoftwareStack(Record):
     gathers_keys: bool = False
     repeats_keys: bool = False
     gathers_once: bool = False
+    copies_hidden: bool = False
     source: str
 
 
@@ -105,6 +107,7 @@ STACKS: Mapping[str, SoftwareStack] = _stacks(
     SoftwareStack(
         name="torchtitan", elementwise="operators", repeats_matmuls="second", copies_units=True,
         gathers_fp8=True, scatters_sums=False, ring="torch", gathers_keys=True, gathers_once=True,
+        copies_hidden=True,
         source="pytorch/torchtitan b5bcd76c66: torchtitan/models/llama/model.py (nn.RMSNorm, "
                "rotations by complex numbers in fp32, F.scaled_dot_product_attention), "
                "distributed/activation_checkpoint.py: selective recomputation (op) saves every "
@@ -120,7 +123,8 @@ STACKS: Mapping[str, SoftwareStack] = _stacks(
                "torch/distributed/tensor/experimental/_attention.py: _AllGatherRotater by "
                "default; in pipelines reshard_after_forward is False, and "
                "torch/distributed/pipelining/stage.py calls FSDP's post_backward after the last "
-               "backward",
+               "backward; pull request 437 and torch/distributed/_functional_collectives.py: "
+               "all_gather_tensor and reduce_scatter_tensor of dimension 1 chunk and concatenate",
     ),
     SoftwareStack(
         name="megatron", elementwise="fused", fuses_dropout=True, sums_by_stages=True,

@@ -48,7 +48,8 @@ class _TensorCollectives:
 
     `gather_s` and `scatter_s`: gathers of hidden states, and reduce-scatters. `last_s`: the time of
     the collective that sums a layer's output. `alone_s`: reduce-scatters of a backward that proceed
-    beside no matmul.
+    beside no matmul. `copied_s` and `copied_back_s`: copies of hidden states for the collectives
+    of a forward and of a backward, and `last_copied_s` for the sum of a layer's output.
     """
 
     sums_s: Floats
@@ -57,6 +58,9 @@ class _TensorCollectives:
     scatter_s: Floats
     last_s: Floats
     alone_s: Floats
+    copied_s: Floats
+    copied_back_s: Floats
+    last_copied_s: Floats
 
 
 @dataclass(frozen=True)
@@ -118,13 +122,18 @@ def step_passes(setup: StepTimeSetup) -> StepPasses:
         )  # fmt: skip
         w = LayerWork(**{f.name: setup.spread(getattr(work, f.name)) for f in fields(work)})
         count, inputs = _count_sums(setup, stack), _count_adapter_inputs(setup, stack)
+        alone = _count_sums_of_matmuls(setup, stack)
+        gathered_s, beside_s, whole_s = _hidden_copies_s(setup)
         tensor = _TensorCollectives(
             sums_s=count * one.sums_s,
             calls=count * one.calls + inputs,
             gather_s=inputs * one.gather_s,
             scatter_s=inputs * one.scatter_s,
             last_s=one.last_s,
-            alone_s=_count_sums_of_matmuls(setup, stack) * one.scatter_s,
+            alone_s=alone * one.scatter_s,
+            copied_s=count * (gathered_s + beside_s),
+            copied_back_s=count * gathered_s + (count - alone) * beside_s + alone * whole_s,
+            last_copied_s=beside_s,
         )
         forwards.append(_forward(setup, w, tensor))
         backwards.append(_backward(setup, w, tensor))
@@ -177,7 +186,7 @@ def _count_adapter_inputs(setup: StepTimeSetup, stack: Stack) -> Floats:
 
 def _forward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) -> PassTime:
     return PassTime(
-        device_s=w.forward_s,
+        device_s=w.forward_s + tensor.copied_s,
         host_s=_launched_s(setup, w.forward_operators + tensor.calls),
         tensor_s=_tensor_s(setup, tensor.sums_s, w.products_s) + tensor.gather_s,
         products_s=w.products_s,
@@ -203,7 +212,8 @@ def _backward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) ->
     repeated = {"none": none_s, "second": w.second_s, "all": w.products_s - last_s}
     second_s = modes["selective"] * repeated[stack.repeats_matmuls]
     again_s = most * (w.forward_s - last_s) - dense * w.inner_s + modes["selective"] * light_s
-    again_s = again_s + second_s
+    copied_s = tensor.copied_s - np.where(last_s > 0, tensor.last_copied_s, 0.0)
+    again_s = again_s + second_s + most * copied_s + tensor.copied_back_s
     again = most * (w.forward_operators + _CHECKPOINT_OPERATORS) - dense * w.inner_operators
     sums_s = tensor.sums_s - np.where(last_s > 0, tensor.last_s, 0.0)
     again_tensor_s = _tensor_s(setup, sums_s, w.products_s - last_s) + tensor.gather_s
@@ -251,7 +261,28 @@ def _tensor_collectives(setup: StepTimeSetup) -> _TensorCollectives:
     calls = np.where(c.tp > 1, np.where(c.sequence_parallel, 2.0, 1.0), 0.0)
     sums_s = np.where(c.sequence_parallel, gather_s + scatter_s, whole)
     last_s = np.where(c.sequence_parallel, scatter_s, whole)
-    return _TensorCollectives(sums_s, calls, gather_s, scatter_s, last_s, np.zeros_like(sums_s))
+    none = np.zeros_like(sums_s)
+    return _TensorCollectives(sums_s, calls, gather_s, scatter_s, last_s, none, none, none, none)
+
+
+def _hidden_copies_s(setup: StepTimeSetup) -> tuple[Floats, Floats, Floats]:
+    """Return seconds to copy hidden states for a gather, and for a reduce-scatter.
+
+    The latter is given beside a matmul, where ranks add up what they got (of the whole, to their
+    part), and by itself. A gather beside a matmul copies only a rank's part, and one of a single
+    sample nothing.
+    """
+    c, rate = setup.columns, setup.device.memory_bytes_per_s
+    if not setup.question.stack.copies_hidden:
+        none = np.zeros(len(c))
+        return none, none, none
+    nbytes = np.where(c.sequence_parallel & (c.tp > 1), setup.tokens * setup.outline.hidden, 0.0)
+    nbytes = nbytes * setup.numbers.item
+    eight = c.precision_in("fp8") & setup.question.stack.gathers_fp8
+    gathered = 2 * nbytes / np.where(eight, setup.numbers.item, 1.0)
+    gathered = np.where(c.async_tp, gathered / c.tp, np.where(c.micro_batch > 1, gathered, 0.0))
+    beside = np.where(c.async_tp, 1 + 1 / c.tp, 2.0) * nbytes
+    return gathered / rate, beside / rate, 2 * nbytes / rate
 
 
 def _tensor_s(setup: StepTimeSetup, sums_s: Floats, products_s: Floats) -> Floats:

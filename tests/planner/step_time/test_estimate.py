@@ -538,6 +538,22 @@ def test_overlapped_tensor_parallelism_leaves_scatters_of_summed_gradients():
     assert left == pytest.approx(32 * (6 * scatter / 8 + 2 * scatter))
 
 
+def test_sequences_split_along_the_second_dimension_are_copied_for_collectives():
+    """Read and written for a gather and for a reduce-scatter, four of each in a layer's passes."""
+    slow = replace(AT_ONCE, memory_bytes_per_s=1e9)
+    question = StepTimeQuestion(of("llama-3-8b"), 4096, slow, FREE)
+    copied = replace(question, stack=replaced(copies_hidden=True))
+    plan = {"strategy": "tp", "tp": 8, "micro_batch": 2}
+    whole = 32 * 2 * 4096 * 4096 * 2 / 1e9
+    for values, number in (
+        ({}, 4 * 2 + 4 * 2), ({"checkpointing": "full"}, 6 * 2 + 5 * 2),
+        ({"async_tp": True}, 4 * 2 / 8 + 4 * 9 / 8), ({"sequence_parallel": False}, 0),
+    ):  # fmt: skip
+        asked = {"sequence_parallel": True, **plan, **values}
+        both = [step(one, 2, **asked)["memory_s"] for one in (copied, question)]
+        assert both[0] - both[1] == pytest.approx(number * whole, abs=1e-6), values
+
+
 def test_what_is_cast_to_eight_bits_is_gathered_in_eight_bits():
     fast = replace(FLAT, best_flops_per_s={"bf16": RATE, "fp8": 2 * RATE})
     question = StepTimeQuestion(of("llama-3-8b"), 4096, fast, WIRED, other_program=True)
