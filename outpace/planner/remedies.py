@@ -37,7 +37,8 @@ def explain_misfit(job: PlanningProblem, found: SearchResult) -> str:
 def _remedy(job: PlanningProblem) -> str:
     """Return changes with which the model fits.
 
-    Options that prevent it come first, then devices, then changes to what is trained.
+    Removing options that keep it from fitting comes first, then other devices, then changes to what
+    is trained.
     """
     fine = [*_four_bit_base(job), *_without_options(job)]
     beside = _fewest_beside(job)

@@ -103,9 +103,10 @@ class PipelineInspection:
             self.taken = True
 
     def learn_alone(self, whole: Mapping[int, CustomStage], batch: Batch, hooks: StepHooks) -> None:
-        """Configure stages as `inspect` does, by running all of them on this rank. Not collective.
+        """Configure stages as `inspect` does, by running all of them on this rank alone.
 
-        `whole` maps numbers to the stages of a model without values. Losses are not compared.
+        `whole`: all stages by number, of a model whose tensors have no values. Losses are not
+        compared.
         """
         taken: dict[int, Message | None] = {}
         outputs: dict[int, Message | Tensor | None] = {}

@@ -433,7 +433,7 @@ class FirstBatch:
         return f"{said} {WAYS_OUT[self._by_command]}"
 
     def _factor(self, layout: Layout, hooks: StepHooks, device: torch.device) -> float:
-        """Return the factor of gradients in addition to the collective's divisor."""
+        """Return the factor by which gradients are scaled, apart from the collective's average."""
         if self._plan.precision in SCALED:
             return 1.0
         one = torch.ones((), dtype=torch.float32, device=device)

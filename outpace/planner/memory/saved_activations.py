@@ -68,8 +68,8 @@ def shapes(outline: Outline, seq_len: int, columns: PlanBatch) -> Shapes:
 class Layer:
     """One layer of a stack: the bytes that its forward saves, by origin.
 
-    `norm`: bytes that each norm saves in addition to its input. `input`: bytes saved of the input
-    of the matmuls after it. `output`: a matmul's output before it is added to the residual
+    `norm`: bytes that each norm saves in addition to its input. `input`: bytes that the matmuls
+    after a norm save of their input. `output`: a matmul's output before it is added to the residual
     stream. `raw`: queries and keys before rotation.
     """
 

@@ -23,7 +23,7 @@ class PipelineTime:
 
     `compute_s` is the computation of a rank with the slowest stages, and `pace_s` also includes its
     weight traffic. `ranks` has the seconds and layers of the ranks that may be slowest: the first,
-    one between, and the last.
+    one in between, and the last.
     """
 
     pace_s: Floats

@@ -91,7 +91,7 @@ def _grouping(
 
 
 def _partial_grouping(topology: Topology, nvlink_bytes_per_s: float | None) -> Grouping | None:
-    """Find the largest groups within NVLink, else within PCIe switches, that leave some GPUs out.
+    """Find the largest groups that NVLink, or else PCIe switches, join; some GPUs are left out.
 
     This is for hosts with unequal links, such as one bridge among three GPUs, or a GPU that has
     lost its NVLinks. None if no two GPUs are linked.
@@ -151,7 +151,7 @@ def _connected_groups(
 
 
 def _worth_it(found: tuple[Grouping, ...], gpus: int) -> Grouping | None:
-    """Return the largest groups within NVLink, else within PCIe switches; None if none exist."""
+    """Return the largest groups that NVLink, or else PCIe switches, join; None if none exist."""
     even = [grouping for grouping in found if gpus % grouping.size == 0] or list(found)
     by_nvlink = [grouping for grouping in even if nvlinks(grouping.worst_link)]
     if by_nvlink:
