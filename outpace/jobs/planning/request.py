@@ -223,7 +223,7 @@ def _cluster(asked: PlanQuestion) -> Cluster:
 
 
 def _larger_node(node: Node, devices: int) -> str:
-    """Return advice on how to request nodes with that many devices of the same kind."""
+    """Return advice on how to request nodes with `devices` devices of the same kind."""
     try:
         name = find_node(f"{devices}x{node.accelerator}", ACCELERATORS).name
     except BadInputError:

@@ -1,8 +1,8 @@
 """Values that a user's blocks store on themselves, such as an auxiliary loss in `self.aux`.
 
 The model's forward or the loss may read them on another pipeline stage. An inspection with the
-first batch finds which attributes and buffers a stage's blocks change (`changes`) and which of
-these other stages read (`ReadLog`); those are sent along with the hidden states.
+first batch finds which attributes and buffers a stage's blocks change (`changes`), and which of
+them are read on other stages (`ReadLog`); those are sent along with the hidden states.
 """
 
 import math
