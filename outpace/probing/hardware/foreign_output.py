@@ -9,13 +9,14 @@ _KNOWN = (
      "nvidia-smi failed: the driver's kernel module and library have different versions, as "
      "after an update. Reboot (or reload the nvidia modules), and save its output again."),
     (r"Failed to initialize NVML|Couldn't communicate with the NVIDIA driver|has failed because"
+     r"|NVIDIA-SMI couldn't find"
      r"|Unable to determine the device handle|GPU is lost|No devices were found"
      r"|Insufficient Permissions|Failed to run topology matrix",
      "nvidia-smi failed. Fix what it reports (see `outpace doctor` on that host), and save "
      "its output again."),
     (r"(?i)command not found|not recognized as an internal|no such file or directory",
      "there was no nvidia-smi on that host: no NVIDIA driver, or not on PATH."),
-    (r"ROCm System Management Interface|\bXGMI\b|rocm-smi|amd-smi",
+    (r"ROCm System Management Interface|\bXGMI\b|rocm-smi|amd-smi|^(LINK TYPE|HOPS|ACCESS) TABLE",
      "it is the output of rocm-smi or amd-smi for AMD GPUs; outpace reads only topologies of "
      "NVIDIA GPUs."),
     (r"\bPPU\d|\bICN\d*\b",
@@ -27,12 +28,15 @@ _KNOWN = (
      "it is a matrix of Ascend NPUs (npu-smi), which outpace does not read."),
     (r"xpu-smi|\bXL\d|^\s*GPU \d+/\d+",
      "it is a matrix of Intel GPUs (xpu-smi), which outpace does not read."),
-    (r"\bMX\d|mx-smi|MetaXLink|mthreads|MTLink|hl-smi|cnmon",
+    (r"\bMX\d|mx-smi|MetaXLink|mthreads|MTLink|hl-smi|cnmon|\b(MLU|GCU|HCU|DCU|HPU|XPU|NEURON)\d",
      "it is for another maker's accelerators, which outpace does not read."),
     (r"\b(CNS|NS|GNS|TNS|DR)\s+=|\btopo\s+-p2p\b",
      "it is the output of `nvidia-smi topo -p2p`, which shows whether GPUs reach each other but "
      f"not how. {_SAVE}"),
-    (r"\|\s*NVIDIA-SMI \d", f"it is the output of `nvidia-smi` without topo -m. {_SAVE}"),
+    (r"\bis connected to (device|GPU) ?\d",
+     f"it is the output of `nvidia-smi topo -p`, which describes a single pair. {_SAVE}"),
+    (r"\|\s*NVIDIA-SMI \d|=NVSMI LOG=",
+     f"it is the output of `nvidia-smi` without topo -m. {_SAVE}"),
     (r"^\s*GPU \d+: .*\(UUID", f"it is the output of `nvidia-smi -L` or `nvlink`. {_SAVE}"),
 )  # fmt: skip
 
