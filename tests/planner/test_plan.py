@@ -623,6 +623,14 @@ def test_what_is_infeasible_names_the_fewest_nodes_that_do():
         ("llama-3-8b", "cp=4", {"seq_len": 8188}, "cp 4 cuts sequences into 8 parts, which"),
         ("llama-3-8b", "tp=4,pp=4", {}, "tp 4 × pp 4 = 16 does not divide the 8 devices"),
         ("llama-3-8b", "dp_shard=3", {}, "dp_shard 3 does not divide the 8 devices"),
+        ("llama-3-8b", "pp=8,pp_microbatches=3", {},
+         "pp_microbatches 3 does not divide the global batch of 32"),
+        ("llama-3-8b", "micro_batch=8,pp_microbatches=8", {},
+         "micro_batch 8 × pp_microbatches 8 = 64 does not divide the global batch of 32"),
+        ("llama-3-8b", "strategy=interleaved,virtual_stages=5", {},
+         "no plan can have virtual_stages=5; virtual_stages may be 1, 2, 4 or 8 here"),
+        ("llama-3-8b", "strategy=hsdp,dp_replicate=8", {},
+         "strategy=hsdp and dp_replicate=8 contradict each other"),
     ],
 )  # fmt: skip
 def test_the_reason_is_the_reason(model, keep, words, sentence):

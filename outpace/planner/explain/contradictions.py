@@ -11,6 +11,8 @@ from outpace.planner.search.space import SearchRequest, has_plans
 from outpace.records.errors import join_and, join_or
 
 _MOST_OPTIONS = 3  # that contradict each other although no two of them do
+_SIZES = ("dp_replicate", "dp_shard", "virtual_stages")
+_MOST_SIZES = 16  # of a required one, of which those possible are listed
 _VALUES: Mapping[str, tuple[str, ...]] = {
     "optimizer": tuple(OPTIMIZERS),
     "precision": tuple(name for name in PRECISIONS if name != "fp64"),  # for proofs
@@ -71,7 +73,7 @@ def _describe(wanted: SearchRequest, items: Mapping[str, Any], other_program: bo
         for name, value in items.items()
     }
     if len(named) == 1:
-        begin = f"no plan can have {next(iter(named.values()))}"
+        begin = f"no plan can have {next(iter(named.values()))}{_possible_sizes(wanted, items)}"
     elif other_program and "precision" in items:
         begin = (
             f"outpace does not predict {join_and(named.values())} together, whether or not the "
@@ -80,6 +82,14 @@ def _describe(wanted: SearchRequest, items: Mapping[str, Any], other_program: bo
     else:
         begin = f"{join_and(named.values())} contradict each other"
     return ". ".join([begin, *_list_allowed_values(wanted, items, named)])
+
+
+def _possible_sizes(wanted: SearchRequest, items: Mapping[str, Any]) -> str:
+    """Say which sizes a plan can have in the place of a required one; '' if it is no size."""
+    (name,) = items
+    most = min(wanted.world, _MOST_SIZES) if name in _SIZES else 0
+    fine = [n for n in range(1, most + 1) if has_plans(_with_items(wanted, {name: n}))]
+    return f"; {name} may be {join_or(fine)} here" if fine else ""
 
 
 def _list_allowed_values(

@@ -277,6 +277,9 @@ def _wrong_sizes(wanted: SearchRequest) -> Iterator[str]:
         terms = " × ".join(f"{axis} {size}" for axis, size in kept.items())
         total = f" = {product}" if len(kept) > 1 else ""
         yield f"{terms}{total} does not divide the {world} devices"
-    micro = int(keep.get("micro_batch", 1))
-    if wanted.global_batch % micro:
-        yield f"micro_batch {micro} does not divide the global batch of {wanted.global_batch}"
+    sizes = {name: int(keep[name]) for name in ("micro_batch", "pp_microbatches") if name in keep}
+    whole = math.prod(sizes.values())
+    if wanted.global_batch % whole:
+        terms = " × ".join(f"{name} {size}" for name, size in sizes.items())
+        total = f" = {whole}" if len(sizes) > 1 else ""
+        yield f"{terms}{total} does not divide the global batch of {wanted.global_batch}"

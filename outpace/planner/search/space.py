@@ -495,11 +495,14 @@ def _data_axes(
         return
     for zero in (1, 2, 3):
         yield 1, replicas, zero
+    between = _divisors(replicas)[1:-1]
     inside = wanted.per_node // (tp * cp)
-    for size in sorted(
-        {inside, inside * 2, inside * 4, inside * 8, wanted.keep.get("dp_shard", 0)}
-    ):
-        if 1 < size < replicas and replicas % size == 0:
+    sizes = {inside, inside * 2, inside * 4, inside * 8}.intersection(between)
+    if not sizes and wanted.keep.get("strategy") == "hsdp":  # on a single node
+        sizes = set(between)
+    asked = {wanted.keep.get("dp_shard"), replicas / wanted.keep.get("dp_replicate", replicas)}
+    for size in between:
+        if size in sizes or size in asked:
             yield replicas // size, size, 3
 
 

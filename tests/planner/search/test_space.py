@@ -162,8 +162,13 @@ def test_hybrid_groups_fill_nodes_and_one_may_insist_on_others():
     asked = wanted(world=32, global_batch=64)
     groups = plans(replace(asked, keep={"strategy": "hsdp"}))
     assert set(groups.dp_shard) == {8, 16}
-    smaller = plans(replace(asked, keep={"strategy": "hsdp", "dp_shard": 4}))
-    assert set(smaller.dp_shard) == {4} and set(smaller.dp_replicate) == {8}
+    for kept in ({"dp_shard": 4}, {"dp_replicate": 8}):
+        smaller = plans(replace(asked, keep={"strategy": "hsdp", **kept}))
+        assert set(smaller.dp_shard) == {4} and set(smaller.dp_replicate) == {8}
+    # On one node, which a group would fill.
+    alone = plans(replace(asked, world=8, per_node=8, keep={"strategy": "hsdp"}))
+    assert set(alone.dp_shard) == {2, 4}
+    assert "hsdp" not in strategies(plans(replace(asked, world=8, per_node=8)))
 
 
 def test_tensor_parallel_divides_heads_and_stays_in_a_node():
