@@ -3,12 +3,13 @@
 transformers' code determines the layers, so no family needs special code.
 """
 
+import inspect
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ import torch
 from torch import nn
 from torch.distributions import Distribution
 
-from outpace.interop.config import CONFIG_FILE
-from outpace.interop.config_check import quiet_transformers
+from outpace.interop.config import CONFIG_FILE, read_config
+from outpace.interop.config_check import format_missing_dimensions, quiet_transformers
 from outpace.interop.transformers_build import BuiltModel, build_from_folder, config_value
 from outpace.planner.model.outline import layer_parameters, parameters
 from outpace.records.errors import BadInputError
@@ -34,6 +35,9 @@ _TOKEN = 5  # the first token numbers are often padding
 _FEWEST = 3  # with fewer equal layers, none is left out
 _NUMBERS = re.compile(r"idx|index|layer_id|layer_number|depth")
 _COUNTS = re.compile(r"layer|block|depth|^n_", re.IGNORECASE)
+_FROM_CONFIG = re.compile(
+    r"sliding_window=(getattr\(self\.config, ['\"]sliding_window|self\.config\.sliding_window\b)"
+)
 _WINDOWS = ("sliding_window", "window_size", "attention_window", "local_window_size")
 _POSITIONS = re.compile(r"^wpe$|pos")
 _MANY = 0.1
@@ -48,7 +52,11 @@ def outline_from_folder(directory: Path) -> Outline:
 
     Raises BadInputError if its config.json cannot be read, built or traced.
     """
-    built, found = outline_of_builds(partial(build_from_folder, directory), directory.name)
+    try:
+        built, found = outline_of_builds(partial(build_from_folder, directory), directory.name)
+    except BadInputError as error:  # which may be about a number that is nowhere in the file
+        missing = format_missing_dimensions(read_config(directory))
+        raise BadInputError(f"{str(error).removesuffix('.')}{missing or '.'}") from None
     return found.model_copy(
         update={
             "source": f"{directory / CONFIG_FILE}, built with transformers and traced",
@@ -84,8 +92,8 @@ def outline_of_builds(build: Callable[[str], BuiltModel], name: str) -> tuple[Bu
             except BadInputError as error:
                 first = first or error
     raise BadInputError(
-        f"{first} To trace any model with values, pass a Python function that builds it: --model "
-        "file.py:build."
+        f"{str(first).removesuffix('.')}. To trace any model with values, pass a Python function "
+        "that builds it: --model file.py:build."
     )
 
 
@@ -363,14 +371,25 @@ class _Tracing(ModuleTracing):
             if name is None:
                 return None
         for module in layer.modules():
-            for name in _WINDOWS:
-                value = getattr(module, name, None)
+            values = [getattr(module, name, None) for name in _WINDOWS]
+            if _passes_window(type(module)):
+                values.append(config_value(module.config, "sliding_window"))
+            for value in values:
                 if isinstance(value, int) and not isinstance(value, bool) and value > 0:
                     return value
         return None
 
     def _table(self, left: Sequence[str], hidden: int, outputs: int) -> str | None:
         return self.table if self.table in left else super()._table(left, hidden, outputs)
+
+
+@lru_cache
+def _passes_window(kind: type[nn.Module]) -> bool:
+    """Return whether an attention's forward applies its config's window in every layer."""
+    try:
+        return _FROM_CONFIG.search(inspect.getsource(kind.forward)) is not None
+    except (OSError, TypeError):  # no source
+        return False
 
 
 def _stack_experts(

@@ -252,6 +252,27 @@ def test_a_mistral_with_kinds_of_layers_is_a_ministral(tmp_path: Path) -> None:
     assert found.untrained == "outpace has no ministral"
 
 
+def test_a_window_of_all_layers_is_read_from_the_config() -> None:
+    """Where neither modules nor kinds of layers have it, as of StarCoder 2."""
+    for model_type in ("starcoder2", "ministral3"):
+        for window in (16, None):
+            config = CONFIG_MAPPING[model_type](**{**_WIDTHS, "sliding_window": window})
+            windows = {
+                stack.attention and stack.attention.window for stack in traced(config).stacks
+            }
+            assert windows == {window}, model_type
+
+
+def test_a_default_behind_what_cannot_be_built_is_named(tmp_path: Path) -> None:
+    """Falcon's 71 heads are nowhere in the file."""
+    folder(tmp_path, model_type="falcon", hidden_size=64, num_hidden_layers=2)
+    with pytest.raises(BadInputError) as caught:
+        outline_from_folder(tmp_path)
+    said = str(caught.value)
+    assert "uses its defaults: " in said and "num_attention_heads 71" in said
+    assert ".." not in said
+
+
 def test_contradictions_are_refused(tmp_path: Path) -> None:
     values = given(_WIDTHS)
     folder(tmp_path, model_type="olmo2", architectures=["LlamaForCausalLM"], **values)
