@@ -66,9 +66,31 @@ def other_form(directory: Path) -> str:
             ". Its params.json belongs to the maker's format (Meta's or Mistral's). Fetch the same "
             "model in Hugging Face's format, which has a config.json"
         )
-    if next(directory.glob("*.gguf"), None) is not None:
-        return ". It holds GGUF files, which are for inference: fetch the original model"
+    for pattern, words in _OTHER_FORMS.items():
+        found = next(iter(sorted(directory.glob(pattern))), None)
+        if found is not None:
+            return f". {words.format(folder=found.parent)}"
     return ""
+
+
+_WITHOUT_CONFIG = "It holds weights, but not their config.json: fetch that from the model's source"
+# What a directory without a config.json contains, by the names of files in it; the first counts.
+_OTHER_FORMS: Mapping[str, str] = MappingProxyType(
+    {
+        "*.gguf": "It holds GGUF files, which are for inference: fetch the original model",
+        "model_index.json": "It is a pipeline of diffusers, not a language model",
+        "*.onnx": "It holds ONNX files, which are for inference: fetch the original model",
+        "saved_model.pb": "It is a SavedModel of TensorFlow: fetch the model in PyTorch's format",
+        "*.safetensors": _WITHOUT_CONFIG,
+        "pytorch_model*.bin": _WITHOUT_CONFIG,
+        "*.ckpt": "Its .ckpt file is another trainer's checkpoint: export it to Hugging Face's "
+        "format, which has a config.json",
+        "*.pth": "Its .pth files are the maker's own format or a checkpoint: fetch or export the "
+        "model in Hugging Face's format, which has a config.json",
+        "snapshots/*/config.json": "It is a folder of the Hub's cache: give {folder}",
+        "*/config.json": "A folder in it has a config.json: give {folder}",
+    }
+)
 
 
 def require_text(path: Path) -> None:

@@ -41,16 +41,22 @@ _NEUTRAL_KEYS = frozenset(
 _NEUTRAL = re.compile(r"^_|_token_id$|^unsloth_|_ids?$")
 # Words in names of settings that change the layers or the data between them.
 _CHANGES = re.compile(
-    r"multiplier|softcap|logits?_scal|attn_scal|scale_(emb|depth|width)|emb(edding)?s?_scale"
-    r"|no_rope|nope|^rope_|_rope$|rotary|alibi|qk_|_qk|[qk]_(layer)?norm|clip_qkv|query_pre_attn"
+    r"multiplier|softcap|logits?_scal|attn_scal|scale_(emb|depth|width)|emb(ed(ding)?)?s?_scale"
+    r"|residual_scale|temperature_tuning|attention_chunk|(attn|attention)_sink|_gate$|_gate_"
+    r"|no_rope|nope|^rope_|_rope$|mrope|rotary|alibi|qk_|_qk|[qk]_(layer)?norm|clip_qkv"
+    r"|query_pre_attn|(block|layer)_configs?$"
     r"|experts?|moe|router|lora_rank|window|layer_types|layers?_block_type|block_types|hybrid"
     r"|mamba|ssm|conv|recurrent|linear_(attn|attention|num|key|value)|parallel_(attn|residual)"
     r"|multi_query|new_decoder|cross_attention|position_embedding|pos_emb|relative_attention|mup"
     r"|(^|_)norm_(type|first|position|after)|(pre|post|sandwich)_?norm|layernorm_type|mlp_type"
-    r"|_bias$|^use_.*bias|^no_bias$|gated|glu|activation|hidden_act|embedding_size|kv_heads"
+    r"|_bias$|^use_.*bias|^(no_)?bias$|gated|glu|activation|hidden_act|embedding_size|kv_heads"
     r"|key_value_heads|head_dim|bidirectional|^mm_|vision|audio|_shared|share_|skip_layers|altup|laurel"
 )
-_CONFIG = re.compile(r"config$")
+# Names of configs of a part of a model, as in text_config; other nested ones are of tools.
+_PART_CONFIG = re.compile(
+    r"(^|_)(text|vision|visual|image|video|audio|speech|llm|language|encoder|decoder|thinker"
+    r"|talker|backbone|qformer|projector)(_model)?_config$"
+)
 _TRUE_BY_NATURE = frozenset({"use_rope", "use_rotary", "is_causal", "causal"})
 _FACTORS = re.compile(r"multiplier|scal|factor|ratio|percent|pct|freq|step|interval")
 _USUAL_WORDS = frozenset(
@@ -131,7 +137,7 @@ def require_consistent(values: Mapping[str, Any], where: str, *, strict: bool) -
         _check_dimensions(part, place, strict=strict)
         _check_rope(part, place, strict=strict)
         unknown = _unknown_keys(part, kind)
-        inside = [key for key in unknown if _CONFIG.search(key) and isinstance(part[key], dict)]
+        inside = [key for key in unknown if _is_inner_model(key, part[key])]
         changing = [key for key in unknown if strict and _changes(key, part)]
         found = inside or changing
         if found:
@@ -219,15 +225,18 @@ def format_missing_dimensions(values: Mapping[str, Any]) -> str:
     """List, for an error, the dimensions that a config.json omits, with transformers' defaults."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-    kind = CONFIG_MAPPING[str(read_type(values))]
-    aliases: Mapping[str, str] = getattr(kind, "attribute_map", {})
-    given = {aliases.get(name, name) for name in values}
-    fields = getattr(kind, "__dataclass_fields__", {})
-    taken = [
-        f"{name} {fields[name].default}"
-        for name in fields
-        if name in _DIMENSIONS - given and isinstance(fields[name].default, int)
-    ]
+    if read_type(values) not in CONFIG_MAPPING:
+        return ""
+    taken = []
+    for part, kind, _ in _parts(values, ""):
+        aliases: Mapping[str, str] = getattr(kind, "attribute_map", {})
+        given = {aliases.get(name, name) for name in part}
+        fields = getattr(kind, "__dataclass_fields__", {})
+        taken += [
+            f"{name} {fields[name].default}"
+            for name in fields
+            if name in _DIMENSIONS - given and isinstance(fields[name].default, int)
+        ]
     if not taken:
         return ""
     return f". For missing keys, transformers uses its defaults: {', '.join(taken)}."
@@ -357,6 +366,15 @@ def _is_neutral(key: str, values: Mapping[str, Any]) -> bool:
         positions = values.get("max_position_embeddings")
         return isinstance(value, int) and isinstance(positions, int) and value >= positions
     return value == 1 and _FACTORS.search(key) is not None and not isinstance(value, bool)
+
+
+def _is_inner_model(key: str, value: Any) -> bool:
+    """Return whether a value describes a model or a layer, by its name or the keys in it."""
+    if not isinstance(value, dict):
+        return False
+    own = {"model_type", "architectures", *_DIMENSIONS} & value.keys()
+    named = _PART_CONFIG.search(key) is not None
+    return bool(own) or named or any(_is_inner_model(name, one) for name, one in value.items())
 
 
 def _changes(key: str, values: Mapping[str, Any]) -> bool:

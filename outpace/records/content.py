@@ -1,18 +1,31 @@
 """Detection of files that are not what their names say, by their first bytes."""
 
+_COMPRESSED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd",
+               b"\xfd7zXZ\x00": "xz", b"BZh": "bzip2"}  # fmt: skip
+
 
 def misplaced_content(head: bytes) -> str | None:
     """Describe what a file with these first bytes is, and what to do; None if nothing is wrong.
 
-    It detects web pages, empty files, and text in an encoding other than UTF-8.
+    It detects web pages, empty and compressed files, and text in an encoding other than UTF-8.
     """
     if not head:
         return "it is empty. Fetch it again"
+    for begin, kind in _COMPRESSED.items():
+        if head.startswith(begin):
+            return f"it is compressed ({kind}). Decompress it"
+    if head.lstrip().startswith(b"<?xml"):
+        return (
+            "it holds XML, probably an error message of the server from which it was fetched. "
+            "Fetch the file itself"
+        )
     if head.lstrip()[:1] == b"<":
         return (
             "it holds a web page (HTML), probably saved from the page that links to the file, or "
             "from a download that needs a login. Fetch the file itself"
         )
+    if head.startswith((b"\xff\xfe\x00\x00", b"\x00\x00\xfe\xff")):
+        return "it is in UTF-32. Save it as UTF-8"
     if head.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\x00" in head[:4]:
         return "it is in UTF-16. Save it as UTF-8"
     if head.startswith(b"\xef\xbb\xbf"):

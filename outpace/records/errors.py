@@ -92,13 +92,21 @@ def excerpt(value: object) -> str:
         return f"a {type(value).__name__} that is too large to show"
 
 
+_MOST_BEGUN = 40  # characters of a text that is no JSON
+
+
 def json_error(error: Exception) -> str:
     """Return why a JSON text cannot be read, without Python's advice about its limits."""
     if isinstance(error, RecursionError):
         return "it is nested too deeply"
-    if not isinstance(error, json.JSONDecodeError) and "integer string conversion" in str(error):
-        return f"it has a number with more than {sys.get_int_max_str_digits():,} digits"
-    return str(error)
+    if isinstance(error, UnicodeDecodeError):
+        return f"it is not UTF-8: byte {error.object[error.start]:#04x} at position {error.start}"
+    if not isinstance(error, json.JSONDecodeError):
+        if "integer string conversion" in str(error):
+            return f"it has a number with more than {sys.get_int_max_str_digits():,} digits"
+        return str(error)
+    begins = error.doc.strip()[:_MOST_BEGUN]
+    return f"{error}; it begins with {begins!r}" if error.pos == 0 and begins else str(error)
 
 
 def first_names(names: Sequence[str], most: int = 3) -> str:

@@ -1,5 +1,6 @@
 """Configs of another model than their model_type says, and what is said of those that are taken."""
 
+import gzip
 import json
 import logging
 from pathlib import Path
@@ -99,6 +100,16 @@ def test_architectures_that_agree(model_type: str, architecture: str, tmp_path: 
         ("mistral", {"attention_bias": True}),
         ("mistral", {"text_config": {"hidden_size": 64}}),
         ("qwen2", {"vision_config": {"depth": 32}}),
+        ("qwen2", {"audio_encoder_config": {"layers": 32}}),
+        ("llama", {"language_model": {"hidden_size": 64}}),
+        ("llama", {"block_configs": [{"ffn": {"no_op": True}}]}),
+        ("llama", {"attention_chunk_size": 16}),
+        ("llama", {"attn_temperature_tuning": True}),
+        ("llama", {"use_attention_sinks": True}),
+        ("llama", {"embed_scale": 8.0}),
+        ("llama", {"bias": True}),
+        ("qwen3", {"attn_output_gate": True}),
+        ("qwen2", {"use_mrope": True}),
         ("qwen3", {"text_config": {}, "moe_intermediate_size": 64}),
         ("gpt2", {"alibi": True}),
         ("bert", {"embedding_size": 16}),
@@ -150,6 +161,19 @@ def test_keys_that_are_passed_over_are_named(tmp_path: Path) -> None:
     assert open_model(str(written)).notes == (note,)
     assert open_model(str(written), tmp_path / "cache").notes == (note,)
     assert open_model(str(written), tmp_path / "cache").notes == (note,)  # from the cache
+
+
+def test_configs_of_tools_are_not_of_the_model(tmp_path: Path) -> None:
+    """SmolLM2's folder has one of transformers.js, Qwen2.5-1M's one of vLLM: they are read."""
+    tools = {
+        "transformers.js_config": {"kv_cache_dtype": {"q4f16": "float16"}},
+        "dual_chunk_attention_config": {"chunk_size": 262144, "local_size": 8192},
+    }
+    written = write(tmp_path, {**LLAMA, **tools, "use_mrope": False, "bias": False})
+    reading = read_spec_with_notes(written)
+    assert reading.spec == read_spec_with_notes(write(tmp_path / "plain", LLAMA)).spec
+    (note,) = reading.notes
+    assert "transformers.js_config {…}, dual_chunk_attention_config {…}, which" in note
 
 
 def test_a_text_config_silences_nothing(tmp_path: Path) -> None:
@@ -291,6 +315,14 @@ def test_the_file_says_whether_the_head_is_tied(tmp_path: Path) -> None:
         ("\ufeff{}".encode(), "byte-order mark"),
         ('{"model_type": "llama"}'.encode("utf-16"), "UTF-16"),
         ('{"model_type": "llama"}'.encode("utf-16-le"), "UTF-16"),
+        ('{"model_type": "llama"}'.encode("utf-32"), "UTF-32"),
+        (gzip.compress(b"{}"), "compressed (gzip). Decompress it"),
+        (b"PK\x03\x04\x00\x00\x00\x00", "compressed (zip)"),
+        (b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "error message of the"),
+        (b"Entry not found\n", "it begins with 'Entry not found'"),
+        (b"model_type: llama\nhidden_size: 64\n", "it begins with 'model_type: llama"),
+        ('{"a": "é"}'.encode("latin-1"), "it is not UTF-8: byte 0xe9 at position 7"),
+        (b"null", "holds a JSON null, not an object"),
     ],
 )
 def test_files_that_are_no_config(content: bytes, said: str, tmp_path: Path) -> None:
@@ -299,10 +331,28 @@ def test_files_that_are_no_config(content: bytes, said: str, tmp_path: Path) -> 
         assert said in found and str(tmp_path / "config.json") in found
 
 
-def test_other_forms_of_a_model(tmp_path: Path) -> None:
-    (tmp_path / "params.json").write_text("{}")
-    with pytest.raises(BadInputError, match=r"params\.json belongs to the maker's format"):
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("params.json", "params.json belongs to the maker's format"),
+        ("model-Q4_K_M.gguf", "GGUF files, which are for inference"),
+        ("model_index.json", "a pipeline of diffusers"),
+        ("model.onnx", "ONNX files, which are for inference"),
+        ("saved_model.pb", "a SavedModel of TensorFlow"),
+        ("model-00001-of-00002.safetensors", "weights, but not their config.json: fetch that"),
+        ("pytorch_model.bin", "weights, but not their config.json: fetch that"),
+        ("epoch=1.ckpt", "another trainer's checkpoint: export it"),
+        ("consolidated.00.pth", "the maker's own format or a checkpoint"),
+        ("snapshots/abc/config.json", "a folder of the Hub's cache: give {folder}/snapshots/abc"),
+        ("checkpoint-500/config.json", "has a config.json: give {folder}/checkpoint-500"),
+    ],
+)
+def test_other_forms_of_a_model(name: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(BadInputError) as caught:
         open_model(str(tmp_path))
+    assert said.format(folder=tmp_path) in str(caught.value)
 
 
 @pytest.mark.parametrize(
