@@ -13,6 +13,7 @@ if TYPE_CHECKING:
         evaluate,
         generate,
         memory,
+        merge,
         network,
         plan,
         probe,
@@ -41,8 +42,8 @@ if TYPE_CHECKING:
 # Public names by their module, which is loaded when one is first used, so that importing outpace
 # imports no torch and `outpace --help` is fast.
 _MODULES = {
-    "outpace.api": "compare doctor estimate evaluate generate memory network plan probe report "
-    "runs topology train tune",
+    "outpace.api": "compare doctor estimate evaluate generate memory merge network plan probe "
+    "report runs topology train tune",
     "outpace.experiment.module_verify": "verify",
     "outpace.nn.transformer": "Transformer",
     "outpace.parallel.parallelize": "ParallelModule parallelize",
@@ -79,6 +80,7 @@ __all__ = [
     "evaluate",
     "generate",
     "memory",
+    "merge",
     "network",
     "parallelize",
     "plan",

@@ -17,11 +17,12 @@ from outpace.records.errors import BadInputError, suggest
 from outpace.records.plan import Base, Plan
 from outpace.records.precisions import Precision
 from outpace.records.ranks import Ranks
-from outpace.records.settings import TrainSettings
+from outpace.records.settings import Task, TrainSettings
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from outpace.jobs.merge_adapter import MergedModel
     from outpace.records.comparison import Comparison
     from outpace.records.estimate import Plans, RankedPlan
     from outpace.records.finding import Examination
@@ -102,10 +103,12 @@ def generate(
     seed: int = 0,
     device: str = "auto",
     chat: bool = False,
+    system: str | None = None,
 ) -> str:
     """Continue `prompt` with the model of a run, and return the text. Raises BadInputError.
 
-    With `chat`, `prompt` is a user's message, and the answer is returned.
+    With `chat`, `prompt` is a user's message, and the answer is returned. So it is with a `system`
+    message, which comes before the user's.
 
     >>> outpace.generate("first", "the quick", max_new_tokens=2).startswith("the quick")
     True
@@ -120,7 +123,8 @@ def generate(
         top_k=top_k,
         seed=seed,
         device=device,
-        chat=chat,
+        chat=chat or system is not None,
+        system=system,
     )
 
 
@@ -131,13 +135,16 @@ def evaluate(
     batches: int | None = None,
     batch_size: int | None = None,
     text_field: str | None = None,
+    task: Task | None = None,
     seq_len: int | None = None,
     device: str = "auto",
 ) -> "Evaluation":
     """Measure the loss of a run's model on `data`, or on the run's held-out data.
 
-    Reads `batches` batches of `batch_size` samples of `seq_len` tokens; by default all data, in the
-    run's batches and length. Raises BadInputError.
+    `run` may also be a Hugging Face directory or an adapter. Reads `batches` batches of
+    `batch_size` samples of `seq_len` tokens; by default all data, in the run's batches and length.
+    `task` is "pretrain", "chat" or "classify"; by default the run's, or chat if the data are
+    conversations. Raises BadInputError.
 
     >>> outpace.evaluate("first").loss > 0
     True
@@ -151,8 +158,33 @@ def evaluate(
         batch_size=batch_size,
         device=device,
         text_field=text_field,
+        task=None if task is None else options.convert("task", task, "outpace.evaluate: task"),
         seq_len=seq_len,
     )
+
+
+def merge(
+    adapter: str | Path,
+    out: str | Path,
+    *,
+    model: str | Path | None = None,
+    base: Base | None = None,
+    dtype: str = "fp32",
+) -> "MergedModel":
+    """Merge an adapter, or that of a run, into its base model, and write it to the folder `out`.
+
+    `model` has the weights to merge into, by default those that the adapter names; `base` is their
+    format ("fp32" or "nf4"), by default the one used in training; `dtype` is that of the written
+    weights. Raises BadInputError.
+
+    >>> adapter = outpace.train("first", "corpus.txt", steps=1, seq_len=32, lora_rank=2).run
+    >>> outpace.merge(adapter, "merged").model
+    'merged'
+    """
+    from outpace.cli import merge as command
+
+    asked = {"out": out, "model": model, "base": base, "dtype": dtype}
+    return command.answer([*_options(asked), str(adapter)])
 
 
 def plan(

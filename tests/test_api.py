@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
+from html import escape
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 
 import outpace
 from outpace import api
+from outpace.records.units import show_bytes, show_seconds
 
 TINY = {
     "seq_len": 32,
@@ -170,6 +172,9 @@ def test_the_examples_of_the_functions_are_true(
         (lambda: outpace.network("gpt2", "hgx-h100", node=3), "Did you mean '--nodes'"),
         (lambda: outpace.memory("gpt2", "rtx-4090", seqlen=3), "Did you mean '--seq-len'"),
         (lambda: outpace.estimate("gpt2", {}, "rtx-4090"), "Give an outpace.Plan"),  # type: ignore[arg-type]
+        (lambda: outpace.evaluate("x", task="talk"), "evaluate: task: 'talk' is not one of"),  # type: ignore[arg-type]
+        (lambda: outpace.merge("nowhere", "out"), "nowhere: there is no such directory."),
+        (lambda: outpace.merge(".", "out", dtype="fp8"), "--dtype: 'fp8' is not one of fp32, bf16"),
         (lambda: outpace.topology(nvlink="9"), "not in the catalog"),
         (outpace.report, "name a run"),
     ],
@@ -184,6 +189,17 @@ def test_a_plan_is_estimated_for_the_length_and_batch_that_are_given(tmp_path: P
     best = found.plans[0]
     again = outpace.estimate("gpt2", best.plan, "rtx-4090", seq_len=512, global_batch=24)
     assert again.estimate.step_time_s == pytest.approx(best.estimate.step_time_s)
+
+
+def test_a_notebook_shows_the_plans_of_an_answer() -> None:
+    found = outpace.plan("gpt2", "rtx-4090", seq_len=512, global_batch=24)
+    html = found._repr_html_()
+    for one in found.plans:
+        estimate = one.estimate
+        for shown in (show_seconds(estimate.step_time_s), show_bytes(estimate.peak_memory_bytes)):
+            assert f"<td>{shown}</td>" in html
+        assert escape(one.title) in html and escape(one.why) in html
+    assert html.count("<details open>") == 1 and html.count("<table>") == html.count("</table>")
 
 
 def test_a_plan_has_the_scale_and_dropout_of_its_adapters() -> None:

@@ -1,13 +1,17 @@
 """`outpace merge`."""
 
-import json
+import argparse
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from outpace.cli.output import output_place, require_folder_place, tell_hint
 from outpace.cli.parser import Parser
 from outpace.records.errors import BadInputError
 from outpace.records.units import show_count
+
+if TYPE_CHECKING:
+    from outpace.jobs.merge_adapter import MergedModel
 
 _ABOUT = "Merge an adapter into its base model's weights and write a Hugging Face directory."
 
@@ -15,6 +19,25 @@ _ABOUT = "Merge an adapter into its base model's weights and write a Hugging Fac
 def run(argv: list[str], environ: Mapping[str, str]) -> int:
     """Write the merged model and print its folder; returns 0. Raises OutpaceError."""
     arguments = _parser().read(argv)
+    merged = _merge(arguments)
+    if arguments.json:
+        print(merged.model_dump_json(indent=2))
+    else:
+        for note in merged.notes:
+            tell_hint(note)
+        print(
+            f"{merged.model}: {show_count(merged.parameters)} parameters, with the adapter "
+            "merged in"
+        )
+    return 0
+
+
+def answer(argv: list[str]) -> "MergedModel":
+    """Write the merged model that the command line asks for. Raises BadInputError."""
+    return _merge(_parser().read(argv))
+
+
+def _merge(arguments: argparse.Namespace) -> "MergedModel":
     require_folder_place(arguments.out)
     if not arguments.source.is_dir():
         raise BadInputError(
@@ -23,24 +46,13 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
         )
     from outpace.jobs.merge_adapter import merge_adapter
 
-    merged = merge_adapter(
+    return merge_adapter(
         arguments.source,
         arguments.out,
         model=arguments.model,
         base=arguments.base,
         dtype=arguments.dtype,
     )
-    if arguments.json:
-        values = {"model": str(arguments.out), "parameters": merged.parameters}
-        print(json.dumps({**values, "notes": merged.notes}, indent=2))
-    else:
-        for note in merged.notes:
-            tell_hint(note)
-        print(
-            f"{arguments.out}: {show_count(merged.parameters)} parameters, with the adapter "
-            "merged in"
-        )
-    return 0
 
 
 def _parser() -> Parser:

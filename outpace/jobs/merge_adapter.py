@@ -1,7 +1,7 @@
 """Merging of an adapter into its base model's weights."""
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,16 +19,17 @@ from outpace.interop.peft import (
     named_base,
     read_note,
 )
+from outpace.records.base import Record
 from outpace.records.errors import BadInputError, shorten
 from outpace.records.plan import Base
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True)
-class MergedModel:
-    """The number of parameters written, and notes on the adapter."""
+class MergedModel(Record):
+    """The folder of a merged model, its number of parameters, and notes on the adapter."""
 
+    model: str
     parameters: int
     notes: tuple[str, ...]
 
@@ -59,8 +60,9 @@ def merge_adapter(
         stop_ids=() if note is None else note.stop_ids,
     )  # fmt: skip
     return MergedModel(
-        sum(tensor.numel() for tensor in weights.values()),
-        (*adapter_notes(opened.adapter), *_base_notes(opened)),
+        model=str(out),
+        parameters=sum(tensor.numel() for tensor in weights.values()),
+        notes=(*adapter_notes(opened.adapter), *_base_notes(opened)),
     )
 
 

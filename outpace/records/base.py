@@ -31,6 +31,7 @@ _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS, errno.EISDIR)
 # Suffixes of files that huggingface_hub, curl, wget, aria2 and browsers are still fetching.
 _UNFETCHED = (".incomplete", ".part", ".aria2", ".crdownload", ".download")
+_JSON_KINDS = {list: "list", str: "string", bool: "true or false", type(None): "null"}
 _MOST_LEVELS = 100  # nested objects; Python's limit is some hundreds, less in deep calls
 
 
@@ -54,6 +55,14 @@ class Record(BaseModel):
 
     # Whether `save` writes a checksum into the file, which readers compare.
     has_checksum: ClassVar[bool] = False
+    # Values that a row of a notebook's table shows, as in "estimate.step_time_s"; default: all.
+    summary_fields: ClassVar[tuple[str, ...]] = ()
+
+    def _repr_html_(self) -> str:
+        """Return a table of the values, which notebooks show."""
+        from outpace.records.html_tables import record_html
+
+        return record_html(self)
 
     @classmethod
     def parse(cls, values: dict[str, Any], where: str) -> Self:
@@ -128,7 +137,8 @@ def read_object(path: Path, on_change: OnChange | None = None, option: str = "")
     """Return the values of a JSON object by key. Raises the same errors as `read_json`."""
     values = read_json(path, on_change, option)
     if not isinstance(values, dict):
-        raise BadInputError(f"{path} holds a JSON {type(values).__name__}, not an object")
+        kind = _JSON_KINDS.get(type(values), "number")
+        raise BadInputError(f"{path} holds a JSON {kind}, not an object")
     return values
 
 

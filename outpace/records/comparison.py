@@ -236,6 +236,10 @@ def remaining_arms(experiment: Experiment, outcomes: Sequence[Outcome]) -> list[
 class ArmResult(Record):
     """Medians over an arm's runs."""
 
+    summary_fields: ClassVar[tuple[str, ...]] = (
+        "arm", "step_time_s", "tokens_per_s", "peak_memory_bytes", "final_loss",
+    )  # fmt: skip
+
     arm: str
     step_time_s: float | None = None
     tokens_per_s: float | None = None

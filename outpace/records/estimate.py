@@ -1,6 +1,6 @@
 """Estimate of a plan: time and memory, their parts, and their uncertainty."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -116,6 +116,11 @@ class RankedPlan(Record):
     that are nearly as fast; `with headroom`, if all of these fill a device's memory, the fastest
     plan that does not. A plan without a role is the fastest of another kind.
     """
+
+    summary_fields: ClassVar[tuple[str, ...]] = (
+        "title", "roles", "estimate.step_time_s", "estimate.tokens_per_s",
+        "estimate.peak_memory_bytes", "why",
+    )  # fmt: skip
 
     title: str
     plan: Plan

@@ -1,6 +1,6 @@
 """Finding: a setting or state of a machine that hurts performance, and what to do about it."""
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, PositiveFloat, model_validator
 
@@ -34,6 +34,8 @@ class Slowdown(Record):
 
 class Finding(Record):
     """One problem: what was seen, what it costs (None: not known), and the remedy."""
+
+    summary_fields: ClassVar[tuple[str, ...]] = ("severity", "what", "seen", "remedy")
 
     check: str
     what: str

@@ -22,6 +22,10 @@ TUNING_FILE = "tuning.json"
 class PlanTrial(Record):
     """A plan that was tried for a few steps, in separate processes."""
 
+    summary_fields: ClassVar[tuple[str, ...]] = (
+        "number", "title", "step_time_s", "tokens_per_s", "predicted_s", "peak_memory_bytes", "why",
+    )  # fmt: skip
+
     number: PositiveInt
     why: str = Field(description="when it was tried")
     title: str
