@@ -27,7 +27,7 @@ def tuning_answer(tuning: Tuning) -> Answer:
         "the fullest process. compared: the first quartile of its step times; plans measured in "
         "turn are compared turn by turn. at first: predicted before any trial. Only speed was "
         "tuned, not settings that affect learning (learning rate, batch).",
-        *_leaner_notes(tuning), *_shared_cores_notes(tuning),
+        *_uncompiled_notes(tuning), *_leaner_notes(tuning), *_shared_cores_notes(tuning),
         *(f"{one.title} failed: {one.failure}" for one in failed),
     )  # fmt: skip
     return Answer(tuple(_verdict(tuning)), facts, (_trials(tuning), *map(Paragraph, notes)))
@@ -124,6 +124,17 @@ def _rate_text(per_s: float | None) -> str:
     if per_s is None:
         return "–"
     return f"{per_s:,.0f}" if per_s >= 100 else f"{per_s:.3g}"
+
+
+def _uncompiled_notes(tuning: Tuning) -> list[str]:
+    """Return a note that trials on a CPU are compiled only on request."""
+    asked = tuning.settings.get("compile") is not None
+    if asked or tuning.machine.devices or any(one.plan.compile for one in tuning.trials):
+        return []
+    return [
+        "torch.compile was not tried: on a CPU, outpace compiles only with --compile, which tune "
+        "accepts, too."
+    ]
 
 
 def _leaner_notes(tuning: Tuning) -> list[str]:

@@ -26,6 +26,7 @@ from outpace.reporting.render.document import Chart, DataTable, Number
 POINTS = 1600  # points per line, about the columns of a screen
 _MEANS = 160
 _TABLE_ROWS = 16
+_TOWERS = 2.0  # times the slowest step after the warm-up: above this, a step is cut off
 _NATS = plain("nats", 5)
 
 
@@ -107,8 +108,10 @@ def _evaluation_series(
         np.interp([one.step for one in held], ends, np.concatenate([[0.0], column])).tolist()
         for column in _columns(steps, along)
     )
-    style = {"mode": "lines+markers", "line": {"color": RED, "width": 1.6, "dash": "dot"},
-             "marker": {"size": 8, "symbol": "diamond"}}  # fmt: skip
+    # A line between two points only, first and last, would look like a measured curve.
+    mode = "lines+markers" if len(held) > 2 else "markers"
+    style = {"mode": mode, "line": {"color": RED, "width": 1.6, "dash": "dot"},
+             "marker": {"size": 8, "symbol": "diamond", "color": RED}}  # fmt: skip
     return LineSeries("held-out data", x, [one.loss for one in held], style)
 
 
@@ -133,8 +136,8 @@ def loss_by_arm(runs: Mapping[str, StepLog]) -> Chart:
 
 def step_times(steps: StepLog, median_s: float) -> Chart:
     """Draw the time of every step; `median_s` is the median of the timed steps."""
-    values = steps["step_time_s"]
-    unit, along = seconds([float(np.nanpercentile(values, 99))]), axis_choices(steps)
+    values, steady = steps["step_time_s"], steps.steady("step_time_s")
+    unit, along = seconds([float(np.nanpercentile(steady, 99))]), axis_choices(steps)
     low, high = (float(np.nanpercentile(values, share)) for share in (5, 95))
     slowest = int(np.nanargmax(values))
     alt = (
@@ -142,13 +145,18 @@ def step_times(steps: StepLog, median_s: float) -> Chart:
         f"{show_seconds(low)} and {show_seconds(high)}; the slowest, step "
         f"{int(steps['step'][slowest]):,}, took {show_seconds(float(values[slowest]))}."
     )
+    scale: dict[str, Any] = {"rangemode": "tozero"}
+    top_s = float(np.nanmax(steady))
+    if values[slowest] > _TOWERS * top_s:  # it would flatten all others
+        scale = {"range": [0, *unit.scale([1.1 * top_s])]}
+        alt += " Slow steps of the warm-up lie above the figure."
     series = [
         _thin_series("step", steps, values, along, {"line": {"color": MEASURED, "width": 1.2}})
     ]
     table = steps_table("Time of a step", steps, "step_time_s", unit)
     return lines(
         "Time of every step", alt, series, along, unit, "time of a step", table,
-        yaxis=axis("time of a step", unit, rangemode="tozero"),
+        yaxis=axis("time of a step", unit, **scale),
     )  # fmt: skip
 
 

@@ -23,6 +23,7 @@ from outpace.reporting.answers.plan import (
 )
 from outpace.reporting.render.document import Items
 from outpace.reporting.terminal.answer import part_text
+from outpace.reporting.terminal.bar import bar
 
 _BAR = 24
 _LEAST_TITLE = 16  # columns; in 80, the widest figures leave 18
@@ -151,8 +152,8 @@ def _bars(title: str, values: dict[str, float], show: object) -> Table:
     for name, value in sorted(values.items(), key=lambda pair: -pair[1]):
         if value / whole < 1e-3:
             continue
-        filled = "█" * max(1, round(_BAR * value / whole))
-        table.add_row(f"    {name}", show(value), show_share(value / whole), filled)  # type: ignore[operator]
+        share = value / whole
+        table.add_row(f"    {name}", show(value), show_share(share), bar(share, _BAR))  # type: ignore[operator]
     return table
 
 

@@ -12,11 +12,11 @@ from rich.text import Text
 from outpace.records.measurement import PARTS, Evaluation, Measurement, TimeParts
 from outpace.records.units import show_bytes, show_count, show_seconds, show_share
 from outpace.reporting.bottleneck import BottleneckInputs, bottleneck
+from outpace.reporting.terminal.bar import bar
 from outpace.reporting.terminal.utilisation import averages_table
 
 _BAR_CELLS = 30
 _MOST_WORDS = 24  # characters of a proposed prompt
-_EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def runtime_name(measurement: Measurement) -> str:
@@ -157,8 +157,8 @@ def _time(parts: TimeParts) -> Table:
     for part in PARTS:
         seconds = getattr(parts, f"{part}_s")
         share = seconds / parts.total_s
-        bar = Text(_bar(share), style="cyan")
-        table.add_row(part, bar, show_share(share), show_seconds(seconds))
+        drawn = Text(bar(share, _BAR_CELLS), style="cyan")
+        table.add_row(part, drawn, show_share(share), show_seconds(seconds))
     return table
 
 
@@ -182,12 +182,6 @@ def show_whole(count: float | None, unit: str = "") -> str:
     if count is None or abs(count) >= 1e9:
         return show_count(count, unit)
     return f"{count:,.0f} {unit}".rstrip()
-
-
-def _bar(share: float) -> str:
-    """Draw a horizontal bar of at most `_BAR_CELLS` cells, in eighths of a cell."""
-    eighths = round(min(max(share, 0.0), 1.0) * _BAR_CELLS * 8)
-    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
 
 
 def _sample(text: str) -> Padding:

@@ -1,0 +1,11 @@
+"""Horizontal bars in a terminal, in eighths of a cell."""
+
+_EIGHTHS = " ▏▎▍▌▋▊▉"
+
+
+def bar(share: float, cells: int) -> str:
+    """Draw a share of at most `cells` cells; a share above 0 has at least an eighth of one."""
+    eighths = round(min(max(share, 0.0), 1.0) * cells * 8)
+    if share > 0:
+        eighths = max(eighths, 1)
+    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
