@@ -5,7 +5,7 @@ from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
 
-from outpace.cli.parser import LONGEST_S, Parser, number_type
+from outpace.cli.parser import Parser, duration_type
 
 _ABOUT = "Find what slows this host down and what to do about it, most costly first."
 _EPILOG = (
@@ -60,6 +60,7 @@ def _parser() -> Parser:
     parser.switch("--strict", "exit with code 1 if there are findings")
     add("--run", "DIR", Path,
         "examine this run instead of the host: what limited its speed, and what to do")  # fmt: skip
-    add("--timeout", "SECONDS", number_type(float, 0.1, LONGEST_S),
-        "seconds to wait for each answer from the driver (default: 20)", default=20.0)  # fmt: skip
+    add("--timeout", "TIME", duration_type(0.1),
+        "time to wait for each answer from the driver: 20, 1m (default: 20 s)", default=20.0
+    )  # fmt: skip
     return parser

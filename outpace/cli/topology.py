@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from outpace.cli.output import output_file, write_output
-from outpace.cli.parser import LONGEST_S, Parser, number_type
+from outpace.cli.parser import Parser, duration_type
 from outpace.records.errors import BadInputError
 from outpace.records.inventory import GpuState, HostTopology
 from outpace.records.topology import CpuTopology, Placement, Topology
@@ -86,6 +86,6 @@ def _parser() -> Parser:
     add("--nvlink", "GENERATION", str,
         "NVLink generation, 2 to 5, to show a group's bandwidth and how much slower other links "
         "are (default: that of this host's GPUs)")  # fmt: skip
-    add("--timeout", "SECONDS", number_type(float, 0.1, LONGEST_S),
-        "seconds to wait for nvidia-smi (default: 20)", default=20.0)  # fmt: skip
+    add("--timeout", "TIME", duration_type(0.1),
+        "time to wait for nvidia-smi: 20, 1m (default: 20 s)", default=20.0)  # fmt: skip
     return parser

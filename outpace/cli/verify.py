@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar, get_args
 
 from outpace.cli.output import output_file, save_output
-from outpace.cli.parser import JoinedList, Parser, number_type
+from outpace.cli.parser import JoinedList, Parser, duration_type, number_type
 from outpace.launch.launcher_env import ranks_from
 from outpace.records.certificate import WITHOUT_DROPOUT, Certificate
 from outpace.records.errors import BadInputError, OutpaceError, suggest
@@ -277,8 +277,9 @@ def _parser() -> Parser:
     add("--model", None, str,
         "preset, spec or Hugging Face directory, or FILE.py:FUNCTION for a custom model with its "
         "loss and data (default: a tiny model)")  # fmt: skip
-    add("--time-limit", "SECONDS", number_type(float, 1),
-        "seconds allowed per strategy of a custom model (default: 120)", default=120.0)  # fmt: skip
+    add("--time-limit", "TIME", duration_type(1),
+        "time allowed per strategy of a custom model: 120, 5m (default: 120 s)", default=120.0
+    )  # fmt: skip
     add("--nproc", "N", number_type(int, 1),
         "number of processes to start on this host (default: 2)", default=2)  # fmt: skip
     add("--device", None, str,

@@ -140,6 +140,8 @@ def test_what_is_no_duration_is_refused(text):
         ["tune", "--budget=soon"], ["compare", "a", "b", "--budget=soon"],
         ["probe", "--budget=soon"], ["watch", "--every=soon"], ["watch", "--for=soon"],
         ["train", "--comm-timeout=soon"], ["train", "--expect-step-time=soon"],
+        ["doctor", "--timeout=soon"], ["topology", "--timeout=soon"],
+        ["verify", "--time-limit=soon"],
     ],
 )  # fmt: skip
 def test_every_command_reads_durations_alike(words, capsys):

@@ -245,6 +245,25 @@ def test_cores_that_others_used_and_factors_are_told(run, capsys, tmp_path, monk
     assert "took 3.0 times as long as" in said
 
 
+def test_time_that_went_to_slow_steps_is_told(run, capsys, tmp_path, monkeypatch):
+    """80 steps with a median of 61 ms took 14 s: their medians alone do not say so."""
+    monkeypatch.setenv("COLUMNS", "400")
+    folders = copied(run, tmp_path / "a"), copied(run, tmp_path / "b")
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    last.pop("xxh3_64")  # changed on purpose
+    for folder, slow in zip(folders, ((), (20, 30)), strict=True):
+        steps = [{**last, "step": step, "step_time_s": 5.0 if step in slow else 0.1}
+                 for step in range(1, 41)]  # fmt: skip
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in steps))
+        result = json.loads((folder / "result.json").read_text())
+        result.pop("xxh3_128")
+        (folder / "result.json").write_text(json.dumps(result | {"steps": 40, "step_time_s": 0.1}))
+    assert main(["compare", *map(str, folders), "--json"]) == 0
+    told = [one for one in json.loads(capsys.readouterr().out)["differences"] if "slower st" in one]
+    assert len(told) == 1 and told[0].startswith(f"{folders[1]}: its 40 steps add up to 13")
+    assert told[0].endswith("they would take 4.00 s. 9.80 s went to slower steps.")
+
+
 def test_runs_that_are_alike_are_said_to_be(run, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")
     assert main(["compare", str(run), str(copied(run, tmp_path))]) == 0

@@ -91,6 +91,19 @@ def test_ids_settings_and_tokenizer_survive(home, data):
     assert transformers.AutoTokenizer.from_pretrained(model).chat_template == CHATML
 
 
+def test_a_colleague_can_read_all_files(home, tmp_path):
+    """safetensors writes for the owner alone; of a model, an adapter and what is merged of them."""
+    folder, _ = home
+    usual = 0o666 & ~os.umask(os.umask(0o022))
+    data = (str(folder / "text.txt"),)
+    written = [trained(home, "shared", data=data), trained(home, "adapted", data=data, lora_rank=2)]
+    merge_adapter(folder / "adapted", tmp_path / "merged", model=None, base=None, dtype="fp32")
+    for model in (*written, tmp_path / "merged"):
+        modes = {path.name: path.stat().st_mode & 0o777 for path in model.iterdir()}
+        assert any(name.endswith(".safetensors") for name in modes)
+        assert set(modes.values()) == {usual}, modes
+
+
 def test_generation_ends_where_answers_end(home):
     """The template's stop token joins those of the source, which does not have it."""
     folder, ids = home
