@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -383,7 +383,6 @@ class _Tracing(ModuleTracing):
         return self.table if self.table in left else super()._table(left, hidden, outputs)
 
 
-@lru_cache
 def _passes_window(kind: type[nn.Module]) -> bool:
     """Return whether an attention's forward applies its config's window in every layer."""
     try:
