@@ -12,6 +12,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
+from outpace.records.errors import join_and
 from outpace.records.estimate import MeasuredCase
 from outpace.records.plan import Plan
 from outpace.records.precisions import PRECISION_TRAITS
@@ -157,8 +158,7 @@ def _extrapolations(like: Likeness) -> Iterator[str]:
         if not any(row["experts"] == bool(like.experts) for row in same):
             yield f"no measurement{experts} on {like.architecture} chips"
     yield from _axis_limits(like, rows)
-    if like.plan is not None and _offloads(like.plan) and not any(row["offloads"] for row in rows):
-        yield "no measurement of offloading"
+    yield from _unmeasured_offloading(like, rows)
     for name, words in (("seq_len", "sequences above {most:,.0f} tokens"),
                         ("parameters", "models above {most:,.0f} billion parameters")):  # fmt: skip
         own, most = getattr(like, name), max(row[name] for row in rows)
@@ -185,8 +185,17 @@ def _axis_limits(like: Likeness, rows: Sequence[Mapping[str, Any]]) -> Iterator[
             yield f"no measurement of {named}{of} above {max(measured):,}{_ON_MORE}"
 
 
-def _offloads(plan: Plan) -> bool:
-    return {plan.offload_activations, plan.offload_parameters, plan.offload_optimizer} != {"none"}
+def _unmeasured_offloading(like: Likeness, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield what a plan offloads that no case does; those that offload keep all but activations."""
+    plan = like.plan
+    if plan is None:
+        return
+    names = ("parameters", "optimizer", "activations")
+    away = [name for name in names if getattr(plan, f"offload_{name}") != "none"]
+    kept = [row for row in rows if row["offloads"] and row["experts"] == bool(like.experts)]
+    unmeasured = [name for name in away if name != "activations" or not kept]
+    if unmeasured:
+        yield f"no measurement of offloading {join_and(unmeasured)}"
 
 
 def spread_beyond(words: Sequence[str]) -> float:

@@ -1,7 +1,9 @@
 """Nearest published steps, and what of a plan none of them resembles."""
 
+import csv
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from outpace.planner.plan import estimate_plan
 from outpace.records.plan import Plan
 
 SHARDED = Plan(strategy="zero3", dp_shard=8)
+OFFLOADED = ("offload_parameters", "offload_optimizer", "offload_activations")
 LLAMA = Likeness(8, SHARDED, 8.03, False, "H100 SXM", "hopper", 8192, "torchtitan")
 
 
@@ -62,6 +65,14 @@ def test_a_published_step_in_fewer_bits_is_named_where_it_is_faster():
         assert faster_case(replace(like, **changed), cases, 32, 4.2) is None, changed
 
 
+def test_published_steps_offload_activations_alone():
+    """As what no measured step offloads is told from: one column says whether one does."""
+    data = Path(__file__).parents[3] / "benchmarks" / "data"
+    for name in ("published", "published-2", "published-3"):
+        with (data / f"{name}.csv").open(newline="") as file:
+            assert {row["offload"] for row in csv.DictReader(file)} <= {"", "none", "act"}
+
+
 def test_cases_state_their_precision():
     kinds = {row["precision"] for row in measured_rows()}
     assert kinds == {"fp8", "MXFP8", "bf16", "fp16", "16 bits"}
@@ -78,6 +89,12 @@ def test_cases_state_their_precision():
         ({"stack": "outpace", "plan": Plan(strategy="zero3", dp_shard=8), "seq_len": 10**7},
          ("no measurement of sequences above",)),
         ({"parameters": 20_000}, ("no measurement of models above",)),
+        ({"plan": Plan(strategy="zero3", dp_shard=8, offload_optimizer="cpu")},
+         ("no measurement of offloading optimizer",)),
+        ({"plan": Plan(**dict.fromkeys(OFFLOADED, "cpu"))},
+         ("no measurement of offloading parameters, optimizer and activations",)),
+        ({"plan": Plan(**dict.fromkeys(OFFLOADED, "cpu")), "experts": True},
+         ("no measurement of offloading parameters and optimizer",)),
         ({"architecture": "cdna3", "experts": True},
          ("no measurement of models with experts on cdna3 chips",)),
         ({"architecture": "turing"}, ("no measurement on turing chips",)),
