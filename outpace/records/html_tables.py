@@ -36,10 +36,10 @@ def _given_values(record: BaseModel) -> Iterator[tuple[str, Any]]:
 
 def _cell(name: str, value: Any) -> str:
     if isinstance(value, BaseModel):
-        return _unfolding(type(value).__name__, _fields_table(value))
+        return _details_element(type(value).__name__, _fields_table(value))
     if isinstance(value, Mapping):
         rows = [(str(key), _cell(name, inner)) for key, inner in value.items()]
-        return _unfolding(f"{len(rows)}", _table((), rows)) if rows else "none"
+        return _details_element(f"{len(rows)}", _table((), rows)) if rows else "none"
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
         return _list_cell(name, value)
     return escape(_text(name, value))
@@ -72,7 +72,7 @@ def _records_cell(records: Sequence[BaseModel]) -> str:
     table = _table([name.rpartition(".")[2] for name in names], rows)
     more = len(records) - len(shown)
     table += f"<p>and {more:,} more</p>" if more else ""
-    return _unfolding(f"{len(records):,}", table, is_open=bool(summary))
+    return _details_element(f"{len(records):,}", table, is_open=bool(summary))
 
 
 def _is_single(value: Any) -> bool:
@@ -115,7 +115,7 @@ def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table>{''.join(lines)}</table>"
 
 
-def _unfolding(title: str, content: str, *, is_open: bool = False) -> str:
+def _details_element(title: str, content: str, *, is_open: bool = False) -> str:
     return (
         f"<details{' open' if is_open else ''}><summary>{escape(title)}</summary>"
         f"{content}</details>"
