@@ -89,7 +89,7 @@ def test_nested_tensors_are_cut_by_samples_and_joined(layout):
 def test_tensors_of_other_lengths_than_samples_are_explained():
     graphs = {"nodes": torch.zeros(10, 3), "edges": torch.zeros(2, 12), "y": torch.zeros(4)}
     assert "that have 10 entries" in explain_lengths(graphs)
-    assert "those with 2, 4 are whole" in explain_lengths(graphs)
+    assert "those with 2, 4 stay whole" in explain_lengths(graphs)
     alike = {"x": torch.zeros(4, 3), "y": torch.zeros(4), "rate": torch.tensor(0.1), "name": "a"}
     assert explain_lengths(alike) == ""
 

@@ -91,7 +91,7 @@ double_at_the_end = at_the_end(lambda gradient: gradient.mul_(2))
     ("fault", "make", "loss", "words"),
     [
         (lose_at_the_end, FaintStack, squares, "blocks.1.linear.weight has no gradient"),
-        (double_at_the_end, Stack, squares, "blocks.1.linear.weight is 2 × the plain module's"),
+        (double_at_the_end, Stack, squares, "for blocks.1.linear.weight, it is 2 × the plain"),
         (drop_a_term, Stack, with_term, "the loss is"),
         (swap_in_the_layout, ScaledStack, squares, "the loss is"),
     ],
