@@ -398,7 +398,7 @@ def _as_published(row: Row, newest: SoftwareStack) -> SoftwareStack:
     accelerate gathers keys and values unless told otherwise (PARALLELISM_CONFIG_CP_COMM_STRATEGY).
     torchtitan: until 2025-08-29 checkpoints stopped early, and matmuls in 8 bits (aten._scaled_mm)
     were not in the list of what selective recomputation saves (9dec370, parallelize_llama.py);
-    until 2026-01 (ff0829c10) keys and values were repeated. docs/float8.md launches training with
+    until 2026-01 (ff0829c10) keys and values were repeated. float8.md launches training with
     8-bit gathers of shards, which one scale per tensor allows, as the preset of 405B says
     (train_configs, 3faaa1a0d).
     """

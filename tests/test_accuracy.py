@@ -292,7 +292,7 @@ def test_pipelines_of_torchtitan_have_as_many_micro_batches_as_ranks(accuracy):
 
 
 def test_torchtitan_of_2024_gathers_shards_in_eight_bits_and_repeats_keys(accuracy):
-    """Its docs/float8.md launches so; FSDP of one rank has no shards to cast."""
+    """Its float8.md launches so; FSDP of one rank has no shards to cast."""
     published = accuracy.published
     rows = {row.id: row for row in published.rows(*published.ALL)}
     eight, low, alone = (published.software(rows[name]) for name in ("221", "219", "226"))

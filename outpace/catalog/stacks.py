@@ -117,7 +117,7 @@ STACKS: Mapping[str, SoftwareStack] = _stacks(
                "foreach_all_gather_copy_out by split_with_sizes_copy, "
                "foreach_reduce_scatter_copy_in by chunk_cat into the dtype of the sum); experts' "
                "tokens are sent by all_to_all_single (its standard dispatcher; DeepEP's is an "
-               "option); docs/float8.md: tensor parallelism gathers inputs in 8 bits by default; "
+               "option); float8.md: tensor parallelism gathers inputs in 8 bits by default; "
                "pytorch/pytorch, pull request 149946: torch's asynchronous tensor parallelism "
                "fuses no reduce-scatter of a backward, whose input is a sum of matmuls; "
                "torch/distributed/tensor/experimental/_attention.py: _AllGatherRotater by "

@@ -35,6 +35,8 @@ from outpace.records.errors import BadInputError, OutpaceError, shorten
 # Limits on processor time and memory of a template, far above what useful ones need.
 _TRIAL_CPU_S, _CONVERSATION_CPU_S = 5.0, 60.0
 _MEMORY_BYTES = 2 << 30
+# Characters that a template may write, and more for each of its messages' and tools'.
+_LONGEST_CHARACTERS, _LONGEST_TIMES = 1_000_000, 64
 
 # Beginnings of an answer that a prompt's header may already contain, such as <think>.
 _HEADER_CHARACTERS = 64
@@ -225,7 +227,22 @@ class ChatFormat:
                 add_generation_prompt=ask, tools=[dict(tool) for tool in tools] or None,
                 chat_template=template,
             )  # fmt: skip
-        return checked_text(rendered, where, "the chat template's text")
+        return self._limit_text(rendered, where, messages, tools)
+
+    def _limit_text(
+        self, rendered: Any, where: str, messages: Sequence[Message], tools: Sequence[Tool]
+    ) -> str:
+        """Return a template's text. Raises BadInputError if it is far longer than its messages."""
+        text = checked_text(rendered, where, "the chat template's text")
+        given = len(str(messages)) + len(str(tools))
+        if len(text) > _LONGEST_CHARACTERS + _LONGEST_TIMES * given:
+            raise BadInputError(
+                f"{where}: the tokenizer's chat template{self._file()} writes {len(text):,} "
+                f"characters for a conversation of {given:,}. It may write at most "
+                f"{_LONGEST_CHARACTERS:,}, plus {_LONGEST_TIMES} for each of the conversation's. "
+                "Look for a loop in the template, and shorten what it writes."
+            )
+        return text
 
     def _text_before(
         self,
@@ -262,7 +279,7 @@ class ChatFormat:
         if _MARKED.search(template):
             with self._refusals(where):
                 return self._render_generation_marks(
-                    self._adapt_messages(messages, where, template), tools, template
+                    self._adapt_messages(messages, where, template), where, tools, template
                 )
         text = self._text(messages, False, where, tools, template)
         answers = answers_of(messages)
@@ -295,7 +312,7 @@ class ChatFormat:
         return RenderedConversation(text, (spans[-1],), answers[-1:], whole=False)
 
     def _render_generation_marks(
-        self, messages: Sequence[Message], tools: Sequence[Tool], template: str
+        self, messages: Sequence[Message], where: str, tools: Sequence[Tool], template: str
     ) -> RenderedConversation:
         """Render the text; also return the spans that the template marks as the assistant's."""
         from transformers.utils.chat_template_utils import render_jinja_template
@@ -309,7 +326,7 @@ class ChatFormat:
             return_assistant_tokens_mask=True,
             **self._theirs.special_tokens_map,
         )
-        text = checked_text(texts[0], "a conversation", "the chat template's text")
+        text = self._limit_text(texts[0], where, messages, tools)
         spans, answers = tuple((int(start), int(end)) for start, end in places[0]), None
         if len(spans) == len(answers_of(messages)):
             answers = answers_of(messages)

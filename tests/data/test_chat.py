@@ -574,6 +574,21 @@ def test_a_conversation_with_which_a_template_has_no_end_is_named(plain):
         encode_all(chat, talks, 64)
 
 
+@pytest.mark.parametrize("template", [CHATML, DEFAULT_TEMPLATE])
+def test_a_template_that_writes_far_more_than_it_is_given_is_refused(plain, template):
+    """One whose text is long for every conversation would be rendered for hours."""
+    grows = "messages[0].content.startswith('grow')"
+    long = "{% if " + grows + " %}{{ 'a' * 3000000 }}{% endif %}" + template
+    chat = ChatFormat(plain.replace(plain.inner, {"chat_template": long}))
+    question, answer = ({"role": "user", "content": "go"}, {"role": "assistant", "content": "yes"})
+    grown = Row({"messages": [{**question, "content": "grow"}, answer]}, "a.jsonl, line 2")
+    said = r"a.jsonl, line 2: .* writes 3,000,\d\d\d characters for a conversation of \d\d"
+    with pytest.raises(BadInputError, match=said):
+        encode_all(chat, [Row({"messages": [question, answer]}, "line 1"), grown], 64)
+    asked = {**question, "content": "grow" * 15_000}  # a long question may have a long text
+    assert len(chat.render([asked, answer], "here").text) > 3_000_000
+
+
 def test_answers_without_a_word_are_counted(formats):
     rows = [
         Row({"prompt": "a", "completion": said}, f"line {number}")

@@ -265,9 +265,10 @@ READERS: Mapping[str, Reader] = MappingProxyType({
             "outpace.records.base": ("read_json", "read_object", "read_toml")}),
         Reader("plan", documents.plans, _plan, _RECORDS),
         Reader("machine", documents.machines, _machine, {
-            "outpace.planner.calibration.cluster": (
-                "of_probe", "_probed_fabric", "_ProbeFigures.value_of", "_ProbeFigures.matmuls",
-                "_ProbeFigures.loader_tokens_per_s", "_probed_device")}),
+            "outpace.planner.calibration.cluster": ("of_probe", "_probed_fabric"),
+            "outpace.planner.calibration.probed_device": (
+                "ProbeFigures.value_of", "ProbeFigures.matmuls",
+                "ProbeFigures.loader_tokens_per_s", "probed_device")}),
         Reader("hosts", documents.hostfiles, _hosts, {
             "outpace.records.hosts": ("read_hosts", "_host", "_distinct")}),
         Reader("topology", documents.topologies, _topology, {
