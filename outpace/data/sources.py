@@ -37,21 +37,23 @@ _ABOUT = re.compile(r"(readme|licen[cs]e|notice|citation|changelog|dataset_infos
 _SNIFFED_BYTES = 1 << 16
 _LONGEST_POINTER = 1024  # bytes of a Git LFS pointer
 _IMAGE, _MEDIA = "an image", "sound or video"
-# First bytes of other kinds of files.
+# First bytes of other kinds of files. Texts may begin with the name of a format, so a signature
+# that is only a name includes the version or the zero after it.
 _SIGNATURES = {
     b"\x1f\x8b": "compressed with gzip", b"\x28\xb5\x2f\xfd": "compressed with Zstandard",
     b"\xfd7zXZ\x00": "compressed with xz", b"BZh": "compressed with bzip2",
-    b"PK\x03\x04": "a ZIP archive", b"PAR1": "a Parquet file", b"ARROW1": "an Arrow file",
+    b"PK\x03\x04": "a ZIP archive", b"PAR1": "a Parquet file", b"ARROW1\x00": "an Arrow file",
     b"\x93NUMPY": "a NumPy array", b"%PDF-": "a PDF document", b"\x89HDF": "an HDF5 file",
-    b"SQLite format 3": "an SQLite database", b"\x80\x04\x95": "a pickle",
+    b"SQLite format 3\x00": "an SQLite database", b"\x80\x04\x95": "a pickle",
     b"MMIDIDX": "a Megatron index", b"Obj\x01": "an Avro file",
     b"TNTIDX": "a fairseq index", b"LITPKDS": "a PackedDataset of lit-gpt, with a header",
-    b"GGUF": "a GGUF model", b"lmgg": "a GGML model",
+    **{b"GGUF%c" % version: "a GGUF model" for version in range(4)}, b"lmgg": "a GGML model",
     b"\x04\x22\x4d\x18": "compressed with LZ4", b"7z\xbc\xaf\x27\x1c": "a 7z archive",
     b"\xd0\xcf\x11\xe0": "an old Office document",
     b"\x89PNG": _IMAGE, b"\xff\xd8\xff": _IMAGE, b"GIF8": _IMAGE, b"II*\x00": _IMAGE,
     b"MM\x00*": _IMAGE,
-    b"ID3": _MEDIA, b"OggS": _MEDIA, b"fLaC": _MEDIA, b"\x1aE\xdf\xa3": _MEDIA,
+    **{b"ID3%c" % version: _MEDIA for version in (2, 3, 4)},
+    b"OggS\x00": _MEDIA, b"fLaC": _MEDIA, b"\x1aE\xdf\xa3": _MEDIA,
 }  # fmt: skip
 _RIFF = {b"WEBP": _IMAGE, b"WAVE": _MEDIA, b"AVI ": _MEDIA}
 # Beginnings of texts in markup languages; for YAML, a list of records. Each pattern matches a text

@@ -347,8 +347,10 @@ def _require_no_gaps(path: Path) -> None:
     """Refuse ids of 32 bits behind a header of two bytes: every second half is 0."""
     halves = np.asarray(np.memmap(path, dtype="<u2", mode="r")[: 2 * _LOOKED_AT])
     pairs = halves[: len(halves) // 2 * 2].reshape(-1, 2) < 16
+    if len(pairs) < _LEAST_PAIRS:
+        return
     first, second = pairs.mean(axis=0)
-    if len(pairs) >= _LEAST_PAIRS and max(first, second) > _ALIKE > 1 - _ALIKE > min(first, second):
+    if max(first, second) > _ALIKE > 1 - _ALIKE > min(first, second):
         raise BadInputError(
             f"{path}: nearly every second of its ids of 16 bits is below 16, so they are ids of 32 "
             "bits behind a header. Write the ids alone, as numpy's tofile does."

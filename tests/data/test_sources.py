@@ -276,7 +276,7 @@ def litdata(ids, items=1):
         (packed, "is a PackedDataset of lit-gpt"),
         (litdata, "is a chunk of litdata"),
         (lambda ids: litdata(ids, 2000), "is a chunk of litdata"),
-        (lambda ids: b"GGUF" + ids, "is a GGUF model"),
+        (lambda ids: b"GGUF\x03\0\0\0" + ids, "is a GGUF model"),
         (lambda ids: b"ab" + ids, "are ids of 32 bits behind a header"),
     ],
 )
@@ -756,6 +756,8 @@ def test_two_columns_of_one_name_in_a_parquet_file_are_refused(tmp_path, prepare
         ),
         ("x.jpg", b"\xff\xd8\xff\xe0\0\x10JFIF", "is an image, not text"),
         ("x.webp", b"RIFF\x24\0\0\0WEBPVP8 ", "is an image, not text"),
+        ("x.mp3", b"ID3\x04\0\0\0\0\0\x23", "is sound or video, not text"),
+        ("x.db", b"SQLite format 3\0\x10\0", "is an SQLite database, not text"),
         ("x.wav", b"RIFF\x24\0\0\0WAVEfmt ", "is sound or video, not text"),
         ("x.bin", b"\x93NUMPY\x01\x00", r"is a NumPy array, not token ids.* numpy's tofile"),
         ("x.npy", b"\x93NUMPY\x01\x00", r"is a NumPy array, not text.* tofile into .* named .bin"),
@@ -766,6 +768,12 @@ def test_files_of_other_kinds_are_named(tmp_path, prepare, name, head, said):
     (tmp_path / name).write_bytes(head)
     with pytest.raises(BadInputError, match=said):
         prepare(tmp_path / name)
+
+
+@pytest.mark.parametrize("begin", ["GGUF", "ID3", "SQLite format 3", "ARROW1", "OggS"])
+def test_a_text_may_begin_with_the_name_of_a_format(tmp_path, prepare, ids_of, begin):
+    (tmp_path / "x.txt").write_text(f"{begin} is a format.\n")
+    assert tokens(prepare(tmp_path / "x.txt")) == [ids_of(f"{begin} is a format.\n")]
 
 
 @pytest.mark.parametrize("reference", ["", "*"])

@@ -90,3 +90,10 @@ def test_ids_with_the_most_significant_byte_first_are_refused(path, dtype):
     np.random.default_rng(0).integers(0, 128_000, 3000).astype(dtype).tofile(path)
     with pytest.raises(BadInputError, match=r"with the most significant byte first\."):
         token_stream([path])
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_file_of_a_few_ids_is_read(path, count):
+    np.arange(300, 300 + count, dtype="<u2").tofile(path)
+    assert token_stream([path]).read(0, count).tolist() == [*range(300, 300 + count)]
