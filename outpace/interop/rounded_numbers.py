@@ -6,7 +6,9 @@ from dataclasses import dataclass
 # Suffixes of nanotron's human_format.
 POWERS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 _DIGITS = 3  # significant digits of human_format
-_DECIMALS = 3  # of transformers' rates
+# Decimals of transformers' rates and times (trainer_utils.speed_metrics), and the significant
+# digits of both that version 5 prints (trainer_callback.PrinterCallback).
+_RATE_DECIMALS, _RUNTIME_DECIMALS, _PRINTED_DIGITS = 3, 4, 4
 
 
 @dataclass(frozen=True)
@@ -20,9 +22,9 @@ class Range:
         """Return the range of the quotient of two positive numbers."""
         return Range(self.low / other.high, self.high / max(other.low, math.ulp(1.0)))
 
-    def scale(self, factor: float) -> "Range":
-        """Return the range of the number times a factor."""
-        return Range(self.low * factor, self.high * factor)
+    def multiply(self, other: "Range") -> "Range":
+        """Return the range of the product of two positive numbers."""
+        return Range(self.low * other.low, self.high * other.high)
 
     def only_whole_number(self, multiple_of: int = 1) -> int | None:
         """Return the only multiple of a number in the range, from 1; None if there are several."""
@@ -32,18 +34,33 @@ class Range:
 
 
 def abbreviation_range(number: float, suffix: str) -> Range:
-    """Return the range of a number such as 1.05M, of which nanotron writes three digits."""
+    """Return the range of a number such as 1.05M, of which nanotron writes three digits; a number
+    from 1,000 without a suffix is not rounded.
+    """
     value = number * POWERS[suffix]
-    if not suffix and number.is_integer():
+    if not suffix and number >= 10.0**_DIGITS:
         return Range(value, value)
-    half = 0.5 * 10.0 ** (math.floor(math.log10(value)) + 1 - _DIGITS) if value > 0 else 0.0
+    half = _half_of_last(value, _DIGITS)
     return Range(value - half, value + half)
 
 
-def rate_range(value: float) -> Range:
-    """Return the range of a rate of transformers' Trainer, which has three decimals."""
-    half = 0.5 * 10.0**-_DECIMALS
+def rate_range(value: float, *, printed: bool = False) -> Range:
+    """Return the range of a rate of transformers' Trainer; `printed`: as version 5 prints it."""
+    half = 0.5 * 10.0**-_RATE_DECIMALS
+    if printed:
+        half = max(half, _half_of_last(value, _PRINTED_DIGITS))
     return Range(max(0.0, value - half), value + half)
+
+
+def runtime_range(value_s: float) -> Range:
+    """Return the range of a time of transformers' Trainer."""
+    half = 0.5 * 10.0**-_RUNTIME_DECIMALS
+    return Range(max(0.0, value_s - half), value_s + half)
+
+
+def _half_of_last(value: float, digits: int) -> float:
+    """Return half a unit of the last of a number's significant digits."""
+    return 0.5 * 10.0 ** (math.floor(math.log10(value)) + 1 - digits) if value > 0 else 0.0
 
 
 def batch_of_epochs(mean: Range, steps: float, multiple_of: int = 1) -> tuple[int | None, bool]:

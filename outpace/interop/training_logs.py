@@ -18,7 +18,13 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from outpace.interop.rounded_numbers import Range, abbreviation_range, batch_of_epochs, rate_range
+from outpace.interop.rounded_numbers import (
+    Range,
+    abbreviation_range,
+    batch_of_epochs,
+    rate_range,
+    runtime_range,
+)
 from outpace.records.base import read_object
 from outpace.records.errors import BadInputError, shorten
 from outpace.records.measurement import WARMUP_STEPS, Measurement
@@ -387,7 +393,8 @@ def _deepspeed(lines: Sequence[str]) -> dict[str, Any] | None:
         return None
     most = max(_find_numbers(rf"MaxMemAllocated={_NUMBER}GB", lines), default=0.0)
     found = dict(_find_settings(lines, _DEEPSPEED))
-    stage = _last(r'(?:"stage": |stage=(?:<ZeroStageEnum\.\w+: )?)(\d)', lines)
+    # A pipeline's stages are printed as "stage=3 layers=7" when a model is built.
+    stage = _last(r'(?:"stage": |stage=(?:<ZeroStageEnum\.\w+: )?)(\d)\b(?! layers=)', lines)
     return {
         "trainer": "deepspeed",
         "steps": max(1, len(rates) - 1),
@@ -475,11 +482,14 @@ def _trainer(lines: Sequence[str]) -> dict[str, Any] | None:
     if not rate or not rate[-1]:
         return None
     samples = _find_numbers(rf"'train_samples_per_second': {value}", lines)
-    time = _find_numbers(rf"'train_runtime': {value}", lines)
+    time = [one for one in _find_numbers(rf"'train_runtime': {value}", lines) if one > 0]
     steps = rate[-1] * time[-1] if time else 1
     epochs = _find_numbers(rf"'train_steps_per_second'.*'epoch': {value}", lines)
     batch, rounded = _batch(
-        samples[-1] if samples else None, rate[-1], steps, epochs[-1] if epochs else 1
+        samples[-1] if samples else None,
+        rate[-1],
+        steps / max(1.0, epochs[-1] if epochs else 1.0),
+        printed="'train_steps_per_second': '" in lines[ends[-1]],
     )
     inside = lines[ends[-2] + 1 if len(ends) > 1 else 0 : ends[-1]]
     evaluations = _find_numbers(rf"'eval\w*_runtime': {value}", inside)
@@ -516,13 +526,15 @@ def _subtract_evaluations(
 
 
 def _batch(
-    samples_per_s: float | None, steps_per_s: float, steps: float, epochs: float
+    samples_per_s: float | None, steps_per_s: float, steps: float, *, printed: bool
 ) -> tuple[int | None, tuple[str, ...]]:
-    """Return the samples per step, if the two rates determine it, and a note."""
+    """Return the samples per step, if the two rates determine it, and a note. `steps`: of an epoch;
+    `printed`: rates are rounded as version 5 prints them.
+    """
     if samples_per_s is None:
         return None, ()
-    mean = rate_range(samples_per_s).divide(rate_range(steps_per_s))
-    return _noted_batch(mean, steps / max(1.0, epochs))
+    total = rate_range(samples_per_s, printed=printed)
+    return _noted_batch(total.divide(rate_range(steps_per_s, printed=printed)), steps)
 
 
 def _noted_batch(
@@ -588,7 +600,8 @@ def _state_batch(
     samples, epochs = last.get("train_samples_per_second"), last.get("epoch")
     if not _is_possible(samples):
         return None, ()
-    mean = rate_range(samples).scale(runtime_s / steps)
+    total = rate_range(samples).multiply(runtime_range(runtime_s))
+    mean = total.divide(Range(steps, steps))
     each = values.get("train_batch_size")  # of a process, in one pass
     multiple = each if isinstance(each, int) and each > 0 else 1
     passes = epochs if _is_possible(epochs) and epochs > 1 else 1.0

@@ -152,7 +152,8 @@ def test_of_a_growing_batch_only_the_last_ones_steps_are_read(tmp_path: Path) ->
     [
         ("1.04M", "2.04K", "1.02K", None, None),  # 512 devices, 1,024 sequences
         ("62.4K", "7.8K", "256", 8, 256),
-        ("999", "125", "999", None, 999),
+        ("999", "125", "999", 8, 999),  # 124.875 each
+        ("4.09K", "512", "1024", 8, 1024),
         ("22.8K", "11.4K", "64", 2, 64),
     ],
 )
@@ -175,6 +176,8 @@ def test_abbreviated_numbers_are_not_taken_for_exact(
         ("15.873", "1.0", "63.0", "1", 16),  # 1,000 samples, 63 steps
         ("14.714", "1.0", "7.0", "1", None),  # 103 samples: 15, 16 or 17
         ("8.0", "1.0", "6.0", "0.5", 8),
+        ("'771.4'", "'96.43'", "'0.0622'", "'0.75'", 8),  # version 5 prints four digits
+        ("'7716'", "'1.507'", "'3981'", "'1'", None),  # 5,117 to 5,123
     ],
 )
 def test_the_batch_of_a_trainer_is_read_if_its_rates_determine_it(
@@ -195,6 +198,11 @@ def test_the_batch_of_a_trainer_state_is_a_multiple_of_the_devices(tmp_path: Pat
     path = tmp_path / "trainer_state.json"
     path.write_text(json.dumps(state))
     assert read_log(path).global_batch == 16
+    # Of a short run, the time is rounded as well.
+    short = {**last, "train_runtime": 0.0622, "train_samples_per_second": 771.831, "step": 6}
+    path.write_text(json.dumps({**state, "global_step": 6, "train_batch_size": 4,
+                                "log_history": [short]}))  # fmt: skip
+    assert read_log(path).global_batch == 8
     path.write_text(json.dumps({**state, "train_batch_size": 5}))
     assert "the batch of 15 is the samples per step" in " ".join(read_log(path).notes)
 
@@ -221,6 +229,9 @@ def test_deepspeeds_micro_batches_are_no_steps(tmp_path: Path) -> None:
     found = read_log(log)
     assert (found.global_batch, found.micro_batch, found.zero) == (256, 4, 1)
     assert found.clock_step_s == pytest.approx((0.8, 0.8), rel=0.1)  # 0.1 s a micro-batch
+    # A restart builds its pipeline before it prints its settings.
+    log.write_text(head + steps + "stage=0 layers=6\nstage=3 layers=7\n")
+    assert read_log(log).zero == 1
 
 
 # What a restarted job writes on in the same file, after three steps of another layout and speed.
@@ -407,6 +418,7 @@ def test_what_a_real_trainer_writes(
         ("nanotron", "62.4K", "0"),
         ("trainer", "21.333", "1e400"),
         ("trainer", "3.0", "1e308"),
+        ("trainer", "3.0", "0.0"),
     ],
 )  # fmt: skip
 def test_damaged_figures_are_passed_over(name: str, right: str, wrong: str, tmp_path: Path) -> None:
