@@ -107,8 +107,8 @@ def generate(
 ) -> str:
     """Continue `prompt` with the model of a run, and return the text. Raises BadInputError.
 
-    With `chat`, `prompt` is a user's message, and the answer is returned. So it is with a `system`
-    message, which comes before the user's.
+    With `chat`, `prompt` is a user's message, and the answer is returned. A `system` message comes
+    before the user's, and implies `chat`.
 
     >>> outpace.generate("first", "the quick", max_new_tokens=2).startswith("the quick")
     True

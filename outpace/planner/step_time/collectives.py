@@ -41,8 +41,8 @@ def ring_s(setup: StepTimeSetup, passes: StepPasses) -> Floats:
 
     They travel around the ring once in the forward and once in the backward, as their gradients do;
     if attention is recomputed, they travel once more. The parts of all ranks' keys take equally
-    long. Of keys and values that are gathered, the first part hides some of the time; a rank sends
-    the gradients beside the next part, but the last time.
+    long. If keys and values are gathered, only the first part hides some of that time. Gradients of
+    a part are sent during the next part, except those of the last.
     """
     c, stack = setup.columns, setup.question.stack
     if (c.cp == 1).all():
