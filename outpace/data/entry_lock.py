@@ -30,13 +30,14 @@ def entry_lock(path: Path, stopped_limit_s: float = _STOPPED_S) -> Iterator[None
             lock.acquire(timeout=_LOOK_S)
             break
         except Timeout:
-            pid = _stopped_holder(holder)
-            stopped_s = 0.0 if pid is None else stopped_s + _LOOK_S
-            if stopped_s >= stopped_limit_s:
+            stopped = _stopped_holder(holder)
+            stopped_s = 0.0 if stopped is None else stopped_s + _LOOK_S
+            if stopped is not None and stopped_s >= stopped_limit_s:
+                pid, name = stopped
                 raise BadInputError(
-                    f"process {pid}, which makes {path.stem} in the cache {path.parent}, has been "
-                    f"stopped for {stopped_limit_s:.0f} s. Continue it (kill -CONT {pid}), or end "
-                    f"it (kill -KILL {pid}) and start again."
+                    f"process {pid} ({name}), which makes {path.stem} in the cache {path.parent}, "
+                    f"has been stopped for {stopped_limit_s:.0f} s. Continue it "
+                    f"(kill -CONT {pid}), or end it (kill -KILL {pid}) and start again."
                 ) from None
     try:
         with suppress(OSError):
@@ -48,12 +49,12 @@ def entry_lock(path: Path, stopped_limit_s: float = _STOPPED_S) -> Iterator[None
         lock.release()
 
 
-def _stopped_holder(holder: Path) -> int | None:
-    """Return the process that holds a lock if it is stopped and on this host; else None."""
+def _stopped_holder(holder: Path) -> tuple[int, str] | None:
+    """Return number and name of a lock's holder if it is stopped and on this host; else None."""
     with suppress(OSError, ValueError, KeyError, TypeError, psutil.Error):
         told = json.loads(holder.read_text())
         if told["host"] == socket.gethostname():
-            pid = int(told["pid"])
-            status = psutil.Process(pid).status()
-            return pid if status in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP) else None
+            process = psutil.Process(int(told["pid"]))
+            if process.status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP):
+                return process.pid, process.name()
     return None

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from outpace.records.ranks import RANK_NAME
+from outpace.records.signals import defer_handlers
 
 _NAP_S = 0.02
 _SET_NAME = 15  # prctl's PR_SET_NAME
@@ -82,12 +83,13 @@ class Fork:
         # Until here, a signal would run the launcher's handlers.
         held = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         try:
-            # torch's store has a waiting thread, about which Python warns
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", DeprecationWarning)
-                self.pid = os.fork()
-            if self.pid == 0:
-                _run_fork(begin, environ, held)
+            with defer_handlers():
+                # torch's store has a waiting thread, about which Python warns
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    self.pid = os.fork()
+                if self.pid == 0:
+                    _run_fork(begin, environ, held)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, held)
 

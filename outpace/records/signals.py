@@ -1,6 +1,12 @@
 """Signals by which a user, a terminal or a scheduler asks a process to end."""
 
 import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
 
 # How schedulers announce that a job's time is nearly up or that it is preempted: SLURM by the
 # signal that --signal names (sbatch(1)), submitit by SIGUSR2, Grid Engine by any of these
@@ -20,3 +26,34 @@ def may_handle(number: signal.Signals) -> bool:
     if number not in ANNOUNCEMENTS or not callable(handler):
         return True
     return getattr(handler, "__module__", "").startswith("outpace.")
+
+
+@contextmanager
+def defer_handlers() -> Iterator[None]:
+    """Run handlers of the signals in `ENDING` only after the block. For forks.
+
+    Python runs handlers between any two instructions of the main thread, also in what modules
+    register to be run around a fork, where what a handler raises is printed and lost. A blocked
+    signal does not wait: another thread receives it.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    handlers: dict[int, Callable[[int, FrameType | None], Any]] = {}
+    arrived: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        arrived.append(number)
+
+    for ending in ENDING:
+        handler = signal.getsignal(ending)
+        if callable(handler):
+            handlers[ending] = handler
+            signal.signal(ending, note)
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in arrived:
+            handlers[number](number, sys._getframe())

@@ -52,7 +52,10 @@ def test_one_that_is_stopped_is_named(held):
     path, process = held(1000)
     os.kill(process.pid, signal.SIGSTOP)
     with (
-        pytest.raises(BadInputError, match=rf"process {process.pid}, .*stopped for 2 s.*-CONT"),
+        pytest.raises(
+            BadInputError,
+            match=rf"process {process.pid} \(python.*\), which makes .*stopped for 2 s.*-CONT",
+        ),
         entry_lock(path, stopped_limit_s=2),
     ):
         pass

@@ -1,10 +1,12 @@
 """Which signals that ask to end are outpace's to handle."""
 
+import os
 import signal
+import threading
 
 import pytest
 
-from outpace.records.signals import ENDING, may_handle
+from outpace.records.signals import ENDING, defer_handlers, may_handle
 from outpace.training.guards import StopSignal
 
 
@@ -45,3 +47,37 @@ def test_a_users_own_handler_of_an_announcement_stays(handled):
         assert stop.requested
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     assert signal.getsignal(signal.SIGUSR2) is requeue
+
+
+class EndingError(Exception):
+    """What a handler raises."""
+
+
+def end(number, frame):
+    raise EndingError(number)
+
+
+def test_a_signal_during_a_fork_ends_the_process_after_it(handled):
+    """Python prints and forgets what a handler raises in what is run around a fork."""
+    handled(signal.SIGTERM, end)
+    forked = []
+    with pytest.raises(EndingError), defer_handlers():
+        # As another thread of a library receives it, whatever the main thread blocks.
+        sender = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGTERM))
+        sender.start()
+        sender.join()
+        forked.append(os.fork())
+        if forked == [0]:
+            os._exit(0)
+    assert os.waitpid(forked[0], 0)[1] == 0
+    assert signal.getsignal(signal.SIGTERM) is end
+
+
+def test_deferred_handlers_are_as_before_without_a_signal(handled):
+    handled(signal.SIGTERM, end)
+    handled(signal.SIGHUP, signal.SIG_IGN)
+    before = [signal.getsignal(number) for number in ENDING]
+    with defer_handlers():
+        assert signal.getsignal(signal.SIGTERM) is not end
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    assert [signal.getsignal(number) for number in ENDING] == before

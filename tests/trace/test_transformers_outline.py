@@ -1,6 +1,7 @@
 """Families without a reader: their parameters and FLOPs are those of transformers' own models."""
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -101,6 +103,10 @@ _RUNS_EVERY_EXPERT = ("llama4_text",)
 _DEPENDS_ON_VALUES = ("longcat_flash",)
 
 
+# Of Inkling, outpace counts the rows of the head beyond `unpadded_vocab_size`, which transformers
+# leaves out, and not the three positions by which its convolutions are longer.
+SPREADS = {"inkling2_text": 0.016}
+
 # The rest is counted where slow tests run.
 OFTEN = ("gpt_oss", "glm4_moe", "modernbert", "qwen3_5_text", "jetmoe", "switch_transformers")
 
@@ -132,7 +138,7 @@ def assert_flops(config: Any, found: Outline) -> None:
     """Exactly as torch counts them; of recurrent layers but for what fills a chunk up."""
     length = RECURRENT.get(config.model_type, SEQ_LEN)
     counted = flops(auto_class(config), config, found, length)
-    spread = 1e-3 if config.model_type in RECURRENT else 0
+    spread = 1e-3 if config.model_type in RECURRENT else SPREADS.get(config.model_type, 0)
     assert forward_flops(found, length, 1) == pytest.approx(counted, rel=spread)
 
 
@@ -153,7 +159,7 @@ def numel(auto: Any, config: Any) -> int:
 
 def flops(auto: Any, config: Any, found: Outline, length: int) -> int:
     """As torch counts the matmuls of a real model, but for masked scores beyond windows."""
-    model = auto.from_config(config, attn_implementation="eager").eval()
+    model = auto.from_config(config, attn_implementation="eager").eval().float()
     if hasattr(model, "set_experts_implementation"):
         model.set_experts_implementation("eager")
     tokens = torch.zeros((1, length), dtype=torch.int64)
@@ -434,6 +440,34 @@ def kinds(found: Outline) -> set[Any]:
     }
 
 
+# Families whose forward cannot be traced in their default size, and what they are refused with:
+# transformers' own forward fails on these defaults, wants other inputs than tokens, or reads
+# values.
+NOT_TRACED = {
+    "blt": "no attribute 'num_hidden_layers'",  # entropies of another model decide its patches
+    "deepseek_v2": "argument 'k' must be int, not NoneType",
+    "glm46v": "split_with_sizes expects split_sizes",
+    "glm4v": "split_with_sizes expects split_sizes",
+    "glm4v_moe": "split_with_sizes expects split_sizes",
+    "glm5_next": "DynamicOutputShapeException",
+    "glmga": "split_with_sizes expects split_sizes",
+    "idefics": "Exactly 1 of pixel_values",
+    "kosmos-2": "must have same reduction dim",
+    "kosmos-2.5": "must have same reduction dim",
+    "pi0": "missing 1 required positional argument: 'state'",
+    "pix2struct": "You have to specify flattened_patches",
+    "pp_formulanet": "exactly one of encoder_outputs or pixel_values",
+    "prophetnet": "is invalid for input of size",  # its own tables lack the last position
+    "qwen3_omni_moe_thinker": "Attempting to broadcast a dimension",
+    "step3p7": "Could not find a `sliding_window` argument",
+    "udop": "Bbox is required",
+    "vision-encoder-decoder": "You have to specify pixel_values",
+    "voxtral_realtime": "must be Tensor, not NoneType",
+    "xlnet": "expected scalar type torch.bfloat16",
+    "xmod": "Input language unknown",
+}
+
+
 def families() -> set[str]:
     """Model types with a head over a vocabulary, by transformers' own tables."""
     return set().union(
@@ -452,8 +486,15 @@ def test_every_family_with_its_default_config(subtests: pytest.Subtests) -> None
             try:
                 config = CONFIG_MAPPING[model_type]()
                 build_on_meta(config, "x")
-            except BadInputError as error:  # no default for a size that has to be said
+            except (BadInputError, StrictDataclassError) as error:  # of transformers' defaults
                 pytest.skip(str(error))
+            if model_type in NOT_TRACED:
+                refused = f"the forward of .*{re.escape(NOT_TRACED[model_type])}.*--model file.py"
+                with pytest.raises(BadInputError, match=refused):
+                    outline_of_builds(
+                        lambda dtype, config=config: build_on_meta(config, "x", dtype), model_type
+                    )
+                continue
             built, found = outline_of_builds(
                 lambda dtype, config=config: build_on_meta(config, "x", dtype), model_type
             )
