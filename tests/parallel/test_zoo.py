@@ -136,13 +136,19 @@ def test_what_the_check_says_of_a_cut_is_known_as_that():
     assert [one for one in said if not one.startswith(ZOO.OF_THE_CUT)] == []
 
 
-def test_rows_of_a_commit_or_later_ones_are_not_recorded_again():
-    """What is older, of no known commit, or of some strategies alone is."""
+@pytest.fixture
+def last_commits():
+    """The numbers of the last commit and of the one before it."""
     git = ["git", "-C", str(ROOT), "rev-list", "-2", "HEAD"]
     found = subprocess.run(git, capture_output=True, text=True, check=False).stdout.split()
     if len(found) < 2:
         pytest.skip("needs a repository with two commits")
-    head, before = found
+    return found
+
+
+def test_rows_of_a_commit_or_later_ones_are_not_recorded_again(last_commits):
+    """What is older, of no known commit, or of some strategies alone is."""
+    head, before = last_commits
     whole = dict.fromkeys(ZOO.ALL, "equal")
     assert len(ZOO.ALL) == 15
 
@@ -159,13 +165,9 @@ def test_rows_of_a_commit_or_later_ones_are_not_recorded_again():
     assert not ZOO.is_recorded({}, head)
 
 
-def test_cells_of_a_kind_are_judged_again_alone():
+def test_cells_of_a_kind_are_judged_again_alone(last_commits):
     """Those of refusals, when words have changed: not the equal ones, nor what is as new."""
-    git = ["git", "-C", str(ROOT), "rev-list", "-2", "HEAD"]
-    found = subprocess.run(git, capture_output=True, text=True, check=False).stdout.split()
-    if len(found) < 2:
-        pytest.skip("needs a repository with two commits")
-    head, before = found
+    head, before = last_commits
     row = {
         "cells": {"ddp": "equal", "zb": "refused: it has two blocks.", "tp": "refused: no plan."},
         "commits": {"ddp": before, "zb": before, "tp": head},
