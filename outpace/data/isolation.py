@@ -21,7 +21,7 @@ from typing import NoReturn, TypeVar
 import psutil
 
 from outpace.records.errors import BadInputError
-from outpace.records.signals import ENDING, defer_handlers
+from outpace.records.signals import ENDING, defer_signals
 from outpace.records.units import show_bytes
 
 Result = TypeVar("Result")
@@ -110,16 +110,12 @@ def _fork(
     there: Connection,
     memory_limit_bytes: int,
 ) -> int:
-    held = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    try:
-        with defer_handlers():
-            with warnings.catch_warnings():  # about threads of libraries, which wait
-                warnings.simplefilter("ignore", DeprecationWarning)
-                child = os.fork()
-            if child == 0:
-                _work(work, here, there, memory_limit_bytes, os.getppid(), held)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+    with defer_signals() as held:
+        with warnings.catch_warnings():  # about threads of libraries, which wait
+            warnings.simplefilter("ignore", DeprecationWarning)
+            child = os.fork()
+        if child == 0:
+            _work(work, here, there, memory_limit_bytes, os.getppid(), held)
     return child
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from outpace.records.ranks import RANK_NAME
-from outpace.records.signals import defer_handlers
+from outpace.records.signals import defer_signals
 
 _NAP_S = 0.02
 _SET_NAME = 15  # prctl's PR_SET_NAME
@@ -81,17 +81,13 @@ class Fork:
         gc.freeze()  # a collection would write to shared pages and free what the fork must not free
         self.returncode: int | None = None
         # Until here, a signal would run the launcher's handlers.
-        held = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        try:
-            with defer_handlers():
-                # torch's store has a waiting thread, about which Python warns
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", DeprecationWarning)
-                    self.pid = os.fork()
-                if self.pid == 0:
-                    _run_fork(begin, environ, held)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, held)
+        with defer_signals() as held:
+            # torch's store has a waiting thread, about which Python warns
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self.pid = os.fork()
+            if self.pid == 0:
+                _run_fork(begin, environ, held)
 
     def poll(self) -> int | None:
         """Return the exit code, negative for a signal; None while the process runs."""

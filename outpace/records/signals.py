@@ -29,13 +29,25 @@ def may_handle(number: signal.Signals) -> bool:
 
 
 @contextmanager
-def defer_handlers() -> Iterator[None]:
-    """Run handlers of the signals in `ENDING` only after the block. For forks.
+def defer_signals() -> Iterator[set[int | signal.Signals]]:
+    """Block all signals, and run handlers of those in `ENDING` only after the block. For forks.
 
-    Python runs handlers between any two instructions of the main thread, also in what modules
-    register to be run around a fork, where what a handler raises is printed and lost. A blocked
-    signal does not wait: another thread receives it.
+    Yields the signals that were blocked before, which a fork restores. Python runs handlers between
+    any two instructions of the main thread, also in what modules register to be run around a fork,
+    where what a handler raises is printed and lost. A blocked signal does not wait: another thread
+    receives it.
     """
+    held = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        with _deferred_handlers():
+            yield held
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, held)
+
+
+@contextmanager
+def _deferred_handlers() -> Iterator[None]:
+    """Run handlers only after the block, where they run at all: in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

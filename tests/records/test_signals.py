@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from outpace.records.signals import ENDING, defer_handlers, may_handle
+from outpace.records.signals import ENDING, defer_signals, may_handle
 from outpace.training.guards import StopSignal
 
 
@@ -61,7 +61,7 @@ def test_a_signal_during_a_fork_ends_the_process_after_it(handled):
     """Python prints and forgets what a handler raises in what is run around a fork."""
     handled(signal.SIGTERM, end)
     forked = []
-    with pytest.raises(EndingError), defer_handlers():
+    with pytest.raises(EndingError), defer_signals():
         # As another thread of a library receives it, whatever the main thread blocks.
         sender = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGTERM))
         sender.start()
@@ -77,7 +77,7 @@ def test_deferred_handlers_are_as_before_without_a_signal(handled):
     handled(signal.SIGTERM, end)
     handled(signal.SIGHUP, signal.SIG_IGN)
     before = [signal.getsignal(number) for number in ENDING]
-    with defer_handlers():
+    with defer_signals():
         assert signal.getsignal(signal.SIGTERM) is not end
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     assert [signal.getsignal(number) for number in ENDING] == before
