@@ -1,4 +1,4 @@
-"""Strategies, one file each, whose `apply(request)` lays an objective out on a plan's ranks."""
+"""Parallelism strategies, one per file; `apply(request)` lays out an objective on its ranks."""
 
 from importlib import import_module
 
@@ -23,7 +23,7 @@ __all__ = ["Layout", "LayoutRequest", "StepHooks", "apply", "why_not"]
 
 
 def apply(request: LayoutRequest) -> Layout:
-    """Lay out an objective as its plan says, on its device or on meta (see `deferred_init`)."""
+    """Lay out an objective according to its plan, on its device or on meta (`deferred_init`)."""
     strategy, plan = request.plan.strategy, request.plan
     if plan.training_obstacle is not None:
         raise BadInputError(

@@ -33,14 +33,14 @@ NEEDS_WHOLE = (
 
 
 class SampleList(list[Any]):
-    """A list with an entry for each sample; batches are marked with it when first split.
+    """A list with one entry per sample; lists of samples in a batch become this when first split.
 
-    Without the mark, a part would look like any other short list.
+    Without this type, a part would look like any other short list.
     """
 
 
 class SampleTuple(tuple[Any, ...]):
-    """A tuple with an entry for each sample, used likewise."""
+    """A tuple with one entry per sample; see `SampleList`."""
 
 
 for _kind in (SampleList, SampleTuple):
@@ -136,7 +136,7 @@ def _refuse_ragged(plain: Any, first: Tensor) -> None:
 
 
 def cut(batch: Batch, parts: int) -> list[Batch]:
-    """Split a batch into equal parts: split what holds samples, and repeat the rest in each part.
+    """Split a batch into equal parts; values that hold no samples are repeated in each part.
 
     A tensor or an array holds samples if its first dimension equals the number of samples in the
     batch. So does a list or tuple of that many texts, records, lists or tensors, but not a list of
@@ -150,12 +150,12 @@ def cut(batch: Batch, parts: int) -> list[Batch]:
 
 
 def take_first(batch: Batch, count: int) -> Batch:
-    """Return the first `count` samples of a batch, split in the same way as in `cut`."""
+    """Return the first `count` samples of a batch, split in the same way as by `cut`."""
     return _slice(_flatten(batch), 0, count)
 
 
 def leave_out_first(batch: Batch, count: int) -> Batch:
-    """Return all but the first `count` samples of a batch, split in the same way as in `cut`."""
+    """Return all but the first `count` samples of a batch, split in the same way as by `cut`."""
     flat = _flatten(batch)
     return _slice(flat, count, flat.samples - count)
 
@@ -205,7 +205,7 @@ def _copy_to_cpu(leaf: Any) -> Any:
 
 
 class BatchCopies(Sequence[Batch]):
-    """Copies of batches, as by `copy_batch`, each made on request and not kept."""
+    """Copies of batches, each created by `copy_batch` when it is requested, and not kept."""
 
     def __init__(self, batches: Sequence[Batch]) -> None:
         self._batches = batches
@@ -241,7 +241,7 @@ class _FlatBatch(NamedTuple):
 def _flatten(batch: Batch) -> _FlatBatch:
     plain = _plain(batch)
     first = _first_tensor(batch, plain)
-    # torch's tree_flatten leaves a reference cycle with `is_leaf`, so this must not refer to the
+    # torch's tree_flatten leaves a reference cycle around `is_leaf`, so it must not refer to the
     # tensor.
     samples = _length(first)
     flat = tree_flatten(plain, partial(_is_list_of_samples, samples, id(first)))
@@ -274,8 +274,8 @@ def _has_rows(value: Any, samples: int) -> bool:
 def _is_list_of_samples(samples: int, first_id: int, value: Any) -> TypeGuard[Sequence[Any]]:
     """Return whether a list or a tuple has an entry for each sample.
 
-    `first_id`: the id of the tensor whose length is the number of samples, which is in no such
-    list. Some entries may be None. Lists of numbers (sizes, strides) do not count, since their
+    `first_id`: the id of the tensor whose length is the number of samples, which no such list
+    contains. Some entries may be None. Lists of numbers (sizes, strides) do not count, since their
     length may be a coincidence, nor do lists of tensors that all have a row for each sample
     (several views).
     """
@@ -319,10 +319,10 @@ def _refuse_objects(flat: _FlatBatch) -> None:
 
 
 def take_apart(passes: Sequence[Batch], place: int, places: int) -> list[Batch] | None:
-    """Return at least two batches, made from part `place` of `places` of each batch.
+    """Return new batches with part `place` of `places` of each batch, at least two.
 
-    Each combines samples of two batches if possible. None if there are too few samples, or if they
-    cannot be concatenated.
+    Samples of two batches are combined where possible. None if there are too few samples, or if
+    they cannot be concatenated.
     """
     if samples_in(passes[0]) % places:
         return None

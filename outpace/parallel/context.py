@@ -235,14 +235,14 @@ class PartOfSequence(nn.Module):
 
 
 class ContextParallel(Replicas):
-    """Replicas that share each sample. `meta_model` has the attention of a single rank."""
+    """Replicas that each compute a part of every sample. `meta_model` has single-rank attention."""
 
     def __init__(self, request: LayoutRequest, meta_copy: nn.Module) -> None:
         super().__init__(request)
         self._meta_model = meta_copy
 
     def whole_model(self, wanted: bool) -> nn.Module | None:
-        """Return a model that computes without the other ranks of the ring."""
+        """Return a model that can run without the other ranks of the ring."""
         if wanted:
             self._meta_model.load_state_dict(self.model.state_dict(), assign=True)
         return self._meta_model if wanted else None

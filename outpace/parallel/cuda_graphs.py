@@ -54,7 +54,7 @@ class Recorder(Protocol):
 
 
 class CudaRecorder:
-    """Recorder for a CUDA device. All graphs, which never run at once, share a memory pool."""
+    """Recorder for a CUDA device. All graphs share a memory pool, since they run one at a time."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -81,7 +81,7 @@ class CudaRecorder:
             _set_sync_debug_mode(before)
 
     def has_room(self) -> bool:
-        """Require twice the memory of the passes so far, for graphs and for everything else."""
+        """Return whether memory is free for twice what the passes so far have used."""
         now_bytes = torch.cuda.memory_allocated(self._device)
         taken_bytes = torch.cuda.max_memory_allocated(self._device) - now_bytes
         free_bytes, _ = torch.cuda.mem_get_info(self._device)

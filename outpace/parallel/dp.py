@@ -74,13 +74,14 @@ class DataParallel(Layout):
             fused.take_all()
             dist.reduce(fused.buffer, 0)
             if self._first:
-                # Otherwise the next batch's gradients would be added to these, and counted twice.
+                # Otherwise the next batch's gradients would be added to these, which would be
+                # counted twice.
                 fused.assign_gradients()
         hooks.mark("communication")
         return totals
 
     def _forward(self, batch: Batch, hooks: StepHooks) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return this rank's output, and on rank 0 also the totals and all outputs' gradient."""
+        """Return this rank's output; on rank 0, also the totals and the gradient of all outputs."""
         self._replicate()
         part = self._scatter(batch)
         hooks.mark("communication")
@@ -130,7 +131,7 @@ class DataParallel(Layout):
         }
 
     def _agree_on_form(self, batch: Batch) -> Form:
-        """Return the micro-batches' form, sent by rank 0. Raises BadInputError for another form."""
+        """Return the micro-batches' form, sent by rank 0. Raises BadInputError if it differs."""
         form = self._form_of(batch) if self._first else None
         if self._form is None:
             said = [form]
@@ -145,7 +146,7 @@ class DataParallel(Layout):
         return self._form
 
     def expect(self, batch: dict[str, Tensor]) -> None:
-        """Assume that all micro-batches have this one's form, so that rank 0 need not send it."""
+        """Assume that all micro-batches have this one's form, which rank 0 then need not send."""
         self._form = self._form_of(batch)
 
     def _form_of(self, batch: dict[str, Tensor]) -> Form:

@@ -184,7 +184,7 @@ class Layout:
         """
 
     def plain_draws(self) -> PlainDraws | None:
-        """Return seeds for a plain module to draw the same numbers as the stages in the next step.
+        """Return seeds that let a plain module draw what the stages draw in the next step.
 
         Collective.
 
@@ -193,7 +193,7 @@ class Layout:
         return None
 
     def discard_comparison(self) -> None:
-        """Reset counters that the `gradients` of a comparison, which is no step, have advanced."""
+        """Reset counters advanced by a comparison's call of `gradients`, which is not a step."""
 
     def gradients(self, batches: Sequence[Batch], hooks: StepHooks) -> Tensor:
         """Run forward and backward of this rank's micro-batches of one step.

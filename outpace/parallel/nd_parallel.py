@@ -117,7 +117,7 @@ def _whole_depth(
     copied: Transformer,
     mesh: DeviceMesh,
 ) -> Layout:
-    """Return the whole model as this rank's part."""
+    """Lay out the model without a pipeline, with all layers on this rank."""
     plan, held = request.plan, offload_policy(request.plan, request.device)
     if _gathers_parameters(request):
         shard(

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def gathers(plan: Plan, device: torch.device) -> bool:
-    """Return whether a single process must gather parameters because they are stored elsewhere."""
+    """Return whether a single process must gather parameters because they are offloaded."""
     from_disk = plan.offload_parameters == "disk" and device.type != "cpu"
     return plan.offload_parameters == "cpu" or from_disk
 
@@ -114,7 +114,7 @@ def _fsdp_params(layout: Layout) -> dict[Tensor, Any]:
 
 
 def _read_ahead(layout: Layout, scratch: Scratch) -> None:
-    """Prefetch the next block in forward and backward; release the one that is done."""
+    """Prefetch the next block in forward and backward; release each block after its use."""
     blocks = _blocks(layout.model)
     lies = {name: scratch.region_of(local(p)) for name, p in layout.named_parameters()}
     names = {id(module): name for name, module in layout.model.named_modules()}

@@ -275,7 +275,7 @@ def synchronise_statistics(custom: CustomModel, plan: Plan) -> None:
 
 
 def refused_strategy(strategy: str) -> str | None:
-    """Explain why `parallelize` does not take a strategy, and suggest another; None if it does."""
+    """Explain why `parallelize` does not support a strategy, and what does; None if it does."""
     return _REFUSED.get(strategy)
 
 

@@ -131,11 +131,11 @@ def _let_family_read() -> None:
 class PeerMemoryGroup:
     """Ranks of a group on one host that call the same collectives on their buffers.
 
-    All methods raise dist.DistError if a rank is gone, gave up, or does not arrive in time; this
-    rank then gives up too, which the others see. They raise BadInputError if another rank calls a
-    different collective, or one with a different `unit` or length. Buffers are one-dimensional.
-    Each sum is computed on one rank, in the order of ranks, and copied, so results are bitwise
-    equal.
+    All methods raise dist.DistError if a rank has left, has given up, or does not arrive in time;
+    this rank then gives up too, so the others fail as well. They raise BadInputError if another
+    rank calls a different collective, or one with a different `unit` or length. Buffers are
+    one-dimensional. Each sum is computed on one rank, in the order of ranks, and copied, so results
+    are bitwise equal.
     """
 
     def __init__(self, group: dist.ProcessGroup, read: _Copy, limit_s: float) -> None:
@@ -161,7 +161,7 @@ class PeerMemoryGroup:
         return True
 
     def all_reduce(self, buffer: Tensor, factor: float = 1.0) -> None:
-        """Sum `buffer`, of any length, over the ranks, multiply by `factor`, in place."""
+        """Sum `buffer`, of any length, over the ranks and multiply it by `factor`, in place."""
         with self._or_give_up():
             self._share_buffer(buffer)
             pieces = self._pieces(buffer)
@@ -264,7 +264,7 @@ class PeerMemoryGroup:
                         f"{self._limit_s:g} s"
                     )
                 time.sleep(_NAP_S)
-            # Read again: the kernel may have copied the address before the count.
+            # Read the count again: the kernel may have copied the address before the count.
             self._read_steps(other)
             self._buffers[other.rank] = self._seen.buffer
             kinds[other.rank] = int(self._seen.kind)
@@ -279,7 +279,7 @@ class PeerMemoryGroup:
 
 
 def peer_memory_group(group: dist.ProcessGroup) -> PeerMemoryGroup | None:
-    """Return a group's ranks if all are on this host; None if they cannot read each other.
+    """Return a group's ranks if all are on this host; None if they cannot read each other's memory.
 
     Collective: all ranks get the same answer.
     """

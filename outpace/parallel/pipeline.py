@@ -52,7 +52,7 @@ CLASSES: Mapping[str, type[Any]] = {
 }
 # trace names of torch's kinds of backward
 _BACKWARDS: Mapping[str, Kind] = {"full": "B", "input": "I", "weight": "W"}
-# What a stage needs of a batch besides tokens. Every rank has it, because all read the same share.
+# Arguments of a stage besides tokens. Every rank has them, because all read the same share.
 _CONTEXT = ("documents", "segments", "padding_mask")
 
 
@@ -92,7 +92,8 @@ class PipelineLayout(SpreadLayout):
     """
 
     objective: LanguageModelObjective
-    # Of the current step, for the schedule's loss, which gets no arguments before torch 2.13.
+    # The state of the current step: before torch 2.13, the schedule passes no arguments to the
+    # loss.
     _pass: StepHooks
     _totals: Tensor
 
@@ -281,7 +282,7 @@ class PipelineLayout(SpreadLayout):
         return owners
 
     def _at_first(self, held: Tensor | None, like: Tensor, owner: int) -> Tensor | None:
-        """Return a tensor of `owner` on the first rank; None on the others."""
+        """Return the owner's tensor on the first rank; None on the others."""
         if self._rank == 0 == owner:
             return held
         if self._rank == owner:

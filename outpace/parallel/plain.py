@@ -33,7 +33,7 @@ _RECURRENT = {torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu}
 class NoDropout(TorchFunctionMode):
     """A mode that replaces torch's dropout functions with the identity.
 
-    `would_drop`: whether any would have dropped.
+    `would_drop`: whether any of them would have dropped values.
     """
 
     def __init__(self, would_drop: bool = False) -> None:

@@ -58,7 +58,7 @@ class Role(Layout):
         self._dtype = norm_dtype(next(request.objective.parameters()).dtype)
         self._placeholder = PlaceholderParameter(request.device)
         self._devices = request.plan.worker_devices
-        # The first device of each rank.
+        # The index of each rank's first device.
         self._workers = range(0, request.plan.data_parallel, self._devices)
         self._servers = range(request.plan.data_parallel, request.plan.world_size)
 
@@ -73,7 +73,7 @@ class Role(Layout):
     def make_optimizer(self, groups: list[dict[str, Any]], build: Build) -> torch.optim.Optimizer:
         optimizer = build(groups) if self.steps else self._placeholder.optimizer(build)
         if self._plan.server_updates:
-            # even after a skipped fp16 step, which only the optimizer knows of
+            # Synchronise even after a skipped fp16 step, which only the optimizer knows of.
             optimizer.register_step_post_hook(lambda *_: self._sync_parameters())
         return optimizer
 
@@ -225,7 +225,7 @@ class Server(Role):
         return torch.zeros(2, dtype=torch.float64, device=self._on)
 
     def evaluate(self, batch: Batch, hooks: StepHooks) -> Tensor:
-        """Do nothing, because servers do not evaluate."""
+        """Do nothing: servers do not evaluate."""
         return self._zero_totals()
 
 

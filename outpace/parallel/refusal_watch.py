@@ -1,4 +1,4 @@
-"""A watch that ends a rank that waits in a collective for a rank that has refused.
+"""A watch that ends a rank if it waits in a collective for another rank that has refused.
 
 With gloo, a collective fails when a peer has left. With NCCL it waits, by default for ten minutes,
 until the watchdog ends the process without mentioning the refusal. So during long calls, a thread

@@ -28,10 +28,10 @@ _WAIT_S, _HEAR_S, _LOOK_AGAIN_S = 10.0, 1.0, 0.02
 def refuse_together(world_size: int, in_step: bool = False) -> Iterator[None]:
     """Raise one rank's OutpaceError on all ranks. With NCCL, this ends the other ranks.
 
-    The rank that raises it waits at exit until the others have received it. If it catches the error
-    and enters this context again, the error counts as handled, and other ranks no longer receive
-    it. `in_step`: the others then wait in this step while that rank takes the next one, so it is
-    refused again, unless all have refused.
+    The rank that raises it waits at exit until the others have received it. If that rank catches
+    the error and enters this context again, the error counts as handled, and other ranks no longer
+    receive it. `in_step`: the others still wait in this step when that rank enters the next one, so
+    the next step is refused too, unless all ranks have refused.
     """
     if world_size == 1:
         yield
@@ -74,7 +74,7 @@ class _Refusal:
         self._in_step, self._wait_s = False, _WAIT_S
 
     def publish(self, sentence: str, world_size: int, in_step: bool) -> None:
-        """Store the sentence for others until withdrawn; of two refusals, the first counts."""
+        """Store the sentence for other ranks until it is withdrawn; only the first one counts."""
         self._world_size, self._in_step = world_size, in_step
         self._mine = f"{dist.get_rank()}-{self._call}\n{sentence}"
         self._entry = self._store.compare_set(_REFUSAL, "", self._mine).decode()
@@ -105,7 +105,7 @@ class _Refusal:
         self._mine = ""
 
     def _is_heard(self) -> bool:
-        """Return whether all ranks have received the refusal or refused too; wait for this once."""
+        """Return whether all ranks have received the refusal or refused; wait only once."""
         until_s, key = time.monotonic() + self._wait_s, _heard_key(self._entry)
         self._wait_s = 0.0
         with suppress(RuntimeError):  # the store's rank may have ended
@@ -117,7 +117,7 @@ class _Refusal:
         return True
 
     def is_new(self, entry: str) -> bool:
-        """Return whether an entry is about a call that this rank has not refused and handled."""
+        """Return whether an entry is about a call after this rank's last handled refusal."""
         call = entry.partition("\n")[0].rpartition("-")[2]
         return call.isdigit() and int(call) > self._dealt_with
 

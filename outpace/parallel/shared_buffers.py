@@ -43,7 +43,7 @@ class SharedBuffers:
         self._steps += 1
 
     def begin_evaluation(self) -> None:
-        """Make buffers equal before an evaluation, which may also change them. Collective."""
+        """Make buffers equal before an evaluation, whose forwards may change them. Collective."""
         if self._trained:
             self.make_equal()
         self._remember()

@@ -96,7 +96,7 @@ class StageDraws:
 class PlainDraws:
     """Seeds of all stages, for a plain module that runs through all of them.
 
-    `keys` has the key of each place; None if nothing is drawn there, or without a seed. `ends` maps
+    `keys` has the key of each place; None if nothing is drawn or seeded there. `ends` maps
     blocks to the number of the place that begins after them. `drew`: numbers were drawn.
     """
 

@@ -170,7 +170,7 @@ def _draw_apart(module: nn.Module, forward: Callable[..., Any], index: int, *arg
 
 @contextmanager
 def rank_local_random(device: torch.device, index: int) -> Iterator[None]:
-    """Draw random numbers that differ by rank in the context; elsewhere all ranks draw the same.
+    """Draw random numbers that differ by rank inside the context; outside, all ranks draw the same.
 
     The seed comes from the common generator, so that recomputation draws the same numbers again.
     """
@@ -296,7 +296,7 @@ class SplitObjective(LanguageModelObjective):
 
 
 def add_shares(parameters: Iterable[nn.Parameter]) -> None:
-    """Sum the gradients of whole weights that saw only parts of the sequence or of the heads.
+    """Sum the gradients of unsplit weights that saw only parts of the sequence or of the heads.
 
     Uses one collective over the ranks of the mesh, which hold the same parameters.
     """

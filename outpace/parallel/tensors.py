@@ -307,7 +307,7 @@ def drop_all_but(kept: Iterable[Tensor], module: nn.Module) -> None:
 
 
 def save_held_alone(part: nn.Module) -> None:
-    """Make a module save and load the parameters and buffers that it has, and nothing else.
+    """Make a module save and load only the parameters and buffers that it still has.
 
     The module's own code (`_save_to_state_dict`, hooks, extra state) may use tensors that only
     another rank has, and may save None instead, as torch's FakeQuantize does.

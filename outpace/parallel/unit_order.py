@@ -169,7 +169,7 @@ class UnitOrder:
             self._sequence = self._observed_order()
 
     def _observed_order(self) -> list[int] | None:
-        """Return the order of units that this pass shows, the same on all ranks."""
+        """Return the order of units that this pass has shown, which is the same on all ranks."""
         everyone = list(range(self._end))
         ascending = all(one < other for one, other in pairwise(self._asked))
         if ascending and (len(self._asked) > 1 or self._end == 1):
@@ -295,7 +295,7 @@ def _fill_before_reducing(held: Any, used: set[Any], in_pass: Callable[[], bool]
 
 
 class _UnusedParameters(torch.autograd.Function):
-    """A number that depends on a unit's parameters in the graph but gives them no gradient."""
+    """A number that depends on a unit's parameters in the graph but passes no gradient to them."""
 
     @staticmethod
     def forward(ctx: Any, given: Tensor, *parameters: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class WholeParameters:
             finally:
                 self._asks_whole = False
 
-        vars(objective)["loss"] = of_whole  # before a loss that is a module, which stays a part
+        vars(objective)["loss"] = of_whole  # before the loss, which stays a submodule if it is one
         vars(self._module)["named_parameters"] = self._named_parameters
         self._module.register_forward_pre_hook(self._enter)
         self._module.register_forward_hook(self._leave)
@@ -117,8 +117,8 @@ class _WholeParameter(torch.autograd.Function):
         """Return the shard of the ranks' average.
 
         Autograd then adds it to the shard's gradient on this stream. `fully_shard` may have just
-        written there on its own stream, which waits for this one, but this one does not wait for
-        it.
+        written that gradient on its own stream. That stream waits for this one, but not the
+        reverse.
         """
         from torch.distributed.tensor import distribute_tensor
 

@@ -27,7 +27,7 @@ class _MixedShares(ZeroRedundancyOptimizer):
     """Shares of parameters of several dtypes, each of which is broadcast separately."""
 
     def _verify_same_dense_param_type(self) -> None:
-        """Do nothing: torch requires a single dtype even without a common buffer."""
+        """Do nothing, because torch requires a single dtype even without a common buffer."""
 
 
 class _CustomModelShares(ZeroRedundancyOptimizer):
@@ -70,8 +70,9 @@ class SharedStates(Replicas):
     ) -> tuple[nn.Module | None, torch.optim.Optimizer | None]:
         """Return all weights, and the inner optimizer with the state of this rank's share.
 
-        The optimizer is None if there are more ranks than parameters and none is left for this
-        rank. `ZeroRedundancyOptimizer.state_dict` would gather all on one rank, by numbers.
+        The optimizer is None if there are more ranks than parameters and this rank has none.
+        `ZeroRedundancyOptimizer.state_dict` would gather the state of all ranks on one rank, keyed
+        by number.
         """
         assert isinstance(optimizer, ZeroRedundancyOptimizer)
         self._make_buffers_equal()

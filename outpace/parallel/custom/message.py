@@ -114,7 +114,7 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 
 def send(message: Message | None, group: dist.ProcessGroup, to: int) -> None:
-    """Send a message preceded by its form, which the receiver does not know; None is a refusal."""
+    """Send a message after its form, which lets the receiver allocate it; None is a refusal."""
     form = None if message is None else message.to_meta()
     dist.send_object_list([form], group=group, group_dst=to)
     if message is not None:

@@ -108,7 +108,8 @@ class CustomPipelineStage(Stage):
 class CustomPipeline(SpreadLayout):
     """This rank's stages of a custom model; `parts` maps stage numbers to their blocks."""
 
-    # Of the current step, for the schedule's loss, which gets no arguments before torch 2.13.
+    # The state of the current step: before torch 2.13, the schedule passes no arguments to the
+    # loss.
     _pass: StepHooks
     _totals: Tensor
 
@@ -200,7 +201,7 @@ class CustomPipeline(SpreadLayout):
         self._schedule_for(cut(batch, self._plan.pp_microbatches)[0], hooks)
 
     def learn_forms_alone(self, objective: nn.Module, batch: Batch, hooks: StepHooks) -> None:
-        """Do what `learn_forms` does on this rank alone, with a whole objective without values."""
+        """Do what `learn_forms` does on this rank alone, using a whole objective without values."""
         ends = (0, len(self._parts) - 1)
         by_micro_batch(objective.model)  # type: ignore[arg-type]
         whole = {

@@ -301,8 +301,8 @@ class CustomStage(nn.Module):
     def _seed(self, number: int) -> None:
         """Seed the generators in an inspection; record whether any were used since the last call.
 
-        Block n begins with number 2n and ends with 2n + 1; the number after all these begins the
-        forward.
+        Block n starts with seed 2n and ends with seed 2n + 1; the forward starts with the next
+        number after the last block's.
         """
         if not self._inspects:
             return
@@ -431,7 +431,7 @@ class CustomStage(nn.Module):
 
     @contextmanager
     def allow_recompute(self, micro_batch: int, done: bool) -> Iterator[None]:
-        """Enclose a micro-batch's backward, which may recompute activations; `done`: the last."""
+        """Enclose a micro-batch's backward that may recompute activations; `done`: the last one."""
         self._recomputing = micro_batch
         try:
             yield

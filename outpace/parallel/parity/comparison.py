@@ -52,7 +52,7 @@ class ComparisonLimits:
 DOUBLE = ComparisonLimits("fp64", 1e-9, 1e-6, projection=1e-6, loss=1e-9, micro_loss=1e-9, cut=1e-9)
 # `relative` allows for modules that always compute in fp32.
 SINGLE = ComparisonLimits("fp32", 3e-4, 1e-2, projection=0.02, loss=1e-5, micro_loss=1e-5, cut=1e-5)
-# For matmuls that other kernels compute in parts, and for autocast, which round differently.
+# For matmuls that may be split differently across kernels, and for autocast; both change rounding.
 SINGLE_IN_PARTS = replace(SINGLE, loss=1e-4)
 HALF = ComparisonLimits("bf16", 0.05, 0.1, projection=0.2, loss=0.005, micro_loss=2e-3, cut=1e-2)
 
@@ -297,7 +297,7 @@ def largest(tensor: Tensor) -> float:
 
 
 def _widen(tensor: Tensor) -> Tensor:
-    """Return a tensor in a dtype that torch can compute with: not in 8 bits or without a sign."""
+    """Return a tensor in a dtype that torch can compute with: neither 8-bit nor unsigned."""
     if tensor.is_floating_point() or tensor.is_complex():
         return tensor.float() if tensor.itemsize == 1 else tensor
     return tensor.long()

@@ -147,7 +147,7 @@ def _complete(plain: nn.Module, hooks: StepHooks, first: FirstPiece) -> FirstPie
 
 
 def _run_first(ways: Sequence[_Compare], plain: nn.Module) -> float:
-    """Return the result of the first comparison that is possible; 0 if none is."""
+    """Return the first result that a comparison in `ways` can compute; 0 if none can."""
     for compare in ways:
         with suppress(Exception), keep_values(model_of(plain).named_parameters()):
             try:
@@ -278,7 +278,8 @@ def _compare_alone(
 ) -> CountDifference | None:
     """Compare a single process's number of targets with the sum over the batch's halves.
 
-    A few samples are compared first; as these may be a special case, then the first pass.
+    A few samples are compared first; since these may be a special case, the whole first pass
+    follows.
     """
     found = None
     with suppress(Exception), keep_values(model_of(plain).named_parameters()):
@@ -323,7 +324,7 @@ def explain_counts(found: CountDifference) -> str:
 def _compare_halves(mean_of: _MeanOf, first: FirstPiece) -> float | None:
     """Compare the first piece with its halves; None if it cannot be halved.
 
-    If no losses are known, compare one half with its quarters, which takes half the time.
+    If no losses are known, one half is compared with its quarters, which takes half the time.
     """
     piece, mean, halves = first.piece, first.mean, first.halves
     if samples_in(piece) % 2:
@@ -336,7 +337,7 @@ def _compare_halves(mean_of: _MeanOf, first: FirstPiece) -> float | None:
 
 
 def _compare_other_parts(mean_of: _MeanOf, first: FirstPiece) -> float | None:
-    """Compare the first piece with its parts not yet compared; None if there are none.
+    """Compare the first piece with parts that were not compared yet; None if there are none.
 
     A loss that is capped per batch may be below its cap in this piece and in two of its parts.
     """
@@ -355,7 +356,7 @@ def _compare_other_parts(mean_of: _MeanOf, first: FirstPiece) -> float | None:
 
 
 def _compare_two(mean_of: _MeanOf, first: FirstPiece) -> float | None:
-    """Compare two small pieces with both combined; None if their losses are not known.
+    """Compare two small pieces with their concatenation; None if their losses are not known.
 
     In a piece of two samples with different labels, no class is rarer than another.
     """
@@ -374,7 +375,7 @@ def _mean(*totals: Totals) -> float:
 def _compare_pair(
     mean_of: _MeanOf, first: FirstPiece, passes: Sequence[Batch], micro_batches: int
 ) -> float | None:
-    """Compare a pipeline's first two pieces with both combined; None if there are none."""
+    """Compare a pipeline's first two pieces with their concatenation; None if there are none."""
     samples, size = samples_in(passes[0]), 2 * samples_in(first.piece)
     if micro_batches == 1 or samples % size:
         return None
@@ -384,7 +385,7 @@ def _compare_pair(
 
 
 def _compare_passes(mean_of: _MeanOf, passes: Sequence[Batch], plan: Plan) -> float | None:
-    """Compare the first two of several passes with both combined; None if there are none.
+    """Compare the first two of several passes with their concatenation; None if there are none.
 
     This is for passes with an odd number of samples, which have no halves.
     """
@@ -433,6 +434,6 @@ def _total_of(
 
 
 def _difference(whole_mean: float, parts_mean: float) -> float | None:
-    """Return the difference; None if a loss is not finite (the deviation of a single sample)."""
+    """Return the difference; None if a loss is not finite (such as the deviation of one sample)."""
     finite = math.isfinite(whole_mean) and math.isfinite(parts_mean)
     return difference(whole_mean, parts_mean) if finite else None

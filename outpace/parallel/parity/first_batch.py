@@ -88,7 +88,7 @@ _UNSEEN = "in the backward, or in another thread, where outpace cannot put it ba
 
 
 class FirstBatch:
-    """A one-time comparison of a layout with the plain module.
+    """A one-time comparison of a layout with the plain module, before the first step.
 
     Create it before the objective is laid out, because it copies the objective's structure. `say`
     is called with sentences on rank 0. `by_command`: the reader uses flags, not their own loop.
@@ -158,7 +158,7 @@ class FirstBatch:
         parts = parts_tolerance(self._plan, allowed)
         asked = layout, passes, StepHooks(hooks.cast), holders
         apart = self._plain.run_apart(*asked, parts)
-        loss_apart = 0.0  # between samples combined differently
+        loss_apart = 0.0  # difference in loss between samples combined differently
         if apart is not None:
             ready()
             near = replace(allowed, loss=min(allowed.loss, parts.cut))
@@ -268,7 +268,7 @@ class FirstBatch:
         """
         by_halves = {name for report in found.reports for name in report.cut.buffers}
         prints = [one.buffer_prints for one in found.reports if one.buffer_prints is not None]
-        # Ranks with the same samples have each run a part of them, so their fingerprints differ.
+        # Ranks with the same samples each ran only some of them, so their fingerprints differ.
         by_ranks = _apart_names(prints) if self._plain.pieces.ranks_per_share == 1 else []
         read = {name for report in found.reports for name in report.cut.read}
         return sorted(read if count > 1 else {*by_halves, *by_ranks} & read)
@@ -305,7 +305,7 @@ class FirstBatch:
         if self._plan.data_parallel == 1:
             return
         apart = sorted({name for report in reports for name in report.by_samples})
-        # Ranks with the same samples have each run a part of them, so their fingerprints differ.
+        # Ranks with the same samples each ran only some of them, so their fingerprints differ.
         if self._plain.pieces.ranks_per_share == 1:
             prints = [report.prints for report in reports if report.prints is not None]
             apart = apart or _apart_names(prints)
@@ -333,7 +333,7 @@ class FirstBatch:
             raise _on_all_ranks(f"{said} {WAYS_OUT[self._by_command]}")
 
     def _require_shared_state(self, found: PlainSums, allowed: ComparisonLimits) -> None:
-        """Refuse state in attributes that depends on samples, which differ by rank."""
+        """Refuse state in attributes that depends on a rank's own samples."""
         least = halves_tolerance(self._plan, allowed)
         if self._plan.data_parallel > 1 and any(one.apart > least for one in found.states):
             ways_out = WAYS_OUT[self._by_command]
@@ -348,13 +348,13 @@ class FirstBatch:
         watch: MovedParameters,
         plain: PlainSums,
     ) -> tuple[Tensor, bool]:
-        """Run the layout like `_run_layout`; `watch` records what changes. Raises BadInputError.
+        """Run the layout as `_run_layout` does; `watch` records changes. Raises BadInputError.
 
-        Operators are observed only if the plain module's have written to parameters on some rank.
-        Otherwise, the version counters suffice, which cost nothing.
+        Operators are observed only if those of the plain module have written to parameters on some
+        rank. Otherwise, the version counters suffice, and they cost nothing.
 
-        A micro-batch may need a value that another one in flight has changed, or has written to
-        without changing it (max_norm, while no row is too long).
+        A micro-batch may need a value that another micro-batch in flight has changed, or has
+        written to without changing it (max_norm, while no row exceeds the limit).
         """
         try:
             watches = not self._offloads and any(report.written for report in plain.reports)

@@ -29,7 +29,7 @@ class GradientMeasure:
         self._parameters, self._projection = parameters, Projection(largest, device)
 
     def take(self, loss: Tensor) -> float:
-        """Return the measure of a loss's gradients, freeing each at once.
+        """Return the measure of a loss's gradients, and free each gradient immediately.
 
         Nothing is stored in `.grad`, and no post-accumulate hook runs.
         """
@@ -56,7 +56,7 @@ class GradientMeasure:
 
 @contextmanager
 def _without_accumulation_hooks(parameter: nn.Parameter) -> Iterator[None]:
-    """Disable post-accumulate hooks inside the context, where they would find no gradient."""
+    """Disable post-accumulate hooks inside the context, because they would find no gradient."""
     hooks = getattr(parameter, "_post_accumulate_grad_hooks", None) or {}
     kept = dict(hooks)
     hooks.clear()

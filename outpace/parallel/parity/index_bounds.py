@@ -1,7 +1,7 @@
-"""Refusal of indices outside of a tensor before a GPU uses them.
+"""Bounds checks for indices before a GPU uses them.
 
-On a GPU, an index that is too large ends all of the process's work (a device-side assertion); a CPU
-raises an error. Forwards that run with counters of much later steps may use such indices.
+On a GPU, an index that is too large ends the whole process (a device-side assertion), whereas a CPU
+raises an error. Forwards that run with the counters of much later steps may use such indices.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-# Operators, and which argument holds their indices.
+# Operators, and the position of the argument that holds their indices.
 _LISTS = frozenset({"index", "_unsafe_index", "index_put", "index_put_", "_index_put_impl_"})
 _ALONG = frozenset({
     "index_select", "index_add", "index_add_", "index_copy", "index_copy_", "index_fill",
@@ -23,12 +23,12 @@ _ROWS = frozenset({"embedding", "_embedding_bag", "_embedding_bag_forward_only"}
 
 
 def require_bounds(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a context in which indices outside of a tensor raise IndexError on a GPU, too."""
+    """Return a context in which an index out of bounds raises IndexError, on a GPU too."""
     return nullcontext() if device.type == "cpu" else IndexBounds()  # type: ignore[no-untyped-call]
 
 
 class IndexBounds(TorchDispatchMode):
-    """A mode that compares indices with the sizes of what they index; on a GPU, each one waits."""
+    """A mode that checks the bounds of indices; on a GPU, each check waits for the device."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

@@ -46,7 +46,7 @@ _LATER = (17, 107, 709, 1_009, 10_007)  # numbers of calls that a counter is set
 _MULTIPLE = 252_000  # a common multiple of 1 to 10, 100 and 1,000
 _ROUNDING = 1e-4  # relative difference of losses by kernels that are not deterministic
 _CHANGE, _MOST_CHANGED = 1.125, 1_024  # factor for each parameter's first values
-_OF_NOISE = 10  # a difference above this multiple of that between identical passes is not noise
+_OF_NOISE = 10  # differences up to this multiple of that between identical passes count as noise
 
 
 Totals = tuple[float, float]  # the loss's sum and count
@@ -181,7 +181,7 @@ def _find_by_gradient(
 
 
 class _Comparison:
-    """Losses of an objective on samples, with and without other samples before them.
+    """Losses of an objective on samples, with and without running other samples first.
 
     `by_gradient`: compare a measure of the loss's gradients instead of the loss.
     """
@@ -200,15 +200,15 @@ class _Comparison:
         self._plain, self._begin, self._given, self._alone = plain, begin, hooks, alone
         self._drops, self._share = drops, share
         self._totals: list[Totals] = []
-        # Of the samples, and of the other samples.
+        # Totals of the samples, and of the other samples.
         self.first_totals: tuple[Totals, Totals] | None = None
         self._model: nn.Module = plain.model  # type: ignore[assignment]
         self._watch = None if writes else MovedParameters(self._model.named_parameters())
         self._measure = GradientMeasure(self._model) if by_gradient else None
         self._is_exact = not by_gradient  # backward kernels round differently each time
-        self._measures = True  # whether the next forwards' gradients are measured
-        self.unused: set[str] = set()  # state that changes, and that no loss depends on
-        self.saw_writes = False  # to parameters or saved buffers
+        self._measures = True  # whether to measure the gradients of the next forwards
+        self.unused: set[str] = set()  # state that changes, but that no loss depends on
+        self.saw_writes = False  # whether forwards wrote to parameters or saved buffers
         self.reshaped: set[str] = set()
         self.backwards: set[str] = set()
         self._left: dict[str, torch.Tensor] = {}  # whether the last forward wrote to saved buffers
@@ -257,7 +257,7 @@ class _Comparison:
         return KeptState(True, tuple(sorted(changed)), generators, unseen, apart)
 
     def _find_noise(self, other: Batch, batch: Batch, fresh: float, after: float) -> float:
-        """Return how much identical forwards differ; compare again if it may be rounding."""
+        """Return how much identical forwards differ; compare again if the cause may be rounding."""
         noise = difference(self._loss_after(None, batch)[0], fresh)
         if noise or difference(after, fresh) > _ROUNDING:
             return noise
@@ -265,7 +265,7 @@ class _Comparison:
         return max(noise, difference(self._loss_after(other, batch)[0], after))
 
     def _find_moved(self, other: Batch, begin: dict[str, Any]) -> set[str]:
-        """Return the values that other samples change and the next ones do not restore."""
+        """Return the names of values that other samples change and the next ones do not restore."""
         with self._without_effects():
             self._mean(other)
             left = self._begin.attributes()
@@ -309,7 +309,7 @@ class _Comparison:
     def _find_later_by_few(
         self, changed: set[str], batch: Batch, fresh: float
     ) -> tuple[str, ...] | None:
-        """Run `_find_later` with a few samples if the module supports it, or else with all."""
+        """Run `_find_later` with a few samples if the module supports it, otherwise with all."""
         if samples_in(batch) > _FEW:
             few = take_first(batch, _FEW)
             with suppress(Exception):  # such as normalisation over too few samples
@@ -536,7 +536,7 @@ class _Comparison:
         return put_back
 
     def _find_new_buffers(self, known: set[str]) -> set[str]:
-        """Return the names of saved buffers that forwards have registered: those not `known`."""
+        """Return the names of saved buffers, except those in `known`, that forwards registered."""
         found = set()
         for name, part in self._model.named_modules():
             for buffer in part._buffers.keys() - part._non_persistent_buffers_set:

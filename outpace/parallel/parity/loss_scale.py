@@ -25,7 +25,7 @@ _LEAST = 1e-3  # relative difference of a gradient; in 16 bits, `projection` app
 
 
 def has_user_backward(loss: Tensor) -> bool:
-    """Return whether the graph of a loss contains a Function written in Python."""
+    """Return whether the graph of a loss contains an autograd Function written in Python."""
     return any(map(is_in_python, graph_nodes(loss)))
 
 

@@ -1,4 +1,4 @@
-"""The difference between samples of several ranks in one batch and the same samples separately.
+"""The difference between running samples of several ranks as one batch and running them separately.
 
 A decision that a module makes for the whole batch (a branch or a detach by the first sample, a mask
 over all samples, a gradient that is clipped or centred) depends on how the batch is split, and
@@ -92,10 +92,10 @@ class MixedSamples:
         self._ran: list[tuple[Batch, Totals]] = []  # last samples run, with sum and count
 
     def show_none(self, allowed: ComparisonLimits) -> bool:
-        """Return whether samples affect neither each other's losses nor later losses. Collective.
+        """Return whether samples affect neither other samples' losses nor later losses. Collective.
 
-        Besides the comparison, this runs a sample together with those that this rank has run, and
-        before and after them. False if micro-batches are too small to tell.
+        Besides the comparison, this runs a sample together with the samples that this rank has
+        already run, and before and after them. False if micro-batches are too small to tell.
         """
         piece = self._piece
         few = piece is None or samples_in(piece) < FEWEST
@@ -111,7 +111,7 @@ class MixedSamples:
         return not (self._found.loss or any(gather_objects(reason)))
 
     def settle(self, other_cause: bool, allowed: ComparisonLimits) -> MixedDifference:
-        """Return the difference; None if it may have another cause on any rank. Collective."""
+        """Return the difference, or None if it may have another cause on some rank. Collective."""
         if self._found is None:
             return self._compare(other_cause, allowed)
         return MixedDifference() if any(gather_objects(other_cause)) else self._found

@@ -223,7 +223,7 @@ def _comparable(value: Any, seen: set[int]) -> Any:
 def _sample_of(value: Any) -> Any:
     """Return a tensor or an array; of a large one, evenly spaced elements.
 
-    The stride is odd, so that elements come from all columns of a table with 2^n columns.
+    The stride is odd, so that the sample covers all columns of a table with 2^n columns.
     """
     size = value.numel() if isinstance(value, Tensor) else value.size
     if size <= _MOST_NUMBERS or (isinstance(value, Tensor) and value.layout != torch.strided):
@@ -276,7 +276,7 @@ def _comparable_entry(value: Any, seen: set[int]) -> Any:
 def _find_undo(
     module: nn.Module, places: Iterable[OuterVariable], parameters: Iterable[nn.Parameter]
 ) -> Iterator[tuple[Any, Undo]]:
-    """Yield values that a module's buffers, attributes and functions refer to, with their undo."""
+    """Yield values that a module's buffers, attributes and functions refer to, and how to undo."""
     waiting: list[Any] = [*module.modules(), *(place.get() for place in places)]
     # Kept alive, so that ids are not reused.
     seen: dict[int, Any] = {id(p): p for p in parameters}
@@ -367,7 +367,7 @@ def _undo_module(module: nn.Module) -> Undo:
 
 
 def _undo_tensor(tensor: Tensor) -> Undo | None:
-    """Return a function that restores changed values only, so version counters show no others."""
+    """Return a function that restores a tensor only if it changed, to keep its version."""
     if tensor.is_meta or tensor.is_inference():
         return None
     values, version, gradient = tensor.detach().clone(), tensor._version, _gradient(tensor)

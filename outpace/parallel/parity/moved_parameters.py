@@ -61,7 +61,7 @@ class MovedParameters(TorchDispatchMode):
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         if isinstance(error, TracedOperatorError):
-            torch._dynamo.reset()  # the compiler permanently skips code that it meets under a mode
+            torch._dynamo.reset()  # or the compiler skips code met under a mode for good
 
     def _record_writes(
         self, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any], by_samples: bool
@@ -132,7 +132,7 @@ class MovedParameters(TorchDispatchMode):
 
 
 class TracedOperatorError(BadInputError):
-    """A call, where operators are observed, of an operator that the compiler has to trace."""
+    """A call to an operator that the compiler must trace, made while operators are observed."""
 
 
 # Operators with branches or loop bodies that torch's compiler traces.

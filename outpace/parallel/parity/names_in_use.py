@@ -1,6 +1,6 @@
 """Names that a training step can read: those in the code of a module's forward and loss.
 
-Code shows what is never read without being run: an attribute whose name occurs in no function that
+Unused attributes are found without running code: an attribute whose name occurs in no function that
 a forward, a hook or the loss can reach is not read. If code looks names up as it runs (`getattr`,
 `vars`), any name may be read.
 """
@@ -29,7 +29,7 @@ _HOOKS = (
 class NamesInUse:
     """Names in the functions that a module's forward, its hooks and its loss can call.
 
-    A function counts as called if its name occurs in one that is called, whatever object it is of.
+    A function counts as called if its name occurs in a called function, whichever object has it.
     """
 
     def __init__(self, module: nn.Module, loss: Callable[..., Any] | None = None) -> None:

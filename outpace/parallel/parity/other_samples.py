@@ -1,4 +1,4 @@
-"""Samples of other ranks in a rank's first batch, and whether a few samples affect each other.
+"""Samples of other ranks in a rank's first batch, and the effect of a few samples on each other.
 
 With samples of other ranks, the plain pass combines samples differently from the plan. Then one
 comparison with the layout shows that nothing depends on which samples are computed together, or
@@ -44,11 +44,11 @@ FEWEST = 4  # samples of a micro-batch, since a single sample may be a special c
 
 
 def swap_samples(passes: Sequence[Batch], device: torch.device) -> list[Batch] | None:
-    """Return this rank's passes, the first two with a sample of another rank each. Collective.
+    """Return this rank's passes, two of them with a sample of another rank. Collective.
 
-    Each of the two passes begins with the first sample of the next rank's other pass instead of its
-    own. The first pass is returned in two halves. None if a pass has fewer than four samples or an
-    odd number, or if samples of several ranks cannot form a batch.
+    Each of the first two passes begins with the first sample of the next rank's other pass instead
+    of its own. The first pass is returned in two halves. None if a pass has fewer than four samples
+    or an odd number, or if samples of several ranks cannot form a batch.
     """
     sent: list[bytes] = []
     with suppress(Exception):  # a batch may have no samples
@@ -75,7 +75,7 @@ def _send_around(sent: Sequence[bytes], sizes: Sequence[int], device: torch.devi
     """Send bytes to the previous rank; return the bytes, of these sizes, from the next one.
     Collective.
 
-    So no rank holds the samples of all ranks.
+    In this way, no rank holds the samples of all ranks.
     """
     rank, ranks = dist.get_rank(), dist.get_world_size()
     received = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
@@ -91,9 +91,9 @@ def _send_around(sent: Sequence[bytes], sizes: Sequence[int], device: torch.devi
 
 
 def turn_samples(passes: Sequence[Batch], micro_batches: int) -> list[Batch] | None:
-    """Return a pipeline's micro-batches, each starting with the last sample of the one before.
+    """Return a pipeline's micro-batches, each starting with the last sample of the previous one.
 
-    The first one starts with the very last sample. None if micro-batches have fewer than four
+    The first one starts with the last sample of all. None if micro-batches have fewer than four
     samples or an odd number, or if samples cannot be combined.
     """
     turned = []
@@ -110,14 +110,14 @@ def turn_samples(passes: Sequence[Batch], micro_batches: int) -> list[Batch] | N
 
 
 def _is_enough(samples: int) -> bool:
-    """Return whether a micro-batch has enough samples for two halves that are not special cases."""
+    """Return whether a micro-batch has enough samples for halves that are not special cases."""
     return samples >= FEWEST and samples % 2 == 0
 
 
 def explain_dependence(
     plain: nn.Module, few: Batch, hooks: StepHooks, tolerance: float, drops: bool
 ) -> str | None:
-    """Return what the losses of a few samples depend on besides each sample and the weights.
+    """Return what the losses of a few samples depend on other than each sample and the weights.
 
     Return None if there is nothing else. The samples are computed together and one by one.
     Everything is restored afterwards. `drops`: dropout is disabled and does not count.
@@ -139,9 +139,9 @@ def explain_company(
     hooks: StepHooks,
     tolerance: float,
 ) -> str | None:
-    """Return what a sample's loss depends on besides the sample and the weights, or None.
+    """Return what a sample's loss depends on other than the sample and the weights, or None.
 
-    `others` are other samples, with the losses that they have separately, if known. The sample's
+    `others` are other samples, each with its own loss, if known. The sample's
     loss must be bitwise equal before and after a forward of all of them together, and the loss of
     all together must equal their separate losses. Dropout is disabled, and everything is restored
     afterwards.

@@ -74,9 +74,9 @@ _Registered = list[tuple[dict[str, Any], str, Any]]
 def _register(
     plain: nn.Module, parameters: Mapping[int, nn.Parameter], values: Mapping[int, Tensor]
 ) -> _Registered:
-    """Register buffers' values and `parameters` in place of the tensors that they replace, by `id`.
+    """Register new parameters and buffer values, by the `id` of the tensors that they replace.
 
-    Returns each place with its previous tensor.
+    Returns each replaced attribute with its previous tensor.
     """
     before: _Registered = []
     for part in plain.modules():
@@ -100,7 +100,7 @@ def _register(
 def _swap_parameters(
     model: nn.Module, values: Mapping[int, Tensor]
 ) -> Iterator[dict[int, nn.Parameter]]:
-    """Give a copy's parameters their values, wherever code refers to them, such as in dict keys.
+    """Replace a copy's parameters by their values wherever code refers to them, even as dict keys.
 
     Yields replacements, by `id`, for parameters that torch cannot swap.
     """
@@ -241,7 +241,7 @@ def explain_lost_tensors(model: nn.Module, holders: Sequence[ModuleDtypes]) -> s
 
 
 def explain_size(model: nn.Module, layout: Layout, plan: Plan, ranks: Ranks) -> str | None:
-    """Explain why the weights that this rank does not hold do not fit; None if they do.
+    """Explain why the weights of other ranks do not fit in memory; None if they do.
 
     Only one gradient exists at a time.
     """

@@ -23,7 +23,7 @@ _FAILS = "a copy of the module fails"
 class PlainFailure:
     """The reason why there are no sums.
 
-    `by_cut`: the module works if the batch is not split. Training must not start then.
+    `by_cut`: the module works if the batch is not split, so training must not start.
     """
 
     reason: str

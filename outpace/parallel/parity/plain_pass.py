@@ -168,7 +168,7 @@ class PlainPass:
                 first = self._first_of(found, state, in_order, piece)
             report = self._report(plain, found, state, first, passes, hooks, allowed)
             found.mixed = mixed.settle(self._has_other_cause(found, report, allowed), allowed)
-        # Not inside the context, where references to the layout's modules lead to the copy.
+        # After the context, since inside it references to the layout's modules lead to the copy.
         named = dict(layout.named_parameters())
         spread = [name for name in found.written if name in named and is_spread(named[name])]
         found.reports = gather_objects(replace(report, spread=spread))
@@ -209,9 +209,9 @@ class PlainPass:
     def _compare_company(
         self, found: PlainSums, mixed: MixedSamples, allowed: ComparisonLimits
     ) -> bool:
-        """Return whether a few samples of several ranks show that nothing affects them. Collective.
+        """Return whether testing a few samples of several ranks finds no dependence. Collective.
 
-        False without a test if the pass has changed something on any rank.
+        False without a test if the pass changed something on any rank.
         """
         changed = any((
             found.keeps, found.written, found.unseen, found.hidden, found.buffers,
@@ -222,7 +222,7 @@ class PlainPass:
     def _has_other_cause(
         self, found: PlainSums, report: PlainReport, allowed: ComparisonLimits
     ) -> bool:
-        """Return whether something reported or refused elsewhere may also affect samples."""
+        """Return whether something else that is reported or refused may also affect samples."""
         return bool(
             self.synchronised or report.state.is_any or report.made or report.unseen
             or found.written or found.moved_back or report.cut.read
@@ -273,8 +273,8 @@ class PlainPass:
     def _recombines(self) -> bool:
         """Return whether the plain pass may combine samples differently from the plan.
 
-        In 16 bits, the roundings of parts differ by more than most strategies may; and dropout
-        masks equal the layout's only in the same batches.
+        In 16 bits, the rounding errors of parts exceed the tolerances of most strategies, and
+        dropout masks equal the layout's only if the batches are the same.
         """
         plan = self._plan
         if plan.tp > 1:
@@ -288,7 +288,7 @@ class PlainPass:
     def _explain_dependence(
         self, plain: nn.Module, part: Batch, hooks: StepHooks, allowed: ComparisonLimits
     ) -> str | None:
-        """Return why a pass over other batches would show nothing, using a few samples; or None.
+        """Return why a pass over other batches would show nothing, based on a few samples; or None.
 
         Not tested if the layout's pass is not the step itself, because that leaves no time for it.
         """
@@ -335,7 +335,7 @@ class PlainPass:
             yield plain, PlainSums(names, model_of(plain), device)
 
     def _let_recompute(self, model: nn.Module) -> None:
-        """Make the copy recompute as the run does, which has no memory for more. Called once."""
+        """Make the copy recompute activations as the run does, to save memory. Called once."""
         if not self._recomputes:
             named = None if self._blocks is None else named_blocks(model, flat(self._blocks))
             apply_checkpointing(model, "full", named)
@@ -346,10 +346,10 @@ class PlainPass:
     ) -> FirstPiece | None:
         """Return this rank's first piece, ready for comparison with its parts.
 
-        If the search for state used only a part of it, `state_piece`, that part is compared. Of
-        ranks with the same samples, all but the first compare half of theirs with its quarters,
-        because halves with equal numbers of targets show nothing. `in_order`: their loss is
-        computed after other pieces.
+        If the search for state used only a part of it, `state_piece`, that part is compared. Among
+        ranks with the same samples, all but the first compare half of their piece with its
+        quarters, because halves with equal numbers of targets show nothing. `in_order`: the piece's
+        loss is computed after other pieces.
         """
         if found.first is None:
             return None
@@ -376,9 +376,9 @@ class PlainPass:
         )  # fmt: skip
 
     def _compare_ranks(self, plain: nn.Module, found: PlainSums, hooks: StepHooks) -> float:
-        """Return how much the loss changes with the rank, if the user's code uses the rank.
+        """Return how much the loss changes with the rank, if the user's code reads the rank.
 
-        A rank that acts as another cannot replace it in the user's own collectives.
+        No rank can act as another one in the user's own collectives.
         """
         if found.first is None or not self._asks_for_rank or self.synchronised:
             return 0.0
@@ -392,7 +392,7 @@ class PlainPass:
         hooks: StepHooks,
         drops: bool = True,
     ) -> KeptState:
-        # A forward on only some ranks would wait for the others' batch statistics.
+        # A forward on only some ranks would wait for the other ranks' batch statistics.
         if self.synchronised:
             return KeptState(writes=True)
         other = self.pieces.find_other(piece, passes, next(plain.parameters()).device)
@@ -502,7 +502,7 @@ def _give_copies(plain: nn.Module, batches: tuple[Batch, ...]) -> tuple[Batch, .
 
 
 def _reduce(piece: Batch | None, drops: bool) -> Batch | None:
-    """Return a part of a piece whose loss without dropout is not known, of four samples or more.
+    """Return a part, with at least four samples, of a piece whose loss without dropout is unknown.
 
     It is half of the piece, or a quarter if that has enough samples.
     """

@@ -62,9 +62,9 @@ class Pieces:
         return cut(passes[number // parts], parts)[number % parts], self.place
 
     def select(self, passes: Sequence[Batch], in_order: bool) -> Iterator[tuple[int, Batch, bool]]:
-        """Return this rank's micro-batches as one process would run them: number, batch and True.
+        """Return this rank's micro-batches in the order of one process: number, batch and True.
 
-        `in_order`: include other ranks' of the same samples, with False instead.
+        `in_order`: also return those that other ranks run on the same samples, with False.
         """
         plan, number = self._plan, 0
         for batch in passes:
@@ -78,7 +78,8 @@ class Pieces:
     def find_other(
         self, piece: Batch | None, passes: Sequence[Batch], device: torch.device
     ) -> Batch | None:
-        """Return samples outside of a rank's first piece: from its next one, or from another rank.
+        """Return samples outside of a rank's first piece: from its next piece, or from another
+        rank.
 
         If the piece is a single sample, two other ranks send theirs. Collective.
         """

@@ -94,7 +94,7 @@ class PlainSums:
         self.written, self.by_samples = watch.written, sorted(watch.written_by_samples)
 
     def take(self, name: str, parameter: nn.Parameter) -> None:
-        """Project a gradient of a piece, and free it.
+        """Project the gradient of a piece, and free it.
 
         Modes do not watch the check's own operators: for small gradients that would double the
         time.

@@ -38,7 +38,7 @@ def compare_ranks(
 ) -> float:
     """Return how much the loss of a few samples changes on another rank or in a single process.
 
-    0 if they cannot run like that, for example because of the user's own collectives.
+    Returns 0 if the samples cannot run this way, for example because of the user's own collectives.
     """
     device = next(plain.parameters()).device
     few, begin = take_first(piece, _FEW), random_state(device)

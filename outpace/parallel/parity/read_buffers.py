@@ -91,13 +91,13 @@ class _Search:
         fresh = self._run({})
         found = self._list_used(moved, begin, fresh)
         for number, calls in enumerate(() if found else _CALLS):
-            with suppress(Exception):  # such as a row after the last one
+            with suppress(Exception):  # such as a row index out of bounds
                 later = {
                     name: _move_on(begin[name], moved[name], calls, alike=number % 2 == 0)
                     for name in names
                 }
                 if all(later[name] is moved[name] for name in names):
-                    break  # none of them counts
+                    break  # none of them is a counter
                 found = found or self._list_used(later, begin, fresh)
         if found:
             return found
@@ -117,7 +117,7 @@ class _Search:
     def _list_used(
         self, values: Mapping[str, Tensor], begin: Mapping[str, Tensor], fresh: _Outcome
     ) -> Names:
-        """Return the values that change the outcome: without any of these, it differs."""
+        """Return the values that change the outcome: it differs if any of them is left out."""
         outcome = self._run(values)
         if not _are_apart(outcome, fresh):
             return ()
@@ -161,10 +161,10 @@ def _are_apart(one: _Outcome, other: _Outcome) -> bool:
 
 
 def _move_on(begin: Tensor, moved: Tensor, calls: int, alike: bool) -> Tensor:
-    """Return the value of a counter after many calls, and of any other buffer after the first.
+    """Return the value of a counter after many calls, or of another buffer after the first call.
 
     Counters are integers, or a single float (a fraction of progress). `alike`: entries that the
-    first call does not change (classes without a sample) count as fast as the others.
+    first call does not change (classes without a sample) increase as fast as the others.
     """
     if moved.dtype == torch.bool or moved.is_complex():
         return moved
