@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.models import preset
-from outpace.catalog.nodes import find_node
+from outpace.catalog.node_names import find_node
 from outpace.planner.calibration.cluster import of_catalog
 from outpace.planner.hardware.networks import read_network
 from outpace.planner.memory import peak
@@ -48,9 +47,7 @@ def step(
     The trainers of the documents write attention's scores, so that `kernel` is unfused. A machine
     has all devices that the catalog gives it.
     """
-    cluster = of_catalog(
-        find_node(machine, ACCELERATORS), nodes, read_network(network) if network else None
-    )
+    cluster = of_catalog(find_node(machine), nodes, read_network(network) if network else None)
     question = StepTimeQuestion(
         of, seq_len, cluster.device, cluster.fabric, kernel, other_program=True
     )

@@ -41,8 +41,7 @@ def predict(quick: bool) -> dict[str, Any]:
     import numpy as np
     from predictions import model, step
 
-    from outpace.catalog.accelerators import ACCELERATORS
-    from outpace.catalog.nodes import find_node
+    from outpace.catalog.node_names import find_node
     from outpace.planner.calibration.cluster import of_catalog
     from outpace.planner.hardware.networks import read_network
     from outpace.planner.model.outline import parameters
@@ -52,7 +51,7 @@ def predict(quick: bool) -> dict[str, Any]:
     gradients = 4.0 * parameters(gpt2)
     found = {}
     for nodes in (2, 4, 8, 16, 64):
-        fabric = of_catalog(find_node(machine, ACCELERATORS), nodes, read_network(network)).fabric
+        fabric = of_catalog(find_node(machine), nodes, read_network(network)).fabric
         ring = fabric.sum_s(np.array([gradients]), np.array([nodes]), np.array([1]))
         plan = {"strategy": "ps", "dp_replicate": nodes, "servers": 1}
         server = step(gpt2, machine, plan, 1024, nodes, nodes=nodes + 1, network=network)

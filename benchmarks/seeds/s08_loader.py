@@ -35,13 +35,12 @@ def predict(quick: bool) -> dict[str, Any]:
     """What a machine eats in GPT-2's training; how long copies from page-locked memory take."""
     from predictions import model, step
 
-    from outpace.catalog.accelerators import ACCELERATORS
-    from outpace.catalog.nodes import find_node
+    from outpace.catalog.node_names import find_node
     from outpace.planner.calibration.cluster import of_catalog
 
     found: dict[str, Any] = {}
     for machine, precision in MACHINES.items():
-        node = find_node(machine, ACCELERATORS)
+        node = find_node(machine)
         plan = {"strategy": "ddp", "dp_replicate": node.devices, "micro_batch": EACH,
                 "precision": precision}  # fmt: skip
         one = step(model("gpt2"), machine, plan, SEQ_LEN, EACH * node.devices, kernel="fused")

@@ -44,11 +44,10 @@ CLAIMS = (
 
 def predict(quick: bool) -> dict[str, Any]:
     """Rates of matmuls in bf16 on an A100: over waves, and of heads."""
-    from outpace.catalog.accelerators import ACCELERATORS
-    from outpace.catalog.nodes import find_node
+    from outpace.catalog.node_names import find_node
     from outpace.planner.calibration.cluster import of_catalog
 
-    device = of_catalog(find_node(MACHINE, ACCELERATORS), 1).device
+    device = of_catalog(find_node(MACHINE), 1).device
     sizes = [("waves", GPU_ROWS, n, GPU_DEPTH) for n in GPU_COLUMNS]
     sizes += [("heads", 8192, vocab, WIDTH) for vocab in VOCABULARIES]
     return {"rows": [{"of": of, "m": m, "n": n, "k": k, **on_device(device, m, n, k)}

@@ -56,7 +56,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 def _likeness(arguments: "argparse.Namespace") -> "Likeness":
     """Describe the plan, and the model and the machine if they are given."""
     from outpace.catalog.accelerators import ACCELERATORS
-    from outpace.catalog.nodes import find_node
+    from outpace.catalog.node_names import find_node
     from outpace.planner.calibration.measured_cases import Likeness
     from outpace.planner.model.outline import parameters
     from outpace.records.plan import PlanFile
@@ -69,7 +69,7 @@ def _likeness(arguments: "argparse.Namespace") -> "Likeness":
         _, outline, _ = find_outline(arguments.model)
         size, experts = parameters(outline) / 1e9, bool(outline.experts)
     if arguments.machine is not None:
-        node = find_node(arguments.machine, ACCELERATORS)
+        node = find_node(arguments.machine)
         chip = None if node.accelerator is None else ACCELERATORS[node.accelerator]
     return Likeness(
         devices=file.plan.world_size,

@@ -82,10 +82,9 @@ def _read_options(
     _require_one_place(arguments, settings)
     node = None
     if arguments.machine is not None:
-        from outpace.catalog.accelerators import ACCELERATORS
-        from outpace.catalog.nodes import find_node
+        from outpace.catalog.node_names import find_node
 
-        node = find_node(arguments.machine, ACCELERATORS)
+        node = find_node(arguments.machine)
     if settings.plan is None:
         return settings, origins, node
     from outpace.jobs.planning.follow_plan import follow_plan

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
-from outpace.catalog.accelerators import ACCELERATORS
-from outpace.catalog.nodes import NODES, find_node
+from outpace.catalog.node_names import find_node
+from outpace.catalog.nodes import NODES
 from outpace.planner.explain.reasons import impossible, lacks
 from outpace.planner.explain.titles import title
 from outpace.planner.model.adapters import can_plan_adapters
@@ -157,7 +157,7 @@ def _fewest_beside(job: PlanningProblem) -> tuple[int, str] | None:
         return None
     name = _COUNT.sub("", cluster.name)  # with its memory: "rtx-3060:12gb"
     try:
-        if find_node(name, ACCELERATORS).accelerator != cluster.device.name:
+        if find_node(name).accelerator != cluster.device.name:
             return None
     except BadInputError:
         return None

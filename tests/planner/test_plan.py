@@ -8,8 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outpace.catalog.accelerators import ACCELERATORS
-from outpace.catalog.nodes import find_node
+from outpace.catalog.node_names import find_node
 from outpace.jobs.memory.query import question as memory_question
 from outpace.jobs.planning.export_format import _compare_with_fastest
 from outpace.jobs.planning.request import PlanQuestion, job
@@ -527,7 +526,7 @@ def test_a_gpu_is_planned_for_in_what_is_trained_there(machine, autocast, precis
     assert wanted.precision == precision
     if not autocast:
         settings = TrainSettings.parse({"model": "gpt2"}, "test")
-        node = find_node(machine, ACCELERATORS)
+        node = find_node(machine)
         question_of_memory = memory_question(settings, DEFAULTS, node, 1)
         assert question_of_memory.plan.precision == precision
 

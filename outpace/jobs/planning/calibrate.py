@@ -5,8 +5,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from outpace.catalog.accelerators import ACCELERATORS
-from outpace.catalog.nodes import find_node
+from outpace.catalog.node_names import find_node
 from outpace.interop.training_logs import read_log
 from outpace.jobs.planning.check_logged_runs import (
     Answers,
@@ -125,7 +124,7 @@ def _base(asked: PlanQuestion) -> tuple[PlanQuestion, tuple[ObservedRun, ...]]:
         )
     check_network(asked, file, path)
     devices = file.devices_per_node
-    used = devices or find_node(file.node, ACCELERATORS).processes
+    used = devices or find_node(file.node).processes
     if asked.devices_per_node not in (None, used):
         raise BadInputError(
             f"--devices-per-node {asked.devices_per_node}: the runs that corrected {path} had "

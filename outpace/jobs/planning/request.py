@@ -8,9 +8,10 @@ from typing import Annotated, Any, get_args
 
 from pydantic import TypeAdapter, ValidationError
 
-from outpace.catalog.accelerators import ACCELERATORS, find_accelerator
+from outpace.catalog.accelerators import find_accelerator
 from outpace.catalog.links import LINKS
-from outpace.catalog.nodes import NODES, find_node
+from outpace.catalog.node_names import find_node
+from outpace.catalog.nodes import NODES
 from outpace.jobs.machine_file import PROBE_FILE, find_probe
 from outpace.jobs.planning.export_format import assign_trainer
 from outpace.jobs.planning.find_outline import find_outline
@@ -212,7 +213,7 @@ def _cluster(asked: PlanQuestion) -> Cluster:
                 f"--network {asked.network}: {path} has measured links. Leave one of them out."
             )
         return _probed_cluster(machine, asked.nodes, asked.devices_per_node)
-    node = find_node(asked.machine, ACCELERATORS)
+    node = find_node(asked.machine)
     if asked.devices_per_node is not None and asked.devices_per_node > node.processes:
         raise BadInputError(
             f"--devices-per-node {asked.devices_per_node}: {node.name} has {node.processes}. "
@@ -225,7 +226,7 @@ def _cluster(asked: PlanQuestion) -> Cluster:
 def _larger_node(node: Node, devices: int) -> str:
     """Return advice on how to request nodes with `devices` devices of the same kind."""
     try:
-        name = find_node(f"{devices}x{node.accelerator}", ACCELERATORS).name
+        name = find_node(f"{devices}x{node.accelerator}").name
     except BadInputError:
         return f"Use at most {node.processes}, and more --nodes."
     return f"For nodes with {devices}, write --machine {name}."

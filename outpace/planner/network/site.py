@@ -7,7 +7,7 @@ from pathlib import Path
 
 from outpace.catalog.accelerators import ACCELERATORS, find_accelerator
 from outpace.catalog.links import LINKS, bytes_per_s
-from outpace.catalog.nodes import find_node
+from outpace.catalog.node_names import find_node
 from outpace.planner.calibration.cluster import (
     Cluster,
     assumed_network_note,
@@ -78,7 +78,7 @@ class Site:
                 "file that outpace probe --out wrote (--probe machine.json)."
             )
         if asked.machine is not None:
-            self.node = find_node(asked.machine, ACCELERATORS)
+            self.node = find_node(asked.machine)
         if asked.probe is not None:
             self.probe = Machine.load(asked.probe, option="--probe ")
         assumed = None if self.node is None else self.node.assumed

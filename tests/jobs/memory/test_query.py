@@ -2,8 +2,7 @@
 
 import pytest
 
-from outpace.catalog.accelerators import ACCELERATORS
-from outpace.catalog.nodes import find_node
+from outpace.catalog.node_names import find_node
 from outpace.jobs.memory.query import question
 from outpace.records.errors import BadInputError
 from outpace.records.settings import TrainSettings
@@ -46,8 +45,8 @@ def test_fp8_is_traced_for_a_machine_that_has_it(tmp_path):
         model=str(model), precision="fp8", seq_len=64, micro_batch=1, strategy="ddp"
     )
     with pytest.raises(BadInputError, match="which A100 SXM 80 GB does not have"):
-        question(settings, DEFAULTS, find_node("dgx-a100", ACCELERATORS), 1)
-    machine, traced = find_node("hgx-h100", ACCELERATORS), {}
+        question(settings, DEFAULTS, find_node("dgx-a100"), 1)
+    machine, traced = find_node("hgx-h100"), {}
     for precision in ("bf16", "fp8"):
         asked = settings.model_copy(update={"precision": precision})
         traced[precision] = question(asked, DEFAULTS, machine, 1).trace(0)
@@ -59,12 +58,12 @@ def test_fp8_is_traced_for_a_machine_that_has_it(tmp_path):
 
 def test_a_laptop_is_a_process_and_a_rack_has_many_hosts():
     settings = TrainSettings(model="outpace-tiny", seq_len=64, strategy="zero3")
-    laptop = question(settings, DEFAULTS, find_node("laptop", ACCELERATORS), 2)
+    laptop = question(settings, DEFAULTS, find_node("laptop"), 2)
     assert laptop.ask.accelerator is None
     assert (laptop.plan.world_size, laptop.ask.ranks_per_host) == (2, 1)
     assert laptop.plan.precision == "fp32"  # whatever this host's own CPU is good at
-    rack = question(settings, DEFAULTS, find_node("gb200-nvl72", ACCELERATORS), 1)
+    rack = question(settings, DEFAULTS, find_node("gb200-nvl72"), 1)
     assert (rack.plan.world_size, rack.ask.ranks_per_host) == (72, 4)
     with pytest.raises(BadInputError, match="which laptop's CPU does not have"):
         fp8 = settings.model_copy(update={"precision": "fp8"})
-        question(fp8, DEFAULTS, find_node("laptop", ACCELERATORS), 1)
+        question(fp8, DEFAULTS, find_node("laptop"), 1)

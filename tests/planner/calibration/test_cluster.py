@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from outpace.catalog.accelerators import ACCELERATORS
-from outpace.catalog.nodes import NODES, find_node
+from outpace.catalog.node_names import find_node
+from outpace.catalog.nodes import NODES
 from outpace.catalog.references import references
 from outpace.planner.calibration.cluster import DEFAULT_NETWORKS, of_catalog, of_host, of_probe
 from outpace.planner.calibration.prediction_interval import QuestionKind, interval
@@ -31,7 +32,7 @@ H200_PROBE = Path(__file__).parents[3] / "benchmarks" / "data" / "h200-machine.j
 @pytest.mark.parametrize("name", [*MACHINES, *(one.replace(" ", "-") for one in ACCELERATORS)])
 @pytest.mark.parametrize("nodes", [1, 3])
 def test_every_machine_of_the_catalog_can_be_planned_for(name, nodes):
-    node = find_node(name, ACCELERATORS)
+    node = find_node(name)
     chip = ACCELERATORS[node.accelerator]
     if nodes > 1 and chip.architecture == "apple":
         with pytest.raises(BadInputError, match="so a Mac trains alone"):
@@ -54,9 +55,7 @@ def test_every_machine_of_the_catalog_can_be_planned_for(name, nodes):
 
 def test_every_architecture_has_a_network_that_it_is_sold_with():
     assert set(DEFAULT_NETWORKS) == set(get_args(Architecture))
-    newer, older = (
-        of_catalog(find_node(name, ACCELERATORS), 2) for name in ("8xmi355x", "8xmi300x")
-    )
+    newer, older = (of_catalog(find_node(name), 2) for name in ("8xmi355x", "8xmi300x"))
     assert newer.fabric.across_bytes_per_s == older.fabric.across_bytes_per_s
     assert "InfiniBand NDR is assumed" in newer.notes[0]
 
@@ -66,28 +65,27 @@ def test_every_architecture_has_a_network_that_it_is_sold_with():
     [("mi300x-platform", 2, 1 / 7), ("4x-v100", 2, 1 / 3), ("hgx-h100", 4, 1)],
 )
 def test_some_devices_of_a_mesh_use_the_links_between_them(name, devices, share):
-    node = find_node(name, ACCELERATORS)
+    node = find_node(name)
     whole, some = of_catalog(node, 1).fabric, of_catalog(node, 1, devices=devices).fabric
     assert some.per_node == devices
     assert some.inside_bytes_per_s == pytest.approx(share * whole.inside_bytes_per_s)
     assert some.pair_bytes_per_s == whole.pair_bytes_per_s
     if name == "mi300x-platform":
-        bought = of_catalog(find_node("2xmi300x", ACCELERATORS), 1).fabric
+        bought = of_catalog(find_node("2xmi300x"), 1).fabric
         assert bought.inside_bytes_per_s == pytest.approx(some.inside_bytes_per_s)
         assert bought.pair_bytes_per_s == pytest.approx(some.pair_bytes_per_s)
 
 
 def test_devices_without_links_of_their_own_go_through_the_host():
     bare, bridged = (
-        of_catalog(find_node(name, ACCELERATORS), 1).fabric
-        for name in ("2x-titan-rtx", "2x-titan-rtx-nv2")
+        of_catalog(find_node(name), 1).fabric for name in ("2x-titan-rtx", "2x-titan-rtx-nv2")
     )
     assert bare.inside_bytes_per_s < bridged.inside_bytes_per_s
     assert bare.protocols[0].inside_s > bridged.protocols[0].inside_s
 
 
 def test_sums_over_nodes_may_go_over_nccls_trees():
-    fabric = of_catalog(find_node("dgx-h100", ACCELERATORS), 128).fabric
+    fabric = of_catalog(find_node("dgx-h100"), 128).fabric
     rings = replace(fabric, protocols=tuple(p for p in fabric.protocols if not p.by_size))
     assert len(rings.protocols) == 3 < len(fabric.protocols)
     small = np.array([1e6]), np.array([1024]), np.array([1])
@@ -96,9 +94,9 @@ def test_sums_over_nodes_may_go_over_nccls_trees():
 
 
 def test_direct_links_are_shared_out_among_the_others():
-    mesh = of_catalog(find_node("4x-v100", ACCELERATORS), 1).fabric
+    mesh = of_catalog(find_node("4x-v100"), 1).fabric
     assert mesh.pair_bytes_per_s == pytest.approx(mesh.inside_bytes_per_s / 3)
-    switch = of_catalog(find_node("hgx-h100", ACCELERATORS), 1).fabric
+    switch = of_catalog(find_node("hgx-h100"), 1).fabric
     assert switch.pair_bytes_per_s == switch.inside_bytes_per_s
 
 
@@ -129,7 +127,7 @@ def test_tokens_reach_their_experts_as_fast_as_was_measured(
 
     Eight experts each.
     """
-    fabric = of_catalog(find_node(machine, ACCELERATORS), 1).fabric
+    fabric = of_catalog(find_node(machine), 1).fabric
     nbytes = np.array([2.0 * tokens * hidden])
     groups = np.array([ranks]), np.array([1])
     found = fabric.all_to_all_s(nbytes, 8, *groups, once=True, tokens=tokens)
@@ -137,10 +135,10 @@ def test_tokens_reach_their_experts_as_fast_as_was_measured(
 
 
 def test_another_network_may_be_said():
-    node = find_node("hgx-h100", ACCELERATORS)
+    node = find_node("hgx-h100")
     said = of_catalog(node, 2, read_network("400Gbit/s"))
     assert said.fabric.across_bytes_per_s <= 50e9 and not said.notes
-    own = of_catalog(find_node("dgx-h100", ACCELERATORS), 2)
+    own = of_catalog(find_node("dgx-h100"), 2)
     assert said.fabric.across_bytes_per_s < own.fabric.across_bytes_per_s / 4
 
 
@@ -269,7 +267,7 @@ def matmul_seconds(device, m, n, k, dtype="bf16"):
 def test_a_plan_on_a_probed_accelerator_uses_what_was_measured():
     # benchmarks/data/h200-machine.json: outpace probe --quick on one H200, whose figures these are.
     found = of_probe(Machine.load(H200_PROBE), 1)
-    device, catalog = found.device, of_catalog(find_node("h200-sxm", ACCELERATORS), 1).device
+    device, catalog = found.device, of_catalog(find_node("h200-sxm"), 1).device
     measured = {(16384, 2304, 768): 641.5e12, (16384, 768, 3072): 735.3e12}
     for shape, rate in measured.items():
         assert matmul_seconds(device, *shape) == pytest.approx(2 * np.prod(shape) / rate, rel=0.03)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.dimensions import DIMENSIONS
 from outpace.catalog.models import preset
-from outpace.catalog.nodes import find_node
+from outpace.catalog.node_names import find_node
 from outpace.planner.calibration.cluster import network_share, of_catalog
 from outpace.planner.communication.flows import Flow
 from outpace.planner.communication.node_placement import place_flow
@@ -48,7 +48,7 @@ def question(layout, spec=None, *, batch=None, nodes=4, **values):
     """A plan on nodes of eight H100, with the catalog's networks to choose from."""
     plan = Plan.parse({"precision": "bf16", **layout}, "test")
     batch = batch or plan.samples_per_pass * plan.data_parallel * 2
-    spec, node = spec or preset("llama-3-8b"), find_node("hgx-h100", ACCELERATORS)
+    spec, node = spec or preset("llama-3-8b"), find_node("hgx-h100")
     present = read_network("8 x infiniband-ndr")
     link = Network(name="18 × NVLink 4", bytes_per_s=450e9, origin="catalog", source="test")
     asked = NetworkProblem(

@@ -5,9 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.models import preset
-from outpace.catalog.nodes import find_node
+from outpace.catalog.node_names import find_node
 from outpace.catalog.outlines import OUTLINES
 from outpace.planner.calibration.cluster import of_catalog
 from outpace.planner.memory import peak
@@ -42,7 +41,7 @@ PLACES = ("offload_activations", "offload_parameters", "offload_optimizer")
 
 
 def asked(model, machine, nodes, batch, **values):
-    cluster = of_catalog(find_node(machine, ACCELERATORS), nodes)
+    cluster = of_catalog(find_node(machine), nodes)
     found = OUTLINES[model] if model in OUTLINES else outline(preset(model), model)
     given = {"seq_len": 1024, "precision": "bf16", **values}
     wanted = SearchRequest(outline=found, global_batch=batch, world=cluster.devices,

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.models import preset
-from outpace.catalog.nodes import find_node
+from outpace.catalog.node_names import find_node
 from outpace.catalog.outlines import OUTLINES
 from outpace.planner.calibration.cluster import of_catalog
 from outpace.planner.memory import peak
@@ -40,7 +39,7 @@ def of(name):
 
 
 def asked(model, machine, nodes, batch, **values):
-    cluster = of_catalog(find_node(machine, ACCELERATORS), nodes)
+    cluster = of_catalog(find_node(machine), nodes)
     found = of(model)
     given = {"seq_len": min(2048, found.max_positions), "precision": "bf16", **values}
     wanted = SearchRequest(outline=found, global_batch=batch, world=cluster.devices,

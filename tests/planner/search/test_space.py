@@ -7,9 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.models import preset
-from outpace.catalog.nodes import find_node
+from outpace.catalog.node_names import find_node
 from outpace.catalog.outlines import OUTLINES
 from outpace.planner.calibration.cluster import of_catalog
 from outpace.planner.memory import peak
@@ -235,7 +234,7 @@ def test_options_are_combined_with_all_layouts_that_allow_them(model, world, kee
     if not chosen or not len(plain):
         return
     one_by_one = join_batches([expand(plain.select([n]), chosen) for n in range(len(plain))])
-    device = of_catalog(find_node("hgx-h100", ACCELERATORS), max(1, world // 8))
+    device = of_catalog(find_node("hgx-h100"), max(1, world // 8))
     question = StepTimeQuestion(asked.outline, asked.seq_len, device.device, device.fabric)
 
     def seconds(columns):

@@ -5,9 +5,8 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.models import PRESETS
-from outpace.catalog.nodes import find_node
+from outpace.catalog.node_names import find_node
 from outpace.catalog.stacks import STACKS
 from outpace.planner.calibration.cluster import of_catalog
 from outpace.planner.hardware.device import DeviceRates
@@ -218,7 +217,7 @@ def test_parameters_are_those_that_trainers_print():
 
 def test_adapters_save_less_than_their_share_of_what_is_trained():
     """The forward and the gradients of inputs are left: about a third of a step is saved."""
-    cluster = of_catalog(find_node("dgx-a100", ACCELERATORS), 1)
+    cluster = of_catalog(find_node("dgx-a100"), 1)
     model = outline(PRESETS["llama-2-7b"].spec, "llama-2-7b")
     question = StepTimeQuestion(model, 4096, cluster.device, cluster.fabric, other_program=True)
     adapters = Adapters(16, {"qkv": Target(3), "out": Target(1)})

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from outpace.catalog.accelerators import ACCELERATORS
 from outpace.catalog.models import preset
-from outpace.catalog.nodes import NODES, find_node
+from outpace.catalog.node_names import find_node
+from outpace.catalog.nodes import NODES
 from outpace.catalog.outlines import OUTLINES
 from outpace.catalog.stacks import STACKS
 from outpace.planner.calibration.cluster import of_catalog
@@ -732,7 +733,7 @@ def outlines(draw):
 def spaces(draw):
     """A question, and up to 60 plans of its space, with all that can be set about them."""
     model = draw(outlines() | st.sampled_from(MODELS).map(of))
-    machine = find_node(draw(st.sampled_from(MACHINES)), ACCELERATORS)
+    machine = find_node(draw(st.sampled_from(MACHINES)))
     nodes = draw(st.sampled_from([1, 2, 3]))
     cluster = of_catalog(machine, nodes)
     seq_len = min(draw(st.sampled_from([16, 512, 4096])), model.max_positions)
@@ -854,7 +855,7 @@ def test_a_pipeline_that_is_played_takes_what_the_closed_form_says(schedule, mic
 
 def on_many(stack, gpus=1536, **values):
     """A step of GPT-3 on A100s with HDR InfiniBand, parameters over all ranks."""
-    cluster = of_catalog(find_node("dgx-a100", ACCELERATORS), gpus // 8)
+    cluster = of_catalog(find_node("dgx-a100"), gpus // 8)
     question = StepTimeQuestion(of("gpt3-175b"), 2048, cluster.device, cluster.fabric, "unfused",
                         other_program=True, stack=STACKS[stack])  # fmt: skip
     asked = {"strategy": "3d", "dp_shard": gpus, "zero": 3, "precision": "fp16-master",
@@ -876,7 +877,7 @@ def test_a_stack_decides_what_its_collectives_cost():
 
 
 def on_titan(gpus, stack="torchtitan", **values):
-    cluster = of_catalog(find_node("dgx-h100", ACCELERATORS), gpus // 8)
+    cluster = of_catalog(find_node("dgx-h100"), gpus // 8)
     question = StepTimeQuestion(of("llama-3-8b"), 8192, cluster.device, cluster.fabric, "fused",
                         other_program=True, stack=STACKS[stack])  # fmt: skip
     asked = {"strategy": "zero3", "dp_shard": gpus, "precision": "bf16", "micro_batch": 2}
@@ -918,7 +919,7 @@ def test_recomputation_ends_with_what_a_backward_reads():
 def test_recomputation_is_worth_what_torchtitan_published():
     """performance.md of 2024-08, Llama 2 13B on 64 A100 (rows 252 to 254): +13.0 and +13.6 %."""
     of_2024 = STACKS["torchtitan"].model_copy(update={"stops_early": True})
-    cluster = of_catalog(find_node("dgx-a100", ACCELERATORS), 8)
+    cluster = of_catalog(find_node("dgx-a100"), 8)
     question = StepTimeQuestion(of("llama-2-13b"), 4096, cluster.device, cluster.fabric, "flash2",
                         other_program=True, stack=of_2024)  # fmt: skip
     asked = {"strategy": "zero3", "dp_shard": 64, "precision": "bf16", "micro_batch": 2}
@@ -932,7 +933,7 @@ def test_recomputation_is_worth_what_torchtitan_published():
 
 
 def test_each_rank_that_sends_costs_a_round():
-    fabric = of_catalog(find_node("dgx-a100", ACCELERATORS), 128).fabric
+    fabric = of_catalog(find_node("dgx-a100"), 128).fabric
     few, many = (
         fabric.broadcasts_s(np.array([14.6e9]), np.array([ranks]), np.array([1]))[0]
         for ranks in (64, 1024)

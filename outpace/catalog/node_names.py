@@ -1,0 +1,409 @@
+"""Machines by the names that users, drivers, SLURM and clouds give them."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from outpace.catalog.accelerators import ACCELERATORS
+from outpace.catalog.nodes import NODES
+from outpace.records.aliases import translate_alias
+from outpace.records.errors import BadInputError, join_or, nearest_of, suggest
+from outpace.records.hardware import Accelerator, Architecture, Bundle, Node, Topology
+
+_GIB = 2**30
+
+
+def find_node(name: str) -> Node:
+    """Find a machine in the catalog, or accelerators by their name, number and memory.
+
+    Accepted forms are "RTX 4090", "rtx-4090", "4xrtx-3090", "rtx-3060:12GB", "8xh100", and those
+    that drivers, SLURM and clouds use: "NVIDIA H100 80GB HBM3", "gpu:a100-sxm4-80gb:8", "h100:8",
+    "8xH100-80GB", "A6000". A number at the end that is not a memory size of the chip is the count;
+    a larger count than a host has is refused, with the options for several hosts. Cards are assumed
+    to have no bridge, and chips on boards with a switch to have all of its links. For a chip that
+    is sold on boards and as cards, the board is assumed, and the node has its name. Raises
+    BadInputError, naming the nearest, if there is none.
+    """
+    wanted = _slug(name)
+    if found := _find(name) or _find_several(name, wanted):
+        return found
+    plain = [_slug(known) for known in ACCELERATORS]
+    known = [*NODES, *plain]
+    alike = [] if translate_alias(wanted, known)[0] else _similar_names(wanted, plain)
+    meant = f" Did you mean {join_or(alike)}?" if alike else _suggest(wanted, known, plain)
+    raise BadInputError(
+        f"machine {name!r} is not in the catalog.{meant} "
+        f"It has {nearest_of(wanted, known)}; docs/reference/catalog.md has all."
+    )
+
+
+def _find(name: str) -> Node | None:
+    """Return the named machine or accelerators; None if the name is not in the catalog."""
+    wanted = _slug(name)
+    if wanted in NODES:
+        return NODES[wanted]
+    counted = _number_last(wanted)
+    for text in (counted, _catalog_form(counted)):
+        found = _find_counted(name, text)
+        if found is not None:
+            return found
+    return None
+
+
+def _suggest(wanted: str, known: Sequence[str], chips: Sequence[str]) -> str:
+    """Suggest names in the catalog, also with a count of chips: "8xh100" for "8xh100x"."""
+    counted = _COUNT_FIRST.fullmatch(wanted)
+    if counted is None:
+        return suggest(wanted, known)
+    count = counted[1]
+    return suggest(f"{count}x{counted[2]}", [f"{count}x{_base(chip)}" for chip in chips] + [*known])
+
+
+def _find_counted(name: str, text: str) -> Node | None:
+    """Return the accelerators of `text`; None if the catalog has no accelerator of that name.
+
+    `name` is the user's spelling. Raises BadInputError if it is ambiguous or contradicts itself.
+    """
+    counted = _COUNTED.fullmatch(text)
+    if counted is None:
+        return None
+    count, word, memory = counted.groups()
+    asked = _MachineName(name, int(count or 1), word, memory)
+    chip = _variant(asked)
+    if chip is not None:
+        _require_one_host(asked, chip)
+        return _accelerators(text, chip, asked.count)
+    board = _board_of(asked)
+    if board is None:
+        return None
+    _require_one_host(asked, board)
+    form = _slug(board.name)
+    found = _accelerators(f"{count}x{form}" if count else form, board, asked.count)
+    assumed = (
+        f"{name} is read as {board.name}, the variant on boards; other variants have their own "
+        "names (docs/reference/catalog.md)."
+    )
+    return found.model_copy(update={"assumed": assumed})
+
+
+# SLURM's "gpu:a100:8" and "gres/gpu:a100:8", where the last number is the count.
+_GRES = re.compile(r"(?:gres/)?gpu:(.+?)(?::([1-9]\d{,9}))?")
+_NUMBER_LAST = re.compile(r"([^:]+):([1-9]\d{,9})")
+_COUNT_FIRST = re.compile(r"([1-9]\d{,9})-?[x×*]-?(.+)", re.DOTALL)
+# Three digits and more only after "h100x": the digits of "rtx4090" are not a count.
+_COUNT_LAST = re.compile(r"(.+?)-?[x×*]-?([1-9]\d?|(?<=\d[x×*])[1-9]\d{,9})", re.DOTALL)
+_MAKER_WORDS = re.compile(r"^(?:(?:nvidia|tesla|geforce|amd|instinct|radeon|apple)-)+")
+_BRAND = re.compile(r"^[rg]tx-")  # "A6000" is the RTX A6000
+_KIND_OF_MEMORY = re.compile(r"-(?:hbm\d\w?|gddr\d\w?)$")
+_MEMORY_LAST = re.compile(r"(.+?)[-:]?(\d+)-?(?:gb|gib|g)")
+_MEMORY_FIRST = re.compile(r"(.+?)-(\d+)-?gb-(pcie|sxm\d?)")
+
+
+def _number_last(wanted: str) -> str:
+    """Rewrite SLURM's "h100:8" as "8xh100".
+
+    A number that is one of the chip's memory sizes is left alone: "rtx-3060:12".
+    """
+    found = _NUMBER_LAST.fullmatch(wanted)
+    if found is None or _COUNT_FIRST.fullmatch(wanted):
+        return wanted
+    form = _catalog_form(found[1])
+    word, sized, _ = form.partition(":")
+    alike = [
+        chip for known, chip in ACCELERATORS.items() if f"{_slug(known)}-".startswith(f"{word}-")
+    ]
+    if not alike:
+        return wanted
+    sizes = {size for chip in alike for size in (_printed_gb(chip), chip.memory_bytes // _GIB)}
+    number, alone = int(found[2]), len(alike) == 1
+    is_size = not sized and (number in sizes or (alone and _has_memory(alike[0], number)))
+    return f"{form}:{number}" if is_size else f"{number}x{form}"
+
+
+def _catalog_form(wanted: str) -> str:
+    """Rewrite a name used by drivers, SLURM or clouds in the catalog's form: "8xh100:80gb".
+
+    A driver's full name becomes its accelerator. Otherwise maker, kind of memory and socket
+    generation are dropped, and a size at the end is read as memory.
+    """
+    word, count = wanted.replace("_", "-"), None
+    gres = _GRES.fullmatch(word)
+    if gres is not None:
+        word, count = gres.groups()
+    for pattern, places in ((_COUNT_FIRST, (2, 1)), (_COUNT_LAST, (1, 2))):
+        match = pattern.fullmatch(word) if count is None else None
+        if match is not None:
+            word, count = match[places[0]], match[places[1]]
+    word = _MAKER_WORDS.sub("", word)
+    prefix = "" if count is None else f"{count}x"
+    same = [one.name for one in ACCELERATORS.values()
+            if _letters(word) in (_letters(one.driver_name), _letters(one.name))]  # fmt: skip
+    if len(same) == 1:
+        return prefix + _slug(same[0])
+    word = _KIND_OF_MEMORY.sub("", word)
+    inside = _MEMORY_FIRST.fullmatch(word)
+    if inside is not None:
+        word = f"{inside[1]}-{inside[3]}-{inside[2]}gb"
+    memory, sized = "", _MEMORY_LAST.fullmatch(word)
+    if sized is not None:
+        word, memory = sized[1], f":{sized[2]}gb"
+    word = re.sub(r"-sxm\d$", "-sxm", word)
+    plain = {_letters(_BRAND.sub("", _slug(chip))): _slug(chip) for chip in ACCELERATORS}
+    plain |= {_letters(one): one for chip in ACCELERATORS for one in (_slug(chip), _base(chip))}
+    return f"{prefix}{plain.get(_letters(word), word)}{memory}"
+
+
+def _base(chip: str) -> str:
+    """Return a chip's name in the catalog's form, without its memory size."""
+    return _SIZED.sub("", _slug(chip))
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.casefold())
+
+
+@dataclass(frozen=True)
+class _MachineName:
+    """Accelerators as a user names them: `name` as typed, `word` and `memory` (GB) in it."""
+
+    name: str
+    count: int
+    word: str
+    memory: str | None
+
+
+# Largest number of accelerators in a host: 16 V100 (DGX-2), 16 A100 (Google Cloud's
+# a2-megagpu-16g). Later boards hold 8 (HGX H100 to B300, Instinct MI300X to MI355X platforms),
+# racks of superchips more.
+_MOST_IN_HOST, _MOST_ON_BOARD = 16, 8
+_LATER_BOARDS: tuple[Architecture, ...] = ("hopper", "blackwell", "cdna3", "cdna4")
+_MOST_OF = {"GB200": 72, "GB300": 72, "GH200": 32, "GB10": 1}
+
+
+def _most_in_host(chip: Accelerator) -> int:
+    """Return the largest number of a chip that a host, or a rack of superchips, has."""
+    known = _MOST_OF.get(chip.name.split()[0], None if chip.has_collectives else 1)
+    if known is not None:
+        return known
+    on_board = chip.architecture in _LATER_BOARDS and not _is_card(chip)
+    return _MOST_ON_BOARD if on_board else _MOST_IN_HOST
+
+
+def _require_one_host(asked: _MachineName, chip: Accelerator) -> None:
+    """Raise BadInputError for more accelerators than a host has; say how to name several hosts."""
+    most = _most_in_host(chip)
+    if asked.count <= most:
+        return
+    if not chip.has_collectives:
+        raise BadInputError(
+            f"machine {asked.name!r}: a Mac has one {chip.name}, and torch has no collectives for "
+            f"Apple's GPUs, so it trains alone. Name one: --machine {_slug(chip.name)}."
+        )
+    racks = [
+        f"; {node.name} has {node.devices} of {node.accelerator}"
+        for node in NODES.values()
+        if (node.devices, node.accelerator) == (asked.count, f"G{chip.name}")
+    ]
+    raise BadInputError(
+        f"machine {asked.name!r}: a host has at most {most} of {chip.name}, not {asked.count:,}"
+        f"{''.join(racks)}. Name one host and the number of hosts: {_several_hosts(asked, chip)}."
+        f"{_other_memory(asked, chip)}"
+    )
+
+
+def _other_memory(asked: _MachineName, chip: Accelerator) -> str:
+    """Return a sentence for a count that may be a memory size: "rtx-4090:48"."""
+    last = _NUMBER_LAST.fullmatch(_slug(asked.name))
+    sizes = {_printed_gb(one) for one in ACCELERATORS.values()}
+    if last is None or int(last[2]) != asked.count or asked.count not in sizes:
+        return ""
+    return f" If {asked.count} GB of memory are meant: {chip.name} has {_printed_gb(chip)} GB."
+
+
+def _several_hosts(asked: _MachineName, chip: Accelerator) -> str:
+    """Return the options for that many accelerators on hosts of equal, usual size. They name the
+    catalog's first machine with that many accelerators, else the accelerators themselves.
+    """
+    usual = _MOST_OF.get(chip.name.split()[0], _MOST_ON_BOARD)
+    each = next(n for n in range(usual, 0, -1) if asked.count % n == 0)
+    known = (one.name for one in NODES.values() if one.accelerator == chip.name)
+    name = next((one for one in known if NODES[one].devices == each), f"{each}x{_slug(chip.name)}")
+    return f"--machine {name} --nodes {asked.count // each}"
+
+
+def _find_several(name: str, wanted: str) -> Node | None:
+    """Find a machine by a number and a name that the usual form does not match ("4090x4").
+
+    Raises BadInputError, which names the options to use, for several machines ("128xdgx-h100").
+    """
+    for pattern, places in ((_COUNT_FIRST, (1, 2)), (_COUNT_LAST, (2, 1)), (_NUMBER_LAST, (2, 1))):
+        found = pattern.fullmatch(wanted)
+        try:
+            node = None if found is None else _find(found[places[1]])
+        except BadInputError:
+            node = None
+        if found is None or node is None:
+            continue
+        count = int(found[places[0]])
+        if count == 1:
+            return node
+        if node.devices == 1 and node.name not in NODES:
+            chip = ACCELERATORS[node.accelerator or ""]
+            _require_one_host(_MachineName(name, count, node.name, None), chip)
+            return _accelerators(f"{count}x{_slug(chip.name)}", chip, count)
+        raise BadInputError(
+            f"machine {name!r}: --machine names one host. Give the number of hosts with --nodes: "
+            f"--machine {node.name} --nodes {count}."
+        )
+    return None
+
+
+# "4xrtx-3090", "rtx-3060:12gb", "2xrtx-4060-ti:16".
+_COUNTED = re.compile(r"(?:([1-9]\d{,9})-?[x×*]-?)?(.+?)(?::(\d{1,9})-?(?:gb|gib)?)?", re.DOTALL)
+# Suffixes of names of models that are sold with several memory sizes.
+_SIZED = re.compile(r"-(\d+)-gb\b.*")
+
+
+def _slug(name: str) -> str:
+    return name.casefold().replace(" ", "-")
+
+
+def _variant(asked: _MachineName) -> Accelerator | None:
+    """Return the named accelerator with that much memory, if it is sold with several sizes.
+
+    Raises BadInputError if it is not sold with that size, or if the size is missing.
+    """
+    named = {_slug(known): one for known, one in ACCELERATORS.items()}
+    word, memory = asked.word, asked.memory
+    if memory is None and word in named:
+        return named[word]
+    alike = [one for known, one in named.items() if word in (known, _SIZED.sub("", known))]
+    sizes = {_printed_gb(one): one for one in alike}
+    held = {one.memory_bytes // _GIB: one for one in alike}
+    if memory is not None and int(memory) in {*sizes, *held}:
+        return sizes.get(int(memory)) or held[int(memory)]
+    if len(alike) == 1 and (memory is None or _has_memory(alike[0], int(memory))):
+        return alike[0]
+    if not alike:
+        return None
+    raise _ask_memory(asked, sizes, "")
+
+
+def _ask_memory(asked: _MachineName, sizes: Mapping[int, Accelerator], where: str) -> BadInputError:
+    """Return the error for a memory size that is missing or not sold."""
+    either = join_or(f"{size} GB" for size in sorted(sizes))
+    largest = max(sizes)
+    many = f"{asked.count}x" if asked.count > 1 else ""
+    say = f"Say which, as in {many}{asked.word}:{largest}GB."
+    most = _most_in_host(sizes[largest])
+    if asked.count > most == 1:
+        say = f"Say which, and name one of them, as in {asked.word}:{largest}GB."
+    elif asked.count > most:
+        hosts = _several_hosts(asked, sizes[largest])
+        say = f"Name one host and how many of them, as in {hosts} ({largest} GB)."
+    return BadInputError(
+        f"machine {asked.name!r}: {asked.word} is sold with {either}{where}. {say}"
+    )
+
+
+# Largest ratio of a chip's memory in the catalog to the size that its maker prints.
+_NOMINAL = 1.07
+
+
+def _board_of(asked: _MachineName) -> Accelerator | None:
+    """Return the default board of a chip that is named without one: H100 SXM for "h100".
+
+    None if the chip has no default. Raises BadInputError if its boards have several memory sizes
+    and none is given.
+    """
+    chips = {_slug(known): one for known, one in ACCELERATORS.items()}
+    form = re.compile(rf"{re.escape(asked.word)}-sxm\d?")
+    plain = next((one for known, one in chips.items() if form.fullmatch(known)), None)
+    if plain is not None and asked.memory is None:
+        return plain
+    boards = {_printed_gb(one): one for known, one in chips.items()
+              if (found := form.match(known)) and "-w" not in known[found.end():]}  # fmt: skip
+    if asked.memory is not None and int(asked.memory) in boards:
+        return boards[int(asked.memory)]
+    if not boards:
+        return None
+    raise _ask_memory(asked, boards, " on boards")
+
+
+def _has_memory(chip: Accelerator, gb: int) -> bool:
+    """Return whether a chip has that much memory, by its maker's figure or its usable memory.
+
+    These differ: a B300 has 288 GB, of which 270 are usable.
+    """
+    size = _printed_gb(chip)
+    return gb == chip.memory_bytes // _GIB or size <= gb <= _NOMINAL * size
+
+
+def _printed_gb(chip: Accelerator) -> int:
+    """Return the memory size in a chip's name, else its actual size: a GH200 144 GB has 141."""
+    said = _SIZED.search(_slug(chip.name))
+    return int(said[1]) if said else chip.memory_bytes // _GIB
+
+
+def _accelerators(name: str, chip: Accelerator, count: int) -> Node:
+    """Return a host with `count` accelerators of one kind."""
+    if count == 1:
+        return Node(
+            name=name, accelerator=chip.name, devices=1, host_link=chip.host_link,
+            source=f"one accelerator of its kind: {chip.source}",
+        )  # fmt: skip
+    joined = chip.device_link is not None and not _is_card(chip)
+    topology: Topology = "none"
+    if joined:
+        topology = "mesh" if chip.architecture.startswith("cdna") else "switch"
+    links = chip.device_link if joined else None
+    if links is not None and chip.architecture in _ONE_LINK_EACH:
+        links = Bundle(link=links.link, count=min(links.count, count - 1))
+    if links is not None and chip.architecture == "volta":
+        # Up to four have two links per pair, as in 4x-v100; eight form a cube (DGX-1). No switch.
+        topology = "mesh" if count <= _QUAD else "cube-mesh"
+        links = Bundle(link=links.link, count=min(links.count, 2 * (count - 1)))
+    how = "with all of their links to each other" if joined else "each in its slot, without bridges"
+    return Node(
+        name=name, accelerator=chip.name, devices=count, topology=topology,
+        device_link=links, host_link=chip.host_link,
+        source=f"{count} accelerators of one kind in a host, {how}: {chip.source}",
+    )  # fmt: skip
+
+
+# One link to each other device (AMD Instinct MI300X and MI350 series platform datasheets).
+_ONE_LINK_EACH: tuple[Architecture, ...] = ("cdna3", "cdna4")
+_QUAD = 4
+# Parts of names of accelerators that are sold on boards, with links to the others.
+_BOARD_NAMES = ("SXM", "H200", "H20", "H800", "B200", "B300", "GB200", "GB300", "GH200", "MI")
+
+
+def _is_card(chip: Accelerator) -> bool:
+    """Return whether this is a card in a slot, which needs a bridge for links."""
+    return "NVL" in chip.name or not any(word in chip.name for word in _BOARD_NAMES)
+
+
+def _similar_names(wanted: str, chips: Sequence[str]) -> list[str]:
+    """Return similar machines ("8xh100", or "h100" for one) with a description of each.
+
+    A longer name that ends with an accelerator's name ("NVIDIA GeForce RTX 4090") gives that one
+    ("4090"). If no machine matches, accelerators whose names contain the word ("3060") are
+    returned.
+    """
+    found = re.fullmatch(r"(?:(\d+)-?[x×*]-?)?(.+)", wanted, re.DOTALL)
+    if found is None:
+        return []
+    count, chip = found.groups()
+    word = _letters(chip)
+    if len(word) < 2:
+        return []
+    ends = [one for one in chips if _letters(one).endswith(word) or word.endswith(_letters(one))]
+    if count is None and len(ends) == 1:
+        return [repr(ends[0])]
+    nodes = [
+        f"{node.name!r} ({node.devices} × {node.accelerator})"
+        for node in NODES.values()
+        if word in _letters(node.accelerator or "") and count in (None, str(node.devices))
+    ]
+    named = [one for one in chips if word in _letters(one)]
+    return (nodes or [repr(chip if count is None else f"{count}x{chip}") for chip in named])[:4]
