@@ -1,7 +1,8 @@
 """outpace's Python API: one function per command, which returns what the command prints.
 
 Each keyword is an option of the command, with _ for -. All functions raise BadInputError for an
-impossible request. The examples run as tests, in this order, in a folder with a corpus.txt.
+impossible request, and print a command's hints to standard error. The examples run as tests, in
+this order, in a folder with a corpus.txt.
 """
 
 import multiprocessing
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from outpace.cli import options
+from outpace.cli.output import tell_hint
 from outpace.launch.launcher_env import ranks_from
 from outpace.records.errors import BadInputError, suggest
 from outpace.records.plan import Base, Plan
@@ -125,6 +127,7 @@ def generate(
         device=device,
         chat=chat or system is not None,
         system=system,
+        on_hint=tell_hint,
     )
 
 
@@ -160,6 +163,7 @@ def evaluate(
         text_field=text_field,
         task=None if task is None else options.convert("task", task, "outpace.evaluate: task"),
         seq_len=seq_len,
+        on_hint=tell_hint,
     )
 
 

@@ -24,6 +24,16 @@ _BESIDE_TOKENIZER = (
     "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 _CONFIG_IDS = {"eos_id": "eos_token_id", "bos_id": "bos_token_id", "pad_id": "pad_token_id"}
+# Settings that change the texts that transformers generates, and that outpace generate does not
+# apply, with the values that change nothing (also None).
+_NEUTRAL_SETTINGS = {
+    "top_p": 1, "min_p": 0, "top_h": None, "typical_p": 1, "epsilon_cutoff": 0, "eta_cutoff": 0,
+    "repetition_penalty": 1, "no_repeat_ngram_size": 0, "exponential_decay_length_penalty": None,
+    "num_beams": 1, "penalty_alpha": None, "guidance_scale": 1, "min_length": 0,
+    "min_new_tokens": 0, "stop_strings": None, "bad_words_ids": None, "sequence_bias": None,
+    "suppress_tokens": None, "begin_suppress_tokens": None, "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+}  # fmt: skip
 TokenIds = int | list[int] | None
 
 
@@ -73,6 +83,15 @@ def ending_ids(source: Path, config: Mapping[str, Any]) -> set[int]:
     """Return the ids at which transformers stops generation with the model in a folder."""
     found = (config.get("eos_token_id"), _generation(source).get("eos_token_id"))
     return {one for ids in found if _is_ids(ids) for one in _as_list(ids)}
+
+
+def ignored_generation_settings(source: Path) -> dict[str, Any]:
+    """Return what a folder's generation_config.json sets and outpace generate ignores."""
+    return {
+        key: value
+        for key, value in _generation(source).items()
+        if key in _NEUTRAL_SETTINGS and value not in (None, [], _NEUTRAL_SETTINGS[key])
+    }
 
 
 def _is_ids(value: Any) -> bool:

@@ -25,7 +25,7 @@ from outpace.interop.classifier import known_labels, require_layer, unsupported_
 from outpace.interop.config import read_config
 from outpace.interop.custom_model import CustomObjective, build_custom_model
 from outpace.interop.models import OpenedModel, open_model
-from outpace.interop.origin import ending_ids
+from outpace.interop.origin import GENERATION_FILE, ending_ids, ignored_generation_settings
 from outpace.interop.tokenizer_class import source_difference
 from outpace.jobs.defaults import resolve_device
 from outpace.jobs.inputs.inputs import (
@@ -45,7 +45,7 @@ from outpace.parallel import Layout, StepHooks
 from outpace.parallel.parity.kept_state import find_kept_state
 from outpace.parallel.parity.state_messages import explain_evaluated_state
 from outpace.probing.hardware.machine import usable_cores
-from outpace.records.errors import BadInputError
+from outpace.records.errors import BadInputError, excerpt
 from outpace.records.measurement import Evaluation
 from outpace.records.places import cache_folder
 from outpace.records.plan import Plan
@@ -78,7 +78,7 @@ class Writer:
         run: Path,
         sampling: Sampling,
         device: str,
-        on_hint: Callable[[str], None] = lambda _: None,
+        on_hint: Callable[[str], None],
     ) -> None:
         self._model, self._tokenizer, self._stop_ids = _open(run, device, on_hint)
         self._sampling = sampling
@@ -175,15 +175,17 @@ def generate(
     device: str,
     chat: bool = False,
     system: str | None = None,
+    on_hint: Callable[[str], None],
 ) -> str:
     """Return the prompt and the text that the run's model generates after it.
 
     With `chat`, the prompt is a user's message, put into the tokenizer's chat template after the
-    `system` message, and only the answer is returned.
+    `system` message, and only the answer is returned. `on_hint` is called with notes on how the
+    model was loaded and what it read.
 
     Raises BadInputError if the run has no tokenizer, or no model that can generate.
     """
-    writer = Writer(run, Sampling(max_new_tokens, temperature, top_k, seed), device)
+    writer = Writer(run, Sampling(max_new_tokens, temperature, top_k, seed), device, on_hint)
     if not chat:
         return writer.continue_text(prompt)
     return writer.answer([*system_message(system), {"role": "user", "content": prompt}])
@@ -204,7 +206,7 @@ def evaluate(
     text_field: str | None = None,
     task: Task | None = None,
     seq_len: int | None = None,
-    on_hint: Callable[[str], None] = lambda _: None,
+    on_hint: Callable[[str], None],
 ) -> Evaluation:
     """Measure loss, perplexity and tokens/s of a run, a Hugging Face folder or an adapter.
 
@@ -473,7 +475,19 @@ def _open(
     stop_ids = {tokenizer.eos_id}
     if opened.folder is not None:
         stop_ids |= ending_ids(opened.folder, read_config(opened.folder))
+        _tell_ignored_settings(opened.folder, on_hint)
     return model.to(target).eval(), tokenizer, frozenset(stop_ids)
+
+
+def _tell_ignored_settings(folder: Path, on_hint: Callable[[str], None]) -> None:
+    """Tell which of a model's generation settings are not applied."""
+    ignored = ignored_generation_settings(folder)
+    if ignored:
+        told = ", ".join(f"{key} {excerpt(value)}" for key, value in ignored.items())
+        on_hint(
+            f"outpace generate does not apply {told} of {folder / GENERATION_FILE}; transformers "
+            "does, and generates other texts by default"
+        )
 
 
 def _record(run: Path) -> RunRecord | None:

@@ -10,6 +10,7 @@ import transformers
 from tokenizers import models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
+import outpace
 from outpace.cli.main import main
 from outpace.data.tokenizer import Tokenizer
 from outpace.jobs import inference
@@ -36,14 +37,14 @@ def test_a_prompt_begins_as_the_tokenizer_begins_texts(tmp_path: Path) -> None:
     read = transformers.AutoTokenizer.from_pretrained(tmp_path)("a b c", return_tensors="pt")
     assert read["input_ids"][0, 0] == 0
     told = theirs.generate(**read, max_new_tokens=8, do_sample=False, pad_token_id=1)[0].tolist()
-    writer = Writer(tmp_path, Sampling(8, 0.0, None, 0), "cpu")
+    writer = Writer(tmp_path, Sampling(8, 0.0, None, 0), "cpu", print)
     new = told[read["input_ids"].shape[1] :]
     # Ends at any of the tokens that the folder names, as transformers does, not at eos alone.
     settings = json.loads((tmp_path / "generation_config.json").read_text())
     (tmp_path / "generation_config.json").write_text(
         json.dumps({**settings, "eos_token_id": [1, new[2]]})
     )
-    stopped = Writer(tmp_path, Sampling(8, 0.0, None, 0), "cpu").continue_text("a b c")
+    stopped = Writer(tmp_path, Sampling(8, 0.0, None, 0), "cpu", print).continue_text("a b c")
     assert stopped == inner.decode(told[: told.index(new[2], read["input_ids"].shape[1])])
     ids = told[: told.index(1)] if 1 in told else told
     assert writer.continue_text("a b c") == inner.decode(ids)
@@ -54,6 +55,31 @@ def test_a_prompt_begins_as_the_tokenizer_begins_texts(tmp_path: Path) -> None:
     said = "the prompt has 61 tokens, and the model has 32 positions: only the last 16 tokens were "
     said += "read"
     assert hints[-1].startswith(said)
+
+
+def test_generation_settings_that_are_not_applied_are_told(tmp_path: Path, capsys: Any) -> None:
+    _chat_model(tmp_path, WITHOUT_TOOLS)
+    file = tmp_path / "generation_config.json"
+    capsys.readouterr()
+    applied = {**json.loads(file.read_text()), "temperature": 0.7, "top_k": 20, "top_p": 1.0}
+    file.write_text(json.dumps({**applied, "suppress_tokens": [], "num_beams": 1}))
+    outpace.generate(tmp_path, "a", max_new_tokens=1, device="cpu")
+    assert capsys.readouterr().err == ""
+    file.write_text(json.dumps({**applied, "repetition_penalty": 1.05, "bad_words_ids": [[8]]}))
+    outpace.generate(tmp_path, "a", max_new_tokens=1, device="cpu")
+    assert capsys.readouterr().err == (
+        f"hint: outpace generate does not apply repetition_penalty 1.05, bad_words_ids [[8]] of "
+        f"{file}; transformers does, and generates other texts by default\n"
+    )
+
+
+def test_the_python_api_prints_the_hints_of_the_commands(tmp_path: Path, capsys: Any) -> None:
+    _chat_model(tmp_path, WITHOUT_TOOLS)
+    capsys.readouterr()
+    for long, said in (("a b " * 20, "the prompt has 40 tokens, and the model has 32"), ("a", "")):
+        outpace.generate(tmp_path, long, max_new_tokens=1, device="cpu")
+        told = capsys.readouterr().err
+        assert told.startswith(f"hint: {said}") if said else told == ""
 
 
 TOOLS = [{"type": "function", "function": {"name": "look", "parameters": {}}}]

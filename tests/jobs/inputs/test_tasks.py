@@ -79,7 +79,9 @@ def test_the_generated_pairs_are_learnt_beyond_the_baseline(classified):
     assert final.metrics["f1"] > 2 * baseline / (1 + baseline) + 0.05
     logged = json.loads((settings.out / "evals.jsonl").read_text().splitlines()[-1])
     assert logged["metrics"] == final.metrics
-    again = inference.evaluate(settings.out, None, batches=None, batch_size=50, device="cpu")
+    again = inference.evaluate(
+        settings.out, None, batches=None, batch_size=50, device="cpu", on_hint=print
+    )
     assert again.metrics == final.metrics
     assert again.loss == pytest.approx(final.loss, rel=1e-5)
 
@@ -218,17 +220,19 @@ def test_a_conversation_is_learnt_and_answered(chatted):
     assert "is " in measured.sample
     said = inference.generate(
         settings.out, "1 and 2", max_new_tokens=8, temperature=0.0, top_k=None, seed=0,
-        device="cpu", chat=True,
+        device="cpu", chat=True, on_hint=print,
     )  # fmt: skip
     assert said.startswith("is ") and "assistant" not in said
-    again = inference.evaluate(settings.out, None, batches=None, batch_size=None, device="cpu")
+    again = inference.evaluate(
+        settings.out, None, batches=None, batch_size=None, device="cpu", on_hint=print
+    )
     assert again.loss == pytest.approx(measured.final_eval.loss, rel=1e-5)
 
 
 def test_base_adapter_and_merged_models_are_evaluated_on_conversations(home, chatted):
     settings, measured = chatted
     talk = (str(home / "talk.jsonl"),)
-    own = {"batches": None, "batch_size": 8, "device": "cpu"}
+    own = {"batches": None, "batch_size": 8, "device": "cpu", "on_hint": print}
     base = inference.evaluate(
         settings.out / "model", talk, **own
     )  # that they are chats is found out
@@ -431,7 +435,7 @@ def test_a_layer_over_classes_that_would_be_drawn_is_not_evaluated(home, classif
         ))  # fmt: skip
         with pytest.raises(BadInputError) as caught:
             inference.evaluate(model, (str(path),), batches=None, batch_size=None, device="cpu",
-                               task="classify")  # fmt: skip
+                               task="classify", on_hint=print)  # fmt: skip
         return str(caught.value)
 
     def changed(name, **values):
