@@ -6,8 +6,10 @@ from pathlib import Path
 
 
 def ignore_working_directory() -> None:
-    """Import no file of the working directory in the place of a library, such as a user's
-    tokenizers.py; Python puts that directory first for `-m`. A checkout of outpace stays.
+    """Drop the working directory, which `-m` puts first, from the import path.
+
+    Otherwise, one of its files, such as a user's tokenizers.py, could replace a library. It is kept
+    if it is a checkout of outpace.
     """
     first = Path(sys.path[0] or os.curdir)
     if sys.flags.safe_path or not first.is_dir() or not first.samefile(os.curdir):

@@ -71,8 +71,8 @@ def train(
 
     _check_callbacks(callbacks)
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        # A spawned loader worker runs the script again, and must not train itself. The training
-        # process reports its end.
+        # A spawned loader worker runs the script again, and must not start training. The training
+        # process reports that worker's end.
         sys.exit(1)
     live = None if model is None or isinstance(model, (str, Path)) else model
     reference = model if live is None else _name_of(live)
@@ -263,8 +263,8 @@ def estimate(
 ) -> "RankedPlan":
     """Estimate the time and memory of a plan, given as a Plan or as a file, and whether it fits.
 
-    Unlike a file, a Plan has no sequence length or batch, so pass those that it was made for. With
-    depth "trace", the model runs under fake tensors, which gives its exact peak memory.
+    Unlike a file, a Plan has no sequence length or batch, so pass those that it was created for.
+    With depth "trace", the model runs under fake tensors, which gives its exact peak memory.
 
     >>> ddp = outpace.Plan(strategy="ddp", dp_replicate=8, micro_batch=4, precision="bf16")
     >>> found = outpace.estimate("gpt2", ddp, "hgx-h100", seq_len=1024, global_batch=64)

@@ -1,7 +1,7 @@
-"""Write docs/reference/cli.md, settings.md and python.md from what the code declares.
+"""Write docs/reference/cli.md, settings.md and python.md from the declarations in the code.
 
 python scripts/reference.py            # rewrite
-python scripts/reference.py --check    # exit 1 when a page does not say what is declared
+python scripts/reference.py --check    # exit 1 if a page is out of date
 """
 
 import argparse
@@ -27,7 +27,7 @@ from outpace.records.settings import TrainSettings  # noqa: E402
 
 PAGES = ROOT / "docs" / "reference"
 GENERATED = "<!-- Written by `python scripts/reference.py`: edit the code instead. -->\n\n"
-KINDS = {"launch": ("slurm", "kubernetes")}  # commands that have one parser for each of these
+KINDS = {"launch": ("slurm", "kubernetes")}  # commands that have one parser for each of these kinds
 SETTINGS = TrainSettings.model_fields
 _DOCS_PATH = re.compile(r"docs/((?:[a-z-]+/)*)([a-z-]+)\.md")
 
@@ -41,7 +41,7 @@ class _FoundError(Exception):
 
 
 def parser_of(command: str, *kind: str) -> Parser:
-    """Return the parser that a command reads its options with."""
+    """Return the parser with which a command reads its options."""
     module = importlib.import_module(f"outpace.cli.{command}")
 
     def found(parser: Parser, argv: list[str]) -> argparse.Namespace:
@@ -58,7 +58,7 @@ def parser_of(command: str, *kind: str) -> Parser:
 
 
 def cell(text: str) -> str:
-    """Return a text as a cell of a table."""
+    """Return a text as a table cell."""
     return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
 
 
@@ -68,7 +68,7 @@ def sentence(text: str) -> str:
 
 
 def linked(text: str) -> str:
-    """Return a text with links in the place of files of docs that it names."""
+    """Return a text in which links replace the names of documentation files."""
     return _DOCS_PATH.sub(r"[\2](../\1\2.md)", text)
 
 
@@ -79,7 +79,7 @@ def table(head: list[str], rows: list[list[str]]) -> str:
 
 
 def usage(action: argparse.Action) -> str:
-    """Return an option as one writes it."""
+    """Return an option as users write it."""
     names = [name for name in action.option_strings if not name.startswith("--no-")]
     metavar = action.metavar if isinstance(action.metavar, str) else ""
     if not names:
@@ -96,14 +96,14 @@ def usage(action: argparse.Action) -> str:
 
 
 def is_setting(action: argparse.Action) -> bool:
-    """Whether an option is a setting of a run, as settings.md has it."""
+    """Return whether an option is a setting of a run, which settings.md describes."""
     field = SETTINGS.get(action.dest)
     said = field is not None and (action.help or "").replace("%%", "%")
     return bool(said) and str(said).startswith(field.description or "\0")
 
 
 def command_part(title: str, parser: Parser) -> Iterator[str]:
-    """Yield what a command does and takes."""
+    """Yield the description of a command: its purpose, arguments and options."""
     arguments = parser.arguments
     yield f"{title}\n\n{arguments.description or ''}\n\n"
     line = arguments.format_usage().removeprefix("usage: ").strip()
@@ -150,7 +150,7 @@ def cli_page() -> str:
 
 
 def settings_page() -> str:
-    """Return the page of all settings of a run, in their groups."""
+    """Return the page of all settings of a run, by group."""
     parser = parser_of("train")
     actions = {action.dest: action for action in parser.arguments._actions}
     parts = [
@@ -175,7 +175,7 @@ def settings_page() -> str:
 
 
 class _Unquote(ast.NodeTransformer):
-    """Replaces annotations that are written as strings by what they hold."""
+    """Replaces annotations written as strings by their contents."""
 
     def visit_Constant(self, node: ast.Constant) -> ast.AST:
         return ast.parse(node.value, mode="eval").body if isinstance(node.value, str) else node
@@ -186,17 +186,17 @@ class _Unquote(ast.NodeTransformer):
 
 
 def source(documented: Any) -> Any:
-    """Return the syntax tree of a class or function, as it is written."""
+    """Return the syntax tree of a class or function."""
     return ast.parse(textwrap.dedent(inspect.getsource(documented))).body[0]
 
 
 def written(annotation: ast.expr) -> str:
-    """Return a type as it is written, whatever the version of Python makes of it."""
+    """Return a type as written in the source, so that it is the same in all versions of Python."""
     return text_of(_Unquote().visit(annotation))
 
 
 def signature(function: Any, name: str) -> str:
-    """Return a function's signature, an argument on a line where they are many."""
+    """Return a function's signature, with one argument per line if there are many."""
     tree = source(function)
     arguments = tree.args
     positional = [*arguments.posonlyargs, *arguments.args]
@@ -218,7 +218,7 @@ def signature(function: Any, name: str) -> str:
 
 
 def text_of(value: ast.expr) -> str:
-    """Return a value as the project writes it."""
+    """Return a value in the project's notation."""
     return ast.unparse(value).replace("'", '"')
 
 
@@ -229,14 +229,14 @@ def _argument(argument: ast.arg, default: ast.expr | None) -> str:
 
 
 def field_types(kind: type[Record]) -> dict[str, str]:
-    """Return the type of each field of a record, those of its bases too, as they are written."""
+    """Return the type of each field of a record, also inherited ones, as written in the source."""
     bases = [base for base in reversed(kind.__mro__) if issubclass(base, Record)]
     return {line.target.id: written(line.annotation) for base in bases for line in source(base).body
             if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name)}  # fmt: skip
 
 
 def prose(documented: Any) -> str:
-    """Return a docstring as Markdown, with its example as a block."""
+    """Return a docstring as Markdown, with its example as a code block."""
     text = inspect.getdoc(documented) or ""
     said, mark, example = text.partition(">>> ")
     shown = f"\n\n```pycon\n{mark}{example.strip()}\n```" if mark else ""
@@ -244,23 +244,23 @@ def prose(documented: Any) -> str:
 
 
 def function_part(name: str, function: Any) -> str:
-    """Return a public function: its signature and its docstring."""
+    """Return the section on a public function: its signature and docstring."""
     shown = signature(function, f"outpace.{name}")
     return f"### {name}\n\n```python\n{shown}\n```\n\n{prose(function)}"
 
 
 def code(text: str) -> str:
-    """Return a text as code in a cell of a table."""
+    """Return a text as code in a table cell."""
     return "`" + text.replace("|", "\\|") + "`"
 
 
 def default_of(field: Any) -> str:
-    """Return a field's default as a cell of a table."""
+    """Return a field's default as a table cell."""
     return "" if field.is_required() else code(repr(field.get_default(call_default_factory=True)))
 
 
 def class_part(name: str, kind: type) -> str:
-    """Return a class: its docstring, its fields, and its own public methods."""
+    """Return the section on a class: its docstring, its fields, and its own public methods."""
     parts = [f"### {name}\n\n{prose(kind)}"]
     own = {key: value for key, value in vars(kind).items() if not key.startswith("_")}
     if name == "TrainSettings":
@@ -297,7 +297,7 @@ def arguments_of(function: Any) -> list[str]:
 
 
 def python_page() -> str:
-    """Return the page of everything that `import outpace` gives."""
+    """Return the page of everything that `import outpace` provides."""
     public = {name: getattr(outpace, name) for name in outpace.__all__ if name != "__version__"}
     functions = {name: value for name, value in public.items() if inspect.isfunction(value)}
     classes = {name: value for name, value in public.items() if name not in functions}
@@ -319,7 +319,7 @@ def python_page() -> str:
 
 
 def main() -> int:
-    """Write the pages, or compare them. Returns the exit code."""
+    """Write the pages, or compare them with the existing ones. Returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true")
     check = parser.parse_args().check

@@ -57,7 +57,7 @@ _READ = (
     "model", "data", "data_weights", "eval_data", "eval_fraction", "task", "text_fields",
     "label_field", "text_field", "tokenizer", "cache_dir", "seq_len",
 )  # fmt: skip
-# Options of the comparison that belong to a run in outpace train.
+# Help for options that belong to the comparison here, but to a run in outpace train.
 _TEXTS = {
     "out": "directory for the comparison (default: comparisons/<time>)",
     "resume": "resume the comparison in --out; repeat the options that it was started with",
@@ -109,7 +109,7 @@ def _answer(
 def _run_arms(
     arguments: argparse.Namespace, argv: list[str], out: Path | None, resumes: bool, quiet: bool
 ) -> tuple[Path, Comparison]:
-    """Run the arms; return the comparison, its folder, and the one that it repeats, if any."""
+    """Run the arms; return the comparison's folder, and the comparison itself."""
     from outpace.experiment.facts import compare_with_stored
 
     values, stored = _read_request(arguments)
@@ -184,9 +184,7 @@ def _measure_and_judge(
 
 
 def _prepare(settings: list[TrainSettings], quiet: bool) -> None:
-    """Prepare the data of all arms; otherwise, this would count towards the time limit of the first
-    runs.
-    """
+    """Prepare the data of all arms, so that this does not count towards the runs' time limit."""
     from outpace.jobs.inputs.inputs import prepare_data
     from outpace.reporting.terminal.progress import TrainingProgress
 
@@ -200,7 +198,7 @@ def _prepare(settings: list[TrainSettings], quiet: bool) -> None:
 
 
 def _format_start(experiment: Experiment, settings: list[TrainSettings], folder: Path) -> str:
-    """Describe what is about to run, and the longest it may take."""
+    """Describe what is about to run, and how long it may take at most."""
     arms = [arm.name for arm in experiment.arms]
     if settings:
         arms = [f"{name}{_format_processes(one)}" for name, one in zip(arms, settings, strict=True)]
@@ -225,7 +223,7 @@ def _say(sentence: str) -> None:
 def _rounds(
     experiment: Experiment, folder: Path, run: "Run", before: list[Outcome], quiet: bool
 ) -> tuple["ComparisonEnd", BaseException | None]:
-    """Run the rounds, writing each outcome at once; also return an interruption."""
+    """Run the rounds and write each outcome immediately; also return any interruption."""
     from outpace.experiment.compare import ComparisonEnd, compare
 
     seen = list(before)
@@ -319,7 +317,7 @@ def _require_trust(experiment: Experiment, path: Path, trusted: bool) -> None:
 
 
 def _code_of(experiment: Experiment) -> list[str]:
-    """Return commands and environment variables, both of which can make a program do anything."""
+    """Return commands and environment variables, since both can make a program do anything."""
     found = [arm.command for arm in experiment.arms if arm.command is not None]
     pairs = {pair for arm in experiment.arms for pair in arm.environment.items()}
     return [*found, *(f"{name}={value}" for name, value in sorted(pairs))]

@@ -5,5 +5,5 @@ FORMATS = ("deepspeed", "accelerate", "torchtitan", "megatron", "nanotron", "fsd
 TRAINERS = (
     "outpace", "torchtitan", "megatron", "deepspeed", "accelerate", "nanotron", "trainer", "trl",
 )  # fmt: skip
-# Programs that use 16 bits through autocast, with fp32 weights, unless a script says otherwise.
+# Programs that use 16 bits through autocast with fp32 weights, unless a script says otherwise.
 AUTOCAST = ("accelerate", "fsdp")

@@ -52,7 +52,7 @@ def folder_of(out: Path | None, resumes: bool, parent: str, what: str) -> Iterat
 
 
 def _make_folder(base: Path) -> Path:
-    """Create the folder at once, since another process may start in the same second."""
+    """Create the folder immediately, since another process may start in the same second."""
     number, path = 1, base
     while True:
         try:
@@ -240,7 +240,7 @@ def _settings(table: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _cross_with_grid(arms: Sequence[Arm], grid: Mapping[str, Any], path: Path) -> list[Arm]:
-    """Combine each arm with all values of the grid; names in capitals: environment variables."""
+    """Combine each arm with all values of the grid; names in capitals are environment variables."""
     if not grid:
         return list(arms)
     for name, values in grid.items():

@@ -49,7 +49,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _with_system(begin: "Sequence[Message]", messages: "Sequence[Message]") -> "list[Message]":
-    """Put the message of --system first. Raises BadInputError if there is another already."""
+    """Put the message of --system first. Raises BadInputError if there already is one."""
     if begin and messages[0]["role"] == "system":
         raise BadInputError(
             f"--system: a conversation of the file has its own system message, "

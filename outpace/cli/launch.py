@@ -23,7 +23,7 @@ _EPILOG = (
     "After -- write a command of outpace: train, with its options. --auto-resume is added, "
     "and --out runs/NAME unless you give another."
 )
-_DIRECTIVE = re.compile(r"[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?")  # a single line
+_DIRECTIVE = re.compile(r"[a-z][a-z-]*(=[^\x00-\x1f\x7f]+)?")  # must be a single line
 # Options of sbatch that the script itself sets, each with outpace's flag: a second line would
 # contradict how ranks are started, or when they save.
 _WRITTEN: Mapping[str, str] = MappingProxyType(

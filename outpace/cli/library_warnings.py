@@ -21,7 +21,7 @@ _LIBRARIES = tuple(
 
 
 def hide_library_warnings() -> None:
-    """Show warnings from now on depending on who raised them, in forked processes, too."""
+    """Show warnings from now on depending on their origin, in forked processes too."""
     if sys.warnoptions:  # -W or PYTHONWARNINGS asks to see all warnings
         return
     warnings.showwarning = _show

@@ -84,13 +84,13 @@ _ELSEWHERE = {
     "init": "outpace train needs no project: name --model and --data.",
 }
 
-_SIGNALLED = 128  # higher exit codes stand for signals, as in a shell
-# Files that the user named, or that are in a place that the user named.
+_SIGNALLED = 128  # as in a shell, higher exit codes stand for signals
+# Files that the user named, or that are in a folder that the user named.
 _REFUSALS = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.EISDIR, errno.ENOTDIR,
     errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST, errno.EIO,
 )  # fmt: skip
-# Variables that say where libraries keep files.
+# Variables that set where libraries keep files.
 _PLACES = (
     "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TRITON_HOME", "TORCH_HOME", "CUDA_CACHE_PATH",
     "TORCH_EXTENSIONS_DIR", "HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "HF_ASSETS_CACHE",
@@ -116,7 +116,7 @@ one JSON document on standard output.
 def command(argv: Sequence[str] | None = None) -> NoReturn:
     """Run `main` as a process, until it exits.
 
-    If torch is loaded, the process exits before Python tears down its modules, because that
+    If torch is loaded, the process exits before Python tears down its modules, because the teardown
     sometimes raced with a thread of torch's libraries, and a finished training ended with SIGABRT.
     After a signal, threads are not awaited, since one may be in a long library call.
     """
@@ -187,7 +187,7 @@ def _run(arguments: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _require_text(arguments: Sequence[str]) -> None:
-    """Refuse arguments and a working directory whose names cannot be written to a run's files."""
+    """Refuse arguments, and a working directory, whose names cannot be written to a run's files."""
     if arguments[:1] == ["train"]:
         with suppress(OSError):  # the folder is gone
             arguments = (*arguments, str(Path.cwd()))
@@ -248,16 +248,16 @@ def _fail(
     message = readable(message)
     _write_error_file(message, exit_code, environ)
     if is_launched_worker(environ):
-        # The launcher speaks for all ranks, so that the user reads each message once. It would stop
-        # the other ranks at the first exit code other than 0, but some may still be saving.
+        # The launcher reports for all ranks, so that the user reads each message once. It would
+        # stop the other ranks at the first nonzero exit code, but some may still be saving.
         return 0 if exit_code == EXIT_INTERRUPTED else exit_code
     from outpace.launch.launchers import rank_name
 
     rank = rank_name(environ)
-    # An error of a single rank is reported only by torchrun, from the error file.
+    # An error of a single rank is reported only by torchrun, which reads the error file.
     silent = rank != "0" and (on_all_ranks or environ.get("TORCHELASTIC_ERROR_FILE"))
     if not silent and "--handed-over" not in arguments:
-        # With --handed-over, outpace.train raises it.
+        # With --handed-over, outpace.train raises the error.
         who = "" if rank == "0" or message.startswith(f"rank {rank} ") else f"rank {rank}: "
         plain = message.startswith("Traceback ") and not who
         said = escape_controls(message)
@@ -268,9 +268,7 @@ def _fail(
 
 
 def _same_on_all_ranks(error: OutpaceError) -> bool:
-    """Return whether all ranks fail in the same way: they agreed on the error, or all got the
-    signal.
-    """
+    """Return whether all ranks fail alike: they agreed on the error, or all received the signal."""
     return error.on_all_ranks or error.exit_code in _OF_ALL_RANKS or error.exit_code > 128
 
 
@@ -307,7 +305,7 @@ def _write_error_file(message: str, exit_code: int, environ: Mapping[str, str]) 
 def _remedy(
     path: object, arguments: Sequence[str], environ: Mapping[str, str], full: bool = False
 ) -> str:
-    """Say how to choose another place for this path: by a variable or by flags.
+    """Suggest how to choose another place for this path: by a variable or by flags.
 
     `full`: its disk is full; otherwise it cannot be read or written.
     """

@@ -21,7 +21,7 @@ _EPILOG = (
     "PP × DP. Steps are the planner's, from the rates that outpace probe measured (--probe) or the "
     "catalog's. Details: docs/concepts/network.md."
 )
-_MOST_NODES = 100_000  # no machine has more, and every number of ranks is examined
+_MOST_NODES = 100_000  # no machine has more, and all numbers of ranks are examined
 
 
 def run(argv: list[str], environ: Mapping[str, str]) -> int:

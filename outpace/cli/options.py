@@ -1,4 +1,4 @@
-"""Flags and TOML keys for TrainSettings, made from its fields, and the origin of each value.
+"""Flags and TOML keys for TrainSettings, derived from its fields, and the origin of each value.
 
 The first source with a value wins: command line, --config file, run.json of the resumed run,
 default.
@@ -49,7 +49,7 @@ _GROUPS = {
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of a field's annotation: the plain type, its choices, and whether it is a tuple.
+    """Form of a field's annotation: the plain type, its choices, and whether it is a tuple.
 
     `words` may be used instead of a number; `size` is a number of bytes.
     """
@@ -187,7 +187,7 @@ def convert(name: str, value: Any, where: str) -> Any:
 
 
 def _from_home(value: Any) -> Any:
-    """Expand ~ in one or several paths: the shell does not in --out=~/runs and quotes."""
+    """Expand ~ in one or several paths, since the shell does not in --out=~/runs or quotes."""
     if isinstance(value, (list, tuple)):
         return [_from_home(one) for one in value]
     if isinstance(value, str) and value.startswith("~"):
@@ -266,7 +266,7 @@ def build(layers: Mapping[str, Mapping[str, Any]]) -> tuple[TrainSettings, dict[
     try:
         settings = TrainSettings.model_validate(values)
     except ValidationError as error:
-        # For a field that takes a number or a word, the first problem explains it.
+        # For a field that accepts a number or a word, the first problem explains the error.
         first = {str(problem["loc"][:1]): problem for problem in reversed(error.errors())}
         sentences = map(partial(_sentence, origins), reversed(first.values()))
         raise BadInputError("\n".join(sentences)) from None
@@ -274,7 +274,7 @@ def build(layers: Mapping[str, Mapping[str, Any]]) -> tuple[TrainSettings, dict[
 
 
 def _one_length(values: dict[str, Any], origins: dict[str, str], order: list[str]) -> None:
-    """Let the length with the highest precedence replace other kinds of length."""
+    """Let the length with the highest precedence replace lengths of other kinds."""
     given = [name for name in ("steps", "tokens", "epochs") if values.get(name) is not None]
     nearest_layer = min((order.index(origins[name]) for name in given), default=0)
     for name in given:

@@ -85,7 +85,7 @@ class Parser:
             name = word.split("=")[0]
             if name in ("-h", "--help", "--"):
                 return None
-            # argparse takes numbers, and words with a blank, for values.
+            # argparse treats numbers, and words with a blank, as values.
             is_value = name == "-" or " " in name or _NUMBER.fullmatch(word)
             if not name.startswith("-") or is_value or name in known:
                 continue
@@ -150,7 +150,7 @@ class _Argparse(argparse.ArgumentParser):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """Option names in a column and their help in another, as wide as the terminal, 100 at most."""
+    """Option names in one column and help in another, as wide as the terminal, at most 100."""
 
     def __init__(self, prog: str) -> None:
         width = min(100, shutil.get_terminal_size().columns)

@@ -179,7 +179,7 @@ def _compare(arguments: argparse.Namespace, asked: "PlanQuestion") -> int:
 
 
 def _what_if(arguments: argparse.Namespace, asked: "PlanQuestion") -> int:
-    """Find the fastest plan with and without a change; that nothing fits is an answer, too."""
+    """Find the fastest plan with and without a change; the answer may be that nothing fits."""
     from outpace.jobs.planning.request import job, what_if, with_numbers
 
     asked = replace(asked, count=max(_LEAST_COMPARED, asked.count))

@@ -81,7 +81,7 @@ def probe_machine(
     sections: Sequence[str], quick: bool, budget_s: float | None, out: Path | None,
     given: Mapping[str, object],
 ) -> Machine:  # fmt: skip
-    """Measure this host on behalf of a Python program. Raises BadInputError."""
+    """Measure this host for a Python program. Raises BadInputError."""
     from outpace.jobs.probe import job
     from outpace.jobs.probe.request import ProbeRequest
     from outpace.reporting.terminal.probe import progress_of
@@ -102,7 +102,7 @@ def probe_machine(
 
 
 def _without_place(word: str) -> str:
-    """Return a path's last part, since records are shared with others."""
+    """Return a path's last component, since records are shared with others."""
     option, equals, value = word.rpartition("=")
     return option + equals + ("…/" + Path(value).name if "/" in value else value)
 

@@ -15,7 +15,7 @@ from outpace.records.run import explain_removed_checkpoint
 from outpace.records.settings import TrainSettings
 
 # Settings that determine the samples, their order, the model, its trained part or the optimizer's
-# state: another value would make it another run. (Precisions and contents: see
+# state. Changing one would make it another run. (Precisions and contents: see
 # `jobs.train.run_record.claim`.)
 FIXED = (
     "model",
@@ -45,7 +45,7 @@ FIXED = (
 )
 # Inputs that may have moved: `claim` compares their contents.
 _PATHS = ("model", "data", "eval_data", "tokenizer")
-# Settings of one start, not of the run.
+# Settings of one start rather than of the run.
 _LEFT_OUT = ("resume", "out")
 
 
@@ -66,7 +66,7 @@ def settings_of(run: Path) -> dict[str, Any]:
             f"--resume: {run} holds no run ({RUN_FILE} is missing). {_name_run(run)}."
         )
     try:
-        # `require_as_written` comes later, once it is clear that no foreign code runs.
+        # `require_as_written` follows later, once it is clear that no untrusted code runs.
         document = read_object(path, on_change=lambda _: None)
         recorded = {**document["settings"]}
     except (KeyError, TypeError):
@@ -82,7 +82,7 @@ def settings_of(run: Path) -> dict[str, Any]:
 
 
 def _name_run(folder: Path) -> str:
-    """Suggest a run to name instead of a folder that is not a run, such as the run around it."""
+    """Suggest a run if a folder is not one, such as the run that contains it."""
     around = next((one for one in [*folder.parents][:2] if (one / RUN_FILE).exists()), None)
     if around is None:
         start = (

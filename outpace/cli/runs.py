@@ -28,7 +28,7 @@ _EPILOG = (
     "of the list, of result.json, and of the run's plan and settings: --where strategy=ddp "
     "'final_loss<2.5'. All of them must hold."
 )
-# Folder of outpace train; compare and tune write many runs that nobody reads one by one.
+# Folder of outpace train; compare and tune write many runs that nobody reads individually.
 _OWN, _OTHERS = "runs", ("comparisons", "tunings")
 # Settings of the folder, not of the training.
 _OF_THE_MOMENT = ("out", "resume")
@@ -92,7 +92,7 @@ def _existing_folders(names: Sequence[str]) -> list[Path]:
 
 
 def _sort(runs: list[PastRunFolder], name: str | None, reverse: bool) -> list[PastRunFolder]:
-    """Sort by a field, smallest first; runs with an unknown value come last in either order."""
+    """Sort by a field, in ascending order; runs with an unknown value come last in either order."""
     if name is None:
         return runs[::-1] if reverse else runs
     values = [(one.value(name), one) for one in runs]

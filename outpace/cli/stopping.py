@@ -1,4 +1,4 @@
-"""Interrupts (Ctrl-C) of a command that takes a while to stop: say so at once, stop only once."""
+"""Interrupts (Ctrl-C) of a command that takes a while to stop: confirm immediately, stop once."""
 
 import signal
 import threading

@@ -101,16 +101,16 @@ def _spell(error: UnicodeError) -> tuple[str, int]:
 
 
 def flush_output() -> None:
-    """Write the rest of standard output. Raises OutputError, or BrokenPipeError."""
+    """Write the rest of standard output. Raises OutputError or BrokenPipeError."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         raise
     except OSError as error:
         raise _sentence(error) from None
-    if reader_is_gone():  # rich does not report it
+    if reader_is_gone():  # rich does not report this
         raise BrokenPipeError
-    error_before = output_error()  # argparse does not report it
+    error_before = output_error()  # argparse does not report this
     if error_before is not None:
         raise error_before
 
@@ -122,7 +122,7 @@ def reader_is_gone() -> bool:
 
 
 def output_error() -> OutputError | None:
-    """Return the error of standard output, if standard output is what failed."""
+    """Return the error of standard output, if it has failed."""
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     error = raw.error if isinstance(raw, _Output) else None
     return None if error is None else _sentence(error)

@@ -98,7 +98,7 @@ def run(argv: list[str], environ: Mapping[str, str]) -> int:
 
 
 def _identify_rank(environ: Mapping[str, str]) -> Ranks | None:
-    """Return this process's rank, if it has one, and log under its name from now on."""
+    """Return this process's rank, if it has one, and log under the rank's name from now on."""
     ranks = ranks_from(environ)
     if ranks is not None:
         name_rank(ranks.rank)
@@ -185,9 +185,9 @@ def _on_hosts(asked: _Request, arguments: argparse.Namespace, handed: list[str])
 
 
 def _existing_path(word: str) -> list[Path]:
-    """Return the file or folder that a setting names, if it exists here; for a pattern, its folder.
+    """Return the file or folder that a setting names if it exists here; for a pattern, its folder.
 
-    For Megatron's prefixes it is the .bin, for file.py:build the file.
+    For Megatron's prefixes, this is the .bin file; for file.py:build, it is the file.
     """
     path = Path(word)
     plain = Path(*takewhile(lambda part: not has_magic(part), path.parts))
@@ -217,7 +217,7 @@ def _say(sentence: str) -> None:
 
 
 def _apply_plan(asked: _Request, ranks: Ranks | None) -> _Request:
-    """Apply the plan's settings; rank 0 prints the choice on standard error."""
+    """Apply the plan's settings; rank 0 prints the choice to standard error."""
     from outpace.jobs.planning.auto_plan import apply_settings_plan
 
     say = _say if ranks is None or ranks.rank == 0 else _say_nothing
@@ -306,7 +306,7 @@ def _explain(path: Path) -> None:
 
 
 def show_measurement(measurement: Measurement, as_json: bool) -> None:
-    """Print the result of a run on standard output."""
+    """Print the result of a run to standard output."""
     if as_json:
         print(measurement.model_dump_json(indent=2), flush=True)
         return
@@ -394,7 +394,7 @@ def _read_request(arguments: argparse.Namespace, command: list[str]) -> _Request
 def _has_begun(layers: dict[str, dict[str, object]]) -> bool:
     """Return whether the directory holds a run.
 
-    All ranks see the same, since it is written after the rendezvous.
+    All ranks get the same answer, since it is written after the rendezvous.
     """
     named = [layer["out"] for layer in layers.values() if layer.get("out") is not None]
     if not named:

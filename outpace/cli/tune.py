@@ -51,7 +51,7 @@ _TEXTS = {
 }
 _OF_FREE = 0.9  # of free host memory, for all processes of a trial
 _OWN = ("out", "resume", "plan")  # belong to the tuning, not to the training
-# Settings of the actual training: trials are short and nobody reads them one by one.
+# Settings of actual training, not of trials, which are short and nobody reads individually.
 _NOT_OF_TRIALS = OF_A_RUN | {"steps", "tokens", "epochs"}
 
 
@@ -100,7 +100,7 @@ def _tune(
 
     host_bytes = _host_bytes(settings)
     proposer = Proposer(settings, origins, host_bytes)
-    # Otherwise, the first trial would prepare it, within its time limit.
+    # Otherwise, the first trial would prepare it within its time limit.
     prepare_data(settings, [TrainingProgress()])
     _require_host(folder, proposer.machine)
     rates = rates_to_begin_with(settings)  # after all checks that may refuse
@@ -164,7 +164,7 @@ def _trials(
     before: list[PlanTrial],
     host_bytes: int | None,
 ) -> tuple["TuningEnd", BaseException | None]:
-    """Run the trials, writing each at once; also return the interruption, if there was one."""
+    """Run the trials and write each one immediately; also return the interruption, if any."""
     from outpace.experiment.trials import Trials, fit_together
     from outpace.experiment.tune import NextTrial, TuningEnd, tune
 

@@ -141,7 +141,7 @@ def _sleep(seconds: float) -> bool:
 def _finish(
     watching: _UtilisationWatch, arguments: Namespace, console: "Console", command: bool = False
 ) -> None:
-    """Write the files, then the table or the JSON document."""
+    """Write the files, then print the table or the JSON document."""
     from outpace.reporting.terminal.console import Console
     from outpace.reporting.terminal.utilisation import closing_text
 
@@ -207,7 +207,7 @@ def _show_recorded(folder: Path, arguments: Namespace) -> int:
 
 
 def _latest_step(folder: Path) -> str:
-    """Return the newest step that the run has logged, as text; '' if there is none."""
+    """Return the newest step that the run has logged, as text; '' if it has logged none."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         total = json.loads((folder / "run.json").read_text(encoding="utf-8"))["total_steps"]
         with (folder / "metrics.jsonl").open("rb") as file:

@@ -63,12 +63,12 @@ class Command:
             self._process.terminate()
             self._process.wait()
         for reader in self._readers:
-            reader.join(timeout=1)  # its children may still hold the pipe
+            reader.join(timeout=1)  # its children may still hold the pipe open
 
     def outlive(self, watch: Callable[[Callable[[float], bool]], None]) -> None:
-        """Call `watch(wait)` until the process has ended, even through Ctrl-C.
+        """Call `watch(wait)` until the process has ended, even after Ctrl-C.
 
-        A terminal sends the signal to both, and the command may still have to save.
+        A terminal sends the signal to both processes, and the command may still have to save.
         """
         while self._process.poll() is None:
             with suppress(KeyboardInterrupt):

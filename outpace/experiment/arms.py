@@ -23,13 +23,13 @@ from outpace.training.run_dir import RESULT_FILE
 
 # Flags that skip work whose result a comparison does not use.
 _SHORT: Mapping[str, Any] = {"sample_tokens": 0, "eval_batches": 1, "measure_only": True}
-_LEAST_LIMIT_S = 300.0  # for a run in a comparison
-_TOLD = 2000  # characters kept of a failed run's last output
+_LEAST_LIMIT_S = 300.0  # minimum time limit of a run in a comparison
+_TOLD = 2000  # maximum length of the output kept from a failed run
 
 
 @dataclass(frozen=True)
 class RunFailure:
-    """A failed run: its exit code, None if it was stopped, and the reason, for the user."""
+    """A failed run: its exit code (None if it was stopped), and the reason to show to the user."""
 
     exit_code: int | None
     reason: str
@@ -78,7 +78,7 @@ def train_once(
     environment: Mapping[str, str] = MappingProxyType({}),
     limit_s: float = math.inf,
 ) -> Measurement | RunFailure:
-    """Train in separate processes with settings from a file; return the result, or the failure."""
+    """Train in separate processes with settings from a file; return the result or the failure."""
     code, said = _run(words_of(given, run, config), environment, limit_s)
     return outcome(run, code, said, limit_s)
 
@@ -165,7 +165,7 @@ def check_metric(metric: str) -> None:
 
 
 def _limit_s(experiment: Experiment) -> float:
-    """Return the time limit of one run, so that a hanging run does not hold up the others."""
+    """Return the time limit of one run, so that a hanging run does not delay the others."""
     return max(_LEAST_LIMIT_S, experiment.budget_s)
 
 

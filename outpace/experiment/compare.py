@@ -16,7 +16,7 @@ from outpace.records.comparison import Arm, Experiment, Outcome, Verdict, remain
 
 ALPHA = 0.01  # probability of any false claim, over all pairs
 LEVEL = 0.95
-# An interval is narrow enough at this fraction of the difference.
+# An interval is narrow enough if its width is this fraction of the difference.
 _NARROW = 0.5
 
 
@@ -28,7 +28,7 @@ class Run(Protocol):
 
 @dataclass(frozen=True)
 class ComparisonEnd:
-    """All outcomes, and why the comparison ended."""
+    """All outcomes, and the reason why the comparison ended."""
 
     outcomes: tuple[Outcome, ...]
     stopped: str
@@ -104,7 +104,7 @@ def clear(one: Verdict, within: float) -> bool:
 
 
 def whole_rounds(experiment: Experiment, outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """Drop the outcomes of an unfinished last round, in which not all arms ran."""
+    """Drop the outcomes of an incomplete last round, in which some arms did not run."""
     last = max((one.round for one in outcomes), default=-1)
     before = [one for one in outcomes if one.round < last]
     ran = {one.arm for one in outcomes if one.round == last}
@@ -119,5 +119,5 @@ def _last_failure(arm: Arm, outcomes: Sequence[Outcome]) -> str:
 
 
 def _order(experiment: Experiment, arms: Sequence[Arm], number: int) -> list[Arm]:
-    """Draw a round's order, the same whenever the experiment is repeated."""
+    """Draw a round's order, which is the same whenever the experiment is repeated."""
     return random.Random(f"{experiment.seed} {number}").sample(list(arms), len(arms))

@@ -21,7 +21,7 @@ from outpace.training.run_dir import RESULT_FILE, RUN_FILE
 _ELSEWHERE = {*OF_A_RUN, *Plan.model_fields, "plan", "nproc", "threads", "data", "cache_dir",
               "steps", "seed", "global_batch", "seq_len", "offload"}  # fmt: skip
 _MAPPINGS = ("versions", "variables")  # facts that are JSON objects, compared key by key
-_LONG = 60  # characters of a value that a list shows
+_LONG = 60  # maximum length of a value in a list
 _LOST = 0.1  # smallest share of a run's time lost in slow steps that is reported
 
 
@@ -117,7 +117,7 @@ def _part(results: Sequence[ArmResult]) -> list[str]:
 
 
 def _slow_steps(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> list[str]:
-    """Describe slow steps of runs whose total time the median step does not explain."""
+    """Describe slow steps in runs whose total time does not follow from the median step."""
     told = []
     for (name, run), result in zip(runs.items(), results, strict=True):
         times_s = step_times_of(run, warm_up=True)
@@ -134,7 +134,7 @@ def _slow_steps(runs: Mapping[str, Path], results: Sequence[ArmResult]) -> list[
 
 
 def _other_programs(runs: Mapping[str, Path]) -> list[str]:
-    """Report how many cores other programs used, which slows a run that waits for its threads."""
+    """Report how many cores other programs used; this slows a run that waits for its threads."""
     told = []
     for name, run in runs.items():
         path = run / RESULT_FILE

@@ -1,4 +1,4 @@
-"""Facts that determine an arm's runs, and unintended differences of facts between arms."""
+"""Facts that determine an arm's runs, and unintended differences in facts between arms."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from outpace.records.utilisation import Load
 from outpace.training.run_dir import RESULT_FILE, RUN_FILE
 
 _DATA = ("data", "data_weights", "model", "tokenizer", "seq_len", "task", "eval_fraction")
-# Names of facts in a comparison, with the settings under test that may make them differ.
+# Names of facts in a comparison, with the settings under test that may explain a difference.
 _ASKED: Mapping[str, tuple[str, ...]] = {
     "outpace": (),
     "versions": (),
@@ -47,7 +47,8 @@ _OF_PLAN = (
     "precision", "optimizer", "optimizer_in_backward", "compress_gradients", "powersgd_rank",
     "powersgd_start", "lora_rank", "lora_alpha", "lora_targets", "lora_dropout", "base",
 )  # fmt: skip
-# Fields that determine which rank draws what, in pieces of which size: dropout depends on them.
+# Fields that determine which rank draws which random numbers, and in pieces of which size: dropout
+# depends on them.
 _OF_DRAWS = (
     "data_parallel", "cp", "tp", "pp", "micro_batch", "pp_microbatches", "compile",
 )  # fmt: skip
@@ -76,7 +77,7 @@ def facts_of(record: RunRecord, asked: Sequence[str] = ()) -> dict[str, str]:
         "tokens a sample": str(record.seq_len),
         "steps": str(record.total_steps),
         "seed": str(record.settings.seed),
-        # Facts of the moment: recorded, but not compared.
+        # Facts about a moment in time: recorded, but not compared.
         "load before": "unknown" if record.load_before is None else f"{record.load_before:.1f}",
     }
 

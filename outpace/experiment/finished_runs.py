@@ -50,7 +50,7 @@ def _repeat_settings(record: RunRecord) -> dict[str, Any]:
 
 
 def _names(runs: Sequence[Path]) -> list[str]:
-    """Return the last components of the paths if they differ, else the whole paths."""
+    """Return the last components of the paths if they differ, otherwise the whole paths."""
     last = [run.resolve().name for run in runs]
     return last if len(set(last)) == len(last) else [str(run) for run in runs]
 

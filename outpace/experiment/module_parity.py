@@ -100,15 +100,15 @@ class ModuleTrial:
 class ReferenceFacts:
     """Observations made while the reference ran."""
 
-    narrow: bool = False  # computed in fewer than 64 bits despite float64 inputs
-    draws: bool = False  # draws random numbers other than dropout's
+    narrow: bool = False  # whether fewer than 64 bits were used despite float64 inputs
+    draws: bool = False  # whether random numbers other than dropout's were drawn
     seconds: float = 0.0
     made: tuple[str, ...] = ()  # parameters created by the first forward
     state: KeptState = field(default_factory=KeptState)  # state that checkpoints lack
-    # state that each rank has on its own
+    # state that each rank keeps separately
     state_of_ranks: KeptState = field(default_factory=KeptState)
     written: tuple[str, ...] = ()  # parameters that the forward writes to
-    over_samples: bool = False  # a mean over samples that is weighted by targets
+    over_samples: bool = False  # whether the loss is a mean over samples but is weighted by targets
 
 
 @dataclass
@@ -193,9 +193,9 @@ def _pass(objective: CustomObjective, share: Any, pieces: int) -> Tensor:
 
 
 def _pass_aside(objective: CustomObjective, share: Any, pieces: int) -> Tensor:
-    """Run `_pass` and keep only its gradients.
+    """Run `_pass` and add its gradients, but undo everything else.
 
-    As each rank does, it starts from the same buffers, counters and parameters as the first share.
+    As on each rank, it starts from the buffers, counters and parameters of the first share.
     """
     parameters = list(objective.parameters())
     with preserve_state(objective, CPU), keep_values(objective.named_parameters()):

@@ -34,7 +34,7 @@ def verdict_of(
     course: ReferenceCourse,
     world: int,
 ) -> ParityVerdict:
-    """Return the verdict of a plan that ran: what differs from one process, and why."""
+    """Return the verdict on a plan that ran: what differs from a single process, and why."""
     whole = _worst(one.whole for one in found)
     cut = _worst(one.cut for one in found)
     unmatched = {key: why for one in found for key, why in one.unmatched.items()}
@@ -220,7 +220,7 @@ def make_verdict(
     cause: str | None = None,
     differences: tuple[TensorDifference, ...] = (),
 ) -> ParityVerdict:
-    """Return a verdict, which is that the plan passed if there is no `reason`."""
+    """Return a verdict; without a `reason`, the plan passed."""
     named = None if worst_key is None else f"{worst_key[0]} {worst_key[1]} (step {worst_key[2]})"
     return ParityVerdict(
         strategy=plan.strategy,

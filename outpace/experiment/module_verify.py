@@ -1,7 +1,7 @@
 """`outpace.verify`: a custom model under every strategy, compared with one process.
 
-Each plan runs in processes forked from this one, with a time limit, so a hang or crash is a result,
-too.
+Each plan runs in processes forked from this one, with a time limit, so that even a hang or crash
+yields a result.
 """
 
 import pickle
@@ -188,7 +188,7 @@ def _host_copy(custom: CustomModel) -> CustomModel:
 def _plans(
     asked: Sequence[Plan | str] | str | None, nproc: int, samples: int
 ) -> tuple[list[Plan], dict[str, str]]:
-    """Return the plans to verify and, if all were requested, strategies left out, with reasons."""
+    """Return the plans to verify; if all were requested, also omitted strategies with reasons."""
     if isinstance(asked, str):
         asked = None if asked == "all" else asked.split(",")
     if asked is not None:
@@ -244,7 +244,7 @@ def plan_for_module(strategy: Strategy, nproc: int, samples: int) -> Plan:
 
 
 def plan_like(plan: Plan) -> Plan:
-    """Return a run's plan without low precision and without what the trial lacks.
+    """Return a run's plan without low precision and without options that the trial lacks.
 
     Micro-batches have at most two samples, since a trial's global batch is small.
     """
@@ -370,13 +370,13 @@ class _Bench:
         return self._trial.samples // plan.data_parallel // plan.micro_batch
 
     def _cut_reference(self, way: _Cut) -> bool:
-        """Return whether this split has a reference: a module may refuse so few samples."""
+        """Return whether this split has a reference; some modules refuse so few samples."""
         if way not in self._courses and not self._reference(way).fine:
             self._courses[way] = Path()
         return self._courses[way] != Path()
 
     def _fails_cut(self, way: _Cut) -> bool:
-        """Return whether the plain module trains on the whole batch but fails on parts of it."""
+        """Return whether the plain module trains on the whole batch but fails on its parts."""
         return way[:2] != _WHOLE[:2] and not self._cut_reference(way)
 
     def _paths(self, names: Mapping[str, _Cut]) -> dict[str, Path]:
@@ -389,7 +389,7 @@ class _Bench:
         if refusal is not None:
             return make_verdict(plan, allowed, reason=refusal, refused=True)
         late = [(rank, end) for rank, end in enumerate(ends) if end.exit_code is None]
-        # A rank that lost its peer reports that; the rank that failed first gives the reason.
+        # A rank that lost its peer reports only that; the rank that failed first gives the reason.
         failed = [(rank, end) for rank, end in enumerate(ends) if not end.fine and end.exit_code]
         failed.sort(key=lambda one: _of_peers(one[1]))
         if failed:

@@ -40,7 +40,7 @@ from outpace.training.synthetic import Batch, shares
 
 # Makes an optimizer from parameter groups and a builder: a layout's `make_optimizer`.
 Place = Callable[[list[dict[str, Any]], Build], torch.optim.Optimizer]
-# States of AdamW, SGD and Adafactor. Kinds are in the order of a step, in which errors spread.
+# States of AdamW, SGD and Adafactor. Kinds are in the order of a step, in which errors propagate.
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer", "row_var", "col_var", "variance")
 KINDS = ("used parameter", "loss", "gradient", "norm", *MOMENTS, "parameter")
 
@@ -60,19 +60,19 @@ class Trial:
     clip: float = LIMIT  # 0: no clipping
     padded: bool = True
     seed: int = 0
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # of this rank
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))  # this rank's device
 
     @property
     def eps(self) -> float:
         """AdamW's ε, so large that its steps are well conditioned.
 
-        A difference Δ in a clipped gradient moves m̂/(√v̂ + ε) by at most 2Δ/ε: m̂ and √v̂ are
-        means of the gradients and move by at most Δ each. With ε = 2 · steps · lr · clip, the
-        parameters move by at most Δ/clip in all steps together. For a gradient that is truly zero,
-        Δ is at most clip times the tolerance of the largest gradient, and the largest parameters
-        are 1, so a gradient within its tolerance gives a parameter within its tolerance. With ε =
-        1e-8, rounding errors, amplified a million times, would move a key projection's bias, and a
-        wrong factor, which cancels in m̂/√v̂, would go unnoticed.
+        A difference Δ in a clipped gradient moves m̂/(√v̂ + ε) by at most 2Δ/ε, since m̂ and √v̂
+        are means of the gradients and move by at most Δ each. With ε = 2 · steps · lr · clip, the
+        parameters move by at most Δ/clip over all steps. For a gradient that is truly zero, Δ is at
+        most clip times the tolerance of the largest gradient, and the largest parameters are 1, so
+        a gradient within its tolerance gives a parameter within its tolerance. With ε = 1e-8,
+        rounding errors, amplified a million times, would move a key projection's bias, and a wrong
+        factor, which cancels in m̂/√v̂, would go unnoticed.
         """
         return 2 * self.steps * self.lr * LIMIT
 
@@ -91,8 +91,8 @@ class Trial:
         return made
 
     def objective(self, plan: Plan) -> LanguageModelObjective:
-        """Return the model with its loss, equal on every rank, before weights are converted to
-        fewer bits.
+        """Return the model with its loss, equal on every rank, before weights are stored in fewer
+        bits.
         """
         dtype = torch.float64 if plan.precision == "fp64" else torch.float32
         model = Transformer(self.spec, self.seed).to(self.device, dtype)
@@ -359,7 +359,7 @@ def _scales(
     """Return each tensor's scale, by which its difference is divided: see Tolerance."""
     if kind == "loss":  # no target may be missing
         return {"mean": float(known["mean"]), "tokens": 1.0}
-    # A largest value only makes sense for numbers: 4-bit weights are codes.
+    # A largest value is only meaningful for numbers: 4-bit weights are codes.
     sizes = {
         name: float(tensor.abs().max()) if tensor.is_floating_point() else 1.0
         for name, tensor in known.items()

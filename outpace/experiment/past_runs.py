@@ -1,4 +1,4 @@
-"""Runs in folders, complete or not: all that can be read without torch."""
+"""Runs in folders, complete or not; everything that can be read without torch."""
 
 import json
 import os
@@ -24,7 +24,7 @@ _TIMED = ("step_time_s", "tokens_per_s", "mfu")
 _DEFAULT = "default"  # origin of a setting that the user did not set
 # Bytes read from the end of a metrics file: about a hundred steps.
 _TAIL_BYTES = 1 << 16
-# Fields of a run's record for queries: values used, not those requested.
+# Fields of a run's record that can be queried; their values are those used, not those requested.
 _OF_RECORD = (
     "outpace", "commit", "identity", "parameters", "seq_len", "device", "threads", "train_data",
 )  # fmt: skip
@@ -93,7 +93,7 @@ def count_runs(folders: Iterable[Path]) -> int:
 
 
 def _places(folders: Iterable[Path]) -> Iterator[tuple[Path, OSError | None]]:
-    """Yield folders of runs, and folders that cannot be read. A run contains no other runs."""
+    """Yield folders of runs, and folders that cannot be read. Runs are not nested."""
     troubles: list[OSError] = []
     for folder in folders:
         for place, below, files in os.walk(folder, onerror=troubles.append):
@@ -256,7 +256,7 @@ def sizes(folder: Path) -> dict[str, int]:
 
 
 def _bytes(path: Path) -> int:
-    """Return the bytes of a file or folder, in which a running job may remove checkpoints."""
+    """Return the bytes of a file or folder from which a running job may remove checkpoints."""
     total = 0
     with suppress(OSError):
         for one in path.rglob("*") if path.is_dir() else (path,):

@@ -13,15 +13,15 @@ import psutil
 from outpace.launch.parent_watch import child_environment
 
 _STOP_S = 20.0  # time for a run to end when asked to
-_REST_S = 2.0  # time for its children to end after it
+_REST_S = 2.0  # time for its children to end afterwards
 
 
 class ProcessTree:
     """A running command and all its descendants."""
 
     def __init__(self, words: list[str], environment: Mapping[str, str]) -> None:
-        # A file, not a pipe: a full pipe blocks its writer, and a pipe held by a stuck process
-        # never ends.
+        # This is a file, since a full pipe blocks its writer, and a pipe held open by a stuck
+        # process never ends.
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 (closed by `end`)
         self._process = subprocess.Popen(
             words,
@@ -67,12 +67,13 @@ class ProcessTree:
     def end(self) -> str:
         """End the process, if it still runs, and all its descendants; return the output, once.
 
-        Processes are first asked to end, then killed, one by one: a launcher's workers have their
-        own sessions, so a signal to the process group would not reach them.
+        Processes are first asked to end and then killed, one by one: a launcher's workers have
+        their own sessions, so a signal to the process group would not reach them.
         """
         started: set[psutil.Process] = set()
         try:
-            # Before anything ends: children of an ended process cannot be found.
+            # Find them before anything ends, since the children of an ended process cannot be
+            # found.
             started = self._descendants()
             if self.exit_code is None:
                 self.unpause()  # a suspended process does not handle signals

@@ -21,8 +21,8 @@ from outpace.training.run_dir import METRICS_FILE, RUN_FILE
 
 _MILLION = 1e6
 # Allowed relative difference of two losses at the same step and samples: rounding differences of
-# reordered sums grow with the steps. A wrong gradient shows at once, and `outpace verify` can prove
-# that there is none.
+# reordered sums grow with the steps. A wrong gradient shows immediately, and `outpace verify` can
+# prove that there is none.
 _AGREE: Mapping[str, float] = {"fp32": 0.01, "fp64": 0.01}
 _AGREE_LOW = 0.05
 _RATES = ("step_time_s", "tokens_per_s", "samples_per_s", "model_flops_per_s", "mfu")
@@ -65,7 +65,8 @@ def results(
 def _finished_result(run: Path) -> Measurement | None:
     """Return a run's result; None if the folder holds no run, or one that has not finished.
 
-    Times and rates are those of `timed_steps_of`, even if only warm-up follows the last resume.
+    Times and rates are those of `timed_steps_of`, even if only warm-up steps follow the last
+    resume.
     """
     path = run / RUN_FILE
     if not path.is_file() or (result := result_of(run, record := RunRecord.load(path))) is None:
@@ -203,7 +204,7 @@ def curves(experiment: Experiment, folder: Path, outcomes: Sequence[Outcome]) ->
 
 
 def losses_in_words(found: Mapping[str, Curve]) -> str | None:
-    """Describe whether losses agree with the first arm's as they must, or differ as they may."""
+    """Describe whether losses agree with the first arm's as required, or differ as permitted."""
     if len(found) < 2:
         return None
     first, *others = found
@@ -228,7 +229,7 @@ def losses_in_words(found: Mapping[str, Curve]) -> str | None:
 
 
 def _judge_equal_losses(first: str, apart: Mapping[str, float], precision: str) -> str:
-    """Judge the losses of arms that must compute the same numbers as the first."""
+    """Judge the losses of arms that must compute the same numbers as the first one."""
     worst = max(apart, key=lambda name: apart[name])
     allowed = _AGREE.get(precision, _AGREE_LOW)
     if apart[worst] <= allowed:

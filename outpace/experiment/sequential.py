@@ -26,7 +26,7 @@ def interval(values: Sequence[float], alpha: float) -> tuple[float, float]:
     It is infinite if there are too few values.
     """
     ordered, count = sorted(values), len(values)
-    outside = 0  # rounds beyond either end, which excludes the median from there
+    outside = 0  # number of rounds beyond either end, which excludes the median from there
     while outside < count / 2 and log_evidence(count, outside) >= -math.log(alpha):
         outside += 1
     if outside == 0:

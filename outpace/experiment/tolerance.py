@@ -13,8 +13,8 @@ from outpace.records.precisions import MASTERS, SHARD_DTYPES
 
 # Unit roundoffs: half the distance from 1 to the next number (IEEE 754; bf16 has 8 bits).
 ROUNDOFF = {"fp32": 2.0**-24, "bf16": 2.0**-8}
-# Successive results in a block, each rounded: norm, q·k·v, rotation, scores, softmax, mix, output,
-# sum; norm, up, activation, gating, down, sum.
+# Consecutive results in a block, each of which is rounded: norm, q·k·v, rotation, scores, softmax,
+# mix, output, sum; norm, up, activation, gating, down, sum.
 _ROUNDINGS_PER_BLOCK = 14
 _BACKWARD = 2  # two matmuls per matmul of the forward
 _COMPARED_KINDS = 5  # used parameter, gradient, two moments, parameter
@@ -27,11 +27,11 @@ class Tolerance:
     """Tolerance of a tensor: `relative` times its scale, which is usually its largest value.
 
     The scale is at least `floor` times the largest scale of its kind. A parameter's scale is its
-    largest change since the first step, or `held` times its largest value; for a parameter as a
-    forward uses it, `used` times. A parameter that ranks gather in fewer bits is rounded once more
-    than the reference's. For that, each value may differ by another `gathered` times its size
-    (|fl(x) − x| ≤ u·|fl(x)|: Higham, "Accuracy and Stability of Numerical Algorithms", 2002,
-    theorem 2.3).
+    largest change since the first step, or `held` times its largest value; for a parameter as used
+    by a forward, it is `used` times its largest value. A parameter that ranks gather in fewer bits
+    is rounded once more than the reference's. To allow for that, each value may differ by another
+    `gathered` times its size (|fl(x) − x| ≤ u·|fl(x)|: Higham, "Accuracy and Stability of Numerical
+    Algorithms", 2002, theorem 2.3).
     """
 
     relative: float
@@ -62,7 +62,7 @@ def tolerance_of(plan: Plan, spec: ModelSpec, *, tokens: int, steps: int) -> Tol
     if precision == "fp32":
         return Tolerance(fp32, floor=1 / spread)
     # Matmuls are summed in fp32 and rounded once. Parameters are fp32, or rounded from fp32 for
-    # use: on two sides of a rounding boundary they differ by one last bit.
+    # use: two values on different sides of a rounding boundary differ in the last bit.
     low = sigmas * spread * ROUNDOFF["bf16"]
     held = fp32 / low
     used = 2 * ROUNDOFF["bf16"] / low if precision in MASTERS else held

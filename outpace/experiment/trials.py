@@ -20,11 +20,11 @@ from outpace.records.plan import Plan
 from outpace.records.tuning import PlanTrial
 
 _STEPS_S = 10.0  # predicted duration of a trial; disturbances last a few seconds
-_FEWEST, _MOST = 8, 60  # steps after warm-up
-_START_S = 300.0  # allowed to start and end
+_FEWEST, _MOST = 8, 60  # limits on the number of steps after warm-up
+_START_S = 300.0  # allowed time to start and end
 _PATIENCE = 20  # multiple of the predicted duration that is allowed
 TURN_S, _TURNS = 2.0, 6  # length of a turn when several plans take turns, and number of turns
-_OF_DEVICE = 0.8  # share of its memory for all plans that take turns, each with a context
+_OF_DEVICE = 0.8  # share of device memory for all plans that take turns, each with a context
 _PLAN_FILE = "plan.json"
 
 
@@ -111,7 +111,7 @@ class Trials:
 def fit_together(
     plans: Sequence[Plan], trials: Sequence[PlanTrial], host_bytes: int | None, machine: Machine
 ) -> bool:
-    """Return whether all these plans' ranks fit in memory at once, by the peaks of their trials.
+    """Return whether all these plans' ranks fit in memory together, by the peaks of their trials.
 
     `host_bytes`: memory for ranks on the CPU; None if each rank has a GPU.
     """

@@ -1,4 +1,4 @@
-"""Tuning: the planner proposes plans, short runs time them, and each improves predictions."""
+"""Tuning: the planner proposes plans, short runs time them, and each run improves predictions."""
 
 import math
 import time
@@ -14,9 +14,9 @@ from outpace.records.tuning import PlanTrial
 from outpace.records.units import show_seconds
 
 _CLOSE = 0.1  # plans within this fraction of the fastest take turns at the end
-_RACE = 3  # at most this many of them, plus the default
+_RACE = 3  # maximum number of these plans, apart from the default
 _FEWEST_RACE = 2
-_OF_TRIALS = 0.4  # largest share of the time for that
+_OF_TRIALS = 0.4  # largest share of the time for these plans
 _SURE = 1.645  # standard deviations to either end of a 90 % interval
 _NORMAL = NormalDist()
 DEFAULT_WHY = "what outpace train does by default"
@@ -24,7 +24,7 @@ DEFAULT_WHY = "what outpace train does by default"
 
 @dataclass(frozen=True)
 class Limits:
-    """Most trials, seconds after which none starts, and the smallest gain worth a trial."""
+    """Maximum number of trials, seconds after which none starts, smallest gain worth a trial."""
 
     trials: int = 8
     budget_s: float = 600.0
@@ -97,7 +97,7 @@ def tune(
 
 
 def _next(planner: StepPredictor, trials: Sequence[PlanTrial], within: float) -> NextTrial | None:
-    """Return the next trial; None if none is worthwhile."""
+    """Return the next trial; None if no trial is worthwhile."""
     if not trials:
         return _choose(planner, DEFAULT_WHY, planner.proposal(planner.default))
     one = _best_untried(planner, trials, within)
@@ -155,7 +155,7 @@ def _expected_gain(one: TuningProposal, best_s: float) -> float:
     In logarithms of time, this is the "expected improvement" of Jones, Schonlau & Welch, "Efficient
     Global Optimization of Expensive Black-Box Functions" (1998), equation 15.
     """
-    if best_s == math.inf:  # anything that runs is a gain: prefer the fastest
+    if best_s == math.inf:  # anything that runs is a gain, so prefer the fastest
         return -math.log(one.step_time_s)
     ahead = math.log(best_s / one.step_time_s)
     if one.spread == 0:
@@ -183,8 +183,8 @@ def _finished_finals(trials: Sequence[PlanTrial]) -> list[PlanTrial]:
 def summarise(trials: Sequence[PlanTrial]) -> dict[str, Any]:
     """Summarise trials in the fields of `Tuning`: the fastest, the default, the gain.
 
-    The fastest is chosen among the trials that took turns at the end, which saw the same machine
-    load, or among all if there are none.
+    The fastest is chosen among the trials that took turns at the end, which ran under the same
+    machine load, or among all trials if none took turns.
     """
     finals = _finished_finals(trials)
     times = step_times_s(finals or trials)

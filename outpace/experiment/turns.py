@@ -1,7 +1,7 @@
-"""Training runs that take turns, so that changes of the machine affect all of them equally.
+"""Training runs that take turns, so that changes in the machine affect all of them equally.
 
-Each is suspended and continued by signals (SIGSTOP, SIGCONT), which it does not notice. A step in
-which it was suspended does not count. All runs are in memory at the same time.
+Each run is suspended and continued by signals (SIGSTOP, SIGCONT), which it does not notice. A step
+in which it was suspended does not count. All runs are in memory at the same time.
 """
 
 import subprocess
@@ -21,8 +21,8 @@ from outpace.training.run_dir import METRICS_FILE
 
 _LOOK_S = 0.02
 _WAIT_S = 3600.0  # how long a collective may wait during other runs' turns
-# If this process is killed, its suspended child would stay forever. This guard ends it, since it
-# reads until our end of the pipe is closed.
+# If this process is killed, its suspended child would stay forever. This guard reads until our end
+# of the pipe is closed, and then ends the child.
 _GUARD = """
 import psutil, sys
 started = [psutil.Process(int(pid)) for pid in sys.argv[1:] if psutil.pid_exists(int(pid))]
@@ -48,7 +48,7 @@ class TurnTraining:
     run: Path
     config: Path
     turn_steps: int  # counted steps per turn
-    behind: int = 0  # steps until a step is logged: a GPU lags behind its host
+    behind: int = 0  # number of steps until a step is logged, since a GPU lags behind its host
 
     @property
     def skipped_steps(self) -> int:
@@ -56,7 +56,7 @@ class TurnTraining:
         return 1 + self.behind
 
     def steps(self, turns: int) -> int:
-        """Return the number of steps to run, with a spare one per turn, as turns may end late."""
+        """Return the number of steps to run, with one to spare per turn, as turns may end late."""
         return WARMUP_STEPS + turns * (self.turn_steps + self.skipped_steps + 1)
 
 
@@ -129,7 +129,7 @@ class _Process:
         return path.read_bytes().count(b"\n") if path.is_file() else 0
 
     def finish(self, limit_s: float, until_s: float) -> TurnResult:
-        """Return the run's result; stop the run if it does not exit on its own."""
+        """Return the run's result; stop the run if it does not exit by itself."""
         code, run = self.running.wait(until_s), self.training.run
         found = outcome(run, code, self.running.end(), limit_s)
         took_s = [float(step["step_time_s"]) for step in steps_of(run)]

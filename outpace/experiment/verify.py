@@ -31,8 +31,8 @@ from outpace.training.collective_counter import CollectiveCounter
 def tiny_spec(plans: Iterable[Plan]) -> ModelSpec:
     """Return a spec with features that often fail: tied weights, grouped queries, uneven stages.
 
-    It is as small as the plans allow, with one layer more than stages, so that stages are unequal,
-    and enough key heads for tensor parallelism to split.
+    It is as small as the plans allow: it has one layer more than there are stages, so that stages
+    are unequal, and enough key heads for tensor parallelism to split.
     """
     plans = list(plans)
     kv_heads = max([2, *(plan.tp for plan in plans)])
@@ -88,7 +88,7 @@ def plan_of_run(plan: Plan, precision: Precision) -> Plan:
 def plans_for(strategy: Strategy, world_size: int, precision: Precision = "fp64") -> Iterator[Plan]:
     """Yield all plans for a strategy's name on `world_size` ranks.
 
-    For parameter servers, this includes those with and without the optimizer, and workers with two
+    For parameter servers, this includes plans with and without the optimizer, and workers with two
     devices; for 3d, each choice of axes with two ranks per axis.
     """
     if strategy == "3d" and world_size & (world_size - 1) == 0:

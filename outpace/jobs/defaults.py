@@ -42,7 +42,7 @@ RANDOM_LR = 1e-3
 STORED_LR = 5e-5  # as in transformers.Trainer
 LORA_LR = 2e-4  # Dettmers et al., arXiv 2305.14314, table 9: 7B and 13B
 
-_MANY_PASSES = 10  # over the data in one step
+_MANY_PASSES = 10  # how often a step may read the data without a note
 
 
 def resolve_device(settings: TrainSettings, ranks: Ranks) -> torch.device:
@@ -148,7 +148,7 @@ def resolve_plan(
             "compile": bool(settings.compile),
             "optimizer": settings.optimizer or default_optimizer(precision),
             "pp_schedule": _axis_schedule(settings),
-            "powersgd_start": None,  # known once the run's length is known
+            "powersgd_start": None,  # set once the run's length is known
         },
         "plan",
     )
@@ -165,7 +165,7 @@ def resolve_plan(
 
 
 def _compile_by_default(plan: Plan) -> Plan:
-    """Return the plan with default compilation; unchanged if something rules it out."""
+    """Return the plan with compilation if its strategy compiles by default and supports it here."""
     known = COMPILED.get(plan.strategy)
     if known is None or not known.by_default:
         return plan
@@ -219,7 +219,7 @@ def _shared_settings(settings: TrainSettings) -> dict[str, Any]:
 def keeps_masters(settings: TrainSettings) -> bool:
     """Return whether a run may use 16-bit weights over master weights by default.
 
-    A custom model may expect fp32 weights, and offloading does not support master weights.
+    A custom model may rely on fp32 weights, and offloading does not support master weights.
     """
     elsewhere = set(resolve_offload(settings).values()) != {"none"}
     return not elsewhere and not names_code(settings.model)
@@ -322,7 +322,7 @@ def _fewer_processes(settings: TrainSettings, sizes: Mapping[str, int]) -> str:
 
 
 def note_passes(global_batch: int, samples: int) -> str | None:
-    """Describe how often a step reads the data; None if that is less than ten times."""
+    """Describe how often a step reads the data; None if it does so less than ten times."""
     passes = global_batch / max(samples, 1)
     if passes < _MANY_PASSES:
         return None

@@ -58,7 +58,7 @@ from outpace.training.run_dir import RUN_FILE
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling settings: `temperature` 0 takes the most likely token; `top_k` None allows any."""
+    """Sampling settings: `temperature` 0 selects the most likely token; `top_k` None allows any."""
 
     max_new_tokens: int
     temperature: float
@@ -126,7 +126,7 @@ class Writer:
         return found
 
     def _is_cut(self, ids: Sequence[int]) -> bool:
-        """Return whether generation stopped at the limit rather than by itself."""
+        """Return whether the token limit, rather than the model, ended generation."""
         return len(ids) == self._sampling.max_new_tokens
 
     def _write(
@@ -211,9 +211,9 @@ def evaluate(
     """Measure loss, perplexity and tokens/s of a run, a Hugging Face folder or an adapter.
 
     Defaults: `data` is the run's held-out data; `batches` cover all of it; `task` is the run's, or
-    chat if the data are conversations; `seq_len` is the run's, or without a run the default of
-    outpace train. `on_hint` is called with notes on how model and data were read. Raises
-    BadInputError if they cannot be.
+    chat if the data are conversations; `seq_len` is the run's, or that of outpace train if there is
+    no run. `on_hint` is called with notes on how model and data were read. Raises BadInputError if
+    they cannot be.
     """
     opened = open_model(str(run))
     if opened.build is None and opened.weights is None:
@@ -275,7 +275,7 @@ def evaluate(
 
 
 def _tell_length(run: Path, default: int | None, on_hint: Callable[[str], None]) -> None:
-    """Report the `default` length of samples, if neither run nor user set one (None if so)."""
+    """Report the `default` length of samples if neither the run nor the user set one."""
     if default is not None:
         on_hint(
             f"{run} is not a run of outpace, so samples have at most {default} tokens. To compare "

@@ -47,7 +47,7 @@ class ExitDeadline:
         self._left.set()
 
     def start(self, message: str, exit_code: int, grace_s: float) -> None:
-        """End the process after `grace_s` seconds, unless it leaves this context before."""
+        """End the process after `grace_s` seconds, unless it leaves this context before that."""
 
         def wait() -> None:
             if not self._left.wait(grace_s):

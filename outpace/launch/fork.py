@@ -52,7 +52,7 @@ def name_rank(rank: int) -> None:
 def fork_ranks(begin: Begin) -> Iterator[None]:
     """Make torch's launcher fork each rank, which runs `begin`, instead of starting a command.
 
-    This also applies to restarted ranks. torch has no public API for it.
+    This also applies to restarted ranks. torch has no public API for this.
     """
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
@@ -78,9 +78,9 @@ class Fork:
     def __init__(self, begin: Begin, environ: Mapping[str, str]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
-        gc.freeze()  # a collection would write to shared pages and free what the fork must not free
+        gc.freeze()  # a collection would write to shared pages
         self.returncode: int | None = None
-        # Until here, a signal would run the launcher's handlers.
+        # Until this point, a signal would run the launcher's handlers.
         with defer_signals() as held:
             # torch's store has a waiting thread, about which Python warns
             with warnings.catch_warnings():
@@ -135,7 +135,7 @@ def _forget_handlers() -> None:
 
 
 def _close_sockets() -> None:
-    """Close the launcher's sockets, so that peers waiting for them to close do not wait for us."""
+    """Close the launcher's sockets, so that peers that wait for this do not wait for the fork."""
     for path in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
             if stat.S_ISSOCK(path.stat().st_mode) and int(path.name) > sys.stderr.fileno():

@@ -1,7 +1,7 @@
 """Runs a function in a group of forked processes, with a time limit.
 
-For functions that may hang or crash: the caller learns how each rank ended, and no process is left
-behind.
+This is for functions that may hang or crash: the caller learns how each rank ended, and no process
+is left behind.
 """
 
 import gc
@@ -30,7 +30,7 @@ from outpace.records.errors import OutpaceError
 from outpace.records.ranks import Ranks
 
 _LOOK_AGAIN_S = 0.01
-_GRACE_S = 5.0  # for other ranks after one has failed
+_GRACE_S = 5.0  # for other ranks to end after one has failed
 _UNFINISHED = 3
 
 
@@ -54,14 +54,14 @@ class RankEnd:
 
 
 class ForkedRank:
-    """A forked rank's position among the ranks, and its way to report progress."""
+    """A forked rank's position among the ranks, and its means of reporting progress."""
 
     def __init__(self, ranks: Ranks, folder: Path) -> None:
         self.ranks = ranks
         self._at = folder / f"rank-{ranks.rank}.at"
 
     def note_phase(self, what: str) -> None:
-        """Report the next phase; it is named in the result if it does not end."""
+        """Report the next phase; the result names it if the rank does not complete it."""
         self._at.write_text(what, encoding="utf-8")
 
 
@@ -75,7 +75,7 @@ def run_forked(
     """
     folder.mkdir(parents=True, exist_ok=True)
     for left in (folder / "store", *folder.glob("rank-*.*")):
-        # files of an earlier job, which this one's ranks would take for their own
+        # files of an earlier job, which this job's ranks would mistake for their own
         left.unlink(missing_ok=True)
     until_s, frozen = time.monotonic() + limit_s, gc.get_freeze_count()
     forks = [
@@ -101,7 +101,7 @@ def run_forked(
 
 
 def _poll(fork: Fork) -> int | None:
-    """Poll like `Fork.poll`; once the rank has ended, kill everything that it started.
+    """Poll as `Fork.poll` does; once the rank has ended, kill everything that it started.
 
     Kill its process group before reaping the rank, since the ID may be reused afterwards.
     """
@@ -179,7 +179,7 @@ def _find_cause(error: BaseException) -> BaseException:
 
 
 def _describe_error(error: BaseException) -> str:
-    """Return an error's type and first line, with those that it announces with a colon."""
+    """Return an error's type and first line, with the lines that follow if it ends in a colon."""
     said: list[str] = []
     for line in str(error).strip().splitlines():
         said.append(line.strip())

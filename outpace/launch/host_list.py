@@ -9,7 +9,7 @@ from outpace.records.errors import BadInputError
 # Parts of a name: text, and numbers in brackets.
 _PART = re.compile(r"([^,\[\]\s]+)|\[([^\[\]]*)\]")
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-# On machines whose hosts form a grid: from one corner of a box to the opposite one.
+# On machines whose hosts form a grid, this is a range from one corner of a box to the opposite one.
 _BOX = re.compile(r"([0-9A-Z]+)x([0-9A-Z]+)")
 _MOST_HOSTS = 1 << 20
 
@@ -17,7 +17,7 @@ _MOST_HOSTS = 1 << 20
 def expand(text: str) -> Iterator[str]:
     """Yield the hosts of a list, in order. Raises BadInputError for a malformed one.
 
-    The result is the same as from `scontrol show hostnames`, except that some lists which SLURM
+    The result is the same as from `scontrol show hostnames`, except that some lists that SLURM
     allows are refused (text after the last brackets, and some boxes). The last brackets vary
     fastest, and numbers have as many digits as the first number of their range.
     """

@@ -17,7 +17,7 @@ _NODE = "node"  # name of the training job and its container in Kubeflow's runti
 _MANAGER = "outpace/launch"
 _BACKOFF = 6  # restarts of all pods before the job fails
 _SAVE_S = 120  # seconds from SIGTERM to SIGKILL
-_APART_S = 900  # time for one node to pull images while another already has them
+_APART_S = 900  # time for one node to pull images when another node already has them
 _STARTED = (f"--shutdown-timeout={_SAVE_S}", "-m", "outpace")
 _DISTURBED = {"type": "DisruptionTarget", "status": "True"}
 

@@ -35,7 +35,7 @@ def ranks_from(environ: Mapping[str, str]) -> Ranks | None:
 
 
 def _require_alone(environ: Mapping[str, str]) -> None:
-    """Raise BadInputError if this is one of several processes but nothing tells how many."""
+    """Raise BadInputError if this is one of several processes but nothing shows how many."""
     for name in RANK_ALONE:
         if environ.get(name, "0") != "0":
             raise BadInputError(

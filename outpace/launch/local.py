@@ -1,9 +1,9 @@
 """Launch of one process per rank on this host, with torch's elastic launcher.
 
 A signal to the launcher is passed on to each worker once; workers may then take as long as they
-need to finish the step and save. A second signal kills them at once. (Elastic's own handler would
-kill them after a grace period.) Elastic gives every worker its own session, so Ctrl-C in a terminal
-reaches only the launcher: one key press is one signal for every worker.
+need to finish the step and save. A second signal kills them immediately. (Elastic's own handler
+would kill them after a grace period.) Elastic gives every worker its own session, so Ctrl-C in a
+terminal reaches only the launcher: one key press is one signal for every worker.
 """
 
 import json
@@ -46,9 +46,9 @@ if TYPE_CHECKING:  # imports torch
 # Grace period for the remaining ranks after one has failed: they have nothing to save.
 _SHUTDOWN_S = 10
 RUN_ID_PREFIX = "outpace-"
-# starts every line of a rank's output if there are several hosts; then "3] "
+# starts every line of a rank's output if there are several hosts, followed by, for example, "3] "
 RANK_PREFIX = "[rank "
-# A single Ctrl-C can arrive twice: from the terminal, and passed on by a parent process.
+# A single Ctrl-C can arrive twice: from the terminal, and from a parent process that passes it on.
 SAME_SIGNAL_S = 0.5
 
 
@@ -116,7 +116,7 @@ def start(
     If `begin` is given, it runs in forks of this process instead.
 
     Each process gets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT in
-    its environment. Return when every rank has exited with 0. Raises WorkerError with the message
+    its environment. Returns when every rank has exited with 0. Raises WorkerError with the message
     and exit code of the rank that failed first. Other children of this process are not affected.
     `told` is called as soon as the first stop signal arrives.
     """
@@ -192,7 +192,7 @@ def _shut_down_in_time() -> Iterator[None]:
 
 
 def _by_themselves(failures: "Mapping[int, ProcessFailure]") -> dict[int, int]:
-    """Return exit codes, without ranks that elastic killed because they ignored SIGTERM."""
+    """Return exit codes, except those of ranks that elastic killed because they ignored SIGTERM."""
     late_s = min(failure.timestamp for failure in failures.values()) + _SHUTDOWN_S
     return {
         rank: failure.exitcode
@@ -323,8 +323,9 @@ def conclude(ended: RanksEnd) -> None:
     failures, reports, signals = ended.failures, ended.reports, ended.signals
     if len(signals) > 1:
         raise WorkerError(f"stopped at once by a second {_name(signals[1])}", 128 + signals[1])
-    # A crash makes its neighbours fail, too (their connections break), and elastic ends the rest
-    # with SIGTERM. So ranks killed by other signals come first, then those with reports.
+    # A crash makes the ranks that communicate with it fail, too, since their connections break, and
+    # elastic ends the rest with SIGTERM. So ranks killed by other signals come first, then those
+    # with reports.
     killed = {
         rank: -code for rank, code in failures.items() if code < 0 and code != -signal.SIGTERM
     }
@@ -349,7 +350,7 @@ def conclude(ended: RanksEnd) -> None:
 
 
 def _report_order(report: RankReport) -> tuple[bool, float]:
-    """Return a sort key of reports: a crash may follow a refusal, but never causes one."""
+    """Return a sort key for reports: a crash may follow a refusal, but never causes one."""
     return report.exit_code in (1, EXIT_INTERRUPTED), report.time_s
 
 

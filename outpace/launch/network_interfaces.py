@@ -21,7 +21,7 @@ _TAKE_A_NAME = {"GLOO_SOCKET_IFNAME": "", "NCCL_SOCKET_IFNAME": "="}
 
 
 def variables_for(address: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return variables, unless set already, that make gloo and NCCL use an address's interface."""
+    """Return variables, if not set yet, that make gloo and NCCL use an address's interface."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == address for one in addresses):
             return {k: f"{sign}{name}" for k, sign in _TAKE_A_NAME.items() if k not in environ}
@@ -83,7 +83,7 @@ def listen(host: str, port: int, apart: bool) -> socket.socket | None:
     places = sorted({(entry[0], entry[4]) for entry in found}, key=lambda place: -place[0])
     if apart and (len(places) > 1 or ipaddress.ip_address(str(places[0][1][0])).is_loopback):
         return None
-    # torch's clients try IPv6 first, and use IPv4 only without such an address.
+    # torch's clients try IPv6 first, and use IPv4 only if there is no IPv6 address.
     for family, place in places:
         try:
             return _bind(family, place)

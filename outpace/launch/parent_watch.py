@@ -1,8 +1,8 @@
-"""Exit of a process when the process that started it ends, for any reason.
+"""Exit of a process when its parent process ends, for any reason.
 
 After `kill -9` of a launcher, its ranks get no notice. The kernel can signal them
-(PR_SET_PDEATHSIG), but only on Linux, and already when the thread that started the process ends. A
-change of the parent's process ID is visible on every system.
+(PR_SET_PDEATHSIG), but only on Linux, and it does so even when only the thread that started the
+process ends. A change of the parent's process ID is visible on every system.
 """
 
 import os
@@ -17,7 +17,7 @@ from contextlib import suppress
 PARENT = "OUTPACE_PARENT_PID"
 
 _LOOK_S = 0.5
-# Time for ranks to finish the step and save; some have lost the launcher's store.
+# Time for ranks to finish the step and save; some of them have lost the launcher's store.
 _SAVE_S = 60.0
 
 
@@ -29,7 +29,8 @@ def child_environment() -> dict[str, str]:
 def end_with_parent(environ: Mapping[str, str]) -> None:
     """End this process when its parent ends, if that is outpace or torch's elastic launcher.
 
-    First as on SIGTERM, so that the run is saved; SIGKILL follows if that takes too long.
+    The process first receives SIGTERM, so that the run is saved; SIGKILL follows if that takes too
+    long.
     """
     parent = os.getppid()
     of_launcher = "TORCHELASTIC_RUN_ID" in environ and "RANK" in environ

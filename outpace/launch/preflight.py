@@ -87,7 +87,7 @@ def _token(out: Path) -> Iterator[Path]:
     A run may start in an empty folder while unreachable hosts are queried; it ignores this file.
     """
     places = (out.absolute(), *out.absolute().parents)
-    try:  # even a lookup may fail: the disk may be gone
+    try:  # even a lookup may fail, since the disk may be gone
         token = next(one for one in places if one.exists()) / f"{TOKEN_PREFIX}{uuid.uuid4().hex}"
         token.write_text("seen?")
     except OSError as error:
@@ -153,7 +153,7 @@ def remote(host: Host, folder: Path, what: str) -> list[str]:
     words = [*PYTHON, "-m", "outpace.launch.ssh_agent", what]
     if host.name in ("localhost", "127.0.0.1", socket.gethostname()):
         return words
-    found = os.environ.get("PYTHONPATH")  # where outpace may be installed, on that host, too
+    found = os.environ.get("PYTHONPATH")  # outpace may be installed there, on that host too
     if found:
         words = ["env", f"PYTHONPATH={found}", *words]
     return [*_SSH, host.name, f"cd {shlex.quote(str(folder))} && exec {shlex.join(words)}"]

@@ -37,7 +37,7 @@ def store_on(bound: socket.socket, host: str, timeout: timedelta) -> TCPStore:
 
 
 class StaticRendezvousHandler(RendezvousHandler):
-    """Rendezvous of a fixed number of hosts with known positions, which all join at the start.
+    """Rendezvous of a fixed number of hosts with known positions, all of which join at the start.
 
     The store is on the first host, and ranks use the same one.
     """
@@ -118,7 +118,7 @@ class StaticRendezvousHandler(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Do nothing: the store ends with its last user."""
+        """Do nothing, since the store ends with its last user."""
         self._store = None
         return True
 

@@ -40,6 +40,6 @@ class Restarts:
 
 
 def _in_a_line(error: WorkerError) -> str:
-    """Return the message in one line: a traceback becomes its origin and its last line."""
+    """Return the message in one line: for a traceback, its origin and its last line."""
     lines = [line for line in str(error).splitlines() if line.strip()]
     return (lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1].strip()}").rstrip(".")

@@ -7,7 +7,7 @@ from typing import Literal
 
 from outpace.records.cluster_job import ClusterJob
 
-# Seconds after which the remaining ranks count as hung. (Some may still be saving.)
+# Seconds after which the remaining ranks count as hanging. (Some may still be saving.)
 _WAIT_S = 600
 
 
@@ -56,9 +56,9 @@ def _note_newest(job: ClusterJob) -> Iterator[str]:
 
 
 def _put_back(job: ClusterJob) -> Iterator[str]:
-    """Yield lines that requeue the job unless it twice saved nothing within its time limit.
+    """Yield lines that requeue the job, unless it has twice saved nothing within its time limit.
 
-    The first time may have gone into tokenizing data, which are cached now.
+    In the first attempt, the time may have been spent tokenizing data, which are cached now.
     """
     if job.out is None:
         yield '[ -z "$stopping" ] || [ "$code" = 0 ] || scontrol requeue "$SLURM_JOB_ID"'

@@ -40,7 +40,7 @@ _OWN = ("CUDA_VISIBLE_DEVICES", "CUDA_HOME", "CUDA_PATH", "LD_PRELOAD",
         "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")  # fmt: skip
 # Seconds for other hosts to notice that the first one has failed.
 _LEFT_S = 30.0
-_LOOK_OUT_S = 30.0  # between checks of unreachable hosts
+_LOOK_OUT_S = 30.0  # time between checks of unreachable hosts
 _ASK_AGAIN_S, _PATIENCE_S = 10.0, 600.0  # if too few hosts are left
 
 
@@ -287,7 +287,7 @@ class _Part:
 
     def send_line(self, line: str) -> None:
         assert self.process.stdin is not None
-        with suppress(OSError, ValueError):  # it has ended
+        with suppress(OSError, ValueError):  # the agent has ended
             self.process.stdin.write(line + "\n")
             self.process.stdin.flush()
 
@@ -311,7 +311,7 @@ class _Part:
             if line.startswith(MARK):
                 self.ended = preflight.read_marked(line)
             elif line != "\n":
-                with suppress(OSError, ValueError):  # nobody reads it, or the disk is full
+                with suppress(OSError, ValueError):  # nobody reads the output, or the disk is full
                     self._pass_on(line, shown)
 
     def _pass_on(self, line: str, shown: IO[str]) -> None:
@@ -356,7 +356,7 @@ def _wait(parts: Sequence[_Part]) -> None:
 
 
 def _end(parts: Sequence[_Part]) -> None:
-    """End all parts at once by a second signal, after which they do not finish their step."""
+    """End all parts immediately by a second signal, after which they do not finish their step."""
     for part in parts:
         part.send_line(signal.SIGTERM.name)
     time.sleep(2 * SAME_SIGNAL_S)

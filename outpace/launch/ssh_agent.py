@@ -5,7 +5,7 @@
 
 While ranks run, each further line of input names a signal to pass on to them, or is empty, as a
 heartbeat. If the input ends, or nothing arrives for SILENCE_S, the ranks are asked to end as if by
-SIGTERM. The last line of output, after MARK, says how the ranks ended.
+SIGTERM. The last line of output, after MARK, describes how the ranks ended.
 """
 
 import json
@@ -98,7 +98,7 @@ def run(work: HostCommand) -> NoReturn:
 
 
 def _finish(said: dict[str, Any]) -> NoReturn:
-    """Report how the ranks ended, and exit at once, since a thread is still reading."""
+    """Report how the ranks ended, and exit immediately, since a thread is still reading."""
     sys.stdout.flush()
     print("\n" + MARK + json.dumps(said), flush=True)  # a dead rank may have left half a line
     sys.stderr.flush()
@@ -119,7 +119,7 @@ def _listen() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(_GRACE_S)
         os.kill(os.getpid(), signal.SIGTERM)
-    # The second signal ends ranks at once, but torch's agent may wait for an unreachable host.
+    # The second signal ends ranks immediately, but torch's agent may wait for an unreachable host.
     time.sleep(_AT_ONCE_S)
     for rank in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):

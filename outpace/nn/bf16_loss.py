@@ -17,8 +17,9 @@ from torch import Tensor
 from outpace.nn.operators import operator
 
 IGNORED = -100
-BLOCK_BYTES = 2 << 20  # of fp32 rows per block, which stay in cache from the first pass to the last
-# Rows of the head per matmul: faster than all at once, and their bf16 copy stays in cache.
+BLOCK_BYTES = 2 << 20  # bytes of fp32 rows per block, which stay in cache from first to last pass
+# Rows of the head per matmul: this is faster than one large matmul, and their bf16 copy stays in
+# cache.
 HEAD_ROWS = 2048
 
 
@@ -90,7 +91,7 @@ def _low_loss_backward(
     bias: Tensor | None,
     trains: bool,
 ) -> list[Tensor]:
-    """Compute gradients of `hidden`, `weight` (if it `trains`) and `bias`, in their dtypes.
+    """Compute the gradients of `hidden`, `weight` (if `trains`) and `bias`, in their dtypes.
 
     `loss_grad` scales the matmuls while they are in fp32. Each block of the head contributes to
     `hidden`'s gradient; the contributions are rounded to bf16 and summed in fp32.

@@ -46,8 +46,8 @@ def joined_weight(layers: Sequence[nn.Linear]) -> Tensor:
 def joined_matmul(x: Tensor, layers: Sequence[nn.Linear]) -> Tensor:
     """Return the concatenated outputs of several linear layers for `x`, by one matmul.
 
-    Joining the weights copies far less memory than it saves, since `x` and its gradient are read
-    and written only once.
+    Joining copies the weights, but `x` and its gradient, which are far larger, are then read and
+    written only once.
     """
     biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
     bias = torch.cat(biases) if len(biases) > 1 else biases[0] if biases else None
@@ -58,7 +58,7 @@ def joined_linear(x: Tensor, layers: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
     """Apply several linear layers to `x` by one matmul; return the output of each.
 
     The backward joins the weights again instead of keeping them. Otherwise, the joined weights of
-    all layers would be in memory at once, and unsharded even if the weights are sharded.
+    all layers would be in memory at the same time, and unsharded even if the weights are sharded.
     """
     if torch.compiler.is_compiling() or not (x.requires_grad and torch.is_grad_enabled()):
         return split_matmul(joined_matmul(x, layers), layers)

@@ -30,7 +30,7 @@ _TP_PLAN: Mapping[str, str] = {
 
 
 def initial_value(seed: int, name: str, shape: Sequence[int]) -> Tensor:
-    """Draw a weight that only classifiers have: N(0, 0.02), from a stream of its own."""
+    """Draw a weight that only classifiers have: N(0, 0.02), from a separate stream."""
     value = torch.zeros(shape, dtype=torch.float32, device="cpu")
     return value if name.endswith("bias") else fill_normal(value, seed, name, INIT_STD)
 

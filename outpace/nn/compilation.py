@@ -23,7 +23,8 @@ from torch import nn
 from outpace.nn.transformer import hold_masks
 from outpace.records.errors import error_summary
 
-# Input variants that one function is compiled for; beyond torch's default of 8 it runs eagerly.
+# Maximum number of input variants for which a function is compiled; beyond torch's default of 8 it
+# runs eagerly.
 _COMPILED_MOST = 64
 
 
@@ -44,7 +45,7 @@ class Compilation:
         module.forward = CompiledForward(module.forward, self)
 
     def say_failure(self) -> None:
-        """Report that forwards are eager from now on, and why."""
+        """Report that forwards run eagerly from now on, and why."""
         self._on_failure(
             f"torch.compile fails on this model ({self.failure}), so it trains uncompiled. "
             "Avoid the attempt with --no-compile."
@@ -81,7 +82,7 @@ class CompiledForward:
             self._compilation.failure = _reason(error)
             owner = getattr(self._forward, "__self__", None)
             if isinstance(owner, nn.Module):
-                hold_masks(owner)  # masks as blocks need a compiled kernel
+                hold_masks(owner)  # mask blocks need a compiled kernel
             output = self._forward(*args, **kwargs)  # raises the model's own error, if it is one
             self._compilation.say_failure()
             return output
@@ -168,8 +169,8 @@ def without_compilation(module: nn.Module) -> Iterator[None]:
 def compiler_cache(environ: MutableMapping[str, str], folder: Path, used: bool) -> Iterator[None]:
     """Keep compiled code in `folder` for later runs, unless the user has chosen another folder.
 
-    This sets the environment variables for Inductor's graphs and code and for Triton's kernels. Do
-    nothing unless `used`.
+    This sets the environment variables for Inductor's graphs and code and for Triton's kernels. It
+    does nothing unless `used`.
     """
     if not used:
         yield

@@ -24,7 +24,7 @@ def evaluation_mode(module: nn.Module) -> Iterator[None]:
     finally:
         if any(modes.values()):
             _switch(module, training=True)
-        for part, mode in modes.items():  # parents first: their methods change their children
+        for part, mode in modes.items():  # parents first, since their methods change their children
             if part.training != mode:
                 _switch(part, mode)
 

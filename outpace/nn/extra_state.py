@@ -15,7 +15,7 @@ from torch import nn
 
 from outpace.records.errors import BadInputError, first_names
 
-EXTRA_STATE = "_extra_state"  # the last part of its name in a state dict
+EXTRA_STATE = "_extra_state"  # the last component of its name in a state dict
 # checkpoint_wrapper (offload_wrapper) and torch.compile hold the wrapped module by these names.
 _WRAPPERS = frozenset({"_checkpoint_wrapped_module", "_orig_mod"})
 

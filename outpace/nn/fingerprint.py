@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-_PIECE = 1 << 18  # values at a time: 2 MiB of int64
+_PIECE = 1 << 18  # values hashed at a time: 2 MiB of int64
 # Odd, so that multiplication by them is invertible modulo 2^64. From splitmix64 (Steele, Lea and
 # Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014), as signed numbers.
 _STEP, _MIX = -7046029254386353131, -4658895280553007687

@@ -21,9 +21,9 @@ _LOW = (torch.bfloat16, torch.float16)
 def compute_in_fp32(model: nn.Module, runs_on: str) -> None:
     """Make norms and embeddings compute in fp32 under autocast, whatever their weights' dtype.
 
-    Change the model in place; `runs_on` is the type of device that it computes on. Without
+    Changes the model in place; `runs_on` is the type of device that it computes on. Without
     autocast, nothing changes. On a CPU, the whole embedding table is cast, since the kernel sums
-    gradients in the dtype of the weights; elsewhere, only looked-up rows are cast.
+    gradients in the dtype of the weights; elsewhere, only the rows that are looked up are cast.
     """
     for module in model.modules():
         embeds = isinstance(module, (nn.Embedding, nn.EmbeddingBag))
@@ -38,8 +38,8 @@ def compute_in_fp32(model: nn.Module, runs_on: str) -> None:
 def _raised_type(kind: type[nn.Module]) -> type[nn.Module]:
     """Return a subclass whose forward casts the module's parameters to fp32.
 
-    Patching each instance's forward would not do: a compiler guards it by identity, so layers would
-    not share compiled code, and compilation stops after a few.
+    Patching each instance's forward would not work: a compiler guards it by identity, so layers
+    would not share compiled code, and the compiler gives up after a few.
     """
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -41,7 +41,7 @@ def apply_fp8(blocks: Sequence[nn.Module], emulate: bool = False) -> None:
     hardware's results in fp32, for tests.
     """
     float8 = torchao_module("float8", "--precision fp8")
-    # Padding: reading one position per sample makes the token count no multiple of 16.
+    # Padding is needed because reading one position per sample changes the token count.
     config = float8.Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
     changed = 0
     for block in blocks:

@@ -26,7 +26,7 @@ def generate(
 ) -> list[int]:
     """Return `tokens` and the model's continuation, up to one of `stop_ids` (excluded).
 
-    Temperature 0, or one too small to matter, takes the most likely token. Otherwise, a token is
+    Temperature 0, or one too small to matter, selects the most likely token. Otherwise, a token is
     drawn from softmax(logits / temperature), among the `top_k` most likely ones if given. Tokens
     are drawn on the CPU, so equal logits give equal tokens on all devices. When the model's
     positions are used up, it continues from the newest half of them. Raises BadInputError for

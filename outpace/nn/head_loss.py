@@ -37,11 +37,11 @@ from outpace.nn.torch_versions import add_wide_matmul, compiler_reads_before_it_
 from outpace.records.errors import error_summary
 
 PADDED_TO = 64  # elements: 128 bytes in 16 bits, one cache line
-# Logits up to this size are computed at once: 2³¹ of 16 bits, the most that kernels count in 32
-# bits, which is 16,384 tokens of Llama 3's vocabulary of 128,256. A constant, so that all ranks do
-# the same.
+# Logits up to this size are computed in one piece: 2³¹ values of 16 bits, the most that kernels
+# count in 32 bits, which is 16,384 tokens of Llama 3's vocabulary of 128,256. This is a constant so
+# that all ranks do the same.
 WHOLE_BYTES = 4 * 2**30
-# Larger logits are split into equal chunks of at most this many bytes, as few as possible.
+# Larger logits are split into as few equal chunks as possible, of at most this many bytes.
 CHUNK_BYTES = 2 * 2**30
 # Rows of a chunk if chunks are requested, and the minimum otherwise: with fewer, the head's
 # gradient is read and written too often (4 times 4·V·D bytes at 16,384 tokens).
@@ -280,9 +280,9 @@ def head_loss_sum(
 ) -> Tensor:
     """Return the sum of −log softmax(hidden · weightᵀ + bias)[target], in fp32 or wider.
 
-    It is differentiable. `dtype` is the dtype of matmuls and logits (None: fp32, or the operands'
-    if wider). `kind`: "plain" computes all logits at once, "chunked" `CHUNK_ROWS` rows at a time,
-    and "auto" decides by size.
+    The sum is differentiable. `dtype` is the dtype of matmuls and logits (None: fp32, or the
+    operands' if wider). `kind`: "plain" computes all logits at once, "chunked" `CHUNK_ROWS` rows at
+    a time, and "auto" decides by size.
     """
     dtype = dtype or torch.promote_types(hidden_ND.dtype, torch.float32)
     counts_N = targets_N != IGNORED
@@ -292,7 +292,7 @@ def head_loss_sum(
     size = CHUNK_ROWS
     if kind == "auto":
         size = chunk_rows(rows, len(weight_VD), dtype.itemsize)
-        whole = size >= rows and passes is not EAGER  # eager mode has a faster method of its own
+        whole = size >= rows and passes is not EAGER  # eager mode has a faster method for this
     wanted = (hidden_ND, weight_VD) if bias_V is None else (hidden_ND, weight_VD, bias_V)
     with torch.autocast(hidden_ND.device.type, enabled=False):
         if not (torch.is_grad_enabled() and any(operand.requires_grad for operand in wanted)):
@@ -427,7 +427,7 @@ def _whole_gradients(
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """The loss, a chunk of rows at a time; the forward computes gradients, the backward scales."""
+    """The loss, by chunks of rows; the forward computes gradients, and the backward scales them."""
 
     @staticmethod
     def forward(

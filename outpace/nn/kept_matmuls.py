@@ -60,7 +60,7 @@ def _linear(layers: Sequence[nn.Linear], rows: Tensor, again: Recipe | None = No
     dtype = made.dtype
 
     def make_weight() -> Tensor:
-        # Read in the backward only: a sharded weight is gathered there.
+        # The weights are read only in the backward, where a sharded weight is gathered.
         return joined_weight(layers).to(dtype).t()
 
     copied = len(layers) > 1 or layers[0].weight.dtype != dtype
@@ -103,9 +103,9 @@ def can_keep_matmuls(
 ) -> bool:
     """Return whether `keep_matmuls` supports a block with these arguments.
 
-    The block must be pre-norm with no norms but the residual stream's two, its linear layers plain,
-    and nothing in it random, compiled or read from a cache. The CPU's own operators must not be in
-    use, since they save their own tensors.
+    The block must be pre-norm and have no norms except those of the residual stream. Its linear
+    layers must be plain, and nothing in it may be random, compiled or read from a cache. The CPU's
+    own operators must not be in use, since they save their own tensors.
     """
     if not isinstance(block, Block) or torch.compiler.is_compiling():
         return False
@@ -125,7 +125,7 @@ def keep_matmuls(
 ) -> Tensor:
     """Run a block's forward without dropout, (B, S, D) to (B, S, D), and keep only its matmuls."""
     attention, mlp, spec = block.attention, block.mlp, block.attention.spec
-    x_ND = x_BSD.flatten(0, -2)  # rows, as matmuls need them: one view for all layers
+    x_ND = x_BSD.flatten(0, -2)  # rows, as matmuls need them, in one view for all layers
     low, again = _apply_norm(block.attention_norm, x_ND)
     parts = [attention.q, attention.k, attention.v]
     if attention.can_join(low):

@@ -38,12 +38,12 @@ _BACKENDS: Mapping[Kernel, tuple[SDPBackend, ...]] = {
     "efficient": (SDPBackend.EFFICIENT_ATTENTION,),
     "math": (SDPBackend.MATH,),
 }
-# Variants: each kind of mask, with and without gradients, for one length and for any.
+# Variants are each kind of mask, with and without gradients, for one length and for any length.
 _COMPILED_MOST = 64
 NARROWEST = 16  # head width that FlexAttention supports
 # cuDNN before this version returns NaN with masks: pytorch#196678, whose fix tests this version.
 _CUDNN_WITH_MASKS = 92600
-# Values of 16 bytes or less are loaded at once: 8 of 16 bits, which also suits 4 of fp32.
+# Kernels load up to 16 bytes at a time: 8 values of 16 bits. A multiple of 8 also suits fp32.
 _WIDTH_MULTIPLE = 8
 
 
@@ -69,7 +69,7 @@ def choose_kernel(
         return "any"
     if dtype == torch.float64:
         return "math"  # no other kernel supports it
-    # GPUs older than FlashAttention train in fp16, and torch needs FlashAttention for groups.
+    # GPUs too old for FlashAttention train in fp16, and torch needs FlashAttention for groups.
     if masked or dtype == torch.float32 or (grouped and dtype == torch.float16):
         return "efficient"
     if grouped and queries > 1 and not flash:
@@ -122,10 +122,11 @@ class _CompiledFlexAttention:
         """Call FlexAttention; return None once the compiler has failed, and report that once."""
         if self._fails:
             return None
-        from torch._dynamo import config  # already loaded where something is compiled
+        from torch._dynamo import config  # already loaded if anything is compiled
         from torch._dynamo.exc import TorchDynamoException
 
-        # Needed where forwards run eagerly, too: reaching torch's own limit would raise an error.
+        # This is also needed if forwards run eagerly, since reaching torch's own limit would raise
+        # an error.
         with torch.compiler.set_stance("default"), config.patch(recompile_limit=_COMPILED_MOST):
             try:
                 made: Tensor = self._compiled(*args, **kwargs)

@@ -127,7 +127,7 @@ def linear_loss_sum(
     """Return the sum over targets of −log softmax(hidden · weightᵀ + bias)[target], with gradient.
 
     The sum is fp32. Targets of −100 are ignored; if all are, the loss is 0. `dtype` is the dtype of
-    the matmuls, `runs_on` the device type to choose for (None: the tensors'), `passes` the
+    the matmuls, `runs_on` the device type to optimize for (None: the tensors'), `passes` the
     functions on logits for an accelerator.
     """
     if (runs_on or hidden_ND.device.type) not in _CPUS:

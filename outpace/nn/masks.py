@@ -107,10 +107,10 @@ def block_mask(
     padding_mask_BS: Tensor | None,
     device: torch.device,
 ) -> BlockMask:
-    """Return the same pattern for FlexAttention from each block's extremes, without S × S values.
+    """Return the pattern for FlexAttention, from each block's extremes instead of S × S values.
 
     Fully visible blocks are listed separately from partial ones, for which FlexAttention calls the
-    mask function. Partial blocks may include an invisible one if document numbers fall and rise
+    mask function. An invisible block may be listed as partial if document numbers fall and rise
     again, or if two rules hide different parts of it. This costs time, but does not change the
     result.
     """

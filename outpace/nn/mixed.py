@@ -113,7 +113,7 @@ def keeps_casts(asked: bool | None, unknown_code: bool) -> bool:
 def casts_kept() -> Iterator[None]:
     """Make autocast keep casts of weights over several forwards, until this context ends.
 
-    Autocast drops them when its outermost context ends, so this enters an outer one. Weights must
+    Autocast drops casts when its outermost context ends, so this enters an outer one. Weights must
     not change in the meantime.
     """
     torch.autocast_increment_nesting()

@@ -173,7 +173,7 @@ def _run_checkpointed(
 def _without_caches(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Drop caches of keys and values, since recomputing would append to them twice."""
+    """Drop key/value caches, to which recomputation would append a second time."""
     given = (*args, *kwargs.values())
     if not any(_is_cache(value) for value in given):
         return args, kwargs
@@ -211,8 +211,8 @@ def _selective_contexts(kept: frozenset[Any]) -> Contexts:
     return contexts
 
 
-# Batched matmuls are left out on purpose: where attention is not fused they compute the scores, (B,
-# H, S, S), which checkpointing is meant to free.
+# Batched matmuls are left out on purpose: if attention is not fused, they compute the scores, (B,
+# H, S, S), whose memory checkpointing is meant to free.
 _MATMULS = frozenset({torch.ops.aten.mm.default, torch.ops.aten.addmm.default})
 _ATTENTION = frozenset(
     {
@@ -225,8 +225,7 @@ _ATTENTION = frozenset(
         attention.overload,
     }
 )
-# one set for all blocks, since the compiler distinguishes sets by identity
-# One set for all blocks, since the compiler takes another for a change.
+# One set for all blocks, since the compiler distinguishes sets by identity.
 _SELECTED = _ATTENTION | _MATMULS
 
 

@@ -39,9 +39,9 @@ def require_nf4() -> None:
 def _library() -> Any:
     """Return bitsandbytes, with its advice about downloading kernels silenced.
 
-    Its first call computes the levels of scales for all later calls in the process. Under fake
-    tensors, as in a trace, they would have no values, so make that first call here with real
-    tensors.
+    bitsandbytes' first call computes the levels of scales for all later calls in the process. Under
+    fake tensors, as in a trace, they would have no values, so that first call is made here with
+    real tensors.
     """
     speaking = logging.getLogger("bitsandbytes")
     level = speaking.level

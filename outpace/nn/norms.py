@@ -45,7 +45,7 @@ def _fake_output(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]
 def _rms_norm_backward(
     grad: Tensor, x: Tensor, weight: Tensor, factor: Tensor, trains: bool
 ) -> list[Tensor]:
-    """Compute the gradients of `x` and, if it `trains`, `weight`, in their dtypes.
+    """Compute the gradients of `x` and, if `trains`, of `weight`, in their dtypes.
 
     With x̂ = x/rms and g = grad·weight, x's gradient is (g − x̂·mean(g·x̂))/rms: LayerNorm's for a
     mean of 0, plus mean(g)/rms.

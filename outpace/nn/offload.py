@@ -24,7 +24,8 @@ from outpace.records.plan import Offload
 
 # One page; offloading smaller tensors saves nothing.
 LEAST_BYTES = 4096
-# Blocks by which the device may lag behind the host. A larger lag only piles up copies.
+# Number of blocks by which the device may lag behind the host. A larger lag only accumulates
+# copies.
 _AHEAD = 2
 
 
@@ -142,7 +143,7 @@ class _SavedTensors:
         self._opened = False
 
     def pack(self, tensor: Tensor) -> "Tensor | _SavedTensor":
-        """Store a tensor and return a handle to it; or return the tensor itself, if it stays."""
+        """Store a tensor and return a handle to it; or return the tensor itself if it stays."""
         held = tensor._local_tensor if is_spread(tensor) else tensor
         if not _moves(held) or held.untyped_storage()._cdata in self._weights:
             return tensor
@@ -239,7 +240,7 @@ def _memory(parameter: Tensor) -> int:
 
 
 def require_place(where: Offload, device: torch.device) -> None:
-    """Raise BadInputError for a place that does not suit a device's activations."""
+    """Raise BadInputError for a place that cannot hold a device's activations."""
     if where == "cpu" and device.type != "cuda":
         raise BadInputError(
             f"offload_activations cpu: the activations of a {device.type} device are in host "

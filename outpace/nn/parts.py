@@ -11,7 +11,7 @@ from outpace.nn.transformer import Transformer
 
 @dataclass(frozen=True)
 class Part:
-    """Part of a model: numbered blocks, the embedding if it is the `first`, the head if `last`."""
+    """A part of a model: numbered blocks, the embedding if `first`, and the head if `last`."""
 
     blocks: Collection[int]
     first: bool
@@ -19,7 +19,7 @@ class Part:
 
 
 class AbsentModule(nn.Module):
-    """Stand-in for a module on another rank; returns its first argument."""
+    """Placeholder for a module on another rank; returns its first argument."""
 
     def forward(self, x: Tensor, *_: object) -> Tensor:
         """Return the first argument."""
@@ -30,7 +30,7 @@ def take_part(model: Transformer, part: Part) -> Transformer:
     """Return a transformer with the modules of this part, which it shares with `model`.
 
     Parameters keep their names. Parts after the first are called with hidden states (B, S, D)
-    instead of tokens. A tied embedding is in the last part, too, as its head.
+    instead of tokens. A tied embedding is also in the last part, as its head.
     """
     with torch.device("meta"):
         taken = Transformer(model.spec)

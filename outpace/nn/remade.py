@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Autograd nodes of a matmul, and their attribute for its input (rows, (N, in)). Both call the
-# weight, as it is multiplied, (in, out), `mat2`.
+# Autograd nodes of a matmul, and their attribute for its input (rows, (N, in)). Both nodes call the
+# weight `mat2`, in the form (in, out) in which it is multiplied.
 _INPUTS = {"AddmmBackward0": "_raw_saved_mat1", "MmBackward0": "_raw_saved_self"}
 
 

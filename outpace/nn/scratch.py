@@ -31,7 +31,7 @@ from outpace.records.units import show_bytes
 
 # Address space per file, so that few files stay open; disk space is taken only as needed.
 _FILE_BYTES = 1 << 30
-_ALIGNED_BYTES = 64  # as torch's own allocator
+_ALIGNED_BYTES = 64  # as in torch's own allocator
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ class Scratch:
         return self._placed.get(tensor.data_ptr())
 
     def copy_temporarily(self, tensor: Tensor) -> tuple[Tensor, Region]:
-        """Copy a plain tensor into a region that is freed when the copy is."""
+        """Copy a plain tensor into a region that is freed together with the copy."""
         region = self.allocate(max(tensor.nbytes, 1))
         memory = (ctypes.c_char * region.nbytes).from_buffer(region.mapping, region.start)
         weakref.finalize(memory, self.give_back, region).atexit = False

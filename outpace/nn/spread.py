@@ -15,13 +15,13 @@ from outpace.nn.torch_versions import all_gather_single
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
 
-_ALONE_BYTES = 1 << 19  # from this size on, copying takes longer than one more message
+_ALONE_BYTES = 1 << 19  # from this size on, copying takes longer than an extra message
 
 
 def is_spread(tensor: Tensor) -> "TypeIs[DTensor]":
     """Return whether a tensor is a DTensor, without loading torch's module for it.
 
-    The module takes half a second to load. Plain tensors, which a step asks about often, are
+    Loading that module takes half a second. Plain tensors, which a step checks often, are
     recognised first.
     """
     if type(tensor) is Tensor or type(tensor) is nn.Parameter:
@@ -101,8 +101,8 @@ def split_rows(tensor: Tensor) -> RowSplit | None:
 def gather_rows(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Gather tensors of one dtype whose rows are split over the same ranks (`split_rows`).
 
-    Each large, evenly split tensor has its own message, without copies; all others share one. Each
-    result has its own memory. Collective.
+    Each large, evenly split tensor is sent in a separate message, without copies; all others share
+    one. Each result has its own memory. Collective.
     """
     whole = [_gather_alone(tensor) for tensor in tensors]
     rest = [tensor for tensor, one in zip(tensors, whole, strict=True) if one is None]

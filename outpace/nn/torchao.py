@@ -7,7 +7,8 @@ from typing import Any
 
 from outpace.records.errors import BadInputError
 
-# At import, these log which of torchao's kernels do not fit this machine; outpace uses none.
+# At import, these loggers report which of torchao's kernels do not fit this machine; outpace uses
+# none.
 CHATTY_LOGGERS = ("torchao", "torch.utils._pytree")
 
 

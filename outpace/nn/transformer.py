@@ -181,7 +181,7 @@ class Transformer(nn.Module):
         x_BSD = self.embed(tokens_BS, positions, segments_BS)
         rotary = rotary_tables(self.spec, positions) if self.spec.positions == "rotary" else None
         lengths = (length, past + length)
-        # In generation the length changes with each token: not compiled.
+        # Not compiled in generation, where the length changes with each token.
         by_blocks = cache is None and self._takes_blocks(tokens_BS.device)
         seen = self._visibilities(
             lengths, documents_BS, padding_mask_BS, tokens_BS.device, by_blocks

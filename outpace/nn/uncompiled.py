@@ -23,7 +23,7 @@ def leave_alone(method: Callable[..., Any]) -> None:
 
 
 def leave_to_python(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a hook that compiled code calls in Python instead of compiling it, too.
+    """Return a hook that compiled code calls in Python instead of compiling it.
 
     A compiler that traces a hook may apply its side effects once for several calls.
     """
@@ -60,5 +60,5 @@ def skip_compile_query() -> Iterator[None]:
     try:
         yield
     finally:
-        if torch._dynamo is stand_in:  # unless the compiler was loaded meanwhile
+        if torch._dynamo is stand_in:  # unless the compiler has been loaded meanwhile
             del torch._dynamo

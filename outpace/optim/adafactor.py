@@ -18,7 +18,7 @@ from outpace.optim.compiled_step import CompiledStep
 from outpace.optim.multi_tensor import group_parameters, step_counts
 from outpace.optim.per_parameter import step_each
 
-MEANS = ("variance", "row_var", "col_var")  # means of squares, by their names in a state
+MEANS = ("variance", "row_var", "col_var")  # means of squares, by their names in the state
 
 
 class Adafactor(torch.optim.Adafactor):
@@ -66,7 +66,8 @@ class Adafactor(torch.optim.Adafactor):
         states = [self.state[parameter] for parameter in stepped]
         steps = [state["step"] for state in states]
         torch._foreach_add_(steps, 1)
-        # Global sizes: all ranks must stack the same parameters, whatever part of them they hold.
+        # Sizes are global: all ranks must stack the same parameters, whichever part of them they
+        # hold.
         sizes = [parameter.numel() for parameter in stepped]
         kinds = [
             None if self._compiled and not is_spread(parameter) else _kind(parameter, count)
@@ -170,7 +171,7 @@ def _estimate(
     row = _blend(means[0], over_columns, new)
     column = _blend(means[1], over_rows, new)
     mean = _sum_over_ranks(row.sum(-2, keepdim=True), parameter, last - 1) / rows
-    # Not by a matmul, which TF32 would round.
+    # A matmul is avoided, because TF32 would round it.
     return (row * column).div_(mean.clamp_(min=least))
 
 

@@ -125,12 +125,12 @@ def _build(
         return Muon(groups, lr=lr, betas=betas, together=steps_together(groups))
     if name == "sgd":
         together = steps_together(groups)
-        # One kernel launch for all parameters; DTensor has no sharding rule for it.
+        # This launches one kernel for all parameters; DTensor has no sharding rule for it.
         fused = together and not any(is_spread(p) for group in groups for p in group["params"])
         sgd = torch.optim.SGD(
             groups, lr=lr, momentum=settings.beta1, fused=fused, foreach=together and not fused
         )
-        if fused:  # if fp16 skips the first step, momentum would stay uninitialised
+        if fused:  # if fp16 skipped the first step, momentum would stay uninitialised
             fill_state(sgd)
         return sgd
     return AdamW(
@@ -157,7 +157,7 @@ def begin_step(optimizer: torch.optim.Optimizer, number: int, lr: float) -> None
 
 
 def step_alone(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> None:
-    """Update a single parameter, with the same result as a step over all."""
+    """Update a single parameter, with the same result as when all are updated together."""
     groups = optimizer.param_groups
     group = next(g for g in groups if any(p is parameter for p in g["params"]))
     optimizer.param_groups = [{**group, "params": [parameter]}]

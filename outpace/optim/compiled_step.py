@@ -1,8 +1,8 @@
-"""Compiled optimizer updates for a GPU, where every single operator is a pass over memory.
+"""Compiled optimizer updates for a GPU, where each uncompiled operator is a pass over memory.
 
 Values that change from step to step are passed as tensors, so they cause no recompilation. A
-function is compiled for each kind of tensor (dtypes, size of quantized blocks); their number is
-dynamic, so a model has few kinds.
+function is compiled for each kind of tensor (dtypes, size of quantized blocks), with a dynamic
+first dimension, so a model has few kinds.
 """
 
 import warnings

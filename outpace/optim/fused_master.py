@@ -2,9 +2,9 @@
 
 torch's fused AdamW needs gradients in the masters' dtype, so a step over 16-bit weights takes five
 passes over memory: gradients are cast to fp32 and multiplied by the clipping factor, AdamW runs,
-and the weights are rounded from the masters. Here each value is read and written once: 28 bytes per
-parameter with its moments, instead of 46. On an H200, a step of GPT-2 launched 51 kernels for this,
-which took 1.9 of 29.7 ms.
+and the weights are rounded from the masters. Here, each value is read and written once: 28 bytes
+per parameter with its moments, instead of 46. On an H200, this part of a step of GPT-2 took 51
+kernels and 1.9 of 29.7 ms.
 
 The arithmetic is torch's (Loshchilov & Hutter, ICLR 2019, algorithm 2, in fp32). The kernel is
 written in Triton: a table on the device has the addresses of all tensors, and each program
@@ -38,9 +38,9 @@ class Addresses(NamedTuple):
 
 @dataclass
 class _Table:
-    """Addresses of some parameters' tensors, and the split into pieces, on the device."""
+    """Addresses of the tensors of some parameters, and their split into pieces, on the device."""
 
-    addresses: Addresses  # gradients move each step, weights when their memory is replaced
+    addresses: Addresses  # gradients move each step; weights move when their memory is replaced
     gradient_table: Tensor  # (tensors,) int64
     fixed_table: Tensor  # (5 × tensors,) int64: weights, masters, both moments, steps
     sizes: Tensor  # (tensors,) int64: elements
@@ -156,7 +156,7 @@ def gradient_addresses(
 
 
 def addresses_of(parameters: Sequence[nn.Parameter]) -> Addresses | None:
-    """Return the addresses of parameters and gradients; None if they are not aligned and dense."""
+    """Return the addresses of parameters and gradients; None if any is not aligned and dense."""
     weights = aligned_addresses(parameters)
     gradients = aligned_addresses([p.grad for p in parameters if p.grad is not None])
     return None if weights is None or gradients is None else Addresses(weights, gradients)

@@ -103,7 +103,7 @@ class LowPrecisionAdamW(KeepsDtypes):
         self._noise = noise
         self._tables: dict[tuple[bool, torch.device], CodeTable] = {}
         self._parts: dict[nn.Parameter, _Part] = {}
-        # By the first of the parameters that are updated.
+        # Keyed by the first of the parameters that are updated.
         self._stepped: dict[nn.Parameter, _StepParts] = {}
         if kept != "bf16":
             torchao_module("optim.quant_utils", f"--optimizer adamw-{kept}")
@@ -166,8 +166,8 @@ class LowPrecisionAdamW(KeepsDtypes):
         known = self._stepped.get(stepped[0])
         if known is None or not known.lie_in(weights, held):
             parts = [self._part(parameter) for parameter in stepped]
-            # All step counts in one tensor, of which states have views: one operator increments
-            # all.
+            # One tensor holds all step counts, of which states have views, so that one operator
+            # increments all.
             steps_P = torch.stack([self.state[parameter]["step"] for parameter in stepped])
             for parameter, step in zip(stepped, steps_P.unbind(), strict=True):
                 self.state[parameter]["step"] = step
@@ -183,8 +183,8 @@ class LowPrecisionAdamW(KeepsDtypes):
             few = weight.numel() <= COUNTED_VALUES.get(weight.device.type, 0)
             part = self._parts[parameter] = _Part(
                 parameter,
-                # Detached, since joined parts never require gradients, and a difference would
-                # recompile.
+                # Detached, since joined parts never require gradients, and a difference would cause
+                # recompilation.
                 weight.detach(),
                 tuple(self._moment(state, name) for name in MOMENTS),
                 counted=few or self._compiled is not None,
@@ -263,9 +263,9 @@ class LowPrecisionAdamW(KeepsDtypes):
         return self._tables[signed, device]
 
 
-# A moment as stored; with codes also the scales of its blocks and the table of values.
+# A moment as stored; a moment stored as codes also has the scales of its blocks and the table.
 Moment = tuple[Tensor, Tensor | None, CodeTable | None]
-# Random numbers, or their generator, for a bf16 moment or weight; None if not rounded.
+# Random numbers for a bf16 moment or weight, or their generator; None if it is not rounded.
 Randomness = torch.Generator | Tensor | None
 Numbers = tuple[Tensor, Tensor, Tensor]  # see `_numbers`
 
@@ -286,7 +286,7 @@ class _Part:
     held: tuple[Tensor, ...]
 
     def lies_in(self, weight: Tensor, state: dict[str, Tensor]) -> bool:
-        """Return whether the parameter's weight and state are still these."""
+        """Return whether the part refers to the parameter's current weight and state."""
         if self.address is None or self.address != weight.data_ptr():
             return False
         held = _moments_of(state)
@@ -340,7 +340,7 @@ class _StepParts:
         self._batches: list[_Batch] = []
 
     def lie_in(self, weights: list[Tensor], held: list[Tensor]) -> bool:
-        """Return whether the parameters' weights and states are still these."""
+        """Return whether these parts refer to the parameters' current weights and states."""
         if len(weights) != len(self._parts) or None in self._addresses:
             return False
         if len(held) != len(self._held) or not all(map(is_, held, self._held)):
@@ -366,7 +366,7 @@ class _StepParts:
 
 @dataclass
 class _Batch:
-    """Parts that are updated together, by their positions among the parts of a step."""
+    """Parts that are updated together, given by their positions among the parts of a step."""
 
     parts: list[_Part]
     places: list[int]
@@ -476,7 +476,7 @@ def _numbers(step: Tensor, group: dict[str, Any]) -> Numbers:
 
 
 def _dequantize(held: Tensor, scale: Tensor | None, table: CodeTable | None) -> Tensor:
-    """Return a moment in fp32, in memory of its own."""
+    """Return a moment in fp32, in separate memory."""
     if scale is None or table is None:
         return held.to(torch.float32, copy=True)
     blocks = table.read(held).unflatten(-1, (scale.shape[-1], -1))

@@ -125,7 +125,7 @@ class MasterWeights(KeepsDtypes):
         if not state:
             state.update(self.initial_state(parameter, group))
         view = self._views[parameter]
-        if state["master"] is not view:  # it was loaded
+        if state["master"] is not view:  # it was loaded from a checkpoint
             view.copy_(state["master"])
             state["master"] = view
         return state
@@ -138,7 +138,7 @@ class MasterWeights(KeepsDtypes):
 
 
 def _master(parameter: nn.Parameter, value: Tensor | None) -> nn.Parameter:
-    """Return a parameter's fp32 copy, which starts as `value`, this rank's part, if given."""
+    """Return a parameter's fp32 copy. It starts as `value`, this rank's part, if that is given."""
     if value is None:
         return nn.Parameter(parameter.detach().to(torch.float32, copy=True))
     part = value.to(device=local(parameter).device, dtype=torch.float32)
@@ -183,10 +183,10 @@ def _multiply(masters: Iterable[nn.Parameter], factor: Tensor) -> None:
 
 
 def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer's kernels skip a step if a GradScaler's tensor says so.
+    """Return whether an optimizer's own kernels skip a step if a GradScaler's tensor says so.
 
-    All parameters must be on that tensor's device: torch would copy it to another device without
-    waiting for it.
+    All parameters must be on that tensor's device, since torch would copy it to another device
+    without waiting for it.
     """
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return False

@@ -1,6 +1,6 @@
 """Grouping of parameters that are updated together.
 
-Launching an update takes the host as long for few values as for many.
+Launching an update takes the host equally long for few values and for many.
 """
 
 from collections.abc import Hashable, Sequence
@@ -17,9 +17,9 @@ def group_parameters(
 ) -> list[list[int]]:
     """Return the positions of parameters to update together, given their `sizes`.
 
-    Parameters with equal `kinds` share a group; a large one, or one whose kind is None, is updated
-    alone. A group is small, or at most half as large as the largest parameter, whose own update
-    needs more memory.
+    Parameters with equal `kinds` share a group; a large parameter, or one whose kind is None, is
+    updated alone. A group is small, or at most half as large as the largest parameter, whose own
+    update needs more memory.
     """
     most = min(JOINED_VALUES.get(device.type, 0), max(max(sizes) // 2, FEW_VALUES))
     found: list[list[int]] = []

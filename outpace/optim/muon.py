@@ -36,8 +36,7 @@ _NUMBERED = re.compile(r"(^|\.)\d+\.")
 def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
     """Return whether a parameter is a matrix of a numbered layer, such as in an nn.ModuleList.
 
-    Embeddings and heads are matrices, too, but their rows are used one by one, so they do not
-    count.
+    Embeddings and heads do not count: they are matrices too, but their rows are used one by one.
     """
     return parameter.ndim == 2 and _NUMBERED.search(name) is not None
 
@@ -60,7 +59,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         self._together = together
         others = [group for group in groups if not group.get("orthogonal")]
-        # Adds AdamW's other settings to these groups.
+        # Add AdamW's other settings to these groups.
         self._adamw = torch.optim.AdamW(
             others or [{"params": []}], lr=lr, betas=betas, foreach=False, fused=together
         )
@@ -104,7 +103,7 @@ class Muon(torch.optim.Optimizer):
         matrices = [
             whole(as_spread(one, tuple(shape), p)) for one, p in zip(ahead, parameters, strict=True)
         ]
-        # For tall matrices the result is a transposed view, which foreach kernels do not take.
+        # For tall matrices the result is a transposed view, which foreach kernels do not support.
         made = orthogonalise(torch.stack(matrices)).to(parameters[0].dtype).contiguous()
         updates = [part_like(one, p) for one, p in zip(made, parameters, strict=True)]
         weights = [local(p) for p in parameters]

@@ -22,7 +22,7 @@ from outpace.nn.spread import is_spread, local
 from outpace.optim.build import Build, Groups, fill_state
 from outpace.records.plan import Plan
 
-# Bytes per unit: stepping many small tensors one by one costs more than their data.
+# Bytes per unit: stepping many small tensors one by one costs more than transferring their data.
 UNIT_BYTES = 4 << 20
 
 
@@ -66,7 +66,7 @@ class _Lanes:
             self.down, self.up = torch.cuda.Stream(self.device), torch.cuda.Stream(self.device)
 
     def host_copy(self, tensor: Tensor, wait: bool = False) -> Tensor:
-        """Copy to page-locked memory without blocking, unless `wait`."""
+        """Copy to page-locked memory without blocking, unless `wait` is set."""
         memory = torch.empty_like(tensor, device="cpu", pin_memory=self.down is not None)
         return memory.copy_(tensor, non_blocking=not wait)
 
@@ -134,7 +134,7 @@ class _Unit:
 class OffloadedOptimizer(torch.optim.Optimizer):
     """Optimizer that `build` creates from `groups`, with its state in host memory or on disk.
 
-    `has_twin` tells which parameters are updated as copies on the host. `disk` stores state and
+    `has_twin` returns whether a parameter is updated as a copy on the host. `disk` stores state and
     copies (None: host memory). `scratch` knows which parameters are on disk. From outside, it looks
     like `build`'s optimizer: groups hold the model's parameters, and `state` is keyed by them.
     """
@@ -147,7 +147,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         disk: Scratch | None,
         scratch: Scratch,
     ) -> None:
-        like = build(groups)  # fills in missing options in the groups
+        like = build(groups)  # fills in options that are missing in the groups
         super().__init__(like.param_groups, like.defaults)
         held = list(chain.from_iterable(group["params"] for group in self.param_groups))
         self._lanes = _Lanes(held[0].device if held else torch.device("cpu"))

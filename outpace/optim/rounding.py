@@ -15,7 +15,8 @@ _LOST_BITS = 16  # bf16 keeps the upper 16 of fp32's 32 bits
 _KEPT = -(1 << _LOST_BITS)
 _LOST = (1 << _LOST_BITS) - 1
 
-# Random streams of joined parameters: their keys, the end of each one's values, their sizes.
+# Random streams of joined parameters: their keys, the end of each parameter's values, and their
+# sizes.
 Streams = tuple[Tensor, Tensor, Tensor]
 
 
@@ -70,11 +71,12 @@ class Noise:
 def make_streams(keys: Sequence[int], sizes: Sequence[int], device: torch.device) -> Streams:
     """Copy keys, ends and sizes of joined parameters to a device.
 
-    Return at least two of each, so that compiled code treats their number as dynamic. The host does
-    not wait.
+    Returns at least two of each, so that compiled code treats their number as dynamic. The host
+    does not wait.
     """
     ends = list(accumulate(sizes))
-    # Positions count over all joined values; shift keys so that each parameter counts from 0.
+    # Positions count over all joined values, so keys are shifted to make each parameter count from
+    # 0.
     each = zip(keys, ends, sizes, strict=True)
     first = [wrap_64_bits(key - end + size) for key, end, size in each]
     rows = [first, ends, list(sizes)]
@@ -102,7 +104,7 @@ def random_words(streams: Streams, count: int) -> Tensor:
 
 
 def field_of(words: Tensor, number: int) -> Tensor:
-    """Return a 16-bit field of 64-bit words, by number, in the form that `round_to_bf16` takes."""
+    """Return a 16-bit field of 64-bit words, by number, in the form for `round_to_bf16`."""
     return (words >> (_LOST_BITS * number)).bitwise_and_(_LOST).int()
 
 

@@ -1,4 +1,4 @@
-"""Accounting of steps: raw results become the numbers that the user reads."""
+"""Accounting of steps: raw results become the numbers that users read."""
 
 import statistics
 from collections import deque
@@ -42,7 +42,7 @@ class Ledger:
     skipped_steps: int = 0
     loss_sum: float = 0.0
     first_loss: float | None = None
-    gathered: RankReports | None = None  # of the last step
+    gathered: RankReports | None = None  # reports on the last step
     costs_of: Callable[[int], Costs] | None = None  # by step, if costs differ between steps
     # The latest steady steps: medians need no more, and memory use stays constant.
     steady: deque[StepRecord] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
@@ -118,8 +118,8 @@ class Ledger:
     def rate(self, name: str) -> float | None:
         """Return a cost per second, by its name in Costs, over the latest steady steps.
 
-        It is computed at the median step time; if costs differ between steps, it is the sum of the
-        costs divided by the sum of the times.
+        This uses the median step time; if costs differ between steps, it is the sum of the costs
+        divided by the sum of the times.
         """
         if self.costs_of is None:
             return _rate(getattr(self.costs, name), self.median_step_time_s())
@@ -131,7 +131,7 @@ class Ledger:
         return _rate(amount, sum(times_s))
 
     def median_cache_freed_bytes(self) -> int | None:
-        """Return the median freed per step after warm-up; None if no cache is freed."""
+        """Return the median of bytes freed per step after warm-up; None if no cache is freed."""
         freed = [r.cache_freed_bytes for r in self.steady if r.cache_freed_bytes is not None]
         return int(statistics.median(freed)) if freed else None
 

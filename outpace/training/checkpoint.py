@@ -2,8 +2,8 @@
 
 A checkpoint is a folder `step-N` with DCP's files, `progress.json` and, written last,
 `complete.json`, the marker, with the size and checksum of every file. Only folders with the marker
-are used. While a save runs, the folder also has a file `unfinished`. It tells an interrupted save,
-which is removed, from a checkpoint that has lost its marker, which never is.
+are used. While a save runs, the folder also has a file `unfinished`. It distinguishes an
+interrupted save, which is removed, from a checkpoint that has lost its marker, which is kept.
 """
 
 import json
@@ -144,7 +144,7 @@ def _file_damage(folder: Path) -> str | None:
 def _content_damage(folder: Path) -> str | None:
     """Describe impossible contents of a checkpoint's `progress.json` or metadata; None if valid.
 
-    Raises BadInputError if metadata marked as complete are something else, which cannot happen by
+    Raises BadInputError if metadata marked as complete have other contents, which cannot happen by
     accident.
     """
     from outpace.training.safe_checkpoint import read_metadata
@@ -246,7 +246,7 @@ class Checkpointer:
     ) -> None:
         """Start a save, after waiting for an earlier one.
 
-        Return as soon as the state may change, except for tensors that are saved in place
+        Returns as soon as the state may change, except for tensors that are saved in place
         (`before_change`).
 
         `model` or `optimizer` is None if other ranks have all of its relevant state.
@@ -266,7 +266,7 @@ class Checkpointer:
         self._pending = (self._finisher.submit(finish), folder)
 
     def _begin(self, state: dict[str, Any], folder: Path) -> Future[Any]:
-        """Write in the background; in the foreground if the copy that this needs does not fit."""
+        """Write in the background, or in the foreground if the copy for that does not fit."""
         from outpace.training import states
 
         if self._copies:
@@ -290,7 +290,7 @@ class Checkpointer:
         return done
 
     def _make_stager(self, state: dict[str, Any]) -> "InPlaceStager | PinnedCopies | None":
-        """Return a stager that saves without a copy in this call; None to copy first."""
+        """Return a stager that makes no copy in this call; None if the state must be copied."""
         from outpace.training import states
 
         if states.can_lend(state):
@@ -300,7 +300,7 @@ class Checkpointer:
         return self._pinned if self._pins else None
 
     def before_change(self) -> None:
-        """Copy what the current save has yet to read; call it before the state changes."""
+        """Copy what the current save has not read yet; call this before the state changes."""
         if self._lent is not None:
             self._lent.give_back()
             self._lent = None
@@ -328,7 +328,7 @@ class Checkpointer:
             _mark_complete(folder, past_cache)
 
     def make_ready(self) -> None:
-        """Load the modules that saving needs in the background, before the first save.
+        """Load the modules that saving needs, in the background, before the first save.
 
         A failure is not reported here; `save` fails in the same way.
         """
@@ -359,13 +359,13 @@ class Checkpointer:
         return True
 
     def wait_for_ranks(self) -> bool:
-        """Wait on every rank like `wait`: a rank that leaves early would end the others."""
+        """Wait on every rank as `wait` does: a rank that left early would end the others."""
         saved = self.wait()
         dist.barrier(self._group)
         return saved
 
     def _fail(self, folder: Path, error: BaseException) -> None:
-        """Remove everything half-written; earlier checkpoints are kept."""
+        """Remove all incomplete files; earlier checkpoints are kept."""
         if self._rank == 0:
             _remove(folder)
             why = self._disk_full() or first_reason(error)
@@ -384,7 +384,7 @@ class Checkpointer:
         )
 
     def close(self) -> None:
-        """End the current save: complete it or remove it."""
+        """Finish the current save: complete it or remove it."""
         self.wait()
         self._finisher.shutdown()
 
@@ -415,10 +415,9 @@ class Checkpointer:
 
 
 def put_later_aside(directory: Path, step: int, say: Callable[[str], None]) -> None:
-    """Clear checkpoints after `step`, from which training resumes; keep those that were complete.
+    """Move damaged checkpoints after `step`, from which training resumes, out of `directory`.
 
-    Damaged checkpoints are moved out of `directory`, next to it, and reported; unfinished ones are
-    removed.
+    They are kept next to it and reported. Saves that never completed are removed.
     """
     damaged = directory.with_name(f"{directory.name}-damaged")
     for folder in sorted(_steps(directory), key=step_of):

@@ -13,7 +13,7 @@ def first_reason(error: BaseException) -> str:
         rank, (inner, _) = min(failures.items())
         return f"{first_reason(inner)} (rank {rank})"
     if isinstance(error, pickle.UnpicklingError):
-        return "it does not contain a readable tensor"  # torch's message advises running it
+        return "it does not contain a readable tensor"  # torch's message advises loading it anyway
     return " ".join(str(error).split())[:300]
 
 

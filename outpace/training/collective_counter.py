@@ -30,13 +30,13 @@ _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 class CollectiveCounter(TorchDispatchMode):
     """Counts this thread's collectives in the context, into a `planner.communication.volume.Tally`.
 
-    Bytes follow from each collective's size by that module's rules: what this rank sends under the
-    algorithm that sends least.
+    The number of bytes follows from each collective's size by that module's rules: what this rank
+    sends under the algorithm that sends least.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: nothing compiled runs in it, and skipping would load the compiler."""
+        """Return False: nothing compiled runs in this mode; skipping would load the compiler."""
         return False
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class CollectiveCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if has_spread(types):
-            # called again with the DTensor's own operators, communication included
+            # this is called again with the DTensor's own operators, including communication
             return NotImplemented
         if not self._paused and func.namespace in _NAMESPACES:
             kind = _kind(func._opname.strip("_"))
@@ -67,8 +67,8 @@ class CollectiveCounter(TorchDispatchMode):
         group = _group(args)
         # The first number is the root, if any.
         root = kind in _ROOTED and next(a for a in args if isinstance(a, int)) == group.rank()
-        # Written tensors come first, then read ones, or there is one list for both. A scatter's
-        # parts are equal, so the received part gives their size.
+        # Written tensors come first, then read ones, or one list holds both. A scatter's parts are
+        # equal, so the received part gives their size.
         given = args[0] if kind == "scatter" else (_tensors(args[1]) or args[0])
         self.tally.add(kind, group.size(), sum(t.nbytes for t in _tensors(given)), root=root)
 

@@ -1,8 +1,8 @@
 """A device's work queue: marks in it, and figures copied from the device without waiting.
 
 A GPU lags behind the host that queues its work. Reading a tensor makes the host wait for all work
-queued so far. So figures are copied to the host right after the work that computes them, and read
-once the copy has arrived.
+queued so far. Therefore, figures are copied to the host right after the work that computes them,
+and read once the copy has arrived.
 """
 
 import time
@@ -50,7 +50,7 @@ class HostMark:
         return True
 
     def synchronize(self) -> None:
-        """Return at once."""
+        """Return immediately."""
 
     def elapsed_time(self, end: "HostMark") -> float:
         """Return the milliseconds between two marks by the host's clock."""

@@ -36,8 +36,8 @@ def evaluate(
     """Return the mean loss per target of all ranks over `steps` (lists of micro-batches).
 
     The result includes the objective's metrics, if any. Dropout is off. Each rank passes its own
-    share of the data, and all ranks the same number of steps. Raises EvaluationStopped on all ranks
-    if `stop` returns True on any of them.
+    share of the data, and all ranks pass the same number of steps. Raises EvaluationStopped on all
+    ranks if `stop` returns True on any of them.
     """
     names: Sequence[str] = getattr(layout.objective, "sums", ())
     totals = torch.zeros(2 + len(names), dtype=torch.float64)

@@ -17,10 +17,10 @@ from outpace.data.seeding import seed_all_generators
 from outpace.records.errors import BadInputError, InterruptedRunError
 from outpace.records.signals import ENDING, may_handle
 
-# The kernel, a terminal and a launcher may each deliver a single key press.
+# The kernel, a terminal and a launcher may each deliver a signal for a single key press.
 _SAME_SIGNAL_S = 0.5
 COLLECT_EVERY = 20  # steps
-# Seconds after which a user who asked to end learns what the run is waiting for.
+# Seconds after which a user who asked to end is told what the run is waiting for.
 _SAID_AFTER_S = 1.0
 NOTHING_TRAINED = "interrupted before the first step was done; nothing was trained"
 _COMPLETE = "interrupted after the result was written; the run is complete"
@@ -77,10 +77,10 @@ class _Arrivals:
 
 
 class StopSignal:
-    """Handler of signals that ask a run to end (`ENDING`); the second one ends it at once.
+    """Handler of signals that ask a run to end (`ENDING`); the second one ends it immediately.
 
     Before the first step is done, there is nothing to save, so a signal raises InterruptedRunError.
-    Later, `say` reports what the run is waiting for, if that takes a while. Use it as a context
+    Later, `say` reports what the run is waiting for, if that takes a while. Use this as a context
     manager in the main thread; in other threads, signals are not handled.
     """
 
@@ -119,9 +119,9 @@ class StopSignal:
     def unless_ended(self, work: Callable[[], Result]) -> Result:
         """Run code that a signal may end at any point. Raises InterruptedRunError with `message`.
 
-        Use it for the first step and for everything after the last. An error after the signal
-        counts as an interruption, too, because other ranks leave. If a signal has ended another
-        rank, raise at once.
+        Use this for the first step and for everything after the last. An error after the signal
+        counts as an interruption too, because other ranks leave. If a signal has ended another
+        rank, this raises immediately.
         """
         try:
             with self._arrivals:
@@ -148,7 +148,7 @@ class StopSignal:
         self._raising, self._disarmed, self.message = False, True, _COMPLETE
 
     def ends_at_once(self) -> bool:
-        """Return whether a signal ends this process at once: before step 1 ends or after the last.
+        """Return whether a signal ends this process immediately: before step 1 ends, or at the end.
 
         Any thread may call this, even while the main thread waits in a library and handles no
         signals.
@@ -158,8 +158,9 @@ class StopSignal:
     def interrupt(self) -> bool:
         """End the main thread as a signal would, before its first step is done or after its last.
 
-        For a thread that learns that a signal has ended another rank. During steps, `unless_ended`
-        raises later. Return False if signals are not handled here, or would end nothing.
+        This is for a thread that learns that a signal has ended another rank. During steps,
+        `unless_ended` raises later. Returns False if signals are not handled here, or would end
+        nothing.
         """
         if not self._previous or self._disarmed:
             return False
@@ -182,7 +183,7 @@ class StopSignal:
         if self._raising:
             self._end(_EndSignal())
         if self._ended or self._disarmed:
-            return  # it ends in a moment anyway
+            return  # the process is about to end anyway
         if not self.stepping:
             self._end(InterruptedRunError(NOTHING_TRAINED))
         self._say.start()
@@ -192,7 +193,7 @@ class StopSignal:
 def collect_garbage_every(steps: int | None) -> Iterator[Callable[[], None]]:
     """Yield a function to call after each step, which collects garbage every `steps` steps.
 
-    Left alone, Python would search all long-lived objects in the middle of a step, which takes a
+    By default, Python would search all long-lived objects in the middle of a step, which takes a
     second with torch while the device waits, and ranks would do so one after another. Objects that
     already exist are excluded from collection. None leaves collection to Python.
     """
@@ -241,7 +242,7 @@ def deterministic_kernels(
     memory = torch.utils.deterministic
     fills = memory.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
-    # Uninitialised memory need not be filled: everything that is read has been written before.
+    # Uninitialised memory need not be filled, because nothing is read before it is written.
     memory.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield

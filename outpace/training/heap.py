@@ -1,4 +1,4 @@
-"""glibc's heap: keep freed memory for the next step, touch pages ahead of use."""
+"""glibc's heap: keep freed memory for the next step, and touch pages ahead of their use."""
 
 import ctypes
 import mmap
@@ -22,15 +22,15 @@ def c_library() -> ctypes.CDLL | None:
 def keep_freed(environment: Mapping[str, str]) -> bool:
     """Make glibc keep freed memory; return whether it does.
 
-    By default, glibc returns large blocks to the system at once, so each step pays again for the
-    same pages: 10 to 17 % of its time (docs/development/log.md). A configuration of glibc in
+    By default, glibc returns large blocks to the system immediately, so each step pays for the same
+    pages again: 10 to 17 % of its time (docs/development/log.md). A configuration of glibc in
     `environment` is left unchanged.
     """
     own = [name for name in environment if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))]
     library = c_library()
     if own or library is None or not hasattr(library, "mallopt"):
         return False
-    # In this order: take everything from the heap, and return nothing.
+    # The order matters: take everything from the heap, and return nothing.
     return bool(library.mallopt(_M_MMAP_MAX, 0) and library.mallopt(_M_TRIM_THRESHOLD, _NEVER))
 
 
@@ -57,7 +57,8 @@ class PagePrefaulter:
             self._heap = _Heap(library)
             room = self._heap.next_room(2 * nbytes)
             self._pieces = self._heap.pieces(nbytes // _PIECE_BYTES)
-            # After touching, since malloc's headers between pieces would each take a huge page.
+            # This follows touching, since malloc's headers between pieces would each take a huge
+            # page.
             self._heap.prefer_huge_pages(room)
         self._thread = threading.Thread(target=self._touch, daemon=True)
 
@@ -68,12 +69,12 @@ class PagePrefaulter:
 
     @contextmanager
     def pause(self) -> Iterator[int]:
-        """Yield the resident bytes not in use yet; nothing more is touched in this context."""
+        """Yield the resident bytes not in use yet; nothing more is touched inside this context."""
         with self._touching:
             yield len(self._held) * _PIECE_BYTES
 
     def hand_over(self) -> None:
-        """Free the touched memory for use, and further memory as soon as it is touched."""
+        """Free the touched memory for use, and free further memory as soon as it is touched."""
         self._handed_over.set()
         with self._touching:
             while self._held:
@@ -89,7 +90,7 @@ class PagePrefaulter:
         self._thread.join()
 
     def _touch(self) -> None:
-        # Do not reallocate a piece once it is free: it would be the same one.
+        # A freed piece must not be reallocated, since it would be the same one.
         for piece in self._pieces:
             with self._touching:
                 if not self._ended.is_set():
@@ -110,7 +111,7 @@ class _Heap:
         self._madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
     def next_room(self, nbytes: int) -> range:
-        """Return the addresses of the next bytes that malloc will hand out; empty if too few."""
+        """Return the addresses that malloc will return next; empty if there are too few."""
         start = self._malloc(nbytes)
         if start is None:
             return range(0)
@@ -122,7 +123,7 @@ class _Heap:
         first = -(-room.start // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
         whole = (room.stop - first) // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES
         if whole > 0:
-            self._madvise(first, whole, mmap.MADV_HUGEPAGE)  # kernels without huge pages refuse
+            self._madvise(first, whole, mmap.MADV_HUGEPAGE)  # refused without huge pages
 
     def pieces(self, count: int) -> list[int]:
         """Return the available pieces, at most `count`."""

@@ -1,6 +1,6 @@
 """TensorBoard, Weights & Biases and MLflow, each an optional extra.
 
-They log copies of metrics.jsonl, so a failure does not end a run.
+They log copies of metrics.jsonl, so their failures do not end a run.
 """
 
 import os
@@ -77,8 +77,8 @@ class _Scalars(Callback):
 
     def _note(self, error: Exception, when: str) -> None:
         """Report once that logging failed, and pause it."""
-        # Not a logger's failure: a signal, or the end of a data worker, which torch raises
-        # wherever.
+        # These are not a logger's failures: a signal, or the end of a data worker, which torch
+        # raises anywhere.
         if isinstance(error, OutpaceError) or str(error).startswith("DataLoader worker"):
             raise error
         self._quiet_until_s = time.monotonic() + self._pause_s
@@ -128,7 +128,7 @@ class TensorBoard(_Scalars):
     def __init__(self, logged: LoggerContext) -> None:
         super().__init__(logged)
         module = _import("torch.utils.tensorboard", "tensorboard", needs="tensorboard")
-        # Keep the evaluation after the last kept step; a run from step 0 repeats all.
+        # Keep the evaluation after the last kept step; a run from step 0 repeats all evaluations.
         again = logged.start_step + 1 if logged.start_step else logged.start_step
         folder = str(logged.run_dir.path / "tensorboard")
         self._writer = module.SummaryWriter(folder, purge_step=again)
@@ -178,7 +178,7 @@ class Wandb(_Scalars):
 
 
 def _newest_id(folder: Path) -> str | None:
-    """Return the W&B ID of the run to resume, from the newest folder that wandb made for it.
+    """Return the W&B ID of the run to resume, from the newest folder that wandb created for it.
 
     None if there is no folder, or if WANDB_RUN_ID is set.
     """
@@ -189,7 +189,7 @@ def _newest_id(folder: Path) -> str | None:
 
 
 class MLflow(_Scalars):
-    """An MLflow run, at MLFLOW_TRACKING_URI or else in a SQLite file next to the metrics."""
+    """An MLflow run, at MLFLOW_TRACKING_URI or in a SQLite file next to the metrics."""
 
     _name = "mlflow"
 

@@ -49,7 +49,7 @@ class Loop:
     step_context: Callable[[int, list[Batch]], AbstractContextManager[None]] | None = (
         None  # called each step
     )
-    run_started: str | None = None  # from run.json, so that checkpoints identify their run
+    run_started: str | None = None  # taken from run.json, so that checkpoints identify their run
     # Steps between garbage collections; None leaves them to Python.
     collect_every: int | None = None
 
@@ -86,7 +86,7 @@ class Loop:
         self.checkpointer.wait_for_ranks()
 
     def _first_step(self) -> RawStep:
-        """Run the first step, compilation included, so that a signal interrupts it at once."""
+        """Run the first step, including compilation, so that a signal interrupts it immediately."""
         return self.stop.unless_ended(lambda: self._step(self.start_step + 1))
 
     def _step(self, step: int) -> RawStep:
@@ -107,10 +107,10 @@ class Loop:
             return self.stepper.run(step, rate, batches, lambda: self.stop.requested)
 
     def _record_steps(self, waiting: deque[RawStep], left: int) -> None:
-        """Account for finished steps until at most `left` still wait for the device.
+        """Account for finished steps until at most `left` steps still wait for the device.
 
-        A single rank also accounts for any other steps that are done. Several ranks only go by the
-        count, so that all find a NaN loss at the same step and end together.
+        A single rank also accounts for any other steps that are done. Several ranks go only by the
+        count, so that all of them find a NaN loss at the same step and end together.
         """
         alone = self.world_size == 1
         while waiting and (len(waiting) > left or (alone and waiting[0].done)):

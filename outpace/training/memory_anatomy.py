@@ -14,7 +14,7 @@ Holder = tuple[str, str, int]  # kind, name, bytes
 def holders(layout: Layout, optimizer: torch.optim.Optimizer | None) -> list[Holder]:
     """Return kind, name and bytes of each tensor that this rank keeps on the layout's device.
 
-    Other threads than the training thread may call it.
+    Threads other than the training thread may call this.
     """
     seen: set[int] = set()
     found: list[Holder] = []

@@ -14,14 +14,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-# Errors of file systems that refuse O_DIRECT, when opening or using a file.
+# Errors of file systems that refuse O_DIRECT when a file is opened or used.
 REFUSED = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOTTY)
 _BLOCK_BYTES = 4 << 20
 _DIRECT = getattr(os, "O_DIRECT", 0)
 
 
 def _block() -> mmap.mmap:
-    """Return a page-aligned block, as O_DIRECT requires; shared, in case threads fork."""
+    """Return a page-aligned block, as O_DIRECT requires; it is shared in case threads fork."""
     return mmap.mmap(-1, _BLOCK_BYTES)
 
 
@@ -64,7 +64,7 @@ class DirectWriter:
         """Do nothing: blocks are written when they are full, and the last one on close."""
 
     def close(self) -> None:
-        """Write the rest: whole pages directly, the remainder through the page cache, and sync."""
+        """Write the rest (whole pages directly, the remainder through the page cache), and sync."""
         if self._file is None:
             return
         try:
@@ -126,7 +126,7 @@ def _open(path: Path, flags: int) -> int:
 
 
 def _direct_or_not(file: int, act: Callable[[], int]) -> int:
-    """Return the bytes that `act` moved; switch off O_DIRECT if the file system refuses it."""
+    """Return the bytes that `act` transferred; disable O_DIRECT if the file system refuses it."""
     try:
         return act()
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Defaults of precision by device, and hints on sizes that suit a precision."""
+"""Default precisions by device, and hints on sizes that suit a precision."""
 
 import torch
 
@@ -7,9 +7,9 @@ from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 from outpace.records.precisions import WIDE, Precision
 
-# CPU features with which bf16 matmuls are faster than fp32, each with the vendor for which this
-# holds. With avx512_bf16, bf16 takes 0.2 of fp32's time on AMD CPUs, and 1.3 to 1.7 times as long
-# on an Intel Xeon without AMX (docs/development/log.md).
+# CPU features with which bf16 matmuls are faster than fp32, each with the vendor for which this is
+# true. With avx512_bf16, bf16 takes 0.2 of fp32's time on AMD CPUs, but 1.3 to 1.7 times as long on
+# an Intel Xeon without AMX (docs/development/log.md).
 _FAST_BF16 = (("amx_bf16", ""), ("avx512_bf16", "AMD"))
 
 
@@ -19,7 +19,7 @@ def default_precision(
     """Return bf16 if the device computes faster in it than in fp32, otherwise fp32.
 
     With `keeps_masters` (the run supports fp32 master weights), a GPU gets bf16-master: bf16
-    weights and residual stream. The loss is as good (benchmarks/bf16_master.py), with half the
+    weights and residual stream. The loss is equally good (benchmarks/bf16_master.py), with half the
     activations and no casts of weights.
     """
     if device.type == "cuda":
@@ -34,10 +34,10 @@ def default_precision(
 
 
 def float8_hints(plan: Plan) -> list[str]:
-    """Return a hint if float8 would be slow: its scaling needs a compiler to fuse many passes.
+    """Return a hint if float8 would be slow because nothing fuses its scaling passes.
 
-    On one H200, a float8 step took 5.5 times as long as bf16's (Llama-3.2-1B, 2026-11-27), and 0.92
-    times when compiled block by block.
+    On one H200, a float8 step took 5.5 times as long as a bf16 step (Llama-3.2-1B, 2026-11-27), and
+    0.92 times as long when compiled block by block.
     """
     if plan.precision != "fp8" or plan.compile:
         return []

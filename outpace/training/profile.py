@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-# Two steps to let caches and compilers settle, one more to capture a CUDA graph; three are traced.
+# Two steps let caches and compilers settle, and one more captures a CUDA graph; then three are
+# traced.
 _SKIPPED, _SKIPPED_CUDA, _WARM, _SHOWN = 1, 2, 1, 3
 _SNAPSHOT_EVENTS = 200_000
 

@@ -33,7 +33,7 @@ UTILISATION_FOLDER = "utilisation"
 WANDB_FOLDER = "wandb"
 # Temporary file that shows whether hosts share a folder.
 TOKEN_PREFIX = TEMPORARY_PREFIX
-# With less free space, a run could not write metrics, a checkpoint or the model.
+# With less free space than this, a run could not write metrics, a checkpoint or the model.
 _LEAST_FREE_BYTES = 16 << 20
 
 
@@ -162,7 +162,7 @@ class RunDir:
         )
 
     def put_damaged_models_aside(self, say: Callable[[str], None]) -> None:
-        """Make room for models to be written again; keep damaged ones under another name."""
+        """Make room for models to be written again; rename damaged ones to keep them."""
         for folder in (self.model, self.base):
             damage = model_damage(folder)
             if damage is not None and os.path.lexists(folder):
@@ -173,8 +173,8 @@ class RunDir:
     ) -> None:
         """Keep only the part of `history` up to `step`, after which a run resumes.
 
-        Later steps are repeated, and so are evaluations after `step`. Unreadable files are kept
-        under another name, which is reported.
+        Later steps are repeated, and so are evaluations after `step`. Unreadable files are renamed
+        to keep them, which is reported.
         """
         self._remove_leftovers()
         self.require_room()  # before dropping steps
@@ -199,7 +199,7 @@ class RunDir:
                 say(f"{damage}. It is kept as {put_aside(self.path / name)}.")
 
     def _remove_leftovers(self) -> None:
-        """Remove half-written files of a killed process; keep complete models to be replaced."""
+        """Remove incomplete files of a killed process; keep complete models to be replaced."""
         for path in self.path.glob(f"{TEMPORARY_PREFIX}*.tmp.old"):
             if not self.model.exists():
                 path.rename(self.model)

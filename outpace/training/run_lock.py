@@ -1,4 +1,4 @@
-"""A lock that lets only one training process at a time use a run's directory."""
+"""A lock on a run's directory, which only one training process may hold at a time."""
 
 import errno
 import fcntl
@@ -20,9 +20,9 @@ _TAKEN = (errno.EAGAIN, errno.EACCES)
 def lock_run(
     folder: Path, patience_s: float, say: Callable[[str], None] = lambda sentence: None
 ) -> Iterator[None]:
-    """Lock `folder` against other training runs until the context or this process ends.
+    """Lock `folder` against other training runs until this context or process ends.
 
-    If another process holds the lock, report that and wait for up to `patience_s`: when a job is
+    If another process has the lock, report that and wait for up to `patience_s`: when a job is
     requeued or restarted, its earlier ranks may still be shutting down. Raises BadInputError if the
     lock is held for longer. On a file system without locks, nothing is locked.
     """

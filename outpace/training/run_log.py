@@ -43,7 +43,7 @@ class RunLog(Generic[Entry]):
     def cut(self, keeps: Callable[[Entry], bool], say: Callable[[str], None]) -> None:
         """Drop the lines whose records `keeps` rejects.
 
-        If parts of the file cannot be read, it is kept under another name, which is reported.
+        If parts of the file cannot be read, the file is renamed to keep it, which is reported.
         """
         kept = [line.content for line in self.lines if keeps(line.record)]
         if self.damage is not None:

@@ -1,7 +1,7 @@
 """A reader of checkpoints that never runs code from them, since they may come from anyone.
 
 torch's reader unpickles `.metadata`, and values other than tensors, with whatever code they name.
-Here pickles may name only the classes of DCP's metadata and plain values.
+Here, pickles may name only plain values and the classes of DCP's metadata.
 """
 
 import io
@@ -50,7 +50,7 @@ class RestrictedReader(FileSystemReader):
 
 
 class PlainLoadPlanner(DefaultLoadPlanner):
-    """DCP's load planner, which accepts only plain values apart from tensors."""
+    """DCP's load planner, which accepts only tensors and plain values."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Store a value in the state. Raises BadInputError for a value that is not plain."""

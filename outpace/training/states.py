@@ -1,7 +1,7 @@
 """A run's tensors in the form that torch's distributed checkpoint (DCP) writes and reads.
 
 `checkpoint` decides when and where to save. This module is separate because loading DCP takes half
-a second, which a run that saves nothing, or not yet, need not wait for.
+a second, which delays only runs that save.
 """
 
 import io
@@ -46,7 +46,7 @@ from outpace.training.checkpoint_metadata import first_reason
 from outpace.training.past_cache import DirectWriter
 from outpace.training.safe_checkpoint import PlainLoadPlanner, RestrictedReader
 
-# Errors of saving and loading: DCP wraps ranks' errors in a BaseException.
+# Errors in saving and loading: DCP wraps ranks' errors in a BaseException.
 ERRORS = (Exception, CheckpointException)
 SMALL_BYTES = 8  # torch's stager pins no memory for storages below 5 bytes
 _OTHER_BLOCKS = re.compile(r"Size mismatch .* for optimizer\.state\.\S+_scale\b")
@@ -66,12 +66,12 @@ def _options(trained_only: bool) -> StateDictOptions:
 
 
 class InPlaceStager(AsyncStager):
-    """Saves a state without a copy until it is about to change, and from a copy after that.
+    """Saves a state without a copy until it is about to change, and from a copy afterwards.
 
-    A copy of the whole state needs as much memory again, which a virtual machine may be slow to
-    provide (docs/development/log.md). Forward and backward change no state, and are long enough to
-    write most of it. Each tensor is copied only when its turn comes, so a change waits for memory
-    at most, never for a disk. For plain CPU tensors only.
+    A copy of the whole state needs the same amount of memory again, which a virtual machine may be
+    slow to provide (docs/development/log.md). Forward and backward change no state, and are long
+    enough to write most of it. Each tensor is copied only when its turn comes, so a change waits at
+    most for memory, never for a disk. For plain CPU tensors only.
     """
 
     _synchronize_after_execute = False  # `give_back` is called before the state changes
@@ -158,8 +158,8 @@ def is_small_on_gpu(tensor: Tensor) -> bool:
 def join_small(state: dict[str, Any], memory: dict[Any, Tensor]) -> dict[str, Any]:
     """Return the state with its small tensors joined per device and dtype, as views of one tensor.
 
-    A copy to unpinned memory makes the host wait for all copies before it, and fused optimizers
-    have a small tensor, "step", for each parameter. `memory` is reused between calls.
+    A copy to unpinned memory makes the host wait for all previous copies, and fused optimizers have
+    a small tensor, "step", for each parameter. `memory` is reused between calls.
     """
     leaves, structure = tree_flatten(state)
     alike: dict[Any, list[int]] = {}
@@ -171,7 +171,7 @@ def join_small(state: dict[str, Any], memory: dict[Any, Tensor]) -> dict[str, An
         sizes = [part.numel() for part in parts]
         total = sum(sizes)
         if kind not in memory or memory[kind].numel() != total + SMALL_BYTES:
-            # large enough not to be small itself
+            # large enough not to count as small itself
             memory[kind] = parts[0].new_empty(total + SMALL_BYTES)
         joined = memory[kind][:total]
         torch.cat([part.reshape(-1) for part in parts], out=joined)
@@ -224,7 +224,7 @@ class PinnedCopies(AsyncStager):
 
 
 class _Planner(DefaultSavePlanner):
-    """A save planner that reads tensors in place, and of replicated data only this rank's part."""
+    """A save planner that reads tensors in place, and only this rank's part of replicated data."""
 
     def __init__(self, lent: InPlaceStager | PinnedCopies) -> None:
         super().__init__()
@@ -281,13 +281,13 @@ class _Writer(_FileSystemWriter):
         super().__init__(folder, sync_files=not past_cache)
         self.fs = _PastCache() if past_cache else _ThroughCache()
         if past_cache:
-            # CPU tensors are not copied ahead, even if there are other devices.
+            # CPU tensors are not copied ahead of time, even if there are other devices.
             self.per_thread_copy_ahead = 0
 
     def write_data(
         self, plan: SavePlan, planner: SavePlanner
     ) -> torch.futures.Future[list[WriteResult]]:
-        before = get_crc32_options()  # per thread; this one writes
+        before = get_crc32_options()  # the option is per thread, and this thread writes
         set_crc32_options(False)
         try:
             return super().write_data(plan, planner)
@@ -360,8 +360,8 @@ def collect_tensors(
 ) -> dict[str, Any]:
     """Return the tensors to save or to fill, under the names that a single process would use.
 
-    An optimizer's fp32 copies of weights replace the weights. The checkpoint then looks like that
-    of an fp32 run, and both kinds of run can resume from it.
+    An optimizer's fp32 copies replace the weights. The checkpoint then looks like that of an fp32
+    run, and both kinds of run can resume from it.
     """
     if model is None:
         return {}
@@ -413,7 +413,7 @@ def load_tensors(
             optim_state_dict=states,
             options=_options(trained_only),
         )
-    # Settings decide this, not the saved values.
+    # The settings decide this, not the saved values.
     for group, decay in zip(optimizer.param_groups, decays, strict=True):
         if decay is not None:
             group["weight_decay"] = decay

@@ -60,14 +60,14 @@ class RankReports:
 
     @property
     def peak_memory_bytes(self) -> int | None:
-        """Peak memory of the rank that uses most, in bytes."""
+        """Peak memory of the rank that uses the most, in bytes."""
         peak = max(int(peak) for _, peak, _ in self.wait())
         return peak if peak >= 0 else None
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Figures of a step. `loss_scale` is this step's scale for fp16."""
+    """Figures for a step. `loss_scale` is this step's scale for fp16."""
 
     loss_sum: float
     count: float  # targets in the global batch
@@ -134,16 +134,16 @@ class Stepper:
         self._device = device
         self._control = control
         self._world_size = plan.world_size
-        self._parts = plan.pp_microbatches  # parts of each batch, for a pipeline
+        self._parts = plan.pp_microbatches  # number of parts of each batch, for a pipeline
         self._expected_targets = expected_targets
         self._targets_known = targets_known
         self._on_gradients = on_gradients
-        # Keep casts across micro-batches where weights do not change in between and the backward
-        # needs the casts anyway: peak memory is the same.
+        # Keep casts across micro-batches if weights do not change in between and the backward needs
+        # the casts anyway, since peak memory is then the same.
         whole = plan.strategy in ("single", "ddp", "zero1") and plan.offload_parameters == "none"
         whole = whole and layout.shares_casts
         self._keeps_casts = whole and not plan.recomputes and not plan.optimizer_in_backward
-        # called when a part of a step is done
+        # called at the end of each part of a step
         self.on_mark: Callable[[str], None] = lambda part: None
         # The loss is a sum over local targets, and averaging gradients divides it by the number of
         # ranks (× W / N: see docs/design).
@@ -151,10 +151,10 @@ class Stepper:
         self.queue = queue_of(device) if queue is None else queue
         self._timer = StepTimer(self.queue)
         self._own_time = BusyTime(self.queue)
-        self.heard: RankReports | None = None  # the latest step with all reports
+        self.heard: RankReports | None = None  # reports on the latest completed step
         self._speaking: RankReports | None = None  # reports that may still be incomplete
         self._freer = CacheFreer(device) if plan.empty_cache else None
-        # of the next step, if the check of the first batch has already run its passes
+        # totals of the next step, if the check of the first batch has already run its passes
         self.totals: Tensor | None = None
 
     def begin(self) -> None:
@@ -197,7 +197,7 @@ class Stepper:
         copied = DeviceFigures(self.queue, {"totals": totals, "grad_norm": grad_norm, **fp16})
         timer.mark("communication")
         marks = timer.pop_marks()
-        if self._world_size > 1:  # a single rank has nobody to report to, and would keep all marks
+        if self._world_size > 1:  # a single rank has nothing to report, and would keep all marks
             self._own_time.add(marks)
         freed = None if self._freer is None else self._freer.pop_freed_bytes()
         return RawStep(step, lr, totals, grad_norm, marks, copied, gathered, freed)
@@ -218,7 +218,7 @@ class Stepper:
             return self._layout.gradients(batches, replace(hooks, cast=cast))
 
     def _mark(self, part: str) -> None:
-        """Mark the end of a part of the step; freeing its cache belongs to it."""
+        """Mark the end of a part of the step, including the time to free its cache."""
         if part in ("forward", "backward", "optimizer"):
             self.free_cache()
         self._timer.mark(part)
@@ -234,7 +234,7 @@ class Stepper:
         return scaled if self.mixed.scaler is None else self.mixed.scaler.scale(scaled)
 
     def _share_totals(self, totals: Tensor, stop: bool) -> tuple[RankReports, Any]:
-        """Start to sum the totals over ranks and to gather each rank's report."""
+        """Start summing the totals over ranks and gathering each rank's report."""
         peak = peak_memory_bytes(self._device)
         known_peak = -1.0 if peak is None else float(peak)
         if self._world_size == 1:
@@ -249,7 +249,7 @@ class Stepper:
     def _wait_for_status(self, gathered: RankReports) -> None:
         """Wait for the ranks' reports on this step, or on the previous one if the device lags.
 
-        All ranks look at the same step, since they must stop together.
+        All ranks use the same step, since they must stop together.
         """
         if self.queue.steps_behind and self._world_size > 1:
             before, self._speaking = self._speaking, gathered
@@ -260,10 +260,10 @@ class Stepper:
         self.heard = gathered
 
     def _update(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Clip gradients, step, and zero gradients.
+        """Clip the gradients, step the optimizer, and zero the gradients.
 
-        Return the norm before clipping, and with fp16 also the loss scale and, per device, whether
-        an overflow made it skip the step.
+        Returns the norm before clipping. With fp16, also returns the loss scale and, per device,
+        whether an overflow made it skip the step.
         """
         optimizer, scaler = self._optimizer, self.mixed.scaler
         if scaler is None:

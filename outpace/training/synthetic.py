@@ -63,7 +63,7 @@ def shares(batch: Batch, plan: Plan, rank: int) -> list[Batch | None]:
 class SyntheticSteps:
     """A plan, ready to run steps of synthetic training. Ranks that it does not use do nothing.
 
-    Every rank of the job constructs and calls it in the same way. `control` is the process group
+    Every rank of the job constructs and calls this in the same way. `control` is the process group
     for host messages.
     """
 

@@ -17,7 +17,7 @@ def set_threads(
     local_world_size: int,
     environ: Mapping[str, str] = MappingProxyType({}),
 ) -> int:
-    """Set and return the number of threads for computation in this process."""
+    """Set and return the number of threads that this process uses for computation."""
     threads = asked or _from_environment(environ) or max(1, cores // local_world_size)
     torch.set_num_threads(threads)
     return threads

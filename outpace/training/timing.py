@@ -56,8 +56,8 @@ def durations(marks: Marks) -> dict[str, float]:
 class BusyTime:
     """Time that this rank spends on a step without waiting for others.
 
-    On a CPU, the time in which its thread is busy. On a GPU, the time spent waiting for data and in
-    forwards, during which replicas do not communicate.
+    On a CPU, this is the time in which the rank's thread is busy. On a GPU, it is the time spent
+    waiting for data and in forwards, during which replicas do not communicate.
     """
 
     def __init__(self, queue: DeviceQueue) -> None:
@@ -75,7 +75,7 @@ class BusyTime:
         """Return the seconds since the last call; on a GPU, the seconds of the latest finished
         step.
 
-        Return −1 if unknown. Never wait.
+        Returns −1 if unknown. Never waits.
         """
         if self._on_host:
             before, self._busy_s = self._busy_s, thread_busy_s()
@@ -89,8 +89,9 @@ class BusyTime:
 def thread_busy_s() -> float:
     """Return how long this thread has run, or could have run on a free core.
 
-    Waiting for a core that another process uses is not waiting for other ranks, so it counts as
-    busy if the kernel reports it (Linux). Threads that share cores are therefore busy for longer.
+    Time spent waiting for a core that another process uses counts as busy if the kernel reports it
+    (Linux), because it is not spent waiting for other ranks. Threads that share cores are therefore
+    busy for longer.
     """
     try:
         ran_ns, waited_ns, _ = _SCHEDSTAT.read_text().split()

@@ -55,7 +55,7 @@ from outpace.training.callbacks import Callback, notify
 Split = Literal["train", "validation", "all"]
 
 
-_NARROW_IDS, _WIDE_BYTES = 1 << 16, 4  # number of IDs that fit in 2 bytes; the next size
+_NARROW_IDS, _WIDE_BYTES = 1 << 16, 4  # number of 2-byte IDs; the next width
 
 
 @dataclass(frozen=True)
@@ -213,7 +213,7 @@ def prepare_data(settings: TrainSettings, callbacks: Sequence[Callback]) -> None
 
 
 def _reading_notes(opened: OpenedModel | None, settings: TrainSettings) -> tuple[str, ...]:
-    """Return notes on how the model folder was read."""
+    """Return notes on how the model's folder was read."""
     if opened is None:
         return ()
     notes = list(opened.notes)
@@ -435,7 +435,7 @@ def check_tokenizer(tokenizer: Tokenizer, vocab: int, name: str) -> None:
 
 
 def _model_tokenizer(opened: OpenedModel | None) -> Tokenizer | None:
-    """Return the tokenizer stored with a model, which may have encoded the data; None without."""
+    """Return the tokenizer stored with a model, if any; it may have encoded the data."""
     if opened is None or opened.tokenizer is None:
         return None
     try:
@@ -525,7 +525,7 @@ def weights_of(
 
 @dataclass(frozen=True)
 class DrawingPlace:
-    """Device and dtype in which random weights are drawn."""
+    """The device and dtype in which random weights are drawn."""
 
     device: torch.device = torch.device("cpu")  # noqa: RUF009 (a constant)
     dtype: torch.dtype = torch.float32

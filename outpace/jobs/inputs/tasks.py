@@ -95,7 +95,7 @@ def check_task(settings: TrainSettings, plan: Plan, origins: Mapping[str, str]) 
 
 
 def _has_fixed_length(settings: TrainSettings, plan: Plan | None) -> bool:
-    """Return whether all batches have one length: as requested, or by default where needed."""
+    """Return whether all batches have one length: as requested, or where a strategy needs it."""
     if settings.padding is not None or plan is None:
         return settings.padding == "fixed"
     return TRAITS[plan.strategy].one_shape
@@ -194,7 +194,7 @@ def load_task_inputs(
                 "models. A custom model comes with its own loss and data set: leave --task out."
             )
         if opened is None or opened.kind in ("preset", "spec"):
-            require_exportable(spec)  # models written by transformers are; the check takes time
+            require_exportable(spec)  # transformers' models are exportable; the check is slow
     seq_len = resolve_seq_len(settings, positions)
     # All ranks of a tensor-parallel group must see the same lengths.
     tp = 1 if plan is None else plan.tp
@@ -304,7 +304,7 @@ def held_out_part(settings: TrainSettings) -> str:
 def _chat_hints(
     chat: ChatFormat, parts: Sequence[Conversations], seq_len: int, count: str
 ) -> list[str]:
-    """Return notes on parts of conversations that are not trained on, or differ from the data."""
+    """Return notes on parts of conversations that are changed or not used for training."""
     counted = {
         "cut": f"are longer than {seq_len} tokens and were truncated",
         "empty": "have no answer to train on and were skipped",

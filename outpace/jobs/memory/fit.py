@@ -133,7 +133,7 @@ class MemoryFit:
         return self.fit_budget(plan, self._settings.memory_budget)
 
     def fit_budget(self, plan: Plan, budget_bytes: int) -> Plan:
-        """Choose what to recompute for a memory budget. Raises BadInputError if nothing fits."""
+        """Choose what to recompute within a memory budget. Raises BadInputError if nothing fits."""
         if self.predict is None or self._spec is None:
             raise BadInputError(
                 "--memory-budget needs a prediction, which is only available for outpace's "
@@ -173,14 +173,14 @@ class MemoryFit:
     def proposals(
         self, plan: Plan, short: Shortage, resumes: bool = False, search_s: float = SEARCH_S
     ) -> list[Proposal]:
-        """Return the cheapest changes that fit, with a margin by which the prediction was too low.
+        """Return the cheapest changes that fit, allowing for how far the prediction was too low.
 
         `resumes`: the run resumes from a checkpoint, so its optimizer state must keep its form.
         """
         if self.predict is None:
             return []
         try:
-            # It needed more than the limit, even if the failed allocation is not counted as used.
+            # Usage exceeded the limit, even if the failed allocation is not counted as used.
             needed = max(short.used_bytes, self.limit.bytes + 1)
             too_low = max(0, needed - self.predict(plan).peak_memory_bytes)
         except BadInputError:
@@ -195,7 +195,7 @@ class MemoryFit:
         )
 
     def changes(self, plan: Plan, resumes: bool = False) -> list[list[Change]]:
-        """Return changes to settings that the user did not set, a list for each kind of change."""
+        """Return changes to settings that the user did not set, one list per kind of change."""
         low = default_precision(self._device, self._machine) == "bf16"
         beside_host = self._device.type != "cpu"
         kinds = kinds_of_change(plan, low_precision=low, beside_host=beside_host)

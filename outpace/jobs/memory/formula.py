@@ -1,4 +1,4 @@
-"""Memory by the planner's formula, for models that outpace can plan for but not train."""
+"""Memory from the planner's formula, for models that outpace can plan for but not train."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,7 +36,7 @@ class FormulaQuestion:
         return resolve_seq_len(self.settings, positions)
 
     def trace(self, rank: int) -> MemoryAccount:
-        """Return the formula's memory of the rank that needs the most, recorded as rank `rank`."""
+        """Return the formula's memory for the fullest rank, recorded as that of rank `rank`."""
         columns = of_plans([self.plan], self.global_batch, self.outline.layers)
         device: peak.Device = "cpu" if self.accelerator is None else "cuda"
         by_kind = peak.anatomy(self.outline, self.seq_len, columns, device)

@@ -20,12 +20,12 @@ _MIB = 1 << 20
 # Memory besides live tensors that the allocator's rules do not model: other streams, kernels.
 _SHARE = 0.05
 # glibc keeps freed pieces of up to 32 MiB (DEFAULT_MMAP_THRESHOLD_MAX) on its heap until the memory
-# monitor releases them. By then they add up to about 100 MiB, if the model is large enough.
+# monitor releases them. If the model is large enough, they add up to about 100 MiB by then.
 _HEAP_BYTES = 3 * 32 * _MIB
-# Code loaded later: for the optimizer, saving and exporting.
+# Memory for code that is loaded later: for the optimizer, saving and exporting.
 _LATER_CODE_BYTES = 32 * _MIB
-# Largest micro-batch, in tokens, that is traced: enough chunks of logits, which have 512 tokens on
-# a CPU and 4096 or more on GPUs.
+# Largest micro-batch, in tokens, that is traced. It has enough chunks of logits, which have 512
+# tokens on a CPU and 4096 or more on GPUs.
 _MOST_TOKENS_CPU = 64 * 512
 _MOST_TOKENS = 128 * 4096
 
@@ -40,7 +40,7 @@ def slack_bytes(tensor_bytes: int, device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class JobSite:
-    """Environment of a job's ranks; `held_bytes` is what a process holds besides training."""
+    """Environment of a job's ranks; `held_bytes` is what a process holds apart from training."""
 
     device: torch.device
     accelerator: Accelerator | None
@@ -86,7 +86,7 @@ def accounts_to_ask(
 def account_of_samples(account: Account, ask: TraceRequest) -> AccountSummary:
     """Return a rank's account; for a large micro-batch, extrapolate from smaller ones.
 
-    A trace takes time in proportion to the chunks of logits. Once there are many chunks, each
+    The time of a trace grows with the number of chunks of logits. Once there are many chunks, each
     further sample adds the same memory and time.
     """
     tokens = _MOST_TOKENS_CPU if ask.accelerator is None else _MOST_TOKENS
@@ -114,7 +114,7 @@ def account_of_samples(account: Account, ask: TraceRequest) -> AccountSummary:
 
 
 def _with_micro_batch(ask: TraceRequest, samples: int) -> TraceRequest:
-    """Return the request with micro-batches of `samples` and as many passes as before."""
+    """Return the request with micro-batches of `samples`, and as many passes as before."""
     plan = ask.plan.model_copy(update={"micro_batch": samples})
     batch = plan.samples_per_pass * plan.data_parallel * ask.accumulation
     settings = ask.settings.model_copy(update={"global_batch": batch})

@@ -58,7 +58,7 @@ class MemoryQuery(Record):
 
     @property
     def workload(self) -> Trainable:
-        """Training in the form that the trace runs."""
+        """The training in the form that the trace runs."""
         ask = self.ask
         return Workload(ask.spec, ask.plan, ask.seq_len, ask.accumulation, ask.settings)
 
@@ -93,7 +93,7 @@ class ModuleQuestion:
 
     @property
     def workload(self) -> Trainable:
-        """Training for two real steps; the module is built again."""
+        """The training, for two real steps; the module is built again."""
         from outpace.trace.custom_module import ModuleWorkload
 
         return ModuleWorkload(
@@ -248,7 +248,7 @@ def _plan(settings: TrainSettings, world_size: int, per_host: int, given: int | 
 def _precision(
     settings: TrainSettings, node: Node | None, accelerator: Accelerator | None
 ) -> str | None:
-    """Return the requested precision; else the one that training would choose on the device."""
+    """Return the requested precision, or the one that training would choose on the device."""
     if settings.precision is not None or node is None:
         return settings.precision
     if accelerator is None:

@@ -40,7 +40,7 @@ def step_time_s(
 
 @cache
 def _find_cluster(ranks: int, device: Literal["cpu", "cuda"]) -> Cluster:
-    """Return this host as probed, if a usable machine.json is here, else as detected."""
+    """Return this host as probed if a usable machine.json is here, otherwise as detected."""
     machine = identify(find_accelerator)
     host = machine.model_copy(update={"devices": ()})
     used = host if device == "cpu" else machine

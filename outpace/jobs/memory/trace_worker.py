@@ -1,4 +1,4 @@
-"""Memory accounts from a separate process, for a job in progress.
+"""Memory accounts computed in a separate process while a job runs.
 
 A trace creates a process group, which is impossible in a process that already has one, and its
 memory must not count as this process's. Run as a program, this module answers each line of input

@@ -31,7 +31,7 @@ def use_traced_memory(planned: RankedPlan, model: str, job: PlanningProblem) -> 
     kinds["allocator and libraries"] = max(0, needed - sum(kinds.values()))
     changed = {"depth": "trace", "peak_memory_bytes": needed, "memory": kinds}
     if not planned.estimate.disk_offloaded_bytes:
-        # Host memory need not peak together with device memory.
+        # Host memory need not peak at the same time as device memory.
         changed["host_offloaded_bytes"] = max(away, planned.estimate.host_offloaded_bytes)
     estimate = planned.estimate.model_copy(update=changed)
     return planned.model_copy(update={"estimate": estimate})

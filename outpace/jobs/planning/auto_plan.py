@@ -1,4 +1,4 @@
-"""`outpace train --plan`: a plan from a file, or the planner's choice for this machine, traced."""
+"""`outpace train --plan`: a plan from a file or the planner, checked by a trace."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
@@ -77,7 +77,7 @@ def apply_settings_plan(
     if given == "auto" and settings.compile is None and chosen.compile:
         del values["compile"]  # depends on the run's length
     if ranks is not None:
-        values["nproc"] = None  # ranks exist already; with several hosts, each has its own number
+        values["nproc"] = None  # ranks already exist; each host has its own number
     if given != "auto" and settings.expect_step_time_s is None:
         path = Path(given).expanduser()
         values["expect_step_time_s"] = _tuned_step_time(
@@ -102,7 +102,7 @@ def _workload(file: PlanFile, origins: Mapping[str, str]) -> dict[str, int]:
 
 
 def _values(plan: Plan, settings: TrainSettings) -> dict[str, Any]:
-    """Return a plan as settings; those that do not belong to its strategy stay unset."""
+    """Return a plan as settings; settings that do not apply to its strategy stay unset."""
     both = set(Plan.model_fields) & set(TrainSettings.model_fields)
     values = {name: getattr(plan, name) for name in both}
     for axis in AXES:
@@ -156,7 +156,7 @@ def _check_file(
         )
     for name, value in _values(plan, settings).items():
         asked = getattr(settings, name)
-        if asked == -1 or LEVELS.get(asked, asked) == value:  # −1 is the rest; or a level of Apex
+        if asked == -1 or LEVELS.get(asked, asked) == value:  # −1: the rest; or a level of Apex
             continue
         if origins.get(name) not in (None, DEFAULT) and asked != value and name != "nproc":
             raise BadInputError(
@@ -186,7 +186,8 @@ def _pick(
         assert failed is not None
         raise failed
     if any(job.cluster.calibrated for _, job in answers):
-        # Rates that steps did not correct are too high and would win (docs/development/log.md).
+        # Rates that no measured steps corrected are too high, so their plans would win
+        # (docs/development/log.md).
         answers = [(answer, job) for answer, job in answers if job.cluster.calibrated]
     answers.sort(key=lambda pair: pair[0].plans[0].estimate.step_time_s)
     for answer, job in answers:
@@ -201,7 +202,7 @@ def _pick(
 
 
 def _worlds(settings: TrainSettings, ranks: Ranks | None, machine: Machine) -> list[int]:
-    """Return numbers of processes to plan for: the current one, or those that this host can start.
+    """Return numbers of processes to plan for: the current one, or what this host can start.
 
     A CPU without measurements is not split among processes, whose communication is unknown.
     """

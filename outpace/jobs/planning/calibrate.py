@@ -1,4 +1,4 @@
-"""Logged runs of trainers compared with plans of their layouts, and machines corrected by them."""
+"""Comparison of trainers' logged runs with plans, and machines corrected by these runs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -48,12 +48,12 @@ class CalibratedRun:
 
     @property
     def error_before(self) -> float:
-        """Relative error of the prediction with uncorrected rates."""
+        """Relative error of the prediction before correcting rates."""
         return self.before_s / self.observed.step_time_s - 1
 
     @property
     def error_after(self) -> float:
-        """Relative error of the prediction with corrected rates."""
+        """Relative error of the prediction after correcting rates."""
         return self.after_s / self.observed.step_time_s - 1
 
 
@@ -259,7 +259,7 @@ def _read_layout(text: str | None) -> dict[str, Any]:
 
 
 def _add_data_parallel(values: dict[str, Any], logged: LoggedRun) -> dict[str, Any]:
-    """Add the data-parallel degree that the other axes leave over, if the log counts devices."""
+    """Add the data-parallel degree that the other axes leave if the log counts devices."""
     rest = logged.world_size
     if rest is None or {"dp_replicate", "dp_shard"} & values.keys():
         return values
@@ -275,7 +275,7 @@ def _add_data_parallel(values: dict[str, Any], logged: LoggedRun) -> dict[str, A
 def _add_pipeline(
     values: dict[str, Any], logged: LoggedRun, request: CalibrationRequest
 ) -> dict[str, Any]:
-    """Add settings that only combined axes have: ZeRO stage and pipeline micro-batches."""
+    """Add settings that only combined axes need: ZeRO stage and pipeline micro-batches."""
     found = dict(values)
     if found["strategy"] == "3d" and logged.zero is not None:
         found.setdefault("zero", max(1, logged.zero))

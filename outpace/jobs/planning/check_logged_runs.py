@@ -1,4 +1,4 @@
-"""Checks that a logged run is possible on this machine and in this layout; its assumptions."""
+"""Checks that a logged run is possible on this machine and in this layout, and its assumptions."""
 
 import math
 from collections.abc import Mapping

@@ -23,10 +23,10 @@ from outpace.records.plan import Plan
 from outpace.records.precisions import COMPUTES_IN_BF16, COMPUTES_IN_FP16
 from outpace.records.units import show_bytes, show_seconds, show_share
 
-# No other trainer chunks the logits of a large vocabulary on its own.
+# No other trainer splits the logits of a large vocabulary into chunks by itself.
 _OTHERS = replace(OUTPACE, chunks_loss=False)
 _HABITS: Mapping[str, FrameworkTraits] = MappingProxyType({"outpace": OUTPACE})
-# Formats and trainers built on another one: fully_shard over transformers' modules, and TRL's
+# Formats and trainers that build on another one: fully_shard over transformers' modules, and TRL's
 # SFTTrainer, which is a Trainer.
 _STACKS: Mapping[str, str] = MappingProxyType({"fsdp": "accelerate", "trl": "trainer"})
 
@@ -63,9 +63,9 @@ def pick_plan(
 ) -> ExportChoice:
     """Choose the `chosen` plan, or the recommended one, or the fastest that `name` can express.
 
-    The recommended plan is chosen if the format can express it and it fits and is about as fast as
-    the fastest when that trainer runs it, and also if the format can express no plan at all. Raises
-    BadInputError if no configuration can be written for the chosen plan, or for any.
+    The recommended plan is chosen if it fits, the format can express it, and that trainer runs it
+    about as fast as the fastest plan. It is also chosen if the format can express no plan at all.
+    Raises BadInputError if no configuration can be written for the chosen plan, or for any.
     """
     if job.wanted.adapters is not None and name != "outpace":
         raise BadInputError(
@@ -158,7 +158,7 @@ def _pick(
 def _find_obstacle(
     name: str, job: PlanningProblem, first: RankedPlan, found: RankedPlan, lost: str
 ) -> str | None:
-    """Return why the recommended plan is not written; None if nothing prevents it.
+    """Return why the recommended plan is not written; None if nothing prevents that.
 
     `found` is the fastest plan that the format can express; `lost` describes what it cannot express
     of `first`.

@@ -100,7 +100,7 @@ def _by_config(module: Any) -> Outline | None:
         return None
     try:
         found = outline_from_config(config, "the module's config")
-    except (BadInputError, AttributeError):  # another architecture's config with this name
+    except (BadInputError, AttributeError):  # another architecture's config that has this name
         return None
     own = sum(parameter.numel() for parameter in module.parameters())
     return found if parameters(found) == own else None

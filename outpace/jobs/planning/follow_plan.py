@@ -15,8 +15,8 @@ def follow_plan(
 ) -> tuple[TrainSettings, dict[str, str]]:
     """Merge the --plan file's settings into the given ones. Raises BadInputError.
 
-    Return both, with their origins. Other settings must agree with the file; sequence length and
-    batch may differ.
+    Return both sets of settings, with their origins. Other settings must agree with the file;
+    sequence length and batch may differ.
     """
     if settings.plan is None:
         return settings, dict(origins)

@@ -1,4 +1,4 @@
-"""Answers of `outpace network`: the bandwidth that a run needs, and other networks' cost."""
+"""Answers of `outpace network`: the bandwidth that a run needs, and the cost of other networks."""
 
 from collections.abc import Sequence
 from dataclasses import replace

@@ -124,7 +124,7 @@ class Proposer:
         return found
 
     def _learn_once(self, trials: Sequence[PlanTrial]) -> "_Lessons":
-        """Return what all trials together show, computed once."""
+        """Return the lessons of all trials, computed once."""
         if tuple(trials) not in self._told:
             self._told[tuple(trials)] = self._learn(trials)
         return self._told[tuple(trials)]
@@ -159,7 +159,7 @@ class Proposer:
 
 @dataclass(frozen=True)
 class _Lessons:
-    """Results of trials: rates, shared by all numbers of processes, and plans' other costs.
+    """Lessons of trials: rates, which all numbers of processes share, and other costs of plans.
 
     `slopes`: derivatives of the fastest trial's time with respect to the rates, (knobs, 1).
     """
@@ -198,9 +198,9 @@ def _fitting_plans(job: PlanningProblem, plans: Sequence[Plan], too_many: float)
 
 
 def _drop_needless_savings(plans: Sequence[Plan], layers: int) -> list[Plan]:
-    """Drop plans that save memory at the cost of time, if the same plan fits without that.
+    """Drop plans that save memory at the cost of time if the same plan fits without saving.
 
-    They cannot be faster, however wrong the predictions are.
+    However wrong the predictions are, such plans cannot be faster.
     """
     saves = [_saves(plan, layers) for plan in plans]
     beside: dict[str, set[tuple[int, int]]] = {}
@@ -220,7 +220,7 @@ def _saves(plan: Plan, layers: int) -> tuple[int, int]:
 
 
 def _without_savings(plan: Plan) -> str:
-    """Return a key of the plan without these savings."""
+    """Return a key of the plan that ignores these savings."""
     nothing = {"checkpointing": "none", "checkpoint_every": 1, "checkpoint_layers": (),
                "loss": "auto"}  # fmt: skip
     return plan.model_copy(update=nothing).model_dump_json()

@@ -143,8 +143,8 @@ def job(asked: PlanQuestion) -> PlanningProblem:
 def _with_positions(outline: Outline, seq_len: int, trained: bool) -> Outline:
     """Return the outline, with a note if sequences are longer than the model's positions.
 
-    Rotary positions have no parameters, so time and memory can be planned anyway. Raises
-    BadInputError if only trainable plans are requested (`trained`).
+    Rotary positions have no parameters, so time and memory can be planned anyway. With `trained`,
+    which requests only trainable plans, raises BadInputError instead.
     """
     most = outline.max_positions
     if seq_len <= most:
@@ -163,7 +163,7 @@ def _with_positions(outline: Outline, seq_len: int, trained: bool) -> Outline:
 def _vary(
     asked: PlanQuestion, keep: Mapping[str, Any], cluster: Cluster, outline: Outline
 ) -> dict[str, tuple[Any, ...]]:
-    """Return settings to vary, requested ones and those always searched, in the order of VARIED."""
+    """Return settings to vary, requested or always searched, in the order of VARIED."""
     found = {**default_vary(cluster, keep), **_read_vary(asked, keep, cluster)}
     small = parameters(outline) < FP8_PARAMETERS
     if "precision" in found and (small or "lora_rank" in keep):
@@ -179,7 +179,7 @@ def default_vary(cluster: Cluster, keep: Mapping[str, Any]) -> dict[str, tuple[A
 
 
 def _this_machine(asked: PlanQuestion) -> Cluster:
-    """Return this machine as outpace probe measured it, if its file is here, else as detected."""
+    """Return this machine as outpace probe measured it if its file is here, or as detected."""
     machine = identify(find_accelerator)
     notes: tuple[str, ...] = ()
     if is_corrected(PROBE_FILE):
@@ -362,7 +362,7 @@ _FEW_LETTERS = 4  # shorter words are prefixes of too many names
 
 
 def _suggest_setting(name: str, value: str) -> str:
-    """Return ' Did you mean …?' with settings that begin with the name, before similar ones.
+    """Return ' Did you mean …?' with settings that begin with the name, then similar ones.
 
     If several begin with it, return only those that accept the value (checkpoint=full rules out
     checkpoint_every).
@@ -473,7 +473,7 @@ def _format_allowed(problem: Any) -> str:
 def what_if(asked: PlanQuestion, text: str) -> tuple[PlanQuestion, Mapping[str, float]]:
     """Return the question with a changed network, node interconnect, memory or number of nodes.
 
-    The mapping has the rates and sizes to set in the cluster. Raises BadInputError.
+    The mapping contains the rates and sizes to set in the cluster. Raises BadInputError.
     """
     changed, numbers = asked, {}
     for part in text.split(","):

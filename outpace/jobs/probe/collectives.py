@@ -53,7 +53,7 @@ T = TypeVar("T")
 @dataclass(frozen=True)
 class _Run:
     groups: Groups
-    place: AxisPlace  # among all ranks
+    place: AxisPlace  # position among all ranks
     clock: RanksClock
     nodes: Nodes
     quick: bool
@@ -72,7 +72,7 @@ class _Run:
         return _QUICK_SAMPLES if self.quick else _SAMPLES
 
     def separate_place(self) -> AxisPlace:
-        """Return the place with buffers of its own, which interleaved measurements do not touch."""
+        """Return the place with separate buffers, which interleaved measurements do not touch."""
         buffers = self.place.buffers
         return replace(self.place, buffers=Buffers(buffers.device, buffers.rank))
 
@@ -156,7 +156,7 @@ def _by_size(run: _Run, collectives: Sequence[str], share: float) -> Turns[Probe
     """Measure all collectives on all axes, in the same rounds."""
     axes = axes_of(run.nodes)
     budget_s = share * run.budget_s
-    # Half of the time goes to large arrays: the clock makes a call before each sample, and all
+    # Half of the time is for large arrays: the clock makes a call before each sample, and all
     # smaller sizes together take a third of the largest one's time.
     calls = 2 * run.samples * 4 / 3 * len(axes) * len(collectives)
     limits = SizeLimits(_most_bytes(run), budget_s / 2 / calls)
@@ -210,7 +210,7 @@ def _most_bytes(run: _Run) -> int:
 
 
 def _note_case(doing: RankActivity, case: Case) -> Case:
-    """Return the case, extended to report when it starts."""
+    """Return a case that also reports when it starts."""
 
     def make() -> Callable[[], object]:
         of = case.key.of
@@ -221,7 +221,7 @@ def _note_case(doing: RankActivity, case: Case) -> Case:
 
 
 def _rank_speeds(run: _Run) -> Turns[ProbeSection]:
-    """Measure the speed of each rank while the others compute, too."""
+    """Measure the speed of each rank while the other ranks compute too."""
     work, budget_s = work_of(run.place.buffers.device), _RANKS * run.budget_s
     figures = yield from ranks_figures(work, run.place, run.clock, run.rounds, budget_s)
     return ProbeSection(tuple(figures), advice=tuple(rank_advice(figures)))

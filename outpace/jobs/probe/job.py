@@ -53,7 +53,7 @@ from outpace.records.probed import ProbeRecord, ProgressDisplay, SectionName, St
 from outpace.records.ranks import Ranks
 from outpace.training.threads import set_threads
 
-# A rank that is silent for longer is dead or hangs.
+# A rank that is silent for longer is dead or hanging.
 _TIMEOUT_S = 60.0
 _DRIVER_S = 10.0
 
@@ -108,7 +108,7 @@ def probe_ranks(request: ProbeRequest, ranks: Ranks, shown: ProgressDisplay) -> 
 
 
 def _device(request: ProbeRequest, ranks: Ranks) -> tuple[torch.device, tuple[str, ...]]:
-    """Return the device to measure; not Metal's, for which there is no clock here."""
+    """Return the device to measure; never Metal's, which has no clock here."""
     device = resolve_device(request.settings, ranks)
     if device.type != "mps":
         return device, ()
@@ -133,7 +133,7 @@ class _ProcessState:
 
 @dataclass
 class _Notes:
-    """Notes on other load on the machine during one section's turns."""
+    """Notes on other load on the machine during the turns of one section."""
 
     gpu: GpuWatch | None
     used: list[CoreSeconds] = field(default_factory=list)
@@ -193,7 +193,7 @@ def _judge(
     name: SectionName, section: ProbeSection, device: torch.device,
     hosts: Sequence[Sequence[CoreSeconds]], seen: Sequence[GpuObservation],
 ) -> ProbeSection:  # fmt: skip
-    """Return the section, withdrawn if other programs used the hardware or something slowed it.
+    """Return the section without its figures if other programs used the hardware or slowed it.
 
     Storage and data loading run on the CPU, whatever the device.
     """
@@ -282,7 +282,7 @@ def _gather_observations(seen: Sequence[GpuObservation], groups: Groups) -> list
 
 
 def _by_host(used: CoreSeconds, groups: Groups) -> list[list[CoreSeconds]]:
-    """Return the usage by ranks, grouped by host; local rank 0 is a host's first."""
+    """Return the usage by ranks, grouped by host; local rank 0 is the first of its host."""
     hosts: list[list[CoreSeconds]] = []
     for local_rank, one in gather_objects((groups.ranks.local_rank, used), groups.control):
         if local_rank == 0:

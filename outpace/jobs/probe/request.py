@@ -66,7 +66,7 @@ class ProbeRequest:
             self.directories()
 
     def spec(self) -> ModelSpec:
-        """Model for which sizes are recommended. Raises BadInputError."""
+        """The model for which sizes are recommended. Raises BadInputError."""
         spec = open_model(self.settings.model).spec
         if spec is None:
             raise BadInputError(
@@ -88,7 +88,7 @@ class ProbeRequest:
         return seq_len * (size if isinstance(size, int) else 1)
 
     def directories(self) -> dict[str, Path]:
-        """Return the storage to measure, by its purpose. Raises BadInputError."""
+        """Return the directories whose storage is measured, by purpose. Raises BadInputError."""
         scratch = self.settings.offload_dir or Path(tempfile.gettempdir())
         places = {"checkpoints": self.settings.out or Path(), "offload": scratch}
         for role, place in places.items():

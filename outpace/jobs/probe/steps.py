@@ -54,7 +54,7 @@ def probe_steps(
 def _cases(
     groups: Groups, device: torch.device, quick: bool, doing: RankActivity
 ) -> tuple[list[Case], list[str]]:
-    """Return cases that together fit into half of the memory, and why the others do not."""
+    """Return cases that together fit into half of the memory, and reasons why others do not."""
     cases, notes = [], []
     world, room = groups.ranks.world_size, _room(groups, device)
     for ranks in sorted({1, world}):
@@ -117,7 +117,7 @@ def _case(
     def threads() -> Iterator[None]:
         doing.what = f"a step of {one.name}"
         own = torch.get_num_threads()
-        if ranks == 1 and device.type == "cpu":  # then the process also has the other ranks' cores
+        if ranks == 1 and device.type == "cpu":  # the process then also has the other ranks' cores
             torch.set_num_threads(usable_cores())
         try:
             yield

@@ -68,7 +68,7 @@ def is_lost(one: RankSnapshot) -> bool:
 
 
 def find_culprits(found: Sequence[RankSnapshot]) -> list[RankSnapshot]:
-    """Return silent ranks, or else those that have started fewer collectives than others."""
+    """Return silent ranks, or, if there are none, those that have started fewer collectives."""
     silent = [one for one in found if one.state == "silent"]
     if silent:
         return silent
@@ -90,7 +90,7 @@ def find_culprits(found: Sequence[RankSnapshot]) -> list[RankSnapshot]:
 
 
 def format_culprits(guilty: Sequence[RankSnapshot]) -> str:
-    """Describe the rank that the others wait for and what it does; explain the hang if none."""
+    """Describe the rank that the others wait for and what it does, or explain the hang."""
     if not guilty:
         return (
             "all ranks are running, but not all reached it in time: one hangs, or a connection "

@@ -1,9 +1,9 @@
-"""The verdict in the ranks' shared store: which rank keeps the others waiting.
+"""The verdict in the ranks' shared store on which rank keeps the others waiting.
 
-A rank that has waited for a long time queries the state of all ranks, and records which one does
-not arrive. No rank ends because of this yet, since the late rank may still arrive. The verdict
-becomes final once a rank ends because of it. Until then, it is ignored if the rank that asked is
-lost or no longer waits.
+A rank that has waited for a long time queries the state of all ranks, and records which one has not
+arrived. No rank ends because of this yet, since the late rank may still arrive. The verdict becomes
+final once a rank ends because of it. Until then, it is ignored if the rank that asked is lost or no
+longer waits.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """A watchdog that finds the rank at fault when a collective fails or takes too long.
 
-Every rank has a thread that writes a snapshot to the store when another rank asks. This finds a
-rank that is gone, suspended, or hanging in a line of Python while others wait in a collective.
+Every rank has a thread that writes a snapshot to the store when another rank asks. This identifies
+a rank that is gone, suspended, or stuck in a line of Python while others wait in a collective.
 """
 
 import json
@@ -44,18 +44,18 @@ from outpace.records.errors import (
 from outpace.records.hang_report import HangReport, RankSnapshot
 from outpace.training.guards import StopSignal
 
-# Grace factor, so that a rank that waits for a core does not count as dead.
+# Seconds to allow for a rank that waits for a core, so that it does not count as dead.
 _LOOK_S = 4.0
 # Ranks are queried if a step takes longer than this share of the collectives' time limit.
 _LONG = 0.8
-# Bounds, in seconds, of the time for a process to end by itself after another rank made a
-# collective fail; in between, it is the collectives' time limit.
+# Bounds, in seconds, on the time for a process to end by itself after another rank made a
+# collective fail; between these bounds, it is the collectives' time limit.
 _LEAST_UNWIND_S, _MOST_UNWIND_S = 10.0, 60.0
 _STORE_LOST = f"the host of the rendezvous {UNSEEN}"
 _ASKS = "alive/asks"
 # Keys: a signal has ended a rank, and how many ranks know about it.
 _INTERRUPTED, _KNOWING = "alive/interrupted", "alive/knowing"
-# Key: what was found to be wrong with the ranks before they train.
+# Key: problems with the ranks that were found before training.
 _MIXED = "alive/mixed"
 _CHECK_JOBS = (
     "It was refused. If two jobs started at the same time, their ranks may be mixed: then stop "
@@ -63,8 +63,8 @@ _CHECK_JOBS = (
 )
 # Seconds for an interrupted rank to end by itself before it is killed.
 _INTERRUPTED_S = 4.0
-# gloo raises plain RuntimeErrors, and so does DDP for errors of its hook; those of failed
-# connections contain one of these.
+# gloo raises plain RuntimeErrors, and so does DDP for errors in its hook; errors of failed
+# connections contain one of these texts.
 _CONNECTIONS = ("gloo/transport/", "DistNetworkError: ")
 # Parts of a message that mean nothing to users.
 _SOURCE = re.compile(
@@ -108,7 +108,7 @@ def hang_watchdog(
     the process, since nothing else interrupts that wait.
 
     If a signal ends a rank before its first step is done, or after its last (`stop`), all others
-    end as well, including those that compile or wait in a collective.
+    end as well, including those that are compiling or waiting in a collective.
 
     If a rank is gone or does not join a collective, RankLostError replaces the backend's error and
     names that rank and its activity. If a signal ended that rank, InterruptedRunError replaces it.
@@ -125,7 +125,7 @@ def hang_watchdog(
         yield
     except RuntimeError as error:
         lost = _communication(error)
-        # The type of CUDA errors and others shows that they are no communication failures.
+        # CUDA errors and others have types which show that they are no communication failures.
         if not lost and type(error) is not RuntimeError:
             raise
         if watcher.is_interrupted():
@@ -146,7 +146,7 @@ def hang_watchdog(
 
 
 def _communication(error: RuntimeError) -> bool:
-    """Return whether an error means that ranks could not reach each other, at all or in time."""
+    """Return whether an error means that ranks could not reach each other, at least not in time."""
     said = str(error)
     return isinstance(error, dist.DistError) or any(sign in said for sign in _CONNECTIONS)
 
@@ -179,19 +179,19 @@ class _Watchdog:
     interrupted: bool = False
     hearing: threading.Lock = field(default_factory=threading.Lock)
     failed: str | None = None
-    look: _HangQuery | None = None  # about a wait that may not be over
+    look: _HangQuery | None = None  # a query about a wait that may not be over
     answered: int = 0  # number of answered queries
     over: threading.Event = field(default_factory=threading.Event)
-    # since the store's last answer, counted only while this process runs
+    # time since the store's last answer, counted only while this process runs
     store_silent_s: float = 0.0
     seen: tuple[int, str] | None = None  # latest verdict in the store
-    seen_s: float = 0.0  # how long it has been there
+    seen_s: float = 0.0  # how long that verdict has been there
     told_of_surplus: bool = False
 
     def __post_init__(self) -> None:
         self.rank = self.groups.ranks.rank
         self.everyone = range(self.groups.ranks.world_size)
-        # Ignore what was written when these ranks were watched before.
+        # Ignore what was written when these ranks were watched earlier.
         entries = self.groups.store.add(f"alive/entries/{self.rank}", 1)
         self.store = PrefixStore(f"watch-{entries}", self.groups.store)
         who = {"host": socket.gethostname(), "pid": os.getpid()}
@@ -211,7 +211,7 @@ class _Watchdog:
     def close(self) -> None:
         self.over.set()
         for thread in self.threads:
-            thread.join(_LOOK_S)  # unless it waits for an unreachable host
+            thread.join(_LOOK_S)  # the thread ends, unless it waits for an unreachable host
 
     def _run(self) -> None:
         """Answer queries; query all ranks if a step takes too long or a rank is silent."""
@@ -241,7 +241,7 @@ class _Watchdog:
 
     def _watch_store(self) -> None:
         """End this process if the store stops answering, since threads that query it block."""
-        limit_s = self.timeout_s + 2 * _LOOK_S  # in `_run`, only a query takes that long
+        limit_s = self.timeout_s + 2 * _LOOK_S  # only a query in `_run` takes that long
         while not self.over.wait(LISTEN_S):
             # counted rather than timed, since this process may have been suspended
             self.store_silent_s += LISTEN_S
@@ -259,7 +259,7 @@ class _Watchdog:
 
     def _look_at_wait(self, store: Any) -> None:
         """Query all ranks before the time limit ends this process, possibly without a message."""
-        self.doing.limited_s = None  # only once
+        self.doing.limited_s = None  # query only once
         number, position = self.doing.number, find_position(self.trains)
         verdict = self._look_around(store, doubtful=False, final=False)
         if verdict is not None:
@@ -281,7 +281,7 @@ class _Watchdog:
         elif look.is_author and self.ends_silently and not look.verdict.final:
             if look.age_s > (1 - _LONG) * self.timeout_s - 2 * LISTEN_S:
                 look.verdict = verdicts.finalize(look.verdict) or look.verdict
-        # the rank that asked no longer waits, but this one does
+        # the rank that asked no longer waits, but this one still does
         elif not look.is_author and verdicts.read() is None:
             self.look = None
             self._restart_clock(look, self.timeout_s)
@@ -405,11 +405,11 @@ class _Watchdog:
         (verdict,) = found
         if verdict is None:
             return None
-        # If all failed on their own, no rank failed because of another.
+        # If all ranks failed on their own, no rank failed because of another.
         if not lost and (FAILED in verdict.sentence or self.rank in verdict.blamed):
             return None
         if self.rank == 0:
-            time.sleep(_LOOK_S)  # it may hold the store, which others still query
+            time.sleep(_LOOK_S)  # this process may serve the store, which others still query
         return verdict.sentence
 
     def report_failure(self, error: str) -> None:
@@ -444,12 +444,12 @@ class _Watchdog:
             return known
         guilty = [one for one in found if is_lost(one)]
         if not guilty and not doubtful:
-            # All ranks are there, and still wait for what the verdict is about.
+            # All ranks are present, and they still wait for what the verdict is about.
             settled = None if known is None else verdicts.finalize(known)
             if settled is not None:
                 return settled
             guilty = find_culprits(found)
-        # Blame an error that may be this rank's own only on a rank that is gone.
+        # If the error may be this rank's own, blame it only on a rank that is gone.
         if not guilty and (doubtful or not any(one.state == "waits" for one in found)):
             return None
         verdict = HangVerdict(
@@ -470,7 +470,7 @@ class _Watchdog:
     def _query_all(self, store: Any) -> tuple[int, list[RankSnapshot]]:
         """Return the query's number, and snapshots of all ranks."""
         asks = store.add(_ASKS, 1)
-        self._answer(store, asks)  # its own thread may be the one that asks
+        self._answer(store, asks)  # the thread that asks may be the one that answers
         until_s = time.monotonic() + _LOOK_S
         missing = list(self.everyone)
         while missing and time.monotonic() < until_s:

@@ -28,7 +28,8 @@ from outpace.records.units import show_bytes
 
 # Seconds for the training thread to return to Python before the process is ended.
 GRACE_S = 5.0
-# Most seconds from the shortage to the end of every rank, communication and predictions included.
+# Maximum seconds from the shortage to the end of every rank, including communication and
+# predictions.
 END_S = 120.0
 _HEAR_EVERY = 10  # checks of memory per check of the store
 _SHORT, _ANSWER, _HEARD = "memory/short", "memory/answer", "memory/heard"
@@ -40,7 +41,7 @@ End = Callable[[str, int], NoReturn]
 
 @dataclass(frozen=True)
 class Shortage:
-    """A rank that ran out of memory, and what used it. `used_bytes`: use of the limited memory."""
+    """A shortage on a rank that ran out of memory; `used_bytes`: use of the limited memory."""
 
     rank: int
     sentence: str
@@ -160,7 +161,7 @@ class Guard:
             fragmentation_advice(used, reserved, expandable_segments(self._device)),
         )
 
-    # What follows runs in the monitoring thread, or in both threads.
+    # The following methods run in the monitoring thread, or in both threads.
 
     def _check(self) -> bool:
         """Check once; return True once the end of this process is being handled."""
@@ -194,7 +195,7 @@ class Guard:
                 interrupt(self._thread)
 
     def _see_to_the_end(self) -> bool:
-        """Wait for the training thread to end; end the process if it does not."""
+        """Wait for the training thread to end; if it is late, end the process."""
         assert self._shortage is not None
         waited_s = time.monotonic() - self._since_s
         pressed = any(reading.now() > reading.hard_bytes for reading in self._readings)
@@ -206,7 +207,7 @@ class Guard:
         return False
 
     def _end_here(self, end: End, shortage: Shortage, pressed: bool) -> NoReturn:
-        """End the process; under memory pressure at once, without predicting what would fit."""
+        """End the process; under memory pressure immediately, without predicting what would fit."""
         with self._lock:
             message = self._answered
         if message is None:

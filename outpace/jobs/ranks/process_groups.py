@@ -193,8 +193,8 @@ def _open_store(ranks: Ranks, timeout: timedelta, apart: bool) -> Store:
 
     def connect() -> Store:
         if ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            # If the port is in use: by these ranks' earlier groups, which torch shares, or by
-            # another process, which torch reports.
+            # If the port is in use, either these ranks' earlier groups use it, which torch shares,
+            # or another process does, which torch reports.
             with suppress(OSError):
                 bound = listen(host, port, apart)
                 if bound is not None:
@@ -248,7 +248,7 @@ def _in_time(
     until_s = time.monotonic() + max(timeout.total_seconds() - waited_s, 0.0) + _MARGIN_S
     while thread.is_alive() and time.monotonic() < until_s:
         thread.join(_LOOK_AGAIN_S)
-    if errors and isinstance(errors[0], RuntimeError):  # gloo's, or torch's DistError
+    if errors and isinstance(errors[0], RuntimeError):  # raised by gloo, or as torch's DistError
         raise _not_met(errors[0], ranks, timeout) from None
     if errors:
         raise errors[0]

@@ -89,7 +89,7 @@ def _stacks(frames: Mapping[int, FrameType], main: int) -> str:
 
 
 def find_position(thread: int) -> Position:
-    """Return where a thread of this rank is; equal as long as it waits in one collective.
+    """Return where a thread of this rank is; positions are equal while it waits in one collective.
 
     The recorder lacks messages between two ranks, so the waiting call counts as well. A position
     keeps alive the objects that this call refers to.

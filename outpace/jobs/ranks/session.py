@@ -26,9 +26,9 @@ from outpace.records.base import Record
 from outpace.records.errors import BadInputError
 from outpace.records.ranks import Ranks
 
-# Pause between checks for arriving ranks; it grows while none arrives.
+# Pause between checks for arriving ranks; it grows while no rank arrives.
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
-# Prefix of an answer to a token that is a refusal, not a session's name.
+# Prefix of an answer that is a refusal instead of a session's name.
 _REFUSAL = "refused: "
 _APART = (
     "Give each job a MASTER_PORT of its own (torchrun: --master-port, or --rdzv-endpoint and "
@@ -72,10 +72,10 @@ class Session:
     pending: set[int] = field(default_factory=set)
 
     def find_surplus(self, store: Store) -> str | None:
-        """Refuse processes that joined after all ranks had; return a sentence on the first of them.
+        """Refuse processes that joined after all ranks had; return a sentence about the first one.
 
-        For rank 0. Members that join their next session, and processes that replace a member, do
-        not count.
+        Call this on rank 0. Members that join their next session, and processes that replace a
+        member, do not count.
         """
         claimed = f"surplus/{self.name}"
         found = _read_arrival(store, claimed) if store.check([claimed]) else None
@@ -105,7 +105,7 @@ class Session:
         )
 
     def require_no_surplus(self, store: Store) -> None:
-        """Raise BadInputError if more processes joined than there are ranks. For rank 0."""
+        """Raise BadInputError if more processes joined than there are ranks. Only for rank 0."""
         found = self.find_surplus(store)
         if found is not None:
             raise BadInputError(format_mixed(found))
@@ -167,7 +167,7 @@ def agree_on_session(
 def _publish_session(store: Store, leader: _Arrival, timeout_s: float) -> Session:
     """Send the session's name to every rank that publishes a token, until all ranks have joined."""
     name, world_size = leader.token, leader.world_size
-    seen, waiting = 0, set[int]()  # tokens seen; a rank first counts up, then writes its token
+    seen, waiting = 0, set[int]()  # tokens seen; a rank increments the count first
     pause_s, until_s = _FIRST_PAUSE_S, time.monotonic() + timeout_s
     store.set(f"leader/{name}", leader.model_dump_json())
     while store.add(f"joined/{name}", 0) < world_size - 1:
@@ -187,7 +187,7 @@ def _publish_session(store: Store, leader: _Arrival, timeout_s: float) -> Sessio
 
 
 def _invite(leader: _Arrival, one: _Arrival | None) -> str:
-    """Return the session's name for a process of this job, or a refusal for any other."""
+    """Return the session's name for a process of this job, or a refusal for one of another job."""
     different = None if one is None else leader.find_difference(one)
     if one is None or different is None:
         return leader.token

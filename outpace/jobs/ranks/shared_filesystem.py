@@ -1,4 +1,4 @@
-"""Check that all hosts see the directory of a run; otherwise their checkpoints cannot be saved."""
+"""Check that all hosts see the directory of a run; if not, its checkpoints cannot be saved."""
 
 import socket
 import time

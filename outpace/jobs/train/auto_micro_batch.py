@@ -49,7 +49,7 @@ def with_size(plan: Plan, size: int) -> Plan:
 
 
 def predict_largest(plan: Plan, predict: Predict | None, limit_bytes: int) -> int:
-    """Return sizes from the largest that is predicted to fit; all sizes without a prediction."""
+    """Return the largest size that is predicted to fit; without a prediction, the largest size."""
     known = sizes(plan)
     if predict is None:
         return known[0]

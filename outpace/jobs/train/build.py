@@ -119,8 +119,8 @@ class PreparedRun:
             seen |= self.comm_stats.figures()
         if self.looker is not None:
             self.looker.finish()
-        # From here on, a signal may end a rank, which ends the others: all have saved by then, and
-        # report that.
+        # From here on, a signal may end a rank, which then ends the others: by now, all ranks have
+        # saved and can report that.
         self.loop.stop.message = self._interruption_message
         self.job.groups.wait_for_all()
         return self.loop.stop.unless_ended(partial(self._conclude, train_s, seen))

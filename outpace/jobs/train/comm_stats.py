@@ -38,7 +38,7 @@ class CommStats:
 
     @contextmanager
     def step_context(self, step: int, batches: list[Batch]) -> Iterator[None]:
-        """Return a context for each step of the run; in one of them, it counts the bytes sent."""
+        """Return a context for each step of the run; in one step, it counts the bytes sent."""
         if step != self._warm or not self._can_count:
             yield
             return

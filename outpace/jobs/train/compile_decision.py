@@ -18,15 +18,16 @@ from outpace.records.units import show_seconds
 from outpace.training.run_dir import RunDir
 
 # On one H200 (torch 2.11, 16 cores, empty caches; 2026-11-27), building GPT-2, compiling it block
-# by block and training it for 30 steps took 6.8 s, about 4 s of it for compiling. Compiled as a
+# by block and training it for 30 steps took 6.8 s, of which compiling took about 4 s. Compiled as a
 # whole, Llama-3.2-1B's 16 layers took about 49 s and GPT-2's 12 about 24 s (1.7 s per layer), in
 # runs of 58 and 29 s.
 _COMPILER_S = 4.0
 _LAYER_S = 2.8
-# For models unknown to the planner: compiling takes this many steps to pay off if it takes 20 s and
-# saves 20 ms per step; GPT-2 (16 x 1,024) saved 29 ms on that H200.
+# For models unknown to the planner: the number of steps after which compiling pays off if it takes
+# 20 s and saves 20 ms per step; GPT-2 (16 x 1,024) saved 29 ms on that H200.
 _UNKNOWN_STEPS = 1000
-# Smallest share of a step that compiling saves: Llama-3.2-1B by block there, 177.7 to 155.7 ms.
+# Smallest share of a step that compiling saves: Llama-3.2-1B by block on that GPU, 177.7 to 155.7
+# ms.
 _SAVED_SHARE = 0.12
 
 
@@ -41,7 +42,8 @@ class Decision:
 def expected_compile_s(layers: int, region: Region) -> float:
     """Return an upper bound of the compile time in seconds.
 
-    If blocks are compiled one by one, equal blocks share code; in a whole model, each is compiled.
+    If blocks are compiled one by one, equal blocks share code; in a whole model, each block is
+    compiled.
     """
     return _COMPILER_S + (_LAYER_S * layers if region == "whole" else 0.0)
 
@@ -55,7 +57,7 @@ def decide(
     total_steps: int,
     layers: int | None,
 ) -> Decision:
-    """Decide whether to compile a plan: as before if a run resumes, else by the time saved.
+    """Decide whether to compile a plan: as before for a resumed run, otherwise by the time saved.
 
     `layers` is None for a model that the planner does not know. A run that only measures is
     compiled, since it stands for a longer one. So is fp8, which is slow uncompiled.
@@ -108,7 +110,7 @@ def _of_unknown(total_steps: int) -> Decision:
 def _step_times_s(
     settings: TrainSettings, plan: Plan, device: torch.device, machine: Machine, ranks: Ranks
 ) -> tuple[float, float] | None:
-    """Predict the plan's step time, eager and compiled; None if the planner cannot."""
+    """Predict the plan's step time, eager and compiled; None if the planner cannot predict it."""
     asked = settings.model_copy(update={"plan": None})
     try:
         job = question(

@@ -1,4 +1,4 @@
-"""The end of a run: export the model, generate a sample, write the result."""
+"""The end of a run: exporting the model, generating a sample, and writing the result."""
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -108,10 +108,10 @@ def _export(job: Job, model: nn.Module) -> None:
 
 
 def _kept_files(job: Job) -> tuple[Callable[[Path], None] | None, Path | None]:
-    """Return a writer of the run's tokenizer, and the model folder whose settings are kept.
+    """Return a function that writes the run's tokenizer, and the folder whose settings are kept.
 
-    A tokenizer from a folder is copied unchanged, and the model's even if the data are already
-    tokens. With any other tokenizer, nothing from the model's folder is kept.
+    A tokenizer from a folder is copied unchanged, and so is the model's tokenizer if the data are
+    already tokens. With any other tokenizer, nothing from the model's folder is kept.
     """
     tokenizer, opened = job.inputs.tokenizer, job.inputs.opened
     folder = None if opened is None else opened.folder
@@ -154,7 +154,7 @@ def _base_weights(job: Job) -> Path:
 
 
 def _prompt(job: Job, tokenizer: Tokenizer) -> list[int]:
-    """Return the first held-out words; for Python source, the beginning of a function."""
+    """Return the first held-out words, or the beginning of a function in Python source."""
     corpus = job.inputs.eval_corpus
     if corpus is None or job.settings.data == ("stdlib",):
         return tokenizer.encode(SAMPLE_PROMPT) or [tokenizer.eos_id]

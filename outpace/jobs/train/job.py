@@ -254,7 +254,7 @@ def _keep(run_dir: RunDir, explain: Callable[[Path], None] | None, found: HangRe
 def _resolve_length(
     settings: TrainSettings, inputs: TrainingInputs, heard: Sequence[Callback]
 ) -> int:
-    """Return the number of steps; note if each of them reads the data many times."""
+    """Return the number of steps; note if each step reads the data many times."""
     samples = len(inputs.train_data)
     if note := note_passes(settings.global_batch, samples):
         notify(heard, "on_hint", note)
@@ -283,8 +283,8 @@ def _require_possible(
         RunDir(settings.out).require_free()
 
 
-# Settings that may differ between ranks: those of one host or rank, and paths whose contents are
-# compared. The device and the number of steps are compared as resolved, and so is the plan.
+# Settings that may differ between ranks: those that belong to one host or rank, and paths whose
+# contents are compared. The device, the number of steps and the plan are compared as resolved.
 _RANK_LOCAL_SETTINGS = frozenset(Plan.model_fields) | {
     "model", "tokenizer", "data", "eval_data", "cache_dir", "offload_dir", "out", "plan", "log",
     "threads", "workers", "pin_memory", "nproc", "memory_limit", "comm_timeout_s", "backend",
@@ -302,7 +302,7 @@ def _require_same(
     groups: Groups, settings: TrainSettings, device: torch.device, plan: Plan, total_steps: int,
     inputs: TrainingInputs,
 ) -> None:  # fmt: skip
-    """Raise BadInputError if ranks would train differently, before they wait for each other."""
+    """Raise BadInputError if ranks would train differently, before any rank waits for another."""
     planned = {
         _flag(name) if name in TrainSettings.model_fields else f"{name} of its plan": value
         for name, value in plan

@@ -1,6 +1,6 @@
 """`outpace train --memory`: a run's predicted memory next to its measured memory.
 
-One step is traced tensor by tensor; the whole run is measured by its allocator and process.
+One step is traced tensor by tensor; for the whole run, the allocator and the process are measured.
 """
 
 from collections.abc import Iterator
@@ -56,7 +56,7 @@ class Looker:
 
     @contextmanager
     def step_context(self, step: int, batches: list[Batch]) -> Iterator[None]:
-        """Return a context for each step of the run; in one of them, it traces allocations."""
+        """Return a context for each step of the run; in one of the steps, it traces allocations."""
         # Compiled code has no operators to trace.
         if step != self._step or self._job.plan.compile:
             yield

@@ -1,6 +1,6 @@
 """`--micro-batch auto` for one process on a GPU: sizes are tried here on random tokens.
 
-A GPU's allocator fails at once if a size does not fit, and frees a failed trial's memory, so
+A GPU's allocator fails immediately if a size does not fit, and frees a failed trial's memory, so
 neither a prediction nor a separate process is needed: a trial costs only its steps.
 """
 
@@ -67,8 +67,8 @@ def find_on_device(
 ) -> Plan:
     """Return the plan with the largest micro-batch that fits. Raises OutOfMemoryError if none does.
 
-    Trials run eagerly: otherwise each size would be compiled, and compiled code does not need more
-    memory.
+    Trials run eagerly, since otherwise each size would be compiled; compiled code does not need
+    more memory.
     """
     for size in sizes(plan):
         notify(callbacks, "on_stage", f"trying micro-batch {size}")
@@ -76,7 +76,7 @@ def find_on_device(
         passes = min(2, sized.accumulation(settings.global_batch))
         eager = sized.model_copy(update={"compile": False})
         fits = _fits(take, eager, sized.samples_per_pass * passes)
-        # Only reference cycles and the allocator's cache still hold the failed trial's memory.
+        # Now only reference cycles and the allocator's cache hold the failed trial's memory.
         gc.collect()
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()

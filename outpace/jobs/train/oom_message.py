@@ -1,4 +1,4 @@
-"""Message about a memory shortage: what holds the memory, and settings that would fit, to paste."""
+"""Message about a memory shortage: what holds the memory, and settings to paste that would fit."""
 
 import shlex
 from collections.abc import Mapping, Sequence
@@ -124,7 +124,7 @@ def _caution(proposal: Proposal) -> str:
 def changed_command(
     command: Sequence[str], origins: Mapping[str, str], change: Change, run: Path | None
 ) -> str:
-    """Return the command with changed settings, ready to paste; in Python, the call's keywords."""
+    """Return the command with changed settings, ready to paste, or a Python call's keywords."""
     values: dict[str, Any] = dict(change)
     if run is not None:
         values = {**values, "out": str(run), "resume": True}

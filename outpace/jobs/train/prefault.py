@@ -18,7 +18,7 @@ from outpace.records.settings import TrainSettings
 from outpace.training.heap import PagePrefaulter
 
 _FP32_BYTES = 4
-# Bytes per parameter: weights, gradients and AdamW's two moments; and bf16 operands.
+# Bytes per parameter: weights, gradients, AdamW's two moments, and bf16 operands.
 _OF_WEIGHTS, _OF_CASTS = 4, 0.5
 _OF_FREE = 0.5
 _ACCELERATORS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg", "/dev/dri")
@@ -29,7 +29,8 @@ def prefault_memory(
 ) -> PagePrefaulter | None:
     """Start touching the memory that training in this process will need.
 
-    This is only for a CPU, and for a core that would otherwise be idle, so not next to other ranks.
+    This is only done on a CPU, and only if a core would otherwise be idle, so not with several
+    ranks per host.
     """
     if ranks.world_size > 1 or len(usable_cpus()) < 2 or not _on_cpu(settings):
         return None
@@ -40,7 +41,7 @@ def prefault_memory(
 
 
 def needed_bytes(settings: TrainSettings) -> int:
-    """Return the bytes of fp32 weights, gradients and AdamW's moments on a CPU; else 0.
+    """Return the bytes of fp32 weights, gradients and AdamW's moments on a CPU; otherwise 0.
 
     The model must be a preset, or a directory with weights in fp32 or smaller. A head is counted
     even if a classifier does not use it.
@@ -53,7 +54,7 @@ def needed_bytes(settings: TrainSettings) -> int:
         settings.lora_rank is not None,
         {settings.offload, settings.offload_parameters, settings.offload_optimizer}
         - {None, "none"},
-        settings.memory_limit is not None,  # unused memory counts towards it, too
+        settings.memory_limit is not None,  # unused memory would count towards it
         settings.micro_batch == "auto",  # trials are processes that need the memory
         settings.workers > 0,  # forks share touched memory, and then copy it
         settings.memory,
@@ -69,7 +70,7 @@ def _weights_bytes(reference: str) -> int:
     name = reference if Path(reference).exists() else named_model(reference)
     if name in PRESETS:
         return _FP32_BYTES * parameter_count(PRESETS[name].spec)
-    # Opening the model later reports what is wrong with it.
+    # When the model is opened later, any error is reported.
     with suppress(OSError):
         single = Path(reference) / "model.safetensors"
         files = [single] if single.is_file() else Path(reference).glob("model-*.safetensors")

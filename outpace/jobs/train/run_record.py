@@ -45,11 +45,12 @@ _MAY_CHANGE = (
 # Parts of a plan that change what is computed; all others compute the same.
 _INEXACT = ("precision", "compress_gradients", "powersgd_rank")
 # fp16 matmuls on a CPU take over a hundred times as long as bf16's.
-_LARGE_RATE = 0.1  # for AdamW and similar optimizers, whose updates are about that large
-# In fewer steps than this, at a twentieth of their earlier rate, weights of any size hardly move.
+_LARGE_RATE = 0.1  # for AdamW and similar optimizers, whose updates are about this large
+# In fewer steps than this, at a twentieth of their earlier rate, weights hardly move, whatever
+# their size.
 _FEW_STEPS, _MUCH_HIGHER = 1_000, 5.0
 _TOY_PARAMETERS = 1_000_000
-_DEV = Path("/dev")  # has a file per GPU from NVIDIA's driver, and one for all GPUs from AMD's
+_DEV = Path("/dev")  # contains a file per GPU from NVIDIA's driver, and one for all GPUs from AMD's
 _HIDING = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 # Up to this many passes, repeated data is about as good as new data (Muennighoff et al., arXiv
 # 2305.16264).
@@ -68,8 +69,9 @@ def claim(job: Job, record: RunRecord, stack: ExitStack) -> RunRecord:
         job.run_dir.begin(record)
         stack.enter_context(lock_run(job.run_dir.path, 0.0))
         return record
-    job.run_dir.require_run()  # before opening anything: no link leads out; the record may change
-    # Within this limit, ranks notice that others are gone; ranks from before a restart may need to.
+    job.run_dir.require_run()  # before opening anything: no link may lead out
+    # Within this limit, ranks notice that others are gone; ranks from before a restart may need
+    # that long.
     stack.enter_context(
         lock_run(
             job.run_dir.path, job.settings.comm_timeout_s,
@@ -291,7 +293,7 @@ def _without_effect(
     )
     for name, is_idle, why in cases:
         origin = origins.get(name, "default")
-        # A plan sets every field it has.
+        # A plan sets every field that it has.
         if is_idle and origin not in ("default", RUN_FILE) and not origin.startswith("plan "):
             yield f"--{name.replace('_', '-')} changes nothing in this run: {why}"
 
@@ -314,7 +316,7 @@ def _unlikely_settings(settings: TrainSettings, plan: Plan) -> list[str]:
 
 
 def _low_rate(job: Job, record: RunRecord, start_step: int) -> list[str]:
-    """Warn if weights trained at a high rate will barely move in a few steps at the default rate.
+    """Warn if a few steps at the default rate will barely move weights trained at a high rate.
 
     There is no warning if no rate was recorded: most published weights ended at a low rate, for
     which the default is right, and weights do not show how they were trained.
@@ -335,7 +337,7 @@ def _low_rate(job: Job, record: RunRecord, start_step: int) -> list[str]:
 
 
 def _recorded_rate(job: Job) -> tuple[Path, float] | None:
-    """Return the run that the initial weights come from, and the rate recorded for it."""
+    """Return the run that the initial weights come from, and the learning rate recorded for it."""
     opened = job.inputs.opened
     named = (opened.folder if opened is not None else None) or Path(job.settings.model)
     for run in (named, named.parent):
@@ -422,10 +424,10 @@ def run_info(
 
 
 def _repetitions(job: Job) -> list[str]:
-    """Return hints on data repeated more often than their share of the run suggests."""
+    """Return hints on data that are repeated more often than their share of the run suggests."""
     data, batch = job.inputs.train_data, job.settings.global_batch
     hints = []
-    # otherwise it was reported before
+    # in the other case, this was already reported
     if batch > len(data) and note_passes(batch, len(data)) is None:
         hints.append(
             f"the global batch of {batch} is larger than the data's {len(data)} samples, so a "

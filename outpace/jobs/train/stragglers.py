@@ -16,10 +16,10 @@ from outpace.training.callbacks import notify
 from outpace.training.step import RankReports
 
 # A check takes the median of this many steps; this many checks are judged together, then dropped. A
-# rank is reported if it is slow in two judgements in a row: by chance alone, some rank would be
+# rank is reported if it is slow in two consecutive judgements: by chance alone, some rank would be
 # slow once in a long run.
 _STEPS, _LOOKS = 5, 8
-_MORE_CORES = 0.25  # cores that other programs use beyond those on other hosts
+_MORE_CORES = 0.25  # cores used by other programs, beyond those on other hosts
 _SLOWER_CLOCK = 0.93
 
 
@@ -116,7 +116,7 @@ def _with_loads(said: list[tuple[Facts, Load | None]]) -> list[Facts]:
 
 
 def cause(its: Facts, others: list[Facts]) -> str:
-    """Describe the likely cause of a slow rank: how its host differs from the others'."""
+    """Describe the likely cause of a slow rank: how its host differs from other hosts."""
     used = its.others_cores
     elsewhere = [one.others_cores for one in others if one.others_cores is not None]
     if used is not None and elsewhere and used > median(elsewhere) + _MORE_CORES:

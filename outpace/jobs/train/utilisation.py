@@ -56,10 +56,10 @@ class Recording:
 
 
 class _Curves(Callback):
-    """Passes new loads on with their step, in the training thread."""
+    """Passes new loads to callbacks with their step, in the training thread."""
 
     def __init__(self, callbacks: Sequence[Callback], recorder: LoadRecorder) -> None:
-        self._callbacks = callbacks  # not the job: in a circle, its groups' threads would stay
+        self._callbacks = callbacks  # not the job: a reference cycle would keep threads
         self._recorder = recorder
         self._told: Load | None = None
 
