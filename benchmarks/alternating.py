@@ -1,4 +1,4 @@
-"""Times of things that are done in turn, A B C, C B A, in one process."""
+"""Times of several pieces of work that run in turn, A B C, C B A, in one process."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 def alternating(
     steps: Mapping[str, Callable[[], object]], rounds: int, warmup: int = 2
 ) -> dict[str, list[float]]:
-    """Seconds of each step in each round."""
+    """Return the seconds of each step in each round."""
     times: dict[str, list[float]] = {name: [] for name in steps}
     for step in steps.values():
         for _ in range(warmup):

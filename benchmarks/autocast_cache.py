@@ -1,13 +1,13 @@
-"""Autocast's cache of cast weights, on and off: casts, memory, step time.
+"""Autocast's cache of weight casts, on and off: casts, memory, step time.
 
     python benchmarks/autocast_cache.py            # records results/autocast_cache.json
     python benchmarks/autocast_cache.py --quick    # small, records nothing
 
-Within one autocast context a weight is cast once and the copy is used again. That can only help
-where a weight is used more than once in a forward: so a transformer whose blocks have weights of
-their own is beside one whose blocks are all the same block (as in ALBERT, Lan et al., arXiv
-1909.11942), and beside evaluation, where no graph holds the copies. Casts of weights are counted as
-operators, the peak is of live tensors above weights, steps of the cases alternate.
+Within one autocast context, a weight is cast once and the copy is reused. That can help only if a
+weight is used more than once in a forward. So a transformer whose blocks have separate weights is
+compared with one that repeats a single block (as in ALBERT, Lan et al., arXiv 1909.11942), and with
+evaluation, where no graph holds the copies. Casts of weights are counted as operators, the peak is
+of live tensors in addition to weights, and steps of the cases alternate.
 """
 
 import argparse
@@ -34,7 +34,7 @@ CASES = ("own weights, training", "shared block, training", "own weights, evalua
 
 
 class Casts(TorchDispatchMode):
-    """Counts casts of weights (tensors whose memory is a parameter's) while it is entered."""
+    """Counts casts of weights (tensors whose memory is a parameter's) inside the context."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Casts(TorchDispatchMode):
 
 
 def objective(shared: bool, layers: int) -> LanguageModelObjective:
-    """A transformer and its loss; with `shared` every block is the first."""
+    """Return a transformer with its loss; with `shared`, every block is the first one."""
     spec = ModelSpec.parse({**SPEC, "layers": layers}, "autocast_cache")
     model = Transformer(spec)
     if shared:
@@ -61,7 +61,7 @@ def objective(shared: bool, layers: int) -> LanguageModelObjective:
 
 
 def make_step(case: str, cached: bool, layers: int) -> tuple[nn.Module, Callable[[], None]]:
-    """A forward in bf16, and in training the backward."""
+    """Return a function that runs a bf16 forward, and in training the backward."""
     module = objective("shared" in case, layers)
     tokens = torch.zeros(BATCH, SEQ_LEN, dtype=torch.int64)
     training = "training" in case
@@ -80,7 +80,7 @@ def make_step(case: str, cached: bool, layers: int) -> tuple[nn.Module, Callable
 
 
 def measure(case: str, layers: int, rounds: int) -> dict[str, Any]:
-    """With the cache and without it, side by side."""
+    """Measure a case with and without the cache, in turn."""
     found: dict[str, Any] = {}
     steps = {}
     for name, cached in (("cached", True), ("uncached", False)):
@@ -104,7 +104,7 @@ def measure(case: str, layers: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, show, record."""
+    """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--quick", action="store_true", help="small; nothing is recorded")

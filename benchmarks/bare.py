@@ -1,8 +1,8 @@
-"""Training loops as a person would write them with PyTorch's own engines, to compare with.
+"""Training loops as users would write them with PyTorch's own engines, for comparison.
 
-The same model class, loss kernel, optimizer and batches as outpace's, and nothing around them.
-Each maker is given a prepared job (`outpace.jobs.train.build.PreparedRun`) and returns a function
-that turns a batch into gradients and their norm, clipped, and says the loss.
+They use the same model class, loss kernel, optimizer and batches as outpace, and nothing else. Each
+factory gets a prepared job (`outpace.jobs.train.build.PreparedRun`) and returns a function that
+turns a batch into gradients and their norm, clips the gradients, and returns the loss.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ Step = Callable[[dict], float]
 
 
 def bare_loop(ready) -> Iterator[None]:
-    """Takes a step each time it is asked for the next item."""
+    """Run a step each time the next item is requested."""
     job = ready.job
     model, step = _MAKERS[job.plan.strategy](job)
     decay = [p for p in model.parameters() if p.ndim >= 2]
@@ -34,7 +34,7 @@ def bare_loop(ready) -> Iterator[None]:
 
 
 def batches(job) -> Iterator[dict]:
-    """The same samples in the same order as outpace's, all chosen before the first step."""
+    """Yield the same samples in the same order as outpace, all selected before the first step."""
     import numpy as np
 
     data, plan, whole = job.inputs.train_data, job.plan, job.settings.global_batch
@@ -45,7 +45,7 @@ def batches(job) -> Iterator[dict]:
 
 
 def _objective(job):
-    """The same weights as outpace's, which depend on the seed alone."""
+    """Return the objective with the same weights as outpace's, which depend only on the seed."""
     from outpace.nn.loss import LanguageModelObjective
     from outpace.nn.transformer import Transformer
 
@@ -54,7 +54,7 @@ def _objective(job):
 
 
 def _whole(job) -> tuple[nn.Module, Step]:
-    """One process, or replicas, or shards: what differs is how the objective is wrapped."""
+    """Build one process, replicas or shards; they differ in how the objective is wrapped."""
     from torch.distributed.fsdp import fully_shard
     from torch.nn.parallel import DistributedDataParallel
 
@@ -80,7 +80,7 @@ def _whole(job) -> tuple[nn.Module, Step]:
 
 
 def _pipeline(job) -> tuple[nn.Module, Step]:
-    """A stage on each rank; the tied embedding on the first and on the last."""
+    """Build a stage on each rank, with the tied embedding on the first and the last."""
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     from outpace.nn.loss import linear_loss_sum
@@ -127,7 +127,7 @@ def _pipeline(job) -> tuple[nn.Module, Step]:
 
 
 def _tensor(job) -> tuple[nn.Module, Step]:
-    """torch's own styles, with sequence parallelism and a parallel loss."""
+    """Build torch's own parallel styles, with sequence parallelism and a parallel loss."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (

@@ -1,16 +1,16 @@
-"""Whether a residual stream in bf16 over fp32 master weights trains as autocast does.
+"""Test of whether a bf16 residual stream over fp32 master weights trains as well as autocast.
 
     python benchmarks/bf16_master.py
-    python benchmarks/bf16_master.py --steps 20 --seeds 1       # a try, not recorded
+    python benchmarks/bf16_master.py --steps 20 --seeds 1       # a quick check, not recorded
 
 outpace-tiny trains on Python's own source in fp32, in bf16 by autocast over fp32 weights ("bf16"),
-and with weights and residual stream in bf16, which are rounded from fp32 master weights
-("bf16-master"): with each seed from the same weights on the same batches.
+and with weights and residual stream in bf16, rounded from fp32 master weights ("bf16-master"). For
+each seed, all start from the same weights and use the same batches.
 
-The rule, set before the first run: bf16-master is within the noise of autocast if the mean over
-seeds of its difference from autocast with the same seed is at most the spread (largest less
-smallest) of autocast's own figures over the seeds, both for the held-out loss after the last step
-and for the training loss, averaged over the last 50 steps.
+The rule, fixed before the first run: bf16-master is within the noise of autocast if the mean over
+seeds of its difference from autocast with the same seed is at most the spread (largest minus
+smallest) of autocast's own figures over the seeds. This must be true of the held-out loss after the
+last step and of the training loss, averaged over the last 50 steps.
 """
 
 import argparse
@@ -30,12 +30,12 @@ PRECISIONS = ("fp32", REFERENCE, CANDIDATE)
 SHAPE = {"model": "outpace-tiny", "seq_len": 64, "global_batch": 8, "micro_batch": 8}
 STEPS, SEEDS, LAST = 300, 3, 50
 
-Run = dict[str, Any]  # losses of all steps, mean of the last of them, held-out loss
+Run = dict[str, Any]  # losses of all steps, mean of the last ones, held-out loss
 FIGURES = ("last_loss", "held_out_loss")
 
 
 def train(precision: str, seed: int, steps: int, device: str, folder: Path) -> Run:
-    """Every step's training loss and the held-out loss at the end."""
+    """Return every step's training loss, and the held-out loss at the end."""
     measured = outpace.train(
         **SHAPE, precision=precision, data="stdlib", steps=steps, seed=seed, device=device,
         out=folder / "run", sample_tokens=0, eval_batches=32, progress=False,
@@ -51,7 +51,7 @@ def train(precision: str, seed: int, steps: int, device: str, folder: Path) -> R
 
 
 def verdict(runs: Mapping[str, list[Run]]) -> dict[str, Any]:
-    """By the rule above: differences, spreads, and whether all are within."""
+    """Apply the rule above: return differences, spreads, and whether all are within them."""
     found: dict[str, Any] = {}
     for figure in FIGURES:
         known = [run[figure] for run in runs[REFERENCE]]

@@ -1,13 +1,13 @@
-"""What activation checkpointing costs, and the larger batch that it buys.
+"""The cost of activation checkpointing, and the larger batch that it allows.
 
     python benchmarks/checkpointing_price.py            # records results/checkpointing_price.json
-    python benchmarks/checkpointing_price.py --quick    # shows that it works, records nothing
+    python benchmarks/checkpointing_price.py --quick    # a quick check, records nothing
 
 The folklore: 20 to 25 % less throughput. Steps of the same model and batch without checkpointing,
-with selective and with full, alternate in one job: in one process and in two (ddp, zero3), one
-thread each, no two ranks on a core. Each peak is of live tensors, weights and optimizer included.
-Then, in one process, the largest batch whose peak is not above that of the plain one's batch, and
-how long a sample of it takes beside a sample of the plain batch.
+with selective and with full checkpointing alternate in one job: in one process and in two (ddp,
+zero3), with one thread each and no two ranks on one core. Each peak is of live tensors, including
+weights and optimizer. Then, in one process, this finds the largest batch whose peak does not exceed
+that of the plain batch, and compares the time per sample with that of the plain batch.
 """
 
 import argparse
@@ -24,7 +24,7 @@ FOLKLORE = (0.20, 0.25)
 
 
 def contest(strategy: str, batch: int, modes: tuple[str, ...] = MODES) -> Contest:
-    """The modes beside each other; micro-batches are as large as they can be."""
+    """Return a contest of the modes; micro-batches are as large as possible."""
     ranks = 1 if strategy == "single" else 2
     entries = {
         mode: {"strategy": strategy, "checkpointing": mode, "micro_batch": batch // ranks}
@@ -34,7 +34,7 @@ def contest(strategy: str, batch: int, modes: tuple[str, ...] = MODES) -> Contes
 
 
 def prices(rounds: int, batch: int) -> dict[str, Any]:
-    """Each mode's time as a multiple of none's, and its peak."""
+    """Return each mode's time relative to no checkpointing, and its peak."""
     cases = {}
     for strategy in ("single", "ddp", "zero3"):
         found = run(contest(strategy, batch), 1 if strategy == "single" else 2, rounds)
@@ -46,16 +46,16 @@ def prices(rounds: int, batch: int) -> dict[str, Any]:
 
 
 def peak_of(mode: str, batch: int) -> int:
-    """Of live tensors, in a job of its own."""
+    """Return the peak of live tensors in bytes, measured in a separate job."""
     found = run(contest("single", batch, (mode,)), 1, 0)
     return int(found[mode]["peak_bytes"])
 
 
 def largest_batch(mode: str, limit_bytes: int, start: int) -> tuple[int, int]:
-    """The largest batch, and its peak, whose peak is at most `limit_bytes`.
+    """Return the largest batch whose peak is at most `limit_bytes`, and its peak.
 
-    Peaks grow in a straight line with the batch: drawn through two, then walked along by steps of
-    one until the next does not fit.
+    Peaks grow linearly with the batch: extrapolate from two batches, then take steps of one until
+    the next batch does not fit.
     """
     first, second = peak_of(mode, start), peak_of(mode, 2 * start)
     batch = max(start, start + int((limit_bytes - first) * start / (second - first)))
@@ -69,7 +69,7 @@ def largest_batch(mode: str, limit_bytes: int, start: int) -> tuple[int, int]:
 
 
 def bought(limit_bytes: int, rounds: int, batch: int) -> dict[str, Any]:
-    """Of each mode: the largest batch under the plain one's peak, and seconds a sample with it."""
+    """Return each mode's largest batch within the plain peak, and its seconds per sample."""
     found = {}
     for mode in MODES[1:]:
         size, peak = largest_batch(mode, limit_bytes, batch)
@@ -84,7 +84,7 @@ def bought(limit_bytes: int, rounds: int, batch: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, show, record."""
+    """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=16)
     parser.add_argument("--quick", action="store_true", help="2 rounds; nothing is recorded")

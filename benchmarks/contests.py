@@ -1,7 +1,7 @@
-"""Plans beside each other in one job: their steps alternate, their memory is weighed.
+"""Comparison of plans in one job: their steps alternate, and their memory is measured.
 
-For benchmarks that compare options. Steps go A B C, C B A, so that what drifts on the machine falls
-on all alike.
+This is for benchmarks that compare options. Steps run in the order A B C, C B A, so that drift of
+the machine affects all plans equally.
 """
 
 import json
@@ -19,7 +19,7 @@ from overhead import interval
 
 @dataclass(frozen=True)
 class Contest:
-    """What is compared: a plan's fields by name, on the same model and global batch."""
+    """Plans to compare: a plan's fields by name, on the same model and global batch."""
 
     model: Mapping[str, Any]
     global_batch: int
@@ -28,7 +28,7 @@ class Contest:
 
 
 def torchrun(processes: int, words: list[str]) -> None:
-    """Start so many ranks of a Python program on this host. Raises CalledProcessError."""
+    """Start this many ranks of a Python program on this host. Raises CalledProcessError."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                f"--nproc-per-node={processes}", *words]  # fmt: skip
     subprocess.run(command, check=True)
@@ -40,9 +40,9 @@ def run(
     rounds: int,
     start: Callable[[int, list[str]], None] = torchrun,
 ) -> dict[str, Any]:
-    """A job of `processes`; of each entry every step's seconds and its peak in bytes.
+    """Run a job of `processes`; return every step's seconds and the peak in bytes of each entry.
 
-    Beside them each rank's busy seconds, as `Took` has them.
+    The result also has each rank's busy seconds, as in `Took`.
     """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "contest.json"
@@ -53,14 +53,14 @@ def run(
 
 
 def compared(found: dict[str, Any], base: str) -> None:
-    """Add to each entry its time as a multiple of `base`'s, paired, with a 95 % interval."""
+    """Add to each entry its paired time relative to `base`, with a 95 % interval."""
     for one in found.values():
         pairs = zip(one["seconds"], found[base]["seconds"], strict=True)
         one["times_base"], one["low"], one["high"] = interval([mine / its for mine, its in pairs])
 
 
 def main(path: Path, rounds: int) -> None:
-    """One rank of the job."""
+    """Run one rank of the job."""
     import torch
     from strategy_run import StrategyRun, gather_from_ranks, plans
 
@@ -98,7 +98,7 @@ def main(path: Path, rounds: int) -> None:
     if ranks.rank == 0:
         found = {
             name: {
-                # A step is over when its slowest rank is.
+                # A step ends when its slowest rank does.
                 "seconds": [
                     max(seconds for seconds, _ in at)
                     for at in zip(*(steps[name] for steps, _ in said), strict=True)

@@ -1,12 +1,12 @@
-"""How far optimizers and precisions train from AdamW in fp32, on Python's own source.
+"""Comparison of optimizers and precisions with AdamW in fp32, trained on Python's own source.
 
     python benchmarks/convergence.py
-    python benchmarks/convergence.py --steps 20 --seeds 1       # a try, not recorded
+    python benchmarks/convergence.py --steps 20 --seeds 1       # a quick check, not recorded
 
-Each case trains outpace-tiny from the same weights on the same batches as AdamW does with the same
-seed; what is compared is the held-out loss at the end. Optimizers other than AdamW have the
-learning rate that outpace takes for them by default. The spread of AdamW's own losses over seeds
-says what a difference is worth.
+Each case trains outpace-tiny from the same weights and on the same batches as AdamW with the same
+seed; held-out losses at the end are compared. Optimizers other than AdamW use the learning rate
+that outpace gives them by default. The spread of AdamW's own losses over seeds shows how much a
+difference means.
 """
 
 import argparse
@@ -39,14 +39,14 @@ CASES: Mapping[str, Mapping[str, Any]] = {
     "O3": {"precision": "O3"},
     "fp8": {"precision": "fp8"},
 }
-# fp16 matmuls take over 100 times as long on a CPU, and fp8 has none there.
+# fp16 matmuls take over 100 times as long on a CPU, which has none in fp8.
 GPU_ONLY = ("O1", "O2", "O3", "fp8")
 SHAPE = {"model": "outpace-tiny", "seq_len": 128, "global_batch": 8}
 STEPS, SEEDS = 400, 3
 
 
 def final_loss(case: Mapping[str, Any], seed: int, steps: int, device: str, folder: Path) -> float:
-    """The held-out loss of a run."""
+    """Return the held-out loss of a run."""
     settings = {"precision": "fp32", **SHAPE, **case}
     measured = outpace.train(
         **settings, data="stdlib", steps=steps, seed=seed, device=device, out=folder / "run",
@@ -58,7 +58,7 @@ def final_loss(case: Mapping[str, Any], seed: int, steps: int, device: str, fold
 
 
 def losses(name: str, steps: int, seeds: int, device: str) -> list[float] | str:
-    """Of each seed; or why there are none."""
+    """Return the loss for each seed, or the reason why there are none."""
     if name in GPU_ONLY and device == "cpu":
         return "on a GPU only"
     found = []
@@ -72,7 +72,7 @@ def losses(name: str, steps: int, seeds: int, device: str) -> list[float] | str:
 
 
 def compared(all_losses: Mapping[str, list[float] | str]) -> dict[str, Any]:
-    """Each case's differences from AdamW's with the same seed."""
+    """Return each case's differences from AdamW with the same seed."""
     reference = all_losses[REFERENCE]
     assert not isinstance(reference, str)
     cases: dict[str, Any] = {}

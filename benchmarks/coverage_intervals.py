@@ -1,6 +1,6 @@
-"""The planner's intervals: between which factors of a predicted time the measured one lies.
+"""The planner's intervals: the factors of a predicted time between which measured times are.
 
-They are quantiles of real comparisons, kept in outpace/catalog/residuals.json by kind of machine.
+They are quantiles of real comparisons, stored in outpace/catalog/residuals.json by kind of machine.
 """
 
 import json
@@ -18,12 +18,12 @@ KEPT = Path(__file__).parent.parent / "outpace" / "catalog" / "residuals.json"
 
 
 def residuals(ratios: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Factors on a prediction between which LEVEL of the measured times lie.
+    """Return the factors on a prediction between which LEVEL of the measured times are.
 
-    `ratios`: measured over predicted, by source. Of their quantiles, every source counting the
-    same. Sources differ from each other, so that quantiles of some cover less of another than of
-    themselves: the share that is asked of the sources at hand is the one with which each source,
-    left out, is covered to LEVEL in the mean.
+    `ratios`: measured over predicted times, by source. The factors are quantiles in which all
+    sources have equal weight. Sources differ from each other, so quantiles of some sources cover
+    less of another source than of themselves. The quantiles are therefore chosen such that each
+    source, when left out, is covered to LEVEL on average.
     """
     sources = sorted(ratios)
 
@@ -62,12 +62,12 @@ def _interval(ratios: Mapping[str, Sequence[float]], level: float) -> tuple[floa
     return float(low), float(high)
 
 
-# Of a narrow kind that has an interval of its own: sources, and rows of all of them.
+# Minimum for a narrow kind to have a separate interval: sources, and rows of all sources.
 LEAST_SOURCES, LEAST_ROWS = 3, 20
-# Of a wide one: with fewer units, less than one lies outside of an interval of LEVEL, so that
-# leaving each out once says nothing about it.
+# Minimum for a wide kind: with fewer units, less than one lies outside an interval of LEVEL, so
+# leaving each one out says nothing about the interval.
 LEAST_UNITS = round(1 / (1 - LEVEL))
-# Whose experts are a loop in Python or kernels of a plugin, where plans have grouped matmuls.
+# Stacks whose experts are a loop in Python or a plugin's kernels, where plans have grouped matmuls.
 _OTHER_EXPERTS = ("Trainer",)
 Ratios = dict[str, list[float]]
 
@@ -75,8 +75,9 @@ Ratios = dict[str, list[float]]
 def by_kind(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the intervals of kinds with enough units and rows, and of all dense and all MoE.
 
-    `rows` of score_board.py. A kind is a chip's architecture, and whether a model has experts; and
-    a narrow one also what is trained, with which software, on how many devices.
+    `rows` come from score_board.py. A kind is a chip's architecture and whether a model has
+    experts; a narrow kind also includes what is trained, with which software, and on how many
+    devices.
     """
     found = _narrow(rows)
     for name, own in _by_kind(rows):
@@ -108,8 +109,8 @@ def _narrow(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def _units(rows: Sequence[Mapping[str, Any]], least: int) -> Ratios:
     """Return measured over predicted by source, each of which is left out once.
 
-    Where fewer than `least` tell of a kind, each problem (a model and a length, on chips of one
-    architecture) of a source takes the place of the source.
+    If fewer than `least` sources have rows of a kind, each problem of a source (a model and a
+    length, on chips of one architecture) takes the place of the source.
     """
     parts = ("source",) if len(_sources(rows)) >= least else ("source", "problem", "chip")
     ratios: Ratios = {}
@@ -124,9 +125,9 @@ def _sources(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def without_interval(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the other kinds of which there are rows: how many, and what the units cover.
+    """Return the other kinds that have rows: the number of rows, and what the units cover.
 
-    A coverage of None: too few to ask.
+    A coverage of None means that there are too few units.
     """
     found: dict[str, Any] = {}
     for name, own in _by_kind(rows):
@@ -148,7 +149,7 @@ def _by_kind(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Mapping[
     kinds: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         experts = row["mlp"] == "experts"
-        # Intervals are of plans, which train everything.
+        # Intervals are for plans, which train everything.
         if row["trained"] != "full" or (experts and row["stack"] in _OTHER_EXPERTS):
             continue
         for name in (kind_name(row["chip"], experts), kind_name(None, experts)):
@@ -157,7 +158,7 @@ def _by_kind(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[Mapping[
 
 
 def _widened(spread: dict[str, Any], ratios: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Return an interval of all that was seen, where sources do not foretell each other."""
+    """Return an interval that covers everything seen, since sources do not predict each other."""
     if spread["coverage"] >= LEAST_COVERAGE:
         return spread
     seen = [ratio for own in ratios.values() for ratio in own]
@@ -165,7 +166,7 @@ def _widened(spread: dict[str, Any], ratios: Mapping[str, Sequence[float]]) -> d
 
 
 def keep_kinds(found: Mapping[str, Mapping[str, Any]], without: Mapping[str, Any]) -> None:
-    """Write the intervals of kinds there, and why others are `without` one."""
+    """Write the intervals of these kinds, and why others are `without` one."""
     both = json.loads(KEPT.read_text(encoding="utf-8"))
     both["kinds"] = {name: kept(spread) for name, spread in found.items()}
     both["without_interval"] = without
@@ -173,12 +174,12 @@ def keep_kinds(found: Mapping[str, Mapping[str, Any]], without: Mapping[str, Any
 
 
 def kept(spread: Mapping[str, Any]) -> dict[str, Any]:
-    """What outpace/catalog/residuals.json has to say of it."""
+    """Return what outpace/catalog/residuals.json stores of an interval."""
     return {name: spread[name] for name in ("low", "high", "rows", "sources", "coverage")}
 
 
 def keep(kind: str, spread: Mapping[str, Any]) -> None:
-    """Write it there for a kind of machine: catalog or probed."""
+    """Write the interval of a kind of machine: catalog or probed."""
     both = json.loads(KEPT.read_text(encoding="utf-8"))
     both[kind] = kept(spread)
     KEPT.write_text(json.dumps(both, indent=1) + "\n", encoding="utf-8")

@@ -1,12 +1,12 @@
-"""How often `outpace compare` claims a difference where there is none, and finds one that there is.
+"""How often `outpace compare` claims a nonexistent difference, and finds an existing one.
 
     python benchmarks/false_claims.py [--count 200] [--rounds 30]
 
-Two commands that do the same real work are compared, anew and anew, by `experiment.compare` and
-`run_command`, as `outpace compare --command … --command …` does: processes of their own, in an
-order that is drawn, from another seed each time. After every round it is looked whether a
-difference is claimed, and one claim at any time makes a comparison a false one. Then as many
-comparisons of commands of which the second does 5 % or 10 % more, half of them each.
+Two commands that do the same real work are compared repeatedly by `experiment.compare` and
+`run_command`, as `outpace compare --command … --command …` does: in separate processes, in a random
+order, with a new seed each time. After every round, the benchmark checks whether a difference is
+claimed; one claim at any time makes the comparison a false one. Then as many comparisons follow in
+which the second command does 5 % or 10 % more work, half of them each.
 """
 
 import argparse
@@ -26,10 +26,10 @@ from outpace.experiment.compare import ALPHA, compare, verdicts
 from outpace.records.comparison import Arm, Experiment, Outcome, Verdict
 
 COUNT, ROUNDS = 200, 30
-# Of A/A comparisons; what is promised of 200.
+# Largest share of false A/A comparisons that is allowed.
 MOST_FALSE = 5 / 200
 MORE = (0.05, 0.10)
-# Products of floats: some 15 ms, of a process that starts within as much again.
+# Matrix products: about 15 ms of work, in a process that takes about as long to start.
 _PRODUCTS = 200_000
 _METRIC = "took ([0-9.]+) s"
 _WORK = (
@@ -40,12 +40,12 @@ _WORK = (
 
 
 def command(products: int) -> str:
-    """A small process that times its own work."""
+    """Return a command that runs a small process, which times its own work."""
     return shlex.join([sys.executable, "-I", "-S", "-c", _WORK.format(products=products)])
 
 
 def compared(more: float, rounds: int) -> dict[str, Any]:
-    """One comparison; the second command does `more` of the work more."""
+    """Run one comparison; the second command does more work by the fraction `more`."""
     arms = tuple(
         Arm(name=name, command=command(round(_PRODUCTS * factor)))
         for name, factor in (("a", 1.0), ("b", 1.0 + more))
@@ -80,7 +80,7 @@ def compared(more: float, rounds: int) -> dict[str, Any]:
 
 
 def summed(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """How many claims, and how many intervals hold the true difference, of comparisons alike."""
+    """Count the claims, and the intervals that contain the true difference, of like comparisons."""
     more = found[0]["more"]
     claims = [one["claimed_at"] for one in found if one["claimed_at"] is not None]
     bounded = [one for one in found if None not in (one["low"], one["high"])]
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="at most, of a comparison")
     arguments = parser.parse_args()
     count, began_s = arguments.count, time.monotonic()
-    # In turn, so that what drifts on the machine falls on all kinds alike.
+    # These run in turn, so that drift of the machine affects all kinds equally.
     kinds = [0.0, MORE[0], 0.0, MORE[1]]
     found = []
     for number in range(2 * count):

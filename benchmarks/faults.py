@@ -1,15 +1,15 @@
-"""Nothing is lost when ranks are killed: real trainings, real signals, moments seen from outside.
+"""Proof that nothing is lost when ranks are killed, by real training and real signals.
 
     python benchmarks/faults.py               # records results/faults.json; an hour on 2 cores
-    python benchmarks/faults.py --part kills  # this part anew; the others stay as they are recorded
-    python benchmarks/faults.py --part tests --failed  # what did not pass of it
-    python benchmarks/faults.py --quick       # shows that it works, records nothing
+    python benchmarks/faults.py --part kills  # repeats this part; keeps the others
+    python benchmarks/faults.py --part tests --failed  # its failed tests
+    python benchmarks/faults.py --quick       # a quick check, records nothing
 
-`kills`: ranks are ended by SIGKILL at random steps, five times in a run: while they start, compute,
-wait in an exchange, and save. `saves`: only while a checkpoint is being written. `damage`: a byte
-of the newest checkpoint is flipped, or a file of it cut short, and the run goes on. Each run has
-to come to the losses and weights of an undisturbed one, bit for bit, with every step once. `tests`:
-the faults of networks, hosts, disks and signals that are tests, with what came of each.
+`kills`: ranks are ended by SIGKILL at random steps, five times per run: while they start, compute,
+wait in a collective, and save. `saves`: only while a checkpoint is being written. `damage`: a byte
+of the newest checkpoint is flipped, or a file of it truncated, and the run resumes. Each run must
+reach the losses and weights of an undisturbed run, bit for bit, with every step recorded once.
+`tests`: faults of networks, hosts, disks and signals that are tests, with the outcome of each.
 """
 
 import argparse
@@ -60,7 +60,7 @@ _LIMIT_S = 400
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to: losses by step, and a hash of its weights."""
+    """Outcome of a run: losses by step, and a hash of its weights."""
 
     steps: tuple[int, ...]
     losses: tuple[float, ...]
@@ -69,7 +69,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Kill:
-    """A rank that was killed. `step`: the last that was done; 0 before the first."""
+    """A rank that was killed. `step`: the last completed step; 0 before the first."""
 
     moment: str
     rank: int
@@ -77,7 +77,7 @@ class Kill:
 
 
 def command(strategy: str, folder: Path, restarts: int) -> list[str]:
-    """A small training on two ranks."""
+    """Return the command of a small training run on two ranks."""
     spec = folder / "model.json"
     spec.write_text(json.dumps(SPEC))
     words = ("train", "--model", spec, *BASE, *STRATEGIES[strategy], "--out", folder / "run",
@@ -86,7 +86,7 @@ def command(strategy: str, folder: Path, restarts: int) -> list[str]:
 
 
 def outcome(run: Path) -> Outcome:
-    """Read a run that is over."""
+    """Read the outcome of a run that has ended."""
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     digest = hashlib.sha256((run / "model" / "model.safetensors").read_bytes()).hexdigest()
     return Outcome(
@@ -95,7 +95,7 @@ def outcome(run: Path) -> Outcome:
 
 
 def undisturbed(strategy: str, folder: Path) -> Outcome:
-    """A run that nothing happens to."""
+    """Run without disturbance, and return the outcome."""
     folder.mkdir()
     subprocess.run(command(strategy, folder, 0), check=True, capture_output=True, timeout=_LIMIT_S)
     return outcome(folder / "run")
@@ -104,7 +104,7 @@ def undisturbed(strategy: str, folder: Path) -> Outcome:
 def disturbed(
     strategy: str, folder: Path, moments: Sequence[str], seed: int
 ) -> tuple[Outcome, list[Kill], str]:
-    """A run of which a rank is killed at each of these moments; what it said, too."""
+    """Run and kill a rank at each of these moments; return the outcome, the kills, the output."""
     folder.mkdir()
     with (folder / "said").open("w+") as said:
         process = subprocess.Popen(
@@ -126,7 +126,7 @@ def disturbed(
 
 
 def _end(launcher: "subprocess.Popen[bytes]", folder: Path) -> None:
-    """The launcher and its ranks: elastic gives each rank a session of its own."""
+    """End the launcher and its ranks, since elastic gives each rank a separate session."""
     with suppress(ProcessLookupError):
         os.killpg(launcher.pid, signal.SIGKILL)
     launcher.wait()
@@ -140,7 +140,7 @@ def _end(launcher: "subprocess.Popen[bytes]", folder: Path) -> None:
 def _killed(
     launcher: "subprocess.Popen[bytes]", run: Path, moments: Sequence[str], draw: random.Random
 ) -> Iterator[Kill]:
-    """Kill a rank at each of the moments; every kill is of another start of the ranks."""
+    """Kill a rank at each of the moments; each kill happens after another start of the ranks."""
     before: set[int] = set()
     for number, moment in enumerate(moments):
         until = (number + draw.random()) * STEPS / (len(moments) + 1)
@@ -159,7 +159,7 @@ def _killed(
 
 
 def _ranks(launcher: "subprocess.Popen[bytes]", before: set[int]) -> list[psutil.Process]:
-    """The processes of both ranks, in order, as soon as they are there anew."""
+    """Return the processes of both ranks, in order, as soon as they have started again."""
     until_s = time.monotonic() + _LIMIT_S
     while launcher.poll() is None and time.monotonic() < until_s:
         found = {}
@@ -174,7 +174,7 @@ def _ranks(launcher: "subprocess.Popen[bytes]", before: set[int]) -> list[psutil
 
 
 def _step(run: Path) -> int:
-    """The last step that was done."""
+    """Return the last completed step."""
     with suppress(OSError):
         lines = (run / "metrics.jsonl").read_bytes().splitlines()
         with suppress(ValueError, KeyError):
@@ -185,10 +185,10 @@ def _step(run: Path) -> int:
 def _is_at(
     moment: str, rank: psutil.Process, run: Path, since: int, until: float, late: bool
 ) -> bool:
-    """Whether a rank is at a moment, as is seen of its process and its files."""
+    """Return whether a rank is at a moment, judged by its process and its files."""
     if moment == "starts":
         return late or _step(run) > since
-    if _step(run) < max(until, since + 1):  # of this start: a save that was cut short stays there
+    if _step(run) < max(until, since + 1):  # of this start: an interrupted save stays
         return False
     if moment == "saves":
         folders = list((run / "checkpoints").glob("step-*"))
@@ -198,7 +198,7 @@ def _is_at(
 
 
 def killed(moments: Sequence[str], count: int, folder: Path, seed: int) -> dict[str, Any]:
-    """So many kills over all strategies, five in a run, each at the next of the moments."""
+    """Perform this many kills over all strategies, five per run, each at the next moment."""
     rows, number = [], 0
     draw = random.Random(seed)
     references = {name: undisturbed(name, folder / f"{name}-alone") for name in STRATEGIES}
@@ -211,7 +211,7 @@ def killed(moments: Sequence[str], count: int, folder: Path, seed: int) -> dict[
                 strategy, folder / f"run-{len(rows)}", these, draw.randrange(1 << 30)
             )
             row = _judged(strategy, found, references[strategy], kills, words)
-        except (RuntimeError, subprocess.TimeoutExpired) as error:  # its kills do not count
+        except (RuntimeError, subprocess.TimeoutExpired) as error:  # these kills do not count
             row = {"strategy": strategy, "kills": [], "same": False, "failed": str(error)}
         number += len(row["kills"])
         rows.append(row)
@@ -238,7 +238,7 @@ def _judged(
 
 
 def damaged(count: int, folder: Path) -> dict[str, Any]:
-    """Checkpoints that are damaged between two halves of a run."""
+    """Damage checkpoints between two halves of a run."""
     rows = []
     alone = undisturbed("ddp", folder / "alone")
     for number in range(count):
@@ -277,7 +277,7 @@ def _damaged(folder: Path, draw: random.Random, alone: Outcome) -> dict[str, Any
 
 
 def tested(folder: Path, known: dict[str, Any] | None) -> dict[str, Any]:
-    """What came of each fault that is a test; of `known` ones those that did not pass, anew."""
+    """Run each fault that is a test; of `known` results, run only those that did not pass."""
     path = folder / "tests.xml"
     rows = {} if known is None else {row["fault"]: row for row in known["rows"]}
     failed = {name.partition("[")[0] for name, row in rows.items() if row["came"] != "passed"}
@@ -296,7 +296,7 @@ def tested(folder: Path, known: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def part(name: str, folder: Path, quick: bool, known: dict[str, Any] | None) -> dict[str, Any]:
-    """One part's row; of tests that are `known`, those that did not pass anew."""
+    """Return one part's row; of `known` tests, run only those that did not pass."""
     if name == "kills":
         return killed(MOMENTS, 2 * KILLS_IN_A_RUN if quick else KILLS, folder, 1)
     if name == "saves":
@@ -310,7 +310,7 @@ PARTS = ("kills", "saves", "damage", "tests")
 
 
 def main() -> int:
-    """Do the parts asked for, and keep what came of them."""
+    """Run the requested parts, and save their results."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--part", choices=PARTS)

@@ -1,10 +1,10 @@
 """Write the recorded figures into README.md and docs, between their markers, and measured steps.
 
     python benchmarks/figures.py            # rewrite
-    python benchmarks/figures.py --check    # exit 1 when a page does not say what is recorded
+    python benchmarks/figures.py --check    # exit 1 if a page is out of date
 
-A page holds `<!-- figures: NAME -->` and `<!-- end -->`; what is between comes from
-results/NAME.json, of NAME--PART another part of it, or from data/NAME.csv.
+A page contains `<!-- figures: NAME -->` and `<!-- end -->`; the text in between comes from
+results/NAME.json (for NAME--PART, from another part of it) or from data/NAME.csv.
 """
 
 import argparse
@@ -39,7 +39,7 @@ _MARKED = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTA
 
 
 def overhead(result: dict[str, Any]) -> str:
-    """Write outpace's loop against a bare one."""
+    """Write outpace's loop compared with a bare one."""
     rows = [
         [
             case,
@@ -67,7 +67,7 @@ def overhead(result: dict[str, Any]) -> str:
 
 
 def host_time(result: dict[str, Any]) -> str:
-    """A step's host time against transformers' own."""
+    """Write a step's host time compared with transformers' own."""
     rows = [
         [
             case,
@@ -88,7 +88,7 @@ def host_time(result: dict[str, Any]) -> str:
 
 
 def tokenise(result: dict[str, Any]) -> str:
-    """Data preparation against datasets.map."""
+    """Write data preparation compared with datasets.map."""
     tokens = result["tokens"]
     rows = [
         [who, f"{seconds:.1f} s", f"{tokens / seconds / 1e6:.2f} M"]
@@ -113,21 +113,21 @@ def tokenise(result: dict[str, Any]) -> str:
 
 
 def quickstart(result: dict[str, Any]) -> str:
-    """What scripts/quickstart ends with."""
+    """Write the last output of scripts/quickstart."""
     shown = "\n".join(result["shown"]).strip("\n")
     took = f"The whole script took {result['seconds']:.0f} s.\n"
     return f"```text\n{shown}\n```\n\n{took}" + stand(result)
 
 
 def quickstart_short(result: dict[str, Any]) -> str:
-    """The first tables of what scripts/quickstart ends with."""
+    """Write the first tables of the last output of scripts/quickstart."""
     text = "\n".join(result["shown"]).strip("\n")
     shown = re.split(r"\n  Forwards? and backward", text, maxsplit=1)[0]
     return f"```text\n{shown.rstrip()}\n```\n" + stand(result)
 
 
 def strategies(result: dict[str, Any]) -> str:
-    """All strategies beside each other, a table for each number of processes."""
+    """Compare all strategies, in one table per number of processes."""
     head = [
         "strategy", "mesh", "step", "quartiles", "sent, all ranks", "busiest sends", "idle",
         "busiest time", "memory", "busiest memory", "utilisation",
@@ -170,7 +170,7 @@ def strategies(result: dict[str, Any]) -> str:
 
 
 def utilisation(loads: list[dict[str, Any]] | None) -> str:
-    """The average over a run of each device, or of each core where there is none."""
+    """Write the average of each device over a run, or of each core if there is no device."""
     if not loads:
         return "not recorded yet"
     shares = [
@@ -182,7 +182,7 @@ def utilisation(loads: list[dict[str, Any]] | None) -> str:
 
 
 def idle(result: dict[str, Any]) -> str:
-    """Pipelines: measured, formula, play."""
+    """Write the idle time of pipelines: measured, by formula and simulated."""
     head = ["processes", "schedule", "m", "stages", "measured", "range", "formula", "play",
             "replay"]  # fmt: skip
     rows = [
@@ -203,7 +203,7 @@ def idle(result: dict[str, Any]) -> str:
 
 
 def report(result: dict[str, Any]) -> str:
-    """A long run's page: made and drawn."""
+    """Write how long a long run's page takes to create and to draw."""
     rows = [
         [what, *(f"{f(result[name]):.2f} s" for f in (statistics.median, min, max))]
         for what, name in (

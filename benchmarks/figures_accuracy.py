@@ -11,7 +11,7 @@ from pages import stand, table
 
 DOCS = Path(__file__).parent.parent / "docs" / "results"
 FAR = 0.3
-# Causes of errors above FAR, as the terms show them: a source, and which of its rows.
+# Causes of errors above FAR, as their terms show them: a source, and which of its rows.
 _COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#8c8c8c")
 _CAUSES: tuple[tuple[str, Callable[[dict[str, Any]], bool], str], ...] = (
     ("vtrain-single, 8 ranks of tp",
@@ -35,7 +35,7 @@ _CAUSES: tuple[tuple[str, Callable[[dict[str, Any]], bool], str], ...] = (
      "small a micro-batch. Not verified"),
 )  # fmt: skip
 _OTHERWISE = "not explained"
-# Of peak memory, by source.
+# Causes of errors in peak memory, by source.
 _MEMORY_CAUSES = {
     "megatron-lm-golden":
         "older runs of a test on other machines use as much memory as materialised scores, newer "
@@ -59,12 +59,12 @@ def cause(row: dict[str, Any]) -> tuple[str, str]:
 
 
 def error(row: dict[str, Any]) -> float:
-    """Of a step's time."""
+    """Return the error of a step's time."""
     return float(row["predicted_s"]) / float(row["measured_s"]) - 1
 
 
 def accuracy(result: dict[str, Any]) -> str:
-    """Every target, the error beside one constant's, and whether it is reached."""
+    """Write every target with its error, next to one constant's, and whether it is met."""
     missed = [one for one in result["scores"] if not one["reached"]]
     rows = [_row(one) for one in sorted(result["scores"], key=lambda one: bool(one["reached"]))]
     head = ["on", "figure", "rows", "planner", "asked", "one constant", "reached"]
@@ -148,7 +148,7 @@ def far(result: dict[str, Any]) -> str:
 
 
 def pieces(result: dict[str, Any]) -> str:
-    """Write that vtrain-single is composed of pieces, and which of them decide its picks."""
+    """Write that vtrain-single consists of pieces, and which of them determine its picks."""
     found = result["pieces"]
     line, parts = found["linear"], found["pieces"]
     example = line["example"]
@@ -235,7 +235,7 @@ WRITERS: dict[str, Callable[[dict[str, Any]], str]] = {
 
 
 def draw(result: dict[str, Any]) -> None:
-    """docs/results/accuracy-time.svg, docs/results/accuracy-memory.svg: predicted over measured."""
+    """Draw docs/results/accuracy-time.svg and accuracy-memory.svg: predicted over measured."""
     times: defaultdict[str, list[tuple[float, float]]] = defaultdict(list)
     for row in result["rows"]:
         times[row["source"]].append((row["measured_s"], row["predicted_s"]))
@@ -249,7 +249,7 @@ def draw(result: dict[str, Any]) -> None:
 
 
 def _scatter(kinds: dict[str, list[tuple[float, float]]], across: str, up: str, path: Path) -> None:
-    """Logarithmic, with the lines of equality and of 30 % off; the same bytes each time."""
+    """Draw a logarithmic plot with lines for equality and 30 % off; its bytes are reproducible."""
     from pictures import GRID, write_svg
 
     values = [value for pairs in kinds.values() for pair in pairs for value in pair]

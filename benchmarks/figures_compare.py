@@ -1,4 +1,4 @@
-"""What was recorded of comparisons and tunings, as Markdown."""
+"""Recorded results of comparisons and tunings, as Markdown."""
 
 from collections.abc import Callable
 from statistics import median
@@ -8,7 +8,7 @@ from pages import stand, table
 
 
 def false_claims(result: dict[str, Any]) -> str:
-    """Claims where nothing differs, and where something does."""
+    """Write the claims of comparisons without and with a real difference."""
     head = ["the second arm does", "comparisons", "differences claimed", "in the right direction",
             "median rounds to the claim", "interval contains the true difference"]  # fmt: skip
     rows = [
@@ -33,7 +33,7 @@ def false_claims(result: dict[str, Any]) -> str:
 
 
 def tune(result: dict[str, Any]) -> str:
-    """Few trials against whole grids."""
+    """Write the results of few trials compared with whole grids."""
     head = ["problem", "grid", "regret", "mean regret of all", "trials", "share of its time",
             "faster than the default", "on"]  # fmt: skip
     rows = [

@@ -1,4 +1,4 @@
-"""Results of the finals of the race, as Markdown."""
+"""Results of the final rounds of the peer benchmarks, as Markdown."""
 
 from collections.abc import Callable, Iterator
 from statistics import median
@@ -21,7 +21,7 @@ ALONE, RIVAL = f"{OURS} on one process", "Trainer"
 
 
 def finals(result: dict[str, Any]) -> str:
-    """Write speed targets next to what was reached in alternating runs."""
+    """Write speed targets next to the results of alternating runs."""
     heats = result["heats"].values()
     rows = [
         row for rows in (_speed, _shares, _starts, _two) for heat in heats for row in rows(heat)
@@ -31,13 +31,13 @@ def finals(result: dict[str, Any]) -> str:
 
 
 def ratios(heat: dict[str, Any], name: str) -> list[float]:
-    """An entrant's median step over outpace's, of each turn."""
+    """Return an entrant's median step time relative to outpace's, for each turn."""
     pairs = zip(heat["turns_s"][name], heat["turns_s"][OURS], strict=True)
     return [median(its) / median(own) for its, own in pairs]
 
 
 def shares(heat: dict[str, Any]) -> list[float]:
-    """Return the share of the best matmul for each turn in which that was steady."""
+    """Return the share of the best matmul for each turn in which the matmul was steady."""
     pairs = zip(heat["turns_s"][OURS], heat["best_products_flops_per_s"], strict=False)
     return [heat["model_flops"] / median(own) / best for own, best in pairs if best is not None]
 

@@ -122,7 +122,7 @@ def _levers(sections: dict[str, Any]) -> str:
 
 
 def _ceilings(sections: dict[str, Any]) -> str:
-    """Write waits and busy time of a step, the first step, and first uses."""
+    """Write the waits and busy time of a step, the first step, and first uses."""
     lines = []
     for name, row in _rows(sections, "first step").items():
         if measured(row) and row["first_step_s"] is not None:
@@ -180,7 +180,7 @@ def _gib(size: float | None) -> str:
 
 
 def first_h200(path: Path) -> str:
-    """Write what that day's code measured, and what a trial of corrections did."""
+    """Write what the code of that day measured, and the result of trying corrections."""
     head = ["model, batch", "", "compiled", "precision, optimizer", "step", "tokens/s",
             "memory of tensors"]  # fmt: skip
     with path.open(newline="", encoding="utf-8") as file:

@@ -6,11 +6,11 @@ from typing import Any
 import score_board
 from pages import stand, table
 
-_LEAST = 3  # rows of a kind that is shown separately
+_LEAST = 3  # minimum number of rows of a kind that is shown separately
 
 
 def kinds(result: dict[str, Any]) -> str:
-    """Step times: each kind with enough rows, then all dense ones and all with experts."""
+    """Write step times: each kind with enough rows, then all dense models and all with experts."""
     names = ("chip", "stack", "mlp", "trained", "devices")
     shown = [one for one in result["kinds"] if one["rows"] >= _LEAST]
     fewer = [one for one in result["kinds"] if one["rows"] < _LEAST]
@@ -35,7 +35,7 @@ def _figures(one: dict[str, Any]) -> list[str]:
 
 
 def sources(result: dict[str, Any]) -> str:
-    """Step times by source."""
+    """Write step times by source."""
     head = ["source", "rows", "mean", "median", "bias", "p95", "in the interval", "one constant"]
     return table(head, [[one["source"], *_figures(one)] for one in result["sources"]])
 

@@ -1,4 +1,4 @@
-"""Tables of what levers of memory cost and save, of results/NAME.json by the functions' names."""
+"""Tables of the cost and savings of memory options, from results/NAME.json by functions' names."""
 
 import itertools
 import math
@@ -9,7 +9,7 @@ from pages import stand, table
 
 
 def memory_accuracy(result: dict[str, Any]) -> str:
-    """Traced against measured peaks, the furthest off first."""
+    """Write traced next to measured peaks, with the largest errors first."""
     rows = sorted(result["rows"].items(), key=lambda pair: -abs(pair[1]["error"]))
     lines = [
         [
@@ -46,7 +46,7 @@ def memory_shown(result: dict[str, Any]) -> str:
 
 
 def memory_loss(result: dict[str, Any]) -> str:
-    """Peak memory and time of the loss, chunked against plain."""
+    """Write peak memory and time of the loss, chunked and plain."""
     rows = []
     for precision, case in result["cases"].items():
         for kind in ("plain", "chunked"):
@@ -95,7 +95,7 @@ def mixed_precision_traced(result: dict[str, Any]) -> str:
 
 
 def mixed_precision_cpu(result: dict[str, Any]) -> str:
-    """Peaks on this machine, measured and traced, and what fits under limits."""
+    """Write peaks on this machine, measured and traced, and what fits within limits."""
     rows = []
     for size, row in result["rows"].items():
         peaks = [row[precision] for precision in ("fp32", "bf16")]
@@ -122,7 +122,7 @@ def mixed_precision_cpu(result: dict[str, Any]) -> str:
 
 
 def mixed_precision_speed(result: dict[str, Any]) -> str:
-    """bf16 against fp32 by strategy."""
+    """Write bf16 compared with fp32, by strategy."""
     rows = [
         [
             f"`{name}`",
@@ -140,7 +140,7 @@ def mixed_precision_speed(result: dict[str, Any]) -> str:
 
 
 def checkpointing_price(result: dict[str, Any]) -> str:
-    """Time and memory of recomputation, and the batch that it buys."""
+    """Write time and memory of recomputation, and the batch that it allows."""
     rows = [
         [
             f"`{strategy}`",
@@ -165,7 +165,7 @@ def checkpointing_price(result: dict[str, Any]) -> str:
 
 
 def forward_backward(result: dict[str, Any]) -> str:
-    """Times by kind of module, and bytes of element-wise ones in multiples of the input."""
+    """Write times by kind of module, and bytes of element-wise ones in multiples of the input."""
     rows, moved = [], []
     for name, one in result["modules"].items():
         forward, backward = (
@@ -187,7 +187,7 @@ def forward_backward(result: dict[str, Any]) -> str:
 
 
 def autocast_cache(result: dict[str, Any]) -> str:
-    """The cache on and off."""
+    """Write results with the cache on and off."""
     rows = []
     for case, one in result["cases"].items():
         both = [one[key] for key in ("cached", "uncached")]
@@ -204,7 +204,7 @@ def autocast_cache(result: dict[str, Any]) -> str:
 
 
 def low_precision(result: dict[str, Any]) -> str:
-    """Formats, swamping, loss scale, bytes."""
+    """Write formats, swamping, loss scale and bytes."""
     formats = [
         [
             name,
@@ -248,7 +248,7 @@ def low_precision(result: dict[str, Any]) -> str:
 
 
 def convergence(result: dict[str, Any]) -> str:
-    """Held-out losses beside AdamW's."""
+    """Write held-out losses next to AdamW's."""
     rows = []
     for name, case in result["cases"].items():
         if "left_out" in case:
@@ -273,7 +273,7 @@ def convergence(result: dict[str, Any]) -> str:
 
 
 def optimizers(result: dict[str, Any]) -> str:
-    """A step of each implementation."""
+    """Write the time of a step for each implementation."""
     head = ["optimizer"]
     for name, one in result["sets"].items():
         head += [f"{name}: {one['tensors']:,} tensors, {one['values'] / 1e6:.1f} M", "for-loop = 1"]
@@ -335,7 +335,7 @@ def lora(result: dict[str, Any]) -> str:
 
 
 def planner_memory(result: dict[str, Any]) -> str:
-    """The planner's formula against the trace: by strategy, and the plans that are furthest off."""
+    """Write the planner's formula next to the trace: by strategy, and with the largest errors."""
     by_strategy: dict[str, list[float]] = {}
     for row in result["rows"]:
         by_strategy.setdefault(row["plan"]["strategy"], []).append(row["error"])

@@ -1,4 +1,4 @@
-"""Speed results as Markdown: the race against peers, a GPU, how costs grow."""
+"""Speed results as Markdown: peer benchmarks, a GPU, and how costs grow."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 from pages import stand, table
 
 OURS = "outpace"
-# What is asked of the race: tokens/s, memory and the way to the first step, beside peers; the
-# share of the best matmul; two processes beside one.
+# Targets of the peer benchmarks: tokens/s, memory and time to the first step, compared with peers;
+# the share of the best matmul; two processes compared with one.
 FASTER, LEANER, SOONER, SHARE, TWO = 1.15, 0.70, 0.6, 0.70, 0.95
-# Best matmuls of machines that are as fast.
+# Best matmuls of machines that are equally fast.
 ALIKE = 1.1
-# How long a pick may take beside the best by hand; late steps beside early ones.
+# Maximum time of a pick compared with the best manual choice; late steps compared with early ones.
 PICKED, FLAT = 1.02, 1.02
 _WITH = {"": "", "zero3": ", ZeRO-3", "offload": ", ZeRO-3 offloaded"}
 
@@ -43,7 +43,7 @@ def best_peer(heat: dict[str, Any], measure: str, largest: bool = True) -> tuple
 
 
 def beside(heat: dict[str, Any], measure: str, largest: bool = True) -> float | None:
-    """outpace's figure as a multiple of the best peer's."""
+    """Return outpace's figure as a multiple of the best peer's."""
     own, best = ran(heat).get(OURS), best_peer(heat, measure, largest)
     return None if own is None or best is None else own[measure] / best[1]
 
@@ -58,7 +58,7 @@ def share_of_best_matmul(heat: dict[str, Any]) -> float | None:
 
 
 def peers(result: dict[str, Any]) -> str:
-    """A table for each heat."""
+    """Write one table per heat."""
     heats = result["heats"]
     return "\n".join(_heats(heats)) + _versions(heats) + as_recorded(result)
 
@@ -85,7 +85,7 @@ def _heats(heats: dict[str, Any]) -> Iterator[str]:
 
 
 def _when(heat: dict[str, Any]) -> str:
-    """The day, and how fast the machine was."""
+    """Return the day, and how fast the machine was."""
     best = heat["best_product_flops_per_s"]
     rate = "" if best is None else f", best matmul {best / 1e9:,.0f} GFLOP/s"
     return f" ({heat['date'][:10]}{rate})"
@@ -107,7 +107,7 @@ def _row(name: str, one: dict[str, Any], own: dict[str, Any] | None) -> list[str
 
 
 def targets(result: dict[str, Any]) -> str:
-    """Write targets next to what was reached."""
+    """Write targets next to the results."""
     heats = result["heats"]
     rows = [*_speed(heats), *_shares(heats), *_memory(heats), *_starts(heats), *_two(heats)]
     return table(["goal", "of", "reached"], rows) + as_recorded(result)
@@ -190,7 +190,7 @@ def _two(heats: dict[str, Any]) -> Iterator[list[str]]:
 
 
 def _as_fast(heat: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether the machine was: a virtual one may not be from one day to the next."""
+    """Return whether the machine was equally fast: a virtual one may vary from day to day."""
     rates = [one["best_product_flops_per_s"] for one in (heat, other)]
     return None not in rates and max(rates) <= ALIKE * min(rates)
 
@@ -203,7 +203,7 @@ def mark(reached: bool) -> str:
 
 
 def lasting(result: dict[str, Any]) -> str:
-    """What a checkpoint, a long run and the planner's pick cost."""
+    """Write the costs of a checkpoint, a long run and the planner's pick."""
     rows, parts = [], {name: part["found"] for name, part in result["parts"].items()}
     if "checkpoint" in parts:
         for which, places in parts["checkpoint"]["lost_steps"].items():
@@ -226,7 +226,7 @@ def lasting(result: dict[str, Any]) -> str:
 
 
 def scaling(result: dict[str, Any]) -> str:
-    """A row for each cost."""
+    """Write one row per cost."""
     rows = [
         [
             curve["of"],

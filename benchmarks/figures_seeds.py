@@ -1,6 +1,6 @@
-"""Tables of docs/results/seeds.md: what a document says, what was predicted and measured.
+"""Tables of docs/results/seeds.md: the claims of documents, predictions and measurements.
 
-Each is of results/seeds_NAME.json, which benchmarks/seeds records.
+Each table comes from results/seeds_NAME.json, which benchmarks/seeds records.
 """
 
 import statistics
@@ -13,7 +13,7 @@ from pages import stand, table
 PICTURE = Path(__file__).parent.parent / "docs" / "results" / "seeds-loss.svg"
 _COLORS = {"ddp fp32": "#4c72b0", "ring fp32": "#dd8452", "ddp bf16": "#55a868",
            "ring bf16": "#c44e52"}  # fmt: skip
-_LAST = 10  # steps whose mean is the end of a curve
+_LAST = 10  # number of steps whose mean is the end of a curve
 
 
 def said(result: dict[str, Any]) -> str:
@@ -25,12 +25,12 @@ def said(result: dict[str, Any]) -> str:
 
 
 def ratio(value: float, low: float, high: float) -> str:
-    """With its 95 % interval."""
+    """Format a value with its 95 % interval."""
     return f"{value:.2f} ({low:.2f} – {high:.2f})"
 
 
 def slow_link(result: dict[str, Any]) -> str:
-    """DP and DDP on a fast and a slow link."""
+    """Write DP and DDP on a fast and a slow link."""
     (claim,), predicted, measured = result["claims"], result["predicted"], result["measured"]
     told, base = claim["figures"]["seconds"], "DDP, fast"
     rows = [
@@ -57,12 +57,12 @@ def slow_link(result: dict[str, Any]) -> str:
 
 
 def shares(values: list[float]) -> str:
-    """Of devices, in their order."""
+    """Format shares of devices, in order."""
     return ", ".join(f"{value:.0%}" for value in values)
 
 
 def utilisation(result: dict[str, Any]) -> str:
-    """Devices' shares and their sums."""
+    """Write devices' shares and their sums."""
     (claim,), measured = result["claims"], result["measured"]
     told = claim["figures"]
     rows = [
@@ -82,7 +82,7 @@ def utilisation(result: dict[str, Any]) -> str:
 
 
 def loss_curves(result: dict[str, Any]) -> str:
-    """Where curves begin and end, how far they are apart, and times."""
+    """Write where curves begin and end, how much they differ, and times."""
     measured = result["measured"]
     curves = [
         [name, f"{losses[0]:.3f}", f"{losses[len(losses) // 2]:.3f}",
@@ -117,7 +117,7 @@ def loss_curves(result: dict[str, Any]) -> str:
 
 
 def mixed_memory(result: dict[str, Any]) -> str:
-    """The published table beside the traced one; measured peaks with their account."""
+    """Write the published table next to the traced one, and measured peaks with their account."""
     told = result["claims"][0]["figures"]["mib"]
     rows = [
         [batch, *(map(str, (*told[batch], told[batch][0] - told[batch][1])) if batch in told
@@ -147,7 +147,7 @@ def mixed_memory(result: dict[str, Any]) -> str:
 
 
 def pipelines(result: dict[str, Any]) -> str:
-    """Utilisation by ranks and by micro-batches."""
+    """Write utilisation by ranks and by micro-batches."""
     rows = [
         [ranks, "naive" if one["strategy"] == "mp" else "GPipe", str(one["microbatches"]),
          one["stages"], f"{one['formula']:.3f}",
@@ -169,7 +169,7 @@ def pipelines(result: dict[str, Any]) -> str:
 
 
 def ring(result: dict[str, Any]) -> str:
-    """Bytes and time of a ring and of a server."""
+    """Write bytes and time of a ring and of a server."""
     predicted, measured = result["predicted"], result["measured"]
     buffer, rate = measured["buffer_bytes"], measured["link_bytes_per_s"]
     rows = []
@@ -177,7 +177,8 @@ def ring(result: dict[str, Any]) -> str:
         factors = {"ring": 2 * (int(ranks) - 1) / int(ranks), "server": 2 * (int(ranks) - 1)}
         for name, one in ways.items():
             low, high = one["quartiles_s"]
-            # A server receives all and then sends all; a ring does both at once.
+            # A server receives everything and then sends everything; a ring does both at the same
+            # time.
             link_s = factors[name] * buffer / rate
             rows.append([
                 ranks, name, f"{one['busiest_bytes'] / 2**20:.2f} MiB",
@@ -200,7 +201,7 @@ def ring(result: dict[str, Any]) -> str:
 
 
 def checkpointing(result: dict[str, Any]) -> str:
-    """Throughput lost, and won back by a larger batch."""
+    """Write throughput lost, and regained by a larger batch."""
     measured = result["measured"]
     low, high = result["claims"][0]["figures"]["lost"]
     rows = []
@@ -251,7 +252,7 @@ def loader(result: dict[str, Any]) -> str:
 
 
 def optimizers(result: dict[str, Any]) -> str:
-    """A step of each form, measured and predicted."""
+    """Write the time of a step for each form, measured and predicted."""
     rows = []
     for name, one in result["measured"].items():
         for form, case in one["optimizers"].items():
@@ -272,7 +273,7 @@ def optimizers(result: dict[str, Any]) -> str:
 
 
 def tiles(result: dict[str, Any]) -> str:
-    """Sizes that are a little off."""
+    """Write the cost of sizes that are slightly off."""
     measured = result["measured"]
     rows = [
         [one["of"], f"{one['m']} × {one['n']} × {one['k']}", f"{one['seconds'] * 1e6:.0f} µs",
@@ -335,12 +336,12 @@ def draw_curves(result: dict[str, Any]) -> None:
 
 
 def whole(body: Callable[[dict[str, Any]], str]) -> Callable[[dict[str, Any]], str]:
-    """Claims, tables, and what is measured in the place of what cannot be."""
+    """Return claims, tables, and what is measured instead of what this machine cannot do."""
     return lambda result: f"{said(result)}{body(result)}\n{result['instead']}\n"
 
 
 def recorded(text: Callable[[dict[str, Any]], str]) -> Callable[[dict[str, Any]], str]:
-    """With machine and date."""
+    """Return the record with machine and date."""
     return lambda result: text(result) + stand(result)
 
 

@@ -7,7 +7,7 @@ from pages import table
 
 
 def torch_versions(result: dict[str, Any]) -> str:
-    """One row for each torch and Python, and below what did not pass."""
+    """Write one row per torch and Python, and failures below the table."""
     head = ["torch", "Python", "transformers", "modules imported", "plans equal to one process",
             "training runs", "tests", "recorded"]  # fmt: skip
     entries = result["entries"]
@@ -34,7 +34,7 @@ def torch_versions(result: dict[str, Any]) -> str:
 
 
 def _recorded(parts: Iterable[dict[str, Any]]) -> str:
-    """Days and commits, which may differ from part to part."""
+    """Return days and commits, which may differ between parts."""
     said = []
     for part in parts:
         dirty = " with uncommitted changes" if part["uncommitted_changes"] else ""

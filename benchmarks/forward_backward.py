@@ -1,13 +1,13 @@
-"""Backward against forward, by kind of module: time, and bytes that element-wise operations move.
+"""Backward compared with forward, by kind of module: time, and bytes moved element by element.
 
     python benchmarks/forward_backward.py            # records results/forward_backward.json
     python benchmarks/forward_backward.py --quick    # small, records nothing
 
-The folklore: linear layers and convolutions have 2x the FLOPs in the backward, so it takes about
-twice as long; an activation reads once and writes once forward, and backward reads twice (the
-gradient and what was kept) and writes once. Here each kind of module does a forward and backward
-in turn with the others; the gradients of its input and of its weights are made. Bytes are counted
-from the tensors that each operator is given and gives back, not assumed.
+The folklore: linear layers and convolutions have twice the FLOPs in the backward, so it takes about
+twice as long; an activation reads once and writes once in the forward, and its backward reads twice
+(the gradient and what was kept) and writes once. Here, each kind of module runs forward and
+backward in turn with the others; the gradients of its input and its weights are computed. Bytes are
+not assumed, but counted from the tensors that each operator receives and returns.
 """
 
 import argparse
@@ -28,10 +28,10 @@ RULE = 2.0
 
 
 class Moved(TorchDispatchMode):
-    """Counts the bytes that operators read and write while it is entered.
+    """Counts the bytes that operators read and write inside the context.
 
-    An operator reads each tensor that it is given, once, and writes those that it gives back. One
-    that is changed in place counts as both, one that is filled as written. Views move nothing.
+    An operator reads each of its tensor arguments once, and writes its results. A tensor that is
+    changed in place counts as both, and one that is filled counts as written. Views move nothing.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ _FILLS = frozenset({"aten::bernoulli_", "aten::fill_", "aten::zero_"})
 
 
 def _moves_nothing(func: Any, given: Iterable[Tensor], made: Any) -> bool:
-    """Views, and memory that is taken without being filled."""
+    """Return whether an operator only creates views, or allocates memory without filling it."""
     if func._schema.name in ("aten::empty", "aten::empty_like"):
         return True
     there = {tensor.untyped_storage().data_ptr() for tensor in given}
@@ -76,7 +76,7 @@ class Attention(nn.Module):
         self.fused = fused
 
     def forward(self, x_BHSC: Tensor) -> Tensor:
-        """With queries, keys and values alike."""
+        """Apply attention to equal queries, keys and values."""
         if self.fused:
             return F.scaled_dot_product_attention(x_BHSC, x_BHSC, x_BHSC)
         scores = x_BHSC @ x_BHSC.transpose(-1, -2) / x_BHSC.shape[-1] ** 0.5
@@ -87,12 +87,12 @@ class Residual(nn.Module):
     """x + x·0.5: an element-wise sum."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """The sum."""
+        """Return the sum."""
         return x + x * 0.5
 
 
 def kinds(rows: int) -> dict[str, tuple[str, nn.Module, tuple[int, ...]]]:
-    """By name: the kind, the module, the shape of its input."""
+    """Return by name: the kind, the module, and the shape of its input."""
     tokens = (rows, WIDTH)
     heads = (rows // 256, HEADS, 256, WIDTH // HEADS)
     image = (rows // 256, 64, 32, 32)
@@ -115,7 +115,7 @@ def kinds(rows: int) -> dict[str, tuple[str, nn.Module, tuple[int, ...]]]:
 
 
 def moved(module: nn.Module, shape: tuple[int, ...]) -> dict[str, Any]:
-    """Bytes read and written forward and backward, in multiples of the input."""
+    """Return the bytes read and written in forward and backward, in multiples of the input."""
     x = torch.randn(shape, requires_grad=True)
     forward, backward = Moved(), Moved()
     with forward:
@@ -134,7 +134,7 @@ def moved(module: nn.Module, shape: tuple[int, ...]) -> dict[str, Any]:
 
 
 def pair(module: nn.Module, shape: tuple[int, ...]) -> Callable[[], tuple[float, float]]:
-    """Does a forward and a backward; the seconds of each."""
+    """Run a forward and a backward; return the seconds of each."""
     x = torch.randn(shape, requires_grad=True)
     wanted = [x, *module.parameters()]
     grad = torch.randn_like(module(x))
@@ -150,7 +150,7 @@ def pair(module: nn.Module, shape: tuple[int, ...]) -> Callable[[], tuple[float,
 
 
 def measure(rows: int, rounds: int) -> dict[str, Any]:
-    """All kinds, in turn; ratios are of the pairs."""
+    """Measure all kinds in turn; ratios are those of pairs."""
     torch.manual_seed(0)
     cases = kinds(rows)
     steps = {name: pair(module, shape) for name, (_, module, shape) in cases.items()}
@@ -173,7 +173,7 @@ def measure(rows: int, rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, show, record."""
+    """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--quick", action="store_true", help="small; nothing is recorded")

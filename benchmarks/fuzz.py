@@ -1,11 +1,11 @@
-"""Whether a file can make any reader of it fail, and how much of each reader was reached in trying.
+"""Test of whether any file can make a reader fail, and how much of each reader was reached.
 
     python benchmarks/fuzz.py [--cases 1000] [--bytes-s 20]
 
-`tests/fuzz` breaks valid files in so many ways for each reader; each has to be taken, or refused in
-a sentence that names the file, in time and with nothing written. coverage.py follows the branches
-of the functions that do the reading, by reader. Then atheris (libFuzzer) looks for bytes that lead
-further into those readers that take bytes apart themselves, for so many seconds each.
+`tests/fuzz` damages valid files in many ways for each reader. Each file must be accepted, or
+refused in a sentence that names the file, in time and without writing anything. coverage.py follows
+the branches of the functions that read, by reader. Then atheris (libFuzzer) searches for bytes that
+reach more of the readers that parse bytes themselves, for the given number of seconds each.
 """
 
 import argparse
@@ -24,14 +24,14 @@ from recording import save
 HERE = Path(__file__).resolve().parent
 FUZZ = HERE.parent / "tests" / "fuzz"
 WANTED = 0.9
-# What libFuzzer says at its end, and when it has found something.
+# The messages of libFuzzer at its end, and when it has found something.
 _RUNS = re.compile(r"stat::number_of_executed_units:\s*(\d+)")
 _EDGES = re.compile(r"cov: (\d+)")
 _RAISED = re.compile(r"LawError: .*")
 
 
 def by_cases(cases: int) -> dict[str, dict[str, Any]]:
-    """Each reader on as many broken trees, and the branches of its functions that they reached."""
+    """Run each reader on this many damaged trees; return the branches of its functions reached."""
     followed = coverage.Coverage(
         branch=True, source=["outpace"], data_file=None, config_file=False, messages=False
     )
@@ -42,7 +42,7 @@ def by_cases(cases: int) -> dict[str, dict[str, Any]]:
 
     found: dict[str, dict[str, Any]] = {}
     for reader in READERS.values():
-        trees = reader.trees()  # what makes them is not what reads them
+        trees = reader.trees()  # the code that creates trees does not read them
         followed.switch_context(reader.name)
         began, broke = time.perf_counter(), None
         try:
@@ -62,7 +62,7 @@ def by_cases(cases: int) -> dict[str, dict[str, Any]]:
 
 
 def _reached(followed: coverage.Coverage, reader: Any) -> dict[str, Any]:
-    """Branches of the reader's functions, and those that no case took."""
+    """Return the branches of the reader's functions, and those that no case reached."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         followed.json_report(
             outfile=file.name, contexts=[f"^{re.escape(reader.name)}$"],
@@ -89,7 +89,7 @@ def _path(module: str) -> str:
 
 
 def by_bytes(seconds: float) -> dict[str, dict[str, Any]]:
-    """Coverage-guided, in a process for each reader: libFuzzer ends the one that it is in."""
+    """Run guided by coverage, in one process per reader, since libFuzzer ends its process."""
     sys.path.insert(0, str(HERE))
     from fuzz_bytes import GUIDED
 

@@ -1,8 +1,8 @@
-"""One reader under atheris: bytes that reach more of it are kept and changed further.
+"""One reader under atheris, which keeps bytes that reach more of it and changes them further.
 
     python benchmarks/fuzz_bytes.py tokens 20
 
-`benchmarks/fuzz.py` calls it, with a reader's name and how many seconds it may take.
+`benchmarks/fuzz.py` calls this with a reader's name and its time limit in seconds.
 """
 
 import sys
@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 FUZZ = Path(__file__).resolve().parents[1] / "tests" / "fuzz"
-# Readers that take bytes apart themselves, and the file of theirs that is made of any bytes.
+# Readers that parse bytes themselves, and the file that arbitrary bytes replace.
 GUIDED = {"hosts": "hosts", "topology": "topology.txt", "tokens": "tokens.idx",
           "rows": "data.jsonl", "config": "config.toml", "spec": "model.json"}  # fmt: skip
 

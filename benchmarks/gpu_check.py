@@ -1,13 +1,13 @@
-"""What outpace reaches on one NVIDIA GPU, in one call of at most 400 s.
+"""Results of outpace on one NVIDIA GPU, in one call of at most 400 s.
 
     scripts/gpu-check                              # records results/gpu-<card>.json
-    scripts/gpu-check --only attention,loss        # these sections only; others' results stay
+    scripts/gpu-check --only attention,loss        # only these sections; keeps the others
     scripts/gpu-check --cpu --out cpu.json         # every section small: whether it all runs
 
-Sections come in the order of what they tell. Each is a process of its own with a time limit, and
-results are written after each, so that one that hangs or fails loses nothing else. What the time
-does not suffice for is said to be left out; a second call with --only adds it to the same file. A
-missed target is a finding: the exit code is 0 where the check itself ran.
+Sections are ordered by importance. Each is a separate process with a time limit, and results are
+written after each, so that a section that hangs or fails loses nothing else. Sections for which
+time is too short are reported as left out; a second call with --only adds them to the same file. A
+missed target is a finding: the exit code is 0 if the check itself ran.
 """
 
 import argparse
@@ -21,14 +21,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-# Asking the driver through NVML leaves CUDA as it is, so that sections can be forked.
+# Querying the driver through NVML does not initialise CUDA, so that sections can be forked.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 RESULTS = Path(__file__).resolve().parent / "results"
 LIMIT_S = 400.0
-TRIAL_LIMIT_S = 3600.0  # with --cpu, on cores that others may use, too
+TRIAL_LIMIT_S = 3600.0  # with --cpu, on cores that others may use too
 
 
 def parse() -> argparse.Namespace:
@@ -54,10 +54,10 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Run the sections and say what was reached."""
+    """Run the sections and report the results."""
     arguments = parse()
     began_s = time.monotonic()
-    # Left to the sections, whose processes end as they say.
+    # Left to the sections, whose processes end as they decide.
     warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork.*")
     from gpu.sections import SECTIONS, chosen
 
@@ -122,7 +122,7 @@ def run_all(
 
 
 def make_check(arguments: argparse.Namespace, folder: Path, kept: Path) -> Any:
-    """What all sections share."""
+    """Create the state that all sections share."""
     from gpu.check import Check
 
     return Check(
@@ -136,7 +136,7 @@ def make_check(arguments: argparse.Namespace, folder: Path, kept: Path) -> Any:
 
 
 def run_section(arguments: argparse.Namespace) -> int:
-    """Run one section in this process, as the runner asked."""
+    """Run one section in this process, as the runner requested."""
     from gpu.runner import run_here
     from gpu.sections import chosen
 

@@ -1,12 +1,12 @@
-"""Whether outpace is still as fast beside a plain loop as it was recorded to be.
+"""Test of whether outpace is still as fast relative to a plain loop as recorded.
 
-    python benchmarks/guard.py            # a few minutes; exit code 1 where speed was lost
+    python benchmarks/guard.py            # a few minutes; exit code 1 if speed was lost
     python benchmarks/guard.py --case c   # one case
 
-Runs a short form of `peers/race.py`: outpace and the plain loop, in turn, in the environment at
-hand, and compares the ratio of their steps with the one that is recorded. A ratio changes less than
-times do from machine to machine, and not at all by what slows both. Speed counts as lost where the
-ratio is lower than the recorded one by more than its own noise and 3 %.
+This runs a short form of `peers/race.py`: outpace and the plain loop, in turn, in the current
+environment, and compares the ratio of their steps with the recorded one. A ratio changes less than
+times do between machines, and not at all by what slows both. Speed counts as lost if the ratio is
+lower than the recorded one by more than its own noise and 3 %.
 """
 
 import argparse
@@ -27,7 +27,7 @@ ROUNDS, COUNTED, LEAST = 3, 8, 0.03
 
 
 def ratios(row: dict[str, Any]) -> list[float]:
-    """Of each round, the plain loop's median step over outpace's."""
+    """Return the plain loop's median step relative to outpace's, for each round."""
     rounds = []
     pairs = zip(
         row["entrants"][YARDSTICK]["runs"], row["entrants"][entrants.OURS]["runs"], strict=True
@@ -39,7 +39,7 @@ def ratios(row: dict[str, Any]) -> list[float]:
 
 
 def judged(now: list[float], recorded: list[float]) -> tuple[bool, str]:
-    """Whether speed was kept, and how that is seen."""
+    """Return whether speed was kept, and the evidence."""
     ratio, before = statistics.median(now), statistics.median(recorded)
     noise = (max(now) - min(now) + max(recorded) - min(recorded)) / 2
     kept = ratio >= before * (1 - LEAST) - noise
@@ -48,12 +48,12 @@ def judged(now: list[float], recorded: list[float]) -> tuple[bool, str]:
 
 
 def _this_python(name: str, folder: Path) -> Path:
-    """A plain loop needs what outpace needs."""
+    """Return this interpreter, since a plain loop needs only what outpace needs."""
     return Path(sys.executable)
 
 
 def main() -> int:
-    """Compare the cases on one process that are recorded."""
+    """Compare the recorded cases on one process."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--case", choices=cases.CASES, help=cases.MEANING)
     parser.add_argument("--folder", type=Path, default=Path.home() / ".cache" / "outpace-peers")

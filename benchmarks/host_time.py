@@ -1,20 +1,19 @@
-"""Host time of a step: outpace's beside that of transformers' own eager GPT-2.
+"""Host time of a step: outpace's compared with that of transformers' own eager GPT-2.
 
     python benchmarks/host_time.py            # records results/host_time.json
     python benchmarks/host_time.py --quick    # a few steps, records nothing
     python benchmarks/host_time.py --only plain,full
 
-A GPU that computes faster than its host gives it work waits for the host: Python and torch's
-dispatch are then what a step takes. Here nothing is left to compute: 12 layers of width 24 and 16
-tokens under bf16 autocast on one thread of a CPU. outpace takes the way that it takes on CUDA:
-torch's fused attention, GELU and norms in place of its operators for CPUs, queries, keys and values
-by one matmul, the loss for `cuda`, Muon's matrices turned in batches, SGD as one kernel; what a
-GPU compiles is eager.
-Steps (forward, backward, clipping, optimizer) of both alternate, A B, B A, in one process; of
-several ranks in each of two processes. What is timed is the time of the process on cores, which
-neighbours on the machine disturb less than the wall's. The ratio is the median of those of pairs,
-with its 95 % interval; operators are counted in one step. Where transformers has no such option it
-takes a plain step (selective checkpointing, optimizers of fewer bits).
+A GPU that computes faster than its host gives it work waits for the host, so the step takes as long
+as Python and torch's dispatch. Here, almost nothing is left to compute: 12 layers of width 24 and
+16 tokens under bf16 autocast on one thread of a CPU. outpace runs as on CUDA: torch's fused
+attention, GELU and norms instead of its operators for CPUs, queries, keys and values by one matmul,
+the loss for `cuda`, Muon's matrices in batches, SGD as one kernel; what a GPU compiles is eager.
+Steps (forward, backward, clipping, optimizer) of both alternate, A B, B A, in one process; with
+several ranks, in each of two processes. The process's time on cores is measured, which other load
+on the machine disturbs less than wall-clock time. The ratio is the median over pairs, with its 95 %
+interval; operators are counted in one step. If transformers lacks an option (selective
+checkpointing, low-bit optimizers), it runs a plain step.
 """
 
 import argparse
@@ -65,12 +64,12 @@ SPEC = {"family": "gpt2", "layers": LAYERS, "hidden": WIDTH, "heads": HEADS, "ff
 
 @dataclass(frozen=True)
 class Case:
-    """What outpace does (options of its plan), and what transformers does beside it."""
+    """Options of outpace's plan, and of transformers' run to compare."""
 
     options: dict[str, Any]
     micro_batches: int = 1
     processes: int = 1
-    checkpoints: bool = False  # transformers', too
+    checkpoints: bool = False  # whether transformers checkpoints, too
     optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
 
 
@@ -95,7 +94,7 @@ CASES = {
 
 
 class Operators(TorchDispatchMode):
-    """Counts the operators that are dispatched while it is entered."""
+    """Counts the operators that are dispatched inside the context."""
 
     count = 0
 
@@ -106,7 +105,7 @@ class Operators(TorchDispatchMode):
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Choose no operators that are for CPUs, and step parameters by operators over all of them."""
+    """Choose no operators for CPUs, and step all parameters with the same operators."""
     before, together = block.suits_operator, build.steps_together
     for module in (block, kept_matmuls):
         module.suits_operator = lambda *_: False
@@ -120,13 +119,13 @@ def as_on_cuda() -> Iterator[None]:
 
 
 def batches(count: int) -> list[torch.Tensor]:
-    """Random tokens, (1, S) each."""
+    """Return batches of random tokens, (1, S) each."""
     drawn = torch.Generator().manual_seed(0)
     return list(torch.randint(0, VOCAB, (count, 1, TOKENS), generator=drawn))
 
 
 def make_stepper(case: Case, ranks: Ranks, control: dist.ProcessGroup | None) -> Stepper:
-    """outpace's step, as `outpace train` has it."""
+    """Return outpace's step, as in `outpace train`."""
     strategy = case.options.get("strategy", "single")
     plan = Plan.parse(
         {"strategy": strategy, "precision": "bf16", "optimizer": "adamw-fused", "micro_batch": 1,
@@ -153,7 +152,7 @@ def make_stepper(case: Case, ranks: Ranks, control: dist.ProcessGroup | None) ->
 def outpace_step(
     case: Case, ranks: Ranks, control: dist.ProcessGroup | None
 ) -> Callable[[], object]:
-    """Does one step and accounts for it."""
+    """Return a function that runs one step and accounts for it."""
     stepper = make_stepper(case, ranks, control)
     given = [{"tokens": one, "targets": one} for one in batches(case.micro_batches)]
     ledger, done = Ledger(Costs(1, TOKENS, None, None, None), 0, 0), 0
@@ -168,7 +167,7 @@ def outpace_step(
 
 
 def transformers_step(case: Case) -> Callable[[], object]:
-    """A loop over transformers' GPT-2, as one writes it."""
+    """Return a step of a loop over transformers' GPT-2, as users write it."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -208,7 +207,7 @@ def transformers_step(case: Case) -> Callable[[], object]:
 
 
 def bookkeeping_step() -> Callable[[], object]:
-    """A step whose gradients, clipping and optimizer do nothing: what is left is outpace's own."""
+    """Return a step without gradients, clipping and optimizer: only outpace's own work is left."""
     stepper = make_stepper(Case({}), Ranks(), None)
     totals, norm = torch.ones(2, dtype=torch.float64), torch.ones(())
     layout, optimizer = stepper._layout, stepper._optimizer
@@ -228,14 +227,14 @@ def bookkeeping_step() -> Callable[[], object]:
 
 
 def timed(step: Callable[[], object]) -> float:
-    """Seconds that this process ran for a step."""
+    """Return the seconds of processor time of a step."""
     began = time.process_time()
     step()
     return time.process_time() - began
 
 
 def count_operators(step: Callable[[], object]) -> int:
-    """That are dispatched in one step."""
+    """Return the number of operators dispatched in one step."""
     with Operators() as operators:
         step()
     return operators.count
@@ -244,7 +243,7 @@ def count_operators(step: Callable[[], object]) -> int:
 def measure(
     case: Case, rounds: int, ranks: Ranks, control: dist.ProcessGroup | None
 ) -> dict[str, Any]:
-    """Both, in turn."""
+    """Measure both in turn."""
     ours, theirs = outpace_step(case, ranks, control), transformers_step(case)
     for step in (ours, theirs):
         for _ in range(5):
@@ -271,7 +270,7 @@ def measure(
 
 
 def worker(name: str, rounds: int, out: Path) -> None:
-    """One rank of a case."""
+    """Run one rank of a case."""
     from outpace.launch.launcher_env import ranks_from
 
     torch.set_num_threads(1)
@@ -281,7 +280,7 @@ def worker(name: str, rounds: int, out: Path) -> None:
             found = measure(case, rounds, ranks, None)
         else:
             with process_groups(ranks, CPU, 300.0) as groups:
-                # Alone on its host DDP has torch's exchange, as on CUDA, and not that of a CPU.
+                # On one host, DDP uses torch's collective as on CUDA, instead of the CPU's.
                 alone = ranks.model_copy(update={"local_world_size": 1})
                 found = measure(case, rounds, alone, groups.control)
     if ranks.rank == 0:
@@ -289,7 +288,7 @@ def worker(name: str, rounds: int, out: Path) -> None:
 
 
 def run_case(name: str, rounds: int) -> dict[str, Any]:
-    """In processes of its own."""
+    """Run a case in separate processes."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "found.json"
         inner = [__file__, "--worker", name, "--rounds", str(rounds), "--out", str(out)]
@@ -303,7 +302,7 @@ def run_case(name: str, rounds: int) -> dict[str, Any]:
 
 
 def measure_bookkeeping(rounds: int) -> dict[str, Any]:
-    """Seconds of what is not computing, of each step."""
+    """Measure each step's seconds without computation."""
     torch.set_num_threads(1)
     step = bookkeeping_step()
     seconds = [timed(step) for _ in range(rounds + 5)][5:]
@@ -312,7 +311,7 @@ def measure_bookkeeping(rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, show, record."""
+    """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--only", help="cases, separated by commas; nothing is recorded")

@@ -1,11 +1,11 @@
-"""How idle pipelines are: measured, by the papers' formulas, and as their schedules play.
+"""Idle time of pipelines: measured, by the papers' formulas, and by simulation.
 
     python benchmarks/idle.py            # records results/idle.json
-    python benchmarks/idle.py --quick    # shows that it works, records nothing
+    python benchmarks/idle.py --quick    # a quick check, records nothing
 
-On 2 processes stages compute, with one thread each. On 4 and 8 they wait for a set time instead, so
-that processes need no cores: the schedule, sends and receives are the real ones. Stages are equal
-with backwards as long as forwards, or twice as long, or one stage is twice as long as the others.
+On 2 processes, stages compute with one thread each. On 4 and 8, they wait for a set time instead,
+so that processes need no cores; the schedule, sends and receives are real. Stages are equal, with
+backwards as long as forwards or twice as long, or one stage is twice as long as the others.
 """
 
 import argparse
@@ -24,12 +24,12 @@ from overhead import interval
 COMPUTING, WAITING = 2, (4, 8)
 SPEC = {"family": "llama", "hidden": 192, "heads": 4, "ffn": 512, "vocab": 512,
         "max_positions": 256}  # fmt: skip
-# A multiple of the stages of every schedule, and one that is none. A block's backward takes about
-# twice its forward.
+# A multiple of the stages of every schedule, and one that is not. A block's backward takes about
+# twice as long as its forward.
 LAYERS = {"equal stages": 8, "unequal stages": 5}
 MICRO_BATCH, SEQ_LEN = 2, 128
-FORWARD_S = 0.03  # of a micro-batch through all stages of a rank
-# Backward over forward, and how long each stage is.
+FORWARD_S = 0.03  # for a micro-batch through all stages of a rank
+# Backward relative to forward, and the length of each stage.
 SHAPES = {
     "backward as forward": (1, False),
     "backward twice forward": (2, False),
@@ -38,7 +38,7 @@ SHAPES = {
 
 
 def worker(out: Path, repeats: int) -> None:
-    """One rank of a job: every schedule in every shape."""
+    """Run one rank of a job: every schedule in every shape."""
     import torch
 
     from outpace.jobs.ranks.process_groups import process_groups
@@ -60,12 +60,12 @@ def worker(out: Path, repeats: int) -> None:
 
 
 def microbatches(strategy: str, ranks: int) -> int:
-    """A micro-batch for each of two stages a rank, which suits every schedule."""
+    """Return one micro-batch for each of two stages per rank, which suits every schedule."""
     return 1 if strategy == "mp" else 2 * ranks
 
 
 def watched(layout, batch, strategy, times, groups, repeats: int) -> list[dict[str, Any]]:
-    """Steps of a pipeline, each beside what it should have been; the first is a warm-up."""
+    """Run steps of a pipeline, and return each with its expectation; the first is a warm-up."""
     from idle_pipelines import judge, watch
 
     from outpace.planner.pipeline.schedules import orders
@@ -77,7 +77,7 @@ def watched(layout, batch, strategy, times, groups, repeats: int) -> list[dict[s
 
 
 def waiting(strategy, shape: str, groups, repeats: int) -> list[dict[str, Any]]:
-    """Stages that wait."""
+    """Measure stages that wait."""
     from idle_pipelines import waiting_pipeline
 
     from outpace.planner.pipeline.simulator import StageTime
@@ -96,7 +96,7 @@ def waiting(strategy, shape: str, groups, repeats: int) -> list[dict[str, Any]]:
 
 
 def computing(strategy, shape: str, groups, repeats: int) -> list[dict[str, Any]]:
-    """A transformer's stages, on a batch of the same size for every schedule."""
+    """Measure a transformer's stages, on a batch of the same size for every schedule."""
     import torch
 
     from outpace.nn.loss import LanguageModelObjective
@@ -119,7 +119,7 @@ def computing(strategy, shape: str, groups, repeats: int) -> list[dict[str, Any]
 
 
 def run(processes: int, repeats: int) -> list[dict[str, Any]]:
-    """A job on this machine, summed up."""
+    """Run a job on this machine, and summarise it."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                    f"--nproc-per-node={processes}", __file__, "--worker", folder,

@@ -1,12 +1,12 @@
 """Memory for intermediate results: naive model parallelism against pipelines.
 
     python benchmarks/intermediate.py            # records results/intermediate.json
-    python benchmarks/intermediate.py --quick    # shows that it works, records nothing
+    python benchmarks/intermediate.py --quick    # a quick check, records nothing
 
-One batch through 2 and through 4 stages of equal layers, cut into a micro-batch for each of two
-stages a rank (mp: not cut). Counted is, exactly, on each rank: what forwards keep for backwards,
-and the peak of all tensors of the forward and backward above weights. With full checkpointing
-forwards keep the blocks' inputs only, and the peak tells.
+One batch passes through 2 and 4 stages of equal layers, split into one micro-batch for each of two
+stages per rank (mp: not split). On each rank, this counts exactly what forwards keep for backwards,
+and the peak of all tensors of forward and backward in addition to weights. With full checkpointing,
+forwards keep only the blocks' inputs, and the peak shows the difference.
 """
 
 import argparse
@@ -26,7 +26,7 @@ BATCH, SEQ_LEN = 32, 128
 
 
 def worker(out: Path) -> None:
-    """One rank of a job: a batch under every schedule, with and without checkpointing."""
+    """Run one rank of a job: a batch under every schedule, with and without checkpointing."""
     import torch
     from strategy_run import gather_from_ranks
 
@@ -56,7 +56,7 @@ def worker(out: Path) -> None:
 
 
 def measure(strategy, count: int, checkpointing, groups) -> dict[str, int]:
-    """On this rank, in bytes; twice, since the first batch also makes the schedule."""
+    """Measure on this rank, in bytes; twice, since the first batch also creates the schedule."""
     import torch
     from saved_bytes import SavedBytes
 
@@ -94,7 +94,7 @@ def measure(strategy, count: int, checkpointing, groups) -> dict[str, int]:
 
 
 def run(processes: int) -> list[dict[str, Any]]:
-    """A job on this machine; the values of each token and layer that forwards keep, in widths."""
+    """Run a job on this machine; return kept values per token and layer, in model widths."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                    f"--nproc-per-node={processes}", __file__, "--worker", folder]  # fmt: skip
@@ -103,7 +103,7 @@ def run(processes: int) -> list[dict[str, Any]]:
     for one in found:
         samples = [kept * BATCH // one["microbatches"] for kept in one["in_flight"]]
         layers = SPEC["layers"] // (processes * one["stages_per_rank"])
-        unit = 4 * SEQ_LEN * SPEC["hidden"] * layers  # of a sample on a stage, fp32
+        unit = 4 * SEQ_LEN * SPEC["hidden"] * layers  # bytes of a sample on a stage, fp32
         one["widths"] = [
             rank["saved_bytes"] / (unit * size)
             for rank, size in zip(one["ranks"], samples, strict=True)

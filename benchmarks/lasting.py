@@ -1,15 +1,15 @@
-"""What a run costs beside its steps, and whether who sets no flag gets the speed.
+"""Costs of a run apart from its steps, and the speed that a user without flags gets.
 
     python benchmarks/lasting.py                  # all parts, most of an hour, records lasting.json
-    python benchmarks/lasting.py --part long      # one of them anew
+    python benchmarks/lasting.py --part long      # only one of them
     python benchmarks/lasting.py --part auto --case a
 
-checkpoint: of GPT-2 124M (the race's case b) steps before and after two asynchronous checkpoints,
-    from when each step's line is there: what the steps after each took longer than those before
-    the first, which has to find memory that later ones have.
-long: 20,000 small steps; memory of the process and the time of a step, thousand by thousand.
-auto: each case of the race as `--plan auto` trains it, and as it was tried by hand; all of them
-    train at once and take turns, so that what changes on the machine changes for all.
+checkpoint: steps of GPT-2 124M (case b of the peer benchmarks) before and after two asynchronous
+    checkpoints, timed by each step's line: the extra time of the steps after each one, compared
+    with those before the first, which must allocate memory that later ones reuse.
+long: 20,000 small steps; the process's memory and the time of a step, by thousands of steps.
+auto: each case of the peer benchmarks as `--plan auto` trains it, and as it was tried by hand; all
+    of them train at the same time and take turns, so changes of the machine affect all equally.
 Target: a checkpoint costs at most one step; nothing grows; auto is within 2 % of the best by hand.
 """
 
@@ -42,12 +42,12 @@ from outpace.experiment.turns import TurnTraining, train_in_turn  # noqa: E402
 from outpace.records.measurement import WARMUP_STEPS  # noqa: E402
 
 PRECISION, LIMIT_S = "bf16", 1200.0
-EVERY, REPEATS = 12, 3  # steps from a checkpoint to the next
+EVERY, REPEATS = 12, 3  # steps between checkpoints, and number of repeats
 SAVES = {"first": 1, "later": 2}
-TOUCHED = 0.8  # of what is free
+TOUCHED = 0.8  # share of free memory
 WARMUP = 4
 LONG_STEPS, THOUSAND = 20_000, 1000
-TURNS, TURN_STEPS = 6, 4  # of each arm
+TURNS, TURN_STEPS = 6, 4  # number and steps of each arm's turns
 LONG = {"precision": "fp32", "model": "outpace-tiny", "seq_len": 32, "global_batch": 2,
         "eval_batches": 1, "sample_tokens": 0, "device": "cpu"}  # fmt: skip
 
@@ -61,7 +61,7 @@ def _settings_of(case: cases.Case, folder: Path, steps: int) -> dict[str, Any]:
 
 @contextmanager
 def _command(settings: dict[str, Any], flags: list[str]) -> Iterator[tuple[list[str], Path]]:
-    """A run of the command in a place of its own, and where its steps' lines come."""
+    """Return a command for a run in a separate folder, and the file of its steps' lines."""
     with tempfile.TemporaryDirectory(prefix="lasting-") as made:
         config, out = Path(made) / "outpace.toml", Path(made) / "run"
         cases.write_config(config, settings)
@@ -71,7 +71,7 @@ def _command(settings: dict[str, Any], flags: list[str]) -> Iterator[tuple[list[
 
 
 def _step_times_s(settings: dict[str, Any], flags: list[str]) -> list[float]:
-    """Of a run, after warm-up. Raises SystemExit where it fails."""
+    """Return a run's step times after warm-up. Raises SystemExit if it fails."""
     with _command(settings, flags) as (words, metrics):
         seen = watching.watch(words, metrics, entrants.ENVIRONMENT, LIMIT_S)
     if seen.exit_code != 0:
@@ -80,11 +80,11 @@ def _step_times_s(settings: dict[str, Any], flags: list[str]) -> list[float]:
 
 
 def checkpoint(folder: Path) -> dict[str, Any]:
-    """Steps that each asynchronous checkpoint costs, of each repeat.
+    """Return the steps that each asynchronous checkpoint costs, for each repeat.
 
-    A virtual machine's host may take memory back that is free, and give it again page by page, ten
-    times as slowly as the system does: what a checkpoint that needs some then costs is that host's.
-    So half of the repeats begin with memory that was touched a moment ago, and half do not.
+    A virtual machine's host may reclaim free memory, and provide it again page by page, ten times
+    as slowly as the system does; the cost of a checkpoint that needs such memory is then the
+    host's. So half of the repeats start with recently touched memory, and half do not.
     """
     steps = (len(SAVES) + 1) * EVERY
     settings = _settings_of(cases.CASES["b"], folder, steps)
@@ -98,7 +98,7 @@ def checkpoint(folder: Path) -> dict[str, Any]:
         step_s = statistics.median(took[: EVERY - WARMUP])
         lost = {}
         for which, save_number in SAVES.items():
-            # The interval after the step that saves has the copy in it.
+            # The interval after the saving step includes the copy.
             after = took[save_number * EVERY - WARMUP :][: EVERY - 1]
             lost[which] = (sum(after) - len(after) * step_s) / step_s
         repeats.append({"at_hand": at_hand, "step_times_s": took, "lost_steps": lost})
@@ -116,13 +116,13 @@ def checkpoint(folder: Path) -> dict[str, Any]:
 
 
 def _touch_memory() -> None:
-    """Most of what is free, once, in a process that ends."""
+    """Touch most of the free memory once, in a process that then ends."""
     count = int(psutil.virtual_memory().available * TOUCHED)
     subprocess.run([sys.executable, "-c", f"import torch; torch.ones({count // 4})"], check=True)
 
 
 def long(folder: Path) -> dict[str, Any]:
-    """Medians of steps and the memory at the end of each thousand."""
+    """Return medians of steps, and the memory at the end of each thousand."""
     with _command({**LONG, "steps": LONG_STEPS}, ["--nproc", "1"]) as (words, metrics):
         thousands = list(watching.grown(words, metrics, THOUSAND))
         lines = metrics.read_text().splitlines()
@@ -132,14 +132,14 @@ def long(folder: Path) -> dict[str, Any]:
     quarter = len(medians) // 4
     return {
         "steps": LONG_STEPS, "median_step_s": medians, "resident_bytes": thousands,
-        # The last quarter beside the second: in the first, caches fill.
+        # Compare the last quarter with the second, since caches fill in the first.
         "time_ratio": fmean(medians[-quarter:]) / fmean(medians[quarter : 2 * quarter]),
         "memory_growth_bytes": thousands[-1] - thousands[quarter],
     }  # fmt: skip
 
 
 def _arms(case: cases.Case) -> dict[str, dict[str, Any]]:
-    """The pick, and what a person would try by hand on a host of two cores: settings of each."""
+    """Return settings of the pick, and of what users would try by hand on a two-core host."""
     return {
         "picked": {"plan": "auto"},
         "one process": {"nproc": 1},
@@ -151,7 +151,7 @@ def _arms(case: cases.Case) -> dict[str, dict[str, Any]]:
 
 
 def auto(folder: Path, case: cases.Case) -> dict[str, Any]:
-    """The pick's step and those tried by hand, all of which train at once and take turns."""
+    """Measure the pick and those tried by hand, which all train at the same time and take turns."""
     settings = _settings_of(case, folder, WARMUP_STEPS + TURNS * (TURN_STEPS + 1))
     arms = _arms(case)
     with tempfile.TemporaryDirectory(prefix="lasting-") as made:
@@ -176,7 +176,7 @@ PARTS = {"checkpoint": checkpoint, "long": long}
 
 
 def main() -> None:
-    """Measure and record what is asked for, each as soon as it is there."""
+    """Measure the requested parts, and record each as soon as it is done."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", choices=(*PARTS, "auto"))
     parser.add_argument("--case", choices=cases.CASES, help="of auto; else all")

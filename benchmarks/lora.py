@@ -1,12 +1,12 @@
-"""Memory and time of a step: all weights trained, adapters (LoRA), adapters beside 4 bits (QLoRA).
+"""Memory and time of a step: all weights, adapters (LoRA), adapters over 4 bits (QLoRA).
 
     python benchmarks/lora.py                    # records results/lora.json
     python benchmarks/lora.py --quick            # a tiny model, one round; records nothing
 
-The weights are random ones of a preset, written once as a Hugging Face directory: what a step costs
-does not depend on their values. Every case of every round is a process of its own, in turns (full,
-lora, qlora, qlora, lora, full). Memory is of tensors: what lives between steps, by kind, and at the
-peak of a step (on the CPU by the allocator's events, of one step more; on CUDA the allocator's
+The weights are a preset's random ones, written once as a Hugging Face directory: a step's cost does
+not depend on their values. Every case of every round is a separate process, in turns (full, lora,
+qlora, qlora, lora, full). Memory is that of tensors: what exists between steps, by kind, and at the
+peak of a step (on the CPU by the allocator's events in one more step; on CUDA the allocator's
 peak).
 """
 
@@ -29,7 +29,7 @@ WARM = 3
 
 
 def make_base(model: str, folder: Path) -> None:
-    """A preset's random weights, as a Hugging Face directory, and random tokens beside it."""
+    """Write a preset's random weights as a Hugging Face directory, with random tokens in it."""
     import numpy as np
 
     from outpace.catalog.models import preset
@@ -44,7 +44,7 @@ def make_base(model: str, folder: Path) -> None:
 
 
 def measure(case: str, base: Path, settings: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Seconds of each step, and bytes, in this process."""
+    """Measure the seconds of each step, and bytes, in this process."""
     import torch
 
     from outpace.jobs.train.context import RunContext
@@ -79,7 +79,7 @@ def measure(case: str, base: Path, settings: dict[str, Any], steps: int) -> dict
 
 
 def _held(loop: Any) -> dict[str, int]:
-    """Bytes of what lives between steps, by kind."""
+    """Return the bytes that exist between steps, by kind."""
     parameters = list(loop.layout.model.parameters())
     states = [t for state in loop.optimizer.state.values() for t in state.values()]
     return {

@@ -1,12 +1,12 @@
-"""Low precision itself: range, spacing, swamping, loss scale, bytes moved.
+"""Properties of low precision: range, spacing, swamping, loss scale, bytes moved.
 
     python benchmarks/low_precision.py            # records results/low_precision.json and a picture
     python benchmarks/low_precision.py --quick    # fewer steps, records nothing
 
 Range and spacing are derived from the bits of each format and checked against torch.finfo.
-Swamping: a small number added to a large one is lost when it is less than half the spacing there.
+Swamping: a small number added to a large one is lost if it is less than half the spacing there.
 Loss scale: a tiny model is trained in fp16 with torch's GradScaler (Micikevicius et al., ICLR 2018,
-§3.2), from a scale that overflows. Bytes are those of an element-wise sum, counted, and its time.
+§3.2), from a scale that overflows. Bytes, counted, and time are those of an element-wise sum.
 """
 
 import argparse
@@ -35,8 +35,8 @@ DTYPES = {
 class Format:
     """A binary floating-point format by its bits.
 
-    `finite`: no infinities, and of the highest exponent only the last mantissa is no number
-    (Micikevicius et al., "FP8 Formats for Deep Learning", arXiv 2209.05433, table 1).
+    `finite`: no infinities, and only the last mantissa of the highest exponent is NaN (Micikevicius
+    et al., "FP8 Formats for Deep Learning", arXiv 2209.05433, table 1).
     """
 
     exponent_bits: int
@@ -45,12 +45,12 @@ class Format:
 
     @property
     def bias(self) -> int:
-        """What is taken from the stored exponent."""
+        """Return the number that is subtracted from the stored exponent."""
         return int(2 ** (self.exponent_bits - 1) - 1)
 
     @property
     def largest(self) -> float:
-        """The largest number."""
+        """Return the largest number."""
         top = 2**self.exponent_bits - 1 - self.bias
         if self.finite:
             return (2.0 - 2.0 ** (1 - self.mantissa_bits)) * 2.0**top
@@ -58,21 +58,21 @@ class Format:
 
     @property
     def smallest_normal(self) -> float:
-        """The smallest number with all its mantissa."""
+        """Return the smallest number with a full mantissa."""
         return 2.0 ** (1 - self.bias)
 
     @property
     def smallest(self) -> float:
-        """The smallest number above 0."""
+        """Return the smallest positive number."""
         return self.smallest_normal * 2.0**-self.mantissa_bits
 
     @property
     def eps(self) -> float:
-        """From 1 to the next number."""
+        """Return the distance from 1 to the next number."""
         return 2.0**-self.mantissa_bits
 
     def spacing(self, value: float) -> float:
-        """From |value| to the next number of the same exponent; below normal numbers it is even."""
+        """Return the distance from |value| to the next number; constant below normal numbers."""
         exponent = math.frexp(abs(value))[1] - 1 if value else 1 - self.bias
         return 2.0 ** (max(exponent, 1 - self.bias) - self.mantissa_bits)
 
@@ -87,7 +87,7 @@ FORMATS = {
 
 
 def agrees(name: str) -> bool:
-    """Whether torch says the same of a format."""
+    """Return whether torch reports the same values for a format."""
     derived, told = FORMATS[name], torch.finfo(DTYPES[name])
     return (derived.largest, derived.smallest_normal, derived.smallest, derived.eps) == (
         told.max, told.smallest_normal, told.smallest_normal * told.eps, told.eps,
@@ -95,7 +95,7 @@ def agrees(name: str) -> bool:
 
 
 def formats() -> dict[str, Any]:
-    """All formats, with their spacing at some magnitudes."""
+    """Return all formats, with their spacing at some magnitudes."""
     return {
         name: {
             **asdict(one),
@@ -111,7 +111,7 @@ def formats() -> dict[str, Any]:
 
 
 def swamping() -> dict[str, Any]:
-    """Sums that are lost, and where a sum of ones stops growing."""
+    """Return sums that are lost, and where a sum of ones stops growing."""
     found: dict[str, Any] = {}
     for name in ("fp32", "fp16", "bf16"):
         dtype = DTYPES[name]
@@ -134,7 +134,7 @@ def swamping() -> dict[str, Any]:
 
 
 def loss_scale(steps: int, growth_interval: int) -> dict[str, Any]:
-    """The scale before each step of a small fp16 training, and which steps were left out."""
+    """Return the scale before each step of a small fp16 training run, and the skipped steps."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -162,7 +162,7 @@ def loss_scale(steps: int, growth_interval: int) -> dict[str, Any]:
 
 
 def bytes_moved(elements: int, rounds: int) -> dict[str, Any]:
-    """An element-wise sum of two tensors in each dtype that adds."""
+    """Measure an element-wise sum of two tensors in each dtype that supports addition."""
     pairs = {
         name: (torch.ones(elements, dtype=DTYPES[name]), torch.ones(elements, dtype=DTYPES[name]))
         for name in ("fp32", "fp16", "bf16")
@@ -182,7 +182,7 @@ def bytes_moved(elements: int, rounds: int) -> dict[str, Any]:
 
 
 def draw(path: Path) -> None:
-    """Spacing over magnitude, as a picture."""
+    """Draw spacing over magnitude."""
     from pictures import GRID, write_svg
 
     traces = []
@@ -200,7 +200,7 @@ def draw(path: Path) -> None:
 
 
 def main() -> None:
-    """Derive, measure, show, record."""
+    """Derive, measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="fewer steps; nothing is recorded")
     asked = parser.parse_args()

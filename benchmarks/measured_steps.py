@@ -1,9 +1,9 @@
-"""Published steps with the planner's predictions, as a small table that answers name cases from.
+"""Published steps with the planner's predictions, as a small table for answers to name cases.
 
     python benchmarks/figures.py    # writes outpace/catalog/measured_steps.json, among others
 
-It joins results/planner_kinds.json (`planner_accuracy.py --kinds` records it) with the rows of
-data/published*.csv, so that a recorded prediction stands in one place.
+It joins results/planner_kinds.json (recorded by `planner_accuracy.py --kinds`) with the rows of
+data/published*.csv, so that a recorded prediction exists only once.
 """
 
 import json
@@ -23,7 +23,7 @@ COLUMNS = (
 
 
 def _cells(one: dict[str, Any], row: published.Row) -> list[Any]:
-    """A predicted row by COLUMNS."""
+    """Return the cells of a predicted row, by COLUMNS."""
     axes = [row.optional(name, 1) for name in ("tp", "pp", "cp", "ep")]
     model = row["model"] or row.source
     return [
@@ -35,7 +35,7 @@ def _cells(one: dict[str, Any], row: published.Row) -> list[Any]:
 
 
 def _precision(row: published.Row) -> str:
-    """The dtype of matmuls as published: "16 bits" where only this is stated."""
+    """Return the published dtype of matmuls: "16 bits" if only this is stated."""
     said = row["precision"].casefold()
     if published.eight(row):
         return "MXFP8" if "mx" in said else "fp8"
@@ -45,14 +45,14 @@ def _precision(row: published.Row) -> str:
 
 
 def _parameters(row: published.Row) -> float:
-    """In billions."""
+    """Return the number of parameters in billions."""
     from outpace.planner.model.outline import parameters
 
     return float(f"{parameters(published.outline(row)) / 1e9:.3g}")
 
 
 def text() -> str:
-    """The table as JSON, a row a line, of steps that train everything, as plans do."""
+    """Return the table as JSON, one row per line, of steps that train everything, as plans do."""
     kinds = json.loads(KINDS.read_text(encoding="utf-8"))
     rows = {(row.source, row.id): row for row in published.rows(*published.ALL)}
     lines = [json.dumps(_cells(one, rows[one["source"], one["row"]]), ensure_ascii=False)

@@ -1,9 +1,9 @@
-"""What Megatron-LM's functional tests run with, from each one's own model_config.yaml.
+"""Arguments of Megatron-LM's functional tests, from each test's model_config.yaml.
 
     python benchmarks/megatron_tests.py CLONE    # of NVIDIA/Megatron-LM
 
-The names of tests do not say which implementation they run ("_te_" stands in some without
-Transformer Engine, and is missing in some with it), nor how large their experts are.
+The names of tests show neither which implementation they run ("_te_" is in some without Transformer
+Engine, and is missing in some with it) nor how large their experts are.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 COMMIT = "d98e8a64dd"
 TABLE = Path(__file__).parent / "data" / "megatron-tests.csv"
 _FOLDER = "tests/functional_tests/test_cases/"
-# Columns by the argument that they are of.
+# Columns, by the argument that they contain.
 COLUMNS = {
     "transformer_impl": "--transformer-impl",
     "attention_backend": "--attention-backend",

@@ -1,13 +1,13 @@
-"""How far `outpace memory`'s trace is from what two real steps take.
+"""Errors of `outpace memory`'s trace compared with two real steps.
 
     python benchmarks/memory_accuracy.py            # records results/memory_accuracy.json
-    python benchmarks/memory_accuracy.py --only gpt2-full,bert-ddp      # some, recorded nowhere
+    python benchmarks/memory_accuracy.py --only gpt2-full,bert-ddp      # some cases, not recorded
     python benchmarks/memory_accuracy.py --device cuda          # results/memory_accuracy_gpu.json
 
 Each case is a command in fresh processes, and the traced peak is compared with the most that
-torch's allocator had given out: on a CPU `outpace memory --measure`; on GPUs three steps of
-`outpace train --memory`, where that is `max_memory_allocated`, less what needs more devices than
-there are, or a CPU. The list was fixed before anything was measured.
+torch's allocator had allocated: on a CPU `outpace memory --measure`; on GPUs three steps of
+`outpace train --memory`, where that is `max_memory_allocated`, without cases that need a CPU or
+more devices than there are. The list was fixed before any measurement.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from typing import Any
 
 from recording import save
 
-# Wide: few tokens, many weights. The others: few weights, many tokens.
+# Wide models have few tokens and many weights; the others have few weights and many tokens.
 MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {"family": "gpt2", "layers": 4, "hidden": 512, "heads": 8, "vocab": 8192},
     "llama": {"family": "llama", "layers": 4, "hidden": 512, "heads": 8, "kv_heads": 4,
@@ -39,7 +39,7 @@ _FEW = "--seq-len 64 --micro-batch 1"
 _PIPE = "--seq-len 512 --micro-batch 2 --pp-microbatches 4"
 _MORE = "--seq-len 512 --micro-batch 8"
 
-# model, what is asked; named by both.
+# Model and options of each case, by name.
 CASES: dict[str, tuple[str, str]] = {
     # families and losses
     "gpt2": ("gpt2", _TOKENS),
@@ -135,7 +135,7 @@ CASES: dict[str, tuple[str, str]] = {
     "llama-zero3-lora": ("llama", f"{_TOKENS} --lora-rank 8 --strategy zero3 --nproc 2"),
     "gpt2-nf4": ("gpt2", f"{_TOKENS} --lora-rank 8 --base nf4"),
     "llama-ddp-nf4": ("llama", f"{_TOKENS} --lora-rank 8 --base nf4 --nproc 2"),
-    # exchanges and accumulation
+    # collectives and accumulation
     "wide-ddp-compress-bf16": ("wide", f"{_FEW} --compress-gradients bf16 --nproc 2"),
     "gpt2-ddp-powersgd": ("gpt2", f"{_TOKENS} --compress-gradients powersgd --nproc 2"),
     "llama-accumulate": ("llama", f"{_TOKENS} --global-batch 12"),
@@ -146,7 +146,7 @@ TARGET_MEAN, TARGET_WORST = 0.02, 0.05
 
 
 def document(name: str, words: list[str]) -> dict[str, Any]:
-    """What a command prints with --json. Raises RuntimeError with its last words."""
+    """Return the document that a command prints with --json. Raises RuntimeError if it fails."""
     command = [sys.executable, "-m", "outpace", *words, "--json"]
     environ = {**os.environ, "KINETO_LOG_LEVEL": "5"}
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
@@ -157,7 +157,7 @@ def document(name: str, words: list[str]) -> dict[str, Any]:
 
 
 def words_of(name: str, folder: Path) -> list[str]:
-    """The options of a case, with its model in a file."""
+    """Return the options of a case, with its model in a file."""
     model, asked = CASES[name]
     spec = folder / f"{model}.json"
     spec.write_text(json.dumps({"max_positions": 512, **MODELS[model]}))
@@ -166,7 +166,7 @@ def words_of(name: str, folder: Path) -> list[str]:
 
 
 def as_shown(name: str, words: list[str]) -> list[str]:
-    """A command with its model's description in the place of files of this run."""
+    """Return a command with its model's description instead of files of this run."""
     hidden = {"--out": "RUN", "--model": json.dumps(MODELS[CASES[name][0]])}
     hidden |= dict.fromkeys(("--data", "--eval-data"), "DATA")
     shown = [hidden.get(before, word) for before, word in zip(["", *words], words, strict=False)]
@@ -174,7 +174,7 @@ def as_shown(name: str, words: list[str]) -> list[str]:
 
 
 def run_on_cpu(name: str, folder: Path) -> dict[str, Any]:
-    """Two real steps beside their trace. Raises RuntimeError."""
+    """Compare two real steps with their trace. Raises RuntimeError."""
     words = ["memory", "--measure", *words_of(name, folder)]
     said = document(name, words)
     measured = said["measured"]
@@ -192,10 +192,10 @@ def run_on_cpu(name: str, folder: Path) -> dict[str, Any]:
 
 
 def run_in_training(name: str, folder: Path, device: str) -> dict[str, Any]:
-    """Three steps of a run beside their trace by the device's rules. Raises RuntimeError."""
+    """Compare three steps of a run with their trace by the device's rules. Raises RuntimeError."""
     words = words_of(name, folder)
     data = ["--data", "stdlib"]
-    if "--lora-rank" in words:  # adapters need weights that are stored, which have no tokenizer
+    if "--lora-rank" in words:  # adapters need stored weights, which have no tokenizer
         weights = stored(words[words.index("--model") + 1])
         words[words.index("--model") + 1] = str(weights)
         data = ["--data", str(weights / "train.bin"), "--eval-data", str(weights / "train.bin")]
@@ -222,13 +222,13 @@ def run_in_training(name: str, folder: Path, device: str) -> dict[str, Any]:
 
 
 def peak_of(account: dict[str, Any]) -> int:
-    """Bytes that live at an account's peak."""
+    """Return the bytes in use at an account's peak."""
     kinds = account["peak"]["by_kind"]
     return sum(size for kind, size in kinds.items() if kind != "offloaded")
 
 
 def stored(spec_file: str) -> Path:
-    """A model's random weights, as a Hugging Face directory, with random tokens in it."""
+    """Write a model's random weights as a Hugging Face directory, with random tokens in it."""
     import numpy as np
 
     from outpace.interop.huggingface import write_model
@@ -245,12 +245,12 @@ def stored(spec_file: str) -> Path:
 
 
 def run_case(name: str, folder: Path, device: str) -> dict[str, Any]:
-    """As fits the device. Raises RuntimeError."""
+    """Run a case in the way that suits the device. Raises RuntimeError."""
     return run_on_cpu(name, folder) if device == "cpu" else run_in_training(name, folder, device)
 
 
 def possible(name: str, device: str) -> bool:
-    """Whether a device can run a case at all."""
+    """Return whether a device can run a case at all."""
     if device == "cpu":
         return True
     import torch

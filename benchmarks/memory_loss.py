@@ -1,12 +1,12 @@
-"""Peak memory of the loss over GPT-2's vocabulary, chunked against plain, and its time.
+"""Peak memory and time of the loss over GPT-2's vocabulary, chunked and plain.
 
     python benchmarks/memory_loss.py            # records results/memory_loss.json
 
-A forward and backward of the loss alone: 2,048 tokens, hidden 768, vocabulary 50,257, the gradients
-of hidden states and weight included (147 MiB of the weight's own). Each memory figure comes from a
-fresh process, once from the allocator's events (tensors above those there before) and once from
-the kernel's high-water mark of resident memory. Times come from one process that alternates
-plain, chunked, chunked, plain.
+This runs a forward and backward of the loss alone: 2,048 tokens, hidden 768, vocabulary 50,257,
+including the gradients of hidden states and weight (147 MiB for the weight's). Each memory figure
+comes from a fresh process, once from the allocator's events (tensors in addition to those that
+existed before) and once from the kernel's peak of resident memory. Times come from one process that
+alternates plain, chunked, chunked, plain.
 """
 
 import argparse
@@ -25,7 +25,7 @@ DTYPES = ("fp32", "bf16")
 
 
 def make_step(kind: str, dtype: str, tokens: int = TOKENS) -> Callable[[], float]:
-    """A forward and backward of the loss, as `outpace train` does it in this precision."""
+    """Return a forward and backward of the loss, as in `outpace train` with this precision."""
     import torch
 
     from outpace.nn.loss import linear_loss_sum
@@ -47,7 +47,7 @@ def make_step(kind: str, dtype: str, tokens: int = TOKENS) -> Callable[[], float
 
 
 def tensor_peak(step: Callable[[], float]) -> tuple[int, float]:
-    """Bytes of the step's live tensors at their peak, and the loss."""
+    """Return the bytes of the step's live tensors at their peak, and the loss."""
     from outpace.trace.allocations import Allocations
 
     with Allocations() as allocated:
@@ -56,9 +56,9 @@ def tensor_peak(step: Callable[[], float]) -> tuple[int, float]:
 
 
 def resident_peak(step: Callable[[], float]) -> tuple[int | None, float]:
-    """Bytes by which resident memory rose at its peak (Linux; None elsewhere), and the loss."""
+    """Return the peak increase of resident memory in bytes (None except on Linux), and the loss."""
     try:
-        Path("/proc/self/clear_refs").write_text("5")  # start the high-water mark anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     except OSError:
         return None, step()
     before = _status("VmRSS")
@@ -72,15 +72,15 @@ def _status(key: str) -> int:
 
 
 def measure_memory(measure: str, kind: str, dtype: str) -> None:
-    """In a fresh process: print one figure."""
-    make_step(kind, dtype, tokens=8)()  # thread pools and libraries, not the loss's memory
+    """Print one figure, in a fresh process."""
+    make_step(kind, dtype, tokens=8)()  # start thread pools and libraries
     step = make_step(kind, dtype)
     peak, loss = (tensor_peak if measure == "tensors" else resident_peak)(step)
     print(json.dumps({"bytes": peak, "loss": loss}))
 
 
 def in_fresh_process(measure: str, kind: str, dtype: str) -> dict[str, Any]:
-    """The figure that a new interpreter prints."""
+    """Return the figure that a new interpreter prints."""
     command = [sys.executable, __file__, "--worker", measure, kind, dtype]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
     figure: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -88,7 +88,7 @@ def in_fresh_process(measure: str, kind: str, dtype: str) -> dict[str, Any]:
 
 
 def measure_times(dtype: str, repeats: int) -> dict[str, Any]:
-    """Seconds of each step, the two kinds alternating."""
+    """Return the seconds of each step, alternating between the two kinds."""
     steps = {kind: make_step(kind, dtype) for kind in KINDS}
     times: dict[str, list[float]] = {kind: [] for kind in KINDS}
     for step in steps.values():
@@ -103,7 +103,7 @@ def measure_times(dtype: str, repeats: int) -> dict[str, Any]:
 
 
 def measure_all(memory_repeats: int, time_repeats: int) -> dict[str, Any]:
-    """All cases, every repeat."""
+    """Measure all cases with all repeats."""
     cases = {}
     for dtype in DTYPES:
         case: dict[str, Any] = {}
@@ -127,7 +127,7 @@ def measure_all(memory_repeats: int, time_repeats: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, show, record."""
+    """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
     parser.add_argument("--memory-repeats", type=int, default=3)
     parser.add_argument("--time-repeats", type=int, default=8)

@@ -1,9 +1,9 @@
-"""What `outpace memory` shows of a model on machines that are not here, and how long it takes.
+"""Output of `outpace memory` for a model on other machines, and the time that it takes.
 
     python benchmarks/memory_shown.py
 
-The example of docs/guides/memory.md, and the 70 billion parameters on 256 GPUs that have to be
-answered in 30 s.
+The cases are the example of docs/guides/memory.md, and 70 billion parameters on 256 GPUs, which
+must be answered in 30 s.
 """
 
 import argparse

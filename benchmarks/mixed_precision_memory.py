@@ -7,17 +7,17 @@
 
 traced: the case that Hugging Face published (transformers' guide "Performance and Scalability" of
 2021; the figures are from huggingface/transformers#9742): run_glue.py, bert-base-cased, MRPC,
-sequences of 128, DDP on 2 GPUs, torch 1.8 to be and transformers 4.3, read from nvidia-smi. It is
-derived by `traced_memory.py` from the model's real code with that software's rules, and with
-today's. Nothing is fitted: what nvidia-smi shows beyond the allocator's reserve (CUDA's context,
-NCCL) is the same constant for all rows if the derivation holds, and is shown.
+sequences of 128, DDP on 2 GPUs, a torch 1.8 pre-release and transformers 4.3, read from nvidia-smi.
+`traced_memory.py` derives it from the model's real code with that software's rules, and with
+today's. Nothing is fitted: if the derivation is correct, what nvidia-smi shows beyond the
+allocator's reserve (CUDA's context, NCCL) is the same constant for all rows. It is shown.
 
 cpu: the same model on this machine, forward, backward and AdamW, each in a fresh process: the peak
-of live tensors from the allocator's events, that of anonymous resident memory (RssAnon), and what
-fake tensors say of the same step.
+of live tensors from the allocator's events, the peak of anonymous resident memory (RssAnon), and
+the prediction of fake tensors for the same step.
 
-speed: steps of a small transformer in fp32 and bf16 under each strategy, alternating, one thread a
-process.
+speed: steps of a small transformer in fp32 and bf16 under each strategy, alternating, with one
+thread per process.
 """
 
 import argparse
@@ -51,10 +51,11 @@ SPEED_BATCH, SPEED_SEQ_LEN = 8, 256
 
 
 def bf16_units(cpu_features: tuple[str, ...], capability: tuple[int, int] | None) -> str | None:
-    """The units that multiply bf16 matrices, if this hardware has any.
+    """Return the name of the units that multiply bf16 matrices, if this hardware has any.
 
-    `cpu_features` as in /proc/cpuinfo; `capability` of a CUDA device (8.0, Ampere, has the first:
-    CUDA C++ Programming Guide, "Compute Capabilities"). AVX-512's are wide, yet no matrix units.
+    `cpu_features` are as in /proc/cpuinfo, `capability` is a CUDA device's (8.0, Ampere, is the
+    first with bf16: CUDA C++ Programming Guide, "Compute Capabilities"). AVX-512's units are wide,
+    but not matrix units.
     """
     if capability is not None:
         return "tensor cores" if capability >= (8, 0) else None
@@ -69,12 +70,12 @@ def bf16_units(cpu_features: tuple[str, ...], capability: tuple[int, int] | None
 
 
 def fp16_units(cpu_features: tuple[str, ...], capability: tuple[int, int] | None) -> str | None:
-    """As `bf16_units`, of fp16: tensor cores from 7.0 (Volta) on; on CPUs none that torch uses."""
+    """Return the same for fp16: tensor cores from 7.0 (Volta) on; torch uses none on CPUs."""
     return "tensor cores" if capability is not None and capability >= (7, 0) else None
 
 
 def classifier(layers: int) -> Any:
-    """BERT as `run_glue.py` makes it, with attention's scores in memory."""
+    """Build BERT as `run_glue.py` does, with attention's scores in memory."""
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(
@@ -84,7 +85,7 @@ def classifier(layers: int) -> Any:
 
 
 def batch_of(size: int) -> dict[str, Any]:
-    """Pairs padded by a position: without any padding transformers leaves the mask out."""
+    """Return pairs padded by one position: without padding, transformers omits the mask."""
     import torch
 
     tokens = torch.ones(size, SEQ_LEN, dtype=torch.int64)
@@ -102,7 +103,7 @@ def batch_of(size: int) -> dict[str, Any]:
 
 
 def trace_documented(size: int, low: Any, of_2021: bool, layers: int) -> dict[str, float]:
-    """Peaks in MiB, over the end of an epoch: its last batch is smaller."""
+    """Return peaks in MiB, including the end of an epoch, whose last batch is smaller."""
     from traced_memory import Case, trace_training
 
     last = SHARE % size
@@ -117,7 +118,7 @@ def trace_documented(size: int, low: Any, of_2021: bool, layers: int) -> dict[st
 
 
 def traced(batches: tuple[int, ...], layers: int) -> dict[str, Any]:
-    """All rows by both sets of rules, beside what was published."""
+    """Return all rows by both sets of rules, next to the published figures."""
     import torch
 
     rules: dict[str, Any] = {}
@@ -138,7 +139,7 @@ def traced(batches: tuple[int, ...], layers: int) -> dict[str, Any]:
 
 
 def judged(found: dict[str, Any]) -> dict[str, Any]:
-    """The published savings against the traced ones, and the constant that readings leave."""
+    """Compare the published savings with the traced ones; return the constant that remains."""
     rows = found["rules"]["torch-1.8"]
     verdicts = {}
     for size, target in TARGETS.items():
@@ -160,7 +161,7 @@ def judged(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def cpu_step(model: Any, optimizer: Any, size: int, precision: str) -> None:
-    """Forward, backward, AdamW, gradients freed."""
+    """Run forward, backward and AdamW, and free the gradients."""
     import torch
 
     cast = torch.autocast("cpu", torch.bfloat16) if precision == "bf16" else nullcontext()
@@ -172,7 +173,7 @@ def cpu_step(model: Any, optimizer: Any, size: int, precision: str) -> None:
 
 
 def cpu_worker(size: int, precision: str, layers: int) -> dict[str, Any]:
-    """In a fresh process: the peaks of a step, and those that fake tensors predict."""
+    """Return the peaks of a step, and those that fake tensors predict, in a fresh process."""
     import torch
 
     from outpace.trace.allocations import Allocations
@@ -181,7 +182,7 @@ def cpu_worker(size: int, precision: str, layers: int) -> dict[str, Any]:
     model = classifier(layers)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=2e-5, foreach=False)
-    cpu_step(model, optimizer, 1, precision)  # the optimizer has its state from here on
+    cpu_step(model, optimizer, 1, precision)  # from here on, the optimizer has its state
     kept = 3 * sum(p.nbytes for p in parameters) + sum(b.nbytes for b in model.buffers())
     before = anonymous_bytes()
     with resident_growth(0.005) as grown, Allocations() as allocated:
@@ -198,7 +199,7 @@ def cpu_worker(size: int, precision: str, layers: int) -> dict[str, Any]:
 
 
 def trace_cpu(size: int, precision: str, layers: int) -> int:
-    """The peak of the same step under fake tensors."""
+    """Return the peak of the same step under fake tensors."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -216,7 +217,7 @@ def trace_cpu(size: int, precision: str, layers: int) -> int:
 
 
 def on_cpu(batches: tuple[int, ...], layers: int) -> dict[str, Any]:
-    """Each batch size in each precision, in processes of their own; what fits under limits."""
+    """Measure each batch size in each precision in separate processes, and what fits limits."""
     rows: dict[str, Any] = {}
     for size in batches:
         for precision in ("fp32", "bf16"):
@@ -243,7 +244,7 @@ def on_cpu(batches: tuple[int, ...], layers: int) -> dict[str, Any]:
 
 
 def speed(rounds: int) -> dict[str, Any]:
-    """Every strategy in both precisions, alternating; what the hardware has for 16 bits."""
+    """Measure every strategy in both precisions, in turn, and list the hardware's 16-bit units."""
     from outpace.catalog.accelerators import find_accelerator
     from outpace.probing.hardware.machine import identify
 
@@ -269,7 +270,7 @@ def speed(rounds: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, show, record."""
+    """Measure, print and record."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--part", choices=("traced", "cpu", "speed"), help="default: all")
     parser.add_argument("--batch", type=int, action="append", help="default: 1 to 64")

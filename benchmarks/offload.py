@@ -1,11 +1,11 @@
-"""What each kind of offloading costs in time, and what it leaves in memory.
+"""The time cost of each kind of offloading, and the memory that remains.
 
     python benchmarks/offload.py                        # all cases; records results/offload.json
     python benchmarks/offload.py --quick [--case NAME]  # a small model; records nothing
 
-Time: one process trains with and without the option, step by step in turn (A B B A), and the ratio
-of each pair counts. Memory: each in a fresh process after three steps, from /proc/self/status:
-anonymous and resident, between steps and at the end of a forward.
+Time: one process trains with and without the option, alternating step by step (A B B A); the result
+is the ratio of each pair. Memory: each case in a fresh process after three steps, from
+/proc/self/status: anonymous and resident, between steps and at the end of a forward.
 """
 
 import argparse
@@ -16,7 +16,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-# What is compared: options of the plain plan, and of the other.
+# Options to compare: those of the plain plan, and those of the other.
 CASES: dict[str, tuple[dict[str, str], dict[str, str]]] = {
     "optimizer-cpu": ({}, {"offload_optimizer": "cpu"}),
     "optimizer-disk": ({}, {"offload_optimizer": "disk"}),
@@ -45,7 +45,7 @@ PAIRS, QUICK_PAIRS = 16, 4
 
 
 def contender(options: dict[str, str], quick: bool, groups):
-    """A plan on one process, ready to take steps."""
+    """Return a plan on one process, ready to run steps."""
     from strategy_run import StrategyRun
 
     from outpace.records.model import ModelSpec
@@ -61,7 +61,7 @@ def contender(options: dict[str, str], quick: bool, groups):
 
 
 def time_case(case: str, quick: bool) -> None:
-    """In a process of its own: print the pairs of seconds, with the option and without."""
+    """Print the pairs of seconds, with and without the option, in a separate process."""
     import torch
 
     from outpace.jobs.ranks.process_groups import process_groups
@@ -81,7 +81,7 @@ def time_case(case: str, quick: bool) -> None:
 
 
 def weigh(options: dict[str, str], quick: bool) -> None:
-    """In a process of its own: print what is in memory, and its parameters' bytes."""
+    """Print the memory in use, and the bytes of parameters, in a separate process."""
     import torch
 
     from outpace.jobs.ranks.process_groups import process_groups
@@ -103,14 +103,14 @@ def weigh(options: dict[str, str], quick: bool) -> None:
 
 
 def status(field: str) -> int:
-    """Bytes of a line of /proc/self/status."""
+    """Return the bytes in a line of /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field + ":"))
 
 
 def inner(*words: str):
-    """What this program prints in another process."""
-    # glibc keeps what it has once given out, but for large pieces: it would hide what is freed.
+    """Print the results of this program in another process."""
+    # glibc keeps freed memory except for large pieces, which would hide what is freed.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, __file__, *words]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=environment)
@@ -118,7 +118,7 @@ def inner(*words: str):
 
 
 def run_case(case: str, quick: bool) -> dict:
-    """The price of one option, with all that was measured."""
+    """Return the cost of one option, with all measurements."""
     from overhead import interval
 
     flags = ["--quick"] if quick else []

@@ -1,11 +1,11 @@
 """Time of an optimizer's step by implementation: over many small tensors, and over a model's.
 
     python benchmarks/optimizers.py
-    python benchmarks/optimizers.py --rounds 2 --only small     # a try, not recorded
+    python benchmarks/optimizers.py --rounds 2 --only small     # a quick check, not recorded
 
-In each round every implementation takes a step, in an order that turns round from round to round,
-over tensors of its own with the same values. Ratios are of a step to the for-loop's in the same
-round; their medians and quartiles are shown.
+In each round, every implementation runs a step, in an order that changes from round to round, over
+separate tensors with the same values. Ratios are relative to the for-loop's step in the same round;
+their medians and quartiles are shown.
 """
 
 import argparse
@@ -30,13 +30,13 @@ ROUNDS = 40
 
 
 def small() -> nn.Module:
-    """2,000 vectors and matrices of 64 to 4,096 values: what launching costs, not memory."""
+    """Return 2,000 vectors and matrices of 64 to 4,096 values, which measure kernel launches."""
     shapes = [(64,), (256,), (32, 32), (64, 64)]
     return nn.ParameterList(torch.empty(shapes[i % 4]) for i in range(2000))
 
 
 def model() -> nn.Module:
-    """The tensors of outpace-small."""
+    """Return the tensors of outpace-small."""
     return Transformer(preset("outpace-small"))
 
 
@@ -56,10 +56,10 @@ class Stepped:
         self.tensors = len(list(module.parameters()))
         self._optimizer = make_optimizer(module.named_parameters(), name, TrainSettings(lr=1e-3))
         self._device, self._number = device, 0
-        self.step()  # states, kernels
+        self.step()  # creates states and loads kernels
 
     def step(self) -> float:
-        """Seconds that a step takes."""
+        """Run a step, and return its seconds."""
         self._number += 1
         begin_step(self._optimizer, self._number, 1e-3)
         self._wait()
@@ -79,9 +79,9 @@ def measured(
     device: str,
     names: tuple[OptimizerName, ...] = NAMES,
 ) -> dict[str, Any]:
-    """Seconds of every step, and each implementation's ratios to the for-loop.
+    """Return the seconds of every step, and each implementation's ratios to the for-loop.
 
-    `names` have the for-loop among them.
+    `names` include the for-loop.
     """
     stepped = {name: Stepped(make, name, device) for name in names}
     seconds: dict[str, list[float]] = {name: [] for name in names}

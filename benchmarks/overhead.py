@@ -1,4 +1,4 @@
-"""What `outpace train` adds to a bare PyTorch loop.
+"""Overhead of `outpace train` over a bare PyTorch loop.
 
     python benchmarks/overhead.py                  # all cases, records two results
     python benchmarks/overhead.py --set overhead_engines
@@ -6,12 +6,12 @@
 
 The same model, kernels and batches are trained twice in one process: by outpace's own loop, with
 its metrics, accounting and guards, and by a loop written by hand on the same engine (`bare.py`:
-DDP, fully_shard, torch.distributed.pipelining, DTensor). Steps alternate, A B B A.
-Where a process's memory happens to lie favours one of the two by up to 1 %, so pairs come from
-several processes, and either loop is the first in every other one. Pairs are added until the
-half-width of the 95 % interval of the median ratio is at most 0.7 %, or a third of what lies
-between the ratio and the target, or the rounds run out (said so in the result).
-Target: upper bound <= 1.02 for one process and DDP, 1.03 for the others.
+DDP, fully_shard, torch.distributed.pipelining, DTensor). Steps alternate, A B B A. The placement of
+a process's memory favours one of the two by up to 1 %, so pairs come from several processes, and
+each loop comes first in every other one. Pairs are added until the half-width of the 95 % interval
+of the median ratio is at most 0.7 %, or a third of the distance between the ratio and the target,
+or the maximum number of rounds is reached (which the result says). Target: upper bound <= 1.02 for
+one process and DDP, 1.03 for the others.
 """
 
 import argparse
@@ -26,7 +26,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-# Strategy, processes, precision, and the target: the ratio's upper bound.
+# Strategy, processes, precision, and the target for the ratio's upper bound.
 CASES = {
     "single-fp32": ("single", 1, "fp32", 1.02),
     "single-bf16": ("single", 1, "bf16", 1.02),
@@ -36,22 +36,22 @@ CASES = {
     "gpipe-fp32": ("gpipe", 2, "fp32", 1.03),
     "tp-fp32": ("tp", 2, "fp32", 1.03),
 }
-# The results that are recorded, and what belongs to each.
+# The recorded results, and the cases of each.
 SETS = {
     "overhead": [case for case in CASES if case.startswith(("single", "ddp"))],
     "overhead_engines": [case for case in CASES if not case.startswith(("single", "ddp"))],
 }
 HALF_WIDTH = 0.007
-PAIRS = 120  # of each round, which is a process (or a pair of them) of its own
+PAIRS = 120  # pairs per round, each of which is a separate process (or a pair of them)
 LEAST_ROUNDS, MOST_ROUNDS = 4, 16
 GLOBAL_BATCH, SEQ_LEN = 4, 256
 
 
 def interval(ratios: list[float]) -> tuple[float, float, float]:
-    """Median of the ratios and its 95 % interval.
+    """Return the median of the ratios and its 95 % interval.
 
-    The interval lies between order statistics (the sign test turned round), so it needs nothing of
-    the distribution: a shared machine's spikes are neither normal nor symmetric.
+    The interval is between order statistics (an inverted sign test), so it makes no assumption
+    about the distribution: a shared machine's spikes are neither normal nor symmetric.
     """
     ordered, n = sorted(ratios), len(ratios)
     below, rank = 0.0, 0
@@ -63,7 +63,7 @@ def interval(ratios: list[float]) -> tuple[float, float, float]:
 
 
 def worker(case: str, out: Path, bare_first: bool, count: int) -> None:
-    """One rank of a round: builds both loops and alternates them, `count` steps of each."""
+    """Run one rank of a round: build both loops and alternate between them, `count` steps each."""
     import torch.distributed as dist
     from bare import bare_loop
 
@@ -111,7 +111,7 @@ def worker(case: str, out: Path, bare_first: bool, count: int) -> None:
 
 
 def run_round(case: str, bare_first: bool, count: int) -> list[tuple[float, float]]:
-    """Start the processes of one round; the seconds of outpace's and of the bare steps."""
+    """Run the processes of one round; return the seconds of outpace's and of the bare steps."""
     _, nproc, _, _ = CASES[case]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder)
@@ -127,7 +127,7 @@ def run_round(case: str, bare_first: bool, count: int) -> list[tuple[float, floa
 
 
 def run_case(case: str, count: int, least: int, most: int) -> dict:
-    """Add rounds of `count` pairs until the interval is narrow, and sum up."""
+    """Add rounds of `count` pairs until the interval is narrow, and summarise."""
     strategy, nproc, precision, target = CASES[case]
     rounds: list[list[tuple[float, float]]] = []
     narrow = False

@@ -1,15 +1,15 @@
-"""What a module of the user's own costs: the check of the first batch, and each step after it.
+"""The cost of a custom module: the check of the first batch, and each step after it.
 
     python benchmarks/own_modules.py                       # records results/own_modules.json
     python benchmarks/own_modules.py --before FOLDER       # beside the code of another checkout
-    python benchmarks/own_modules.py --quick               # shows that it works, records nothing
+    python benchmarks/own_modules.py --quick               # a quick check, records nothing
 
-A plain stack of encoder blocks goes through `outpace.parallelize` on two processes of one thread.
-`--before` steps the same stack by the package in FOLDER in turns with this one's, ten steps of
-each, A B B A; both worlds stay alive throughout. The check is the first step's time over the median
-of later steps' (the first of a job in which nothing is looked at is counted beside it), and the
-peak memory of a rank is of its whole process. Strategies whose ranks have the same samples are
-looked at with dropout, too, which asks more of them.
+A plain stack of encoder blocks runs with `outpace.parallelize` on two processes with one thread
+each. `--before` runs steps of the same stack with the package in FOLDER, in turn with this one, ten
+steps each, A B B A; both worlds stay alive throughout. The check is the first step's time relative
+to the median of later steps (next to the first step of a job without checks), and a rank's peak
+memory is that of its whole process. Strategies whose ranks have the same samples are also checked
+with dropout, which takes more work.
 """
 
 import argparse
@@ -29,11 +29,11 @@ DROPS = " with dropout"
 DROPPING = tuple(name + DROPS for name in ("ddp", "gpipe", "1f1b", "tp"))
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "gpipe", "1f1b", *DROPPING)
 PROCESSES, LAYERS, WIDTH, SEQ_LEN, BATCH = 2, 6, 256, 64, 16
-STEPS = 10  # of one world before the other's turn
+STEPS = 10  # steps of one world before the other's turn
 
 
 def worker(strategy: str, check: str) -> None:
-    """One rank: steps as often as a line on standard input asks, and prints their seconds."""
+    """Run one rank: as many steps as each line of standard input requests; print their seconds."""
     import torch
     import torch.distributed as dist
     from torch import nn
@@ -58,7 +58,7 @@ def worker(strategy: str, check: str) -> None:
     parts = 4 if pipeline else 1 if split else PROCESSES
     plan = Plan(strategy=strategy, micro_batch=BATCH // parts, **sizes)
     batch = {"x": torch.randn(BATCH, SEQ_LEN, WIDTH), "targets": torch.randn(BATCH, SEQ_LEN, WIDTH)}
-    # A checkout of before knows no `check`.
+    # Earlier checkouts do not know `check`.
     options: dict[str, Any] = {} if check == "unknown" else {"check": check}
     if split:
         options["layouts"] = {"*.linear1": "colwise", "*.linear2": "rowwise"}
@@ -80,12 +80,12 @@ def worker(strategy: str, check: str) -> None:
 
 
 def squared_error(module: Any, batch: Any) -> Any:
-    """The loss of the stack."""
+    """Return the loss of the stack."""
     return ((module(batch["x"]) - batch["targets"]) ** 2).mean()
 
 
 class Steps(NamedTuple):
-    """Of steps: seconds by the slower rank, processor time of all ranks, largest peak of a rank."""
+    """Results of steps: seconds of the slower rank, processor time of all ranks, peak of a rank."""
 
     seconds: list[float]
     processor_s: list[float]
@@ -93,7 +93,7 @@ class Steps(NamedTuple):
 
 
 class World:
-    """The processes of one checkout, which step when they are told to."""
+    """The processes of one checkout, which run steps on request."""
 
     def __init__(self, checkout: Path, strategy: str, check: str) -> None:
         with socket.socket() as free:
@@ -116,7 +116,7 @@ class World:
         ]  # fmt: skip
 
     def step(self, count: int) -> Steps:
-        """Take `count` steps on each rank."""
+        """Run `count` steps on each rank."""
         for rank in self._ranks:
             _stream(rank.stdin).write(f"{count}\n")
             _stream(rank.stdin).flush()
@@ -128,7 +128,7 @@ class World:
         )
 
     def end(self) -> None:
-        """Close the ranks' inputs, at which they end."""
+        """Close the ranks' inputs, which makes them exit."""
         for rank in self._ranks:
             _stream(rank.stdin).close()
         for rank in self._ranks:
@@ -141,7 +141,7 @@ def _stream(stream: TextIO | Any) -> TextIO:
 
 
 def look_of(strategy: str, rounds: int) -> dict[str, Any]:
-    """The first step with and without the check, in jobs of their own, in steps' times."""
+    """Compare first steps with and without the check in separate jobs, in multiples of a step."""
     found: dict[str, list[Any]] = {"on": [], "off": []}
     for number in range(rounds):
         for check in ("on", "off") if number % 2 == 0 else ("off", "on"):
@@ -172,7 +172,7 @@ def look_of(strategy: str, rounds: int) -> dict[str, Any]:
 
 
 def price_of(strategy: str, before: Path, rounds: int) -> dict[str, Any]:
-    """Steps of this checkout over those of `before`, in turns, after both have warmed up."""
+    """Compare steps of this checkout with those of `before`, in turn, after both have warmed up."""
     worlds = {"now": World(ROOT, strategy, "on"), "before": World(before, strategy, "unknown")}
     turns: dict[str, list[Steps]] = {name: [] for name in worlds}
     for world in worlds.values():
@@ -226,14 +226,14 @@ def main() -> None:
 
         stack = {"layers": LAYERS, "width": WIDTH, "seq_len": SEQ_LEN, "global_batch": BATCH}
         commit = before_commit(chosen.before) if chosen.before else None
-        if commit is not None:  # others have another folder for it
+        if commit is not None:  # other commits use a different folder
             sys.argv = [commit[:7] if one == str(chosen.before) else one for one in sys.argv]
         save("own_modules", {"stack": stack, "processes": PROCESSES, "before": commit,
                              "cases": cases})  # fmt: skip
 
 
 def before_commit(checkout: Path) -> str:
-    """The commit of another checkout."""
+    """Return the commit of another checkout."""
     done = subprocess.run(
         ["git", "-C", str(checkout), "rev-parse", "HEAD"],
         capture_output=True,

@@ -1,16 +1,16 @@
-"""How a recorded result is written as Markdown."""
+"""Recorded results as Markdown."""
 
 from typing import Any
 
 
 def table(head: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return "".join("| " + " | ".join(line) + " |\n" for line in lines)
 
 
 def stand(result: dict[str, Any]) -> str:
-    """When, where and with what a result was recorded."""
+    """Return when, where and with what a result was recorded."""
     machine, versions = result["machine"], result["versions"]
     cores = machine["host_cores"]
     dirty = " with uncommitted changes" if result["uncommitted_changes"] else ""

@@ -1,4 +1,4 @@
-"""Pictures of docs, by plotly: kaleido draws them by the Chromium or Chrome that is installed."""
+"""Pictures for docs, by plotly: kaleido draws them with the installed Chromium or Chrome."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ def write_svg(
     layout: Mapping[str, Any],
     size: tuple[int, int],
 ) -> None:
-    """Draw traces with a layout as an SVG of `size` px: the same bytes for the same figure."""
+    """Draw traces with a layout as an SVG of `size` px, with the same bytes for the same figure."""
     from plotly.graph_objects import Figure
 
     named = [{**one, "uid": f"series-{number}"} for number, one in enumerate(traces)]
@@ -23,7 +23,7 @@ def write_svg(
         "margin": {"l": 60, "r": 15, "t": 35, "b": 50}, **layout,
     }})  # fmt: skip
     drawn = figure.to_image("svg", width=size[0], height=size[1]).decode()
-    # Plotly puts a number of its own choice into names of parts, and into those of unnamed traces.
+    # Plotly puts random numbers into the names of parts, and into those of unnamed traces.
     chosen = set(re.findall(r'id="(?:top)?defs-([0-9a-f]+)"', drawn))
     for number in chosen:
         drawn = drawn.replace(number, "figure")

@@ -1,16 +1,16 @@
-"""How far the planner is from everything that others have published, and how fast it is.
+"""Errors of the planner against everything that others have published, and its speed.
 
     python benchmarks/planner_accuracy.py                # records results/planner_accuracy.json
     python benchmarks/planner_accuracy.py --keep-traces  # adapters' memory as last traced
-    python benchmarks/planner_accuracy.py --quick        # step times only; recorded nowhere
-    python benchmarks/planner_accuracy.py --kinds        # results/planner_kinds.json alone
+    python benchmarks/planner_accuracy.py --quick        # step times only; not recorded
+    python benchmarks/planner_accuracy.py --kinds        # only results/planner_kinds.json
     python benchmarks/planner_accuracy.py --rows FILE --json OUT   # any file of the same columns
 
-Every row of data/published*.csv is predicted from the catalog alone (`published.py` says how a row
-becomes a question). Beside each error stands that of one constant, fitted to the same rows. Targets
-are of data/published.csv; all rows by kind go to results/planner_kinds.json (`score_board.py`). It
-writes outpace/catalog/residuals.json and docs/results/accuracy-*.svg; figures.py fills
-docs/results/accuracy.md.
+Every row of data/published*.csv is predicted from the catalog alone (`published.py` defines how a
+row becomes a question). The errors of one constant, fitted to the same rows, are shown for
+comparison. Targets are for data/published.csv; all rows by kind go to results/planner_kinds.json
+(`score_board.py`). This writes outpace/catalog/residuals.json and docs/results/accuracy-*.svg;
+figures.py fills docs/results/accuracy.md.
 """
 
 import argparse
@@ -53,7 +53,7 @@ from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 
-# Sources of step times, as the planner's issue scores them, and the most that their error may be.
+# Sources of step times, as the planner's issue scores them, and the largest error allowed.
 TIMES: dict[str, tuple[tuple[str, ...], float]] = {
     "vtrain-single": (("vtrain-single",), 0.15),
     "vtrain-multi and megatron-seqsel": (("vtrain-multi", "megatron-seqsel-tab5"), 0.12),
@@ -72,7 +72,7 @@ TITANS_S = {"DDP, NVLink": 101.9003, "DP, NVLink": 110.5948, "DDP, no NVLink": 1
 
 @dataclass(frozen=True)
 class Predicted:
-    """A row's step: what was published, what is predicted, and where the time goes."""
+    """A row's step: the published value, the prediction, and where the time goes."""
 
     row: str
     source: str
@@ -89,7 +89,7 @@ class Predicted:
 
 
 def predict(row: Row) -> Predicted:
-    """Raises UnstatedError. What a row leaves open is the planner's best that fits."""
+    """Predict a row, using the best plan that fits for anything unstated. Raises UnstatedError."""
     measured = row.measured_s
     if measured is None:
         raise UnstatedError("no step time")
@@ -129,7 +129,7 @@ def _short(value: float) -> float:
 
 
 def _flops(row: Row, question: StepTimeQuestion) -> float:
-    """Of a step by the usual closed form: 6 for each parameter and token, 12 Lhs for attention."""
+    """Return a step's FLOPs: 6 per parameter and token, 12 Lhs for attention."""
     tokens = published.step_samples(row) * question.seq_len
     model = question.outline
     return tokens * (
@@ -138,12 +138,12 @@ def _flops(row: Row, question: StepTimeQuestion) -> float:
 
 
 def mean_error(found: Iterable[Predicted]) -> float:
-    """Mean absolute, relative to what was measured."""
+    """Return the mean absolute error relative to the measured value."""
     return float(np.mean([abs(one.error) for one in found]))
 
 
 def time_scores(found: Sequence[Predicted]) -> list[dict[str, Any]]:
-    """Each target's error, and that of one constant MFU."""
+    """Return each target's error, and that of one constant MFU."""
     scores = []
     for name, (sources, target) in TIMES.items():
         own = [one for one in found if one.source in sources]
@@ -163,7 +163,7 @@ def time_scores(found: Sequence[Predicted]) -> list[dict[str, Any]]:
 
 
 def groups(found: Sequence[Predicted], by_id: dict[str, Row]) -> dict[tuple[str, ...], list[Any]]:
-    """Of vtrain-single: layouts of the same problem, at least four of them."""
+    """Return groups of vtrain-single: at least four layouts of the same problem."""
     kinds: defaultdict[tuple[str, ...], list[Predicted]] = defaultdict(list)
     for one in found:
         if one.source == "vtrain-single":
@@ -172,7 +172,7 @@ def groups(found: Sequence[Predicted], by_id: dict[str, Row]) -> dict[tuple[str,
 
 
 def pick_scores(found: Sequence[Predicted], by_id: dict[str, Row]) -> tuple[list[Any], list[Any]]:
-    """Regret of the picks. One constant sees no difference between layouts: it picks any."""
+    """Return the regret of the picks. One constant cannot distinguish layouts: it picks any."""
     picks, regrets, blind, firsts, luck = [], [], [], [], []
     for key, own in groups(found, by_id).items():
         best = min(own, key=lambda one: one.measured_s)
@@ -201,7 +201,7 @@ def pick_scores(found: Sequence[Predicted], by_id: dict[str, Row]) -> tuple[list
 
 
 def titans() -> tuple[dict[str, Any], dict[str, float]]:
-    """The seeds' table: GPT-2, fp32, 4 samples of 1,024 tokens a device, DP and DDP."""
+    """Predict the seeds' table: GPT-2, fp32, 4 samples of 1,024 tokens per device, DP and DDP."""
     model = outline(PRESETS["gpt2"].spec, "gpt2")
     model = model.model_copy(
         update={"stacks": tuple(s.model_copy(update={"dropout": True}) for s in model.stacks)}
@@ -237,13 +237,13 @@ def titans() -> tuple[dict[str, Any], dict[str, float]]:
 # Memory.
 
 
-# The rank whose memory Megatron writes down: megatron/training/global_vars.py,
-# _set_tensorboard_writer: args.rank == args.world_size - 1.
+# The rank whose memory Megatron logs: megatron/training/global_vars.py, _set_tensorboard_writer:
+# args.rank == args.world_size - 1.
 _WRITER: Literal["last"] = "last"
 
 
 def predict_bytes(row: Row) -> dict[str, Any]:
-    """Peak of tensors, by the planner's closed form. Raises UnstatedError."""
+    """Predict the peak of tensors by the planner's closed form. Raises UnstatedError."""
     measured = row.measured_bytes
     if measured is None:
         raise UnstatedError("no peak memory")
@@ -273,7 +273,7 @@ _ADAPTERS = {"Llama 2 7B": "llama-2-7b", "Llama 2 13B": "llama-2-13b"}
 
 
 def check_adapters(row: Row) -> None:
-    """Raises UnstatedError for what of litgpt's cannot be asked."""
+    """Raise UnstatedError for settings of litgpt that outpace cannot express."""
     if not row["task"].startswith("LoRA"):
         raise UnstatedError(f"{row['task'].split()[0]} is not an adapter that outpace has")
     if row["model"] not in _ADAPTERS:
@@ -283,7 +283,7 @@ def check_adapters(row: Row) -> None:
 
 
 def adapter_command(row: Row) -> list[str]:
-    """What traces a row of litgpt's on one device, with the adapters of its finetune/lora.py."""
+    """Return the command that traces a row of litgpt on one device, with litgpt's adapters."""
     words = [
         "--model", _ADAPTERS[row["model"]], "--precision", "bf16-pure", "--lora-rank", "8",
         "--lora-targets", "q,v", "--lora-dropout", "0.05", "--seq-len", str(_longest(row)),
@@ -299,7 +299,7 @@ def _longest(row: Row) -> int:
 
 
 def adapter_bytes(row: Row) -> dict[str, Any]:
-    """Peak and room of a step with adapters. Raises UnstatedError."""
+    """Predict the memory of a step with adapters, and whether it fits. Raises UnstatedError."""
     traced = row.number("n_gpus") == 1
     peak, needs = _traced(row) if traced else _sharded_adapters(row)
     return {
@@ -315,7 +315,7 @@ def adapter_bytes(row: Row) -> dict[str, Any]:
 
 
 def _traced(row: Row) -> tuple[float, float]:
-    """Peak, and what the allocator reserves, of one device."""
+    """Return the peak of one device, and what the allocator reserves."""
     done = subprocess.run(adapter_command(row), capture_output=True, text=True, check=False)
     if done.returncode:
         raise UnstatedError(done.stderr.strip().splitlines()[-1])
@@ -325,11 +325,11 @@ def _traced(row: Row) -> tuple[float, float]:
 
 
 def _inputs_of_quantised(row: Row) -> int:
-    """Bytes of what bitsandbytes keeps of each quantised matmul's input, though it is frozen.
+    """Return the bytes that bitsandbytes keeps of the inputs of quantised, frozen matmuls.
 
     bitsandbytes 0.41.1 (litgpt, tutorials/resource-tables.md), autograd/_functions.py, MatMul4Bit.
-    What queries, keys and values read, the MLP's first matmuls and its last; attention's output
-    is kept by attention.
+    It keeps the inputs of queries, keys and values, of the MLP's first matmuls and of its last;
+    attention itself keeps its output.
     """
     model = _of_adapters(row)
     stack = model.stacks[0]
@@ -344,9 +344,9 @@ def _of_adapters(row: Row) -> Outline:
 
 
 def _sharded_adapters(row: Row) -> tuple[float, float]:
-    """By the closed form, of a frozen model in FSDP's flat parameters: all but the states.
+    """Return the closed form for a frozen model in FSDP's flat parameters, without optimizer state.
 
-    Those are of the adapters alone, a thousandth of the weights, as are the adapters.
+    That state is of the adapters alone: a thousandth of the weights, as are the adapters.
     """
     model, ranks = _of_adapters(row), row.number("n_gpus")
     plan = Plan.parse(
@@ -355,7 +355,7 @@ def _sharded_adapters(row: Row) -> tuple[float, float]:
         "row",
     )  # fmt: skip
     columns = of_plans([plan], row.number("global_batch"), model.layers)
-    # Whose step makes nothing for itself: so small are the parameters that are stepped.
+    # A step of adapters allocates nothing, since their parameters are so small.
     columns = replace(columns, optimizer=np.array([OPTIMIZERS.index("adamw-fused")]))
     traits, length = LIGHTNING_FSDP, _longest(row)
     kinds = memory.anatomy(model, length, columns, traits=traits)
@@ -366,7 +366,7 @@ def _sharded_adapters(row: Row) -> tuple[float, float]:
 
 
 def memory_scores(found: Sequence[dict[str, Any]], on: str) -> list[dict[str, Any]]:
-    """Median error, and whether what ran is said to fit and what did not is not."""
+    """Return the median error, and whether predictions of what fits are right, either way."""
     told = [one for one in found if one["measured_bytes"]]
     errors = [abs(one["predicted_bytes"] / one["measured_bytes"] - 1) for one in told]
     each = [one["measured_bytes"] / one["parameters"] for one in told]
@@ -392,7 +392,7 @@ def memory_scores(found: Sequence[dict[str, Any]], on: str) -> list[dict[str, An
 
 
 def speed() -> list[dict[str, Any]]:
-    """Plans a second of `estimate`, and the time to an answer, of one process with one thread."""
+    """Return plans per second of `estimate`, and the time to an answer, on one thread."""
     model = outline(PRESETS["llama-3-70b"].spec, "llama-3-70b")
     scores = []
     asked = SearchRequest(model, 8192, 4096, 1024, 8, "bf16")
@@ -420,7 +420,7 @@ def speed() -> list[dict[str, Any]]:
 
 
 def _timed(call: Any) -> float:
-    """Seconds of one core: others may use it at the same time."""
+    """Return the seconds of one core, which others may use at the same time."""
     began = time.process_time()
     call()
     return time.process_time() - began
@@ -433,11 +433,11 @@ def _timed(call: Any) -> float:
 
 
 def step_times(table: Sequence[Row]) -> tuple[list[Predicted], Counter[tuple[str, str]]]:
-    """Of every row that states enough; and why others do not."""
+    """Predict every row that states enough; return why others do not."""
     found, left_out = [], Counter[tuple[str, str]]()
     for row in table:
         if row.source in ("megatron-lm-golden", "litgpt-resource-tables"):
-            continue  # of these only the memory is scored
+            continue  # only the memory of these is scored
         try:
             found.append(predict(row))
         except UnstatedError as error:
@@ -469,7 +469,7 @@ def main() -> None:
 
 
 def record_kinds(known: Mapping[str, Predicted] | None = None) -> None:
-    """Score all rows of the project by kind, and keep it. `known` are predicted already."""
+    """Score all rows of the project by kind, and save that. `known` are already predicted."""
     found = known or {}
     board = score_board.score(
         published.rows(*published.ALL), lambda row: found.get(row.id) or predict(row)
@@ -482,7 +482,7 @@ def record_kinds(known: Mapping[str, Predicted] | None = None) -> None:
 
 
 def record(quick: bool, keep_traces: bool) -> None:
-    """Score the rows that the planner was developed with, and all rows by kind; keep both."""
+    """Score the rows with which the planner was developed, and all rows by kind; save both."""
     table = published.rows()
     by_id = {row.id: row for row in table}
     found, left_out = step_times(table)
@@ -532,7 +532,7 @@ def record(quick: bool, keep_traces: bool) -> None:
 
 
 def ratios_of(found: Iterable[Predicted]) -> dict[str, list[float]]:
-    """Measured over predicted, by source, of those that are scored."""
+    """Return measured over predicted times of scored rows, by source."""
     ratios: defaultdict[str, list[float]] = defaultdict(list)
     for one in found:
         if one.source in _scored():

@@ -1,16 +1,16 @@
-"""The planner against this machine: steps of configurations that it has never seen.
+"""The planner compared with this machine: steps of configurations that it has never seen.
 
     python benchmarks/planner_measured.py            # records results/planner_measured.json
-    python benchmarks/planner_measured.py --quick    # shows that it works, records nothing
+    python benchmarks/planner_measured.py --quick    # a quick check, records nothing
 
-`outpace probe` measures the machine first. Then a job of 1, of 2 and of 4 processes takes steps of
+`outpace probe` measures the machine first. Then a job of 1, of 2 and of 4 processes runs steps of
 every configuration (models, strategies, micro-batches, recomputation, precisions) and of the
-probe's own small trainings, one step each in turn, in another order every round, so that noise
-meets all. The planner predicts every configuration twice, from the probe alone: with the steps that
-the probe took before, and with those of its trainings that were taken in turn. The first adds what
-the machine's speed changes by within half an hour to what the planner is wrong by. The five fastest
-of a group (one model and number of processes) are stepped again in pairs, so that noise does not
-crown one, and the planner's pick is compared with the fastest: its regret.
+probe's own small training runs, one step each in turn, in a different order every round, so that
+noise affects all equally. The planner predicts every configuration twice, from the probe alone:
+with the steps that the probe ran before, and with those of its training runs that ran in turn. The
+first prediction includes the change of the machine's speed within half an hour in its error. The
+five fastest of a group (one model and number of processes) run again in pairs, so that noise does
+not decide the winner, and the planner's pick is compared with the fastest: its regret.
 """
 
 import argparse
@@ -30,13 +30,13 @@ LLAMA = {"family": "llama", "hidden": 192, "heads": 4, "kv_heads": 2, "ffn": 512
          "max_positions": 256, "tied": True}  # fmt: skip
 WIDE = {"family": "llama", "hidden": 512, "heads": 8, "kv_heads": 8, "ffn": 1408, "vocab": 8192,
         "max_positions": 256}  # fmt: skip
-# Name, model, sequence, global batch.
+# Name, model, sequence length, global batch.
 COURSES: tuple[tuple[str, dict[str, Any], int, int], ...] = (
     ("gpt 4 × 256", {**GPT, "layers": 4}, 128, 8),
     ("llama 8 × 192", {**LLAMA, "layers": 8}, 128, 16),
     ("llama 4 × 512", {**WIDE, "layers": 4}, 128, 8),
 )
-# Of all processes: strategy with its axes; micro-batches and recomputation are varied.
+# For all processes: strategy with its axes; micro-batches and recomputation are varied.
 LAYOUTS: dict[int, tuple[dict[str, Any], ...]] = {
     1: ({"strategy": "single"},),
     2: (
@@ -57,20 +57,20 @@ LAYOUTS: dict[int, tuple[dict[str, Any], ...]] = {
     ),
 }
 _PIPELINES = ("gpipe", "1f1b")
-# With other micro-batches and recomputation, too: more would leave fewer steps for each.
+# Those with other micro-batches and recomputation too: more would leave fewer steps for each.
 _VARIED = ("single", "ddp", "zero3", "1f1b")
-# Seconds of a probe for steps, and for the rest.
+# Seconds of a probe for steps, and for everything else.
 _STEPS_S, _REST_S = 150.0, 90.0
-# Seconds of a number of processes for all in turn, and for a group's fastest once more.
+# Seconds per number of processes for all in turn, and for repeating a group's fastest.
 _TURNS_S, _AGAIN_S = 300.0, 40.0
 _LEAST_ROUNDS = 5
-# Models that are in memory at one time, with all of their configurations.
+# Number of models in memory at the same time, with all of their configurations.
 _TOGETHER = {1: 3, 2: 1, 4: 1}
-_AGAIN = 5  # of a group, stepped again in pairs
+_AGAIN = 5  # per group, run again in pairs
 
 
 def plans_for(layout: dict[str, Any], world: int, batch: int, kv_heads: int) -> list[Any]:
-    """A layout's configurations."""
+    """Return a layout's configurations."""
     from outpace.records.plan import Plan
 
     if kv_heads % layout.get("tp", 1):
@@ -96,7 +96,7 @@ def plans_for(layout: dict[str, Any], world: int, batch: int, kv_heads: int) -> 
 
 
 def worker(out: Path, courses: list[int], share: float) -> None:
-    """One rank: every configuration and reference of this number of processes, in turn."""
+    """Run one rank: every configuration and reference of this number of processes, in turn."""
     import torch
     from strategy_run import StrategyRun, gather_from_ranks
 
@@ -164,7 +164,7 @@ def _all_plans(course: int, world: int) -> list[Any]:
 
 
 def _in_turn(contenders: list[Any], groups: Any, seconds: float) -> list[list[float]]:
-    """Of each: its steps' times on this rank, until the first rank finds that the time is over."""
+    """Return each one's step times on this rank, until the first rank finds that time is up."""
     from strategy_run import gather_from_ranks
 
     steps: list[list[float]] = [[] for _ in contenders]
@@ -181,14 +181,14 @@ def _in_turn(contenders: list[Any], groups: Any, seconds: float) -> list[list[fl
 
 
 def _step_s(contender: Any) -> float:
-    """A step that follows one of its own kind, as in training."""
+    """Time a step that follows a step of the same kind, as in training."""
     contender.step()
     seconds: float = contender.step().seconds
     return seconds
 
 
 def _slowest(of_ranks: list[list[list[float]]]) -> list[list[float]]:
-    """Of each configuration and step: the slowest rank's."""
+    """Return the slowest rank's time for each configuration and step."""
     return [
         [max(at) for at in zip(*(rank[place] for rank in of_ranks), strict=True)]
         for place in range(len(of_ranks[0]))
@@ -196,7 +196,7 @@ def _slowest(of_ranks: list[list[list[float]]]) -> list[list[float]]:
 
 
 def measured(world: int, courses: list[int], share: float) -> dict[str, Any]:
-    """A job of `world` processes."""
+    """Run a job of `world` processes."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, str(Path(__file__)), "--worker", folder, "--courses",
                    *map(str, courses), "--share", str(share)]  # fmt: skip
@@ -211,7 +211,7 @@ def measured(world: int, courses: list[int], share: float) -> dict[str, Any]:
 
 
 def probe(world: int, quick: bool) -> Any:
-    """The machine's record, with collectives and steps of `world` processes."""
+    """Return the machine's record, with collectives and steps of `world` processes."""
     steps = _probe(world, ["steps"], quick, _STEPS_S)
     rest = _probe(world, ["matmul", "memory", "allreduce"], quick, _REST_S)
     both = rest.probed.model_copy(
@@ -222,7 +222,7 @@ def probe(world: int, quick: bool) -> Any:
 
 
 def with_steps(machine: Any, world: int, found: dict[str, list[float]]) -> Any:
-    """The probe's record with these steps of its references in place of its own."""
+    """Return the probe's record with these steps instead of its references' own."""
     from outpace.catalog.references import references
     from outpace.records.figure import Figure, Key
 
@@ -254,7 +254,7 @@ def _probe(world: int, sections: list[str], quick: bool, budget_s: float) -> Any
 
 
 def predicted(cluster: Any, row: dict[str, Any]) -> Any:
-    """What the planner says of a configuration."""
+    """Return the planner's prediction of a configuration."""
     from outpace.planner.model.outline import outline
     from outpace.planner.plan import estimate_plan
     from outpace.planner.problem import PlanningProblem
@@ -274,7 +274,7 @@ def _course(row: dict[str, Any]) -> int:
 
 
 def with_predictions(kept: dict[str, Any]) -> list[dict[str, Any]]:
-    """Rows with what is predicted of them from the probes, with steps of before and in turn."""
+    """Return rows with predictions from the probes, with the earlier steps and those in turn."""
     from outpace.planner.calibration.cluster import of_probe
     from outpace.planner.model.outline import outline, parameters
     from outpace.planner.model.outline_flops import forward_flops
@@ -304,7 +304,7 @@ def with_predictions(kept: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Probe, measure, predict, and say how far off it was."""
+    """Probe, measure, predict, and print the errors."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--worker", type=Path)
     parser.add_argument("--courses", type=int, nargs="+")
@@ -344,7 +344,7 @@ def main() -> int:
 
 
 def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Probes by number of processes, and what each job found; goes on with what --out has."""
+    """Return probes by number of processes, and each job's results; resumes from --out."""
     worlds = (1, 2) if arguments.quick else tuple(LAYOUTS)
     numbers = list(range(1 if arguments.quick else len(COURSES)))
     kept: dict[str, Any] = {"probes": {}, "found": []}
@@ -352,7 +352,7 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
         kept = json.loads(arguments.out.read_text())
     there = {(found["world"], row["model"]) for found in kept["found"] for row in found["rows"]}
     for world in worlds:
-        probed = str(max(2, world))  # one process is probed beside two
+        probed = str(max(2, world))  # a single process is probed together with two
         for begin in range(0, len(numbers), _TOGETHER[world]):
             courses = numbers[begin : begin + _TOGETHER[world]]
             if (world, COURSES[courses[0]][0]) in there:
@@ -361,16 +361,16 @@ def _measure(arguments: argparse.Namespace) -> dict[str, Any]:
                 kept["probes"][probed] = probe(int(probed), arguments.quick).model_dump(mode="json")
             kept["found"].append(measured(world, courses, arguments.share))
             print(f"{courses} on {world} are measured", file=sys.stderr, flush=True)
-            if arguments.out:  # what is there already, should the rest be interrupted
+            if arguments.out:  # save what is done, in case the rest is interrupted
                 arguments.out.write_text(json.dumps(kept))
     return kept
 
 
 def scores(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Every target, beside what one fitted constant reaches.
+    """Return every target, next to the result of one fitted constant.
 
-    That is FLOP/s of all cores for the time, bytes for each parameter for the memory, and any of a
-    group's configurations for the pick.
+    The constant is FLOP/s of all cores for the time, bytes per parameter for the memory, and any of
+    a group's configurations for the pick.
     """
     times = [statistics.median(row["steps_s"]) for row in rows]
     rate = statistics.median(row["flops"] / took for row, took in zip(rows, times, strict=True))
@@ -407,7 +407,7 @@ def scores(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def noise(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """How well medians of steps are known: standard errors by bootstrap, and steps of each."""
+    """Return the accuracy of medians of steps: bootstrap standard errors, and numbers of steps."""
     draw, found = random.Random(0), {}
     for world in sorted({row["world"] for row in rows}):
         own = [row["steps_s"] for row in rows if row["world"] == world]
@@ -426,12 +426,12 @@ def _off(found: list[float], true: list[float]) -> list[float]:
 
 
 def _percentile(values: list[float]) -> float:
-    """The 95th, of sorted ones."""
+    """Return the 95th percentile of sorted values."""
     return values[min(len(values) - 1, round(0.95 * len(values)))]
 
 
 def regrets(rows: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
-    """Of each group what the pick takes longer than the fastest, and what any one does."""
+    """Return each group's regrets: of the pick, and the mean over all configurations."""
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         groups.setdefault(f"{row['model']} on {row['world']}", []).append(row)

@@ -1,15 +1,15 @@
-"""How far the planner's closed-form memory is from the traced account.
+"""Errors of the planner's closed-form memory compared with the traced account.
 
     python benchmarks/planner_memory.py                   # records results/planner_memory.json
-    python benchmarks/planner_memory.py --seed 1 --least 4    # another draw, recorded nowhere
+    python benchmarks/planner_memory.py --seed 1 --least 4    # another draw, not recorded
 
-Plans are drawn by a seed: some of every strategy, with options at random, and then more until every
-option's every setting occurs often enough. Each is traced as `outpace memory` does, on the fullest
-of the ranks that differ, and reckoned by `outpace.planner.memory.peak`. Both are of the package,
-but share no formula: the trace runs the real model under fake tensors. The seed that is recorded
-was not looked at while the formulas were written (1 to 3 were, and 20261122, the first that was
-kept for the end: it had 9 plans of 249 off by more than 10 %. The causes of seven were put right;
-two, of parameters on disk in a pipeline that recomputes, where the trace itself seems to count too
+Plans are drawn by a seed: some for every strategy, with options at random, and then more until
+every setting of every option occurs often enough. Each is traced as in `outpace memory`, on the
+fullest of the ranks that differ, and computed by `outpace.planner.memory.peak`. Both belong to the
+package, but share no formula: the trace runs the real model under fake tensors. The recorded seed
+was not used while the formulas were written (1 to 3 were, and 20261122, the first that was reserved
+for the end: 9 of its 249 plans were off by more than 10 %. The causes of seven were corrected; two,
+with parameters on disk in a pipeline that recomputes, where the trace itself seems to count too
 much, are not drawn any more).
 """
 
@@ -52,8 +52,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "bert": {"family": "bert", "layers": 8, "hidden": 512, "heads": 8, "vocab": 8192},
     "bert-deep": {"family": "bert", "layers": 9, "hidden": 256, "heads": 4, "vocab": 30522},
 }  # fmt: skip
-# Axes by strategy. Horovod is not among them: where it is not installed it cannot be traced, and
-# its buffers are ring's.
+# Axes by strategy. Horovod is left out: it cannot be traced unless it is installed, and its buffers
+# are those of ring.
 STRATEGIES: dict[str, list[dict[str, Any]]] = {
     "single": [{}],
     "dp": [{"dp_replicate": 2}, {"dp_replicate": 4}],
@@ -81,7 +81,7 @@ STRATEGIES: dict[str, list[dict[str, Any]]] = {
         {"pp": 2, "dp_shard": 2, "pp_microbatches": 4, "pp_schedule": "gpipe"},
     ],
 }  # fmt: skip
-# Every setting that is to occur, beside each option's default.
+# Every setting that must occur, in addition to each option's default.
 OPTIONS: dict[str, list[Any]] = {
     "checkpointing": ["full", "selective", "attention"],
     "checkpoint_every": [2, 3],
@@ -106,7 +106,7 @@ TARGET_MEAN, TARGET_WORST = 0.03, 0.10
 
 
 class Case(NamedTuple):
-    """A plan for a model: what is asked for, and the records made of it."""
+    """A plan for a model: the request, and the records built from it."""
 
     model: str
     seq_len: int
@@ -117,7 +117,7 @@ class Case(NamedTuple):
 
     @property
     def settings(self) -> list[str]:
-        """Its strategy and the settings of options that are not the defaults."""
+        """Return its strategy and the settings of options that are not defaults."""
         options = {k: v for k, v in self.asked.items() if k in OPTIONS and v in OPTIONS[k]}
         options |= {"device": "cuda"} if self.device == "cuda" else {}
         options |= {"accumulation": 3} if self.accumulation == 3 else {}
@@ -125,14 +125,14 @@ class Case(NamedTuple):
 
 
 def spec_of(name: str) -> ModelSpec:
-    """A model's spec."""
+    """Return a model's spec."""
     return ModelSpec.parse({"max_positions": 1024, **MODELS[name]}, name)
 
 
 def draw(
     chance: random.Random, strategy: str, wanted: tuple[str, Any] | None = None
 ) -> Case | None:
-    """A plan with a few options at random, and the one that is wanted; None where it is refused."""
+    """Draw a plan with a few random options and the wanted one; None if it is refused."""
     model, (seq_len, micro_batch) = chance.choice(list(MODELS)), chance.choice(TOKENS)
     asked = {"strategy": strategy, "micro_batch": micro_batch}
     asked |= chance.choice(STRATEGIES[strategy])
@@ -157,17 +157,17 @@ def draw(
 
 
 def comparable(plan: Plan, accumulation: int, device: str) -> bool:
-    """Whether a plan can be traced, and its trace says what a device would hold."""
+    """Return whether a plan can be traced, and whether its trace shows what a device holds."""
     offloads = (plan.offload_activations, plan.offload_parameters, plan.offload_optimizer)
-    # Recorded when a trace for CUDA did not tell apart what is offloaded to a host.
+    # Recorded when a trace for CUDA did not distinguish what is offloaded to a host.
     if device == "cuda" and any(where != "none" for where in offloads):
         return False
-    # A stage is laid out without memory, of which activations' offloading knows no place.
+    # A stage is laid out without memory, which offloading of activations cannot handle.
     whole = ("single", "dp", "ps", "ddp", "ring", "zero1", "cp")
     if plan.offload_activations != "none" and plan.strategy not in whole:
         return False
-    # Blocks whose forward is replaced hold themselves: those of other ranks, which are only built
-    # where parameters go to a disk, would count until Python looks for cycles, which a trace stops.
+    # Blocks whose forward is replaced refer to themselves: those of other ranks, which are built
+    # only if parameters are on disk, would count until garbage collection, which a trace disables.
     replaced = plan.recomputes or plan.offload_activations != "none"
     if plan.pp > 1 and plan.offload_parameters == "disk" and replaced:
         return False
@@ -177,7 +177,7 @@ def comparable(plan: Plan, accumulation: int, device: str) -> bool:
 
 
 def cases(seed: int, least: int) -> Iterator[Case]:
-    """Until every strategy and every setting occurred often enough."""
+    """Yield cases until every strategy and every setting has occurred often enough."""
     chance, seen, known = random.Random(seed), Counter[str](), set[str]()
     wanted: list[tuple[str, tuple[str, Any] | None]] = [(s, None) for s in STRATEGIES]
     wanted += [("", (name, value)) for name, values in OPTIONS.items() for value in values]
@@ -196,7 +196,7 @@ def cases(seed: int, least: int) -> Iterator[Case]:
 
 
 def fits(case: Case) -> bool:
-    """Whether a plan's model can be laid out so."""
+    """Return whether a plan's model can be laid out in this way."""
     spec, plan = spec_of(case.model), case.plan
     return (
         spec.layers >= plan.stages
@@ -207,7 +207,7 @@ def fits(case: Case) -> bool:
 
 
 def compared(case: Case) -> dict[str, Any]:
-    """The traced and the reckoned peak. Raises BadInputError for what cannot be applied."""
+    """Return the traced and the computed peak. Raises BadInputError for what cannot be applied."""
     spec = spec_of(case.model)
     accelerator = ACCELERATORS["H100 SXM"] if case.device == "cuda" else None
     began = time.perf_counter()
@@ -243,7 +243,7 @@ def compared(case: Case) -> dict[str, Any]:
 
 
 def speed(plans: list[Plan], repeats: int = 5, times: int = 100) -> dict[str, Any]:
-    """Plans in a second of one processor, over the sampled plans again and again."""
+    """Return plans per second of one processor, over the sampled plans repeatedly."""
     spec = ModelSpec.parse(
         {"max_positions": 4096, "family": "llama", "layers": 48, "hidden": 8192, "heads": 64,
          "kv_heads": 8, "ffn": 28672, "vocab": 128256},
@@ -282,7 +282,7 @@ def main() -> None:
     for case in cases(arguments.seed, arguments.least):
         try:
             row = compared(case)
-        except Exception as error:  # what a strategy refuses is no plan to be compared
+        except Exception as error:  # a plan that a strategy refuses is not compared
             failed.append({"model": case.model, "plan": case.asked, "why": str(error)[:200]})
             print("refused", case.model, case.asked, str(error)[:160], flush=True)
             continue

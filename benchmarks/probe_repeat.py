@@ -1,12 +1,12 @@
-"""Whether a probe that is repeated at once gives what the first one said it would.
+"""Test of whether a repeated probe confirms the intervals of the first one.
 
     python benchmarks/probe_repeat.py            # full probes, about 20 minutes
     python benchmarks/probe_repeat.py --quick    # quick ones, about 2
 
-Two probes of everything, one after the other, each in a process of its own. A figure is held if the
-second probe's value lies in the first one's interval. At least 95 % are to be held, and half of an
-interval is to be at most 3 % of the value in the median. Figures that either probe did not give,
-because the machine did not hold still, are counted and named.
+This runs two complete probes, one after the other, each in a separate process. A figure is
+confirmed if the second probe's value is in the first one's interval. At least 95 % must be
+confirmed, and the median half-width must be at most 3 % of the value. Figures that either probe did
+not give, because the machine was not steady, are counted and named.
 """
 
 import argparse
@@ -32,7 +32,7 @@ WITHIN_S = {True: 60.0, False: 600.0}
 
 
 def probe(folder: Path, number: int, quick: bool) -> Machine:
-    """Everything, from a new process."""
+    """Probe everything in a new process."""
     out = folder / f"machine-{number}.json"
     command = [sys.executable, "-m", "outpace", "probe", "--out", str(out)]
     subprocess.run(command + ["--quick"] * quick, check=True, stdout=subprocess.DEVNULL)
@@ -40,7 +40,7 @@ def probe(folder: Path, number: int, quick: bool) -> Machine:
 
 
 def pairs(first: ProbeRecord, second: ProbeRecord) -> list[dict[str, Any]]:
-    """Each figure of both."""
+    """Return each figure of both probes."""
     again = {figure.key: figure for figure in second.all_figures()}
     return [_pair(figure, again[figure.key]) for figure in first.all_figures()
             if figure.origin == "measured" and figure.key in again]  # fmt: skip
@@ -51,7 +51,7 @@ def _pair(one: Figure, other: Figure) -> dict[str, Any]:
         "figure": str(one.key), "unit": one.unit, "first": one.value, "low": one.low,
         "high": one.high, "second": other.value, "held": one.contains(other),
         "half_width": one.half_width, "unstable": one.unstable or other.unstable,
-        # Of each round the median: all samples would make the record ten times as long.
+        # The median of each round: all samples would make the record ten times as long.
         "rounds": [
             [float(f"{median(samples):.4g}") for samples in figure.rounds]
             for figure in (one, other)
@@ -96,7 +96,7 @@ def main() -> None:
 
 
 def shown(machine: Machine) -> list[str]:
-    """As a terminal of 100 columns shows it."""
+    """Return the output for a terminal of 100 columns."""
     text = io.StringIO()
     with contextlib.redirect_stdout(text):
         show_machine(machine, None, width=100)

@@ -1,8 +1,9 @@
-"""Published rows as questions to the planner: an outline, plans, a machine, and what was measured.
+"""Published rows as questions to the planner: an outline, plans, a machine, and the measurements.
 
-Only what a row states decides: its framework, sharding, recomputation, precision, attention, GPU
-and network. What a framework does whatever the row is stands in published_frameworks.py, with where
-that is said. There is nothing of a row, a table or a source here that was adjusted to its figures.
+Only what a row states determines these: its framework, sharding, recomputation, precision,
+attention, GPU and network. What a framework does regardless of the row is in
+published_frameworks.py, with sources. Nothing about a row, a table or a source here was adjusted to
+its figures.
 """
 
 import csv
@@ -54,7 +55,7 @@ _GPT2_VOCAB, _BERT_VOCAB = 50257, 30522
 
 
 class UnstatedError(Exception):
-    """What a row does not say, or a plan cannot: why it is not predicted."""
+    """Something that a row does not state, or that a plan cannot express: no prediction."""
 
 
 # Chips of the catalog by rows' names; a row's gpu_mem_gb decides between variants.
@@ -65,8 +66,8 @@ _CHIPS: Mapping[str, str] = {
     "H100-96GB HBM2e 500W": "H100 SXM 96 GB 500 W",
     "H100-95GB HBM2e low-TDP": "H100 SXM 96 GB 500 W",
 }  # fmt: skip
-# Racks whose 72 GPUs are one NVLink domain, and how many of them a job takes that is no multiple of
-# 72: "segments" of 16 trays (NVIDIA DGX GB200 user guide, topology-aware scheduling).
+# Racks whose 72 GPUs are one NVLink domain, and how many of them a job uses whose size is not a
+# multiple of 72: "segments" of 16 trays (NVIDIA DGX GB200 user guide, topology-aware scheduling).
 _RACKS = ("GB200", "GB300")
 _RACK, _SEGMENT = 72, 64
 # "8x200Gb HDR IB/node", "inter-node 800 Gbps/node", "4x Omni-Path (100Gb) per node",
@@ -83,8 +84,8 @@ _PER_GPU = re.compile(r"(\d+) Gbps/GPU")
 _TRAINED_WHOLE = re.compile(r"^$|pre-?training|pretrain|sft|full", re.IGNORECASE)
 _RANK = re.compile(r"(?:Q-?)?LoRA (?:nf4 )?r(\d+) ")
 _PEFT = re.compile(r"LORA lora/\S+-rank(\d+)$")
-# How many adapters a weight has, of queries, keys and values three. Of fms-acceleration's on GPTQ,
-# scripts/benchmarks/scenarios.yaml names the same four projections as of the others.
+# Number of a weight's adapters: three for queries, keys and values. For fms-acceleration's on GPTQ,
+# scripts/benchmarks/scenarios.yaml names the same four projections as for the others.
 _ONE = Target(1)
 _TARGETS: Sequence[tuple[str, Mapping[str, Target]]] = (
     ("q,k,v,o", {"qkv": Target(3), "out": _ONE}),
@@ -92,7 +93,7 @@ _TARGETS: Sequence[tuple[str, Mapping[str, Target]]] = (
     ("attention qkv and proj", {"qkv": _ONE, "out": _ONE}),
     ("c_attn, c_proj, w1, w2", {"qkv": _ONE, "out": _ONE, "up": Target(2), "down": _ONE}),
 )
-# BLOOM's trials "always hang" on 320 GPUs and more without CUDA_LAUNCH_BLOCKING=1, which they had
+# BLOOM's trials "always hang" on 320 GPUs and more without CUDA_LAUNCH_BLOCKING=1, which they used
 # from then on (bigscience 053adafe, train/tr11-176B-ml/chronicles-prequel.md, "dealing with JZ
 # hanging on the large model").
 _BLOCKING, _BLOCKING_GPUS = "bloom-prequel", 320
@@ -108,7 +109,7 @@ class Row:
         return self.values[name]
 
     def number(self, name: str) -> int:
-        """Raises UnstatedError where it is not said."""
+        """Return a number. Raises UnstatedError if it is not stated."""
         text = self.values[name]
         if not text:
             raise UnstatedError(f"{name} is not stated")
@@ -138,7 +139,7 @@ class Row:
 
     @property
     def same(self) -> tuple[str, ...]:
-        """Of rows that differ in their layout only."""
+        """Return a key of rows that differ only in their layout."""
         return tuple(
             self.values[name]
             for name in ("layers", "hidden", "heads", "seq", "n_gpus", "global_batch")
@@ -146,13 +147,13 @@ class Row:
 
     @property
     def layouts(self) -> tuple[str, ...]:
-        """Of rows of a source that differ in their layout only, whatever their model's kind."""
+        """Return a key of a source's rows that differ only in their layout."""
         names = ("model", "gpu", "precision", "compile", "task", "attention")
         return (self.source, *self.same, *(self.values[name] for name in names))
 
     @cached_property
     def measured_s(self) -> float | None:
-        """Seconds of a step, as published or by arithmetic on what is."""
+        """Return the seconds of a step, as published or calculated from published figures."""
         v = self.values
         if v["step_time_s"]:
             return float(v["step_time_s"])
@@ -180,7 +181,7 @@ class Row:
 
 
 def rows(*paths: Path) -> list[Row]:
-    """All of some files; without any, those that the planner was developed with."""
+    """Return all rows of some files; by default, those with which the planner was developed."""
     found = []
     for path in paths or (PUBLISHED,):
         with path.open(encoding="utf-8", newline="") as file:
@@ -189,7 +190,7 @@ def rows(*paths: Path) -> list[Row]:
 
 
 def published_flops(row: Row) -> float:
-    """A step's FLOPs by the formula with which a row's TFLOP/s were published.
+    """Return a step's FLOPs by the formula with which a row's TFLOP/s were published.
 
     Megatron-Core counts the matmuls of the experts that a token goes through, and half of the
     scores (megatron/training/training.py, num_floating_point_operations: core_attn_flops / 2).
@@ -211,7 +212,7 @@ def published_flops(row: Row) -> float:
 
 
 def least_s(row: Row, question: StepTimeQuestion) -> float:
-    """Return seconds of a row's matmuls alone at the chip's peak rate; of frozen weights, two."""
+    """Return the seconds of a row's matmuls alone at peak rate: two passes for frozen weights."""
     peak = question.device.peak_flops_per_s
     rate = peak.get("fp8", peak["bf16"]) if eight(row) else peak["bf16"]
     passes = 3 if question.adapters is None else 2
@@ -220,7 +221,7 @@ def least_s(row: Row, question: StepTimeQuestion) -> float:
 
 
 def padded(row: Row) -> int:
-    """The vocabulary: as stated, else of the tokenizer that the framework has by default."""
+    """Return the vocabulary: as stated, or that of the framework's default tokenizer."""
     own = _BERT_VOCAB if row["arch"] == "bert" else _GPT2_VOCAB
     thousands = re.fullmatch(r"(\d+)k", row["vocab"])
     vocab = int(thousands[1]) * 1000 if thousands else row.optional("vocab", own)
@@ -230,7 +231,7 @@ def padded(row: Row) -> int:
 
 
 def outline(row: Row) -> Outline:
-    """Raises UnstatedError for a model whose dimensions are neither stated nor known by name."""
+    """Return a model's outline. Raises UnstatedError unless dimensions are stated or known."""
     if not row["hidden"]:
         found = find_model(row["model"])
         if found is None:
@@ -247,7 +248,7 @@ def outline(row: Row) -> Outline:
 
 
 def chip(row: Row) -> Accelerator:
-    """The row's. Raises UnstatedError."""
+    """Return the row's chip. Raises UnstatedError."""
     name = _CHIPS.get(row["gpu"], row["gpu"])
     if name not in ACCELERATORS:
         raise UnstatedError(f"GPU {row['gpu']!r} is not in the catalog")
@@ -255,7 +256,7 @@ def chip(row: Row) -> Accelerator:
 
 
 def node(row: Row) -> Node:
-    """A machine with the row's chips, each with the links that it is sold with."""
+    """Return a machine with the row's chips, each with the links with which it is sold."""
     found = chip(row)
     alone = found.device_link is None or found.device_link.link.startswith("PCIe")
     return Node(
@@ -266,7 +267,7 @@ def node(row: Row) -> Node:
 
 
 def _per_node(row: Row) -> int:
-    """Devices that NVLink joins."""
+    """Return the number of devices that NVLink connects."""
     if row["gpu"] in _RACKS:
         whole = row.optional("n_gpus", 1) % _RACK == 0
         return _RACK if whole else _SEGMENT
@@ -274,13 +275,13 @@ def _per_node(row: Row) -> int:
 
 
 def network(row: Row, devices: int) -> Network | None:
-    """All cards of a node, or of a rack's domain; None where the row does not say."""
+    """Return all network cards of a node, or of a rack's domain; None if the row states none."""
     said = row["interconnect"]
     for pattern, name in _NETWORKS:
         found = pattern.search(said)
         if found:
             count = int(found[1])
-            # MLPerf's cards are a host's, of which a rack's domain has one for each four GPUs.
+            # MLPerf's cards are those of a host; a rack's domain has one for every four GPUs.
             count *= max(1, devices // row.optional("gpus_per_node", devices)) if (
                 row["gpu"] in _RACKS and row["gpus_per_node"].isdecimal()
             ) else 1  # fmt: skip
@@ -309,16 +310,16 @@ def question(row: Row) -> StepTimeQuestion:
 
 
 def routes_by_data(row: Row) -> bool:
-    """Return whether tokens go where a trained router sends them, so that loads are uneven.
+    """Return whether a trained router distributes tokens, so that loads are uneven.
 
-    A row may say so; fms-acceleration and others fine-tune pretrained models. Megatron's
-    benchmarks balance loads by force.
+    A row may state this; fms-acceleration and others fine-tune pretrained models. Megatron's
+    benchmarks force balanced loads.
     """
     return "real routing" in row["notes"] or row.framework.stack == "Trainer"
 
 
 def adapters(row: Row) -> Adapters | None:
-    """Return what is trained of a row, None: everything. Raises UnstatedError."""
+    """Return the trained adapters of a row; None if everything is trained. Raises UnstatedError."""
     task = row["task"]
     if _TRAINED_WHOLE.search(task):
         return None
@@ -334,10 +335,10 @@ def adapters(row: Row) -> Adapters | None:
         raise UnstatedError("what adapters are on is not stated")
     low = f"{task} {row['precision']}".casefold()
     four = "nf4" in low or "4-bit" in low or "int4" in low
-    # With a scale of 16 bits for each 64 or 128 weights.
+    # There is one 16-bit scale for every 64 or 128 weights.
     packed = 0.5 + 2 / 64 if four else None
-    # Qwen's finetune.py has disable_exllama, for which transformers takes AutoGPTQ's operators;
-    # fms-acceleration's plugins have kernels of Triton.
+    # Qwen's finetune.py sets disable_exllama, for which transformers uses AutoGPTQ's operators;
+    # fms-acceleration's plugins have Triton kernels.
     eager = "GPTQ" in row["precision"] and "accelerated-peft" not in row["framework"]
     return Adapters(
         int(found[1]), targets, packed, kept=_kept_adapters(row), unpacks_by_operators=eager
@@ -345,13 +346,13 @@ def adapters(row: Row) -> Adapters | None:
 
 
 def _kept_adapters(row: Row) -> Literal["low", "cast", "fp32"]:
-    """Return in what dtype PEFT keeps adapters beside a base of 16 bits, and multiplies them.
+    """Return the dtypes in which PEFT keeps adapters next to a 16-bit base, and multiplies them.
 
-    In fp32 since 0.12 of July 2024 (autocast_adapter_dtype), which trl 0.13 came after; inputs are
-    cast to that first (but not those of packed weights, where something is autocast:
-    peft/tuners/lora/bnb.py, Linear4bit). Where nothing is autocast, matmuls are in fp32, too
-    (scripts/benchmarks/scenarios.yaml of fms-acceleration, standard-peft: torch_dtype bfloat16 and
-    no bf16; PEFT's method_comparison: use_amp false).
+    They are fp32 since 0.12 of July 2024 (autocast_adapter_dtype), which trl 0.13 followed; inputs
+    are first cast to that (except those of packed weights under autocast: peft/tuners/lora/bnb.py,
+    Linear4bit). Without autocast, matmuls are in fp32 too (scripts/benchmarks/scenarios.yaml of
+    fms-acceleration, standard-peft: torch_dtype bfloat16 and no bf16; PEFT's method_comparison:
+    use_amp false).
     """
     said = row["precision"]
     if "adapters in fp32" in said:
@@ -363,7 +364,7 @@ def _kept_adapters(row: Row) -> Literal["low", "cast", "fp32"]:
 
 
 def software(row: Row) -> SoftwareStack:
-    """Return the traits of what trained a row, as the row or its recipe sets them."""
+    """Return the traits of the software that trained a row, as the row or its recipe sets them."""
     found = row.framework.software
     if row.framework.engine:
         found = found.model_copy(update={"casts": engine_casts(row)})
@@ -375,15 +376,15 @@ def software(row: Row) -> SoftwareStack:
         return found.model_copy(update={"blocks_launches": True, "overlaps": False})
     if "CUDA graphs" in row["notes"]:  # NVIDIA's recipes of MLPerf: LAYER_CUDA_GRAPH
         return found.model_copy(update={"graphs": "step"})
-    # llm-foundry's older tables are of torch 1.13 (sweep.sh before b2a43a1472), and checkpoints of
-    # transformers 4 are reentrant: all of a block is computed again.
+    # llm-foundry's older tables used torch 1.13 (sweep.sh before b2a43a1472), and checkpoints of
+    # transformers 4 are reentrant: all of a block is recomputed.
     older = row.source == "llm-foundry" and "MP PURE" in row["precision"]
     if older or row.framework.stack == "Trainer":
         found = found.model_copy(update={"stops_early": False})
     if row.framework.stack in ("torchtitan", "TRL"):
         found = _as_published(row, found)
-    # transformers 4.4x, and fms-acceleration's experts by Triton in the place of its loop; its
-    # kernels from unsloth: norms, rotations, activations, the loss.
+    # transformers 4.4x, with fms-acceleration's Triton experts instead of its loop, and unsloth's
+    # kernels: norms, rotations, activations, the loss.
     changes: dict[str, str] = {}
     if "trl 0.13" in row["framework"]:
         changes["experts"] = "triton" if "scattermoe" in row["framework"] else "loop"
@@ -395,12 +396,12 @@ def software(row: Row) -> SoftwareStack:
 def _as_published(row: Row, newest: SoftwareStack) -> SoftwareStack:
     """Return the traits of torchtitan at the time of its tables, or of accelerate by default.
 
-    accelerate gathers keys and values unless told otherwise (PARALLELISM_CONFIG_CP_COMM_STRATEGY).
-    torchtitan: until 2025-08-29 checkpoints stopped early, and matmuls in 8 bits (aten._scaled_mm)
-    were not in the list of what selective recomputation saves (9dec370, parallelize_llama.py);
-    until 2026-01 (ff0829c10) keys and values were repeated. float8.md launches training with
-    8-bit gathers of shards, which one scale per tensor allows, as the preset of 405B says
-    (train_configs, 3faaa1a0d).
+    accelerate gathers keys and values by default (PARALLELISM_CONFIG_CP_COMM_STRATEGY). torchtitan:
+    until 2025-08-29 checkpoints stopped early, and 8-bit matmuls (aten._scaled_mm) were not in the
+    list of what selective recomputation saves (9dec370, parallelize_llama.py); until 2026-01
+    (ff0829c10) keys and values were repeated. float8.md launches training with 8-bit gathers of
+    shards, which one scale per tensor allows, as the preset of 405B says (train_configs,
+    3faaa1a0d).
     """
     if row.framework.stack == "TRL":
         return newest.model_copy(update={"gathers_keys": True})
@@ -416,22 +417,23 @@ def _as_published(row: Row, newest: SoftwareStack) -> SoftwareStack:
 
 
 def engine_casts(row: Row) -> Casts:
-    """Return how Transformer Engine casts operands, as a row names its recipe.
+    """Return how Transformer Engine casts operands, by the recipe that a row names.
 
-    Where it does not, delayed scaling: the default of Megatron-Core (--fp8-recipe), and the only
-    recipe before Transformer Engine 2.0.
+    Without a recipe, it is delayed scaling: the default of Megatron-Core (--fp8-recipe), and the
+    only recipe before Transformer Engine 2.0.
     """
     said = row["precision"].casefold()
-    # Numbers in parentheses in Megatron-Bridge's tables are of blocks, by the note below them.
+    # Numbers in parentheses in Megatron-Bridge's tables are numbers of blocks, by the note below
+    # them.
     if any(word in said for word in ("mx", "blockwise", "granularity")):
         return "blocks"
     current = any(word in said for word in ("fp8-cs", "current", "tensorwise"))
-    # "FP8" of Megatron-Bridge's tables is its recipe fp8_cs, but where they say FP8-MX.
+    # "FP8" in Megatron-Bridge's tables is its recipe fp8_cs, except where they say FP8-MX.
     return "current" if current or row.framework.recipes else "delayed"
 
 
 def kernel(row: Row) -> Kernel:
-    """Of attention: as stated, else as Megatron's test is configured, else the framework's.
+    """Return the attention kernel: as stated, as configured in Megatron's test, or the framework's.
 
     Megatron's own attention, without Transformer Engine, writes scores.
     """
@@ -453,7 +455,7 @@ def kernel(row: Row) -> Kernel:
 
 
 def precision(row: Row) -> dict[str, Any]:
-    """As the row says, in the terms of a plan.
+    """Return the precision that the row states, in the terms of a plan.
 
     Megatron's 16-bit training, of either kind, has 16-bit weights and fp32 masters
     (megatron/core/optimizer/optimizer.py: Float16OptimizerWithFloat16Params), which is fp16-master
@@ -474,16 +476,16 @@ def precision(row: Row) -> dict[str, Any]:
 
 
 def eight(row: Row) -> bool:
-    """Whether matmuls are in eight bits, by whatever scales."""
+    """Return whether matmuls are in 8 bits, with any scales."""
     said = row["precision"].casefold()
     return "fp8" in said or "float8" in said
 
 
 def columns(row: Row, found: Sequence[Plan], layers: int, *, times: bool) -> PlanBatch:
-    """Plans' columns. For `times` matmuls of eight bits are said, and another's fused AdamW.
+    """Return plans' columns. `times` sets 8-bit matmuls, and another trainer's fused AdamW.
 
-    A plan of ours refuses eight bits beside tensor parallelism, which others have; what they keep
-    in memory is what 16 bits keep.
+    A plan of outpace refuses 8 bits with tensor parallelism, which others support; in memory, they
+    keep the same as with 16 bits.
     """
     try:
         all_of = of_plans(found, step_samples(row), layers)
@@ -494,12 +496,13 @@ def columns(row: Row, found: Sequence[Plan], layers: int, *, times: bool) -> Pla
         all_of = replace(all_of, etp=np.full_like(all_of.etp, int(stated or 1)))
     if not times:
         return all_of
-    # Another trainer's AdamW is not outpace's own for pure precision, which goes tensor by tensor.
+    # Other trainers' AdamW differs from outpace's for pure precision, which processes one tensor
+    # after another.
     fused = np.full_like(all_of.optimizer, OPTIMIZERS.index("adamw-fused"))
     all_of = replace(all_of, optimizer=fused)
     if eight(row):
         low = np.full_like(all_of.precision, PRECISIONS.index("fp8"))
-        # As what is compiled, whose casts are kernels of their own.
+        # As in compiled code, whose casts are separate kernels.
         tight = all_of.compile | row.framework.engine
         tight = tight | (row.framework.compiles_eight and not row["compile"])
         all_of = replace(all_of, precision=low, compile=tight)
@@ -507,12 +510,12 @@ def columns(row: Row, found: Sequence[Plan], layers: int, *, times: bool) -> Pla
 
 
 def traits(row: Row) -> FrameworkTraits:
-    """Of memory, by the framework."""
+    """Return the framework's traits of memory use."""
     return row.framework.traits(row["precision"])
 
 
 def plans(row: Row) -> list[Plan]:
-    """One, or all that a row leaves open: of those the planner's best is taken."""
+    """Return one plan, or all that a row allows; the planner's best of these is used."""
     try:
         if row.framework.pipelines:
             found = [plan for plan in _products(row) if plan is not None]
@@ -528,10 +531,10 @@ def plans(row: Row) -> list[Plan]:
 
 
 def step_samples(row: Row) -> int:
-    """Of a step; where accumulation is stated, as many as it makes up.
+    """Return the samples per step; if accumulation is stated, as many as it implies.
 
-    llm-foundry's batches are not always a multiple of the micro-batch that is stated with them; its
-    figures are per token.
+    llm-foundry's batches are not always a multiple of the micro-batch stated with them; its figures
+    are per token.
     """
     if row["grad_accum"] and row["micro_batch"] and row["dp"]:
         return row.number("micro_batch") * row.number("grad_accum") * row.number("dp")
@@ -545,7 +548,7 @@ _OVER = re.compile(r"zero1 over (\d+) ranks|megatron-fsdp (\d+)")
 
 
 def zero_level(row: Row) -> int:
-    """Of ZeRO, by what a row says of sharding."""
+    """Return the ZeRO level, from what a row states about sharding."""
     said = row["sharding"]
     return next((level for pattern, level in _ZERO if pattern.search(said)), 0)
 
@@ -553,11 +556,11 @@ def zero_level(row: Row) -> int:
 def _sharded(row: Row) -> Plan:
     ranks = row.optional("dp", row.optional("n_gpus", 1))
     level = zero_level(row)
-    if level == 2 and "DeepSpeed" in row["framework"]:  # whose weights are whole then
+    if level == 2 and "DeepSpeed" in row["framework"]:  # whose weights are then whole
         level = 1
     strategy = f"zero{level}" if level else "ddp" if row["sharding"] == "none" else "single"
     axis = "dp_replicate" if strategy == "ddp" else "dp_shard"
-    # Ranks that share out experts gather the rest alone (fms-acceleration's plugin for scattermoe).
+    # Ranks that share experts gather only the rest (fms-acceleration's plugin for scattermoe).
     shared: dict[str, Any] = {}
     if row.optional("ep", 1) > 1:
         strategy, shared = "3d", {"zero": level, "ep": row.number("ep")}
@@ -576,14 +579,14 @@ def _sharded(row: Row) -> Plan:
 
 
 def checkpointing(mode: str) -> dict[str, Any]:
-    """Options of a plan for a mode of recomputation."""
+    """Return the options of a plan for a mode of recomputation."""
     if mode == "every second":
         return {"checkpointing": "full", "checkpoint_every": 2}
     return {"checkpointing": mode}
 
 
 def _products(row: Row) -> Iterator[Plan | None]:
-    """Axes as stated; open are micro-batch, virtual stages and recomputation where they are not."""
+    """Yield plans with the stated axes, and with each micro-batch and option left open."""
     tp, pp, cp, dp = _axes(row)
     said, share = row["recompute"], row.number("global_batch") // dp
     stated = row.optional("micro_batch", 0)
@@ -603,9 +606,9 @@ def _products(row: Row) -> Iterator[Plan | None]:
 def _micro_batches(row: Row, share: int, pp: int) -> Sequence[int]:
     """Return the sizes to try of a rank's `share` of samples.
 
-    torchtitan has as many micro-batches as ranks of a pipeline, unless it is told otherwise
-    (pytorch/torchtitan 9dec370, parallelisms/pipelining_utils.py, build_pipeline_schedule; since
-    2025-01-07, 90567fc98, as many as stages).
+    torchtitan has as many micro-batches as a pipeline has ranks, by default (pytorch/torchtitan
+    9dec370, parallelisms/pipelining_utils.py, build_pipeline_schedule; since 2025-01-07, 90567fc98,
+    as many as stages).
     """
     if row.framework.stack == "torchtitan" and pp > 1:
         return (share // pp,) if share % pp == 0 else ()
@@ -613,7 +616,7 @@ def _micro_batches(row: Row, share: int, pp: int) -> Sequence[int]:
 
 
 def _axes(row: Row) -> tuple[int, int, int, int]:
-    """Tensor, pipeline, context and data parallelism. Raises UnstatedError."""
+    """Return tensor, pipeline, context and data parallelism. Raises UnstatedError."""
     if not (row["tp"] or row["pp"] or row["dp"]):
         raise UnstatedError("the layout is not stated")
     tp, pp, cp = (row.optional(name, 1) for name in ("tp", "pp", "cp"))
@@ -624,7 +627,7 @@ def _axes(row: Row) -> tuple[int, int, int, int]:
 
 
 def _recomputation(said: str) -> tuple[str, ...]:
-    """selective-attention is of arXiv 2205.05198, which computes scores and their softmax again."""
+    """Return modes; selective-attention (arXiv 2205.05198) recomputes scores and their softmax."""
     if not said:
         return ("none", "full")
     if said.startswith("full"):
@@ -636,13 +639,13 @@ def _recomputation(said: str) -> tuple[str, ...]:
     )
     if nothing or "selective-attention" in said:
         return ("none",)
-    # Megatron's names of modules: all of an MLP or of experts is more than what selects no matmul.
+    # Megatron's module names: an MLP or experts as a whole are more than the mode without matmuls.
     modules = set(re.findall(r"[a-z_]+", said)) - {"selective"}
     return ("attention",) if modules & {"moe", "mlp"} else ("selective",)
 
 
 def keeps_scores(row: Row) -> bool:
-    """Whether attention's scores are kept: written, and not computed again."""
+    """Return whether attention's scores are kept: written, and not recomputed."""
     return kernel(row) == "unfused" and "selective-attention" not in row["recompute"]
 
 
@@ -693,7 +696,7 @@ def _product(
 
 
 def _overlaps_tensor(row: Row) -> bool:
-    """Whether tensor parallelism's collectives proceed beside its matmuls.
+    """Return whether tensor parallelism's collectives overlap with its matmuls.
 
     NVIDIA's recipes of MLPerf have TP_COMM_OVERLAP=True, those of Megatron-Bridge
     CommOverlapConfig(tp_comm_overlap=True).
@@ -705,10 +708,10 @@ def _overlaps_tensor(row: Row) -> bool:
 
 
 def _sequence_parallel(row: Row) -> bool:
-    """Where a row says so; overlap of tensor parallelism needs it (arguments of Megatron-LM).
+    """Return whether a row states sequence parallelism; overlap needs it (Megatron-LM's arguments).
 
-    torchtitan, nanotron and the recipes of Megatron-Bridge and NeMo have it wherever they have
-    tensor parallelism.
+    torchtitan, nanotron and the recipes of Megatron-Bridge and NeMo use it wherever they use tensor
+    parallelism.
     """
     said = "sequence parallel" in row["recompute"] or "tp-comm-overlap on" in row["notes"]
     return said or row.framework.stack in ("torchtitan", "nanotron", "Megatron-Bridge", "NeMo")

@@ -1,7 +1,7 @@
-"""What the programs that published rows do, whatever they are asked, each with where that is said.
+"""Fixed behaviour of the programs that published rows used, with sources.
 
-`find_framework` names the one of a row. A row's own statements (attention, compile, precision,
-recomputation) go before what stands here.
+`find_framework` names a row's program. The row's own statements (attention, compile, precision,
+recomputation) take precedence over what is given here.
 """
 
 from collections.abc import Mapping
@@ -23,16 +23,16 @@ Memory = Literal["outpace", "megatron", "whole loss"]
 
 @dataclass(frozen=True)
 class Framework:
-    """What a program does, whatever it is asked.
+    """Behaviour of a program that does not depend on its settings.
 
-    `stack` is the name of the software in tables. `kernel` is of attention where a row does not
-    say. `bucket_mib` of gradients. `padding`: the vocabulary is filled up to a multiple of this
-    times tp. `pipelines`: it has axes of its own, and stages of equal numbers of blocks.
-    `masters`: 16-bit weights have fp32 masters. `memory`: whose habits it has. `engine`: matmuls
-    in eight bits are Transformer Engine's, which casts in kernels of its own. `whole_experts`: its
-    recipes have expert tensor parallelism of 1. `recipes`: rows are of Megatron-Bridge's recipes
-    (`published_recipes`). `compiles_eight`: where rows have matmuls in eight bits and do not say
-    whether they are compiled, they are.
+    `stack` is the software's name in tables. `kernel` is the attention kernel if a row does not
+    state one. `bucket_mib` is the size of gradient buckets. `padding`: the vocabulary is padded to
+    a multiple of this times tp. `pipelines`: it has a pipeline axis, with stages of equal numbers
+    of blocks. `masters`: 16-bit weights have fp32 masters. `memory`: the traits of memory use.
+    `engine`: 8-bit matmuls are Transformer Engine's, which casts in separate kernels.
+    `whole_experts`: its recipes have expert tensor parallelism of 1. `recipes`: rows come from
+    Megatron-Bridge's recipes (`published_recipes`). `compiles_eight`: rows with 8-bit matmuls are
+    compiled unless they state otherwise.
     """
 
     source: str
@@ -51,17 +51,17 @@ class Framework:
 
     @property
     def software(self) -> SoftwareStack:
-        """How it trains, by its stack."""
+        """Return how it trains, by its stack."""
         return STACKS[_SOFTWARE.get(self.stack, "megatron-lm")]
 
     def traits(self, precision: str) -> FrameworkTraits:
-        """Of memory; Megatron's depend on what gradients are added up in."""
+        """Return the traits of memory use; Megatron's depend on the dtype of gradient sums."""
         if self.memory == "megatron":
             return MEGATRON_FP16 if precision.startswith("fp16") else MEGATRON_BF16
         return OUTPACE if self.memory == "outpace" else _WHOLE_LOSS
 
 
-# What the catalog calls the stacks of tables (outpace/catalog/stacks.py); others are plain.
+# Names of the tables' stacks in the catalog (outpace/catalog/stacks.py); others are plain.
 _SOFTWARE: Mapping[str, str] = {
     "Megatron-Core": "megatron", "Megatron-Bridge": "megatron", "NeMo": "megatron",
     "DeepSpeed": "deepspeed-2021", "InternEvo": "internevo", "nanotron": "nanotron",
@@ -69,7 +69,7 @@ _SOFTWARE: Mapping[str, str] = {
     "transformers": "trainer", "torchtune": "trainer",
 }  # fmt: skip
 
-# Whose loss is over all logits at once.
+# Stacks whose loss is computed over all logits at once.
 _WHOLE_LOSS = replace(OUTPACE, chunks_loss=False)
 _PADDED = "vocabulary padded to a multiple of 128 × tp: --make-vocab-size-divisible-by"
 _TE = (
@@ -79,7 +79,7 @@ _TE = (
 
 
 def _core(source: str, stack: str, **more: object) -> Framework:
-    """Megatron-Core with Transformer Engine, as trained by others."""
+    """Return Megatron-Core with Transformer Engine, as used by other projects."""
     return Framework(
         f"{source}; {_TE}", stack, kernel="fused", dropout=False, bucket_mib=153, padding=128,
         memory="megatron", engine=True, **more,
@@ -214,10 +214,10 @@ _MLPERF = "mlperf-"
 
 
 def find_framework(named: str, source_key: str) -> Framework | None:
-    """Return the framework of a row, by its source where many names mean one; None: unknown."""
+    """Return a row's framework, by its source if several share a name; None if unknown."""
     if source_key.startswith(_MLPERF):
         return FRAMEWORKS["mlperf DeepSpeed" if "Deepspeed" in named else "mlperf"]
-    if source_key == "vtrain-single":  # pieces of its own model; vtrain-multi is of whole steps
+    if source_key == "vtrain-single":  # pieces of its own model; vtrain-multi has whole steps
         return FRAMEWORKS["vtrain"]
     fits = [key for key in FRAMEWORKS if named == key or named.startswith((f"{key} ", f"{key}."))]
     fits += [key for key in FRAMEWORKS if named.startswith((f"{key},", f"{key} ("))]

@@ -1,6 +1,6 @@
-"""Outlines of published rows' models: by what a row states, else by the model's name.
+"""Outlines of published rows' models: by what a row states, or by the model's name.
 
-Names stand for models whose dimensions are published with them (each outline has its source).
+Names identify models with published dimensions (each outline has its source).
 """
 
 import csv
@@ -17,14 +17,14 @@ from outpace.catalog.outlines import OUTLINES
 from outpace.planner.model.outline import outline as preset_outline
 from outpace.records.outline import AttentionShape, MatmulShape, Mlp, Outline, Stack
 
-_HEAD = 128  # width of a head where their number is not said
-# How rows spell models of the catalog.
+_HEAD = 128  # width of a head if the number of heads is not stated
+# Spellings in rows of models in the catalog.
 _SPELLINGS: Mapping[str, str] = {
     "deepseekv3": "deepseek-v3", "deepseekv2": "deepseek-v2", "llama3-8b": "llama-3-8b",
     "llama3-70b": "llama-3-70b", "llama31-8b": "llama-31-8b", "llama31-70b": "llama-31-70b",
     "llama31-405b": "llama-31-405b",
 }  # fmt: skip
-# Families whose blocks are an RMS norm, a gated MLP and rotations, without biases.
+# Families whose blocks have an RMS norm, a gated MLP and rotations, without biases.
 _LLAMA_LIKE = re.compile(r"llama|mistral|mixtral|qwen|granite|baichuan|internlm|glm|yi|swiglu moe")
 _EXPERTS = re.compile(r"(\d+) experts top-(\d+)(?: \+ (\d+) shared)?")
 
@@ -38,7 +38,7 @@ def _rms(name: str, hidden: int, vocab: int, stacks: tuple[Stack, ...]) -> Outli
 
 
 def _gpt_oss(name: str, layers: int, experts: int) -> Outline:
-    """Every second layer sees 128 tokens; a sink of each head, and the router's biases."""
+    """Build an outline: every second layer sees 128 tokens, with sinks and router biases."""
     attention = AttentionShape(
         heads=64, kv_heads=8, head_dim=64, value_dim=64, qkv_bias=True, out_bias=True
     )
@@ -56,7 +56,7 @@ def _gpt_oss(name: str, layers: int, experts: int) -> Outline:
 def _latent(
     name: str, hidden: int, heads: int, layers: int, dense: int, mlp: Mlp, query_rank: int | None
 ) -> Outline:
-    """As DeepSeek-V3's, whose first layer has no experts."""
+    """Build an outline like DeepSeek-V3's, whose first layer has no experts."""
     attention = AttentionShape(
         heads=heads, kv_heads=heads, head_dim=192, value_dim=128, query_rank=query_rank,
         kv_rank=512, rope_dim=64,
@@ -67,7 +67,7 @@ def _latent(
     ))  # fmt: skip
 
 
-# Models of rows that the catalog does not have.
+# Models in rows that the catalog does not have.
 _OTHERS: Mapping[str, Outline] = {
     one.name: one
     for one in (
@@ -83,13 +83,13 @@ _OTHERS: Mapping[str, Outline] = {
 
 @lru_cache
 def megatron_tests() -> Mapping[str, Mapping[str, str]]:
-    """What each of Megatron-LM's functional tests states, by its name."""
+    """Return what each of Megatron-LM's functional tests states, by its name."""
     with TABLE.open(encoding="utf-8", newline="") as file:
         return {line["model"]: line for line in csv.DictReader(file)}
 
 
 def find_model(name: str) -> Outline | None:
-    """Return the outline of a model by its name; None where it is not known."""
+    """Return the outline of a model by its name; None if it is unknown."""
     plain = re.sub(r"\(.*\)", "", name).strip().casefold()
     plain = re.sub(r"[_ ]+", "-", plain).replace(".", "")
     wanted = _SPELLINGS.get(plain, plain)
@@ -107,7 +107,7 @@ def stated_outline(
 ) -> Outline:
     """Return the outline of a row that states layers and hidden width.
 
-    Raises ValueError for a kind of model whose other dimensions it does not give.
+    Raises ValueError for a kind of model whose other dimensions the row does not state.
     """
     arch = values["arch"]
     refuse = next((word for word in ("hybrid", "t5", "vit") if word in arch), None)
@@ -115,7 +115,7 @@ def stated_outline(
         raise ValueError(f"of a {arch.split()[0]} model the row does not give all dimensions")
     hidden = _int(values["hidden"])
     rms = bool(_LLAMA_LIKE.search(arch)) or "swiglu" in arch
-    # As Megatron's tests of "gpt swiglu": layer norms and biases, but a gated MLP.
+    # As in Megatron's tests of "gpt swiglu": layer norms and biases, but a gated MLP.
     plain = rms and not arch.startswith(("gpt", "moe"))
     bert = arch == "bert"
     attention = _attention(values, hidden, causal=not bert, bias=not plain)
@@ -176,9 +176,9 @@ def _attention(
 
 
 def _unstated_heads(values: Mapping[str, str], hidden: int) -> int:
-    """Return heads of a model whose row has none: of 128 where its source does not say either.
+    """Return a model's number of heads if its row has none; heads are 128 wide by default.
 
-    BLOOM's prequel says them between its tables (bigscience 053adafe, train/tr11-176B-ml/
+    BLOOM's prequel states them between its tables (bigscience 053adafe, train/tr11-176B-ml/
     chronicles-prequel.md): NHEADS=96 with NHIDDEN=14400, and "all NHEADS=64 (above too)".
     """
     if values.get("source_key") == "bloom-prequel":
@@ -187,7 +187,7 @@ def _unstated_heads(values: Mapping[str, str], hidden: int) -> int:
 
 
 def _mlps(values: Mapping[str, str], width: int, *, gated: bool, bias: bool) -> list[Any]:
-    """Return numbers of layers with their MLPs: those without experts first."""
+    """Return the numbers of layers with their MLPs: those without experts first."""
     layers, arch = _int(values["layers"]), values["arch"]
     dense = Mlp(width=width, gated=gated, bias=bias)
     stated = _EXPERTS.search(arch)
@@ -213,5 +213,5 @@ def _mlps(values: Mapping[str, str], width: int, *, gated: bool, bias: bool) -> 
 
 
 def padded_vocabulary(vocab: int, step: int) -> int:
-    """Return the vocabulary filled up to a multiple of `step`."""
+    """Return the vocabulary rounded up to a multiple of `step`."""
     return math.ceil(vocab / step) * step

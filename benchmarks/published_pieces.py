@@ -1,8 +1,8 @@
-"""What vtrain-single's rows are put together from, and what that means for picks.
+"""The pieces of which vtrain-single's rows are composed, and their effect on picks.
 
-Times are linear in micro-batches and in layers, so that a layer's time for a micro-batch can be
-had from differences between rows. Taking each from the planner instead, with all else as published,
-shows which of them the picks hang on.
+Times are linear in micro-batches and in layers, so a layer's time per micro-batch follows from
+differences between rows. Replacing each with the planner's, and keeping everything else as
+published, shows which of them determine the picks.
 """
 
 from collections import defaultdict
@@ -21,12 +21,12 @@ def kind(row: Row) -> Kind:
 
 
 def count(row: Row) -> int:
-    """Micro-batches of a rank."""
+    """Return the micro-batches of a rank."""
     return row.number("global_batch") // row.number("dp") // row.number("micro_batch")
 
 
 def linear(table: Sequence[Row]) -> dict[str, Any]:
-    """How far further micro-batch counts are off the line through the first two."""
+    """Return how far further micro-batch counts are off the line through the first two."""
     names = ("layers", "hidden", "heads", "tp", "pp", "dp", "micro_batch")
     alike: defaultdict[tuple[str, ...], dict[int, float]] = defaultdict(dict)
     for row in table:
@@ -42,7 +42,7 @@ def linear(table: Sequence[Row]) -> dict[str, Any]:
 
 
 def layers(table: Sequence[Row], seconds: Mapping[str, float]) -> dict[Kind, float]:
-    """Of a layer and micro-batch, without a pipeline: slope over layers of slopes over counts."""
+    """Return times per layer and micro-batch without a pipeline, from slopes of slopes."""
     alike: defaultdict[tuple[Kind, int, int], dict[int, float]] = defaultdict(dict)
     for row in table:
         if row.number("pp") == 1:
@@ -65,7 +65,7 @@ def layers(table: Sequence[Row], seconds: Mapping[str, float]) -> dict[Kind, flo
 
 
 def regret(table: Sequence[Row], seconds: Callable[[Row], float]) -> tuple[float, float]:
-    """Mean and 95th percentile, of picks by these times."""
+    """Return mean and 95th percentile of the regret of picks by these times."""
     groups: defaultdict[tuple[str, ...], list[tuple[float, float]]] = defaultdict(list)
     for row in table:
         groups[row.same].append((row.measured_s or 0.0, seconds(row)))
@@ -78,7 +78,7 @@ def regret(table: Sequence[Row], seconds: Callable[[Row], float]) -> tuple[float
 
 
 def analyse(table: Sequence[Row], predicted: Mapping[str, float]) -> dict[str, Any]:
-    """Layers as published and predicted, and the regret if all else were known."""
+    """Return layers as published and predicted, and the regret if everything else were known."""
     table = [row for row in table if row.source == "vtrain-single"]
     published = {row.id: row.measured_s or 0.0 for row in table}
     true, ours = layers(table, published), layers(table, predicted)

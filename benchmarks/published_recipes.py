@@ -1,7 +1,7 @@
 """Settings of Megatron-Bridge's performance recipes that its tables of results do not repeat.
 
-NVIDIA-NeMo/Megatron-Bridge 067f987df0, src/megatron/bridge/perf_recipes, by model and machine. The
-tables name these recipes as what was run.
+They come from NVIDIA-NeMo/Megatron-Bridge 067f987df0, src/megatron/bridge/perf_recipes, by model
+and machine. The tables state that they used these recipes.
 """
 
 import csv
@@ -21,9 +21,9 @@ _LLAMA_8B_LAYERS = 32
 
 
 def virtual_stages(source_key: str, model: Outline) -> int | None:
-    """Return a rank's stages where a configuration that a row names leaves them to its defaults.
+    """Return a rank's stages if the configuration that a row names leaves them at its defaults.
 
-    NVIDIA's GPT-3 of MLPerf 3.1 interleaves 12, and none of its configurations says otherwise
+    NVIDIA's GPT-3 of MLPerf 3.1 interleaves 12, and none of its configurations overrides this
     (training_results_v3.1 f33f9444, NVIDIA/benchmarks/gpt3/implementations/pytorch, conf/
     custom.yaml: virtual_pipeline_model_parallel_size, INTERLEAVED_PIPELINE).
     """
@@ -33,8 +33,8 @@ def virtual_stages(source_key: str, model: Outline) -> int | None:
 def recipe_recomputation(model: Outline, source: str, gpu: str, precision: str) -> str:
     """Return the mode of recomputation of a model's recipe.
 
-    Llama's and Qwen3's have none (recompute_granularity None; of Llama 3 8B on H100 5 of 32 layers,
-    which is left out). What others name are modules that have hardly any matmuls: mla_up_proj,
+    Llama's and Qwen3's have none (recompute_granularity None; for Llama 3 8B on H100, 5 of 32
+    layers, which is ignored). Others name modules that have hardly any matmuls: mla_up_proj,
     layernorm, moe_act, or the MLP of layers without experts.
     """
     return _find_recipe(model, source, gpu, precision).get("recompute", "none")
@@ -43,9 +43,9 @@ def recipe_recomputation(model: Outline, source: str, gpu: str, precision: str) 
 def recipe_outline(model: Outline) -> Outline:
     """Return a model as its recipes train it.
 
-    DeepSeek-V3 predicts the token after the next, too (recipes/deepseek/deepseek_v3.py:
-    mtp_num_layers = 1): a layer more, behind a matmul that joins the hidden states with the
-    tokens' embeddings, and the head once more, with the same weights.
+    DeepSeek-V3 also predicts the token after the next (recipes/deepseek/deepseek_v3.py:
+    mtp_num_layers = 1): one more layer, after a matmul that joins the hidden states with the
+    tokens' embeddings, and a second use of the head, with the same weights.
     """
     if model.name != "deepseek-v3":
         return model
@@ -64,9 +64,9 @@ def recipe_stack(
 ) -> SoftwareStack:
     """Return Megatron-Core's traits as the recipes of a table's release set them.
 
-    Of dense models' recipes in FP8, those that pre-train Llama 3 8B on Blackwell are one CUDA graph
-    from 25.11 (97ad8cc6) on. Those of 70B and 405B have no graphs, or replay MLPs alone where they
-    fine-tune, which is left out.
+    Among dense models' FP8 recipes, those that pre-train Llama 3 8B on Blackwell are one CUDA graph
+    from 25.11 (97ad8cc6) on. Those of 70B and 405B have no graphs, or, for fine-tuning, only replay
+    MLPs, which is ignored.
     """
     found = _find_recipe(model, source, gpu, precision)
     if not found:
@@ -83,9 +83,9 @@ def recipe_stack(
 
 
 def _find_recipe(model: Outline, source: str, gpu: str, precision: str) -> Mapping[str, str]:
-    """Return the line of `TABLE` that holds for a model's row; empty: none.
+    """Return the line of `TABLE` for a model's row; empty if there is none.
 
-    That is its recipe of the newest release that is not newer than the row's, or the first.
+    This is the recipe of the newest release that is not newer than the row's, or the first.
     """
     release = _release(source)
     stated = precision.upper()
@@ -105,7 +105,7 @@ def _recipes() -> Sequence[Mapping[str, str]]:
 
 
 def _release(source: str) -> tuple[int, ...]:
-    """Return the release of a row's table; where it has none, the latest."""
+    """Return the release of a row's table, or the latest if it has none."""
     stated = _RELEASE.search(source)
     return _number(stated[1]) if stated else _LATEST
 

@@ -1,9 +1,9 @@
-"""What `scripts/quickstart` shows and how long it takes, once installed.
+"""Output and duration of `scripts/quickstart`, once installed.
 
     python benchmarks/quickstart.py
 
-Runs the script in this checkout, with a token cache of its own, and records its result and the
-summary that a person sees. Checks what is promised: under 5 minutes, a validation loss at least 1.5
+This runs the script in this checkout, with a separate token cache, and records its result and the
+summary that users see. It checks what is promised: under 5 minutes, a validation loss at least 1.5
 nats below the initial one and below the unigram entropy.
 """
 

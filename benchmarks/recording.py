@@ -1,4 +1,4 @@
-"""How a benchmark's result is kept: command, versions, machine, every repeat."""
+"""Records of benchmark results: command, versions, machine, every repeat."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ RESULTS = HERE / "results"
 
 
 def circumstances() -> dict[str, Any]:
-    """What a figure is measured by, when and where."""
+    """Return the conditions of a measurement: with what, when and where."""
     head, dirty = commit()
     return {
         "command": ["python", program(Path(sys.argv[0])), *sys.argv[1:]],
@@ -38,6 +38,6 @@ def save(name: str, result: Mapping[str, Any]) -> Path:
 
 
 def program(path: Path) -> str:
-    """A benchmark's path from the repository's root, wherever that is."""
+    """Return a benchmark's path from the repository's root, wherever that is."""
     whole = path.resolve()
     return f"benchmarks/{whole.relative_to(HERE) if whole.is_relative_to(HERE) else path.name}"

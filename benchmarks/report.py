@@ -1,11 +1,12 @@
-"""How long the report of a long run takes to make and to draw, and how large it is.
+"""Time to create and draw the report of a long run, and its size.
 
     python benchmarks/report.py [--rounds 7]
 
-A run's folder of 100,000 steps is written (losses with spikes, two hosts of four devices, a
-pipeline's plan). `outpace report` is started anew each time, as a person does, and the page is
-opened from disk in Chromium, whose start is not counted: until what a reader sees is drawn, and
-until all is. Target: made and seen below 2 s together, the page below 10 MB, and every spike on it.
+This writes a run's folder of 100,000 steps (losses with spikes, two hosts of four devices, a
+pipeline's plan). `outpace report` is started as a new process each time, as users do, and the page
+is opened from disk in Chromium, whose start is not counted: until everything in view is drawn, and
+until all is. Target: created and in view below 2 s in total, the page below 10 MB, and every spike
+on it.
 """
 
 import argparse
@@ -41,7 +42,7 @@ SHARES = {"data": 0.01, "forward": 0.3, "backward": 0.55, "optimizer": 0.05, "co
 
 
 def write_run(folder: Path, steps: int = STEPS) -> list[int]:
-    """The run's files; returns the steps whose loss is a spike."""
+    """Write the run's files; return the steps whose loss is a spike."""
     chance = random.Random(0)
     plan = Plan(strategy="1f1b", pp=8, pp_microbatches=16, precision="bf16")
     settings = TrainSettings(model="gpt2", global_batch=16, steps=steps, seq_len=1024)
@@ -104,7 +105,7 @@ def write_result(folder: Path, steps: int) -> None:
 
 
 def made_s(folder: Path, out: Path) -> float:
-    """From the command to its end."""
+    """Return the seconds from the command to its end."""
     command = [sys.executable, "-m", "outpace", "report", str(folder), "--out", str(out)]
     began = time.perf_counter()
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
@@ -112,7 +113,7 @@ def made_s(folder: Path, out: Path) -> float:
 
 
 def drawn_s(browser: Any, out: Path) -> tuple[float, float, int]:
-    """From opening to what is in view, and to the last figure; and how many spikes are drawn."""
+    """Return seconds until everything in view is drawn, and until all is; and the drawn spikes."""
     page = browser.new_page(viewport={"width": 1200, "height": 900})
     began = time.perf_counter()
     page.goto(out.as_uri(), wait_until="commit")

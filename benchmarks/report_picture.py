@@ -3,8 +3,8 @@
     python benchmarks/report_picture.py [--run DIR]     # without DIR it trains for some minutes
     first
 
-Writes docs/images/report.png: the top of the page as it opens on a desktop. The run's speed is that
-of the machine at hand; the picture shows what a report looks like and claims nothing.
+This writes docs/images/report.png: the top of the page as it opens on a desktop. The run's speed is
+that of the current machine; the picture shows what a report looks like and claims nothing.
 """
 
 import argparse

@@ -42,7 +42,7 @@ class SavedBytes(saved_tensors_hooks):
 
 
 class _KeptTensor:
-    """A tensor held by the graph, which tells its account when the graph releases it."""
+    """A tensor held by the graph, which notifies its account when the graph releases it."""
 
     def __init__(self, tensor: torch.Tensor, account: SavedBytes) -> None:
         self.tensor = tensor.detach()

@@ -1,14 +1,14 @@
-"""How what a person waits for grows: each cost as a curve, with its exponent.
+"""Growth of the costs for which users wait: each cost as a curve, with its exponent.
 
     python benchmarks/scaling.py                    # records results/scaling.json; ~30 minutes
-    python benchmarks/scaling.py --curve report     # this curve anew; the others stay
-    python benchmarks/scaling.py --quick            # shows that it works, records nothing
+    python benchmarks/scaling.py --curve report     # repeats this curve; keeps the others
+    python benchmarks/scaling.py --quick            # a quick check, records nothing
 
 A curve is a cost at several sizes, each measured several times, small and large in turn. Its
 exponent is that of the power law through the upper half of its sizes, by least squares over the
-logarithms of medians: 1 is linear, 2 as the square. Beside each stands what it should be at most,
-with the reason; what is above that by more than the tolerance is said. Steps and memory are those
-of outpace's own training code on random tokens, each size in a process of its own.
+logarithms of medians: 1 is linear, 2 quadratic. Each has an upper bound, with the reason; excesses
+above the tolerance are reported. Steps and memory are those of outpace's own training code on
+random tokens, with each size in a separate process.
 """
 
 import argparse
@@ -29,14 +29,14 @@ from typing import Any
 from recording import RESULTS, save
 
 TOLERANCE = 0.1  # of an exponent
-STEPS = 4  # that are timed of each size
+STEPS = 4  # timed steps per size
 _SPEC = {"family": "llama", "layers": 2, "hidden": 256, "heads": 4, "kv_heads": 4, "vocab": 1024}
 _SEQ_LEN = 256
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A cost by size. `measure` gives costs by name ("s", "bytes", …) of one size."""
+    """A cost by size. `measure` returns costs by name ("s", "bytes", …) for one size."""
 
     sizes: Sequence[int]
     quick: Sequence[int]
@@ -48,7 +48,7 @@ class Curve:
 
 
 def step_of(**changes: int) -> dict[str, float]:
-    """Seconds of a step and the most bytes of tensors, in a process of its own."""
+    """Return the seconds of a step and the peak bytes of tensors, from a separate process."""
     words = [sys.executable, __file__, "--step", json.dumps(changes)]
     done = subprocess.run(words, check=True, capture_output=True, text=True)
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -56,7 +56,7 @@ def step_of(**changes: int) -> dict[str, float]:
 
 
 def one_step(changes: dict[str, int]) -> None:
-    """What `step_of` starts."""
+    """Run the step for `step_of`."""
     import torch
     from strategy_run import StrategyRun
 
@@ -94,7 +94,7 @@ def vocabulary(size: int, _: Path) -> dict[str, float]:
 
 
 def tokenising(megabytes: int, folder: Path) -> dict[str, float]:
-    """The default corpus again and again, each document with words of its own."""
+    """Tokenize copies of the default corpus, in which each document has words of its own."""
     path = folder / f"{megabytes}.jsonl"
     if not path.is_file():
         write_corpus(path, megabytes * 10**6)
@@ -122,7 +122,7 @@ def tokenising(megabytes: int, folder: Path) -> dict[str, float]:
 
 
 def write_corpus(path: Path, size: int) -> None:
-    """A .jsonl of so many bytes."""
+    """Write a .jsonl file of `size` bytes."""
     from outpace.data.sources import open_source
 
     texts = [one.read_text(errors="replace") for one in open_source("stdlib").files]
@@ -135,7 +135,7 @@ def write_corpus(path: Path, size: int) -> None:
 
 
 def shards(count: int, folder: Path) -> dict[str, float]:
-    """Opening data of so many files that are tokenised already."""
+    """Open data of `count` tokenized files."""
     from outpace.data.corpus import prepare
     from outpace.data.tokenizer import train_tokenizer
 
@@ -159,7 +159,7 @@ def shards(count: int, folder: Path) -> dict[str, float]:
 
 
 def ranks(count: int, folder: Path) -> dict[str, float]:
-    """From the command to the first step's line."""
+    """Return the seconds from the command to the first step's line."""
     spec, out = folder / "spec.json", folder / f"ranks-{count}-{time.monotonic_ns()}"
     spec.write_text(json.dumps({**_SPEC, "hidden": 64, "ffn": 128, "max_positions": 64}))
     words = [sys.executable, "-m", "outpace", "train", "--model", str(spec), "--nproc", str(count),
@@ -220,7 +220,7 @@ def trace(count: int, _: Path) -> dict[str, float]:
 
 
 def report(steps: int, folder: Path) -> dict[str, float]:
-    """A page of a run of so many steps: made, and how large."""
+    """Write the page of a run with this many steps; return its time and size."""
     from report import made_s, write_run
 
     run, out = folder / f"run-{steps}", folder / "report.html"
@@ -232,7 +232,7 @@ def report(steps: int, folder: Path) -> dict[str, float]:
 
 
 def compare(arms: int, folder: Path) -> dict[str, float]:
-    """All that a comparison of commands does beside them."""
+    """Return the time that a comparison of commands takes apart from the commands."""
     words = [f"--command=echo t={1 + arm / 1000}" for arm in range(arms)]
     out = folder / f"compare-{arms}-{time.monotonic_ns()}"
     began = time.perf_counter()
@@ -272,7 +272,7 @@ CURVES = {
 
 
 def exponent(sizes: Sequence[int], medians: Sequence[float]) -> float:
-    """Of the power law through the upper half, three sizes at least where there are as many."""
+    """Return the power law's exponent over the upper half, or three sizes if that is more."""
     kept = min(max(math.ceil(len(sizes) / 2), 3), len(sizes))
     x = [math.log(size) for size in sizes[-kept:]]
     y = [math.log(value) for value in medians[-kept:]]
@@ -282,7 +282,7 @@ def exponent(sizes: Sequence[int], medians: Sequence[float]) -> float:
 
 
 def measured(name: str, curve: Curve, quick: bool) -> dict[str, Any]:
-    """A curve's row."""
+    """Return a curve's row."""
     sizes, repeats = (curve.quick, 1) if quick else (curve.sizes, curve.repeats)
     found: dict[int, list[dict[str, float]]] = {size: [] for size in sizes}
     with tempfile.TemporaryDirectory() as folder:
@@ -301,7 +301,7 @@ def measured(name: str, curve: Curve, quick: bool) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure what is asked for, and keep it curve by curve."""
+    """Measure the requested curves, and save each when it is done."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--curve", choices=CURVES)
     parser.add_argument("--quick", action="store_true")

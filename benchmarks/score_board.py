@@ -1,8 +1,9 @@
-"""Published rows by kind: how far predictions are off, whether intervals hold, what is picked.
+"""Published rows by kind: prediction errors, coverage of intervals, and picks.
 
 A kind is a chip's generation, the software, dense or experts, what is trained and the number of
-devices. Of memory the same; of rows that ran out of memory, whether the planner says so. Every
-error stands beside that of one constant fitted to the very rows of its kind.
+devices. Memory is scored in the same way; for rows that ran out of memory, this scores whether the
+planner says so. Every error is shown next to that of one constant fitted to the same rows of its
+kind.
 """
 
 import statistics
@@ -18,13 +19,13 @@ from outpace.planner.calibration.prediction_interval import LEVEL, WORLDS, Quest
 from outpace.planner.memory import peak as memory
 from outpace.planner.model.outline import parameters
 
-# Of these tiny models times repeat to 29 % only (data/README.md).
+# Times of these tiny models repeat only to 29 % (data/README.md).
 _LEAST_HIDDEN = 4096
 _TINY = "megatron-lm-golden"
 
 
 def score(table: Sequence[Row], predict: Callable[[Row], Any]) -> dict[str, Any]:
-    """Return everything of some rows. `predict`: a row's step, or UnstatedError."""
+    """Return the scores of some rows. `predict` returns a row's step, or raises UnstatedError."""
     left_out = Counter[tuple[str, str]]()
     times = [one for row in table if (one := _time(row, predict, left_out)) is not None]
     unjudged = Counter[str]()
@@ -39,7 +40,7 @@ def score(table: Sequence[Row], predict: Callable[[Row], Any]) -> dict[str, Any]
         "labels": labels(sizes) | {"unjudged": dict(sorted(unjudged.items()))},
         "regret": groups,
         "rows": times,
-        # Those that tell of nothing but that what ran is said to fit are left out.
+        # Rows that show only that something which ran is predicted to fit are left out.
         "memory": [one for one in sizes
                    if one["measured_bytes"] or one["oom"] or one["called_oom"]],
     }  # fmt: skip
@@ -61,7 +62,7 @@ def tables(
 
 
 def kind_of(row: Row) -> dict[str, str]:
-    """What a row is of."""
+    """Return a row's kind."""
     model = published.outline(row)
     count = row.optional("n_gpus", 1)
     adapters = "lora" in row["task"].casefold()
@@ -78,7 +79,7 @@ def kind_of(row: Row) -> dict[str, str]:
 
 
 def question_kind(one: Mapping[str, Any]) -> QuestionKind:
-    """Return the kind by which a row of the board has its interval."""
+    """Return the kind that determines a row's interval."""
     most = next(most for most, name in WORLDS if name == one["devices"])
     return QuestionKind(
         architecture=one["chip"], experts=one["mlp"] == "experts",
@@ -110,9 +111,9 @@ def _time(
 
 
 def _memory(row: Row, unjudged: Counter[str]) -> dict[str, Any] | None:
-    """Return what a row's first layout takes; None where nothing is known of it.
+    """Return the memory of a row's first layout; None if nothing is known about it.
 
-    Rows that ran, or ran out of memory, and are not judged are counted by why.
+    Rows that ran, or ran out of memory, but are not judged are counted by reason.
     """
     out = row["outcome"] == "OOM"
     try:
@@ -123,8 +124,8 @@ def _memory(row: Row, unjudged: Counter[str]) -> dict[str, Any] | None:
             unjudged["adapters, for which there is no memory formula"] += 1
             return None
         found = published.plans(row)
-        # What is left open was chosen by somebody so that it fits; recipes have ways of their own
-        # to save memory (activations on the host, moments of 16 bits) that tables leave out.
+        # Whoever ran these chose unstated settings so that they fit; recipes have their own ways to
+        # save memory (activations on the host, 16-bit moments) that tables omit.
         if row.framework.recipes and not row["recompute"]:
             unjudged["recipes that do not state recomputation"] += 1
             return None
@@ -157,12 +158,12 @@ def _memory(row: Row, unjudged: Counter[str]) -> dict[str, Any] | None:
 
 
 def _rank(row: Row) -> Any:
-    """Whose memory is written down: Megatron's tests have the last rank's."""
+    """Return the rank whose memory is logged: for Megatron's tests, the last one."""
     return "last" if row.source == _TINY else "fullest"
 
 
 def kinds(rows: Iterable[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return one line for each kind, the most rows first."""
+    """Return one line for each kind, those with the most rows first."""
     together: defaultdict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         together[tuple(row[name] for name in names)].append(row)
@@ -181,7 +182,7 @@ def kinds(rows: Iterable[dict[str, Any]], names: Sequence[str]) -> list[dict[str
 
 
 def memory_kinds(rows: Iterable[dict[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Return one line for each kind of which memory was published."""
+    """Return one line for each kind with published memory."""
     together: defaultdict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
         if row["measured_bytes"]:
@@ -201,7 +202,7 @@ def memory_kinds(rows: Iterable[dict[str, Any]], names: Sequence[str]) -> list[d
 
 
 def labels(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return how often the planner is wrong about what fits, of layouts that are stated whole."""
+    """Return how often the planner is wrong about what fits, for completely stated layouts."""
     ran, ended = [[one for one in rows if one["oom"] == oom] for oom in (False, True)]
     false_no = [one["row"] for one in ran if one["called_oom"]]
     false_yes = [one["row"] for one in ended if not one["called_oom"]]
@@ -214,7 +215,7 @@ def labels(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def regrets(
     times: Sequence[dict[str, Any]], alike: dict[str, tuple[str, ...]]
 ) -> list[dict[str, Any]]:
-    """Return for each group of layouts of one problem what the pick costs against the best."""
+    """Return the regret of the pick for each group of layouts of one problem."""
     groups: defaultdict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
     for one in times:
         groups[alike[one["row"]]].append(one)
@@ -249,7 +250,7 @@ def regret_by_source(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def one_constant(values: Sequence[float], truths: Sequence[float]) -> float:
-    """Mean error of values × c for the best c: the weighted median of truth over value."""
+    """Return the mean error of c × values for the best c: the weighted median of their ratios."""
     ratios = np.array(truths) / np.array(values)
     weights = 1 / ratios
     order = np.argsort(ratios)

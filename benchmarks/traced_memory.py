@@ -1,8 +1,9 @@
-"""Memory of training on a CUDA device, derived without one: fake tensors, stated rules.
+"""Memory of training on a CUDA device, derived without one from fake tensors and stated rules.
 
-A model's real code runs under `FakeTensorMode`, so tensors have sizes and no memory. `Tracker`
-notes each storage's birth and death in order; `reserved` plays them through the rules of torch's
-CUDA allocator, which gives what the driver sees: reserved, not only allocated.
+A model's real code runs under `FakeTensorMode`, so tensors have sizes but no memory. `Tracker`
+records each storage's creation and release in order; `reserved` simulates these with the rules of
+torch's CUDA allocator, which gives what the driver sees: reserved memory, not only allocated
+memory.
 
 Tensors lie on the CPU here, so `CudaRules` does what CUDA's dispatch does otherwise:
 - autocast's lists (torch 1.8, aten/src/ATen/autocast_mode.cpp): matmuls in half precision;
@@ -11,7 +12,7 @@ Tensors lie on the CPU here, so `CudaRules` does what CUDA's dispatch does other
 - dropout keeps a mask of one byte an element;
 - until torch 1.10 softmax kept its input besides its output (pytorch/pytorch#49600, #64000).
 
-Left out: what kernels allocate for themselves, NCCL's buffers, CUDA's context.
+Left out: kernels' own allocations, NCCL's buffers, and CUDA's context.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,24 +37,24 @@ _RAISED = frozenset({F.softmax, F.layer_norm, F.cross_entropy})
 
 
 class SoftmaxOfOld(torch.autograd.Function):
-    """softmax over the last dimension that keeps its input too."""
+    """Softmax over the last dimension that also keeps its input."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """As F.softmax."""
+        """Compute F.softmax."""
         y = torch._softmax(x, -1, False)
         ctx.save_for_backward(x, y)
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        """As softmax's own, which does not read the input."""
+        """Compute softmax's own backward, which does not read the input."""
         x, y = ctx.saved_tensors
         return torch._softmax_backward_data(grad, y, -1, x.dtype)
 
 
 class CudaRules(TorchFunctionMode):
-    """Entered around a forward: what CUDA does otherwise. `low` is autocast's dtype, or None.
+    """Context for a forward with CUDA's different behaviour. `low` is autocast's dtype, or None.
 
     `of_2021`: the rules of torch 1.8 instead of today's.
     """
@@ -83,7 +84,7 @@ class CudaRules(TorchFunctionMode):
         if not _is(value, torch.float32):
             return value
         if not (value.is_leaf and value.requires_grad):
-            return value.to(self._low)  # activations are cast anew by each matmul
+            return value.to(self._low)  # each matmul casts activations again
         if id(value) not in self._casts:
             self._casts[id(value)] = value.to(self._low)
         return self._casts[id(value)]
@@ -99,10 +100,10 @@ def _is(value: Any, dtype: torch.dtype | None) -> bool:
 
 @dataclass(frozen=True)
 class Case:
-    """A run to be traced: the batch of each step, autocast's dtype, and who else takes memory.
+    """A run to trace: the batch of each step, autocast's dtype, and other uses of memory.
 
-    `of_2021`: rules and habits of torch 1.8 and transformers 4.3: gradients are zeroed and not
-    freed. `ddp`: with its buckets, beside the gradients.
+    `of_2021`: rules of torch 1.8 and transformers 4.3: gradients are zeroed and not freed. `ddp`:
+    with its buckets, in addition to the gradients.
     """
 
     batches: Sequence[int]
@@ -113,7 +114,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Traced:
-    """Peaks of a run: of its tensors, and of what the allocator took for them."""
+    """Peaks of a run: of its tensors, and of what the allocator reserved for them."""
 
     allocated_bytes: int
     reserved_bytes: int
@@ -122,7 +123,7 @@ class Traced:
 def trace_training(
     build: Callable[[], nn.Module], batch_of: Callable[[int], dict[str, Tensor]], case: Case
 ) -> Traced:
-    """Train a model whose forward gives an output with `.loss`, under fake tensors."""
+    """Train a model whose forward returns an output with `.loss`, under fake tensors."""
     tracker = Tracker()
     with FakeTensorMode(), tracker:
         model = build()
@@ -146,9 +147,9 @@ def trace_training(
 
 
 def ddp_buckets(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """DDP's buffers in the order of parameters: 1 MiB for the first, then 25 MiB.
+    """Return DDP's buffers in the order of parameters: 1 MiB for the first, then 25 MiB.
 
-    Before them, its broadcast of all weights in buffers of 250 MiB (Li et al., VLDB 2020, §3-4).
+    Before them, DDP broadcasts all weights in buffers of 250 MiB (Li et al., VLDB 2020, §3-4).
     """
     broadcast = _flat(parameters, 250 * MIB, 250 * MIB)
     del broadcast
@@ -167,7 +168,7 @@ def _flat(parameters: Sequence[nn.Parameter], first: int, cap: int) -> list[Tens
 
 @torch.no_grad()
 def adamw_step(parameters: Sequence[nn.Parameter], state: dict[int, tuple[Tensor, Tensor]]) -> None:
-    """AdamW by a loop with one temporary a parameter, as transformers 4.3 had it."""
+    """Run AdamW as a loop with one temporary per parameter, as in transformers 4.3."""
     for number, parameter in enumerate(parameters):
         if number not in state:
             state[number] = torch.zeros_like(parameter), torch.zeros_like(parameter)

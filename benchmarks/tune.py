@@ -1,20 +1,20 @@
-"""`outpace tune` against whole grids: what its few trials miss of what many would have found.
+"""`outpace tune` compared with whole grids: what its few trials miss.
 
     python benchmarks/tune.py              # records results/tune.json; 3 hours on 2 cores
-    python benchmarks/tune.py --problem 3  # the third anew; the others stay as they are recorded
-    python benchmarks/tune.py --problem 3 --keep-grid  # its grid, too; on the machine it is of
-    python benchmarks/tune.py --quick      # shows that it works, records nothing
+    python benchmarks/tune.py --problem 3  # repeats the third; keeps the others
+    python benchmarks/tune.py --problem 3 --keep-grid  # keeps its grid, on the same machine
+    python benchmarks/tune.py --quick      # a quick check, records nothing
 
-Of each problem (a model, a sequence, a number of processes, a limit of memory) every configuration
-of a grid is measured as `outpace tune` measures a trial, and `outpace tune` is run. Then the grid's
-five best and the tuner's pick are measured again in turn: all of them train at once, and each goes
-on for two seconds of each round while the others are stopped; four rounds, and all anew, four
-times. So neither noise, nor what changes on a machine over minutes, nor where the memory of one
-start happens to lie (some 3 % from start to start) crowns one. Of a trial, and of a turn, counts
-what a quarter of its steps stay below. Regret is what the pick takes longer than the fastest of
-these, the median over rounds, where the fastest is that of the other starts; its price is the
-tuner's time as a share of the grid's: of both from the start of the first trial to the end of the
-last.
+For each problem (a model, a sequence length, a number of processes, a memory limit), every
+configuration of a grid is measured as `outpace tune` measures a trial, and `outpace tune` is run.
+Then the grid's five best and the tuner's pick are measured again in turn: all of them train at the
+same time, and each runs for two seconds of each round while the others are suspended; four rounds,
+with four new starts. So the winner depends neither on noise, nor on changes of the machine over
+minutes, nor on where the memory of one start is placed (about 3 % from start to start). The figure
+of a trial, and of a turn, is the first quartile of its steps. Regret is how much longer the pick
+takes than the fastest of these, as the median over rounds, where the fastest is that of the other
+starts. Its price is the tuner's time relative to the grid's, both from the start of the first trial
+to the end of the last.
 """
 
 import argparse
@@ -39,7 +39,7 @@ LLAMA = {"family": "llama", "hidden": 256, "heads": 8, "kv_heads": 8, "ffn": 704
 
 @dataclass(frozen=True)
 class Problem:
-    """What is trained, and on how many processes; None: as many as the tuner likes."""
+    """A model to train, and its number of processes; None: as many as the tuner chooses."""
 
     name: str
     spec: dict[str, Any]
@@ -49,7 +49,7 @@ class Problem:
     memory_limit: str | None = None
 
     def given(self, folder: Path) -> dict[str, Any]:
-        """Settings of outpace train."""
+        """Return settings of outpace train."""
         path = folder / f"{self.spec['family']}-{self.spec['layers']}.json"
         path.write_text(json.dumps(self.spec))
         values = {"model": str(path), "seq_len": self.seq_len, "global_batch": self.global_batch,
@@ -64,7 +64,7 @@ PROBLEMS = (
     Problem("gpt 6 × 256 on 1 or 2", {**GPT, "layers": 6}, 256, 8, None),
 )
 MODES = ("none", "selective", "full")
-# By number of processes: strategy with its axes.
+# By number of processes: strategies with their axes.
 LAYOUTS: dict[int, tuple[dict[str, Any], ...]] = {
     1: ({"strategy": "single"},),
     2: (
@@ -89,7 +89,7 @@ LEAST = 48
 
 
 def grid(problem: Problem, precision: str) -> Iterator[Any]:
-    """Every configuration."""
+    """Yield every configuration."""
     from outpace.records.plan import Plan
 
     worlds = (1, 2) if problem.nproc is None else (problem.nproc,)
@@ -107,7 +107,7 @@ def grid(problem: Problem, precision: str) -> Iterator[Any]:
 
 
 def measured(given: dict[str, Any], chosen: list[Any], folder: Path) -> list[Any]:
-    """A trial of each, one after the other."""
+    """Run a trial of each, one after the other."""
     from outpace.experiment.trials import Trials
 
     trials, found = Trials(given, folder), []
@@ -122,7 +122,7 @@ def measured(given: dict[str, Any], chosen: list[Any], folder: Path) -> list[Any
 def in_turn(
     given: dict[str, Any], plans: dict[str, Any], expected_s: float, folder: Path, rounds: int
 ) -> Iterator[dict[str, float | None]]:
-    """Of each round the plans' step times, in an order of its own."""
+    """Return the plans' step times in each round, each round in a different order."""
     from outpace.experiment import turns
     from outpace.experiment.trials import TURN_S, quarter
 
@@ -146,10 +146,10 @@ Round = dict[str, float | None]
 
 
 def regret(pick: str, starts: list[list[Round]]) -> float:
-    """What the pick takes longer than the fastest: the median over the rounds of all starts.
+    """Return how much longer the pick takes than the fastest: the median over rounds of all starts.
 
-    Beside each start the fastest is that of the other starts: of several that are alike the one
-    that luck favours looks fastest, and is not when it is looked at again.
+    For each start, the fastest is that of the other starts: among several equal plans, the one
+    favoured by chance looks fastest, but not when it is measured again.
     """
     found = []
     for at, rounds in enumerate(starts):
@@ -168,7 +168,7 @@ def _ratio(key: str, pick: str, rounds: list[Round]) -> float:
 def finals(
     given: dict[str, Any], plans: list[Any], expected_s: float, folder: Path, quick: bool
 ) -> dict[str, Any]:
-    """The pick, which is the first of `plans`, beside the others: its regret, and every turn."""
+    """Compare the pick, the first of `plans`, with the others: its regret, and every turn."""
     keys = {plan.model_dump_json(): plan for plan in plans}
     starts = [
         list(in_turn(given, keys, expected_s, folder / "again" / str(start),
@@ -182,7 +182,7 @@ def finals(
 
 
 def proposals(problem: Problem, folder: Path) -> list[Any]:
-    """Of each of its plans."""
+    """Return proposals for each of the problem's plans."""
     from outpace.jobs.planning.proposer import Proposer
     from outpace.records.settings import TrainSettings
 
@@ -194,7 +194,7 @@ def proposals(problem: Problem, folder: Path) -> list[Any]:
 
 
 def grid_measured(problem: Problem, proposed: list[Any], folder: Path) -> list[Any]:
-    """A trial of each."""
+    """Run a trial of each."""
     from outpace.experiment.tune import NextTrial
 
     chosen = [NextTrial("of the grid", one, one.step_time_s) for one in proposed]
@@ -202,7 +202,7 @@ def grid_measured(problem: Problem, proposed: list[Any], folder: Path) -> list[A
 
 
 def grid_kept(rows: list[dict[str, Any]], proposed: list[Any]) -> list[Any]:
-    """The same trials, as they were recorded: without plans and runs."""
+    """Return the same trials as recorded earlier, without plans and runs."""
     from outpace.records.tuning import PlanTrial
 
     return [
@@ -214,7 +214,7 @@ def grid_kept(rows: list[dict[str, Any]], proposed: list[Any]) -> list[Any]:
 
 
 def tuned(problem: Problem, folder: Path) -> Any:
-    """What `outpace tune` comes to."""
+    """Return the result of `outpace tune`."""
     from outpace.records.tuning import Tuning
 
     config = folder / "tune.toml"
@@ -229,7 +229,7 @@ def tuned(problem: Problem, folder: Path) -> Any:
 def one(
     problem: Problem, folder: Path, most: int | None, kept: list[dict[str, Any]] | None
 ) -> dict[str, Any]:
-    """A problem's row. `kept`: trials of the grid, where it was measured before."""
+    """Return a problem's row. `kept`: trials of the grid, if it was measured before."""
     proposed = proposals(problem, folder)[:most]
     trials = grid_kept(kept, proposed) if kept else grid_measured(problem, proposed, folder)
     tuning = tuned(problem, folder)
@@ -256,14 +256,14 @@ def one(
 
 
 def recorded() -> dict[str, dict[str, Any]]:
-    """Rows by problem, as they were recorded last."""
+    """Return the latest recorded rows, by problem."""
     path = RESULTS / "tune.json"
     rows = json.loads(path.read_text())["rows"] if path.is_file() else []
     return {row["problem"]: row for row in rows}
 
 
 def main() -> int:
-    """Measure the grid of every problem asked for, tune it, and say what was missed."""
+    """Measure the grid of every requested problem, tune it, and print what was missed."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--problem", type=int, choices=range(1, len(PROBLEMS) + 1))

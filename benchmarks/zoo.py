@@ -1,22 +1,21 @@
 """Every module of tests/parallel/zoo under every strategy on two processes, by outpace.verify.
 
     python benchmarks/zoo.py                        # all: about an hour and a half
-    python benchmarks/zoo.py --older-than HEAD      # rows not of this commit or later; goes on
-    python benchmarks/zoo.py --only t5,unet         # these rows anew, the others as recorded
-    python benchmarks/zoo.py --strategy zero1       # these cells anew
-    python benchmarks/zoo.py --kind refused         # the cells recorded as that
+    python benchmarks/zoo.py --older-than HEAD      # rows not recorded since this commit; resumes
+    python benchmarks/zoo.py --only t5,unet         # repeats these rows; keeps the others
+    python benchmarks/zoo.py --strategy zero1       # repeats these cells
+    python benchmarks/zoo.py --kind refused         # the cells with this outcome
 
-The results are written after each module, so that the same command again goes on where it was ended
-(`--older-than` with a commit's number, where HEAD moves on meanwhile). Those of `libraries` need
-`pip install -c constraints.txt -e ".[zoo]"`; where a library is missing, the rows that need it stay
-as recorded.
+The results are written after each module, so the same command resumes where it was ended (with
+`--older-than`, use a commit's number if HEAD moves meanwhile). Those of `libraries` need `pip
+install -c constraints.txt -e ".[zoo]"`; if a library is missing, the rows that need it keep their
+records.
 
-A cell is "equal" (under five strategies the check passes it, too); "cut", where one process that
-cuts the batch alike computes the same, and the check of the first batch says so; "state: …", with
-what the check says, where the module has state that is in no buffer, so that a resumed run differs,
-or each rank has its own; "draws", where the module draws random numbers; "refused: …", with
-outpace's sentence (that of the check, where verify finds a difference); or "wrong: …", what went
-wrong.
+A cell is "equal" (under five strategies, the check also passes); "cut", if one process that splits
+the batch alike computes the same, and the check of the first batch says so; "state: …", with the
+check's message, if the module has state that is in no buffer, so that a resumed run differs, or
+each rank has its own; "draws", if the module draws random numbers; "refused: …", with outpace's
+message (that of the check, if verify finds a difference); or "wrong: …", with what went wrong.
 """
 
 import argparse
@@ -53,9 +52,9 @@ FILES = (
     "collected", "objectives", "delayed", "forms", "ordinary",
 )  # fmt: skip
 SAMPLES, LIMIT_S = 8, 90.0
-# Strategies whose equal cells are looked at, too: with dropout, which verify disables.
+# Strategies whose equal cells are also checked with dropout, which verify disables.
 LOOKED_AT = ("ddp", "zero3", "1f1b", "interleaved", "tp")
-# How the sentences begin that the check of the first batch says of a cut.
+# First words of messages about a cut from the check of the first batch.
 OF_THE_CUT = (
     "the loss of the first batch changes", "the gradient of the first batch changes",
     "the loss returns a pair", "the forward writes to", "the forward moves",
@@ -66,7 +65,7 @@ Entry = Callable[[int], tuple[Any, Any, Any]]
 
 
 def entries() -> Iterator[tuple[str, str, Entry]]:
-    """File, name and function of each module."""
+    """Return file, name and function of each module."""
     sys.path.insert(0, str(ZOO.parent))
     try:
         files = {name: importlib.import_module(f"zoo.{name}") for name in FILES}
@@ -81,7 +80,7 @@ def entries() -> Iterator[tuple[str, str, Entry]]:
 
 
 def outcome(verdict: ParityVerdict) -> str:
-    """A cell of the table."""
+    """Return a cell of the table."""
     if verdict.passed:
         return "equal"
     if verdict.refused:
@@ -94,7 +93,7 @@ def outcome(verdict: ParityVerdict) -> str:
 
 
 def judge(entry: Entry, plans: str | None = None) -> dict[str, str]:
-    """The cells of a module, by strategy."""
+    """Return the cells of a module, by strategy."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module, loss, make = entry(0)
@@ -115,9 +114,9 @@ def judge(entry: Entry, plans: str | None = None) -> dict[str, str]:
 
 
 def said_before(entry: Entry, verdict: ParityVerdict) -> str:
-    """A cell with what the check of the first batch says of it; wrong where it says nothing.
+    """Return a cell with the message from the check of the first batch; wrong if there is none.
 
-    A cut that changes less than fp32 rounds off is not seen by it, and needs no word.
+    The check does not see a cut whose effect is below fp32 rounding, which needs no message.
     """
     cell = outcome(verdict)
     kind = cell.partition(":")[0]
@@ -136,7 +135,7 @@ def said_before(entry: Entry, verdict: ParityVerdict) -> str:
     kept = ("from step to step", "generator of its own")
     of_state = [one for one in sentences if any(words in one for words in kept)]
     if kind == "wrong" and any("already cover all ranks" in one for one in by_cut):
-        return "cut"  # by collectives of its own, which one process that cuts alike has not
+        return "cut"  # through its own collectives, which one process with the same cut lacks
     if kind == "cut":
         return cell if by_cut or of_state else "wrong: by the cut, and nothing says so"
     if of_state:
@@ -145,7 +144,7 @@ def said_before(entry: Entry, verdict: ParityVerdict) -> str:
 
 
 def first_look(entry: Entry, strategy: str) -> tuple[str | None, list[str]]:
-    """How training refuses before its first step, None where it goes on, and what it says."""
+    """Return why training refuses before its first step (None if it does not), and its messages."""
 
     def act(rank: ForkedRank) -> None:
         module, loss, make = entry(0)
@@ -166,7 +165,7 @@ def first_look(entry: Entry, strategy: str) -> tuple[str | None, list[str]]:
 
 
 def is_recorded(row: dict[str, Any], base: str) -> bool:
-    """Whether all cells are of the commit `base`, or of one that comes after it."""
+    """Return whether all cells are from the commit `base` or a later one."""
     cells = row.get("cells", {})
     whole = "all" in cells or cells.keys() >= ALL
     return whole and all(_follows(one, base) for one in set(row["commits"].values()))
@@ -174,13 +173,13 @@ def is_recorded(row: dict[str, Any], base: str) -> bool:
 
 @cache
 def _follows(later: str, base: str) -> bool:
-    """Whether a commit is another one, or comes after it; one that is not there does not."""
+    """Return whether a commit equals another or follows it; an unknown commit does not."""
     command = ["git", "-C", str(ZOO), "merge-base", "--is-ancestor", base, later]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
 def cells_to_judge(row: dict[str, Any], kind: str, base: str | None) -> list[str]:
-    """The strategies whose cells are recorded as `kind`, and not of the commit `base` or later."""
+    """Return strategies whose cells are recorded as `kind`, and not since the commit `base`."""
     return [
         strategy
         for strategy, cell in row.get("cells", {}).items()
@@ -190,7 +189,7 @@ def cells_to_judge(row: dict[str, Any], kind: str, base: str | None) -> list[str
 
 
 def resolve_commit(name: str) -> str:
-    """A commit's number. Ends the program where there is no such commit."""
+    """Return a commit's number. Ends the program if there is no such commit."""
     command = ["git", "-C", str(ZOO), "rev-parse", "--verify", "--quiet", f"{name}^{{commit}}"]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     if found.returncode:
@@ -199,7 +198,7 @@ def resolve_commit(name: str) -> str:
 
 
 def read_modules(path: Path) -> dict[str, Any]:
-    """The rows that are recorded."""
+    """Return the recorded rows."""
     modules: dict[str, Any] = json.loads(path.read_text())["modules"] if path.is_file() else {}
     return modules
 

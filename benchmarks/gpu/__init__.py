@@ -1,1 +1,1 @@
-"""The parts of gpu_check.py: what is measured on a GPU, section by section."""
+"""The parts of gpu_check.py: measurements on a GPU, section by section."""

@@ -1,7 +1,7 @@
-"""Compiles beforehand what timed sections train, several models at once.
+"""Compiles ahead of time what timed sections train, several models in parallel.
 
-A compiler takes 25 to 50 s of one core for each of these models (H200's host, 2026-11-27), which a
-check of some minutes cannot spend one after another. Each job is a process of its own that trains
+A compiler takes 25 to 50 s of one core for each of these models (H200's host, 2026-11-27), so a
+check of a few minutes cannot compile one after another. Each job is a separate process that trains
 two steps and leaves the code in the compilers' caches, which all sections share.
 """
 
@@ -20,14 +20,14 @@ from gpu.check import Check, slug
 from gpu.shapes import shape_of
 
 LORA_RANK = 16
-_HELD_SHARE = 0.9  # of the device's memory, by all jobs at once
+_HELD_SHARE = 0.9  # share of the device's memory for all jobs together
 _LOOK_EVERY_S = 0.1
 _GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Job:
-    """Who trains what: "outpace" or "hand loop"; `memory_gib` is what two steps hold at most."""
+    """A job: its trainer, "outpace" or "hand loop"; `memory_gib` is the most that it needs."""
 
     trainer: str
     shape: str
@@ -36,12 +36,12 @@ class Job:
 
     @property
     def name(self) -> str:
-        """For a row."""
+        """Return the name of the job's row."""
         lora = "" if self.lora_rank is None else f", LoRA {self.lora_rank}"
         return f"{self.shape}{lora}: {self.trainer}"
 
 
-# The longest first; those that have failed before they began to train hold nothing up.
+# The longest come first; those that failed before training delay nothing.
 JOBS = (
     Job("outpace", "llama-3.2-1b", 34),
     Job("hand loop", "llama-3.2-1b", 38),
@@ -57,7 +57,7 @@ JOBS = (
 
 
 def fill_caches(check: Check) -> None:
-    """Run the jobs, as many at once as cores and memory suffice for."""
+    """Run the jobs, with as many in parallel as cores and memory allow."""
     waiting = list(JOBS[2:4] if check.small else JOBS)
     running: dict[Job, tuple[subprocess.Popen[bytes], float]] = {}
     room_gib = _room_gib(check)
@@ -91,7 +91,7 @@ def _room_gib(check: Check) -> float:
 
 
 def _start(check: Check, job: Job) -> "subprocess.Popen[bytes]":
-    """Into a file: the compilers' workers outlive a process, and would keep a pipe open."""
+    """Start a job that writes to a file: the compilers' workers would keep a pipe open."""
     words = [sys.executable, str(Path(sys.argv[0]).resolve()), "--fill-cache",
              json.dumps(asdict(job)), "--folder", str(check.folder), "--kept", str(check.kept),
              "--limit", str(check.left_s()), *(["--cpu"] if check.small else []),
@@ -119,14 +119,14 @@ def _end_group(process: "subprocess.Popen[bytes]") -> None:
 
 
 def fill_cache(check: Check, job: Job) -> None:
-    """Train two steps by one job's trainer; the process is for this alone."""
+    """Train two steps with one job's trainer; this process does nothing else."""
     shape = shape_of(check, job.shape)
     if job.trainer == "hand loop":
         from gpu.hand_loop import HandLoop
         from outpace.probing.hardware.machine import usable_cores
         from outpace.training.threads import set_threads
 
-        set_threads(None, usable_cores(), 1)  # compiled code is for a number of threads
+        set_threads(None, usable_cores(), 1)  # compiled code depends on the number of threads
         HandLoop(check, shape, True, job.lora_rank).warm_up(2)
         return
     from gpu.training import train_shape

@@ -1,4 +1,4 @@
-"""What a section is given, and what it leaves behind."""
+"""What a section gets, and what it leaves behind."""
 
 import gc
 import importlib
@@ -13,19 +13,19 @@ from typing import Any
 
 from outpace.records.base import write_atomic
 
-# Where inductor and Triton keep what they compiled.
+# Folders in which inductor and Triton store compiled code.
 COMPILER_CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-_FRAMES = 5  # of a failure, from where it was raised
+_FRAMES = 5  # number of frames of a failure, from where it was raised
 
 
 @dataclass
 class Check:
-    """The state of one section while it runs: its device, its folders, its results so far.
+    """The state of a section while it runs: its device, its folders, and its results so far.
 
-    `small`: tiny models, to try the program on a CPU. `inductor`: whether what is to be compiled is
-    compiled; otherwise it runs eagerly. `folder`
-    holds inputs and runs and is deleted at the end; `kept` holds what stays beside the results.
-    `earlier` has the results of sections that have ended. `deadline_s` is by the monotonic clock.
+    `small`: tiny models, to try the program on a CPU. `inductor`: whether to compile; otherwise,
+    everything runs eagerly. `folder` holds inputs and runs and is deleted at the end; `kept` holds
+    files to keep next to the results. `earlier` has the results of sections that have ended.
+    `deadline_s` is a time of the monotonic clock.
     """
 
     device: str
@@ -40,33 +40,33 @@ class Check:
 
     @property
     def rows_file(self) -> Path:
-        """Where the section's rows are kept."""
+        """Return the file that keeps the section's rows."""
         return self.folder / "sections" / f"{slug(self.section)}.json"
 
     @property
     def cuda(self) -> bool:
-        """Whether a GPU is used."""
+        """Return whether a GPU is used."""
         return self.device == "cuda"
 
     def at(self, section: str) -> "Check":
-        """The same for a section."""
+        """Return the same state for another section."""
         return replace(self, section=slug(section))
 
     def left_s(self) -> float:
-        """Seconds until the section has to end."""
+        """Return the seconds until the section has to end."""
         return self.deadline_s - time.monotonic()
 
     def put(self, name: str, value: Any) -> None:
-        """Keep a row at once, so that nothing that comes later can lose it."""
+        """Write a row immediately, so that nothing that happens later can lose it."""
         self.rows[name] = value
         self.rows_file.parent.mkdir(exist_ok=True)
         write_atomic(self.rows_file, json.dumps(self.rows))
         print(f"{name}: {json.dumps(value)}", flush=True)
 
     def row(self, name: str, needs_s: float, measure: Callable[[], Any]) -> Any:
-        """Measure a row and keep it; keep why it failed, or that time does not suffice.
+        """Measure a row and keep it; otherwise keep the reason: it failed, or time is too short.
 
-        Returns what was measured, or None.
+        Returns the measurement, or None.
         """
         if self.left_s() < (1.0 if self.small else needs_s):
             self.put(name, {"left_out": f"{self.left_s():.0f} s were left of {needs_s:.0f}"})
@@ -81,7 +81,7 @@ class Check:
         return value
 
     def clean(self) -> None:
-        """Free memory and compiled code, and begin to watch the peak of memory anew."""
+        """Free memory and compiled code, and restart the measurement of peak memory."""
         import torch
 
         gc.collect()
@@ -94,9 +94,9 @@ class Check:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the check that runs in a process of its own.
+    """A part of the check that runs in a separate process.
 
-    It begins where at least `needs_s` are left and is ended after `limit_s`. `function` is named by
+    It starts if at least `needs_s` are left, and is ended after `limit_s`. `function` is given by
     its module in this package, so that only what runs is imported.
     """
 
@@ -106,18 +106,18 @@ class Section:
     needs_s: float = 15.0
 
     def run(self, check: Check) -> None:
-        """Measure, and put rows into `check`. Raises whatever a measurement raises."""
+        """Measure, and write rows to `check`. Raises whatever a measurement raises."""
         module, _, name = self.function.partition(".")
         getattr(importlib.import_module(f"gpu.{module}"), name)(check)
 
 
 def slug(name: str) -> str:
-    """A name for a file or a folder."""
+    """Return a name for a file or a folder."""
     return name.replace(" ", "-").replace(",", "")
 
 
 def failure(error: BaseException) -> dict[str, Any]:
-    """An exception as a row: what it says, and where it was raised."""
+    """Return an exception as a row: its message, and where it was raised."""
     frames = traceback.extract_tb(error.__traceback__)[-_FRAMES:]
     return {
         "failure": f"{type(error).__name__}: {str(error).strip()[:600]}",
@@ -126,12 +126,12 @@ def failure(error: BaseException) -> dict[str, Any]:
 
 
 def measured(row: Any) -> bool:
-    """Whether a row holds figures, rather than why there are none."""
+    """Return whether a row contains figures rather than a reason for their absence."""
     return isinstance(row, dict) and "failure" not in row and "left_out" not in row
 
 
 def _leave_process_group() -> None:
-    """A run that failed may have left one, in which the next could not begin."""
+    """Leave a process group that a failed run may have left, since the next could not start."""
     import torch.distributed as dist
 
     if dist.is_initialized():

@@ -1,4 +1,4 @@
-"""What a person types: the command line from outside, and the tests that need a GPU."""
+"""Commands as users type them, run from outside, and the tests that need a GPU."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from outpace.launch.launcher_env import free_port
 ROOT = Path(__file__).resolve().parents[2]
 MACHINE_FILE = "machine.json"
 _LOOK_EVERY_S = 0.02
-_SAID = 2500  # characters kept of each stream
+_SAID = 2500  # number of characters kept of each stream
 _OUTPACE = (sys.executable, "-m", "outpace")
 
 
@@ -34,9 +34,9 @@ def _tail(text: str | bytes | None) -> str:
 def command(
     check: Check, words: Sequence[str], limit_s: float, environ: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """Run a command; its exit code, seconds and words. Raises where it failed or took too long.
+    """Run a command; return its exit code, seconds and output. Raises if it fails or is too slow.
 
-    A small run has the section's time: `limit_s` is for a GPU, and cores may be others', too.
+    A small run may use the section's time: `limit_s` is for a GPU, and cores may be shared.
     """
     began_s = time.perf_counter()
     left_s = check.left_s() - 2
@@ -59,7 +59,7 @@ def command(
 
 
 def first_use(check: Check) -> None:
-    """Doctor, probe, tune, train by the plan, and report, one after the other in a folder."""
+    """Run doctor, probe, tune, train by the plan, and report, one after the other in a folder."""
     shape = shape_of(check, "gpt2")
     data = tokens_file(check, shape.vocab)
     cache = ["--cache-dir", str(check.folder / "cache")]
@@ -86,7 +86,7 @@ def first_use(check: Check) -> None:
 
 
 def first_step(check: Check) -> None:
-    """Seconds from the command to the first step's figures: nothing compiled yet, and again."""
+    """Measure the seconds from the command to the first step's figures, uncompiled and again."""
     shape = shape_of(check, "gpt2")
     cache = check.folder / "first-step-cache"
     ways = {"not compiled": "--no-compile"}
@@ -105,7 +105,7 @@ def _first_step(check: Check, shape: Shape, name: str, flag: str, cache: Path) -
              "--cache-dir", str(cache), "--out", str(out)]  # fmt: skip
     log = out.parent / f"{out.name}.log"
     log.parent.mkdir(exist_ok=True)
-    # Not the sections' cache: the command's own, below --cache-dir, which is empty at first.
+    # Use the command's own cache below --cache-dir, which is empty at first, not the sections'.
     environ = {key: value for key, value in os.environ.items() if key not in COMPILER_CACHES}
     began_s = time.perf_counter()
     with log.open("wb") as said:
@@ -127,7 +127,7 @@ def _first_step(check: Check, shape: Shape, name: str, flag: str, cache: Path) -
 
 
 def micro_batch(check: Check) -> None:
-    """`--micro-batch auto` beside the same run with the number, from outside."""
+    """Compare `--micro-batch auto` with the same run with the number, from outside."""
     seq_len, steps = ("32", "4") if check.small else ("256", "8")
     times = {}
     for name, size in (("number", "8"), ("auto", "auto")):
@@ -153,7 +153,7 @@ def _median_step_s(run: Path) -> float:
 
 
 def two_ranks(check: Check) -> None:
-    """Two processes on one device over gloo: NCCL refuses that, so each believes to be alone."""
+    """Run two processes on one device over gloo: NCCL refuses that, so each sees itself alone."""
     check.row("ddp", 20.0, lambda: _two_ranks(check))
 
 
@@ -186,7 +186,7 @@ def _two_ranks(check: Check) -> dict[str, Any]:
 
 
 def marked_tests(check: Check) -> None:
-    """The tests that are marked gpu, each with its outcome; small: only that they are found."""
+    """Run the tests marked gpu, and record each outcome; small: only check that they are found."""
     files = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("test_*.py")
                    if "mark.gpu" in path.read_text(encoding="utf-8"))  # fmt: skip
     if check.small:
@@ -206,7 +206,7 @@ def marked_tests(check: Check) -> None:
 
 
 def outcomes(path: Path) -> dict[str, tuple[str, float]]:
-    """Outcome and seconds of every test of a JUnit file."""
+    """Return outcome and seconds of every test in a JUnit file."""
     found = {}
     for case in ElementTree.parse(path).iter("testcase"):
         kinds = [child.tag for child in case if child.tag in ("failure", "error", "skipped")]

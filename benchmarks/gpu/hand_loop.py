@@ -1,7 +1,7 @@
-"""The loop that people write by hand over transformers' models: what outpace is compared with.
+"""A loop as users write it by hand over transformers' models, with which outpace is compared.
 
-Autocast in bf16 over fp32 weights, fused AdamW, gradients clipped at 1.0, and the whole model
-compiled where asked. With adapters it is peft's: frozen weights in bf16, adapters in fp32.
+It uses autocast in bf16 over fp32 weights, fused AdamW, gradients clipped at 1.0, and the whole
+model compiled if requested. With adapters, it uses peft: frozen weights in bf16, adapters in fp32.
 """
 
 import time
@@ -18,7 +18,7 @@ LEARNING_RATE, CLIP = 3e-4, 1.0
 
 
 class HandLoop:
-    """A model that lies on the device and is trained on one batch, over and over."""
+    """A model on the device that is trained on one batch repeatedly."""
 
     def __init__(
         self, check: Check, shape: Shape, compiled: bool, lora_rank: int | None = None
@@ -44,7 +44,7 @@ class HandLoop:
         self._targets = tokens[:, 1:].contiguous()
 
     def warm_up(self, steps: int) -> dict[str, Any]:
-        """Compile and settle; what that took, and the memory of a step."""
+        """Compile and warm up; return the time that took, and the memory of a step."""
         if self._check.cuda:
             torch.cuda.reset_peak_memory_stats()
         self.step_time_s(1)
@@ -55,7 +55,7 @@ class HandLoop:
         return {"to_first_step_s": first_s, "peak_bytes": above}
 
     def step_time_s(self, steps: int) -> float:
-        """Seconds of a step, over so many of them, the last one's end on the device included."""
+        """Return the seconds per step over `steps` steps, including the device's work."""
         self._wait()
         began_s = time.perf_counter()
         for _ in range(steps):

@@ -1,4 +1,4 @@
-"""What the machine is, and the rates that nothing on it exceeds."""
+"""The machine, and upper bounds of its rates."""
 
 import importlib.metadata
 import shutil
@@ -21,7 +21,7 @@ _SMI_COLUMNS = ("name", "driver_version", "power.limit", "clocks.max.sm", "clock
 
 
 def environment(check: Check) -> None:
-    """Machine, versions and commit; every figure is told with them."""
+    """Record machine, versions and commit, which accompany every figure."""
     check.put("circumstances", circumstances())
     check.put("packages", {name: _version(name) for name in _PACKAGES})
     if check.cuda:
@@ -52,7 +52,7 @@ def _smi() -> dict[str, str]:
 
 
 def seconds(check: Check, call: Callable[[], object], for_s: float = 0.15, warm: int = 3) -> Any:
-    """Every duration of a call: by events on a GPU, where the queue is kept full."""
+    """Return the duration of every call, by events on a GPU, whose queue is kept full."""
     for _ in range(warm):
         call()
     if not check.cuda:
@@ -67,14 +67,14 @@ def seconds(check: Check, call: Callable[[], object], for_s: float = 0.15, warm:
         call()
         marks.append(torch.cuda.Event(enable_timing=True))
         marks[-1].record()
-        if len(marks) > 3:  # a few calls ahead of the device, not hundreds
+        if len(marks) > 3:  # keep a few calls ahead of the device, not hundreds
             marks[-3].synchronize()
     torch.cuda.synchronize()
     return [one.elapsed_time(other) / 1e3 for one, other in pairwise(marks)]
 
 
 def device_seconds(check: Check, call: Callable[[], object], calls: int = 5) -> float | None:
-    """What the kernels of a call take, added up; None without a GPU. Launches are not in it."""
+    """Return the sum of a call's kernel times, without launches; None without a GPU."""
     if not check.cuda:
         return None
     from torch.profiler import ProfilerActivity, profile
@@ -88,13 +88,13 @@ def device_seconds(check: Check, call: Callable[[], object], calls: int = 5) -> 
 
 
 def rate(check: Check, amount: float, call: Callable[[], object]) -> dict[str, Any]:
-    """`amount` (bytes or FLOPs) a second: the median, and every duration."""
+    """Return `amount` (bytes or FLOPs) per second: the median, and every duration."""
     times = seconds(check, call)
     return {"rate": amount / median(times), "times_s": times[:50]}
 
 
 def ceilings(check: Check) -> None:
-    """Matmuls, copies, and the head of GPT-2 with and without padding."""
+    """Measure matmuls, copies, and the head of GPT-2 with and without padding."""
     check.row("bf16 products", 3.0, lambda: _matmuls(check))
     if check.cuda:
         check.row("fp8 products", 3.0, lambda: _fp8_matmuls(check))

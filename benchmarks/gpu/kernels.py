@@ -1,4 +1,4 @@
-"""The loss over a vocabulary, and attention with what it sees, by the package's own functions."""
+"""The loss over a vocabulary, and attention with masks, by the package's own functions."""
 
 from collections.abc import Callable
 from functools import partial
@@ -29,7 +29,7 @@ _BLOCKS, _DENSE, _TORCH = "blocks", "dense mask", "torch"
 
 
 def loss(check: Check) -> None:
-    """The head's loss with both gradients: milliseconds, FLOP/s and bytes."""
+    """Measure the head's loss with both gradients: milliseconds, FLOP/s and bytes."""
     for tokens, width, vocab in _SMALL_LOSSES if check.small else _LOSSES:
         shape = f"{tokens:,} × {width:,} × {vocab:,}"
         kinds: dict[str, tuple[LossKind, bool]] = {
@@ -46,7 +46,7 @@ def loss(check: Check) -> None:
 def _loss(
     check: Check, shape: tuple[int, int, int], kind: LossKind, compiled: bool
 ) -> dict[str, Any]:
-    """As training takes it: `compiled` passes over the logits of an accelerator, or eager ones."""
+    """Measure the loss as in training, with `compiled` or eager functions over the logits."""
     tokens, width, vocab = shape
     hidden = torch.randn(tokens, width, device=check.device, requires_grad=True)
     weight = (torch.randn(vocab, width, device=check.device) * 0.02).requires_grad_()
@@ -61,7 +61,7 @@ def _loss(
             )
         (total / tokens).backward()
 
-    # What the step makes: its gradients, and all between. Inputs lay there before.
+    # The bytes that the step creates: its gradients, and all temporaries, without its inputs.
     before_bytes = torch.cuda.memory_allocated() if check.cuda else 0
     times = seconds(check, both_ways, 0.4, 2)
     step_s = median(times)
@@ -74,7 +74,7 @@ def _loss(
 
 
 def attention(check: Check) -> None:
-    """Forward and backward, causal and with what a mask says; and the NaN of pytorch#196678."""
+    """Measure forward and backward, causal and masked, and the NaN of pytorch#196678."""
     for name, shape in (_SMALL_ATTENTIONS if check.small else _ATTENTIONS).items():
         causal = check.row(f"{name}, causal", 4.0, partial(_attention, check, shape, "causal"))
         for sees in ("documents", "window"):
@@ -94,7 +94,7 @@ def attention(check: Check) -> None:
 
 
 def _ways(check: Check, width: int) -> tuple[str, ...]:
-    """How masks are given where the package decides, and as S × S values."""
+    """Return how masks are given: as the package decides, and as S × S values."""
     return (_BLOCKS, _DENSE) if takes_blocks(check.device, width, 0.0) else (_DENSE,)
 
 
@@ -118,7 +118,7 @@ def _attention(
 
     times = seconds(check, both_ways)
     step_s = median(times)
-    flops = 7 * samples * heads * length**2 * width  # both ways, of the causal half
+    flops = 7 * samples * heads * length**2 * width  # both directions, of the causal half
     kernel = "flex" if seen.blocks is not None else choose_kernel(
         check.device, torch.bfloat16, length, heads != kv_heads, seen.mask is not None
     )  # fmt: skip
@@ -130,7 +130,7 @@ def _attention(
 
 def _seen(check: Check, sees: str, samples: int, length: int, way: str) -> Visibility:
     documents_BS = None
-    if sees == "documents":  # of 300 tokens each
+    if sees == "documents":  # documents of 300 tokens each
         documents_S = torch.arange(length, device=check.device) // 300
         documents_BS = documents_S.int().expand(samples, length)
     window = length // 4 if sees == "window" else None
@@ -139,7 +139,7 @@ def _seen(check: Check, sees: str, samples: int, length: int, way: str) -> Visib
 
 
 def _not_finite(check: Check, way: str) -> dict[str, int]:
-    """A length of 64 more than a multiple of 128, a mask, rows of low log-sum-exp."""
+    """Count non-finite values for a length of 128·n + 64, a mask and rows of low log-sum-exp."""
     length, width = (64, 16) if check.small else (704, 64)
     torch.manual_seed(0)
     make: Callable[..., torch.Tensor] = torch.randn

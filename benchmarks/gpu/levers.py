@@ -1,4 +1,4 @@
-"""Every lever of one GPU once, on a model that takes no time: does it run, with the same loss?"""
+"""Each option for one GPU, on a model that takes little time: does it run with the same loss?"""
 
 from functools import partial
 from statistics import median
@@ -57,7 +57,7 @@ _LEVERS: dict[str, dict[str, Any]] = {
     "lora": {"lora_rank": 8},
     "qlora": {"lora_rank": 8, "base": "nf4"},
 }  # fmt: skip
-# Other models than the plain run's: their losses are their own.
+# These models differ from the plain run's, so their losses differ too.
 _MODELS: dict[str, dict[str, Any]] = {
     "window": {"family": "mistral", "sliding_window": 32},
     "gpt2 family": {"family": "gpt2", "kv_heads": 4},
@@ -68,7 +68,7 @@ _ON_A_CPU = ("fp32", "bf16-master", "bf16-master, accumulation", "accumulation",
 
 
 def levers(check: Check) -> None:
-    """The plain run first, then each lever beside it."""
+    """Run the plain case first, then each option, and compare."""
     plain = check.row(_PLAIN, 5.0, partial(_run, check, _PLAIN, {}, None))
     beside = None if plain is None else plain["losses"]
     for name, changes in _LEVERS.items():
@@ -84,7 +84,7 @@ def levers(check: Check) -> None:
 def _run(
     check: Check, name: str, changes: dict[str, Any], beside: list[float] | None
 ) -> dict[str, Any]:
-    """A short run; `beside`: losses of the plain one, from the same weights on the same data."""
+    """Run briefly; `beside`: losses of the plain run from the same weights on the same data."""
     run = train_little(
         check, name, **{"precision": "bf16", "compile": False, **changes}
     )  # fmt: skip
@@ -101,7 +101,7 @@ def _run(
 
 
 def _limited(check: Check) -> dict[str, Any]:
-    """A memory limit that is too low ends the run with what would fit."""
+    """Check that a run ends at a memory limit that is too low, and reports what would fit."""
     from outpace.records.errors import OutOfMemoryError
 
     try:

@@ -1,4 +1,4 @@
-"""Losses on the GPU beside a CPU's, of two runs, and of one that is interrupted and resumed."""
+"""Losses on the GPU compared with a CPU's, of two runs, and of one interrupted and resumed."""
 
 import os
 import signal
@@ -16,13 +16,13 @@ class StopAfterThree(Callback):
     """Interrupts the run as a batch system would."""
 
     def on_step(self, record: StepRecord) -> None:
-        """The third step is reported."""
+        """Interrupt after the third step."""
         if record.step == 3:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
 def parity(check: Check) -> None:
-    """Deterministic runs first, as cuBLAS takes its workspace once for a process."""
+    """Check deterministic runs first, as cuBLAS allocates its workspace once per process."""
     for deterministic in (True, False):
         name = "two runs and one resumed" + (", deterministic" if deterministic else "")
         check.row(name, 10.0, partial(_repeated, check, deterministic))
@@ -47,9 +47,10 @@ def _beside_a_cpu(check: Check) -> dict[str, Any]:
 
 
 def _repeated(check: Check, deterministic: bool) -> dict[str, Any]:
-    """At a length of several blocks of keys, where sums may come in another order.
+    """Compare two runs at a length of several key blocks, whose sums may be reordered.
 
-    Steps are in flight while earlier ones are reported: the signal of step 3 is heard some later.
+    Steps are in flight while earlier ones are reported, so step 3's signal arrives some steps
+    later.
     """
     settings = {"measure_only": False, "steps": 10, "precision": "bf16", "compile": False,
                 "seq_len": 64 if check.small else 512, "deterministic": deterministic}  # fmt: skip

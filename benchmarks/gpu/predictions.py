@@ -1,4 +1,4 @@
-"""Each run's memory by the trace, and its time by what a probe measured of the machine."""
+"""Each run's memory predicted by the trace, and its time by a probe's measurements."""
 
 import json
 import subprocess
@@ -16,13 +16,13 @@ from gpu.training import predicted, run_folder
 from outpace.catalog.accelerators import find_accelerator
 from outpace.records.machine import Machine
 
-_AT_ONCE = 4  # processes, each of one thread
+_AT_ONCE = 4  # number of single-threaded processes
 _SECTIONS = ("gpt2", "llama-3.2-1b", "gpt2 batch 4", "lora", "llama-3.2-1b batch 8",
              "gpt2 batch 48")  # fmt: skip
 
 
 def traced_memory(check: Check) -> None:
-    """Trace every measured row of the throughput sections, several at once; no GPU is used."""
+    """Trace every measured row of the throughput sections, several in parallel; uses no GPU."""
     rows = {f"{section}: {name}": (section, row) for section, name, row in _runs(check)}
     if check.small:
         rows = dict(list(rows.items())[:1])
@@ -33,7 +33,7 @@ def traced_memory(check: Check) -> None:
 
 
 def probed_time(check: Check) -> None:
-    """What the planner says of every run of this call by the machine.json of this one's probe."""
+    """Predict every run of this call from the machine.json of this call's probe."""
     if not (check.folder / MACHINE_FILE).is_file():
         check.put("probe", {"left_out": "no probe of 'first use' is in this call"})
         return
@@ -53,7 +53,7 @@ def _beside(step_time_s: float, folder: Path, machine: Machine) -> dict[str, Any
 
 
 def _runs(check: Check) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Section, name and figures of each run of outpace that was timed."""
+    """Yield section, name and figures of each timed run of outpace."""
     for section in _SECTIONS:
         for name, row in check.earlier.get(section, {}).get("rows", {}).items():
             if measured(row) and "plan" in row:
@@ -61,7 +61,7 @@ def _runs(check: Check) -> Iterator[tuple[str, str, dict[str, Any]]]:
 
 
 def _traced(check: Check, section: str, row: dict[str, Any]) -> dict[str, Any]:
-    """By `outpace memory`, of the plan that was trained."""
+    """Trace the trained plan with `outpace memory`."""
     shape, plan = shape_of(check, section), row["plan"]
     words = [sys.executable, "-m", "outpace", "memory", "--json", "--model", shape.model,
              "--init", "random", "--dropout", "0", "--seq-len", str(shape.seq_len),
@@ -85,7 +85,7 @@ def _traced(check: Check, section: str, row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _accelerator(check: Check) -> str:
-    """The catalog's name of the GPU that was measured."""
+    """Return the catalog's name of the measured GPU."""
     device = check.earlier.get("environment", {}).get("rows", {}).get("device")
     if device is None:
         raise RuntimeError("which GPU it is was not measured: add the section 'environment'")

@@ -1,4 +1,4 @@
-"""The results of a check: written after every section, added to by later calls."""
+"""The results of a check: written after every section, extended by later calls."""
 
 import json
 import sys
@@ -13,7 +13,7 @@ from outpace.records.base import write_atomic
 
 
 class Report:
-    """The file of results. Where it is there already its sections stay, but those run anew."""
+    """The results file. If it exists, its sections are kept, except those that run again."""
 
     def __init__(self, out: Path | None, small: bool, results: Path) -> None:
         self._small, self._results, self._out = small, results, out
@@ -32,12 +32,12 @@ class Report:
 
     @property
     def folder(self) -> Path:
-        """Where what else is kept lies: beside the results."""
+        """Return the folder for other files to keep: next to the results."""
         return (self._out or self._results / "x").resolve().parent
 
     @property
     def path(self) -> Path:
-        """The file; by the card's name where none was given."""
+        """Return the file; named after the card if no name was given."""
         if self._out is not None:
             return self._out
         return self._results / f"gpu-{card(self._about) or 'unknown'}.json"
@@ -58,7 +58,7 @@ class Report:
         write_atomic(self.path, json.dumps(document, indent=1) + "\n")
 
     def summary(self) -> str:
-        """Targets, missed ones first, and sections that are not done."""
+        """Return targets, missed ones first, and sections that are not done."""
         small = ["Everything was small, on a CPU: no target is judged."]
         lines = small if self._small else list(table(judge(self.sections)))
         lines += [f"{name}: {told['status']}" for name, told in self.sections.items()
@@ -71,7 +71,7 @@ class Report:
 
 
 def card(about: dict[str, Any]) -> str | None:
-    """The first GPU's name for a file: h200-sxm."""
+    """Return the first GPU's name for a file: h200-sxm."""
     from outpace.catalog.accelerators import find_accelerator
 
     devices = about.get("machine", {}).get("devices", [])

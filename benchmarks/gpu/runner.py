@@ -1,8 +1,8 @@
-"""Runs sections one after another, each in a process of its own that can be ended.
+"""Runs sections one after another, each in a separate process that can be ended.
 
-The parent imports torch, transformers and outpace once and never touches the GPU, so that sections
-are forked from it within milliseconds and each begins with a CUDA context of its own. A section
-that hangs is ended, one that crashes takes no other with it, and rows that it had written count.
+The parent imports torch, transformers and outpace once and never uses the GPU, so sections are
+forked from it within milliseconds, and each starts with a separate CUDA context. A section that
+hangs is ended, and one that crashes affects no other; rows that they have written count.
 """
 
 import faulthandler
@@ -24,18 +24,18 @@ from outpace.records.base import write_atomic
 from outpace.training.cuda_allocator import grow_segments
 
 _FORK_REFUSED = 75  # exit code of a forked section that could not use the GPU
-_FAILED = 70  # exit code of a section that raised
+_FAILED = 70  # exit code of a section that raised an error
 _OUT_OF_TIME = 124
 _LOOK_EVERY_S = 0.05
 _TRIAL = 10.0
-_STACKS_S = 1.0  # for a section that hangs to write where it is
+_STACKS_S = 1.0  # time for a hanging section to write its stacks
 _LOG_CHARACTERS = 2500
 
 
 class Runner:
-    """Runs sections within `limit_s`, and tells `save` of each as it ends.
+    """Runs sections within `limit_s`, and calls `save` as each one ends.
 
-    `command` starts this program anew for one section, where forking is not possible or (`fork` is
+    `command` starts this program again for one section, if forking is not possible or (`fork` is
     False) not wanted.
     """
 
@@ -55,7 +55,7 @@ class Runner:
         self._telemetry = Telemetry(template.folder / "telemetry.csv")
 
     def run(self, sections: Sequence[Section]) -> None:
-        """Run the sections in order, as long as there is time."""
+        """Run the sections in order, as long as time is left."""
         try:
             for section in sections:
                 told = self._run(section)
@@ -69,7 +69,7 @@ class Runner:
         left_s = self._end_s - time.monotonic()
         if left_s < (1.0 if self._template.small else section.needs_s):
             return {"status": "left out", "reason": f"{max(left_s, 0):.0f} s were left"}
-        # Cores that others use, too, are no reason to end a trial: only what hangs is ended.
+        # Shared cores are no reason to end a trial; only hanging sections are ended.
         own_s = section.limit_s * (_TRIAL if self._template.small else 1.0)
         limit_s = min(self._section_limit_s or own_s, left_s)
         check = self._check(section.name, limit_s)
@@ -89,7 +89,7 @@ class Runner:
         return check
 
     def _start(self, section: Section, check: Check) -> tuple[int, float]:
-        """Exit code of the section's process, negative for a signal, and seconds of its cores."""
+        """Return the section process's exit code, negative for a signal, and its core seconds."""
         if self._fork:
             if not self._loaded:
                 _load_what_all_need()
@@ -97,7 +97,7 @@ class Runner:
             code, host_s = _wait(_forked(section, check), check)
             if code != _FORK_REFUSED:
                 return code, host_s
-            self._fork = False  # an import has touched the GPU: no section can be forked
+            self._fork = False  # an import has used the GPU, so no section can be forked
         write_atomic(check.folder / "earlier.json", json.dumps(check.earlier))
         with _log_file(check).open("ab") as log:
             process = subprocess.Popen(
@@ -109,10 +109,10 @@ class Runner:
 
 
 def prepare(environ: MutableMapping[str, str], check: Check) -> None:
-    """Set up what all sections find, before any of them begins or CUDA is used.
+    """Prepare what all sections need, before any of them starts or CUDA is used.
 
-    What is compiled is kept in one folder, the hand loop's and outpace's, and memory on a GPU grows
-    as it does for who types a command.
+    Compiled code of the hand loop and of outpace is kept in one folder, and memory on a GPU grows
+    as it does for a user of the command.
     """
     for name in COMPILER_CACHES:
         environ.setdefault(name, str(check.folder / name.lower()))
@@ -121,7 +121,7 @@ def prepare(environ: MutableMapping[str, str], check: Check) -> None:
 
 
 def run_here(section: Section, check: Check) -> int:
-    """Run a section in this process, which is its own; returns the exit code."""
+    """Run a section in this process, which is its own; return the exit code."""
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     try:
@@ -133,7 +133,7 @@ def run_here(section: Section, check: Check) -> int:
 
 
 def _load_what_all_need() -> None:
-    """Import it once for all sections. None of these touches the GPU."""
+    """Import what all sections need, once. No module uses the GPU."""
 
     import outpace.jobs.train.job
     import outpace.reporting.data.prediction  # noqa: F401
@@ -155,7 +155,7 @@ def _forked(section: Section, check: Check) -> int:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(code)  # what the parent has open is not this process's to close
+        os._exit(code)  # files that the parent has open are not this process's to close
 
 
 def _can_compute(check: Check) -> bool:
@@ -173,7 +173,7 @@ def _can_compute(check: Check) -> bool:
 
 
 def _wait(pid: int, check: Check) -> tuple[int, float]:
-    """Wait for a section's process, which leads a group, and end all of the group."""
+    """Wait for a section's process, which leads a group, and end the whole group."""
     ended, status = 0, 0
     while not ended and check.left_s() > 0:
         ended, status, usage = os.wait4(pid, os.WNOHANG)
@@ -193,7 +193,7 @@ def _end_group(pid: int) -> None:
         os.killpg(pid, signal.SIGKILL)
     except ProcessLookupError:
         pass
-    except PermissionError:  # macOS, of a group whose leader has ended
+    except PermissionError:  # on macOS, for a group whose leader has ended
         pass
 
 
@@ -223,7 +223,7 @@ def _log(check: Check) -> str:
     if not path.is_file():
         return ""
     lines = path.read_text(errors="replace").splitlines()
-    # Python names all of them below the stacks of a crash.
+    # Python lists all of them below the stacks of a crash.
     kept = "\n".join(line for line in lines if not line.startswith("Extension modules: "))
     return kept[-_LOG_CHARACTERS:]
 

@@ -1,4 +1,4 @@
-"""All sections, from the most telling to the least."""
+"""All sections, the most informative first."""
 
 from gpu.check import Section
 
@@ -30,7 +30,7 @@ SECTIONS = (
 
 
 def chosen(only: str | None) -> tuple[str | None, tuple[Section, ...]]:
-    """The first name that is none, and the sections that are asked for, in their order here."""
+    """Return the first unknown name, and the requested sections in the order given here."""
     if only is None:
         return None, SECTIONS
     names = [name.strip() for name in only.split(",") if name.strip()]

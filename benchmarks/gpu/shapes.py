@@ -1,4 +1,4 @@
-"""What is trained: models with their batches, for outpace and transformers, on random tokens."""
+"""Models to train with their batches of random tokens, for outpace and transformers."""
 
 import json
 from dataclasses import dataclass
@@ -25,18 +25,18 @@ _SMALL_SPECS = {
     "llama-3.2-1b": {"family": "llama", "layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1,
                      "vocab": 512, "max_positions": 64},
 }  # fmt: skip
-# For what is asked whether it runs, not how fast: it takes a GPU no time.
+# For checks of whether something runs, not how fast: it takes a GPU no time.
 _LITTLE = {"family": "llama", "layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2, "vocab": 1024,
           "max_positions": 512}  # fmt: skip
 _SMALL_LITTLE = {**_LITTLE, "layers": 1, "hidden": 64}
 _TOKENS, _SMALL_TOKENS = 2_000_000, 30_000
 _SOURCE = Path(__file__).resolve().parents[2] / "outpace"
-_DOCUMENT, _SMALL_TEXT = 1000, 200_000  # characters: some 300 tokens each, and of all
+_DOCUMENT, _SMALL_TEXT = 1000, 200_000  # characters: of a document (about 300 tokens), of all
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A model as outpace and as transformers know it, and a batch of sequences."""
+    """A model as outpace and as transformers define it, and a batch of sequences."""
 
     model: str
     config: dict[str, Any]
@@ -46,7 +46,7 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Of a step."""
+        """Return the tokens per step."""
         return self.seq_len * self.batch
 
 
@@ -60,7 +60,7 @@ _SHAPES = {
 
 
 def shape_of(check: Check, name: str) -> Shape:
-    """A shape by name; where `check.small`, one of the same family that takes no time."""
+    """Return a shape by name; if `check.small`, one of the same family that takes no time."""
     shape = _SHAPES[name]
     if not check.small:
         return shape
@@ -69,12 +69,12 @@ def shape_of(check: Check, name: str) -> Shape:
 
 
 def little(check: Check, **changes: Any) -> str:
-    """A model that takes the device no time, changed so, as a file."""
+    """Write a file with a changed model that takes the device no time; return its path."""
     return spec_file(check, {**(_SMALL_LITTLE if check.small else _LITTLE), **changes})
 
 
 def spec_file(check: Check, spec: dict[str, Any]) -> str:
-    """A model as outpace's TOML, written once."""
+    """Write a model as outpace's TOML, once; return its path."""
     name = "-".join(str(value) for value in spec.values())
     path = check.folder / f"{name}.toml"
     path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in spec.items()))
@@ -82,7 +82,7 @@ def spec_file(check: Check, spec: dict[str, Any]) -> str:
 
 
 def tokens_file(check: Check, vocab: int) -> str:
-    """Random tokens, as nanoGPT stores them, written once."""
+    """Write random tokens in nanoGPT's format, once; return the path."""
     import numpy as np
 
     path: Path = check.folder / f"tokens-{vocab}.bin"
@@ -94,7 +94,7 @@ def tokens_file(check: Check, vocab: int) -> str:
 
 
 def documents_file(check: Check) -> str:
-    """Short documents of real text, one a line: pieces of this project's own source."""
+    """Write short documents of real text, one per line, from this project's source."""
     path: Path = check.folder / "documents.jsonl"
     if not path.exists():
         text = "".join(file.read_text(encoding="utf-8") for file in sorted(_SOURCE.rglob("*.py")))

@@ -1,7 +1,7 @@
-"""What one GPU is to reach, and what was reached.
+"""Targets for one GPU, and the results.
 
-Every target is issue 36's, section 2 to 4, for one H100 or H200 in bf16. A figure is found by its
-section, its row and its key; where several rows have it the worst of them counts.
+Every target comes from issue 36, sections 2 to 4, for one H100 or H200 in bf16. A figure is found
+by its section, row and key; if several rows have it, the worst one counts.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ _OURS = "outpace, compiled"
 
 @dataclass(frozen=True)
 class Target:
-    """A figure and its bound. `row` may have wildcards; `unit` is what the bound is in."""
+    """A figure and its bound. `row` may contain wildcards; `unit` is the bound's unit."""
 
     what: str
     section: str
@@ -29,12 +29,12 @@ class Target:
 
     @property
     def bound(self) -> str:
-        """As one would write it."""
+        """Return the bound as users would write it."""
         sign, bound = ("≥", self.least) if self.least is not None else ("≤", self.most)
         return f"{sign} {bound:g}{self.unit}"
 
     def reached(self, sections: dict[str, Any]) -> float | None:
-        """The worst figure in the bound's unit; None where nothing was measured."""
+        """Return the worst figure in the bound's unit; None if nothing was measured."""
         rows = sections.get(self.section, {}).get("rows", {})
         values = [row[self.key] / self.scale for name, row in rows.items()
                   if fnmatchcase(name, self.row) and measured(row)
@@ -44,7 +44,7 @@ class Target:
         return float(min(values) if self.least is not None else max(values))
 
     def met(self, reached: float) -> bool:
-        """Whether a figure is within the bound."""
+        """Return whether a figure is within the bound."""
         if self.least is not None:
             return reached >= self.least
         assert self.most is not None
@@ -98,7 +98,7 @@ TARGETS = (
 
 
 def judge(sections: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every target with what was reached: missed ones first, then those that were not measured."""
+    """Return every target with its result: missed ones first, then those without a measurement."""
     found = []
     for target in TARGETS:
         reached = target.reached(sections)
@@ -110,7 +110,7 @@ def judge(sections: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def table(judged: list[dict[str, Any]]) -> Iterator[str]:
-    """The targets as lines for a terminal."""
+    """Yield the targets as lines for a terminal."""
     width = max(len(one["target"]) for one in judged)
     for one in judged:
         word = {False: "MISSED", None: "not measured", True: "met"}[one["met"]]
@@ -118,5 +118,5 @@ def table(judged: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def shown(one: dict[str, Any]) -> str:
-    """What was reached, with its unit."""
+    """Return the result with its unit."""
     return "–" if one["reached"] is None else f"{one['reached']:.4g}{one['unit']}"

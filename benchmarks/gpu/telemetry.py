@@ -1,4 +1,4 @@
-"""Clocks, power and temperature of the GPU over a section, as nvidia-smi tells them."""
+"""Clocks, power and temperature of the GPU during a section, as nvidia-smi reports them."""
 
 import shutil
 import subprocess
@@ -18,7 +18,7 @@ _COLUMNS = {
 
 
 class Telemetry:
-    """One nvidia-smi that writes a line twice a second; nothing where there is none."""
+    """An nvidia-smi process that writes a line twice per second, if it is installed."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._process = path, None
@@ -31,7 +31,7 @@ class Telemetry:
             self._process = subprocess.Popen(words, stdout=subprocess.DEVNULL)
 
     def since(self) -> dict[str, Any] | None:
-        """Lowest, median and highest of each since this was last asked."""
+        """Return the lowest, median and highest value of each since the last call."""
         if self._process is None:
             return None
         text = self._path.read_text()

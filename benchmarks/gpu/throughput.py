@@ -1,4 +1,4 @@
-"""Steps of outpace beside those of a loop written by hand, in the same process and in turn."""
+"""Steps of outpace compared with those of a loop written by hand, in turn in one process."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,20 +17,20 @@ from outpace.records.measurement import StepRecord
 from outpace.training.callbacks import Callback
 from outpace.training.threads import set_threads
 
-# After a pause, until reports come as far behind the device as they then stay.
+# After a pause, reports need these steps until they lag behind the device as usual.
 _SETTLING_STEPS = 5
-_LAST_STEPS = 4  # of a run: their reports come sooner, as no further step is waited for
-# GPT-2's layers, with a vocabulary that little text is enough for.
+_LAST_STEPS = 4  # steps at a run's end, reported sooner: no further step is awaited
+# GPT-2's layers, with a vocabulary for which little text suffices.
 _GPT2_OF_8K = {"family": "gpt2", "layers": 12, "hidden": 768, "heads": 12, "vocab": 8192,
                "max_positions": 1024}  # fmt: skip
-# Seconds that a row needs where the compilers' caches are filled (`caches`).
+# Seconds that a row needs if the compilers' caches are filled (`caches`).
 _HAND_LOOP_NEEDS_S, _NEEDS_S = 15.0, 10.0
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Windows:
-    """How many steps are timed at once, how often, and how many come before them all."""
+    """Number of steps timed together, number of repeats, and steps before the first."""
 
     warm: int
     steps: int
@@ -38,26 +38,26 @@ class Windows:
 
     @property
     def total(self) -> int:
-        """Steps of the whole run."""
+        """Return the steps of the whole run."""
         return self.warm + self.count * (_SETTLING_STEPS + self.steps) + _LAST_STEPS
 
     def pauses(self) -> list[int]:
-        """Steps after which the other one has its turn."""
+        """Return the steps after which the other one has its turn."""
         return [self.warm + n * (_SETTLING_STEPS + self.steps) for n in range(self.count)]
 
     def counted(self, number: int) -> range:
-        """The steps of a window, from 1."""
+        """Return the steps of a window, from 1."""
         first = self.pauses()[number] + _SETTLING_STEPS + 1
         return range(first, first + self.steps)
 
 
 WINDOWS = Windows(warm=8, steps=12, count=3)
-LONG_WINDOWS = Windows(warm=6, steps=5, count=3)  # of steps that take long
+LONG_WINDOWS = Windows(warm=6, steps=5, count=3)  # for steps that take long
 SMALL_WINDOWS = Windows(warm=4, steps=3, count=2)
 
 
 class Turns(Callback):
-    """Notes when each step is reported, and lets `other` have a turn before each window."""
+    """Records when each step is reported, and gives `other` a turn before each window."""
 
     def __init__(self, windows: Windows, other: Callable[[], float] | None) -> None:
         self._pauses, self._other = set(windows.pauses()), other
@@ -65,14 +65,14 @@ class Turns(Callback):
         self.other_s: list[float] = []
 
     def on_step(self, record: StepRecord) -> None:
-        """A step is reported."""
+        """Record the time of the report."""
         self.reported_s[record.step] = time.perf_counter()
         if record.step in self._pauses and self._other is not None:
             self.other_s.append(self._other())
 
 
 def windows_of(check: Check, shape: Shape) -> Windows:
-    """As many steps as tell enough of a shape."""
+    """Return as many steps as a shape needs for steady figures."""
     if check.small:
         return SMALL_WINDOWS
     return LONG_WINDOWS if shape.model != "gpt2" else WINDOWS
@@ -81,7 +81,7 @@ def windows_of(check: Check, shape: Shape) -> Windows:
 def ours(
     check: Check, name: str, shape: Shape, hand: HandLoop | None = None, **settings: Any
 ) -> Row:
-    """Train a shape by outpace, and in turn by `hand`; what both took."""
+    """Train a shape with outpace, in turn with `hand`; return what both took."""
     windows = windows_of(check, shape)
     turns = Turns(windows, None if hand is None else partial(hand.step_time_s, windows.steps))
     run = train_shape(check, name, shape, [turns], steps=windows.total, **settings)
@@ -119,16 +119,16 @@ def ours(
 def told_over_wall(
     lines: Sequence[Row], reported_s: Mapping[int, float], steps: Sequence[int]
 ) -> float:
-    """What steps are said to take, over the wall clock between the same steps' reports.
+    """Return the reported step time relative to the wall-clock time between the same reports.
 
-    The first step only marks the beginning: before it the hand loop had its turn.
+    The first step only marks the start: before it, the hand loop had its turn.
     """
     told_s: float = sum(lines[step - 1]["step_time_s"] for step in steps[1:])
     return told_s / (reported_s[steps[-1]] - reported_s[steps[0]])
 
 
 def _peak_bytes(check: Check, run: Trained, windows: Windows, hand: HandLoop | None) -> int | None:
-    """The most bytes of tensors of outpace alone: with a hand loop, before its first turn."""
+    """Return the peak bytes of outpace's tensors alone: with a hand loop, before its first turn."""
     if not check.cuda:
         return None
     if hand is None:
@@ -138,7 +138,7 @@ def _peak_bytes(check: Check, run: Trained, windows: Windows, hand: HandLoop | N
 
 
 def _rates(check: Check, run: Trained, step_s: float) -> Row:
-    """Model FLOP/s by the wall clock, as shares of the catalog's peak and of the best matmul."""
+    """Return model FLOP/s by the wall clock, relative to the catalog's peak and the best matmul."""
     said = run.measurement
     if said.model_flops_per_s is None or said.step_time_s is None:
         return {"model_flops_per_s": None, "mfu": None, "of_best_product": None}
@@ -154,16 +154,16 @@ def side_by_side(
     check: Check, shape: Shape, compiled: bool, variants: dict[str, Row],
     lora_rank: int | None = None, in_turn: bool = True,
 ) -> None:  # fmt: skip
-    """Rows of a hand loop that is built once, and of outpace's variants in turn with it.
+    """Measure a hand loop, which is built once, and outpace's variants in turn with it.
 
-    `in_turn`: False where both do not fit the GPU at once: the hand loop is timed before.
+    `in_turn`: False if both do not fit on the GPU together; the hand loop is then timed first.
     """
     how = "compiled" if compiled else "eager"
     windows = windows_of(check, shape)
     loops: list[HandLoop] = []
 
     def build() -> Row:
-        # As many as a run of outpace sets: compiled code is compiled anew for another number.
+        # As many threads as a run of outpace sets, since another number would cause recompilation.
         set_threads(None, usable_cores(), 1)
         loop = HandLoop(check, shape, compiled, lora_rank)
         warm = loop.warm_up(2 if check.small else 4)
@@ -177,7 +177,7 @@ def side_by_side(
     theirs = check.row(f"hand loop, {how}", _HAND_LOOP_NEEDS_S, build)
     if not in_turn:
         check.clean()
-    trained: set[str] = set()  # precisions: the default's is not measured again by its name
+    trained: set[str] = set()  # measured so far, to skip the default's
     for name, settings in variants.items():
         if settings.get("precision") in trained:
             continue
@@ -192,7 +192,7 @@ def side_by_side(
 
 
 def _over(mine: Row, theirs: Row) -> Row:
-    """Outpace's figures over the hand loop's."""
+    """Return outpace's figures relative to the hand loop's."""
     found: Row = {}
     if "ratio" not in mine:
         found |= {"hand_windows_s": theirs["windows_s"],
@@ -204,37 +204,37 @@ def _over(mine: Row, theirs: Row) -> Row:
 
 
 def gpt2(check: Check) -> None:
-    """GPT-2, 16 × 1,024: compiled, without CUDA graphs, and eager."""
+    """Measure GPT-2, 16 × 1,024: compiled, without CUDA graphs, and eager."""
     shape = shape_of(check, "gpt2")
     side_by_side(check, shape, True, {**_precisions(check), **_without_graphs(check)})
     side_by_side(check, shape, False, {"outpace, eager": {"compile": False}})
 
 
 def gpt2_host(check: Check) -> None:
-    """GPT-2 with 4,096 tokens: the host limits it."""
+    """Measure GPT-2 with 4,096 tokens, where the host is the limit."""
     variants = {**_compiled(check), **_without_graphs(check)}
     side_by_side(check, shape_of(check, "gpt2 batch 4"), True, variants)
 
 
 def llama_1b(check: Check) -> None:
-    """Llama-3.2-1B, 4 × 2,048."""
+    """Measure Llama-3.2-1B, 4 × 2,048."""
     side_by_side(check, shape_of(check, "llama-3.2-1b"), True, _compiled(check))
 
 
 def lora_1b(check: Check) -> None:
-    """Adapters of Llama-3.2-1B beside peft's."""
+    """Measure adapters of Llama-3.2-1B, compared with peft's."""
     variants = _compiled(check, lora_rank=LORA_RANK)
     side_by_side(check, shape_of(check, "llama-3.2-1b"), True, variants, lora_rank=LORA_RANK)
 
 
 def large_llama(check: Check) -> None:
-    """Llama-3.2-1B, 8 × 2,048; an H100 does not hold both at once."""
+    """Measure Llama-3.2-1B, 8 × 2,048; an H100 does not hold both at the same time."""
     shape = shape_of(check, "llama-3.2-1b batch 8")
     side_by_side(check, shape, True, _compiled(check), in_turn=False)
 
 
 def large_gpt2(check: Check) -> None:
-    """GPT-2, 48 × 1,024: what its throughput becomes."""
+    """Measure GPT-2, 48 × 1,024, for its largest throughput."""
     check.clean()
     ((name, settings),) = _compiled(check).items()
     shape = shape_of(check, "gpt2 batch 48")
@@ -242,7 +242,7 @@ def large_gpt2(check: Check) -> None:
 
 
 def _precisions(check: Check) -> dict[str, Row]:
-    """What is chosen by default, and the other of weights in fp32 and in bf16."""
+    """Measure the default precision, and the other one of fp32 and bf16 weights."""
     named = {f"outpace, compiled, {one}": {"compile": check.inductor, "precision": one}
              for one in ("bf16", "bf16-master")}  # fmt: skip
     return {**_compiled(check), **named}
@@ -258,7 +258,7 @@ def _compiled(check: Check, **settings: Any) -> dict[str, Row]:
 
 
 def optimizers(check: Check) -> None:
-    """Llama-3.2-1B, 4 × 2,048: others than fused AdamW in bf16, over it."""
+    """Measure Llama-3.2-1B, 4 × 2,048, with optimizers relative to fused AdamW in bf16."""
     shape = shape_of(check, "llama-3.2-1b")
     fused = None
     for name, settings in {
@@ -277,7 +277,7 @@ def optimizers(check: Check) -> None:
 
 
 def documents(check: Check) -> None:
-    """GPT-2's layers on real text, attention within documents and across them."""
+    """Measure GPT-2's layers on real text, with attention within documents and across them."""
     shape = Shape(spec_file(check, _GPT2_OF_8K), {}, 1024, 16, 8192)
     if check.small:
         shape = Shape(little(check), {}, 32, 2, 1024)

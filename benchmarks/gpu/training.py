@@ -21,7 +21,7 @@ from outpace.training.callbacks import Callback
 
 @dataclass(frozen=True)
 class Trained:
-    """A run that reached its end. `peak_bytes` is above what lay on the GPU before it began."""
+    """A completed run. `peak_bytes` does not include what the GPU held before it started."""
 
     path: Path
     measurement: Measurement
@@ -33,7 +33,7 @@ class Trained:
 
     @property
     def losses(self) -> list[float]:
-        """Of every step."""
+        """Return the loss of every step."""
         return [line["loss"] for line in self.lines]
 
 
@@ -59,7 +59,7 @@ def train_little(
 def train_run(
     check: Check, name: str, callbacks: Sequence[Callback] = (), **changes: Any
 ) -> Trained:
-    """Train by these settings, without evaluations, samples and checkpoints unless they say so."""
+    """Train with these settings, by default without evaluations, samples and checkpoints."""
     import torch
 
     out = run_folder(check, name)
@@ -88,18 +88,18 @@ def train_run(
 
 
 def run_folder(check: Check, name: str) -> Path:
-    """Where a run of a section lies, for as long as the call lasts."""
+    """Return the folder of a section's run, which exists as long as the call lasts."""
     return check.folder / "runs" / check.section / slug(name)
 
 
 def planned(path: Path) -> dict[str, Any]:
-    """The plan that a run trained by, as its record has it."""
+    """Return the plan with which a run trained, from its record."""
     plan: dict[str, Any] = read_run(path).record.plan.model_dump(mode="json")
     return plan
 
 
 def predicted(path: Path, machine: Machine | None = None) -> dict[str, Any]:
-    """What the planner says of a run, by a probe or by the catalog's rates of the GPU it ran on."""
+    """Predict a run's step by a probe, or by the catalog's rates of its GPU."""
     said = predict(read_run(path).record, 1, machine)
     if isinstance(said, str):
         return {"not_predicted": said}

@@ -1,4 +1,4 @@
-"""Where a step waits for the device, how long the device is idle, and which kernels it runs."""
+"""Waits for the device in a step, idle time of the device, and the kernels that it runs."""
 
 import json
 import time
@@ -24,10 +24,10 @@ _WAIT = "called a synchronizing CUDA operation"
 
 
 class WatchWaits(Callback):
-    """Has torch warn of each wait of the host for the device, during the watched steps."""
+    """Makes torch warn of each wait of the host for the device during the watched steps."""
 
     def on_step(self, record: StepRecord) -> None:
-        """Watch from the first of them to the last."""
+        """Watch from the first of the steps to the last."""
         if record.step == _WATCHED.start:
             torch.cuda.set_sync_debug_mode("warn")
         if record.step == _WATCHED.stop:
@@ -35,18 +35,18 @@ class WatchWaits(Callback):
 
 
 class ReportTimes(Callback):
-    """Notes when each step is reported."""
+    """Records when each step is reported."""
 
     def __init__(self) -> None:
         self.reported_s: list[float] = []
 
     def on_step(self, record: StepRecord) -> None:
-        """A step is reported."""
+        """Record the time of the report."""
         self.reported_s.append(time.perf_counter())
 
 
 def waits(check: Check) -> None:
-    """GPT-2, 16 × 1,024, compiled."""
+    """Measure GPT-2, 16 × 1,024, compiled."""
     check.row("waits", 15.0, lambda: _waits(check))
     for workers in (0, 2):
         check.row(f"told over wall, workers {workers}", 8.0, partial(_told, check, workers))
@@ -59,7 +59,7 @@ def _train(check: Check, name: str, callbacks: list[Callback], **settings: Any) 
 
 
 def _waits(check: Check) -> dict[str, Any]:
-    """Warnings of torch by the line of Python that waited."""
+    """Return torch's warnings by the line of Python that waited."""
     places: Counter[str] = Counter()
 
     def note(message: Any, category: Any, filename: str, lineno: int, *_: Any) -> None:
@@ -77,11 +77,11 @@ def _waits(check: Check) -> dict[str, Any]:
 
 
 def _told(check: Check, workers: int) -> dict[str, Any]:
-    """What a step is said to take, beside the wall clock between reports."""
+    """Compare reported step times with the wall-clock time between reports."""
     times = ReportTimes()
     steps = 12 if check.small else 60
     run = _train(check, f"told {workers}", [times], steps=steps, workers=workers)
-    # The last steps' reports come sooner: no further step is waited for.
+    # The last steps' reports come sooner, because no further step is awaited.
     walls = [after - before for before, after in pairwise(times.reported_s)][5:-4]
     lines = run.lines[6:-4]
     return {
@@ -94,14 +94,14 @@ def _told(check: Check, workers: int) -> dict[str, Any]:
 
 
 def _profile(check: Check) -> dict[str, Any]:
-    """Of the steps that a profile shows: how busy the device was, and by what."""
+    """Profile some steps: how busy the device was, and with which kernels."""
     run = _train(check, "profile", [], steps=8, profile=True)
     trace = json.loads((run.path / "trace-rank0.json").read_text())["traceEvents"]
     return device_use(trace)
 
 
 def device_use(trace: list[dict[str, Any]]) -> dict[str, Any]:
-    """Share of time in which a device does something, and its kernels by the time they take."""
+    """Return the share of time in which a device is busy, and its kernels by their time."""
     kinds = ("kernel", "gpu_memcpy", "gpu_memset")
     events = sorted(
         (one["ts"], one["ts"] + one["dur"], one["name"])

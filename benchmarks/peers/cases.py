@@ -1,7 +1,7 @@
-"""What is raced: a model's first weights and its batches, the same for everybody.
+"""The cases of the peer benchmarks: a model's initial weights and its batches, the same for all.
 
-`write` lays a case down: `model/` (as `from_pretrained` reads it), what outpace reads as data, and
-`batches/` with the very samples that outpace draws for each step, as arrays, for everybody else.
+`write` prepares a case: `model/` (as `from_pretrained` reads it), the data that outpace reads, and
+`batches/` with exactly the samples that outpace draws for each step, as arrays, for all others.
 """
 
 import json
@@ -15,15 +15,16 @@ from typing import Any
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 SEED = 0
 LR, BETAS, CLIP = 3e-4, (0.9, 0.95), 1.0
-# The highest that BERT was fine-tuned with (Devlin et al. 2019, A.3): with LR its loss rises to 3,
-# and the least rounding becomes another training, which says nothing of who computes the same.
+# The highest rate with which BERT was fine-tuned (Devlin et al. 2019, A.3): with LR its loss rises
+# to 3, and the smallest rounding difference leads to different training, which would hide whether
+# two programs compute the same.
 _FINE_TUNING_LR = 5e-5
-_CHARACTERS = 1200  # of a text to classify: more than its tokens are cut to
+_CHARACTERS = 1200  # length of a text to classify: more than its tokens are truncated to
 
 
 @dataclass(frozen=True)
 class Case:
-    """A model, as transformers' config has it, with a sequence and a batch."""
+    """A model, as in transformers' config, with a sequence length and a batch."""
 
     name: str
     title: str
@@ -32,17 +33,17 @@ class Case:
     seq_len: int
     batch: int
     architecture: str = "AutoModelForCausalLM"
-    settings: Mapping[str, Any] = field(default_factory=dict)  # of outpace train, beside COMMON
+    settings: Mapping[str, Any] = field(default_factory=dict)  # in addition to COMMON
     lr: float = LR
 
     @property
     def labelled(self) -> bool:
-        """Texts with a label each, rather than text."""
+        """Return whether the data are texts with one label each, rather than text."""
         return self.architecture == "AutoModelForSequenceClassification"
 
     @property
     def vocab(self) -> int:
-        """Entries of the embedding."""
+        """Return the number of entries of the embedding."""
         size: int = self.config["vocab_size"]
         return size
 
@@ -84,12 +85,12 @@ COMMON: Mapping[str, Any] = {
 
 
 def write_config(path: Path, settings: Mapping[str, Any]) -> None:
-    """Settings as a file for `outpace train --config`."""
+    """Write settings as a file for `outpace train --config`."""
     path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in settings.items()))
 
 
 def write(case: Case, folder: Path, steps: int, precision: str) -> None:
-    """Lay it down, once: what is there is whole. One that was laid down otherwise is renewed."""
+    """Write a case, once, completely; replace one that was written with other settings."""
     document = _document(case, folder, precision)
     if (folder / "case.json").is_file():
         if json.loads((folder / "case.json").read_text()) == document:
@@ -107,7 +108,7 @@ def write(case: Case, folder: Path, steps: int, precision: str) -> None:
 
 
 def _document(case: Case, folder: Path, precision: str) -> dict[str, Any]:
-    """What all programs read; as JSON gives it back."""
+    """Return what all programs read, as it is after a round trip through JSON."""
     data = folder / ("rows.jsonl" if case.labelled else "tokens.bin")
     settings = {**COMMON, "lr": case.lr, **case.settings, "model": str(folder / "model"),
                 "data": [str(data)], "seq_len": case.seq_len, "global_batch": case.batch,
@@ -127,7 +128,7 @@ def _write_model(case: Case, folder: Path) -> None:
 
 
 def _texts() -> Iterator[str]:
-    """Python's own source, file by file."""
+    """Yield Python's own source, file by file."""
     from outpace.data.sources import open_source
 
     for path in open_source("stdlib").files:
@@ -135,7 +136,7 @@ def _texts() -> Iterator[str]:
 
 
 def _write_tokens(case: Case, texts: list[str], folder: Path) -> None:
-    """As nanoGPT has them: raw uint16."""
+    """Write tokens in nanoGPT's format: raw uint16."""
     import numpy as np
     from tokenizers import ByteLevelBPETokenizer
 
@@ -146,7 +147,7 @@ def _write_tokens(case: Case, texts: list[str], folder: Path) -> None:
 
 
 def _write_rows(case: Case, texts: list[str], folder: Path) -> None:
-    """Passages that are longer than what is read of them; the label: whether they have a class."""
+    """Write passages longer than what is read of them; the label: whether they contain a class."""
     from tokenizers import BertWordPieceTokenizer
     from transformers import BertTokenizerFast
 
@@ -168,7 +169,7 @@ def _write_rows(case: Case, texts: list[str], folder: Path) -> None:
 
 
 def _write_batches(settings: dict[str, Any], case: Case, folder: Path, steps: int) -> None:
-    """What outpace draws for each step, in the order of its samples."""
+    """Write what outpace draws for each step, in the order of its samples."""
     import numpy as np
 
     from outpace.jobs.train.context import RunContext

@@ -1,4 +1,4 @@
-"""Who races: outpace, and what people would use in its place, each by its best flags."""
+"""The entrants: outpace and its alternatives, each with its best flags."""
 
 import sys
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 OURS = "outpace"
-# What all processes of a run find in their environment.
+# Environment variables of all processes of a run.
 ENVIRONMENT: Mapping[str, str] = {
     "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "DS_ACCELERATOR": "cpu",
     "DS_BUILD_OPS": "0",
@@ -24,7 +24,7 @@ class Peer:
     flags: tuple[str, ...] = ()
 
     def command(self, python: Path, processes: int, case: Path, steps: int, log: Path) -> list[str]:
-        """One process, or as many by torchrun."""
+        """Return the command for one process, or for several by torchrun."""
         launcher = [str(python)]
         if processes > 1 or self.environment == "deepspeed":
             launcher += ["-m", "torch.distributed.run", "--standalone",
@@ -43,7 +43,7 @@ _PLAIN = (
     Peer("Lightning", "lightning", "lightning_loop"),
     Peer("DeepSpeed ZeRO-1", "deepspeed", "deepspeed_loop"),
 )
-# By what is trained with: peers that can do it, and why others cannot.
+# By kind of training: the peers that support it, and why others do not.
 PEERS: Mapping[str, tuple[Peer, ...]] = {
     "": _PLAIN,
     "zero3": (
@@ -67,7 +67,7 @@ CANNOT: Mapping[str, Mapping[str, str]] = {
         "Lightning": "refuses FSDP on a CPU",
     },
 }
-# What outpace is asked for beside the case's own settings.
+# Options of outpace in addition to the case's own settings.
 OWN_SETTINGS: Mapping[str, tuple[str, ...]] = {
     "": (),
     "zero3": ("--strategy", "zero3"),
@@ -76,7 +76,7 @@ OWN_SETTINGS: Mapping[str, tuple[str, ...]] = {
 
 
 def own_command(config: Path, processes: int, kind: str, steps: int, out: Path) -> list[str]:
-    """outpace's, by the settings that `config` has."""
+    """Return outpace's command, with the settings in `config`."""
     return [sys.executable, "-m", "outpace", "train", "--config", str(config), "--nproc",
             str(processes), "--steps", str(steps), "--out", str(out), "--json",
             *OWN_SETTINGS[kind]]  # fmt: skip

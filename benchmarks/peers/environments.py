@@ -1,4 +1,4 @@
-"""Each peer in a virtual environment of its own, with pinned versions."""
+"""A separate virtual environment for each peer, with pinned versions."""
 
 import hashlib
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 CONSTRAINTS = HERE.parents[1] / "constraints.txt"
-# What it needs beside torch and transformers, which all of them have.
+# Packages in addition to torch and transformers, which all peers have.
 NEEDS = {
     "torch": [],
     "trainer": ["accelerate==1.15.0"],
@@ -21,7 +21,7 @@ _ALL = ["torch==2.13.0", "transformers==5.23.0", "numpy"]
 
 
 def python_of(name: str, folder: Path) -> Path:
-    """The interpreter of a peer's environment, which is made where it is not there yet."""
+    """Return the interpreter of a peer's environment, which is created if it does not exist."""
     where = folder / name
     interpreter = where / "bin" / "python"
     needs = [*_ALL, *NEEDS[name]]
@@ -41,7 +41,7 @@ def python_of(name: str, folder: Path) -> Path:
 
 
 def versions(interpreter: Path) -> dict[str, str]:
-    """Of all that is installed there."""
+    """Return the versions of all packages installed there."""
     words = [interpreter, "-m", "pip", "list", "--format=freeze", "--disable-pip-version-check"]
     said = subprocess.run(words, check=True, capture_output=True, text=True).stdout
     pairs = (line.split("==") for line in said.splitlines() if line.count("==") == 1)

@@ -1,18 +1,18 @@
-"""outpace beside the fastest peers of its heat, in turn: the ratio that a noisy machine leaves.
+"""outpace next to the fastest peers of its heat, in turn, for ratios on a noisy machine.
 
-    python benchmarks/peers/finals.py                    # of all heats that are recorded
-    python benchmarks/peers/finals.py --case b --processes 2     # of one, anew
+    python benchmarks/peers/finals.py                    # all recorded heats
+    python benchmarks/peers/finals.py --case b --processes 2     # one of them again
 
-In a heat of the race each run is minutes from the next, and a virtual machine is not as fast from
-one minute to the next. Here those who are compared are in memory together and take turns of some
-steps, stopped and let go on by signals, in another order each turn: what changes on the machine
-changes for all. The step in which one was stopped is not counted.
+In a heat of the peer benchmarks, runs are minutes apart, and a virtual machine's speed changes
+within minutes. Here, all runs to compare are in memory together and take turns of a few steps,
+suspended and continued by signals, in a different order each turn, so changes of the machine affect
+all equally. The step in which a run was suspended is not counted.
 
-steps: outpace and the best peers of the heat, two where memory has room; of two processes also
+steps: outpace and the best peers of the heat, two if memory allows; for two processes, also
     outpace on one. Ratios are those of each turn's median steps.
 first steps: outpace and Trainer, from command to the first step's line, several times in turn.
-best matmul: of one process, before each turn, for the share of it that outpace reaches.
-Records results/finals-bf16.json (or -fp32, as the race), heat by heat.
+best matmul: on one process, before each turn, for the share of it that outpace reaches.
+Records results/finals-bf16.json (or -fp32, like race.py), heat by heat.
 """
 
 import argparse
@@ -41,29 +41,29 @@ from recording import circumstances, save  # noqa: E402
 from outpace.experiment.processes import ProcessTree  # noqa: E402
 
 TURNS, TURN_STEPS, STARTS = 6, 4, 3
-PEERS = 2  # at most
-ROOM = 0.85  # of the machine's memory, for all together
+PEERS = 2  # maximum number of peers
+ROOM = 0.85  # share of the machine's memory, for all together
 ALONE = f"{entrants.OURS} on one process"
-RIVAL = "Trainer"  # beside whose first step outpace's is asked for
-SPARE = 3  # steps more of a turn than are counted: it is stopped in one, and seen late
+RIVAL = "Trainer"  # the peer whose first step is compared with outpace's
+SPARE = 3  # uncounted steps of a turn: suspended, or seen late
 LIMIT_S, LOOK_S = 900.0, 0.01
-# An exchange waits while others have their turns.
+# A collective waits while others have their turns.
 PATIENT = ("--comm-timeout-s", "3600")
-Line = tuple[list[str], Path]  # what is run, and where its steps' lines come
+Line = tuple[list[str], Path]  # the command, and the file of its steps' lines
 
 
 @dataclass(frozen=True)
 class InTurn:
-    """A training that is stopped, but for its turns."""
+    """A training run that is suspended except in its turns."""
 
     name: str
     running: ProcessTree
     log: Path
 
     def go(self, steps: int) -> list[float]:
-        """Let it go on; seconds of its next steps, but for the one in which it was stopped.
+        """Continue the run; return its next steps' seconds, without those of the suspended step.
 
-        Raises SystemExit where it ends or takes too long.
+        Raises SystemExit if the run ends or takes too long.
         """
         had, began_s = self._steps(), time.monotonic()
         ends_s: list[float] = []
@@ -83,7 +83,7 @@ class InTurn:
 
 @contextmanager
 def _warm(name: str, line: Line) -> Iterator[InTurn]:
-    """It, by itself, until it is warm; nothing is left of it."""
+    """Run alone until warm; on exit, nothing is left of the run."""
     words, log = line
     running = ProcessTree(words, entrants.ENVIRONMENT)
     try:
@@ -95,9 +95,9 @@ def _warm(name: str, line: Line) -> Iterator[InTurn]:
 
 
 def finalists(recorded: Mapping[str, Any], memory_bytes: int, more_bytes: int = 0) -> list[str]:
-    """The peers that were fastest, as many as there is room for beside outpace, at least one.
+    """Return the fastest peers, as many as fit in memory with outpace, at least one.
 
-    `more_bytes`: of who runs beside them.
+    `more_bytes`: memory of other runs at the same time.
     """
     ran = {name: one for name, one in recorded["entrants"].items() if one.get("same_losses")}
     sizes = {name: one["rank_bytes"] * recorded["processes"] for name, one in ran.items()}
@@ -113,7 +113,7 @@ def finalists(recorded: Mapping[str, Any], memory_bytes: int, more_bytes: int = 
 def take_turns(
     lines: Mapping[str, Line], turns: int, steps: int, before: Callable[[], None]
 ) -> tuple[dict[str, list[list[float]]], dict[str, list[float]]]:
-    """Seconds of each counted step, turn by turn, and the losses of each. `before` each turn."""
+    """Return the seconds of each counted step, by turn, and all losses. `before` runs each turn."""
     took: dict[str, list[list[float]]] = {name: [] for name in lines}
     with ExitStack() as stack:
         started = [stack.enter_context(_warm(*line)) for line in lines.items()]
@@ -127,7 +127,7 @@ def take_turns(
 
 
 def first_steps_s(lines: Mapping[str, Line], folder: Path, times: int) -> dict[str, list[float]]:
-    """From command to the first step's line, in turn."""
+    """Return the seconds from command to the first step's line, in turn."""
     found: dict[str, list[float]] = {name: [] for name in lines}
     for number in range(times):
         for name in sorted(lines, reverse=bool(number % 2)):
@@ -149,7 +149,7 @@ def final(
     turns: int = TURNS,
     steps: int = TURN_STEPS,
 ) -> dict[str, Any]:
-    """Of a heat that was raced; `single`: the record of the same case on one process."""
+    """Run the final of a recorded heat; `single`: the record of the same case on one process."""
     alone = single if heat.processes > 1 and not heat.kind else None
     beside_bytes = 0 if alone is None else alone["entrants"][entrants.OURS]["rank_bytes"]
     names = finalists(recorded, psutil.virtual_memory().total, beside_bytes)
@@ -185,14 +185,14 @@ def final(
 
 
 def _same(losses: Mapping[str, Sequence[float]]) -> dict[str, bool]:
-    """Whether each trains the same as outpace, as far as both came."""
+    """Return whether each run trains the same as outpace, as far as both got."""
     own = losses[entrants.OURS]
     pairs = {name: min(len(its), len(own)) for name, its in losses.items()}
     return {name: race.same(losses[name][:most], own[:most]) for name, most in pairs.items()}
 
 
 def main() -> None:
-    """Of what is asked for, each recorded as soon as it is there."""
+    """Run the requested finals, and record each as soon as it is done."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path.home() / ".cache" / "outpace-peers")
     parser.add_argument("--case", choices=cases.CASES, help=cases.MEANING)

@@ -1,17 +1,17 @@
-"""outpace beside what people would use in its place: the same weights, batches and precision.
+"""outpace compared with its alternatives: the same weights, batches and precision.
 
     python benchmarks/peers/race.py                    # all cases, records results/peers-bf16.json
-    python benchmarks/peers/race.py --case a --processes 2 --kind zero3   # one of them anew
+    python benchmarks/peers/race.py --case a --processes 2 --kind zero3   # repeats one of them
     python benchmarks/peers/race.py --quick            # a tiny case of a few steps, records nothing
 
-Sets up each peer in an environment of its own (below --folder, kept for the next time), lays
-down each case, and runs all in turn, in another order each round. Of every run the time at which
-each step's line was there is seen from outside, in the same way for all, and so is the memory of
-its processes (of the largest; workers of a compiler and launchers are smaller). Tokens/s are those
+This sets up each peer in a separate environment (below --folder, kept for the next time), writes
+each case, and runs all in turn, in a different order each round. The times at which each step's
+line appears are observed from outside, in the same way for all, and so is the memory of a run's
+processes (of the largest one; workers of a compiler and launchers are smaller). Tokens/s are those
 of the median step after warm-up; peers that do not compute the plain loop's losses are not counted.
-What is recorded is kept; --anew begins from nothing. Before each case the best matmul is
-measured. The precision is what the machine multiplies faster in, bf16 or fp32: each has a record of
-its own, since a machine without bf16 is another.
+Earlier records are kept; --anew starts from nothing. Before each case, the best matmul is measured.
+The precision is the one in which the machine multiplies faster, bf16 or fp32; each has a separate
+record, since a machine without bf16 is a different one.
 """
 
 import argparse
@@ -40,7 +40,7 @@ from outpace.records.machine import Machine  # noqa: E402
 
 WARMUP, COUNTED, ROUNDS = 2, 13, 2  # steps of each run: 30 of each entrant in two rounds
 LIMIT_S = 900.0
-# Beside the plain loop's losses: bf16's rounding differs from one order of matmuls to another.
+# Relative to the plain loop's losses: bf16's rounding differs between orders of matmuls.
 FIRST_LOSS, LATER_LOSS = 0.005, 0.03
 PRECISIONS = ("bf16", "fp32")
 RUNS = "runs"  # below the folder
@@ -48,7 +48,7 @@ RUNS = "runs"  # below the folder
 
 @dataclass(frozen=True)
 class Heat:
-    """A case on so many processes, with a way to train."""
+    """A case on this many processes, with a way to train."""
 
     case: cases.Case
     processes: int
@@ -56,12 +56,12 @@ class Heat:
 
     @property
     def name(self) -> str:
-        """Under which it is recorded."""
+        """Return the name under which it is recorded."""
         return "-".join(filter(None, (self.case.name, str(self.processes), self.kind)))
 
 
 def heats() -> list[Heat]:
-    """The whole race."""
+    """Return all heats."""
     both = [Heat(case, processes) for case in cases.CASES.values() for processes in (1, 2)]
     return [*both, Heat(cases.CASES["a"], 2, "zero3"), Heat(cases.CASES["b"], 2, "offload")]
 
@@ -75,7 +75,7 @@ def run(
     peers: Sequence[entrants.Peer] | None = None,
     python_of: Callable[[str, Path], Path] = environments.python_of,
 ) -> dict[str, Any]:
-    """outpace and `peers` (None: all) in turn; what each took."""
+    """Run outpace and `peers` (None: all) in turn; return what each took."""
     steps = WARMUP + counted
     place = folder / "cases" / f"{heat.case.name}-{precision}-{steps}"
     cases.write(heat.case, place, steps, precision)
@@ -96,7 +96,7 @@ def run(
 
 
 def _flops(metrics: Path) -> float:
-    """That the model needs for a step, as outpace counts them; 0 where it did not run."""
+    """Return the FLOPs of a step as outpace counts them; 0 if it did not run."""
     if not metrics.is_file():
         return 0.0
     step = json.loads(metrics.read_text().splitlines()[-1])
@@ -104,9 +104,9 @@ def _flops(metrics: Path) -> float:
 
 
 def best_products_flops_per_s(folder: Path) -> dict[str, float]:
-    """The machine's best matmul by precision (MAMF), as `outpace probe` finds it.
+    """Return the machine's best matmul by precision (MAMF), as `outpace probe` finds it.
 
-    Without those that were not steady.
+    Precisions that were not steady are left out.
     """
     folder.mkdir(parents=True, exist_ok=True)
     out = folder / "machine.json"
@@ -119,7 +119,7 @@ def best_products_flops_per_s(folder: Path) -> dict[str, float]:
 
 
 def faster_precision(folder: Path) -> str:
-    """The one that the machine multiplies faster in. Raises SystemExit where that is not known."""
+    """Return the precision in which the machine multiplies faster. Raises SystemExit if unknown."""
     best = best_products_flops_per_s(folder)
     if not best:
         raise SystemExit("the machine does not hold still: try again, or say --precision")
@@ -134,7 +134,7 @@ def commands(
     peers: Sequence[entrants.Peer],
     python_of: Callable[[str, Path], Path] = environments.python_of,
 ) -> dict[str, tuple[list[str], Path]]:
-    """Of each entrant what is run, and the file in which its steps' lines come; see `clear`."""
+    """Return each entrant's command, and the file of its steps' lines; see `clear`."""
     config, runs = place / "outpace.toml", folder / RUNS / str(heat.processes)
     settings = json.loads((place / "case.json").read_text())["settings"]
     cases.write_config(config, settings)
@@ -151,7 +151,7 @@ def commands(
 
 
 def clear(folder: Path) -> None:
-    """Nothing is left of the runs before, and there is a place for the next."""
+    """Remove the remains of earlier runs, and create a folder for the next."""
     shutil.rmtree(folder / RUNS, ignore_errors=True)
     for processes in (1, 2):
         (folder / RUNS / str(processes)).mkdir(parents=True)
@@ -165,12 +165,12 @@ def _told(seen: watching.Seen) -> str:
 
 
 def step_times_s(ends_s: Sequence[float], warmup: int = WARMUP) -> list[float]:
-    """After warm-up, from when each step's line was there."""
+    """Return times after warm-up, from the times at which each step's line appeared."""
     return [after - before for before, after in itertools.pairwise(ends_s)][warmup - 1 :]
 
 
 def judged(heat: Heat, found: dict[str, list[watching.Seen]]) -> dict[str, Any]:
-    """What each entrant's runs come to."""
+    """Summarise each entrant's runs."""
     tokens = heat.case.batch * heat.case.seq_len
     plain = next(name for name in found if name.startswith("plain"))
     yardstick = found[plain][0].losses
@@ -199,7 +199,7 @@ def judged(heat: Heat, found: dict[str, list[watching.Seen]]) -> dict[str, Any]:
 
 
 def same(losses: Sequence[float], yardstick: Sequence[float]) -> bool:
-    """Whether these are the losses of the same training."""
+    """Return whether these are the losses of the same training."""
     return len(losses) == len(yardstick) and all(
         abs(own - its) <= (LATER_LOSS if step else FIRST_LOSS) * its
         for step, (own, its) in enumerate(zip(losses, yardstick, strict=True))
@@ -207,12 +207,12 @@ def same(losses: Sequence[float], yardstick: Sequence[float]) -> bool:
 
 
 def _target(losses: Sequence[Sequence[float]]) -> float | None:
-    """A loss that all these come to: the highest of what each has at its last step."""
+    """Return a loss that all of these reach: the highest of their last steps' losses."""
     return max((one[-1] for one in losses if one), default=None)
 
 
 def _reached_s(runs: Sequence[watching.Seen], target: float | None) -> float | None:
-    """From the command on, the median over runs; None: one did not come to it."""
+    """Return the median over runs of the time to reach the target; None if one did not."""
     found = []
     for one in runs:
         at = next((at_s for at_s, loss in zip(one.steps_s, one.losses, strict=False)
@@ -224,14 +224,14 @@ def _reached_s(runs: Sequence[watching.Seen], target: float | None) -> float | N
 
 
 def recorded(race: str, precision: str) -> dict[str, Any]:
-    """Heats by name, as they were recorded last; `race`: "peers" or "finals"."""
+    """Return the latest records of heats by name; `race`: "peers" or "finals"."""
     path = RESULTS / f"{race}-{precision}.json"
     heats: dict[str, Any] = json.loads(path.read_text())["heats"] if path.is_file() else {}
     return heats
 
 
 def is_wanted(heat: Heat, arguments: argparse.Namespace) -> bool:
-    """By the options; where a case is named without a kind, it is that without one."""
+    """Apply the options; if a case is named without a kind, use the heat without one."""
     named = any((arguments.case, arguments.processes, arguments.kind))
     kinds = (heat.kind,) if not named else (arguments.kind or "",)
     return (
@@ -242,7 +242,7 @@ def is_wanted(heat: Heat, arguments: argparse.Namespace) -> bool:
 
 
 def main() -> None:
-    """Race what is asked for, and record it heat by heat."""
+    """Run the requested heats, and record each."""
     parser = argparse.ArgumentParser(
         description=f"{__doc__.splitlines()[0]} It makes an environment of a GB for each peer "
         "first, and takes 75 minutes on 2 cores with bf16, hours without; it goes on where it was "

@@ -1,4 +1,4 @@
-"""Runs a training and sees from outside what everybody has in common: its lines and its memory."""
+"""Runs a training program and observes from outside what all have in common: lines and memory."""
 
 import json
 import time
@@ -11,18 +11,18 @@ import psutil
 
 from outpace.experiment.processes import ProcessTree
 
-_LOOK_S = 0.01  # when a step's line is looked for
+_LOOK_S = 0.01  # time between checks for a step's line
 _WEIGH_S = 0.25
 
 
 @dataclass(frozen=True)
 class Seen:
-    """Of one run: when each step's line was there, from the command on; its loss; memory."""
+    """Observations of one run: when each step's line appeared after the command; loss; memory."""
 
     steps_s: tuple[float, ...]
     losses: tuple[float, ...]
     peak_bytes: int  # of all processes together
-    rank_bytes: int  # of the largest
+    rank_bytes: int  # of the largest process
     exit_code: int | None  # None: it was ended at its limit
     said: str
 
@@ -30,8 +30,8 @@ class Seen:
 def watch(words: Sequence[str], log: Path, environment: Mapping[str, str], limit_s: float) -> Seen:
     """Run a command that appends a line with a `loss` to `log` for each step.
 
-    Memory is what each process had at most (VmHWM), added up: what the machine must have. A run
-    that takes longer than the limit is ended with all that it started.
+    Memory is the sum of each process's peak (VmHWM): what the machine must have. A run that exceeds
+    the limit is ended with all that it started.
     """
     log.unlink(missing_ok=True)
     times: list[float] = []
@@ -57,14 +57,14 @@ def watch(words: Sequence[str], log: Path, environment: Mapping[str, str], limit
 
 
 def losses_of(log: Path) -> list[float]:
-    """Of each step whose line is whole."""
+    """Return the loss of each step whose line is complete."""
     return [json.loads(line)["loss"] for line in _lines(log)]
 
 
 def grown(words: Sequence[str], log: Path, every: int) -> Iterator[int]:
-    """Resident bytes of the largest process of a run, each time that `every` more lines are there.
+    """Yield resident bytes of a run's largest process, each time that `every` more lines appear.
 
-    Raises RuntimeError where the command fails.
+    Raises RuntimeError if the command fails.
     """
     running = ProcessTree(list(words), {})
     seen, size, ends = 0, 0, 0
@@ -97,13 +97,13 @@ def _with_children(pid: int) -> list[psutil.Process]:
 
 
 def _lines(log: Path) -> list[str]:
-    """Those that are whole."""
+    """Return the complete lines."""
     text = log.read_text() if log.is_file() else ""
     return text[: text.rfind("\n") + 1].splitlines()
 
 
 def _peaks(pid: int) -> dict[int, int]:
-    """Of the process and all below it, the most that each had."""
+    """Return the peak of the process and of each of its descendants."""
     found: dict[int, int] = {}
     with suppress(psutil.Error):
         for one in _with_children(pid):

@@ -3,7 +3,7 @@
     python benchmarks/seeds/all.py            # about 50 minutes; then python benchmarks/figures.py
     python benchmarks/seeds/all.py --quick    # all small; records nothing
 
-What fails is named at the end, and does not keep the others from running.
+Failures are listed at the end, and do not prevent the others from running.
 """
 
 import argparse
@@ -14,12 +14,12 @@ from pathlib import Path
 
 
 def programs() -> list[Path]:
-    """In their order."""
+    """Return the programs in order."""
     return sorted(Path(__file__).parent.glob("s[0-9][0-9]_*.py"))
 
 
 def main() -> int:
-    """Run each in a process of its own; 1 if one of them fails."""
+    """Run each in a separate process; return 1 if one fails."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small; nothing is recorded")
     quick = parser.parse_args().quick

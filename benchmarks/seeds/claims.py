@@ -1,7 +1,7 @@
-"""What a seed document says, what the planner predicts and what is measured, in one record.
+"""Claims of a seed document, the planner's predictions and measurements, in one record.
 
-Each program of this folder is an experiment. It predicts, measures, shows its tables and records
-results/seeds_NAME.json; with `--quick` it does all of it small and records nothing.
+Each program in this folder is an experiment. It predicts, measures, prints its tables and records
+results/seeds_NAME.json; with `--quick` it does all of this on a small scale and records nothing.
 """
 
 import argparse
@@ -26,9 +26,9 @@ DOCUMENTS = (FIT, THROUGHPUT, TRAINING, PRETRAINING)
 
 @dataclass(frozen=True)
 class Claim:
-    """What a document says, in words and in its own figures.
+    """A document's claim, in words and figures.
 
-    `hardware` is what the document names; where it names none, what is taken in its place.
+    `hardware` is what the document names, or an assumption if it names none.
     """
 
     document: str
@@ -39,10 +39,10 @@ class Claim:
 
 @dataclass(frozen=True)
 class Experiment:
-    """`predict` and `measure` are told whether to be quick.
+    """An experiment; `predict` and `measure` get whether to be quick.
 
-    `instead`: what is measured in the place of what this machine cannot do, and why. `worker` is a
-    rank of the experiment's own jobs: where to write what was found, and whether to be quick.
+    `instead`: what is measured in place of what this machine cannot do, and why. `worker` runs a
+    rank of the experiment's own jobs, and gets the output file and whether to be quick.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Experiment:
 
 
 def found(experiment: Experiment, quick: bool) -> dict[str, Any]:
-    """The record, but for machine and versions; as JSON gives it back."""
+    """Return the record without machine and versions, as it is after a round trip through JSON."""
     document = {
         "claims": [asdict(claim) for claim in experiment.claims],
         "instead": experiment.instead,
@@ -66,14 +66,14 @@ def found(experiment: Experiment, quick: bool) -> dict[str, Any]:
 
 
 def job(program: str, ranks: int, quick: bool, start: Callable[[int, list[str]], None]) -> Any:
-    """What rank 0 of an experiment's own job has found: `start` starts the ranks of `program`."""
+    """Return what rank 0 of an experiment's job found; `start` starts the ranks of `program`."""
     with tempfile.TemporaryDirectory() as folder:
         start(ranks, [program, "--worker", folder, *(["--quick"] if quick else [])])
         return json.loads((Path(folder) / FOUND).read_text())
 
 
 def run(experiment: Experiment, about: str) -> dict[str, Any] | None:
-    """The whole program. What was recorded; None of a quick one."""
+    """Run the whole program; return what was recorded, or None for a quick run."""
     parser = argparse.ArgumentParser(description=about.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="small; nothing is recorded")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)

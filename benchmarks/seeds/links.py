@@ -1,7 +1,7 @@
-"""Ranks on a network of their own: namespaces of this machine on one bridge, held to a rate.
+"""Ranks on separate networks: namespaces of this machine on one bridge, limited to a rate.
 
-The kernel's token bucket counts whole Ethernet frames: of 1514 bytes 1448 are the program's, so
-that 95.6 % of the rate is what a program has at most. Needs root and iproute2.
+The kernel's token bucket counts whole Ethernet frames: 1448 of 1514 bytes are the program's, so a
+program gets at most 95.6 % of the rate. This needs root and iproute2.
 """
 
 import os
@@ -14,15 +14,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 PROGRAMS_SHARE = 1448 / 1514
-_PORT = 29511  # nobody else is in these networks
-# A bucket that is full sooner than a busy machine comes back to it would slow the link.
+_PORT = 29511  # nothing else uses these networks
+# A bucket that fills before a busy machine returns to it would slow the link.
 _BUCKET_S = 0.0016
 _LOOK_S = 0.1
 
 
 @dataclass(frozen=True)
 class Host:
-    """A namespace, the end of its cable in it, and its address."""
+    """A namespace, its end of the cable, and its address."""
 
     name: str
     device: str
@@ -30,7 +30,7 @@ class Host:
 
 
 def why_not() -> str | None:
-    """Why there can be no network of one's own here; None where there can."""
+    """Return why no separate network is possible here; None if it is."""
     if os.geteuid() != 0:
         return "network namespaces need root"
     missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
@@ -39,9 +39,9 @@ def why_not() -> str | None:
 
 @contextmanager
 def network(count: int, mbit_per_s: int | None) -> Iterator[list[Host]]:
-    """`count` hosts, each with a cable of that rate in either direction; None: not held back.
+    """Yield `count` hosts, each with a cable of that rate in each direction (None: unlimited).
 
-    Raises CalledProcessError where the kernel refuses.
+    Raises CalledProcessError if the kernel refuses.
     """
     own = os.getpid()
     hub = f"outpace-{own}-hub"
@@ -62,7 +62,7 @@ def network(count: int, mbit_per_s: int | None) -> Iterator[list[Host]]:
 
 
 def _plug_in(host: Host, hub: str, port: str, mbit_per_s: int | None) -> None:
-    """A cable between a host and the bridge; each end is held to the rate in what it sends."""
+    """Connect a host and the bridge by a cable; each end limits the rate at which it sends."""
     _do("ip", "link", "add", host.device, "netns", host.name, "type", "veth",
         "peer", "name", port, "netns", hub)  # fmt: skip
     _do("ip", "-n", host.name, "addr", "add", f"{host.address}/24", "dev", host.device)
@@ -81,9 +81,9 @@ def _do(*words: str) -> None:
 
 
 def start(hosts: Sequence[Host], words: Sequence[str]) -> None:
-    """A rank of a Python program on each host, as torchrun would start it on one machine.
+    """Start a rank of a Python program on each host, as torchrun would on one machine.
 
-    Raises CalledProcessError where one fails; the others are ended.
+    Raises CalledProcessError if one fails; the others are then ended.
     """
     processes = [
         subprocess.Popen(
@@ -104,18 +104,18 @@ def start(hosts: Sequence[Host], words: Sequence[str]) -> None:
 
 
 def _check(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Whoever fails first ends the job: the others would wait for it in an exchange."""
+    """End the job when a process fails, since the others would wait for it in a collective."""
     for process in processes:
         if process.returncode:
             raise subprocess.CalledProcessError(process.returncode, process.args)
 
 
 def _place(rank: int, hosts: Sequence[Host]) -> dict[str, str]:
-    """They do share a machine, if no network: strategies of one machine may run."""
+    """Return a rank's environment. Ranks share a machine, so strategies for one machine may run."""
     size = str(len(hosts))
     return {
         "RANK": str(rank), "WORLD_SIZE": size, "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": size,
         "MASTER_ADDR": hosts[0].address, "MASTER_PORT": str(_PORT),
         "GLOO_SOCKET_IFNAME": hosts[rank].device, "OMP_NUM_THREADS": "1",
-        "TORCH_CPP_LOG_LEVEL": "ERROR",  # these addresses have no names, of which torch would warn
+        "TORCH_CPP_LOG_LEVEL": "ERROR",  # torch would warn that these addresses have no names
     }  # fmt: skip

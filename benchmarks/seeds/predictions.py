@@ -1,4 +1,4 @@
-"""What the planner says of a step on a machine of the catalog: time and its parts, memory."""
+"""The planner's prediction of a step on a machine in the catalog: time, its parts, and memory."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -20,12 +20,12 @@ from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 
-# What a device itself does; it waits for the rest.
+# The work of the device itself; it waits for everything else.
 _BUSY = ("products_s", "attention_s", "memory_s", "optimizer_s")
 
 
 def model(name: str, dropout: bool = True) -> Outline:
-    """A preset, with dropout, as transformers' GPT-2 has it."""
+    """Return a preset with dropout, as in transformers' GPT-2."""
     plain = outline(preset(name), name)
     stacks = tuple(stack.model_copy(update={"dropout": dropout}) for stack in plain.stacks)
     return plain.model_copy(update={"stacks": stacks})
@@ -42,10 +42,10 @@ def step(
     network: str | None = None,
     kernel: Kernel = "unfused",
 ) -> dict[str, Any]:
-    """Seconds of a step, their parts, the share that devices are busy, bytes of the fullest rank.
+    """Return a step's seconds, their parts, the devices' busy share, and the fullest rank's bytes.
 
-    The trainers of the documents write attention's scores, so that `kernel` is unfused. A machine
-    has all devices that the catalog gives it.
+    The documents' trainers write attention's scores, so `kernel` is unfused. A machine has all
+    devices that the catalog gives it.
     """
     cluster = of_catalog(find_node(machine), nodes, read_network(network) if network else None)
     question = StepTimeQuestion(

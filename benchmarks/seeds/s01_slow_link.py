@@ -1,13 +1,13 @@
-"""DP against DDP against DDP over a slow link: how long so many steps take.
+"""DP and DDP compared with DDP over a slow link: the time for a number of steps.
 
     python benchmarks/seeds/s01_slow_link.py            # records results/seeds_slow_link.json
     python benchmarks/seeds/s01_slow_link.py --quick    # small; records nothing
 
-Two processes, one thread each, in network namespaces of their own on one bridge: once as fast as
-the host copies, once held to 1 Gbit/s. Jobs on either link take turns, and in
-the fast ones steps of DP and DDP do. What is compared are medians of jobs, round by round: a job's
-steps have in common what differs from one start to the next. Without root or iproute2 the slow link
-is left out, and the fast one is the host's own.
+Two processes, with one thread each, run in separate network namespaces on one bridge: once as fast
+as the host copies, once limited to 1 Gbit/s. Jobs on the two links take turns, and so do steps of
+DP and DDP in the fast ones. Medians of jobs are compared round by round, since all steps of a job
+share what differs between starts. Without root or iproute2, the slow link is left out, and the fast
+one is the host's own.
 """
 
 import statistics
@@ -18,7 +18,7 @@ from claims import FIT, Claim, Experiment, run
 
 MBIT_PER_S = 1000
 STEPS, SMALL_BATCH = 200, 4
-ROUNDS = 10  # one that is off does not reach the ends of their interval of 95 %
+ROUNDS = 10  # an outlier does not reach the ends of their 95 % interval
 # GPT-2's shape with heads of 64 and its vocabulary, at 14 million parameters.
 SMALL = {"family": "gpt2", "layers": 10, "hidden": 192, "heads": 3, "vocab": 50257,
          "max_positions": 128}  # fmt: skip
@@ -39,7 +39,7 @@ CLAIM = Claim(
 
 
 def predict(quick: bool) -> dict[str, Any]:
-    """The document's 200 steps, by the planner: fp32, sequences of 1,024, written scores."""
+    """Predict the document's 200 steps: fp32, sequences of 1,024, written scores."""
     from predictions import model, step
 
     found = {}
@@ -55,7 +55,7 @@ def predict(quick: bool) -> dict[str, Any]:
 
 
 def models(quick: bool) -> dict[str, dict[str, Any]]:
-    """What is trained, by name: spec, samples of both ranks, length, steps."""
+    """Return the models to train, by name: spec, samples of both ranks, length, steps."""
     from outpace.catalog.models import preset
 
     small = {"model": SMALL, "global_batch": 2 * SMALL_BATCH, "seq_len": 32, "steps": STEPS,
@@ -69,7 +69,7 @@ def models(quick: bool) -> dict[str, dict[str, Any]]:
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """Each model's table, and what the links were."""
+    """Return each model's table, and the links that were used."""
     from links import why_not
 
     lacking = why_not()
@@ -81,7 +81,7 @@ def measure(quick: bool) -> dict[str, Any]:
 
 
 def table(course: dict[str, Any], shaped: bool) -> dict[str, Any]:
-    """Each way's steps, a job of either link in every round."""
+    """Return the steps of each way, with a job on each link in every round."""
     rows: dict[str, list[list[float]]] = {}
     each = course["steps"] // course["rounds"]
     for number in range(course["rounds"]):
@@ -94,7 +94,7 @@ def table(course: dict[str, Any], shaped: bool) -> dict[str, Any]:
 
 
 def job(course: dict[str, Any], link: str, rounds: int, shaped: bool) -> dict[str, list[float]]:
-    """Seconds of the steps of DP and DDP on a fast link, of DDP on a slow one."""
+    """Return the seconds of the steps of DP and DDP on a fast link, and of DDP on a slow one."""
     import contests
     from links import network, start
 
@@ -114,7 +114,7 @@ def job(course: dict[str, Any], link: str, rounds: int, shaped: bool) -> dict[st
 
 
 def summed_up(jobs: list[list[float]], base: list[list[float]]) -> dict[str, Any]:
-    """Of all steps; and of each job's median beside that of the base's job of the same round."""
+    """Summarise all steps, and each job's median relative to the base's job of the same round."""
     from overhead import interval
 
     medians = [[statistics.median(one) for one in way] for way in (jobs, base)]

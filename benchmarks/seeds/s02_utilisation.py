@@ -1,10 +1,10 @@
-"""Baseline, single parameter server, distributed: how busy devices are.
+"""Baseline, single parameter server, distributed: utilisation of devices.
 
     python benchmarks/seeds/s02_utilisation.py            # records results/seeds_utilisation.json
     python benchmarks/seeds/s02_utilisation.py --quick    # small; records nothing
 
-Two processes, one thread each, take a step of each way in turn. A rank is busy while its main
-thread computes or waits for a core; shares of the step add up to the utilisation, of 2.
+Two processes, with one thread each, run a step of each way in turn. A rank is busy while its main
+thread computes or waits for a core; its shares of the step add up to the utilisation, out of 2.
 """
 
 import statistics
@@ -43,7 +43,7 @@ CLAIM = Claim(
 
 
 def predict(quick: bool) -> dict[str, Any]:
-    """The three ways on 4 devices, by the parts of the planner's steps."""
+    """Predict the three ways on 4 devices, from the parts of the planner's steps."""
     from predictions import model, step
 
     found: dict[str, Any] = {}
@@ -53,7 +53,7 @@ def predict(quick: bool) -> dict[str, Any]:
                                         ("DPS", "ddp", 4)):  # fmt: skip
             plan = {"strategy": strategy, "dp_replicate": devices, "micro_batch": EACH}
             one = step(model("gpt2"), machine, plan, SEQ_LEN, EACH * devices)
-            # The optimizer is the first's alone where that leads.
+            # Only the first device runs the optimizer if it is the leader.
             idle = one["parts_s"]["optimizer_s"] / one["step_s"] if strategy == "dp" else 0.0
             shares = [one["busy_share"]] + [one["busy_share"] - idle] * (devices - 1)
             rows[name] = {**one, "devices": shares, "total": sum(shares)}
@@ -61,7 +61,7 @@ def predict(quick: bool) -> dict[str, Any]:
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """Shares of each rank's step in which it is busy, at two processes."""
+    """Measure the share of each rank's step in which it is busy, for two processes."""
     import contests
 
     rounds, layers = (2, 1) if quick else (20, SPEC["layers"])

@@ -1,10 +1,10 @@
-"""DDP against a ring all-reduce: loss curves at batch 8 and 16, before and after mixed precision.
+"""DDP and ring all-reduce: loss curves at batch 8 and 16, before and after mixed precision.
 
     python benchmarks/seeds/s03_loss_curves.py            # records results/seeds_loss_curves.json
     python benchmarks/seeds/s03_loss_curves.py --quick    # small; records nothing
 
 Each curve is a run of `outpace train` on two processes: a small GPT-2 on the bytes of Python's own
-source. Times are of steps of all four ways in turn, in one job for each batch. The picture is
+source. Times are those of steps of all four ways in turn, in one job per batch size. The picture is
 docs/results/seeds-loss.svg.
 """
 
@@ -38,7 +38,7 @@ CLAIM = Claim(
 
 
 def predict(quick: bool) -> dict[str, Any]:
-    """GPT-2 on four devices, in fp32 and by autocast in fp16; a ring sends what DDP sends."""
+    """Predict GPT-2 on four devices, in fp32 and in fp16 by autocast; a ring sends as DDP does."""
     from predictions import model, step
 
     found: dict[str, Any] = {}
@@ -55,7 +55,7 @@ def predict(quick: bool) -> dict[str, Any]:
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """Curves, and times of steps that take turns."""
+    """Measure curves, and times of steps that take turns."""
     steps, batches = (3, BATCHES[:1]) if quick else (STEPS, BATCHES)
     with tempfile.TemporaryDirectory() as folder:
         model, data = Path(folder) / "model.json", Path(folder) / "bytes.bin"
@@ -77,7 +77,7 @@ def measure(quick: bool) -> dict[str, Any]:
 
 
 def write_bytes(path: Path) -> None:
-    """Python's own source, a byte a token, as 16-bit numbers."""
+    """Write Python's own source, one byte per token, as 16-bit numbers."""
     import numpy as np
 
     files = sorted(Path(ast.__file__).parent.glob("*.py"))
@@ -88,7 +88,7 @@ def write_bytes(path: Path) -> None:
 def curve(
     model: Path, data: Path, strategy: str, precision: str, batch: int, steps: int
 ) -> list[float]:
-    """The loss of each step of a run."""
+    """Return the loss of each step of a run."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         command = [
@@ -106,7 +106,7 @@ def curve(
 
 
 def apart(curves: dict[str, list[float]]) -> dict[str, float]:
-    """The most that a ring's curve is from DDP's, and one in bf16 from one in fp32, as a share."""
+    """Return the largest relative differences: of a ring from DDP, and of bf16 from fp32."""
     found = {}
     for name, losses in curves.items():
         for here, there in (("ddp", "ring"), ("fp32", "bf16")):
@@ -118,7 +118,7 @@ def apart(curves: dict[str, list[float]]) -> dict[str, float]:
 
 
 def times(batch: int, rounds: int) -> dict[str, Any]:
-    """Of each way its median step, and how many times as fast it is as DDP, and as its fp32."""
+    """Return each way's median step, and its speed relative to DDP and to its own fp32."""
     import contests
     from overhead import interval
 

@@ -1,12 +1,12 @@
-"""Memory in fp32 and in 16 bits against batch size, with what lies in it.
+"""Memory in fp32 and in 16 bits by batch size, with its contents.
 
     python benchmarks/seeds/s04_mixed_memory.py            # records results/seeds_mixed_memory.json
     python benchmarks/seeds/s04_mixed_memory.py --quick    # small; records nothing
 
 The documented case is traced without a GPU: the model's real code under fake tensors, with the
-rules of the torch of then (benchmarks/mixed_precision_memory.py). Measured is a small BERT on this
-machine: the peak of live tensors in a step of each batch, in a process of its own, beside what
-`outpace memory` says of the same step, kind by kind.
+rules of the torch of that time (benchmarks/mixed_precision_memory.py). A small BERT is measured on
+this machine: the peak of live tensors in a step of each batch, in a separate process, next to the
+result of `outpace memory` for the same step, kind by kind.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ CLAIM = Claim(
 
 
 def predict(quick: bool) -> dict[str, Any]:
-    """What the allocator reserves of the documented training, in MiB."""
+    """Return what the allocator reserves in the documented training, in MiB."""
     import torch
     from mixed_precision_memory import LAYERS, trace_documented
 
@@ -48,7 +48,7 @@ def predict(quick: bool) -> dict[str, Any]:
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """Peaks of live tensors on this machine, and the account of each."""
+    """Return peaks of live tensors on this machine, and the account of each."""
     import contests
 
     rows: dict[str, Any] = {}
@@ -65,7 +65,7 @@ def measure(quick: bool) -> dict[str, Any]:
 
 
 def account_of(batch: int, precision: str) -> dict[str, int]:
-    """Bytes by kind at the fullest moment, traced."""
+    """Return the traced bytes by kind at the peak."""
     from outpace.records.model import ModelSpec
     from outpace.records.plan import Plan
     from outpace.trace.account import account

@@ -1,11 +1,11 @@
-"""Naive model parallelism and GPipe: utilisation against n and against m.
+"""Naive model parallelism and GPipe: utilisation by n and by m.
 
     python benchmarks/seeds/s05_pipelines.py            # records results/seeds_pipelines.json
     python benchmarks/seeds/s05_pipelines.py --quick    # small; records nothing
 
-Stages wait for a set time in the place of computing, in the real schedule with its real sends, so
-that eight of them need no eight cores; a backward takes twice as long as a forward. With two ranks
-the stages of a transformer compute as well.
+Stages wait for a set time instead of computing, in the real schedule with real sends, so eight of
+them need no eight cores; a backward takes twice as long as a forward. With two ranks, the stages of
+a transformer compute as well.
 """
 
 import json
@@ -15,7 +15,7 @@ from typing import Any
 
 from claims import FOUND, TRAINING, Claim, Experiment, job, run
 
-# Ranks, and the micro-batches of GPipe on so many; naive model parallelism has one.
+# Numbers of ranks, and GPipe's micro-batches on each; naive model parallelism has one.
 CASES = {2: (1, 8), 4: (1, 2, 4, 8, 16, 32), 8: (1, 8)}
 QUICK_CASES = {2: (1, 2)}
 FORWARD_S = 0.02
@@ -33,12 +33,12 @@ CLAIM = Claim(
 
 
 def formula(ranks: int, microbatches: int) -> float:
-    """GPipe's; with one micro-batch naive model parallelism's."""
+    """Return GPipe's utilisation; with one micro-batch, it is naive model parallelism's."""
     return microbatches / (microbatches + ranks - 1)
 
 
 def predict(quick: bool) -> dict[str, Any]:
-    """The share of its passes that a device is busy, with one batch in more and more parts."""
+    """Return the share of passes in a device's time, with one batch in more and more parts."""
     from predictions import model, step
 
     found = {}
@@ -46,7 +46,7 @@ def predict(quick: bool) -> dict[str, Any]:
         plan = {"strategy": "gpipe" if count > 1 else "mp", "pp": 4, "pp_microbatches": count,
                 "micro_batch": BATCH // count}  # fmt: skip
         one = step(model("gpt2-large"), MACHINE, plan, 1024, BATCH)
-        # Devices also wait for the one whose clock is slowest, which the formula has equal.
+        # Devices also wait for the one with the slowest clock, which the formula does not include.
         optimizer_s, slowest_s = (one["parts_s"][part] for part in ("optimizer_s", "data_s"))
         busy_s = one["busy_share"] * one["step_s"] - optimizer_s
         utilisation = busy_s / (one["step_s"] - optimizer_s - slowest_s)
@@ -55,7 +55,7 @@ def predict(quick: bool) -> dict[str, Any]:
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """A job for each number of ranks."""
+    """Run a job for each number of ranks."""
     from contests import torchrun
 
     cases = QUICK_CASES if quick else CASES
@@ -64,7 +64,7 @@ def measure(quick: bool) -> dict[str, Any]:
 
 
 def worker(out: Path, quick: bool) -> None:
-    """One rank of a job: every number of micro-batches."""
+    """Run one rank of a job: every number of micro-batches."""
     import torch
 
     from outpace.jobs.ranks.process_groups import process_groups
@@ -86,7 +86,7 @@ def worker(out: Path, quick: bool) -> None:
 
 
 def waited(n: int, strategy: Any, count: int, groups: Any, repeats: int) -> dict[str, Any]:
-    """A pipeline of stages that wait."""
+    """Measure a pipeline of stages that wait."""
     from idle_pipelines import judge, waiting_pipeline, watch
 
     from outpace.planner.pipeline.schedules import orders
@@ -101,7 +101,7 @@ def waited(n: int, strategy: Any, count: int, groups: Any, repeats: int) -> dict
 
 
 def computed(groups: Any, repeats: int) -> list[dict[str, Any]]:
-    """Pipelines of two stages that compute, as benchmarks/idle.py has them."""
+    """Measure pipelines of two stages that compute, as in benchmarks/idle.py."""
     from idle import computing, microbatches
 
     rows = []
@@ -113,7 +113,7 @@ def computed(groups: Any, repeats: int) -> list[dict[str, Any]]:
 
 
 def row(strategy: str, count: int, stages: str, n: int, idle: list[float]) -> dict[str, Any]:
-    """Utilisation is what idleness leaves."""
+    """Return a row, whose utilisation is the share that is not idle."""
     from overhead import interval
 
     middle, low, high = interval([1 - share for share in idle])

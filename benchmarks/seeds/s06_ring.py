@@ -1,11 +1,11 @@
-"""Ring all-reduce: bytes that a rank sends, and time, against the number of ranks.
+"""Ring all-reduce: bytes that a rank sends, and time, by the number of ranks.
 
     python benchmarks/seeds/s06_ring.py            # records results/seeds_ring.json
     python benchmarks/seeds/s06_ring.py --quick    # small; records nothing
 
-Each rank has a network namespace on one bridge, with a cable of 200 Mbit/s. A buffer is added up by
+Each rank has a network namespace on one bridge, with a cable of 200 Mbit/s. A buffer is summed by
 outpace's ring, and by one server to which all others send and from which they receive, in turn.
-Without root or iproute2 the ranks share the host's own network, and times are those of copying.
+Without root or iproute2, the ranks share the host's own network, and times are those of copying.
 """
 
 import json
@@ -37,7 +37,7 @@ CLAIM = Claim(
 
 
 def predict(quick: bool) -> dict[str, Any]:
-    """Seconds of the exchange of GPT-2's gradients by the planner's links, ring and one server."""
+    """Predict the seconds to reduce GPT-2's gradients over the links, by ring and by server."""
     import numpy as np
     from predictions import model, step
 
@@ -60,7 +60,7 @@ def predict(quick: bool) -> dict[str, Any]:
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """A job for each number of ranks."""
+    """Run a job for each number of ranks."""
     from contests import torchrun
     from links import PROGRAMS_SHARE, network, start, why_not
 
@@ -80,7 +80,7 @@ def measure(quick: bool) -> dict[str, Any]:
 
 
 def worker(out: Path, quick: bool) -> None:
-    """One rank of a job: both ways in turn, the first time to count bytes and to warm up."""
+    """Run one rank of a job: both ways in turn; the first time counts bytes and warms up."""
     import torch
     import torch.distributed as dist
 
@@ -116,7 +116,7 @@ def worker(out: Path, quick: bool) -> None:
 
 
 def serve(buffer: Any, group: Any) -> None:
-    """All send to rank 0, which adds up and sends the sums back."""
+    """Send to rank 0, which sums and sends the sums back."""
     import torch
     import torch.distributed as dist
 
@@ -135,7 +135,7 @@ def serve(buffer: Any, group: Any) -> None:
 
 
 def summed_up(said: list[tuple[dict[str, int], dict[str, list[float]]]]) -> dict[str, Any]:
-    """An exchange is over when its slowest rank is."""
+    """Summarise; a reduction ends when its slowest rank does."""
     found = {}
     for name in said[0][0]:
         sent = [own[name] for own, _ in said]

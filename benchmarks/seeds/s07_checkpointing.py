@@ -1,11 +1,11 @@
-"""Activation checkpointing: the slowdown, the memory, and throughput with the batch that it allows.
+"""Activation checkpointing: the slowdown, the memory, and throughput with the larger batch.
 
     python benchmarks/seeds/s07_checkpointing.py          # records results/seeds_checkpointing.json
     python benchmarks/seeds/s07_checkpointing.py --quick  # small; records nothing
 
-Steps without recomputation, with selective and with full take turns in one process of one thread;
-then comes the largest batch whose peak is not above the plain one's. For longer and under three
-strategies benchmarks/checkpointing_price.py does the same.
+Steps without recomputation, with selective and with full recomputation take turns in one process
+with one thread; then comes the largest batch whose peak does not exceed the plain one's.
+benchmarks/checkpointing_price.py does the same for longer and under three strategies.
 """
 
 import statistics
@@ -15,8 +15,8 @@ from claims import THROUGHPUT, Claim, Experiment, run
 
 BATCH, ROUNDS = 4, 10
 SEQ_LEN = 1024
-# Model, machine, its devices, and what matmuls are computed in: where the plain batch fills the
-# device, where one sample is all that fits, and where a slow link is waited for in every step.
+# Model, machine, number of its devices, and precision of matmuls: cases in which the plain batch
+# fills the device, only one sample fits, and every step waits for a slow link.
 CASES = (
     ("gpt2-xl", "a100-sxm-80-gb", 1, "bf16"),
     ("llama-3.2-1b", "titan-rtx", 1, "fp16"),
@@ -35,7 +35,7 @@ CLAIM = Claim(
 
 
 def predict(quick: bool) -> dict[str, Any]:
-    """Lost at the plain batch, and won with the largest that a device's memory takes."""
+    """Predict the loss at the plain batch, and the gain with the largest batch that fits."""
     found = {}
     for case in CASES:
         modes = {mode: most_that_fit(case, mode) for mode in ("none", "selective", "full")}
@@ -50,7 +50,7 @@ def predict(quick: bool) -> dict[str, Any]:
 
 
 def at(case: tuple[str, str, int, str], mode: str, batch: int) -> dict[str, Any]:
-    """A step of that batch on each device."""
+    """Return a step of that batch on each device."""
     from predictions import model, step
 
     name, machine, devices, precision = case
@@ -61,7 +61,7 @@ def at(case: tuple[str, str, int, str], mode: str, batch: int) -> dict[str, Any]
 
 
 def most_that_fit(case: tuple[str, str, int, str], mode: str) -> dict[str, Any]:
-    """The step of the largest batch that a device's memory takes; one sample always does here."""
+    """Return the step of the largest batch that fits on a device; one sample always does here."""
     fits, too_many = 1, MOST
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
@@ -74,7 +74,7 @@ def most_that_fit(case: tuple[str, str, int, str], mode: str) -> dict[str, Any]:
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """The price at one batch, and what the larger one brings."""
+    """Measure the cost at one batch, and the gain of the larger one."""
     from checkpointing_price import SEQ_LEN as MEASURED_SEQ_LEN
     from checkpointing_price import SPEC, bought, contest
     from contests import compared

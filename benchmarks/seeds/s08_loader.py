@@ -1,10 +1,10 @@
-"""The data loader: how fast batches are made by number of workers; and what pinning is for.
+"""The data loader: batches per second by number of workers, and the use of pinning.
 
     python benchmarks/seeds/s08_loader.py            # records results/seeds_loader.json
     python benchmarks/seeds/s08_loader.py --quick    # small; records nothing
 
 `outpace probe loader` times outpace's own loader, which reads prepared tokens, torch's over the
-same tokens, and torch's over text that its workers tokenise, in turn.
+same tokens, and torch's over text that its workers tokenize, in turn.
 """
 
 import subprocess
@@ -32,7 +32,7 @@ CLAIM = Claim(
 
 
 def predict(quick: bool) -> dict[str, Any]:
-    """What a machine eats in GPT-2's training; how long copies from page-locked memory take."""
+    """Predict the tokens that machines consume in GPT-2's training, and copies from pinned RAM."""
     from predictions import model, step
 
     from outpace.catalog.node_names import find_node
@@ -58,7 +58,7 @@ def predict(quick: bool) -> dict[str, Any]:
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """The probe's figures of loading, each with its interval."""
+    """Return the probe's figures on loading, each with its interval."""
     from outpace.records.machine import Machine
 
     budget_s = QUICK_BUDGET_S if quick else BUDGET_S

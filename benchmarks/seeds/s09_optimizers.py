@@ -1,9 +1,9 @@
-"""Optimizers tensor by tensor, for many tensors at once, and in one kernel.
+"""Optimizers: tensor by tensor, many tensors together, and in one kernel.
 
     python benchmarks/seeds/s09_optimizers.py            # records results/seeds_optimizers.json
     python benchmarks/seeds/s09_optimizers.py --quick    # small; records nothing
 
-AdamW's three forms take a step in turn, over 2,000 small tensors and over a model's
+AdamW's three forms run a step in turn, over 2,000 small tensors and over a model's
 (benchmarks/optimizers.py has all optimizers).
 """
 
@@ -28,7 +28,7 @@ CLAIM = Claim(
 
 
 def predict(quick: bool) -> dict[str, Any]:
-    """Seconds of an optimizer's step on the device, by the planner: bytes, and launches."""
+    """Predict the seconds of an optimizer's step on the device: bytes, and launches."""
     from predictions import model, step
 
     from outpace.planner.model.outline import outline
@@ -45,7 +45,7 @@ def predict(quick: bool) -> dict[str, Any]:
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """Each form's steps, in turn."""
+    """Measure each form's steps, in turn."""
     from optimizers import SETS, measured
 
     names = ("small",) if quick else tuple(SETS)

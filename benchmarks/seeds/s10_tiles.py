@@ -1,10 +1,10 @@
-"""Divisibility, and tile and wave quantisation: matmuls whose sizes are a little off.
+"""Divisibility, and tile and wave quantisation: matmuls whose sizes are slightly off.
 
     python benchmarks/seeds/s10_tiles.py            # records results/seeds_tiles.json
     python benchmarks/seeds/s10_tiles.py --quick    # small; records nothing
 
-Matmuls of n columns, n growing by small steps, and the head of GPT-2 with 50,257 outputs and with
-numbers above it that are divisible by more, take turns on one thread.
+Matmuls of n columns, with n growing in small steps, and the head of GPT-2 with 50,257 outputs and
+with larger numbers that are divisible by more, take turns on one thread.
 """
 
 import statistics
@@ -19,8 +19,8 @@ COLUMNS = tuple(range(256, 353, 4))
 ODD = (255, 256, 257, 264, 272)
 VOCABULARIES, TOKENS, WIDTH = (50257, 50264, 50304), 128, 768
 MACHINE = "a100-sxm-80-gb"
-# Of an A100: 9 rows of tiles of 256 × 128, of which 12 columns (n = 1536) are one wave of
-# its 108 multiprocessors.
+# For an A100: 9 rows of tiles of 256 × 128, of which 12 columns (n = 1536) are one wave of its 108
+# multiprocessors.
 GPU_ROWS, GPU_DEPTH = 2304, 4096
 GPU_COLUMNS = (1024, 1152, 1280, 1408, 1536, 1664, 1792, 1920, 2304)
 
@@ -43,7 +43,7 @@ CLAIMS = (
 
 
 def predict(quick: bool) -> dict[str, Any]:
-    """Rates of matmuls in bf16 on an A100: over waves, and of heads."""
+    """Predict rates of matmuls in bf16 on an A100: over waves, and of heads."""
     from outpace.catalog.node_names import find_node
     from outpace.planner.calibration.cluster import of_catalog
 
@@ -55,7 +55,7 @@ def predict(quick: bool) -> dict[str, Any]:
 
 
 def on_device(device: Any, m: int, n: int, k: int) -> dict[str, float]:
-    """Seconds and FLOP/s of a matmul."""
+    """Return the seconds and FLOP/s of a matmul."""
     import numpy as np
 
     from outpace.planner.hardware.device import matmul_s
@@ -68,7 +68,7 @@ def on_device(device: Any, m: int, n: int, k: int) -> dict[str, float]:
 
 
 def measure(quick: bool) -> dict[str, Any]:
-    """Seconds of each size, the steps that they show, and the heads' beside GPT-2's."""
+    """Measure the seconds of each size, the steps that they show, and heads next to GPT-2's."""
     import torch
 
     from outpace.probing.compute.tile_detection import find_tile
@@ -91,7 +91,7 @@ def measure(quick: bool) -> dict[str, Any]:
 
 
 def matmul(m: int, n: int, k: int) -> Callable[[], object]:
-    """A matmul in fp32, ready to be taken."""
+    """Return a matmul in fp32, ready to run."""
     import torch
 
     drawn = torch.Generator().manual_seed(0)
@@ -101,7 +101,7 @@ def matmul(m: int, n: int, k: int) -> Callable[[], object]:
 
 
 def timed(matmuls: dict[int, Callable[[], object]], rounds: int) -> dict[int, dict[str, Any]]:
-    """In turn; each beside the first of its round, for its size."""
+    """Time matmuls in turn, each relative to the first of its round, for its size."""
     from alternating import alternating
     from overhead import interval
 

@@ -1,4 +1,4 @@
-"""A loop by hand with accelerate, as its guide shows."""
+"""A manual loop with accelerate, as its guide shows."""
 
 from accelerate import Accelerator
 from common import asked
@@ -6,14 +6,14 @@ from torch.utils.data import DataLoader
 
 
 def main() -> None:
-    """Train by `case`."""
+    """Train on `case`."""
     case, flags = asked("compile")
     more = {"dynamo_backend": "inductor"} if flags.compile else {}
     accelerator = Accelerator(mixed_precision="bf16" if case.bf16 else "no", cpu=True, **more)
     model = case.model()
     optimizer = case.optimizer(model)
     model, optimizer = accelerator.prepare(model, optimizer)
-    # The sampler has this rank's samples already.
+    # The sampler already has this rank's samples.
     loader = DataLoader(case.data(), batch_size=case.share, sampler=case.order())
     for batch in loader:
         loss = model(**batch).loss

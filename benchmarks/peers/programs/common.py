@@ -1,7 +1,8 @@
-"""What every peer's program shares: the case's weights and batches, and a line for each step.
+"""Code that all peers' programs share: the case's weights and batches, and a line for each step.
 
-A program is called with the case's folder, the number of steps and the file for its lines; under
-torchrun on several processes. Of each step it takes its rank's part of the batch, as all do.
+A program is called with the case's folder, the number of steps and the file for its lines, under
+torchrun if there are several processes. In each step it uses its rank's part of the batch, as all
+programs do.
 """
 
 import argparse
@@ -22,7 +23,7 @@ NAMES = {"tokens": "input_ids", "targets": "labels", "segments": "token_type_ids
 
 
 class Case:
-    """What is trained, as a peer needs it."""
+    """A case to train, as a peer needs it."""
 
     def __init__(self, folder: Path, steps: int, log: Path, device: str) -> None:
         document = json.loads((folder / "case.json").read_text())
@@ -32,7 +33,7 @@ class Case:
         self.lr: float = document["lr"]
         self.betas: tuple[float, float] = tuple(document["betas"])
         self.clip: float = document["clip"]
-        self.bf16: bool = document["precision"] == "bf16"  # else fp32
+        self.bf16: bool = document["precision"] == "bf16"  # otherwise fp32
         self.rank = int(os.environ.get("RANK", "0"))
         self.world_size = int(os.environ.get("WORLD_SIZE", "1"))
         self.share = self.batch // self.world_size
@@ -40,11 +41,11 @@ class Case:
 
     @property
     def labelled(self) -> bool:
-        """Texts with a label each, rather than text."""
+        """Return whether the data are texts with one label each, rather than text."""
         return self.architecture == "AutoModelForSequenceClassification"
 
     def model(self) -> torch.nn.Module:
-        """With the first weights, in fp32; of a case without any with some."""
+        """Return the model with its initial weights in fp32; random ones if the case has none."""
         kind = getattr(transformers, self.architecture)
         where = self.folder / "model"
         if (where / "model.safetensors").is_file():
@@ -56,20 +57,20 @@ class Case:
         return model.to(self.device).train()
 
     def data(self) -> "Samples":
-        """All samples of all steps, in their order."""
+        """Return all samples of all steps, in order."""
         return Samples(self.folder / "batches", self.steps * self.batch)
 
     def order(self) -> "Order":
-        """This rank's samples, step by step: a data loader's sampler."""
+        """Return this rank's samples, step by step: a data loader's sampler."""
         return Order(self)
 
     def optimizer(self, model: torch.nn.Module, fused: bool = True) -> torch.optim.Optimizer:
-        """As everybody's is."""
+        """Return the optimizer, which is the same for all peers."""
         return torch.optim.AdamW(model.parameters(), lr=self.lr, betas=self.betas,
                                  weight_decay=0.0, fused=fused)  # fmt: skip
 
     def said(self, loss: float | Tensor) -> None:
-        """A step is done: rank 0 writes the mean of all ranks' losses down."""
+        """Report a completed step: rank 0 writes the mean of all ranks' losses."""
         mean = torch.as_tensor(loss, dtype=torch.float32).detach().clone()
         if self.world_size > 1:
             torch.distributed.all_reduce(mean)
@@ -77,7 +78,7 @@ class Case:
             self._log.write(json.dumps({"loss": mean.item() / self.world_size}) + "\n")
 
     def end(self) -> None:
-        """Of all: torch 2.13 may hang where DDP's reducer is its group's last owner."""
+        """End on all ranks: torch 2.13 may hang if DDP's reducer is its group's last owner."""
         if self.world_size > 1:
             torch.distributed.barrier()
         sys.stdout.flush()
@@ -85,7 +86,7 @@ class Case:
 
 
 class Samples(Dataset[dict[str, Tensor]]):
-    """Each sample by the names that transformers' models know."""
+    """Samples by the names that transformers' models use."""
 
     def __init__(self, folder: Path, count: int) -> None:
         self._values = {
@@ -103,13 +104,13 @@ class Samples(Dataset[dict[str, Tensor]]):
         for name, values in self._values.items():
             own = torch.from_numpy(np.array(values[index]))
             found[NAMES[name]] = own.bool() if name == "padding_mask" else own
-        if found["labels"].ndim:  # the next token of each: transformers is not to shift them
+        if found["labels"].ndim:  # labels are the next tokens already, unshifted
             found["shift_labels"] = found["labels"]
         return found
 
 
 class Order(Sampler[int]):
-    """Of each step's batch this rank's part."""
+    """This rank's part of each step's batch."""
 
     def __init__(self, case: Case) -> None:
         first, share = case.rank * case.share, case.share
@@ -124,7 +125,7 @@ class Order(Sampler[int]):
 
 
 def asked(*flags: str) -> tuple[Case, argparse.Namespace]:
-    """From the command line: the case, and which of a program's own flags are set."""
+    """Return the case from the command line, and which of a program's own flags are set."""
     parser = argparse.ArgumentParser()
     parser.add_argument("folder", type=Path)
     parser.add_argument("steps", type=int)

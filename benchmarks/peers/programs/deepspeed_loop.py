@@ -1,4 +1,4 @@
-"""DeepSpeed's engine: ZeRO 1, or 3, or 3 with its optimizer's states offloaded."""
+"""DeepSpeed's engine: ZeRO-1, ZeRO-3, or ZeRO-3 with offloaded optimizer state."""
 
 import deepspeed
 from common import asked
@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader
 
 
 def main() -> None:
-    """Train by `case`."""
+    """Train on `case`."""
     case, flags = asked("zero3", "offload")
     deepspeed.init_distributed("gloo")
     zero: dict = {"stage": 3 if flags.zero3 else 1}

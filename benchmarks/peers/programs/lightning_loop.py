@@ -18,21 +18,21 @@ class Module(lightning.LightningModule):
         self.case, self.model = case, case.model()
 
     def training_step(self, batch: dict, _: int) -> torch.Tensor:
-        """The loss of a batch."""
+        """Return the loss of a batch."""
         self.last = self.model(**batch).loss
         return self.last
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """As everybody's is; Lightning clips no gradients of a fused one."""
+        """Return the common optimizer; Lightning does not clip gradients of a fused one."""
         return self.case.optimizer(self.model, fused=False)
 
     def on_train_batch_end(self, *_: object) -> None:
-        """Of a step."""
+        """Report a completed step."""
         self.case.said(self.last.detach())
 
 
 def main() -> None:
-    """Train by `case`."""
+    """Train on `case`."""
     case, flags = asked("compile")
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

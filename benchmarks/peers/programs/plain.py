@@ -1,4 +1,4 @@
-"""The yardstick: a loop written by hand, with PyTorch's own engines."""
+"""The reference: a loop written by hand, with PyTorch's own engines."""
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 
 def wrapped(case: Case, model: torch.nn.Module, zero3: bool, offload: bool) -> torch.nn.Module:
-    """For several processes."""
+    """Wrap the model for several processes."""
     if case.world_size == 1:
         return model
     if not zero3:
@@ -26,7 +26,7 @@ def wrapped(case: Case, model: torch.nn.Module, zero3: bool, offload: bool) -> t
 
 
 def main() -> None:
-    """Train by `case`."""
+    """Train on `case`."""
     case, flags = asked("compile", "zero3", "offload")
     if case.world_size > 1:
         dist.init_process_group("gloo")

@@ -1,4 +1,4 @@
-"""transformers' Trainer, by the flags that its guide to performance gives."""
+"""transformers' Trainer, with the flags that its performance guide recommends."""
 
 import tempfile
 
@@ -7,26 +7,26 @@ from transformers import Trainer, TrainingArguments
 
 
 class InOrder(Trainer):
-    """Takes samples in their order, and says each step's loss."""
+    """Reads samples in order, and reports each step's loss."""
 
     case: Case
 
     def _get_train_sampler(self, *_: object) -> Order:
         case = self.case
         whole = Order(case)
-        # accelerate parts batches among ranks: batch by batch, which is as everybody does.
+        # accelerate distributes batches among ranks one by one, as all programs do.
         whole._places = list(range(case.steps * case.batch))
         return whole
 
     def training_step(self, *args: object, **kwargs: object) -> object:
-        """As Trainer's."""
+        """Run Trainer's step."""
         loss = super().training_step(*args, **kwargs)
         self.last = loss
         return loss
 
 
 def main() -> None:
-    """Train by `case`."""
+    """Train on `case`."""
     case, flags = asked("compile")
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
@@ -37,7 +37,8 @@ def main() -> None:
             torch_compile=flags.compile, logging_strategy="no", save_strategy="no",
             report_to=[], disable_tqdm=True, remove_unused_columns=False,
             ddp_find_unused_parameters=False,
-            # On by itself, transformers 5.23 multiplies a classifier's loss by the ranks.
+            # If this is on, as by default, transformers 5.23 multiplies a classifier's loss by the
+            # number of ranks.
             average_tokens_across_devices=not case.labelled,
         )  # fmt: skip
         trainer = InOrder(model=case.model(), args=arguments, train_dataset=case.data())
