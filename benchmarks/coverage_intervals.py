@@ -1,4 +1,4 @@
-"""The planner's intervals: the factors of a predicted time between which measured times are.
+"""Prediction intervals of the planner, as factors of a predicted time.
 
 They are quantiles of real comparisons, stored in outpace/catalog/residuals.json by kind of machine.
 """
@@ -18,7 +18,7 @@ KEPT = Path(__file__).parent.parent / "outpace" / "catalog" / "residuals.json"
 
 
 def residuals(ratios: Mapping[str, Sequence[float]]) -> dict[str, Any]:
-    """Return the factors on a prediction between which LEVEL of the measured times are.
+    """Return the interval of measured over predicted times that contains a share LEVEL of them.
 
     `ratios`: measured over predicted times, by source. The factors are quantiles in which all
     sources have equal weight. Sources differ from each other, so quantiles of some sources cover
@@ -107,7 +107,7 @@ def _narrow(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _units(rows: Sequence[Mapping[str, Any]], least: int) -> Ratios:
-    """Return measured over predicted by source, each of which is left out once.
+    """Return measured over predicted times by source; each source is left out once.
 
     If fewer than `least` sources have rows of a kind, each problem of a source (a model and a
     length, on chips of one architecture) takes the place of the source.

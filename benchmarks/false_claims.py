@@ -80,7 +80,7 @@ def compared(more: float, rounds: int) -> dict[str, Any]:
 
 
 def summed(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Count the claims, and the intervals that contain the true difference, of like comparisons."""
+    """Count the claims, and the intervals that contain the true difference."""
     more = found[0]["more"]
     claims = [one["claimed_at"] for one in found if one["claimed_at"] is not None]
     bounded = [one for one in found if None not in (one["low"], one["high"])]

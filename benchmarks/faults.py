@@ -9,7 +9,7 @@
 wait in a collective, and save. `saves`: only while a checkpoint is being written. `damage`: a byte
 of the newest checkpoint is flipped, or a file of it truncated, and the run resumes. Each run must
 reach the losses and weights of an undisturbed run, bit for bit, with every step recorded once.
-`tests`: faults of networks, hosts, disks and signals that are tests, with the outcome of each.
+`tests`: faults of networks, hosts, disks and signals that the tests inject, and their outcomes.
 """
 
 import argparse
@@ -277,7 +277,7 @@ def _damaged(folder: Path, draw: random.Random, alone: Outcome) -> dict[str, Any
 
 
 def tested(folder: Path, known: dict[str, Any] | None) -> dict[str, Any]:
-    """Run each fault that is a test; of `known` results, run only those that did not pass."""
+    """Run the tests of faults; with `known` results, run only those that did not pass."""
     path = folder / "tests.xml"
     rows = {} if known is None else {row["fault"]: row for row in known["rows"]}
     failed = {name.partition("[")[0] for name, row in rows.items() if row["came"] != "passed"}
@@ -296,7 +296,7 @@ def tested(folder: Path, known: dict[str, Any] | None) -> dict[str, Any]:
 
 
 def part(name: str, folder: Path, quick: bool, known: dict[str, Any] | None) -> dict[str, Any]:
-    """Return one part's row; of `known` tests, run only those that did not pass."""
+    """Return one part's row; with `known` tests, run only those that did not pass."""
     if name == "kills":
         return killed(MOMENTS, 2 * KILLS_IN_A_RUN if quick else KILLS, folder, 1)
     if name == "saves":

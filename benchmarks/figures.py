@@ -39,7 +39,7 @@ _MARKED = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTA
 
 
 def overhead(result: dict[str, Any]) -> str:
-    """Write outpace's loop compared with a bare one."""
+    """Compare outpace's loop with a bare one."""
     rows = [
         [
             case,
@@ -67,7 +67,7 @@ def overhead(result: dict[str, Any]) -> str:
 
 
 def host_time(result: dict[str, Any]) -> str:
-    """Write a step's host time compared with transformers' own."""
+    """Compare a step's host time with transformers' own."""
     rows = [
         [
             case,
@@ -88,7 +88,7 @@ def host_time(result: dict[str, Any]) -> str:
 
 
 def tokenise(result: dict[str, Any]) -> str:
-    """Write data preparation compared with datasets.map."""
+    """Compare data preparation with datasets.map."""
     tokens = result["tokens"]
     rows = [
         [who, f"{seconds:.1f} s", f"{tokens / seconds / 1e6:.2f} M"]
@@ -170,7 +170,7 @@ def strategies(result: dict[str, Any]) -> str:
 
 
 def utilisation(loads: list[dict[str, Any]] | None) -> str:
-    """Write the average of each device over a run, or of each core if there is no device."""
+    """Write each device's average utilisation over a run; each core's if there is no device."""
     if not loads:
         return "not recorded yet"
     shares = [

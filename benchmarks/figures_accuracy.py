@@ -11,7 +11,7 @@ from pages import stand, table
 
 DOCS = Path(__file__).parent.parent / "docs" / "results"
 FAR = 0.3
-# Causes of errors above FAR, as their terms show them: a source, and which of its rows.
+# Causes of errors above FAR: a source with a condition on its rows, and an explanation.
 _COLORS = ("#4c72b0", "#dd8452", "#55a868", "#c44e52", "#8172b3", "#937860", "#8c8c8c")
 _CAUSES: tuple[tuple[str, Callable[[dict[str, Any]], bool], str], ...] = (
     ("vtrain-single, 8 ranks of tp",

@@ -122,7 +122,7 @@ def mixed_precision_cpu(result: dict[str, Any]) -> str:
 
 
 def mixed_precision_speed(result: dict[str, Any]) -> str:
-    """Write bf16 compared with fp32, by strategy."""
+    """Compare bf16 with fp32, by strategy."""
     rows = [
         [
             f"`{name}`",

@@ -1,4 +1,4 @@
-"""Backward compared with forward, by kind of module: time, and bytes moved element by element.
+"""Backward compared with forward, by kind of module: time, and bytes moved.
 
     python benchmarks/forward_backward.py            # records results/forward_backward.json
     python benchmarks/forward_backward.py --quick    # small, records nothing

@@ -1,8 +1,8 @@
-"""Results of outpace on one NVIDIA GPU, in one call of at most 400 s.
+"""Measurements of outpace on one NVIDIA GPU, in one call of at most 400 s.
 
     scripts/gpu-check                              # records results/gpu-<card>.json
     scripts/gpu-check --only attention,loss        # only these sections; keeps the others
-    scripts/gpu-check --cpu --out cpu.json         # every section small: whether it all runs
+    scripts/gpu-check --cpu --out cpu.json         # every section small, as a check
 
 Sections are ordered by importance. Each is a separate process with a time limit, and results are
 written after each, so that a section that hangs or fails loses nothing else. Sections for which
@@ -57,7 +57,7 @@ def main() -> int:
     """Run the sections and report the results."""
     arguments = parse()
     began_s = time.monotonic()
-    # Left to the sections, whose processes end as they decide.
+    # Sections may use threads after a fork: their processes exit by themselves.
     warnings.filterwarnings("ignore", message=".*multi-threaded, use of fork.*")
     from gpu.sections import SECTIONS, chosen
 

@@ -80,7 +80,7 @@ def _step_times_s(settings: dict[str, Any], flags: list[str]) -> list[float]:
 
 
 def checkpoint(folder: Path) -> dict[str, Any]:
-    """Return the steps that each asynchronous checkpoint costs, for each repeat.
+    """Return the cost of each asynchronous checkpoint in steps, for each repeat.
 
     A virtual machine's host may reclaim free memory, and provide it again page by page, ten times
     as slowly as the system does; the cost of a checkpoint that needs such memory is then the
@@ -151,7 +151,7 @@ def _arms(case: cases.Case) -> dict[str, dict[str, Any]]:
 
 
 def auto(folder: Path, case: cases.Case) -> dict[str, Any]:
-    """Measure the pick and those tried by hand, which all train at the same time and take turns."""
+    """Measure the pick and the manual settings, which train together and take turns."""
     settings = _settings_of(case, folder, WARMUP_STEPS + TURNS * (TURN_STEPS + 1))
     arms = _arms(case)
     with tempfile.TemporaryDirectory(prefix="lasting-") as made:

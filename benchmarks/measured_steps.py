@@ -1,4 +1,4 @@
-"""Published steps with the planner's predictions, as a small table for answers to name cases.
+"""Published steps with the planner's predictions: a small table of cases to cite in answers.
 
     python benchmarks/figures.py    # writes outpace/catalog/measured_steps.json, among others
 

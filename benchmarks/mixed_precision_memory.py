@@ -10,7 +10,7 @@ traced: the case that Hugging Face published (transformers' guide "Performance a
 sequences of 128, DDP on 2 GPUs, a torch 1.8 pre-release and transformers 4.3, read from nvidia-smi.
 `traced_memory.py` derives it from the model's real code with that software's rules, and with
 today's. Nothing is fitted: if the derivation is correct, what nvidia-smi shows beyond the
-allocator's reserve (CUDA's context, NCCL) is the same constant for all rows. It is shown.
+allocator's reserve (CUDA's context, NCCL) is the same constant for all rows, which is shown.
 
 cpu: the same model on this machine, forward, backward and AdamW, each in a fresh process: the peak
 of live tensors from the allocator's events, the peak of anonymous resident memory (RssAnon), and

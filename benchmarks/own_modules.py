@@ -1,12 +1,12 @@
 """The cost of a custom module: the check of the first batch, and each step after it.
 
     python benchmarks/own_modules.py                       # records results/own_modules.json
-    python benchmarks/own_modules.py --before FOLDER       # beside the code of another checkout
+    python benchmarks/own_modules.py --before FOLDER       # compared with another checkout
     python benchmarks/own_modules.py --quick               # a quick check, records nothing
 
 A plain stack of encoder blocks runs with `outpace.parallelize` on two processes with one thread
 each. `--before` runs steps of the same stack with the package in FOLDER, in turn with this one, ten
-steps each, A B B A; both worlds stay alive throughout. The check is the first step's time relative
+steps each, A B B A; both keep running. The check is the first step's time relative
 to the median of later steps (next to the first step of a job without checks), and a rank's peak
 memory is that of its whole process. Strategies whose ranks have the same samples are also checked
 with dropout, which takes more work.
@@ -29,7 +29,7 @@ DROPS = " with dropout"
 DROPPING = tuple(name + DROPS for name in ("ddp", "gpipe", "1f1b", "tp"))
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "gpipe", "1f1b", *DROPPING)
 PROCESSES, LAYERS, WIDTH, SEQ_LEN, BATCH = 2, 6, 256, 64, 16
-STEPS = 10  # steps of one world before the other's turn
+STEPS = 10  # steps per turn of one checkout
 
 
 def worker(strategy: str, check: str) -> None:

@@ -346,7 +346,7 @@ def _of_adapters(row: Row) -> Outline:
 def _sharded_adapters(row: Row) -> tuple[float, float]:
     """Return the closed form for a frozen model in FSDP's flat parameters, without optimizer state.
 
-    That state is of the adapters alone: a thousandth of the weights, as are the adapters.
+    Only adapters have such state, and they are a thousandth of the weights.
     """
     model, ranks = _of_adapters(row), row.number("n_gpus")
     plan = Plan.parse(
@@ -366,7 +366,7 @@ def _sharded_adapters(row: Row) -> tuple[float, float]:
 
 
 def memory_scores(found: Sequence[dict[str, Any]], on: str) -> list[dict[str, Any]]:
-    """Return the median error, and whether predictions of what fits are right, either way."""
+    """Return the median error, and the number of wrong predictions of what fits."""
     told = [one for one in found if one["measured_bytes"]]
     errors = [abs(one["predicted_bytes"] / one["measured_bytes"] - 1) for one in told]
     each = [one["measured_bytes"] / one["parameters"] for one in told]

@@ -57,7 +57,7 @@ LAYOUTS: dict[int, tuple[dict[str, Any], ...]] = {
     ),
 }
 _PIPELINES = ("gpipe", "1f1b")
-# Those with other micro-batches and recomputation too: more would leave fewer steps for each.
+# Layouts with varied micro-batches and recomputation too: more would leave fewer steps for each.
 _VARIED = ("single", "ddp", "zero3", "1f1b")
 # Seconds of a probe for steps, and for everything else.
 _STEPS_S, _REST_S = 150.0, 90.0
@@ -274,7 +274,7 @@ def _course(row: dict[str, Any]) -> int:
 
 
 def with_predictions(kept: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return rows with predictions from the probes, with the earlier steps and those in turn."""
+    """Return rows with two predictions: from the probe's own steps, and from steps in turn."""
     from outpace.planner.calibration.cluster import of_probe
     from outpace.planner.model.outline import outline, parameters
     from outpace.planner.model.outline_flops import forward_flops

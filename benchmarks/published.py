@@ -299,7 +299,7 @@ _GENERATIONS = {100: "EDR", 200: "HDR", 400: "NDR", 800: "XDR"}
 
 
 def question(row: Row) -> StepTimeQuestion:
-    """The row's model on its machine, with its network; where none is said, the catalog's."""
+    """Return the row's model, machine and network; the catalog's network if none is stated."""
     each = node(row)
     nodes = math.ceil(row.optional("n_gpus", 1) / each.processes)
     cluster = of_catalog(each, max(nodes, 2), network(row, each.devices))
@@ -441,7 +441,7 @@ def kernel(row: Row) -> Kernel:
     own = row.framework.kernel
     if stated.startswith("unfused"):
         return "unfused"
-    # PyTorch takes cuDNN's before FlashAttention-2 since 2.10 only (aten/src/ATen/native/
+    # PyTorch prefers cuDNN's attention to FlashAttention-2 only since 2.10 (aten/src/ATen/native/
     # transformers/cuda/sdp_utils.cpp, check_prefer_cudnn_attention).
     if stated in ("SDPA flash", "flash-attn 2", "flash2"):
         return "flash2"
@@ -459,7 +459,7 @@ def precision(row: Row) -> dict[str, Any]:
 
     Megatron's 16-bit training, of either kind, has 16-bit weights and fp32 masters
     (megatron/core/optimizer/optimizer.py: Float16OptimizerWithFloat16Params), which is fp16-master
-    here; bf16 would be fp32 weights, cast at their use. Of fp8 `columns` sets the matmuls.
+    here; bf16 would be fp32 weights, cast at their use. For fp8, `columns` sets the matmuls.
     """
     said = row["precision"].casefold()
     if not row.framework.masters and not _TRAINED_WHOLE.search(row["task"]):
@@ -482,7 +482,7 @@ def eight(row: Row) -> bool:
 
 
 def columns(row: Row, found: Sequence[Plan], layers: int, *, times: bool) -> PlanBatch:
-    """Return plans' columns. `times` sets 8-bit matmuls, and another trainer's fused AdamW.
+    """Return the plans as columns; `times` adds 8-bit matmuls and another trainer's fused AdamW.
 
     A plan of outpace refuses 8 bits with tensor parallelism, which others support; in memory, they
     keep the same as with 16 bits.
@@ -586,7 +586,7 @@ def checkpointing(mode: str) -> dict[str, Any]:
 
 
 def _products(row: Row) -> Iterator[Plan | None]:
-    """Yield plans with the stated axes, and with each micro-batch and option left open."""
+    """Yield plans with the stated axes, for each value of the settings left open."""
     tp, pp, cp, dp = _axes(row)
     said, share = row["recompute"], row.number("global_batch") // dp
     stated = row.optional("micro_batch", 0)
@@ -616,7 +616,7 @@ def _micro_batches(row: Row, share: int, pp: int) -> Sequence[int]:
 
 
 def _axes(row: Row) -> tuple[int, int, int, int]:
-    """Return tensor, pipeline, context and data parallelism. Raises UnstatedError."""
+    """Return tensor, pipeline, context and data-parallel degrees. Raises UnstatedError."""
     if not (row["tp"] or row["pp"] or row["dp"]):
         raise UnstatedError("the layout is not stated")
     tp, pp, cp = (row.optional(name, 1) for name in ("tp", "pp", "cp"))

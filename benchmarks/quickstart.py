@@ -3,7 +3,7 @@
     python benchmarks/quickstart.py
 
 This runs the script in this checkout, with a separate token cache, and records its result and the
-summary that users see. It checks what is promised: under 5 minutes, a validation loss at least 1.5
+summary that users see. It checks the targets: under 5 minutes, a validation loss at least 1.5
 nats below the initial one and below the unigram entropy.
 """
 

@@ -1,7 +1,6 @@
 """The picture of a report that README.md shows: a real run, drawn by headless Chromium.
 
-    python benchmarks/report_picture.py [--run DIR]     # without DIR it trains for some minutes
-    first
+    python benchmarks/report_picture.py [--run DIR]     # without DIR, trains for some minutes
 
 This writes docs/images/report.png: the top of the page as it opens on a desktop. The run's speed is
 that of the current machine; the picture shows what a report looks like and claims nothing.

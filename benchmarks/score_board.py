@@ -49,7 +49,7 @@ def score(table: Sequence[Row], predict: Callable[[Row], Any]) -> dict[str, Any]
 def tables(
     times: list[dict[str, Any]], intervals: dict[str, dict[str, Any]] | None = None
 ) -> dict[str, Any]:
-    """Return the tables of step times. With `intervals` of kinds, what is covered is by those."""
+    """Return the tables of step times; with `intervals` of kinds, coverage refers to these."""
     for one in times if intervals else ():
         _, spread = question_kind(one).find(intervals or {})
         ratio = one["measured_s"] / one["predicted_s"]

@@ -5,12 +5,12 @@ records each storage's creation and release in order; `reserved` simulates these
 torch's CUDA allocator, which gives what the driver sees: reserved memory, not only allocated
 memory.
 
-Tensors lie on the CPU here, so `CudaRules` does what CUDA's dispatch does otherwise:
+Tensors are on the CPU here, so `CudaRules` applies the rules in which CUDA's dispatch differs:
 - autocast's lists (torch 1.8, aten/src/ATen/autocast_mode.cpp): matmuls in half precision;
   softmax, layer norm, losses and, until 2021, GELU in fp32 (pytorch/pytorch#59639 names it);
-- autocast's cache: a half copy of each weight until autocast is left. The graph holds it longer;
-- dropout keeps a mask of one byte an element;
-- until torch 1.10 softmax kept its input besides its output (pytorch/pytorch#49600, #64000).
+- autocast's cache: a half copy of each weight until autocast exits. The graph holds it longer;
+- dropout keeps a mask of one byte per element;
+- until torch 1.10 softmax kept its input in addition to its output (pytorch/pytorch#49600, #64000).
 
 Left out: kernels' own allocations, NCCL's buffers, and CUDA's context.
 """
@@ -54,7 +54,7 @@ class SoftmaxOfOld(torch.autograd.Function):
 
 
 class CudaRules(TorchFunctionMode):
-    """Context for a forward with CUDA's different behaviour. `low` is autocast's dtype, or None.
+    """Context that applies CUDA's rules to a forward. `low` is autocast's dtype, or None.
 
     `of_2021`: the rules of torch 1.8 instead of today's.
     """

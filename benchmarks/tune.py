@@ -182,7 +182,7 @@ def finals(
 
 
 def proposals(problem: Problem, folder: Path) -> list[Any]:
-    """Return proposals for each of the problem's plans."""
+    """Return the proposer's prediction for each plan of the problem's grid."""
     from outpace.jobs.planning.proposer import Proposer
     from outpace.records.settings import TrainSettings
 

@@ -231,7 +231,7 @@ def main() -> None:
             cells = {**before.get("cells", {}), **cells}
             commits = {**before.get("commits", {}), **commits}
         row = {"file": file, "cells": cells, "commits": commits}
-        modules = {**read_modules(path), name: row}  # as others have left it meanwhile
+        modules = {**read_modules(path), name: row}  # others may have written it meanwhile
         save("zoo", {"samples": SAMPLES, "modules": modules})
 
 

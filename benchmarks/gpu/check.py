@@ -1,4 +1,4 @@
-"""What a section gets, and what it leaves behind."""
+"""The inputs and the results of a section."""
 
 import gc
 import importlib

@@ -127,7 +127,7 @@ def _first_step(check: Check, shape: Shape, name: str, flag: str, cache: Path) -
 
 
 def micro_batch(check: Check) -> None:
-    """Compare `--micro-batch auto` with the same run with the number, from outside."""
+    """Compare `--micro-batch auto` with the same run given the number, from outside."""
     seq_len, steps = ("32", "4") if check.small else ("256", "8")
     times = {}
     for name, size in (("number", "8"), ("auto", "auto")):
@@ -153,7 +153,7 @@ def _median_step_s(run: Path) -> float:
 
 
 def two_ranks(check: Check) -> None:
-    """Run two processes on one device over gloo: NCCL refuses that, so each sees itself alone."""
+    """Run two processes on one device over gloo, since NCCL refuses two on one device."""
     check.row("ddp", 20.0, lambda: _two_ranks(check))
 
 

@@ -94,7 +94,7 @@ def attention(check: Check) -> None:
 
 
 def _ways(check: Check, width: int) -> tuple[str, ...]:
-    """Return how masks are given: as the package decides, and as S × S values."""
+    """Return the mask formats to test: the package's choice, and S × S values."""
     return (_BLOCKS, _DENSE) if takes_blocks(check.device, width, 0.0) else (_DENSE,)
 
 

@@ -32,7 +32,7 @@ class Report:
 
     @property
     def folder(self) -> Path:
-        """Return the folder for other files to keep: next to the results."""
+        """Return the folder for additional files, next to the results."""
         return (self._out or self._results / "x").resolve().parent
 
     @property

@@ -223,7 +223,7 @@ def _log(check: Check) -> str:
     if not path.is_file():
         return ""
     lines = path.read_text(errors="replace").splitlines()
-    # Python lists all of them below the stacks of a crash.
+    # Python lists all extension modules below the stacks of a crash.
     kept = "\n".join(line for line in lines if not line.startswith("Extension modules: "))
     return kept[-_LOG_CHARACTERS:]
 

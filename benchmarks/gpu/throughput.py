@@ -17,7 +17,7 @@ from outpace.records.measurement import StepRecord
 from outpace.training.callbacks import Callback
 from outpace.training.threads import set_threads
 
-# After a pause, reports need these steps until they lag behind the device as usual.
+# Number of steps after a pause until reports lag behind the device as usual.
 _SETTLING_STEPS = 5
 _LAST_STEPS = 4  # steps at a run's end, reported sooner: no further step is awaited
 # GPT-2's layers, with a vocabulary for which little text suffices.
@@ -72,7 +72,7 @@ class Turns(Callback):
 
 
 def windows_of(check: Check, shape: Shape) -> Windows:
-    """Return as many steps as a shape needs for steady figures."""
+    """Return windows that are long enough for steady figures."""
     if check.small:
         return SMALL_WINDOWS
     return LONG_WINDOWS if shape.model != "gpt2" else WINDOWS
@@ -234,7 +234,7 @@ def large_llama(check: Check) -> None:
 
 
 def large_gpt2(check: Check) -> None:
-    """Measure GPT-2, 48 × 1,024, for its largest throughput."""
+    """Measure GPT-2, 48 × 1,024, for its highest throughput."""
     check.clean()
     ((name, settings),) = _compiled(check).items()
     shape = shape_of(check, "gpt2 batch 48")

@@ -18,7 +18,7 @@ from gpu.training import train_shape
 from outpace.records.measurement import StepRecord
 from outpace.training.callbacks import Callback
 
-_WATCHED = range(5, 15)  # steps
+_WATCHED = range(5, 15)  # steps to watch
 _PLACES = 20
 _WAIT = "called a synchronizing CUDA operation"
 

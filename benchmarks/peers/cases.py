@@ -147,7 +147,7 @@ def _write_tokens(case: Case, texts: list[str], folder: Path) -> None:
 
 
 def _write_rows(case: Case, texts: list[str], folder: Path) -> None:
-    """Write passages longer than what is read of them; the label: whether they contain a class."""
+    """Write passages, longer than needed; the label is whether they contain a class."""
     from tokenizers import BertWordPieceTokenizer
     from transformers import BertTokenizerFast
 

@@ -231,7 +231,7 @@ def recorded(race: str, precision: str) -> dict[str, Any]:
 
 
 def is_wanted(heat: Heat, arguments: argparse.Namespace) -> bool:
-    """Apply the options; if a case is named without a kind, use the heat without one."""
+    """Return whether options select a heat; a case without a kind selects the heat without one."""
     named = any((arguments.case, arguments.processes, arguments.kind))
     kinds = (heat.kind,) if not named else (arguments.kind or "",)
     return (

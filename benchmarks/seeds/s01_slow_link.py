@@ -18,7 +18,7 @@ from claims import FIT, Claim, Experiment, run
 
 MBIT_PER_S = 1000
 STEPS, SMALL_BATCH = 200, 4
-ROUNDS = 10  # an outlier does not reach the ends of their 95 % interval
+ROUNDS = 10  # enough that one outlier does not reach the ends of the 95 % interval
 # GPT-2's shape with heads of 64 and its vocabulary, at 14 million parameters.
 SMALL = {"family": "gpt2", "layers": 10, "hidden": 192, "heads": 3, "vocab": 50257,
          "max_positions": 128}  # fmt: skip

@@ -35,7 +35,7 @@ CLAIM = Claim(
 
 
 def predict(quick: bool) -> dict[str, Any]:
-    """Predict the loss at the plain batch, and the gain with the largest batch that fits."""
+    """Predict the throughput lost at the plain batch, and gained with the largest that fits."""
     found = {}
     for case in CASES:
         modes = {mode: most_that_fit(case, mode) for mode in ("none", "selective", "full")}
@@ -50,7 +50,7 @@ def predict(quick: bool) -> dict[str, Any]:
 
 
 def at(case: tuple[str, str, int, str], mode: str, batch: int) -> dict[str, Any]:
-    """Return a step of that batch on each device."""
+    """Estimate a step with this batch on each device."""
     from predictions import model, step
 
     name, machine, devices, precision = case

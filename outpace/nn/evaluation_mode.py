@@ -36,7 +36,7 @@ def _switch(module: nn.Module, training: bool) -> None:
         said = str(e).strip().splitlines() or [""]
         raise BadInputError(
             f"the module's {'train()' if training else 'eval()'} failed with {type(e).__name__}: "
-            f"{said[0][:200]}. If it does not in one process, it uses parameters of which this "
-            "rank holds only a shard, or nothing. Do it in the forward (if self.training), or "
-            "use strategy ddp or zero1."
+            f"{said[0][:200]}. If it works in one process, it uses parameters of which this rank "
+            "holds only a shard, or nothing. Do it in the forward (if self.training), or use "
+            "strategy ddp or zero1."
         ) from e

@@ -78,7 +78,7 @@ class Case:
             self._log.write(json.dumps({"loss": mean.item() / self.world_size}) + "\n")
 
     def end(self) -> None:
-        """End on all ranks: torch 2.13 may hang if DDP's reducer is its group's last owner."""
+        """Exit all ranks together: torch 2.13 may hang if DDP's reducer owns its group last."""
         if self.world_size > 1:
             torch.distributed.barrier()
         sys.stdout.flush()

@@ -228,7 +228,7 @@ def _with_compile(
     groups: Groups, settings: TrainSettings, plan: Plan, device: torch.device, machine: Machine,
     total_steps: int, spec: ModelSpec | None, heard: Sequence[Callback],
 ) -> Plan:  # fmt: skip
-    """Return the plan with `compile` as requested, or by default if it pays off within the run."""
+    """Return the plan, compiled as requested, or by default if that pays off within the run."""
     if settings.compile is not None or not plan.compile:
         return plan
     # The planner is loaded only if needed.

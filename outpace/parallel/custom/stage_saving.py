@@ -51,7 +51,7 @@ class StageExtraState:
                 )
 
     def share(self, device: torch.device, group: dist.ProcessGroup) -> None:
-        """Give all stages the last one's state outside of blocks. Collective."""
+        """Copy the last stage's state outside of blocks to all stages. Collective."""
         mine: dict[str, Any] = {}
         for name, copies in self._outside.items() if self._saves else ():
             mine[f"{name}.{EXTRA_STATE}"] = copies[-1].get_extra_state()
