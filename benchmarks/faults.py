@@ -198,7 +198,7 @@ def _is_at(
 
 
 def killed(moments: Sequence[str], count: int, folder: Path, seed: int) -> dict[str, Any]:
-    """Perform this many kills over all strategies, five per run, each at the next moment."""
+    """Kill ranks `count` times over all strategies, five times per run, at the moments in turn."""
     rows, number = [], 0
     draw = random.Random(seed)
     references = {name: undisturbed(name, folder / f"{name}-alone") for name in STRATEGIES}

@@ -229,7 +229,7 @@ def checkpointing(result: dict[str, Any]) -> str:
 
 
 def loader(result: dict[str, Any]) -> str:
-    """Write the tokens/s of loaders, what machines consume, and copies."""
+    """Write loaders' tokens/s, the machines' consumption, and copy times."""
     measured = result["measured"]
     rows = [
         [one["loader"], str(one["workers"]), str(one.get("prefetch", "–")),

@@ -42,7 +42,7 @@ def linear(table: Sequence[Row]) -> dict[str, Any]:
 
 
 def layers(table: Sequence[Row], seconds: Mapping[str, float]) -> dict[Kind, float]:
-    """Return times per layer and micro-batch without a pipeline, from slopes of slopes."""
+    """Return times per layer and micro-batch without a pipeline, from differences of rows."""
     alike: defaultdict[tuple[Kind, int, int], dict[int, float]] = defaultdict(dict)
     for row in table:
         if row.number("pp") == 1:

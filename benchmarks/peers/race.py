@@ -48,7 +48,7 @@ RUNS = "runs"  # below the folder
 
 @dataclass(frozen=True)
 class Heat:
-    """A case on this many processes, with a way to train."""
+    """A case with a number of processes and a kind of training."""
 
     case: cases.Case
     processes: int

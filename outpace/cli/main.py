@@ -1,5 +1,5 @@
 """The `outpace` command: find the command's module, and turn its errors into an exit code. Nothing
-heavy is imported here, so that `outpace --help` answers at once.
+heavy is imported here, so that `outpace --help` answers immediately.
 """
 
 import atexit

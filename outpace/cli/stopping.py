@@ -12,9 +12,9 @@ from outpace.launch.local import SAME_SIGNAL_S
 
 class _InterruptHandler:
     """Handler of signals: the first signal interrupts; repeats of the same key press are ignored. A
-    later signal ends the process at once by calling `end`. If a signal ended the block, the handler
-    stays installed, since the process itself takes a moment to end; otherwise the previous handler
-    is restored.
+    later signal ends the process immediately by calling `end`. If a signal ended the block, the
+    handler stays installed, since the process itself takes a moment to end; otherwise the previous
+    handler is restored.
     """
 
     def __init__(

@@ -103,7 +103,7 @@ def _show_value(value: object) -> str:
 
 
 def _part(results: Sequence[ArmResult]) -> list[str]:
-    """Describe the part of a step in which the slowest run loses most against the fastest."""
+    """Describe the part of a step in which the slowest run loses most to the fastest."""
     known = [one.parts for one in results if one.parts is not None]
     if len(known) < 2 or len(known) < len(results):
         return []

@@ -198,7 +198,7 @@ def _round(
 
 @dataclass
 class _EndRequest:
-    """Requests to end these hosts' ranks; a second request ends them at once."""
+    """Requests to end these hosts' ranks; a second request ends them immediately."""
 
     parts: "Sequence[_Part]"
     over: threading.Event = field(default_factory=threading.Event)

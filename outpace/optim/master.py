@@ -18,7 +18,7 @@ from outpace.planner.memory.optimizer_bytes import MASTER_PIECE_BYTES
 
 
 class MasterWeights(KeepsDtypes):
-    """Any optimizer, stepping fp32 copies from which the 16-bit weights are rounded.
+    """Any optimizer, applied to fp32 copies from which the 16-bit weights are rounded.
 
     Gradients may be fp32 (if the parameter's `grad_dtype` says so) or in the weights' dtype. A copy
     is in its parameter's state as "master". `values` are this rank's parts of the initial fp32

@@ -9,7 +9,7 @@ from outpace.nn.model_options import find_blocks
 from outpace.parallel.layout import LayoutRequest
 from outpace.records.errors import BadInputError, suggest
 
-Blocks = Sequence[str] | Sequence[Sequence[str]]  # in the second form, those of each stage
+Blocks = Sequence[str] | Sequence[Sequence[str]]  # in the second form, one list per stage
 
 
 def blocks_of(request: LayoutRequest) -> list[nn.Module]:

@@ -1,9 +1,9 @@
 """Agreement on which parameters have a gradient, for modules whose ranks may use different ones.
 
-With experts without tokens, branches or dropped layers, a rank may have no gradient for parameters
-that have one on other ranks. A strategy then uses zeros, so that all ranks reduce the same tensors.
-A parameter without a gradient on any rank must end up without one, as in a single process:
-optimizers skip it, whereas a zero gradient would still apply weight decay and momentum.
+If experts get no tokens, or branches or layers are skipped, a rank may have no gradient for
+parameters that have one on other ranks. A strategy then uses zeros, so that all ranks reduce the
+same tensors. A parameter without a gradient on any rank must end up without one, as in a single
+process: optimizers skip it, whereas a zero gradient would still apply weight decay and momentum.
 
 The same message tells a rank whose forward has written to parameters whether all other ranks have
 done so.

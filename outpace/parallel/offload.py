@@ -5,8 +5,8 @@ them to the device when they are gathered, and sends gradients back as soon as t
 during computation. A single process is a group of one.
 
 Rajbhandari et al., "ZeRO-Infinity", arXiv 2104.07857, §5: shards, or whole parameters if the CPU
-computes, are in memory-mapped files. The next block's are read ahead, and a block's are dropped
-from memory when it is done.
+computes, are in memory-mapped files. The next block's parameters are read ahead, and a block's are
+dropped from memory after its use.
 """
 
 from collections.abc import Sequence

@@ -85,8 +85,7 @@ class ParallelModule:
 
         This replaces `loss.backward()`: afterwards, every gradient is the gradient of this mean.
         Previous gradients are dropped. The share is processed in the plan's micro-batches. The loss
-        is in float64 (fp32 on Metal), in which samples and ranks are summed, whatever the module's
-        dtype.
+        is summed over samples and ranks in float64 (fp32 on Metal), whatever the module's dtype.
         """
         with refuse_together(self._ranks.world_size, in_step=True):
             for _, parameter in self.layout.named_parameters():
@@ -190,9 +189,9 @@ def parallelize(
     default process group, from the environment that torchrun sets.
 
     `loss(module, batch)` returns the mean over the batch's samples, or (sum, count) if the mean is
-    over something else, such as tokens that are not padding. A mean may also be in a dict or an
-    object, as `loss`. None uses the module's own loss: the
-    cross-entropy of its logits with batch["targets"], or its `.loss`.
+    over something else, such as tokens that are not padding. It may also return a dict or an object
+    whose `loss` is the mean. None uses the module's own loss: the cross-entropy of its logits with
+    batch["targets"], or its `.loss`.
 
     `blocks` are the names of the parts that ZeRO gathers one at a time, and that a pipeline
     distributes over its stages. The module's forward calls each of them once, in this order, and
@@ -205,10 +204,10 @@ def parallelize(
     `sync_batchnorm`: replicas normalise with the statistics of all their samples together.
 
     `check`: before the first step, forward and backward of its batch are compared with the plain
-    module's: the loss, and which parameters get which gradients. A difference is refused. If only
-    splitting the batch makes a difference, a warning says how large it is. It also names state that
-    state_dict() does not contain, even on a single process. "off" disables the check. Raises
-    BadInputError for unsupported requests, on all ranks if one of them refuses.
+    module's: the loss, and which parameters get which gradients. A difference raises BadInputError.
+    If only splitting the batch makes a difference, a warning says how large it is. The check also
+    names state that state_dict() does not contain, even on a single process. "off" disables the
+    check. Raises BadInputError for unsupported requests, on all ranks if one of them refuses.
     """
     _check(module, plan, loss)
     if check not in ("on", "off"):

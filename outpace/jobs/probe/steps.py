@@ -31,7 +31,7 @@ def probe_steps(
     budget_s: float,
     progress: Callable[[float], None] = lambda share: None,
 ) -> Turns[ProbeSection]:
-    """Time a step of every reference on one rank and on all. Every rank calls it.
+    """Time a step of every reference on one rank and on all. Call this on every rank.
 
     A single rank uses all cores of the host, as single-process training does. Raises RankLostError
     if a rank dies or hangs.

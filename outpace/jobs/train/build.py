@@ -547,7 +547,7 @@ def _evaluate(
     """Return the held-out loss and a task's metrics; None without held-out data or evaluation.
 
     Each sample of outpace's own data is used once, whatever the global batch and the number of
-    ranks. Of a user's data set, samples that do not fill a batch of all ranks are left out.
+    ranks. In a user's data set, samples that do not fill a batch of all ranks are left out.
     """
     data = job.inputs.eval_data
     if data is None or job.settings.eval_batches == 0:

@@ -201,7 +201,7 @@ class CustomPipeline(SpreadLayout):
         self._schedule_for(cut(batch, self._plan.pp_microbatches)[0], hooks)
 
     def learn_forms_alone(self, objective: nn.Module, batch: Batch, hooks: StepHooks) -> None:
-        """Do what `learn_forms` does on this rank alone, using a whole objective without values."""
+        """Do what `learn_forms` does on this rank alone, with all stages, which have no values."""
         ends = (0, len(self._parts) - 1)
         by_micro_batch(objective.model)  # type: ignore[arg-type]
         whole = {

@@ -33,7 +33,7 @@ MISSING = "is missing, but exists in one process"
 class ComparisonLimits:
     """Tolerances for comparing two computations at a given precision.
 
-    All are relative. A tensor may differ by `relative` of its scale, and its projection by
+    All are relative. A tensor may differ by `relative` times its scale, and its projection by
     `projection`. The scale is at least `floor` times the largest scale among the tensors, since
     gradients of many samples may cancel. `loss` is the tolerance for sums of losses, `micro_loss`
     for one micro-batch's loss. If splitting the batch changes the loss by at least `cut`, this is

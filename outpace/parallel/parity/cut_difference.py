@@ -94,7 +94,7 @@ def compare_cut(
 ) -> CutDifference:
     """Compare the loss of a batch with the loss of its two halves, if the batch is split.
 
-    Their effects on buffers are compared if the losses agree.
+    The effects on buffers are also compared if the losses agree.
 
     `first` is this rank's first piece, or None if the rank has run none or should run no more:
     ranks with the same samples examine different pieces. Errors raised by halves (BatchNorm with

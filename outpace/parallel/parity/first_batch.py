@@ -388,7 +388,7 @@ class FirstBatch:
         allowed: ComparisonLimits,
         again: bool,
     ) -> bool:
-        """Refuse a layout in which the forward changes parameters differently. Collective.
+        """Refuse a layout whose forward changes parameters unlike the plain module's. Collective.
 
         Returns whether the step has to be computed `again` on any rank. Raises BadInputError.
         """

@@ -96,8 +96,8 @@ class PlainSums:
     def take(self, name: str, parameter: nn.Parameter) -> None:
         """Project the gradient of a piece, and free it.
 
-        Modes do not watch the check's own operators: for small gradients that would double the
-        time.
+        Dispatch modes are disabled meanwhile: observing the check's own operators would double the
+        time for small gradients.
         """
         if parameter.grad is None:
             return  # a user's hook has set it to None
