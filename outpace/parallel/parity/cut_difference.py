@@ -134,7 +134,7 @@ def compare_cut(
 
 
 def _complete(plain: nn.Module, hooks: StepHooks, first: FirstPiece) -> FirstPiece | None:
-    """Return a piece with its loss computed, if its halves' is known; None if it draws numbers."""
+    """Compute a piece's loss if its halves' losses are known; None if it draws random numbers."""
     if first.mean is not None or first.halves is None or first.two:
         return first
     with suppress(Exception), keep_values(model_of(plain).named_parameters()):
@@ -164,7 +164,7 @@ def compare_accumulated(
 ) -> str | None:
     """Return a message if a single process's micro-batches differ in loss from their batch.
 
-    Also return one if the loss returns a pair whose second value is not a count; otherwise None.
+    This includes a loss that returns a pair whose second value is not a count.
     """
     narrowest = min((one.element_size() for one in plain.parameters()), default=4)
     tolerance = halves_tolerance(plan, choose_tolerance(plan, narrowest))
@@ -219,7 +219,8 @@ def is_mean_over_samples(
 ) -> bool:
     """Return whether a loss is a mean over samples but counts something else.
 
-    Then the loss of a few samples is the mean of their separate losses, whatever their counts.
+    In that case, the loss of a few samples is the mean of their separate losses, whatever their
+    counts.
     """
     found = False
     # torch warns of quantities that a single sample lacks, such as a standard deviation.
@@ -345,7 +346,7 @@ def _compare_other_parts(mean_of: _MeanOf, first: FirstPiece) -> float | None:
     if samples % 4:
         return None
     parts = cut(piece, 2)
-    if first.mean is not None or first.halves is not None:  # rather than a half and its quarters
+    if first.mean is not None or first.halves is not None:  # otherwise, a half and its quarters
         one, two, three, four = cut(piece, 4)
         others = concatenate(one, three), concatenate(two, four)
         parts = [part for part in others if part is not None]
@@ -358,7 +359,8 @@ def _compare_other_parts(mean_of: _MeanOf, first: FirstPiece) -> float | None:
 def _compare_two(mean_of: _MeanOf, first: FirstPiece) -> float | None:
     """Compare two small pieces with their concatenation; None if their losses are not known.
 
-    In a piece of two samples with different labels, no class is rarer than another.
+    A single small piece may hide class weights: among two samples with different labels, no class
+    is rarer than another.
     """
     if len(first.two) < 2:
         return None
@@ -412,7 +414,7 @@ def _mean_of(
 def _total_of(
     plain: nn.Module, hooks: StepHooks, drops: bool, pieces: Sequence[Batch], alike: bool
 ) -> Totals:
-    """Return the sum and the count of several pieces' loss.
+    """Return the loss sum and the count over several pieces.
 
     Dropout is disabled, and all state is restored.
 

@@ -81,7 +81,7 @@ from outpace.records.precisions import SCALED
 from outpace.records.ranks import Ranks
 
 Say = Callable[[str], None]
-Run = Callable[[Sequence[Batch], StepHooks], Tensor]  # a layout's forward and backward of passes
+Run = Callable[[Sequence[Batch], StepHooks], Tensor]  # runs forward and backward of passes
 
 _BY_SAMPLES = "each rank changes it by its own samples, so that ranks would train different weights"
 _UNSEEN = "in the backward, or in another thread, where outpace cannot put it back to compare"
@@ -122,11 +122,11 @@ class FirstBatch:
     ) -> Tensor | None:
         """Compare this rank's `passes`. Collective. Raises BadInputError on all ranks.
 
-        `run` runs forward and backward of the first step with `given` (None: as the layout does).
-        If the plain module draws the same random numbers as the layout, and with `reuse`, the
-        layout's pass is used for the step: this returns its totals and leaves gradients, buffers
-        and generators as the pass left them. Otherwise, it returns None and restores everything.
-        `ready` is called before the layout's pass.
+        `run` runs forward and backward of the first step (None: the layout's own). If the plain
+        module draws the same random numbers as the layout, and with `reuse`, the layout's pass is
+        used for the step: this returns its totals and leaves gradients, buffers and generators as
+        the pass left them. Otherwise, it returns None and restores everything. `ready` is called
+        before the layout's pass.
         """
         self._compiled = self._plan.compile or has_compiled_parts(layout.objective)
         with run_eagerly(self._compiled):

@@ -40,7 +40,7 @@ from outpace.parallel.plain import random_state, set_random_state, without_dropo
 from outpace.parallel.tensors import all_parameters
 
 _FEW = 2  # samples
-_FORWARDS = 9  # in a row, for state such as a queue that is used only after a few calls
+_FORWARDS = 9  # forwards in a row, for state such as a queue that is used only after a few calls
 _ENTRIES = 1_000  # added to lists, which may be used only once they are long
 _LATER = (17, 107, 709, 1_009, 10_007)  # numbers of calls that a counter is set to
 _MULTIPLE = 252_000  # a common multiple of 1 to 10, 100 and 1,000
@@ -87,7 +87,7 @@ class KeptState:
 
 
 class _FirstForwardError(Exception):
-    """The failure of a first forward, which training would also start with."""
+    """A failure of the first forward, with which training would fail too."""
 
 
 def find_kept_state(
@@ -146,7 +146,7 @@ def find_kept_state(
 def _choose_samples(
     piece: Batch, other: Batch | None, halved: bool
 ) -> Iterator[tuple[Batch, Batch]]:
-    """Yield samples and other samples to run before them; only a few if the module supports it.
+    """Yield samples and other samples to run before them; few if the module supports that.
 
     `halved`: yield the halves first.
     """
@@ -211,7 +211,7 @@ class _Comparison:
         self.saw_writes = False  # whether forwards wrote to parameters or saved buffers
         self.reshaped: set[str] = set()
         self.backwards: set[str] = set()
-        self._left: dict[str, torch.Tensor] = {}  # whether the last forward wrote to saved buffers
+        self._left: dict[str, torch.Tensor] = {}  # saved buffers that the last forward wrote to
         self._trained: set[str] = set()  # parameters that require gradients after the last forward
         self._trained_first: set[str] = set()  # the same, after the first forward
         self._device = next(plain.parameters()).device

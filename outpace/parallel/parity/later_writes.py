@@ -98,7 +98,7 @@ class LaterWrites:
         return totals
 
     def _list_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Return this rank's parameters, and the gathered tensors of those that are sharded."""
+        """Yield this rank's parameters, and the gathered tensors of those that are sharded."""
         names: dict[Any, str] = {}
         for name, parameter in self._layout.named_parameters():
             names[parameter] = name

@@ -161,7 +161,7 @@ class MixedSamples:
         return found
 
     def _add(self, sums: Tensor, pair: Sequence[bytes], count: int, together: bool) -> None:
-        """Run the samples of two ranks, together or separately."""
+        """Run the samples of two ranks, together or separately, and add the results to `sums`."""
         self._ran.clear()
         parts = [take_first(unpack(one, self._device), count) for one in pair]
         if together:
@@ -196,7 +196,7 @@ class MixedSamples:
                     loss_sum.backward()
                     totals = torch.stack((loss_sum.detach().double(), targets.double()))
                     losses += totals
-                    mean = (totals[0] / totals[1]).nan_to_num(0.0)  # of a part without targets
+                    mean = (totals[0] / totals[1]).nan_to_num(0.0)  # 0 for a part without targets
                     sums[_MEANS][0 if together else 1] += mean / len(parts)
                     self._ran.append((part, (float(totals[0]), float(totals[1]))))
                     if not same_random_state(begin, random_state(self._device)):

@@ -356,7 +356,7 @@ def _undo_module(module: nn.Module) -> Undo:
 
     def undo() -> None:
         attributes()
-        for held, before in hooks:  # that a forward registers
+        for held, before in hooks:  # hooks that a forward registers
             if held.keys() != before.keys():
                 held.clear()
                 held.update(before)

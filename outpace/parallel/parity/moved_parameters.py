@@ -40,7 +40,7 @@ class MovedParameters(TorchDispatchMode):
                 self._tensors[name] = tensor, held
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
         self._versions = self._count_writes()
-        self.replaced: set[str] = set()  # by other tensors (p.data = …)
+        self.replaced: set[str] = set()  # names of those replaced by other tensors (p.data = …)
         self.written: set[str] = set()  # including writes that changed no value
         self.written_by_samples: set[str] = set()
         self.communicates = False  # whether a forward called a collective
@@ -61,7 +61,7 @@ class MovedParameters(TorchDispatchMode):
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         if isinstance(error, TracedOperatorError):
-            torch._dynamo.reset()  # or the compiler skips code met under a mode for good
+            torch._dynamo.reset()  # otherwise, code met under a mode is never compiled
 
     def _record_writes(
         self, schema: Any, args: tuple[Any, ...], kwargs: dict[str, Any], by_samples: bool

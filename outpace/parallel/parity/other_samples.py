@@ -209,7 +209,7 @@ def _explain_forwards(
 
 
 def find_unsaved_state(plain: nn.Module) -> tuple[Any, ...]:
-    """Return what forwards may change besides parameters and saved buffers, in comparable form."""
+    """Return what forwards may change apart from parameters and saved buffers, for comparison."""
     trained = [one.requires_grad for one in plain.parameters()]
     return kept_attributes(plain), trained, parameter_versions(hidden_parameters(plain))
 

@@ -114,7 +114,7 @@ class _Walk:
             self._add_place(function, name, f"{function.__name__}.{name}", "of the function")
 
     def _add_variable(self, namespace: dict[str, Any], name: str, file: str) -> None:
-        """Add a global that code refers to; of a user's Python module, the names that code uses."""
+        """Add a global that code refers to, or the names used of a user's Python module."""
         if (id(namespace), name) in self._variables:
             return
         if name not in namespace and hasattr(builtins, name):

@@ -20,7 +20,7 @@ from outpace.records.ranks import Ranks
 from outpace.records.units import show_bytes
 
 _REGISTERS = frozenset(vars(nn.Module()))
-_MESSAGE_BYTES = 32 << 20  # that ranks send in one message
+_MESSAGE_BYTES = 32 << 20  # limit on a message between ranks
 _MOST_OF_FREE = 0.8
 
 
@@ -243,7 +243,7 @@ def explain_lost_tensors(model: nn.Module, holders: Sequence[ModuleDtypes]) -> s
 def explain_size(model: nn.Module, layout: Layout, plan: Plan, ranks: Ranks) -> str | None:
     """Explain why the weights of other ranks do not fit in memory; None if they do.
 
-    Only one gradient exists at a time.
+    Gradients need hardly any memory, since only one exists at a time.
     """
     if plan.data_rank(ranks.rank) is None:
         return None  # this rank has no samples to run the copy on

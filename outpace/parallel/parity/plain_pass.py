@@ -288,7 +288,7 @@ class PlainPass:
     def _explain_dependence(
         self, plain: nn.Module, part: Batch, hooks: StepHooks, allowed: ComparisonLimits
     ) -> str | None:
-        """Return why a pass over other batches would show nothing, based on a few samples; or None.
+        """Return why a pass over other batches would be inconclusive, using a few samples; or None.
 
         Not tested if the layout's pass is not the step itself, because that leaves no time for it.
         """

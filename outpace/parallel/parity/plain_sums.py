@@ -76,7 +76,7 @@ class PlainSums:
         self.backwards: set[str] = set()  # parameters that a forward's own backward has reached
         self.reports: list[PlainReport] = []  # of all ranks
         self.mixed = MixedDifference()  # equal on all ranks
-        self.builds = BuildDifference()  # likewise
+        self.builds = BuildDifference()  # equal on all ranks, too
         self._taker: Taker | None = None
         self._places = {name: number for number, name in enumerate(names)}
         self._products: list[Tensor | None] = [None] * len(names)
@@ -140,7 +140,7 @@ class PlainSums:
 def sum_gradients(
     layout: Layout, plain: PlainSums, holders: Sequence[ModuleDtypes], factor: float, ranks: int
 ) -> Tensor:
-    """Return this rank's shares of gradients' products and squares, and 1 for each: (3, names)."""
+    """Return this rank's share of gradients' products, squares and numbers, (3, names)."""
     named = dict(layout.named_parameters()) if layout.has_sums else {}
     sums = torch.zeros(3, len(plain.names), dtype=torch.float64, device=plain.sums.device)
     for number, name in enumerate(plain.names):
