@@ -152,7 +152,7 @@ def resolve_plan(
         },
         "plan",
     )
-    parts = plan.accumulation(settings.global_batch)  # raises for sizes that do not divide
+    parts = plan.accumulation(settings.global_batch)  # raises if sizes do not divide evenly
     if plan.optimizer_in_backward and parts > 1:
         raise BadInputError(
             f"--optimizer-in-backward: a gradient is complete only after {parts} micro-batches, "

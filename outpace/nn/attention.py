@@ -68,13 +68,13 @@ class _Parts:
         self._none = q.new_zeros(())
 
     def of_queries(self, x: Tensor, block: _Block) -> Tensor:
-        """(B, H, S, C) to (n, G·R, C)."""
+        """Convert (B, H, S, C) to (n, G·R, C)."""
         part = self._by_group(x)[block.entries, block.kv_heads, :, block.queries]
         rows = self.group * (block.queries.stop - block.queries.start)
         return part.reshape(-1, rows, x.shape[3])
 
     def of_keys(self, x: Tensor, block: _Block) -> Tensor:
-        """(B, K, T, C) to (n, T of the block, C)."""
+        """Convert (B, K, T, C) to (n, T of the block, C)."""
         part = x[block.entries, block.kv_heads, : block.keys]
         return part.reshape(-1, block.keys, x.shape[3])
 
@@ -106,7 +106,7 @@ class _Parts:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
-    """Compute softmax(q · kᵀ / √C) · v, q (B, H, S, C), k and v (B, K, T, C), as q.
+    """Compute softmax(q · kᵀ / √C) · v in the form of q (B, H, S, C); k and v are (B, K, T, C).
 
     `mask`: bool (B or 1, 1, S, T), True for a visible key. `causal`: queries do not see later keys;
     there must be as many queries as keys. The result is laid out in memory as (B, S, H, C).

@@ -201,7 +201,7 @@ class NormaliseAcrossRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, y_grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        """dx = scale·weight·(dy − mean(dy) − unit·mean(dy·unit)), with means over all ranks."""
+        """Return dx = scale·weight·(dy − mean(dy) − unit·mean(dy·unit)), with means over ranks."""
         unit, scale_C, weight, count = ctx.saved_tensors
         dy = to_fp32(y_grad)
         dims = [dim for dim in range(dy.dim()) if dim != 1]

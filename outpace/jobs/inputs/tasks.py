@@ -441,7 +441,7 @@ def _count(source: TaskRows) -> str:
 
 
 def _fingerprints(source: TaskRows, tokenizer: Tokenizer, how: str) -> tuple[str, str]:
-    """Return fingerprints of training and validation samples: of rows, and how they are encoded."""
+    """Return fingerprints of training and validation samples, from their rows and encoding."""
     first, second = (
         xxhash.xxh3_128_hexdigest(f"{fingerprint(rows)}|{tokenizer.fingerprint}|{how}".encode())
         for rows in (source.train, source.validation)

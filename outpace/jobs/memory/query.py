@@ -210,7 +210,7 @@ def _require_formula(plan: Plan, outline: Outline) -> None:
 
 
 def _require_traceable(settings: TrainSettings) -> None:
-    """Raise BadInputError for settings that only training resolves, and for other losses."""
+    """Raise BadInputError for settings that only training resolves, and for classification."""
     said = "outpace memory traces a plan as given"
     if settings.micro_batch == "auto":
         raise BadInputError(f"--micro-batch auto: {said}. Give a number of samples.")

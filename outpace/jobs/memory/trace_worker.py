@@ -128,7 +128,7 @@ def serve(asked: IO[str], told: IO[str]) -> None:
 
 def account_of(ask: TraceRequest) -> MemoryAccount:
     """Trace one rank in this process. Raises BadInputError for a plan that cannot be applied."""
-    # saves its 30 MiB in processes that only send requests
+    # Loaded here to save 30 MiB in processes that only send requests.
     from outpace.trace.account import account
 
     return account(
@@ -145,7 +145,7 @@ def account_of(ask: TraceRequest) -> MemoryAccount:
 
 def time_of(ask: TraceRequest) -> float | None:
     """Return the planner's step time in seconds; None if it does not know it."""
-    from outpace.jobs.memory.step_time import step_time_s  # same
+    from outpace.jobs.memory.step_time import step_time_s  # loaded here, too
 
     device: Literal["cpu", "cuda"] = "cpu" if ask.accelerator is None else "cuda"
     try:

@@ -83,7 +83,7 @@ def find_culprits(found: Sequence[RankSnapshot]) -> list[RankSnapshot]:
         if any(number < most[group] for group, number in its.items())
     ]
     if behind and len(behind) < len(found):
-        # A rank that waits in another group may be waiting for one that works.
+        # A rank that waits in another group may be waiting for a rank that computes.
         return [one for one in behind if one.state == "works"] or behind
     working = [one for one in found if one.state == "works"]
     return working if len(working) < len(found) else []
