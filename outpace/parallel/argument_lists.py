@@ -1,4 +1,4 @@
-"""Identity of lists and dicts that a user's forward passes to blocks, under `fully_shard`.
+"""Preservation of list and dict arguments that a user's forward passes to sharded blocks.
 
 The hooks of `fully_shard` rebuild a unit's arguments around inputs with gradients, so the caller
 would not see what a block appends to a list argument.

@@ -83,7 +83,8 @@ def _first_tensor(batch: Batch, plain: Batch) -> Tensor:
 def _refuse_list_of_samples(plain: Batch) -> None:
     """Raise BadInputError for a batch that is a list of single samples.
 
-    Such tensors differ in length, or are single rows and numbers, unlike several views of a batch.
+    Single samples differ in length, or are single rows and numbers, unlike several views of a
+    batch.
     """
     if type(plain) is not list or len(plain) < 3:
         return
@@ -109,9 +110,9 @@ def _is_one_sample(entry: Any) -> bool:
 def _refuse_ragged(plain: Any, first: Tensor) -> None:
     """Raise BadInputError for a list of samples of different lengths, which cannot be split.
 
-    Only a list with the batch's `first` tensor is refused. Other lists are split if they have an
-    entry for each sample, and otherwise repeated in each part (such as values of several tables,
-    with offsets next to them).
+    Only a list that contains the batch's `first` tensor is refused. Other lists are split if they
+    have an entry for each sample, and otherwise repeated in each part (such as values of several
+    tables, with offsets next to them).
     """
     for part in tree_leaves(plain, is_leaf=lambda one: type(one) is list):
         if type(part) is list:
@@ -319,7 +320,7 @@ def _refuse_objects(flat: _FlatBatch) -> None:
 
 
 def take_apart(passes: Sequence[Batch], place: int, places: int) -> list[Batch] | None:
-    """Return new batches with part `place` of `places` of each batch, at least two.
+    """Take part `place` of `places` from each batch; return at least two new batches of them.
 
     Samples of two batches are combined where possible. None if there are too few samples, or if
     they cannot be concatenated.

@@ -1,10 +1,10 @@
 """Forward and backward of one process, replayed as CUDA graphs.
 
 A host launches the kernels of a step one by one, which takes some microseconds each; if kernels are
-short, the device waits for the host. A CUDA graph launches all of a forward, or of a backward, at
-once (NVIDIA, "CUDA C++ Programming Guide", §CUDA Graphs). Its kernels read and write the same
-addresses each time: a batch is copied to where the graph reads it, and gradients are where the
-graph writes them.
+short, the device waits for the host. A CUDA graph launches a whole forward or backward in one call
+(NVIDIA, "CUDA C++ Programming Guide", §CUDA Graphs). Its kernels read and write the same addresses
+each time: a batch is copied to where the graph reads it, and gradients are where the graph writes
+them.
 
 The captured work must not wait for the device and must do the same each time, so only outpace's
 models, whose shapes are static, are supported. If a pass waits or a capture fails, later passes are
@@ -81,7 +81,7 @@ class CudaRecorder:
             _set_sync_debug_mode(before)
 
     def has_room(self) -> bool:
-        """Return whether memory is free for twice what the passes so far have used."""
+        """Return whether free memory exceeds twice the peak of the passes so far."""
         now_bytes = torch.cuda.memory_allocated(self._device)
         taken_bytes = torch.cuda.max_memory_allocated(self._device) - now_bytes
         free_bytes, _ = torch.cuda.mem_get_info(self._device)

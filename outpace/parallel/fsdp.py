@@ -53,7 +53,7 @@ def shard(
 ) -> None:
     """Shard the parameters of each block, and the remaining ones, over the mesh's last dimension.
 
-    `runs_on`: the device type to choose for, if tensors are traced on another. `again`: blocks
+    `runs_on`: the device type to optimize for, if tensors are traced on another. `again`: blocks
     reshard after the forward and gather their parameters again for the backward. Parameters outside
     of blocks stay gathered in between, because their backward directly follows their forward.
     `replicated` parameters stay whole on each rank. Collective.

@@ -102,7 +102,7 @@ def _ring(mesh: DeviceMesh) -> SequenceRing:
 
 
 def _replicas(plan: Plan) -> int:
-    """Return the ranks over which the same parameters' gradients are averaged."""
+    """Return the number of ranks over which the same parameters' gradients are averaged."""
     return plan.dp_replicate * plan.dp_shard * plan.cp
 
 

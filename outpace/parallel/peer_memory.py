@@ -124,7 +124,7 @@ def _reader() -> _Copy | None:
 
 
 def _let_family_read() -> None:
-    """Let the launcher's other processes read this one's memory if Yama restricts it to parents."""
+    """Let the launcher's other processes read this one's memory if Yama allows only parents to."""
     ctypes.CDLL(None).prctl(_SET_PTRACER, ctypes.c_ulong(os.getppid()), 0, 0, 0)
 
 

@@ -180,7 +180,7 @@ class PipelineLayout(SpreadLayout):
         return next(self.model.parameters()).dtype
 
     def _scaled_loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """Return the start of the backward on the last stage, and add to the totals."""
+        """Return the value that the last stage's backward starts from, and add to the totals."""
         given = self._pass
         with given.cast():
             loss_sum, count = self.objective.loss_from_hidden(hidden, targets)

@@ -21,7 +21,7 @@ _EXIT_CODE = 2  # of BadInputError
 
 
 class RefusalWatch:
-    """A thread that ends this rank during a call of `enter` if another rank has refused something.
+    """A thread that ends this rank between `enter` and `leave` if another rank has refused.
 
     `find(store)` returns another rank's new refusal, or None, and acknowledges it.
     """

@@ -2,10 +2,10 @@
 
 In one process, an optimizer that steps `a` also changes a parameter, a buffer or an attribute that
 is a view of `a` (`b.weight = nn.Parameter(a.weight.t())`, `register_buffer("old", a.weight.data)`).
-If ranks hold parts of parameters, each tensor gets its own memory, and no first batch shows the
-difference. The same applies to parameters in plain lists (`self.decayed = [...]`), dict keys and
-arguments bound to functions that a forward or a loss reads: ranks train other parameters instead of
-these.
+If ranks hold parts of parameters, each tensor gets its own memory, and the first batch does not
+show the difference. The same applies to parameters in plain lists (`self.decayed = [...]`), dict
+keys and arguments bound to functions that a forward or a loss reads: ranks train other parameters
+instead of these.
 """
 
 from collections import deque
@@ -122,7 +122,8 @@ def _list_tensors(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
 def _list_attributes(module: nn.Module) -> Iterator[tuple[str, object]]:
     """Yield plain attributes of submodules, except those of torch's own classes.
 
-    A recurrent network's list of parameters, which torch renews, is also left out of subclasses.
+    The list of parameters that torch maintains in recurrent networks is left out, even in
+    subclasses.
     """
     for prefix, part in module.named_modules():
         if type(part).__module__.partition(".")[0] == "torch":

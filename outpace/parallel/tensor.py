@@ -81,7 +81,7 @@ class EmbeddingLookup(WholeWeights):
 
 
 class SplitRows(ParallelStyle):
-    """The token embedding, split by the vocabulary; its sum over ranks gets `placement`."""
+    """The token embedding, split by the vocabulary; `placement` is that of its sum over ranks."""
 
     def __init__(self, placement: Placement) -> None:
         super().__init__()

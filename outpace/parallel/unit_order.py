@@ -4,7 +4,8 @@ A unit's parameters are gathered when its forward is called, and its gradients s
 backward. If a rank drops a layer, or takes another branch, it would gather one unit while others
 gather another: the ranks would hang, or receive each other's parameters. Here every rank takes part
 in the collectives of each unit that any rank calls, in one order for all: a unit that this rank
-skips is gathered, and its backward run without a gradient, as if it had been called on nothing.
+skips is gathered, and its backward run without a gradient, as if it had been called without
+samples.
 
 Before each unit, ranks announce which one they have reached, and the lowest is next, until a
 training pass has shown an order: the order of the units in the module, or one in which all ranks

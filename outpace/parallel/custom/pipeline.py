@@ -70,7 +70,7 @@ class CustomPipelineStage(Stage):
     ) -> None:
         """Run a backward; if it recomputes activations, do not defer weight gradients.
 
-        Deferred, they would recompute the activations once more for each weight.
+        If deferred, they would recompute the activations again for each weight.
         """
         whole = full_backward or self.submod.recomputes
         if whole:
@@ -339,7 +339,7 @@ class CustomPipeline(SpreadLayout):
         return self._zero_totals()
 
     def _zero_totals(self) -> Tensor:
-        """Return totals that count nothing, with the objective's additional sums."""
+        """Return zero totals, with the objective's additional sums."""
         sums = getattr(self.objective, "sums", ())
         return torch.zeros(2 + len(sums), dtype=torch.float64, device=self._at)
 

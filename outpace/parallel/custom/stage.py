@@ -2,7 +2,7 @@
 
 Every rank of the pipeline has read the batch, so masks, positions and other arguments of blocks are
 available on every stage. All that the forward has to do is to call each block once, in order. The
-block before the stage's first one returns what was received, and the forward is left after the
+block before the stage's first one returns the received values, and the forward is exited after the
 stage's last block. Values that blocks store on themselves are sent along (`block_values`) if other
 stages read them.
 
@@ -354,7 +354,7 @@ class CustomStage(nn.Module):
         )
 
     def _visit(self, number: int, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Run, skip or leave at a block when the user's forward calls it."""
+        """Run or skip a block, or exit the forward, when the user's forward calls the block."""
         if self._recomputing is not None:
             return self._visit_in_backward(number, forward, *args, **kwargs)
         self._follow(number)
@@ -431,7 +431,7 @@ class CustomStage(nn.Module):
 
     @contextmanager
     def allow_recompute(self, micro_batch: int, done: bool) -> Iterator[None]:
-        """Enclose a micro-batch's backward that may recompute activations; `done`: the last one."""
+        """Let a micro-batch's backward recompute activations; `done`: it is the last backward."""
         self._recomputing = micro_batch
         try:
             yield
