@@ -82,7 +82,7 @@ def divisor(count: Tensor) -> Tensor:
 
 
 class Layout:
-    """An objective on this rank. In the base class, each rank has all of it, without communication.
+    """An objective on this rank. In the base class, each rank has all of it and sends nothing.
 
     `module` is called instead of the objective; `model` holds this rank's parameters under their
     single-process names. The collective divides the sum of the ranks' gradients by `averages`; the

@@ -445,7 +445,7 @@ def _model_tokenizer(opened: OpenedModel | None) -> Tokenizer | None:
 
 
 def foreign_id_hints(corpus: Corpus, tokenizer: Tokenizer | None) -> list[str]:
-    """Return a note if the data's IDs are probably another tokenizer's, or some were lost."""
+    """Return a note if the data's IDs are probably another tokenizer's, or if some were lost."""
     if tokenizer is None:
         return []
     narrow = any(stream.id_bytes < _WIDE_BYTES for stream in corpus.streams)

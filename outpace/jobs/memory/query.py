@@ -150,9 +150,9 @@ def question(
 ) -> AnyQuery:
     """Build a query, resolving open settings as training would on that machine.
 
-    With `find_outline`, a model that outpace can plan for but not train is answered by the
-    planner's formula. The default global batch is one micro-batch per data-parallel rank. Raises
-    BadInputError for settings that cannot be traced.
+    With `find_outline`, the planner's formula answers for a model that outpace can plan for but not
+    train. The default global batch is one micro-batch per data-parallel rank. Raises BadInputError
+    for settings that cannot be traced.
     """
     _require_traceable(settings)
     named = None if node is None else node.accelerator

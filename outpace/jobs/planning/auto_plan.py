@@ -247,7 +247,7 @@ def question(
 ) -> PlanningProblem:
     """Build the planning problem for open settings, on `world` processes of hosts like this one.
 
-    `per_node` is the number of processes per host; None means all on one. `measured` are this
+    `per_node` is the number of processes per host; None: all on one host. `measured` are this
     host's rates, if it was not probed.
     """
     _require_known(settings, origins)

@@ -16,8 +16,8 @@ def estimate(
 ) -> tuple[RankedPlan, PlanningProblem]:
     """Estimate a plan on the requested machines; also return the planning problem.
 
-    `name`: what errors call the plan. With `trace`, the real model runs under fake tensors, which
-    gives its exact peak memory. Raises BadInputError.
+    `name`: the plan's name in error messages. With `trace`, the real model runs under fake tensors,
+    which gives its exact peak memory. Raises BadInputError.
     """
     question = job(asked)
     if plan.world_size != question.wanted.world:

@@ -198,7 +198,7 @@ def _fitting_plans(job: PlanningProblem, plans: Sequence[Plan], too_many: float)
 
 
 def _drop_needless_savings(plans: Sequence[Plan], layers: int) -> list[Plan]:
-    """Drop plans that save memory at the cost of time if the same plan fits without saving.
+    """Drop plans that save memory at the cost of time if the same plan fits without doing so.
 
     However wrong the predictions are, such plans cannot be faster.
     """

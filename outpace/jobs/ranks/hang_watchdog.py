@@ -153,7 +153,7 @@ def _communication(error: RuntimeError) -> bool:
 
 @dataclass
 class _HangQuery:
-    """A query of all ranks by one that has waited for a long time, and its verdict.
+    """A query of all ranks by a rank that has waited for a long time, and its verdict.
 
     `number` is the activity's number, `position` where this rank waited. `is_author`: this rank,
     not another waiting rank, wrote the verdict.
@@ -287,7 +287,7 @@ class _Watchdog:
             self._restart_clock(look, self.timeout_s)
 
     def _restart_clock(self, look: _HangQuery, ago_s: float) -> None:
-        """Query again if the activity of the last query takes too long again."""
+        """Query again if the activity takes too long once more after the last query."""
         if self.doing.number == look.number:
             self.doing.limited_s = time.monotonic() - ago_s
 

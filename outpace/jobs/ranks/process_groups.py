@@ -52,7 +52,7 @@ class Groups:
     `control` carries each step's small host messages, `saving` those of checkpoints.
 
     `patient` and `saving` wait for work that rank 0 does alone, however slow its disk is; the death
-    of a rank still ends the others' wait at once. `store` is the ranks' part of the rendezvous
+    of a rank still ends the others' wait immediately. `store` is the ranks' part of the rendezvous
     store, `shared` all of it, in which processes of other jobs may appear. `variables` are
     environment variables set while these groups exist. `session` is None for a single process.
     """

@@ -2,9 +2,9 @@
 
 A trial is a separate job with the same number of ranks: each rank starts a child process, and the
 children run two steps together and save. When one of them runs out of memory, all end (see
-`oom_guard`), or fail when it is killed. The ranks of this job wait only for their children, never
-for each other's steps, and agree on the outcome over a separate group. So no rank ever waits in a
-collective that another has left.
+`oom_guard`); if it is killed, the others fail. The ranks of this job wait only for their children,
+never for each other's steps, and agree on the outcome over a separate group. So no rank ever waits
+in a collective that another has left.
 """
 
 import json

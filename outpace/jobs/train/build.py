@@ -533,7 +533,7 @@ def _loader(
 
 
 def _check_number(hint_once: Callable[[str], None], found: Evaluation | None) -> None:
-    """Report a validation loss that is NaN or infinite; `hint_once` repeats no sentence."""
+    """Report a validation loss that is NaN or infinite; `hint_once` avoids repetition."""
     if found is not None and not math.isfinite(found.loss):
         hint_once(
             f"the validation loss is {found.loss}: check the validation data for NaN, for very "

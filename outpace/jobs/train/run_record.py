@@ -116,7 +116,7 @@ def _require_same_inputs(earlier: RunRecord, now: RunRecord, run_dir: RunDir) ->
 
 
 def _model_change(was: ModelSpec | None, now: ModelSpec | None) -> str:
-    """Describe the model by its fields that have changed."""
+    """Describe which fields of the model have changed."""
     if was is None or now is None:
         return "the model"
     earlier, later = was.model_dump(), now.model_dump()

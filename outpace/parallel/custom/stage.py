@@ -132,7 +132,7 @@ class CustomStage(nn.Module):
         return [next(iter(self._parts[number].values())) for number in self.mine]
 
     def modules_of(self, blocks: range) -> dict[str, nn.Module]:
-        """Return the modules in blocks, by name in the model; a block's own ends with a dot."""
+        """Return the modules in blocks, by name in the model; a block's own name ends in a dot."""
         return {name: part for number in blocks for name, part in self._parts[number].items()}
 
     def forward(self, *received: Tensor, number: Tensor) -> Any:
