@@ -130,7 +130,7 @@ def _mean_hz(values: Sequence[float | None]) -> float | None:
 
 
 def other_clocks(folder: Path, outcomes: Sequence[Outcome]) -> list[str]:
-    """Return a sentence if the clock rates of devices differ between arms, else nothing."""
+    """Return a sentence if the clock rates of devices differ between arms, or an empty list."""
     seen: dict[str, list[float]] = {}
     for one in outcomes:
         hz = None if one.run is None else _devices_hz(_loads(folder / one.run))

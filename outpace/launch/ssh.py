@@ -64,7 +64,7 @@ class Training:
     def check(
         self, hosts: Sequence[Host], like: HostCheck | None = None, during: bool = False
     ) -> list[HostCheck]:
-        """Check the hosts. `during` a round, its own ranks do not count as leftovers."""
+        """Check the hosts. `during`: a round is running; its ranks do not count as leftovers."""
         rounds = self.rounds[:-1] if during else self.rounds
         question = HostQuery(
             folder=str(self.folder),

@@ -32,7 +32,7 @@ class Compilation:
     """Compiled forwards of one model, with a fallback to eager mode if the compiler fails.
 
     The first call compiles the forward and its backward before either computes anything, so a
-    compiler failure surfaces before any result is used. All forwards are eager from then on, and
+    compiler failure surfaces before any result is used. From then on, all forwards are eager, and
     `on_failure` is called with the reason. `failure` is the reason, or None.
     """
 

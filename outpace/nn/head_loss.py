@@ -385,7 +385,7 @@ class _WholeLoss(torch.autograd.Function):
 
 
 def _requested_operands(ctx: Any) -> set[int]:
-    """Return the operands whose gradients this run of autograd needs, of those that require one.
+    """Return the operands that require a gradient and whose gradient this run of autograd needs.
 
     `needs_input_grad` does not tell: it keeps its value from the forward.
     """

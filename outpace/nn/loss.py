@@ -41,7 +41,7 @@ class LanguageModelObjective(nn.Module):
 
     `compute_dtype` is the dtype of the head's matmuls (None: fp32), since the chunked operator
     ignores autocast. `loss`: "plain" holds all logits, "chunked" never does, "auto" decides by
-    their size; `runs_on` is the device type to decide for, if tensors are traced on another.
+    their size on `runs_on`, the device type of training (tensors may be traced on another).
     `compiles`: whether torch.compile generates the kernels over the logits, on an accelerator.
     `passes` are the compiled functions, or replacements.
     """

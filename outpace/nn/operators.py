@@ -23,7 +23,7 @@ class Operator:
     code: Callable[..., Any]
 
     def __call__(self, *args: Any) -> Any:
-        """Call the operator, as torch's own are called."""
+        """Call the operator like one of torch's own."""
         return self.overload(*args)
 
 

@@ -20,7 +20,7 @@ def remake_operands(
     make_input: Callable[[], Tensor] | None,
     make_weight: Callable[[], Tensor] | None,
 ) -> None:
-    """Make the backward of `product`, an `F.linear` of rows, call functions for its operands.
+    """Make the backward of `matmul`, an `F.linear` of rows, get its operands from functions.
 
     None leaves an operand unchanged. The operand must have been saved: the input if the weight is
     trained, the weight if the input needs a gradient. Nothing changes if torch used other autograd

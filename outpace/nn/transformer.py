@@ -118,7 +118,7 @@ class Transformer(nn.Module):
     Weights are a pure function of (spec, seed). On the meta device, none are drawn: allocate memory
     with `to_empty` and call `reset_parameters`, or load a state dict with `assign=True`.
     `blocks_of_masks`: whether to use block masks if the device has a (compiled) kernel for them;
-    otherwise masks are S × S. `runs_on`: the device type to choose for; by default, the tensors'
+    otherwise masks are S × S. `runs_on`: the device type to optimize for; by default, the tensors'
     device.
     """
 
@@ -240,5 +240,5 @@ def hold_masks(module: nn.Module) -> None:
 
 
 def stream(seed: int, name: str) -> torch.Generator:
-    """Return a separate generator for each parameter."""
+    """Return one parameter's generator, whose seed derives from `seed` and `name`."""
     return torch.Generator("cpu").manual_seed(stream_key(seed, name) % (1 << 64) >> 1)

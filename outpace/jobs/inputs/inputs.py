@@ -506,7 +506,7 @@ def _drawing_place(plan: Plan, device: torch.device) -> "DrawingPlace":
 def weights_of(
     inputs: TrainingInputs, settings: TrainSettings, plan: Plan, device: torch.device
 ) -> Callable[[str], torch.Tensor]:
-    """Return a function from a name to the whole initial weight: stored, or drawn on `device`."""
+    """Return a function that maps a name to the whole initial weight, stored or newly drawn."""
     spec, opened = inputs.spec, inputs.opened
     assert spec is not None and opened is not None
     shapes, seed = parameter_shapes(spec), settings.seed

@@ -64,7 +64,7 @@ class Tracer:
         self._process: subprocess.Popen[str] | None = None
 
     def __call__(self, ask: TraceRequest) -> AccountSummary:
-        """Trace what one rank needs. Raises BadInputError for a plan that cannot be applied."""
+        """Trace one rank's memory. Raises BadInputError for a plan that cannot be applied."""
         return AccountSummary.model_validate(self._request(ask))
 
     def trace_timeline(self, ask: TraceRequest) -> MemoryAccount:

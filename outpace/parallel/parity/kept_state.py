@@ -276,7 +276,7 @@ class _Comparison:
     ) -> tuple[float, dict[str, Any]]:
         """Return the mean loss of a batch after another one, and the state kept afterwards.
 
-        If `begin`, the state before, is given, record what the other batch changes.
+        With `begin`, the state before both, record what the other batch changes.
         """
         with self._without_effects():
             drawn = random_state(self._device)
