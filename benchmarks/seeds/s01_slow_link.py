@@ -94,7 +94,7 @@ def table(course: dict[str, Any], shaped: bool) -> dict[str, Any]:
 
 
 def job(course: dict[str, Any], link: str, rounds: int, shaped: bool) -> dict[str, list[float]]:
-    """Return the seconds of the steps of DP and DDP on a fast link, and of DDP on a slow one."""
+    """Return each step's seconds, for DP and DDP on a fast link and for DDP on a slow one."""
     import contests
     from links import network, start
 

@@ -364,7 +364,7 @@ class _Comparison:
                 return False
 
     def _count_calls(self, batch: Batch, fresh: float) -> int:
-        """Return after how many forwards a batch's loss changes; 0 if it never does.
+        """Return the number of forwards after which a batch's loss changes; 0 if it never does.
 
         A change in which parameters have gradients counts as well.
         """
