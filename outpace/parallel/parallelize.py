@@ -112,7 +112,7 @@ class ParallelModule:
     def make_optimizer(
         self, build: Callable[..., torch.optim.Optimizer], **options: Any
     ) -> torch.optim.Optimizer:
-        """Return this rank's optimizer: `build(parameters, **options)`, like torch.optim.AdamW."""
+        """Return this rank's optimizer. `build` is a class such as torch.optim.AdamW."""
         held = [p for _, p in self.layout.named_parameters() if p.requires_grad]
         return place_optimizer(
             self.layout, self.plan, self._scratch, [{"params": held}], partial(build, **options)
