@@ -1,1 +1,1 @@
-"""Facts, each with its source: accelerators and model presets. Imports no torch."""
+"""Facts about hardware, software and models, each with its source. Imports no torch."""

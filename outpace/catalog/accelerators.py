@@ -1,7 +1,7 @@
 """Accelerators: dense peak rates by dtype, memory, power and links, from the maker's datasheet.
 
 The peaks are without sparsity: half of the figures that a datasheet prints "with sparsity". 16-bit
-rates are those with fp32 accumulation, as training uses it. An AMD Instinct MI250X is two devices
+rates are those with fp32 accumulation, which training uses. An AMD Instinct MI250X is two devices
 (GCDs) with a process each: figures are for one device (half of the module's), except the power,
 which is the module's. AMD's fp32 rate is its matrix cores' rate.
 """
@@ -17,7 +17,7 @@ from outpace.records.hardware import Accelerator, Architecture, Bundle, Dtype, P
 
 _T = 1e12
 _GB_PER_S = 1e9
-# Datasheets write GB for 2^30 bytes of memory, as sizes that drivers report show.
+# Datasheets write GB for 2^30 bytes of memory, as comparing them with drivers' values shows.
 _GB = 2**30
 Rates = dict[Dtype, float]
 
@@ -104,7 +104,7 @@ _RTX_5090_PAPER = "NVIDIA RTX Blackwell whitepaper, appendix A, dense, fp32 accu
 _MI250X_SHEET = "AMD Instinct MI250X datasheet, half a module (one GCD), matrix cores"
 _MI300X_SHEET = "AMD Instinct MI300X datasheet, dense, matrix cores"
 
-# By prefixes of names.
+# Keys are prefixes of accelerators' names.
 _ARCHITECTURES: dict[str, Architecture] = {
     "GTX 10": "pascal", "V100": "volta", "TITAN RTX": "turing", "T4": "turing", "A": "ampere",
     "RTX 30": "ampere", "L4": "ada", "RTX 40": "ada", "H": "hopper", "GH": "hopper",
@@ -112,7 +112,7 @@ _ARCHITECTURES: dict[str, Architecture] = {
     "MI32": "cdna3", "MI35": "cdna4",
 }  # fmt: skip
 
-# Multiprocessors, link to the host, links to other devices, and their source.
+# Columns: multiprocessors, link to the host, links to other devices, and their source.
 _Rest = tuple[int | None, str, tuple[str, int] | None, str]
 _GP102: _Rest = (28, "PCIe 3 x16", None, _GTX_1080_TI_PAGE)
 _GV100_PAPER = "NVIDIA Tesla V100 whitepaper"
@@ -180,8 +180,8 @@ _USABLE: Mapping[str, tuple[float, str]] = {
     "H100 SXM": (79.11, "vllm-project/vllm/issues/27508 (H100)"),
     "RTX 5090": (31.37, "Wan-Video/Wan2.1/issues/465 (RTX 5090)"),
 }
-# Assumed if no figure is known: the middle of the shares above, 98.0 % (RTX 5090) to 99.2 %
-# (V100), without the GDDR6 cards that use error correction.
+# Assumed for other devices: the middle of the shares above, from 98.0 % (RTX 5090) to 99.2 %
+# (V100). GDDR6 cards that use error correction are left out.
 _USABLE_SHARE = 0.985
 _ASSUMED = "assumed: 98.5 % of the datasheet's"
 
@@ -279,7 +279,7 @@ def _usable(row: _Row) -> tuple[float, str]:
 
 
 def _card(card: Card) -> Accelerator:
-    """Make an accelerator from a table's row; 16-bit rates before Ampere are for fp16 only."""
+    """Create an accelerator from a table's row. Before Ampere, 16-bit rates are for fp16 only."""
     source = SOURCE.format(PAPERS[card.architecture])
     rates: Rates = {"fp32": card.fp32, "fp16": card.low}
     if card.architecture != "turing":

@@ -1,9 +1,9 @@
-"""Apple's chips for Macs, with all of their GPU cores, by the memory that they are sold with.
+"""Apple's chips for Macs, in the variants with all GPU cores, by memory size.
 
-Rates in TFLOP/s are fp32: Apple's press releases for M1 and M2; for later chips, which Apple gives
-no rate for, cores x 256 operations x about 1.38 (M3), 1.68 (M4) and 1.6 (M5) GHz. Matmuls in 16
-bits are not faster. M1's GPUs convert bf16 to fp32 in software, so they have no rate for it; the
-matrix units of M5 are left out, since their rate is not published.
+Rates in TFLOP/s are for fp32. Those of M1 and M2 are from Apple's press releases. Apple publishes
+none for later chips, so they are cores x 256 operations x about 1.38 (M3), 1.68 (M4) and 1.6 (M5)
+GHz. Matmuls in 16 bits are not faster. M1's GPUs convert bf16 to fp32 in software, so they have no
+rate for it; the matrix units of M5 are left out, since their rate is not published.
 """
 
 from collections.abc import Iterator
@@ -13,8 +13,8 @@ SOURCE = (
     "Apple's technical specifications (memory, bandwidth, GPU cores) and press releases (fp32 of "
     "M1 and M2; later chips: cores x 256 x clock)"
 )
-# Metal recommends at most so much of the memory to a GPU: 11.84 of 16 GB, 17.76 of 24. Chips with
-# 128 GB get more (107.5).
+# The share of memory that Metal recommends as a GPU's maximum: 11.84 of 16 GB, 17.76 of 24. For
+# chips with 128 GB it is more (107.5).
 USABLE_SHARE = 0.74
 USABLE_SOURCE = (
     "Metal's recommendedMaxWorkingSetSize: 11.84 of 16 GB (AlexsJones/llmfit pull request 754), "
@@ -23,7 +23,7 @@ USABLE_SOURCE = (
 
 
 class AppleChip(NamedTuple):
-    """An Apple chip with one of the memory sizes that it is sold with."""
+    """An Apple chip with one of the memory sizes in which it is sold."""
 
     name: str
     memory_gb: int

@@ -1,8 +1,8 @@
 """Shares of datasheet rates that accelerators and links reach, by published measurements.
 
-Each figure has its source. A chip without published measurements has the shares of a measured chip
-of its architecture; an architecture without any has the shares of the nearest architecture, as its
-source says.
+Each figure has its source. A chip without published measurements gets the shares of a measured chip
+of its architecture. An architecture without measurements gets those of the nearest one, and the
+source says so.
 """
 
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from outpace.records.hardware import Accelerator, Architecture, LinkKind
 
 
 class MatmulCurve(Record):
-    """Matmuls on one architecture, modelled as tiles that multiprocessors take in waves.
+    """Matmuls on one architecture, modelled as tiles that multiprocessors compute in waves.
 
     A full wave of the best tiles reaches `share` of the dense peak, and `share_fp8` of the peak in
     fp8. Tiles of 128 by 64 and of 64 by 64 reach `half_tile` and `quarter_tile` of that rate. In 16
@@ -53,8 +53,8 @@ class AttentionRate(Record):
     source: str
 
 
-# Fitted to half of the shapes of each table; the mean error on the other half is given. In fp8's
-# tables, whose activations are cast as well, the time of casts per element is fitted separately.
+# Fitted to half of the shapes of each table; the mean error on the other half is given. The
+# measurements in fp8 include casts of activations, whose time per element is fitted separately.
 _TABLES = (
     "aiconfigurator 095f58a5, tables gemm of vllm, trtllm and sglang, bf16 (kernels/products); "
     "mean error on the held-out half of the shapes: {}"
@@ -65,9 +65,9 @@ _SUSTAINED = (
     "; sustained: the rate that no matmul of a second or more exceeds ({}, vllm 0.22.0), mean "
     "error on the held-out half {}"
 )
-# On an A100 operands of a step are not in its L2 cache: of 256.5 TFLOP/s that it sustains (16384³,
-# random values, 10,000 repetitions: Azure/AI-benchmarking-guide 3bb66cac) Triton's tutorial 03
-# prints 233.6 for cuBLAS with a cold cache.
+# In a training step on an A100, operands are not in the L2 cache. It sustains 256.5 TFLOP/s
+# (16384³, random values, 10,000 repetitions: Azure/AI-benchmarking-guide 3bb66cac); with a cold
+# cache, Triton's tutorial 03 prints 233.6 for cuBLAS.
 _COLD = "; sustained: 233.6 TFLOP/s, cuBLAS with a cold cache (Triton's tutorial 03)"
 _MAMF = "stas00/ml-engineering, compute/accelerator, Maximum Achievable Matmul FLOPS: {}"
 _LIKE = "plateau of {}; the same share of it sustained as on H200; shape of {}"
@@ -193,7 +193,7 @@ MATMULS: Mapping[Architecture, MatmulCurve] = MappingProxyType(
         "cdna3": _copy_curve(668.4 / 1307.4, "MI300X 668.4 of 1307.4", _HOPPER, "Hopper"),
     }
 )
-# Chips that were measured themselves, by prefixes of names.
+# Chips with measurements of their own, by prefixes of names.
 _MATMULS_OF: Mapping[str, MatmulCurve] = MappingProxyType(
     {"GB200": _GB200, "GB300": _GB300, "B300": _B300}
 )
@@ -293,8 +293,9 @@ ATTENTION_POWER_SOURCE = (
 )
 
 # Share of the rate for operands whose rows are not a multiple of 16 bytes. cuBLAS then uses
-# CUTLASS's kernels for Turing, whose instructions are half as deep: on the RTX 4090, which has none
-# faster for fp32 accumulation, 111.6 of 155.9 TFLOP/s; elsewhere half of that share.
+# CUTLASS's kernels for Turing, whose instructions are half as deep. The RTX 4090, which has no
+# faster instructions for fp32 accumulation, reaches 111.6 of 155.9 TFLOP/s; other chips are assumed
+# to reach half of that share.
 _UNALIGNED = 111.6 / 155.9
 UNALIGNED: Mapping[Architecture, float] = MappingProxyType(
     {
@@ -391,9 +392,9 @@ COLLECTIVE_SOURCE = (
     "num_sm), NCCL's rings on DGX A100 24 channels; DeepEP's all-to-alls are fastest with 20 to 24"
 )
 
-# How many times as long matmuls take beside a collective on chips where cuBLAS has a block of
-# threads for every multiprocessor, which computes several tiles: blocks that a collective keeps out
-# run after all others. Blackwell's are scheduled as multiprocessors become free.
+# Factor by which a concurrent collective slows down matmuls, on chips where cuBLAS starts one block
+# of threads per multiprocessor, which computes several tiles: blocks for which a collective leaves
+# no multiprocessor run after all others. Blackwell schedules tiles as multiprocessors become free.
 PERSISTENT_MATMULS: Mapping[Architecture, float] = MappingProxyType({"hopper": 2.0})
 PERSISTENT_SOURCE = (
     "H100, FSDP: cuBLAS's matmuls take twice as long beside NCCL's kernels, which occupy a tenth "
@@ -402,9 +403,9 @@ PERSISTENT_SOURCE = (
 )
 
 # Standard deviation of the clocks of equal accelerators under load, relative to their median. The
-# study's variability is the distance between a box plot's whiskers, four interquartile ranges, over
-# the median (its artifact, plot_script/plot_aggregated.py); the quartiles of a normal variable are
-# 1.349 standard deviations apart.
+# study defines variability as the distance between a box plot's whiskers, four interquartile
+# ranges, divided by the median (its artifact, plot_script/plot_aggregated.py); the quartiles of a
+# normal variable are 1.349 standard deviations apart.
 DEVICE_SPREAD = 0.08 / (4 * 1.349)
 DEVICE_SPREAD_SOURCE = (
     "8 % on average over programs and five clusters of V100, RTX 5000 and MI60, of more than 90 % "
@@ -424,9 +425,9 @@ ALL_TO_ALL_SOURCE = (
 )
 
 
-# DeepEP's rates over a network include copies that stay on a node. Of 50 GB/s, what leaves it is
-# sent at 43.1 GB/s on four nodes and 44.2 on eight (deepseek-ai/DeepEP 0297fc80, legacy.md:
-# 57.5 and 50.5 of all copies, of which 3/4 and 7/8 leave; V2 45.8 on four), and at 43.5 on four
+# DeepEP's rates over a network include copies that stay on a node. Copies that leave the node are
+# sent at 43.1 of 50 GB/s on four nodes and 44.2 on eight (deepseek-ai/DeepEP 0297fc80, legacy.md:
+# 57.5 and 50.5 for all copies, of which 3/4 and 7/8 leave; V2 45.8 on four), and at 43.5 on four
 # nodes of H100 (aiconfigurator 095f58a5, combining). Two nodes take longer: 21.5 on H800, 32 on
 # H100.
 _DISPATCH_CARD_SHARE = 0.87
@@ -452,9 +453,9 @@ _DISPATCH = (
     "aiconfigurator 095f58a5, sglang 0.5.12), fitted to half of the shapes, mean error on the "
     "other half {}"
 )
-# On H100, only combining is used: the dispatch is labelled bf16, too, but takes 0.52 of combining's
-# time on 1, 4 and 8 nodes, as 8 bits with scales would. Per byte, both are equally fast (DeepEP's
-# own tables).
+# On H100, only times of combining are used. Times of dispatching are labelled bf16, too, but are
+# 0.52 of combining's on 1, 4 and 8 nodes, as for 8 bits with scales. Per byte, both are equally
+# fast (DeepEP's own tables).
 _DISPATCH_HOPPER = DispatchRate(
     fixed_s=35.3e-6, token_s=28.3e-9, link_share=0.84,
     source=_DISPATCH.format("H100", "8.4 %") + "; combining, which surely sends 16 bits",
@@ -530,19 +531,20 @@ OPERATOR_SOURCE = (
     "(pytorch/pytorch issue 82793)"
 )
 # Guesses for a CPU that was not measured: its clock under wide vectors, the share of its peak that
-# matmuls reach, and its memory. A plan based on them says so.
+# matmuls reach, and its memory. Plans based on them say so.
 CPU_CLOCK_HZ = 2.5e9
 CPU_SHARE = 0.5
 CPU_MEMORY_BYTES_PER_S = 15e9
 
-# The same on a CPU that also computes, including autograd.
+# The same if the operators run on the CPU, including autograd.
 CPU_OPERATOR_S = 7e-6
 CPU_OPERATOR_SOURCE = "7 µs an operator on small CPU tensors (pytorch/pytorch issue 41383)"
-# A guess: Python and copies around a unit's gather or reduction in FSDP. Steps of a probe correct
-# it.
+# A guess: time for Python and copies around a unit's gather or reduction in FSDP. A probe's
+# measured steps correct it.
 CPU_UNIT_S = 1e-3
 CUDA_UNIT_S = 1e-4
-# Share of an operator's host time in a backward, which autograd runs without Python.
+# Host time of an operator in the backward, which autograd runs without Python, relative to that in
+# the forward.
 BACKWARD_SHARE = 0.5
 BACKWARD_SOURCE = "half of an operator's host time is Python's (pytorch/pytorch issue 41383)"
 
@@ -576,8 +578,8 @@ NCCL: Mapping[str, Latency] = MappingProxyType(
 )
 # NCCL's double binary trees, for all-reduces over several nodes: 0.92 of a ring's bus bandwidth,
 # 1/3.8 of that with LL and 120/128 with LL128; "by_size" is NCCL's own correction, up to 256 MiB.
-# Steps within a node are those of a chain. Limits of channels are ignored, as are NCCL's other
-# algorithms, which sum in switches (NVLS, CollNet).
+# Steps within a node form a chain. Limits of channels are ignored, as are NCCL's other algorithms,
+# which sum in switches (NVLS, CollNet).
 _TREES = {
     "LL": (6.8e-6, 0.6e-6, 1e-6, 5e-6, 0.92 / 3.8),
     "LL128": (14e-6, 1.25e-6, 1.9e-6, 8.5e-6, 0.92 * 120 / 128),

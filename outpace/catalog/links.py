@@ -1,4 +1,4 @@
-"""Links: the rate of each in one direction after line coding, by the standard or the maker.
+"""Links: their rates in one direction after line coding, according to the standard or the maker.
 
 Latencies are left out: published ones were measured on one machine, not specified.
 """
@@ -16,14 +16,14 @@ _IB = "InfiniBand Trade Association roadmap: {} is {} Gbit/s of data on 4 lanes"
 _ETHERNET = "IEEE 802.3{}: MAC data rate of {} Gbit/s"
 _EFA = "Amazon EC2 instance network specifications: {} Gbit/s of a network card of {}"
 
-# Gbit/s of data, standard.
+# Columns: Gbit/s of data, standard.
 _ETHERNETS = {
     10: "ae-2002", 25: "by-2016", 40: "ba-2010", 50: "cd-2018", 100: "ba-2010", 200: "bs-2017",
     400: "bs-2017", 800: "df-2024",
 }  # fmt: skip
 _INFINIBANDS = {"EDR": 100, "HDR": 200, "NDR": 400, "XDR": 800}
 
-# Name, kind, GB/s in one direction, source.
+# Columns: name, kind, GB/s in one direction, source.
 _TABLE: tuple[tuple[str, LinkKind, float, str], ...] = (
     ("PCIe 3 x16", "pcie", 8 * 16 / 8 * 128 / 130, _PCIE.format("3.0", "8 GT/s", "128b/130b")),
     ("PCIe 4 x16", "pcie", 16 * 16 / 8 * 128 / 130, _PCIE.format("4.0", "16 GT/s", "128b/130b")),
@@ -73,7 +73,7 @@ LINKS: Mapping[str, Link] = MappingProxyType(
 def find_link(name: str) -> Link:
     """Find a link by its name ("InfiniBand NDR", "infiniband-ndr").
 
-    Raises BadInputError, naming the nearest, if there is none.
+    Raises BadInputError, which names the closest links, if there is none.
     """
     plain = {known.casefold().replace(" ", "-"): known for known in LINKS}
     wanted = name.casefold().replace(" ", "-")

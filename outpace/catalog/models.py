@@ -176,7 +176,7 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
 
 
 def _repositories() -> Iterator[tuple[str, str]]:
-    """Return known Hugging Face repositories, in lower case, with outpace's model names."""
+    """Return outpace's model names by Hugging Face repository, in lower case."""
     for name, one in PRESETS.items():
         for repository in re.findall(r"config\.json of (\S+/\S+) on Hugging Face", one.source):
             yield repository.casefold(), name
@@ -190,7 +190,7 @@ _BY_HUB: Mapping[str, str] = MappingProxyType(dict(_repositories()))
 
 
 def named_model(reference: str) -> str:
-    """Return the name of a preset or an outline, which may be written in capitals or with spaces.
+    """Return the name of the preset or outline that `text` means, despite capitals and spaces.
 
     Examples are "Llama-3.1-8B" and "Mixtral 8x7B". Files or folders of that name take precedence.
     """
@@ -216,7 +216,7 @@ def without_weights(reference: str) -> str:
 
 
 def unknown_model(reference: str, known: Iterable[str]) -> BadInputError:
-    """Return the error message for a name that is not among `known`, nor a file or folder.
+    """Return the error message for a name that is neither among `known` nor a file or folder.
 
     For a repository of the Hub, it says how to get it, and names its preset if there is one.
     """
@@ -252,7 +252,7 @@ def untrained_model(reference: str) -> BadInputError | None:
 
 
 def preset(name: str) -> ModelSpec:
-    """Return the dimensions of a preset. Raises BadInputError, which names the nearest."""
+    """Return the dimensions of a preset. Raises BadInputError, which names the closest presets."""
     try:
         return PRESETS[name].spec
     except KeyError:

@@ -16,7 +16,7 @@ _GIB = 2**30
 def _node(
     name: str, devices: int, accelerator: str, topology: Topology, source: str, **host: Any
 ) -> Node:
-    """Make a node whose accelerators are connected by all of their advertised links, or by none."""
+    """Create a node whose accelerators are connected by all their advertised links, or by none."""
     chip = ACCELERATORS[accelerator]
     nics = host.pop("nics", None)
     return Node(

@@ -27,7 +27,7 @@ def _gpt_like(
     positions: int, *, width: int | None = None, head_dim: int | None = None, bias: bool = True,
     outside: int = 0, tied: bool = True, learned: int = 0, dropout: bool = False, **stack: Any,
 ) -> Outline:  # fmt: skip
-    """Make the outline of a GPT-like model: layer norms, and an MLP with two weight matrices.
+    """Create the outline of a GPT-like model: layer norms, and an MLP with two weight matrices.
 
     `outside`: the number of parameters outside the layers, not counting the final norm.
     """
@@ -51,7 +51,7 @@ def _rms(
     name: str, family: str, source: str, stacks: tuple[Stack, ...], hidden: int, vocab: int,
     positions: int, *, tied: bool = False,
 ) -> Outline:  # fmt: skip
-    """Make the outline of a model with an RMS norm after its layers."""
+    """Create the outline of a model with an RMS norm after its layers."""
     return Outline(
         name=name, hidden=hidden, stacks=stacks, vocab=vocab, outputs=vocab, tied=tied,
         outside_parameters=hidden, max_positions=positions, source=source,
@@ -121,7 +121,7 @@ def _mixtures() -> Iterator[Outline]:
 
 
 def _latent() -> Iterator[Outline]:
-    """Yield DeepSeek-V2 and V3; V3 without its multi-token prediction layers."""
+    """Yield the outlines of DeepSeek-V2, and of V3 without its multi-token prediction layers."""
     attention = AttentionShape(
         heads=128, kv_heads=128, head_dim=192, value_dim=128,
         query_rank=1536, kv_rank=512, rope_dim=64,
@@ -174,7 +174,7 @@ def _phi3() -> Outline:
 
 
 def _t5() -> Outline:
-    """Make T5's outline. Outside layers it has two norms, and twice 32 position biases per head."""
+    """Create T5's outline, with two norms and twice 32 position biases per head outside layers."""
     hidden, heads = 1024, 128
     attention = _heads(heads, heads, 128, causal=False)
     mlp = Mlp(width=65536)
@@ -192,7 +192,7 @@ def _t5() -> Outline:
 
 
 def _vits() -> Iterator[Outline]:
-    """Make ViT's outline: patches of 16 × 16 of a 224 × 224 image, and a class token."""
+    """Create ViT's outline: patches of 16 × 16 pixels of a 224 × 224 image, and a class token."""
     patches, classes = 14 * 14, 1000
     for size, published, layers, hidden, heads in (
         ("b", "base", 12, 768, 12),
@@ -211,7 +211,7 @@ def _vits() -> Iterator[Outline]:
         yield Outline(
             name=f"vit-{size}-16", hidden=hidden, stacks=(stack,), vocab=0, outputs=classes,
             learned_positions=patches + 1, embed_matmuls=(cut,), predicted=1,
-            # The patches' bias, the class token, the final norm, the classifier's bias.
+            # The bias for patches, the class token, the final norm, and the classifier's bias.
             outside_parameters=4 * hidden + classes, max_positions=patches + 1,
             source=_HF.format(f"google/vit-{published}-patch16-224"), untrained=_no_family("ViT"),
         )  # fmt: skip

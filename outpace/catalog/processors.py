@@ -1,8 +1,8 @@
 """Processors by the vector and matrix extensions that they report: FLOP per cycle of a core.
 
 A multiply-add is two FLOP. Processors do not report how many units execute an extension, so rates
-are ranges over the models sold; times cores and clock they bound a peak. Clocks are not listed:
-under wide vectors they depend on load, cooling and model.
+are ranges over the models sold. Multiplied by cores and clock, they are bounds of a peak rate.
+Clocks are not listed: under wide vectors they depend on load, cooling and model.
 """
 
 from collections.abc import Collection
@@ -17,7 +17,7 @@ def _span(least: int, most: int) -> ValueRange:
 _INTEL = "Intel 64 and IA-32 Architectures Optimization Reference Manual"
 _AMX = "Intel AMX product brief: {} operations per cycle and core"
 
-# Widest last: of a processor's extensions, the last one with a dtype counts.
+# The widest is last: of a processor's extensions, the last one that supports a dtype counts.
 PROCESSORS: tuple[Processor, ...] = (
     Processor(
         feature="asimd", vector_bits=128, flops_per_cycle={"fp32": _span(8, 32)},
@@ -59,9 +59,9 @@ PROCESSORS: tuple[Processor, ...] = (
 
 
 def vector_bits(features: Collection[str], dtype: Dtype) -> int | None:
-    """Return the register width in bits with which such a core computes in this dtype.
+    """Return the register width in bits with which a core with these features computes in a dtype.
 
-    None if no known extension does, or if manufacturers choose the width.
+    None if no known extension supports the dtype, or if manufacturers choose the width.
     """
     known = [p for p in PROCESSORS if p.feature in features and dtype in p.flops_per_cycle]
     return known[-1].vector_bits if known else None

@@ -1,8 +1,8 @@
-"""Small runs that `outpace probe` times, for costs that single operations do not show.
+"""Small runs that `outpace probe` times, to find costs that do not show in single operations.
 
 Operators in a step are slower than by themselves: caches are cold, and allocators, autograd and
 strategies' hooks run. One model is limited by operators, one by computation, one by both, and one
-has long sequences; each runs with every strategy for that number of ranks.
+has long sequences. Each runs with every strategy that supports the number of ranks.
 """
 
 import hashlib
@@ -33,7 +33,7 @@ _SPECS: dict[Kind, dict[Size, dict[str, Any]]] = {
     },
 }  # fmt: skip
 _SEQ_LEN: dict[Kind, int] = {"cpu": 64, "cuda": 1024}
-_LONGER = 4  # factor on sequences in "long"
+_LONGER = 4  # how many times as long sequences are in "long"
 _OFTEN = ("single", "ddp", "zero3", "tp")
 _AGAIN = ("single", "ddp", "zero3")  # also with recomputation
 _BATCH = 8  # or more, if the ranks need it
@@ -51,14 +51,14 @@ class Reference:
 
     @property
     def digest(self) -> str:
-        """Return a hash of everything that determines the step, which versions may change."""
+        """Return a hash of everything that determines the step, which later versions may change."""
         values = (self.spec.model_dump_json(), self.plan.model_dump_json(), self.seq_len,
                   self.global_batch)  # fmt: skip
         return hashlib.sha256(repr(values).encode()).hexdigest()[:12]
 
 
 def references(ranks: int, kind: Kind, quick: bool = False) -> dict[str, Reference]:
-    """Return the references for `ranks` processes by name; only a quick probe's if `quick`."""
+    """Return the references for `ranks` processes by name; if `quick`, only a quick probe's."""
     found = {}
     for size, values in _cases(ranks, kind, quick):
         spec = ModelSpec.parse({**_SPECS[kind][size], "max_positions": 4096}, size)
@@ -101,7 +101,7 @@ def _cases(ranks: int, kind: Kind, quick: bool) -> Iterator[tuple[Size, dict[str
 
 
 def _layouts(ranks: int) -> Iterator[dict[str, Any]]:
-    """Yield a layout of each strategy that can split a model of these sizes."""
+    """Yield one layout for each strategy that can split a model of these sizes."""
     if ranks == 1:
         yield {"strategy": "single"}
         return

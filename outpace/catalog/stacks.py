@@ -1,4 +1,4 @@
-"""Software stacks for training: their traits that hold for any plan, with sources.
+"""Software stacks for training: traits that are the same for every plan, with sources.
 
 A step's time depends on the program that runs it: what it fuses, how its collectives are split and
 overlapped, and what its modes of recomputation mean. Its use of memory is in
@@ -11,21 +11,22 @@ from typing import Literal
 
 from outpace.records.base import Record
 
-# Norms and rotations without a compiler: one kernel each; single torch operators; or fused with
-# activations and casts, as in Transformer Engine.
+# How norms and rotations run without a compiler: one kernel each; several torch operators; or fused
+# with activations and casts, as in Transformer Engine.
 Elementwise = Literal["kernels", "operators", "fused"]
 Attention = Literal["fused", "flash2", "flash3", "cudnn"]
-# Tokens on their way to experts: every rank gets all of its group's; or a copy per expert; or one
-# per rank, and one per node across the network.
+# How tokens reach experts: every rank gets all tokens of its group; or each token is sent once per
+# expert; or once per rank, and across the network once per node.
 Dispatcher = Literal["allgather", "alltoall", "deepep"]
 # What is replayed as CUDA graphs, rather than launched by the host: routers; attention, routers and
 # dense MLPs, but not experts and their all-to-alls, whose sizes the host has to know; or all.
 Graphs = Literal["none", "routers", "blocks", "step"]
 # How operands of matmuls in 8 bits are cast: by separate kernels for the largest number, the cast
 # and the transposed copy; or by Transformer Engine's kernel, which writes both copies, with scales
-# from steps before, of this step (largest numbers are found first), or of blocks (MXFP8).
+# from earlier steps, from this step (the largest numbers are found first), or per block (MXFP8).
 Casts = Literal["separate", "delayed", "current", "blocks"]
-# Programs of context parallelism: outpace's, torch's context_parallel, and Transformer Engine's.
+# Implementations of context parallelism: outpace's, torch's context_parallel, and Transformer
+# Engine's.
 Ring = Literal["outpace", "torch", "engine"]
 # Matmuls of experts: all of a layer at once; by Triton's kernels (scattermoe); or one after
 # another in Python, each with a slice of all experts' weights (transformers 4's GraniteMoe).
@@ -35,33 +36,33 @@ Experts = Literal["grouped", "triton", "loop"]
 class SoftwareStack(Record):
     """Traits of a training program.
 
-    `attention`: the kernel that it uses where a model allows fused attention.
-    `repeats_matmuls`: what its selective recomputation repeats of a block's matmuls: none, every
-    second one in 16 bits (`second_matmuls`), or all.
-    `collectives`: whether a block's parameters are gathered, and its gradients summed, at once or
-    one by one. `overlaps`: these run during computation. `broadcasts`: under ZeRO-1, ranks send new
-    parameters one after the other. `fuses_dropout`: bias, dropout and the residual sum are one
-    kernel. `dispatcher`: how tokens reach experts, during computation of another micro-batch if
-    `overlaps_dispatch`. `graphs`: what is replayed as CUDA graphs. `sums_by_stages`: each
-    interleaved stage sums gradients and gathers parameters during passes of the others. `experts`:
-    how their matmuls are computed. `gathers_for_adapters`: if a matmul overlaps the gather of its
-    input over tensor parallelism, an adapter on it gathers the input again. `fuses_accumulation`:
-    matmuls that give weights' gradients add them to fp32 buffers. `copies_units`: gathered buffers
-    are copied into parameters, and gradients into buffers to reduce. `blocks_launches`: the host
-    waits for each kernel before it launches the next (CUDA_LAUNCH_BLOCKING=1). `casts`: how
-    operands of matmuls in 8 bits are cast. `stops_early`: recomputation ends as soon as everything
-    that the backward reads exists, so that a block's last matmul is not repeated (torch's
-    checkpoint without `use_reentrant`, since torch 2.1: torch/utils/checkpoint.py,
-    set_checkpoint_early_stop). Blocks compiled by torch never repeat what nothing reads.
-    `gathers_fp8`: inputs of matmuls in 8 bits are cast before they are gathered over tensor
-    parallelism, and `shards_fp8`: weights before they are gathered. `scatters_sums`: overlapped
-    tensor parallelism also overlaps the scatter of an input's gradient that several matmuls add up
-    to. `ring`: whose context parallelism it has. `gathers_keys`: keys and values of all ranks are
-    gathered at once, instead of passed on after each part; `repeats_keys`: before that, they are
-    repeated for the heads of all queries. `gathers_once`: in pipelines, sharded parameters are
-    gathered in the first micro-batch's forward and kept, and gradients are summed after the last
-    backward. `copies_hidden`: sequence parallelism splits hidden states along their second
-    dimension, so that gathers and reduce-scatters copy them into and from the order of ranks.
+    `attention`: the kernel that it uses where a model allows fused attention. `repeats_matmuls`:
+    what its selective recomputation repeats of a block's matmuls: none, every second one in 16 bits
+    (`second_matmuls`), or all. `collectives`: whether a block's parameters are gathered, and its
+    gradients summed, together or one by one. `overlaps`: these run during computation.
+    `broadcasts`: under ZeRO-1, ranks send new parameters one after the other. `fuses_dropout`:
+    bias, dropout and the residual sum are one kernel. `dispatcher`: how tokens reach experts,
+    during computation of another micro-batch if `overlaps_dispatch`. `graphs`: what is replayed as
+    CUDA graphs. `sums_by_stages`: each interleaved stage sums gradients and gathers parameters
+    during passes of the others. `experts`: how their matmuls are computed. `gathers_for_adapters`:
+    if a matmul overlaps the gather of its input over tensor parallelism, an adapter on it gathers
+    the input again. `fuses_accumulation`: matmuls that give weights' gradients add them to fp32
+    buffers. `copies_units`: gathered buffers are copied into parameters, and gradients into buffers
+    to reduce. `blocks_launches`: the host waits for each kernel before it launches the next
+    (CUDA_LAUNCH_BLOCKING=1). `casts`: how operands of matmuls in 8 bits are cast. `stops_early`:
+    recomputation ends as soon as everything that the backward reads exists, so that a block's last
+    matmul is not repeated (torch's checkpoint without `use_reentrant`, since torch 2.1:
+    torch/utils/checkpoint.py, set_checkpoint_early_stop). Blocks compiled by torch never repeat
+    what nothing reads. `gathers_fp8`: inputs of matmuls in 8 bits are cast before they are gathered
+    over tensor parallelism, and `shards_fp8`: weights before they are gathered. `scatters_sums`:
+    overlapped tensor parallelism also overlaps the scatter of an input's gradient that several
+    matmuls add up to. `ring`: the implementation of its context parallelism. `gathers_keys`: keys
+    and values of all ranks are gathered together, instead of passed on after each part;
+    `repeats_keys`: before that, they are repeated for the heads of all queries. `gathers_once`: in
+    pipelines, sharded parameters are gathered in the first micro-batch's forward and kept, and
+    gradients are summed after the last backward. `copies_hidden`: sequence parallelism splits
+    hidden states along their second dimension, so that gathers and reduce-scatters copy them into
+    and from the order of ranks.
     """
 
     name: str

@@ -1,1 +1,1 @@
-"""Text -> token shards -> samples -> batches; the position in the data is a number."""
+"""Text -> token shards -> samples -> batches. The position in the data is a single number."""

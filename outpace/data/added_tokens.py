@@ -1,8 +1,8 @@
-"""Tokens that a folder adds to its tokenizer.json, as transformers reads it.
+"""Tokens that other files of a folder add to its tokenizer.json, as in transformers.
 
 tokenizer_config.json may name tokens that tokenizer.json lacks, or change the properties of those
-that it has, and older folders have added_tokens.json. transformers adds them all, so ids in
-transformers would differ from those of a training run without these tokens.
+that it has, and older folders have added_tokens.json. transformers adds them all, so outpace must,
+too, for equal ids.
 """
 
 import json
@@ -37,7 +37,7 @@ def add_tokens(inner: tokenizers.Tokenizer, config: Mapping[str, Any], folder: P
     tokens = [token for _, token in sorted(listed.items(), key=lambda pair: pair[0])]
     inner.add_tokens([token for token in tokens if repr(token) not in known])
     vocabulary = inner.get_vocab(with_added_tokens=True)
-    # Special tokens keep the properties that they have so far.
+    # Special tokens that exist already keep their properties.
     alike = {token.content: token for token in inner.get_added_tokens_decoder().values()}
     extra = [alike.get(token.content, token) for token in _extra(config)]
     # `Tokenizer` refuses some roles whose token is missing, and ignores others unless later tokens
@@ -59,7 +59,7 @@ def _has_list(config: Mapping[str, Any]) -> bool:
 
 
 def _numbered_tokens(config: Mapping[str, Any], folder: Path) -> dict[int, AddedToken]:
-    """Return tokens with the ids that a folder gives them outside tokenizer.json."""
+    """Return the tokens that a folder defines outside tokenizer.json, with their ids."""
     path = folder / ADDED_TOKENS_FILE
     try:
         if _has_list(config):

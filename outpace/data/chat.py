@@ -1,4 +1,4 @@
-"""Conversations to samples, with the assistant's answers as targets.
+"""Conversion of conversations to samples, with the assistant's answers as targets.
 
 A conversation is rendered as one text by the tokenizer's chat template (Jinja, as transformers
 renders it). The assistant's parts are found by the template's own marks ({% generation %} blocks)
@@ -35,7 +35,7 @@ from outpace.records.errors import BadInputError, OutpaceError, shorten
 # Limits on processor time and memory of a template, far above what useful ones need.
 _TRIAL_CPU_S, _CONVERSATION_CPU_S = 5.0, 60.0
 _MEMORY_BYTES = 2 << 30
-# Characters that a template may write, and more for each of its messages' and tools'.
+# Characters that a template may write, and further ones per character of messages and tools.
 _LONGEST_CHARACTERS, _LONGEST_TIMES = 1_000_000, 64
 
 # Beginnings of an answer that a prompt's header may already contain, such as <think>.
@@ -55,16 +55,16 @@ DEFAULT_TEMPLATE = (
 )
 _MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _CLOCK = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)")
-# Jinja's ways to write something else each time.
+# Functions of Jinja whose output differs each time.
 _RANDOM = re.compile(r"\|\s*random\b|\blipsum\s*\(")
 _QUOTED = re.compile(r"(['\"])([\w.-]+)\1")
-# The fixed date for templates that write a date, so that a resumed run sees the same text: the
-# default of Llama 3.1's template without a clock.
+# The date that templates write instead of today's, so a resumed run reads the same text. Llama
+# 3.1's template uses it if there is no clock.
 LEARNED_DATE = datetime(2024, 7, 26)
 
 
 def with_template(tokenizer: Tokenizer) -> Tokenizer:
-    """Return the tokenizer with a template to save with the model: its own or the default.
+    """Return the tokenizer with a chat template to save with the model: its own or the default.
 
     Raises BadInputError if it has several templates and none is the default.
     """
@@ -80,7 +80,7 @@ def with_template(tokenizer: Tokenizer) -> Tokenizer:
 
 
 def messages_of(row: Row) -> list[Message]:
-    """Return the messages of a row in a usual form. Raises BadInputError for other forms."""
+    """Return the messages of a row in any usual form. Raises BadInputError for other forms."""
     return list(conversation_of(row).messages)
 
 
@@ -119,7 +119,7 @@ class RenderedConversation:
 
 
 class ChatFormat:
-    """A tokenizer with its chat template, ready to render. Raises BadInputError for a broken one.
+    """A tokenizer with its chat template, ready to render. Raises BadInputError if it is broken.
 
     `stop_id` is the token that ends an answer, if the template `stops` answers with one;
     `special_names` matches text that the tokenizer reads as special tokens.
@@ -134,13 +134,13 @@ class ChatFormat:
         self.tokenizer = tokenizer
         self._template = template
         self._tool_template = tokenizer.chat_templates.get("tool_use", template)
-        # Names of speakers that the template may request.
+        # Variables with speakers' names that the template may use.
         self.roles = {name for _, name in _QUOTED.findall(template + self._tool_template)}
         self.dated = "strftime_now" in template + self._tool_template
         self._theirs = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
             tokenizer_object=tokenizer.inner, chat_template=template, **tokenizer.roles
         )
-        # Without the post-processor, which may trim blanks from the positions of tokens.
+        # Without the post-processor, which may exclude blanks from the positions of tokens.
         self._inner = tokenizers.Tokenizer.from_str(tokenizer.inner.to_str())
         self._inner.post_processor = None
         self._takes_text: dict[str, bool] = {}  # by template
@@ -150,14 +150,14 @@ class ChatFormat:
         self.special_names = re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
     def _stop_id(self) -> tuple[int, bool]:
-        """Return an answer's last special token, or end of text; and whether it ends answers."""
+        """Return an answer's last special token, or end of text, and whether it ends answers."""
         talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
         where = "the first conversation tried, of two messages"
 
         def encode_trial() -> tuple[list[int], list[bool]]:
             try:
                 return self.encode(self.render(talk, where))
-            except _HeaderError as error:  # answers in the data may begin so
+            except _HeaderError as error:  # answers in the data may begin with it
                 opened = {**talk[1], "content": f"{error.opening}b"}
                 with suppress(BadInputError):
                     return self.encode(self.render([talk[0], opened], where))
@@ -251,7 +251,7 @@ class ChatFormat:
         tools: Sequence[Tool],
         template: str,
     ) -> str:
-        """Render the text before an answer to the messages; most templates need at least one."""
+        """Render the text before an answer to the messages, of which most templates need one."""
         try:
             return self._text(messages, True, where, tools, template)
         except BadInputError:
@@ -289,7 +289,7 @@ class ChatFormat:
             before = self._text_before(messages[:number], where, tools, template)
             through = self._text(messages[: number + 1], False, where, tools, template)
             if not text.startswith(through) and text.endswith(self.tokenizer.eos_token or ""):
-                # Some templates, such as Phi's, end only the whole conversation with it.
+                # Some templates, such as Phi's, write it only at the end of the whole conversation.
                 through = through.removesuffix(self.tokenizer.eos_token or "")
             is_prefix = text.startswith(through) and through.startswith(before)
             spans.append((len(before), len(through)) if is_prefix else None)
@@ -297,7 +297,7 @@ class ChatFormat:
         if len(found) == len(spans):
             return RenderedConversation(text, found, answers)
         if spans[-1] is None:
-            rest = messages[answers[-1] + 1 :]  # which no answer depends on
+            rest = messages[answers[-1] + 1 :]  # no answer depends on these
             if rest and all(message["role"] != "tool" for message in rest):
                 return self.render(messages[: -len(rest)], where, tools)
             asked = self._text(messages[: answers[-1]], False, where, tools, template)
@@ -317,7 +317,7 @@ class ChatFormat:
         """Render the text; also return the spans that the template marks as the assistant's."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        # Annotated as returning text, it also returns positions.
+        # It also returns positions, although it is annotated as returning only text.
         render: Callable[..., Any] = render_jinja_template
         texts, places = render(
             conversations=[[dict(message) for message in messages]],
@@ -334,14 +334,14 @@ class ChatFormat:
 
     @contextmanager
     def _refusals(self, where: str) -> Iterator[None]:
-        """Raise BadInputError for any exception of a template."""
+        """Convert any exception from a template to BadInputError."""
         try:
             yield
         except IsolatedError as error:
             raise BadInputError(
                 f"{where}: the tokenizer's chat template{self._file()} cannot be used: {error}"
             ) from None
-        except (OutpaceError, MemoryError):  # already refused, a signal, or too much memory
+        except (OutpaceError, MemoryError):  # a signal, out of memory, or already a BadInputError
             raise
         except Exception as error:
             reason = " ".join(str(error).split())[:300]
@@ -353,14 +353,15 @@ class ChatFormat:
             ) from None
 
     def _file(self) -> str:
-        """Return the template's file, as text to append to "template"."""
+        """Return the template's file as words to append to "template"."""
         file = self.tokenizer.template_file
         return "" if file is None else f" in {file}"
 
     def encode(
         self, rendered: RenderedConversation, spans: Sequence[Span] | None = None
     ) -> tuple[list[int], list[bool]]:
-        """Encode the text; also return which ids the assistant writes: those starting in a span.
+        """Encode the text; also return which ids the assistant writes, namely those that start in a
+        span.
 
         `spans` defaults to the spans of all its answers.
         """
@@ -392,7 +393,7 @@ def _mask_spans(places: Sequence[Span], spans: Sequence[Span]) -> list[bool]:
 
 
 class _HeaderError(BadInputError):
-    """A template's prompt for an answer ends with an `opening` that the answer does not have."""
+    """Error: a template's prompt for an answer ends with an `opening` that the answer lacks."""
 
     opening = ""
 
@@ -431,14 +432,14 @@ def _line_of(error: Exception) -> int | None:
 
 @dataclass(frozen=True)
 class Conversations:
-    """Samples of conversations, with counts of those that were not used in full.
+    """Samples of conversations, with counts of conversations that were not used in full.
 
     `cut` were longer than a sample; `empty` have nothing to train on (in the remaining part); for
     `partial`, only the last answer could be found. `altered` have answers that the template
     changes, `toolless` have tools that it omits, `unwritten` messages that it omits, `marked` have
-    words that the tokenizer reads as special tokens; each has the place of the first one. `joined`
-    have an answer that starts inside a token of the template. `unread` counts columns that are not
-    part of conversations, and keys of messages that the template omits.
+    words that the tokenizer reads as special tokens; each of these has the place of the first one.
+    `joined` have an answer that starts inside a token of the template. `unread` counts columns that
+    are not part of conversations, and keys of messages that the template omits.
     """
 
     samples: RaggedSamples
@@ -518,7 +519,7 @@ class _EncodedMessages:
 
 
 def _encode_rows(chat: ChatFormat, rows: Iterable[Row]) -> Iterator[_EncodedMessages]:
-    """Encode each conversation, in a process with limits. Raises BadInputError, naming the row."""
+    """Encode each conversation, in a process with limits. Raises BadInputError with the row."""
     listed, done = list(rows), 0
 
     def encode() -> Iterator[_EncodedMessages]:
@@ -561,7 +562,7 @@ def _encode_row(chat: ChatFormat, row: Row) -> _EncodedMessages:
 def _learned_spans(
     chat: ChatFormat, rendered: RenderedConversation, talk: Conversation, where: str
 ) -> tuple[Span, ...]:
-    """Return the spans of the answers to train on. Raises BadInputError if they are unclear."""
+    """Return the spans of the answers to train on. Raises BadInputError if they are ambiguous."""
     answers = answers_of(talk.messages)
 
     def render(others: Sequence[Message]) -> str:

@@ -1,4 +1,4 @@
-"""Labelled texts and pairs of texts, as in GLUE, to samples for a classifier."""
+"""Conversion of labelled texts and pairs of texts, as in GLUE, to samples for a classifier."""
 
 import unicodedata
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ from outpace.data.rows import Table
 from outpace.data.tokenizer import Tokenizer
 from outpace.records.errors import BadInputError, excerpt, quote_names, shorten
 
-# Columns of texts by the names that benchmarks use, pairs before single ones.
+# Names of text columns in benchmarks, pairs before single columns.
 _TEXTS = (
     ("sentence1", "sentence2"), ("question1", "question2"), ("premise", "hypothesis"),
     ("question", "sentence"), ("#1 String", "#2 String"), ("text1", "text2"),
@@ -84,7 +84,7 @@ def _partition_of(table: Table, wanted: Sequence[str]) -> str:
 
 
 def _require_in_first(table: Table, wanted: Sequence[str]) -> None:
-    """Refuse a first row, which determines the columns, that lacks a column of a later row."""
+    """Refuse rows if the first, which determines the columns, lacks a column of a later one."""
     for row in table.rows:
         name = next((name for name in wanted if name in row.values), None)
         if name is not None and name not in table.rows[0].values:
@@ -161,12 +161,12 @@ def _is_number(label: str) -> bool:
 
 
 def _plain_number(label: str) -> str:
-    """Return a label in lower case, or the whole number that it may stand for."""
+    """Return the whole number that a label stands for, otherwise the label in lower case."""
     if label in ("true", "false"):
         return str(int(label == "true"))
     if not _is_number(label):
         return label
-    number = Decimal(label)  # a float would merge ids above 2^53
+    number = Decimal(label)  # as floats, different ids above 2^53 would become equal
     whole = number.to_integral_value()
     if number != whole:
         return label
@@ -198,7 +198,7 @@ def examples_of(
 
 
 def _number(value: Any) -> Any:
-    """Return a label; "-1" and "1", as in tables, become numbers. None if it is neither kind."""
+    """Return a label; text such as "-1" and "1" becomes a number. None if it is not a label."""
     if isinstance(value, str) and value.strip() in ("-1", "+1", "1"):
         return int(value)
     return value if isinstance(value, (str, int, float)) else None
@@ -221,7 +221,7 @@ def _label(row: Row, name: str, classes: Sequence[str], signed: bool) -> str:
             "data with labels; if -1 is one of the classes, give the classes names."
         )
     if isinstance(value, str):
-        return checked_text(value, row.where, name).strip()  # blanks do not distinguish classes
+        return checked_text(value, row.where, name).strip()  # blanks make no difference
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if not isinstance(value, int):
@@ -240,7 +240,7 @@ def _is_none(value: Any) -> bool:
 def with_stored_names(
     parts: Sequence[Sequence[Example]], known: Sequence[str]
 ) -> list[list[Example]] | None:
-    """Return the examples with a stored classifier's labels; None if they have other labels.
+    """Return the examples with the labels of a stored classifier; None if theirs differ.
 
     The first of the `parts` decides: its labels are the classifier's names, in any case, or numbers
     of its classes, which is how transformers reads whole numbers.
@@ -292,7 +292,7 @@ def _by_number(name: str) -> tuple[int, int, str]:
 
 
 def with_pairs(tokenizer: Tokenizer, encoder: bool) -> Tokenizer:
-    """Return the tokenizer with a way to encode pairs, and a padding token.
+    """Return the tokenizer with a post-processor for pairs and a padding token.
 
     If the tokenizer already has one, it is kept. Otherwise, an encoder uses BERT's (Devlin et al.,
     arXiv 1810.04805, §3: [CLS] A [SEP] B [SEP]), and a decoder puts the end-of-text token between
@@ -332,7 +332,7 @@ def _gpt_pairs(tokenizer: Tokenizer) -> Any:
 
 @dataclass(frozen=True)
 class EncodedSamples:
-    """Samples, with the number that were truncated because they were too long."""
+    """Samples, and the number of samples that were truncated because they were too long."""
 
     samples: RaggedSamples
     cut: int

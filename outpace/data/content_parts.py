@@ -1,6 +1,6 @@
-"""Contents of messages in the form that a chat template takes: a text, or a list of parts.
+"""Message contents in the form that a chat template expects: a text, or a list of parts.
 
-Templates of models that also see images may accept only lists of parts, and write nothing for a
+Templates of models that also accept images may render only lists of parts, and write nothing for a
 text. All others accept texts.
 """
 
@@ -18,7 +18,8 @@ _WORD = "outpace_word"
 def takes_parts(render: Callable[[Messages], str]) -> bool:
     """Return whether a template renders contents only if they are lists of parts.
 
-    `render` writes messages by the template, and raises BadInputError if the template refuses them.
+    `render` renders messages with the template, and raises BadInputError if the template refuses
+    them.
     """
     for content in (_WORD, _as_parts(_WORD)):
         with suppress(BadInputError):

@@ -25,7 +25,7 @@ _PAIRS = (
     ("instruction", "response"), ("question", "answer"),
 )  # fmt: skip
 _LISTS = ("messages", "conversations")
-# Columns that identify a conversation.
+# Columns whose presence marks a row as a conversation.
 _NAMES = frozenset((*_LISTS, *(ask for ask, _ in _PAIRS)))
 _SYSTEM = ("system", "system_prompt")
 # Columns with context for a question, appended to it.
@@ -47,7 +47,7 @@ _KNOWN = {name: role for role, names in _ROLES.items() for name in (role, *names
 _SPEAKERS = frozenset(("role", "from", "speaker", "author", "sender"))
 _CONTENTS = frozenset(("content", "value", "text"))
 _CLASSES = frozenset(("label", "labels"))
-# Keys of a message that say whether to learn it, and torchtune's key for messages not to learn.
+# Keys of a message that say whether to train on it, and torchtune's key with the opposite meaning.
 WEIGHTS = ("weight", "train", "training", "trainable", "loss", "loss_weight", "loss_mask",
             "loss_scale")  # fmt: skip
 _MASKED = "masked"
@@ -62,9 +62,9 @@ _FORMS = (
 
 @dataclass(frozen=True)
 class Conversation:
-    """The messages of a row. `learned` marks the answers to train on.
+    """The messages of a row.
 
-    `unread` are the row's other columns.
+    `learned` marks the answers to train on; `unread` has the row's other columns.
     """
 
     messages: tuple[Message, ...]
@@ -74,7 +74,8 @@ class Conversation:
 
 
 def conversation_of(row: Row, roles: Collection[str] = ()) -> Conversation:
-    """Return the conversation of a row in one of the usual forms. Raises BadInputError for others.
+    """Return the conversation of a row in one of the usual forms. Raises BadInputError for other
+    forms.
 
     `roles` are additional names of speakers, which are kept unchanged.
     """
@@ -101,9 +102,9 @@ def conversation_of(row: Row, roles: Collection[str] = ()) -> Conversation:
 
 
 def describe_form(columns: Collection[str]) -> str | None:
-    """Describe rows with these columns, and what to do, if outpace has no task for them.
+    """Describe rows with these columns if outpace has no task for them, and say what to do.
 
-    None for other rows.
+    Return None for other rows.
     """
     if {"chosen", "rejected"} <= set(columns):
         return (
@@ -176,7 +177,7 @@ def _of_pair(row: Row, roles: Collection[str]) -> tuple[list[_Turn], list[str]]:
 
 
 def _refuse_form(row: Row) -> BadInputError:
-    """Return the error for a row that is not a conversation, with what to do."""
+    """Return the error for a row that is not a conversation. It says what to do."""
     values = row.values
     there = quote_names(values) or "no columns"
     if (form := describe_form(values)) is not None:
@@ -209,7 +210,7 @@ def _message_column(values: Mapping[str, Any]) -> str | None:
 
 
 def _advise(values: Collection[str]) -> str:
-    """Say what to do with rows of these columns, which are not conversations."""
+    """Say what to do with rows that have these columns and are not conversations."""
     if not _CLASSES.isdisjoint(values):
         return "To learn labels of texts, use --task classify."
     if "text" in values:
@@ -232,7 +233,7 @@ def _history(value: Any, row: Row) -> list[_Turn]:
 
 
 def _with_system(turns: Sequence[_Turn], name: str, row: Row) -> list[_Turn]:
-    """Put the system prompt of a column before the turns."""
+    """Insert the system prompt from a column before the turns."""
     text = _text(row.values[name], name, row)
     first = turns[0][0]
     if first["role"] != "system":
@@ -254,7 +255,7 @@ def _require_list(value: Any, name: str, row: Row) -> list[Any]:
 
 
 def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
-    """Read a message, whose keys may have any of the usual names, and whether to train on it."""
+    """Read a message, whose keys may have any usual name; also return whether to train on it."""
     if not isinstance(one, dict) or not isinstance(one.get("role", one.get("from")), str):
         rows = nested_rows(row) if isinstance(one, dict) and not _NAMES.isdisjoint(one) else ""
         raise BadInputError(f"{row.where}: a message is {_show(one)}, and has no role{rows}")
@@ -271,7 +272,7 @@ def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
     name = "content" if "content" in one else "value"
     content = one.get(name)
     calls = one.get("tool_calls")
-    if not calls and (older := one.get("function_call")):  # OpenAI's form before tools
+    if not calls and (older := one.get("function_call")):  # OpenAI's older form
         calls = [{"type": "function", "function": older}]
     if calls:
         content = content or ""
@@ -289,7 +290,7 @@ def _message(one: Any, row: Row, roles: Collection[str]) -> _Turn:
 
 
 def _is_learned(one: Message, row: Row) -> bool:
-    """Return whether a message's keys let it be trained on. Raises BadInputError for a fraction."""
+    """Return whether a message's keys allow training on it. Raises BadInputError for fractions."""
     for name in (*WEIGHTS, _MASKED):
         value = one.get(name)
         if value is None:

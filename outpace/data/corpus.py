@@ -1,4 +1,4 @@
-"""Sources prepared for training: memory-mapped tokens of one split."""
+"""Corpus: one split of the sources, prepared for training as memory-mapped tokens."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -54,10 +54,10 @@ def prepare(
     processes: int,
     progress: Progress = _quiet,
 ) -> Corpus:
-    """Tokenize whatever is not in the cache yet, and open it.
+    """Tokenize sources that are not in the cache yet, and open all of them.
 
-    `tokenizer` may be None for sources that are tokens already. Raises BadInputError for missing,
-    empty, undecodable or damaged data, and for weights that do not fit the sources.
+    `tokenizer` may be None if all sources contain tokens. Raises BadInputError for missing, empty,
+    undecodable or damaged data, and for weights that do not fit the sources.
     """
     _check_weights(sources, weights)
     streams, hashes = [], []
@@ -109,8 +109,8 @@ def _check_weights(sources: tuple[str, ...], weights: tuple[float, ...] | None) 
 
 
 def _choose(entry: Path, index: Index, split: Split, eval_fraction: float) -> Stream:
-    """Choose a split of an entry: by hash of documents, if that is close to the fraction. With few
-    documents, it may be far off; then the last tokens are held out.
+    """Return a split of an entry by hash of documents if that comes close to the fraction. With few
+    documents, it may not; then the last tokens are held out.
     """
     train = cached_stream(entry, index, "train")
     held_out = cached_stream(entry, index, "validation")

@@ -1,4 +1,4 @@
-"""Encoded samples in a cache: made once from rows, a tokenizer and a length, then read."""
+"""Cache of encoded samples, which are made once for given rows, tokenizer and length."""
 
 import io
 from collections.abc import Callable
@@ -46,7 +46,7 @@ def _to_npz(made: EncodedSamples) -> bytes:
 
 def _read_samples(path: Path) -> EncodedSamples:
     """Read a file. Raises an error if it is incomplete, by the checksums of zip files."""
-    # From memory: numpy leaves it to the garbage collector to close an invalid file.
+    # Read from memory, since numpy would leave an invalid file open until garbage collection.
     with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as kept:
         found = {name: kept[name] for name in kept.files}
     values, fill = (

@@ -1,4 +1,4 @@
-"""Locks on cache entries: one process makes an entry, and others that need it wait."""
+"""Locks on cache entries: one process creates an entry, and others that need it wait."""
 
 import json
 import os
@@ -18,10 +18,10 @@ _STOPPED_S = 60.0
 
 @contextmanager
 def entry_lock(path: Path, stopped_limit_s: float = _STOPPED_S) -> Iterator[None]:
-    """Hold the lock file `path`, after waiting for its holder as long as that process runs.
+    """Hold the lock file `path`, after waiting for its current holder as long as that process runs.
 
     Raises BadInputError if the holder is a process of this host that stays stopped (SIGSTOP, a
-    debugger), since it will not finish. The lock of a killed process is free.
+    debugger), since it will not finish. A killed process releases its lock.
     """
     lock, holder = FileLock(path), path.with_suffix(".holder")
     stopped_s = 0.0
@@ -50,7 +50,7 @@ def entry_lock(path: Path, stopped_limit_s: float = _STOPPED_S) -> Iterator[None
 
 
 def _stopped_holder(holder: Path) -> tuple[int, str] | None:
-    """Return number and name of a lock's holder if it is stopped and on this host; else None."""
+    """Return id and name of a lock's holder if it is a stopped process of this host; else None."""
     with suppress(OSError, ValueError, KeyError, TypeError, psutil.Error):
         told = json.loads(holder.read_text())
         if told["host"] == socket.gethostname():

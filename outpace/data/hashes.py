@@ -10,7 +10,7 @@ from outpace.data.sources import Source, dataset_files, fingerprint, open_datase
 from outpace.data.stream import Stream
 from outpace.records.base import keep_memo
 
-# A file written this recently may change again within the clock's resolution.
+# A file changed this recently may change again within the resolution of its time stamp.
 _SETTLED_S = 2.0
 
 
@@ -21,7 +21,7 @@ def cached_fingerprint(source: Source, text_field: str, cache_dir: Path) -> str:
         dataset = open_dataset(source.reference)
         files, name = dataset_files(dataset), str(dataset._fingerprint)
         states = tuple(map(state_of, files))
-    if not files:  # a dataset in memory
+    if not files:  # the dataset is in memory
         return fingerprint(source, text_field)
     seen = [(str(file.absolute()), *state) for file, state in zip(files, states, strict=True)]
     about = [seen, source.kind, text_field, *filter(None, [name])]
@@ -37,7 +37,7 @@ def cached_fingerprint(source: Source, text_field: str, cache_dir: Path) -> str:
 
 
 def remembered_extent(content: str, stream: Stream, cache_dir: Path) -> tuple[int, int]:
-    """Return the cached smallest and largest id of tokens with this content hash."""
+    """Return the smallest and largest id of tokens with this content hash, cached earlier."""
     memo = cache_dir / "extents" / content
     try:
         low, high = json.loads(memo.read_text())

@@ -1,4 +1,4 @@
-"""Encoding on several processes at once.
+"""Encoding in several processes in parallel.
 
 A helper is a plain child process with two pipes, not a `multiprocessing` one: it never imports the
 caller's main module, so a script needs no `if __name__ == "__main__"`.
@@ -27,12 +27,12 @@ _START = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
     "from outpace.data.helpers import main; main()"
 )
-# Shorter texts are encoded faster here than helpers start.
+# Encoding shorter texts in this process takes less time than starting helpers.
 ALONE_CHARACTERS = 12 << 20
 
 
 class Encoders:
-    """Context manager of processes that encode batches of texts; `submit` returns at once."""
+    """Context manager of processes that encode batches of texts; `submit` returns immediately."""
 
     def __init__(
         self, tokenizer: Tokenizer, processes: int, alone_characters: int = ALONE_CHARACTERS
@@ -42,17 +42,17 @@ class Encoders:
         self._alone = alone_characters
         self._pool = ThreadPoolExecutor(max_workers=max(1, processes))
         self._helpers: dict[int, _Helper] = {}
-        self.helped = 0  # batches encoded by a helper
+        self.helped = 0  # number of batches that a helper encodes
 
     def submit(self, texts: list[str]) -> "Future[list[Tokens]]":
-        """Submit texts; the future gives the ids of each."""
+        """Submit texts; return a future with the ids of each."""
         self._alone -= sum(map(len, texts))
         if self._processes > 1 and self._alone < 0:
             return self._pool.submit(self._encode_with_helper, texts)
         return self._pool.submit(self._tokenizer.encode_batch, texts)
 
     def _encode_with_helper(self, texts: list[str]) -> list[Tokens]:
-        """Encode in this thread's helper; a dead one is not replaced."""
+        """Encode in this thread's helper. A helper that has died is not replaced."""
         name = threading.get_ident()
         if name not in self._helpers:
             self._helpers[name] = _Helper(self._tokenizer)
@@ -66,7 +66,7 @@ class Encoders:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        # Do not wait for results that nobody needs: a long text may take minutes.
+        # Do not wait for results that are no longer needed: a long text may take minutes.
         failed = raised[0] is not None
         try:
             self._pool.shutdown(wait=not failed, cancel_futures=True)
@@ -109,14 +109,15 @@ class _Helper:
         self._process.stdin.flush()
 
     def kill(self) -> None:
-        """End the process at once, whatever it is doing; a thread may be waiting for its answer."""
+        """Kill the process immediately, even if a thread is waiting for its answer."""
         if self._process is not None:
             self._process.kill()
 
     def end(self) -> None:
-        """Let the process end: it does so on request, or when its input ends.
+        """Ask the process to exit.
 
-        Its input may end late: processes that were forked in the meantime hold the pipe too.
+        It also exits when its input ends, but later: processes that were forked in the meantime
+        keep the pipe open.
         """
         if self._process is None:
             return
@@ -132,8 +133,8 @@ class _Helper:
 
 def main() -> None:
     """Run a helper: read a tokenizer, then batches, until the input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # helpers are parallel themselves
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles this signal
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # helpers already run in parallel
     given, taken = sys.stdin.buffer, sys.stdout.buffer
     told, eos = pickle.load(given)
     tokenizer = Tokenizer(tokenizers.Tokenizer.from_str(told), eos)
@@ -141,7 +142,7 @@ def main() -> None:
         while (encoded := _answer(tokenizer, given)) is not None:
             pickle.dump(encoded, taken, protocol=pickle.HIGHEST_PROTOCOL)
             taken.flush()
-    except (BrokenPipeError, BadInputError):  # the caller refuses such a text too
+    except (BrokenPipeError, BadInputError):  # the caller also refuses such a text
         os._exit(1)
 
 

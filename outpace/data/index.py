@@ -29,7 +29,7 @@ class File(Record):
 
 
 class Split(Record):
-    """Files read one after another; `largest` is the largest token id, −1 if there are none."""
+    """Files of a split, in order; `largest` is the largest token id, −1 if there are no tokens."""
 
     tokens: NonNegativeInt
     largest: int
@@ -38,7 +38,7 @@ class Split(Record):
 
 
 class Misread(Record):
-    """Counts of tokens that the author may not have intended (data/misread.py)."""
+    """Counts of tokens that a text's author may not have intended (data/misread.py)."""
 
     specials: dict[str, NonNegativeInt] = Field(default_factory=dict)
     unknown: NonNegativeInt = 0

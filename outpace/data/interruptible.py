@@ -8,7 +8,7 @@ Result = TypeVar("Result")
 
 
 def call_interruptibly(work: Callable[[], Result]) -> Result:
-    """Call `work` in a thread, and wait so that signals are handled in the meantime.
+    """Call `work` in a thread, and wait for it while this thread can handle signals.
 
     Python handles a signal only between its own instructions, and a native library may run for
     minutes within one. Exceptions of a handler are raised here; the thread continues, and ends with

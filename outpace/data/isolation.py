@@ -1,8 +1,8 @@
-"""Untrusted work, in a forked process with limits on its memory and processor time.
+"""Isolation of untrusted work in a forked process with limits on memory and processor time.
 
 A chat template is a program, and a tokenizer's normalizers and patterns may be too: they may loop
-forever, allocate any amount of memory, or end the process by an abort in their library. Nothing in
-the same process can prevent that.
+forever, allocate any amount of memory, or abort the process. Nothing in the same process can
+prevent that.
 """
 
 import faulthandler
@@ -51,7 +51,7 @@ def iterate_isolated(
     `memory_limit_bytes` more memory than this one. Raises the errors of `work`, and IsolatedError.
     If processes cannot be forked, `work` runs in this process, without limits.
     """
-    if sys.platform != "linux":  # elsewhere, forking with threads is not safe
+    if sys.platform != "linux":  # on other systems, forking with threads is not safe
         yield from work()
         return
     here, there = multiprocessing.Pipe(duplex=False)
@@ -111,7 +111,7 @@ def _fork(
     memory_limit_bytes: int,
 ) -> int:
     with defer_signals() as held:
-        with warnings.catch_warnings():  # about threads of libraries, which wait
+        with warnings.catch_warnings():  # warnings about threads of libraries, which are idle
             warnings.simplefilter("ignore", DeprecationWarning)
             child = os.fork()
         if child == 0:
@@ -127,12 +127,12 @@ def _work(
     parent: int,
     held: set[int | signal.Signals],
 ) -> NoReturn:
-    """Send each item from the fork, then end the fork."""
+    """Send each item from the forked process, then end it."""
     try:
         here.close()
         faulthandler.disable()
-        gc.disable()  # the parent's garbage may refer to threads that do not exist here
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads do not exist here either
+        gc.disable()  # collecting the parent's garbage may use threads that do not exist here
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the parent's threads do not exist here
         for signum in ENDING:
             signal.signal(signum, signal.SIG_IGN)  # the parent handles it
         signal.pthread_sigmask(signal.SIG_SETMASK, held)

@@ -21,14 +21,14 @@ Batch = Any
 _STEPS_LOCATED = 32
 _SAMPLES_LOCATED = 2**17
 _ENDED = object()
-_OWN = 0x6F776E  # separates these seeds from those of steps
+_OWN = 0x6F776E  # makes these seeds differ from those of steps
 
 
 class Loader:
     """Iterator over steps; an item is the list of this rank's micro-batches of that step.
 
     Slot s of a global batch goes to accumulation pass a and rank r with s // micro_batch = a ·
-    data_parallel + r. So a step's samples depend neither on the number of ranks or workers, nor on
+    data_parallel + r. So a step's samples do not depend on the number of ranks or workers, or on
     where training was resumed. A rank of None reads nothing, and gets None for each micro-batch.
     Raises BadInputError if workers die, or deliver no batch within `timeout_s` (0: no limit).
     """
@@ -119,7 +119,7 @@ class Loader:
         return [worker.exitcode for worker in self._running._workers]
 
     def _prefetch_to_device(self, steps: Iterator[list[Batch]]) -> Iterator[list[Batch]]:
-        """Yield each step on the device, copying the next one while it is in use."""
+        """Yield each step's batches on the device; copy the next step's while they are in use."""
         side = torch.cuda.Stream(self._device)
 
         def copy_step(step: list[Batch] | None) -> list[Batch] | None:
@@ -168,8 +168,8 @@ class _Slots:
         self._slots = firsts[:, None] + np.arange(micro_batch)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        # Handle many steps at a time, unless they are large: a permutation costs about as much for
-        # one sample as for hundreds.
+        # Process many steps together, unless they are large: permuting one sample takes about as
+        # long as permuting hundreds.
         many = min(_STEPS_LOCATED, max(1, _SAMPLES_LOCATED // self._slots.size))
         for begin in range(self._steps.start, self._steps.stop, many):
             steps = np.arange(begin, min(begin + many, self._steps.stop))
@@ -179,7 +179,7 @@ class _Slots:
                 yield keys[first : first + self._slots.shape[1]]
 
     def empty_steps(self) -> Iterator[list[None]]:
-        """Yield every step with its micro-batches, without samples."""
+        """Yield every step with None for each micro-batch."""
         for _ in self._steps:
             yield [None] * self.passes
 
@@ -203,7 +203,7 @@ class _SeededDataset(Dataset[Any]):
         return list(zip(positions.tolist(), indices.tolist(), strict=True))
 
     def __getitems__(self, keys: Sequence[tuple[int, int]]) -> Any:
-        """Return the samples as torch's own fetcher would."""
+        """Return the samples in the same way as torch's own fetcher."""
         if hasattr(self._dataset, "__getitems__"):
             seed_generators(self._seed, keys[0][0], _OWN)
             found = self._dataset.__getitems__([index for _, index in keys])
@@ -241,7 +241,7 @@ def collate(found: Any) -> Batch:
 
 
 def _describe_shapes(samples: Sequence[Any]) -> str | None:
-    """Describe arrays of samples that differ in shape, of which torch says little in a worker."""
+    """Describe samples' arrays of different shapes, for which torch's error says little."""
     arrays = [
         [tuple(one.shape) for one in tree_leaves(sample) if hasattr(one, "shape")]
         for sample in samples
@@ -273,7 +273,7 @@ def _each_tensor(batch: Batch, change: Any) -> Batch:
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """Move a batch to `device`; asynchronously if its memory is pinned."""
+    """Move a batch to `device`, asynchronously if its memory is pinned."""
     if device.type == "cpu":
         return batch
     return _each_tensor(batch, lambda t: t.to(device, non_blocking=True))

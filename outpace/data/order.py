@@ -30,9 +30,9 @@ def samples_at(seed: int, positions: Index, n_samples: int) -> Index:
 
 
 def permute(places: Index, size: int, key: NDArray[np.uint64]) -> Index:
-    """Map each of the `places` with a keyed permutation of [0, size).
+    """Map each of the `places` by a keyed permutation of [0, size).
 
-    `key`: a number for each round, (rounds,), or for each round and place, (rounds, places).
+    `key`: one number per round, (rounds,), or per round and place, (rounds, places).
     """
     half_bits = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = np.uint64((1 << half_bits) - 1)
@@ -82,7 +82,7 @@ def mixture_at(seed: int, positions: Index, counts: tuple[int, ...]) -> tuple[In
 
 
 def block_size_for(weights: tuple[float, ...]) -> int:
-    """Return the smallest block of a mixture that has at least ten samples of each source.
+    """Return the smallest size of a mixture's blocks with at least ten samples of each source.
 
     Raises BadInputError for a weight that even the largest block cannot represent.
     """

@@ -12,10 +12,10 @@ from torch.utils.data import Dataset
 from outpace.data.order import Index, samples_at
 
 IGNORED = -100
-# Tensor cores want multiples of 8 (NVIDIA, "Train With Mixed Precision", §4.2).
+# Tensor cores need multiples of 8 (NVIDIA, "Train With Mixed Precision", §4.2).
 MULTIPLE = 8
 CUDA_MULTIPLE = 64
-COMPILED_SHAPES = 4  # that a run compiles in turn
+COMPILED_SHAPES = 4  # number of shapes for which a run compiles
 FILLER = -1
 Batch = dict[str, torch.Tensor]
 Ints = NDArray[np.int64]
@@ -26,7 +26,7 @@ class RaggedSamples:
     """Samples stored one after the other: sample i is [starts[i], starts[i + 1]) of each array.
 
     `values` are by name; `fill` holds the padding values. `labels` is set if each sample has a
-    single target, instead of one per token.
+    single target instead of one per token.
     """
 
     starts: Ints
@@ -107,7 +107,8 @@ class PaddedDataset(Dataset[Batch]):
         return min(len(self.samples), self.most_samples or len(self.samples))
 
     def single_pass(self, most: int, batch: int) -> "PaddedDataset":
-        """Return a data set of all samples, or the first `most`, once, in batches of `batch`."""
+        """Return a data set of all samples, or the first `most`, each once, in batches of
+        `batch`."""
         return replace(self, once_in=batch, most_samples=most)
 
     @property

@@ -25,17 +25,17 @@ from outpace.records.errors import BadInputError, json_error, quote_names
 _READ_BYTES = 1 << 20
 _QUOTED_CELL = re.compile(r'"(?:[^"]|"")*"')
 _SPACES = " \t\r\n"
-# Python code that reads the list of rows under a key, and writes one row per line.
+# Python code for users that reads the list of rows under a key, and writes one row per line.
 _UNPACK = "import json, sys; [print(json.dumps(row)) for row in json.load(open(sys.argv[1]))[{!r}]]"
 # Delimiters in tables of other tools, as users know them.
 _DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 _COLUMN_NAME = re.compile(r"[\"']?\w[\w .-]{0,40}[\"']?")
 _NESTED = re.compile(rb'\s*\{\s*"([^"\\]+)"\s*:\s*\[\s*\{')
-# Suffixes under which programs store token ids, with or without a header.
+# Suffixes of files in which programs store token ids, with or without a header.
 _RAW_SUFFIXES = (".npy", ".npz", ".dat", ".raw", ".ids", ".tokens", ".tok")
-# Limits for a block of text: with more NULs than both, it is a file with holes or not text.
+# Limits on NULs in a block of text: a file that exceeds both has holes or is not text.
 _NUL_SHARE, _FEW_NULS = 1 / 16, 15
-_HOLE_SHARE = 0.8  # UTF-32 of ASCII has three in four
+_HOLE_SHARE = 0.8  # in ASCII text as UTF-32, three of four bytes are NUL
 
 
 _CONTENTS = ("content", "value")  # of messages
@@ -45,7 +45,7 @@ _CONTENTS = ("content", "value")  # of messages
 class Row:
     """One record.
 
-    `where` describes its place to the user; `file` is set for JSON that is not a list.
+    `where` tells the user its place in the data; `file` is set for JSON that is not a list.
     """
 
     values: Mapping[str, Any]
@@ -59,11 +59,11 @@ def read_rows(
     columns: Sequence[str] | None = None,
     on_left_out: Callable[[str], None] | None = None,
 ) -> Iterator[tuple[Row, int]]:
-    """Yield every record of a file, with the approximate number of bytes that it takes in the file.
+    """Yield every record of a file, with its approximate size in bytes.
 
     `form` defaults to that of the suffix; only `columns` of a Parquet file are read. A line of a
     table without the header's columns is passed to `on_left_out`, or refused if that is None.
-    Raises BadInputError with the place of anything that cannot be read.
+    Raises BadInputError, which names the place that cannot be read.
     """
     form = form or form_of(file)
     if form == "json":
@@ -133,7 +133,7 @@ def require_text(file: Path, block: bytes) -> None:
 
 
 def _of_tokens(file: Path) -> str:
-    """Say how to name a file of token ids, if this file may hold them."""
+    """Say how to name a file of token ids if this file may be one."""
     if file.suffix.lower() not in _RAW_SUFFIXES:
         return ""
     return " If it holds ids of tokens, write them with numpy's tofile into a file named .bin."
@@ -155,7 +155,7 @@ def _describe_nuls(where: str, block: bytes, offset: int = 0) -> str:
 
 
 class RepeatedKeyError(ValueError):
-    """An object in a JSON text has a key more than once, so its value is ambiguous."""
+    """Error: an object in a JSON text has a key more than once, so its value is ambiguous."""
 
 
 def read_value(text: str) -> Any:
@@ -173,7 +173,7 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _describe_repetition(names: Iterable[str], what: str) -> str:
-    """Complete the sentence `what` with the repeated name."""
+    """Append the repeated name to the words `what`."""
     name, times = Counter(names).most_common(1)[0]
     return (
         f"{what} {name!r} {'twice' if times == 2 else f'{times} times'}, and it is unknown which "
@@ -182,16 +182,17 @@ def _describe_repetition(names: Iterable[str], what: str) -> str:
 
 
 def _require_distinct(names: Sequence[str], where: str) -> None:
-    """Refuse a table with two columns of one name; there may be several columns without a name."""
+    """Refuse a table with two columns of the same name; several columns may have no name."""
     named = [name for name in names if name.strip()]
     if len(set(named)) < len(named):
         raise BadInputError(f"{where}: {_describe_repetition(named, 'the header has the column')}")
 
 
 def nested_rows(row: Row) -> str:
-    """Describe where rows are nested in this one and what to do, to end a sentence; else ''.
+    """Return the end of a sentence: where rows are nested in this one, and what to do; '' if
+    nowhere.
 
-    Nested rows are a list of objects under a name, as in {"data": [...]}, or columns.
+    Rows are nested if a name holds a list of objects, as in {"data": [...]}, or columns.
     """
     lists = {
         name: len(value)
@@ -205,7 +206,7 @@ def nested_rows(row: Row) -> str:
 
 
 def rows_in_columns(row: Row) -> str:
-    """Describe rows stored by column, as lists or by row number, like `nested_rows`."""
+    """Describe rows stored by column, as lists or by row number. Like `nested_rows`."""
     if (count := _count_whole_rows(row.values)) is not None:
         return (
             f". Its values are {count:,} whole rows, as pandas writes them with orient='index' or "
@@ -227,8 +228,8 @@ def rows_in_columns(row: Row) -> str:
 
 
 def _count_whole_rows(values: Mapping[str, Any]) -> int | None:
-    """Return the number of rows of an object that holds rows by number, or lists of cells beside
-    their `columns`; None for another object.
+    """Return the number of rows of an object that has rows by number, or lists of cells and their
+    `columns`; None for other objects.
     """
     columns, data = values.get("columns"), values.get("data")
     if isinstance(columns, list) and isinstance(data, list) and data:
@@ -243,7 +244,7 @@ def _count_whole_rows(values: Mapping[str, Any]) -> int | None:
 
 
 def _suggest_unpacking(file: Path | None, name: str, what: str) -> str:
-    """Say how to read rows that are under a key of an object, as the end of a sentence."""
+    """Return the end of a sentence: how to read rows that are under a key of an object."""
     source = "FILE" if file is None else str(file)
     command = shlex.join(["python3", "-c", _UNPACK.format(name), source])
     return (
@@ -303,7 +304,7 @@ def _json_lines(file: Path) -> Iterator[tuple[Row, int]]:
 
 
 def _nested_name(file: Path) -> str:
-    """Describe nested rows like `nested_rows`, for a file too large to read whole; else '.'."""
+    """Describe nested rows of a file too large to read whole, like `nested_rows`; else '.'."""
     if file.stat().st_size <= LINE_BYTES:
         return "."
     with readable(file) as stream:
@@ -330,7 +331,7 @@ def _single_object(file: Path) -> tuple[Row, int] | None:
 
 
 def _json_list(file: Path) -> Iterator[tuple[Row, int]]:
-    """Yield the objects of a file that is one list, without holding it all in memory."""
+    """Yield the objects of a file that is one list, without loading the whole file."""
     with readable(file) as stream:
         text = _Text(file, stream)
         text.skip(_SPACES)
@@ -371,7 +372,7 @@ def _require_end(file: Path, text: "_Text") -> None:
 
 
 class _Text:
-    """The text of a file from an offset on, read as far as needed."""
+    """The text of a file from an offset, read only as far as needed."""
 
     def __init__(self, file: Path, stream: BinaryIO) -> None:
         self._file, self._stream = file, stream
@@ -382,7 +383,7 @@ class _Text:
         self._ended = False
 
     def _more(self) -> None:
-        """Double the text that is available, so that repeated scans take linear time in total."""
+        """Double the text in memory, which keeps the total time of repeated scans linear."""
         self._lines, self._column = self._position(self._at)
         self._text, self._at = self._text[self._at :], 0
         block = self._stream.read(max(_READ_BYTES, 2 * len(self._text)))
@@ -423,7 +424,7 @@ class _Text:
         return self._lines + self._text.count("\n", 0, at), column
 
     def value(self, where: str) -> tuple[Any, int]:
-        """Read the next value, and return it with its characters. Raises BadInputError."""
+        """Read the next value; return it and its source text. Raises BadInputError."""
         while True:
             try:
                 found, end = self._scanner.raw_decode(self._text, self._at)
@@ -433,7 +434,7 @@ class _Text:
                 far = len(self._text) - self._at > LINE_BYTES
                 if self._ended or far or isinstance(error, RecursionError):
                     at = error.pos if isinstance(error, json.JSONDecodeError) else self._at
-                    # Search after the last character that is not white space.
+                    # Start the search after the last character that is not white space.
                     line, column = self._position(min(at, len(self._text.rstrip(_SPACES))))
                     raise BadInputError(
                         f"{where}, line {line}, is not JSON: {_format_json_error(error, column)}"
@@ -578,9 +579,10 @@ def _lines_of(file: Path) -> Iterator[str]:
 def _quotes(file: Path) -> bool:
     """Return whether cells between tabs that begin with a quotation mark are quoted, as in CSV.
 
-    They are quoted if all are well-formed and the header is quoted or some marks are doubled, or if
-    only then all rows have the header's columns, as with tabs and line breaks in cells. Raises
-    BadInputError for one column with line breaks, which could be read both ways.
+    They are if all are well-formed and either the header is quoted or some marks are doubled. They
+    also are if only quoting gives all rows the header's columns, for example because cells contain
+    tabs and line breaks. Raises BadInputError for a single column with line breaks, which could be
+    read either way.
     """
     columns = opened = 0
     named = doubled = False

@@ -1,4 +1,4 @@
-"""Rows with named columns, for tasks: from JSONL, TSV, CSV and Parquet files and datasets."""
+"""Rows with named columns, from JSONL, TSV, CSV and Parquet files and from datasets."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -28,7 +28,7 @@ class Table:
     reference: str
     columns: tuple[str, ...]
     rows: tuple[Row, ...]
-    names: Mapping[str, tuple[str, ...]]  # of a dataset's class columns
+    names: Mapping[str, tuple[str, ...]]  # names of classes, from a dataset's class columns
     left_out: int = 0
     hints: tuple[str, ...] = ()
 
@@ -52,7 +52,7 @@ def read_table(reference: str) -> Table:
 
 
 def _refuse_columns(source: Source) -> None:
-    """Raise BadInputError for the first line that does not have its header's columns."""
+    """Raise BadInputError for the first line that does not have the header's columns."""
     for file in source.files:
         for _ in read_rows(file):
             pass
@@ -61,8 +61,9 @@ def _refuse_columns(source: Source) -> None:
 def splits_of(references: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
     """Return the training and validation data of the named sources.
 
-    For a folder with train.tsv and dev.tsv (or similar), these are its two files, and for a dataset
-    without a split its `train` and `validation`; None if there is no validation data.
+    For a folder with train.tsv and dev.tsv (or similar), these are its two files. For a dataset
+    without a named split, they are its splits `train` and `validation`. Validation data is None if
+    there is none.
     """
     pairs = [_split_of(reference) for reference in references]
     train = tuple(train for train, _ in pairs)
@@ -159,8 +160,8 @@ def _of_files(source: Source) -> Table:
 def split_rows(rows: Sequence[Row], fraction: float) -> tuple[list[Row], list[Row]]:
     """Split rows into training and validation rows, by hash of their contents.
 
-    If there are too few rows for the hash to come close to the fraction, the last rows are held
-    out. Raises BadInputError if one of the two would be empty.
+    If there are too few rows to come close to the fraction by hash, the last rows are held out.
+    Raises BadInputError if either split would be empty.
     """
     parts: tuple[list[Row], list[Row]] = ([], [])
     for row in rows:

@@ -1,8 +1,8 @@
 """Digests of a few samples of a user's data set, to compare the data sets of ranks.
 
-Samples are read with torch's, NumPy's and Python's generators seeded equally, so augmentations are
-equal on all ranks. Differences that equal data may have on different hosts are ignored: the last
-bits of decoded values, paths, the order of sets.
+All ranks read samples with the same seeds for torch's, NumPy's and Python's generators, so
+augmentations are equal. Differences that the same data may have on different hosts are ignored: the
+last bits of decoded values, paths, and the order of sets.
 """
 
 import fcntl
@@ -23,10 +23,10 @@ from outpace.data.seeding import seed_generators
 from outpace.data.workers import forks_workers, start_method, starting_workers
 
 _CHOSEN = 4  # additional samples, besides the first and the last
-_DIGEST = 0x646967  # separates these seeds from those of training
-_BLOCKS = 64  # blocks of an array whose means are compared
-_MEASURED_BYTES = 2  # narrower integers are pixels or audio, which decoders round
-_OF_SPREAD, _OF_SIZE = 0.05, 1e-3  # allowed differences: of decoders; with three digits
+_DIGEST = 0x646967  # makes these seeds differ from those of training
+_BLOCKS = 64  # number of blocks of an array whose means are compared
+_MEASURED_BYTES = 2  # narrower integers may be pixels or audio, which decoders round
+_OF_SPREAD, _OF_SIZE = 0.05, 1e-3  # allowed differences: of decoders; of rounded means
 _DEPTH = 8
 
 
@@ -39,7 +39,7 @@ class Leaf:
     means: tuple[float, ...]
 
     def resembles(self, other: "Leaf") -> bool:
-        """Return whether both have the same values, up to decoders' rounding."""
+        """Return whether both have the same values, apart from decoders' rounding."""
         if (self.shape, self.exact) != (other.shape, other.exact):
             return False
         mine, theirs = np.array(self.means), np.array(other.means)
@@ -57,7 +57,7 @@ class Digest:
     texts: str | None
 
     def resembles(self, other: "Digest") -> bool:
-        """Return whether both are of the same sample, up to decoders' rounding."""
+        """Return whether both are of the same sample, apart from decoders' rounding."""
         return (
             self.texts == other.texts
             and len(self.leaves) == len(other.leaves)
@@ -67,7 +67,7 @@ class Digest:
 
 @dataclass(frozen=True)
 class SampleDigests:
-    """Digests by the index of a sample, None for a sample without one.
+    """Digests by sample index; None for a sample without a digest.
 
     `unsteady` are the indices of samples that a second read with the same seeds did not reproduce.
     `unread` says why no sample could be read.
@@ -109,7 +109,7 @@ def digest_samples(
                     timeout=timeout_s, generator=torch.Generator(),
                 )
             )  # fmt: skip
-    except Exception as error:  # user code: training reads it again and reports the error
+    except Exception as error:  # error in user code: training will report it
         lines = str(error).strip().splitlines() or [""]
         unread = f"{type(error).__name__}: {lines[-1]}"
         return SampleDigests(dict.fromkeys(indices), (), unread)
@@ -119,7 +119,7 @@ def digest_samples(
 
 
 def find_difference(found: Sequence[SampleDigests]) -> SampleDifference | None:
-    """Return the first rank that differs from rank 0 in most samples, else in any sample.
+    """Return the first rank that differs from rank 0 in most samples, or otherwise in any sample.
 
     Samples that are unsteady or have no digest are not compared. Returns None if all agree.
     """
@@ -172,7 +172,7 @@ class _RepeatedReads(Dataset[tuple[Digest | None, Digest | None]]):
 
 
 def _separate_file_positions() -> None:
-    """Reopen each file that is open for reading only, since forks share file positions."""
+    """Reopen each file that is open only for reading, since a fork shares file positions."""
     listed = Path("/proc/self/fd")
     for path in list(listed.iterdir()) if listed.is_dir() else ():
         with suppress(OSError):
@@ -255,7 +255,7 @@ def _array(value: Any) -> np.ndarray[Any, Any] | None:
 def _members(value: Any) -> Iterator[Any]:
     if isinstance(value, Mapping):
         yield from value.values()
-    elif isinstance(value, set | frozenset):  # whose order differs between processes
+    elif isinstance(value, set | frozenset):  # their order differs between processes
         yield from sorted(value, key=repr)
     elif isinstance(value, np.ndarray):
         yield from value.reshape(-1).tolist()

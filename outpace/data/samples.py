@@ -18,8 +18,8 @@ IGNORED = -100
 # Devlin et al. 2019, §3.1: of the 15 % to predict, 80 % are masked and 10 % replaced at random.
 PREDICTED, _MASKED, _REPLACED = 0.15, 0.8, 0.1
 
-FILLER = -1  # stream of a sample that stands for no sample
-# Location of a sample, and its position in training.
+FILLER = -1  # stream number of a filler sample
+# A sample's location and its position in training.
 Key = tuple[int, int, int]  # stream, sample within it, position since the start of training
 Batch = dict[str, torch.Tensor]
 
@@ -89,15 +89,15 @@ class TokenDataset(Dataset[Batch]):
         """Return a data set of all samples, or the first `most`, each once, in batches of `batch`.
 
         The last batch is filled up with samples without targets, so a mean over all targets does
-        not depend on the batch. For a weighted mixture, that many samples are read in its
-        proportions, to compute its mean, so samples of a small source come several times.
+        not depend on the batch size. A weighted mixture has the same number of samples in its
+        proportions, so samples of a small source may come several times.
         """
         found = copy.copy(self)
         found._most, found._once_in = min(most, len(self)), batch
         return found
 
     def passes(self, samples: int) -> tuple[float, ...]:
-        """Return how many passes over each source this number of training samples makes."""
+        """Return how many passes over each source this number of training samples takes."""
         if self._counts is None:
             return (samples / len(self),) * len(self._sizes)
         whole = sum(self._counts)
@@ -185,8 +185,8 @@ class _MaskIds:
             shares, open_to = draw.random(rows.shape[1]), ~np.isin(rows[row], self._special)
             chosen = (shares < PREDICTED) & open_to
             if not chosen.any() and open_to.any():
-                # At least one, as in BERT's create_pretraining_data.py: short samples would teach
-                # nothing, and a batch of them would have no loss.
+                # At least one, as in BERT's create_pretraining_data.py: otherwise, short samples
+                # would have no targets, and a batch of them no loss.
                 chosen[np.argmin(np.where(open_to, shares, 1.0))] = True
             fate = draw.random(rows.shape[1])
             other = draw.integers(0, self._vocab, rows.shape[1])

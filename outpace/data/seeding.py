@@ -1,4 +1,4 @@
-"""Random numbers as a function of where they are drawn, so no state has to be saved."""
+"""Random numbers that depend only on the position in training, so no state has to be saved."""
 
 import random
 
@@ -10,8 +10,8 @@ def seed_generators(*key: int) -> int:
     """Seed the CPU's generators of torch, NumPy and Python from `key`; returns torch's seed."""
     mixed = np.random.SeedSequence(key).generate_state(2, np.uint32)
     wide = int(mixed[0]) << 32 | int(mixed[1])
-    # Not torch.manual_seed: if CUDA is not initialised, it queues a call with a traceback each
-    # time, which costs as much as all other accounting of a step and is never freed.
+    # Not torch.manual_seed: as long as CUDA is not initialised, each call queues a traceback, which
+    # is never freed, and takes as long as all other accounting of a step.
     torch.default_generator.manual_seed(wide)
     random.seed(int(mixed[0]))
     np.random.seed(mixed[1])

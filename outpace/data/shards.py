@@ -1,8 +1,8 @@
-"""Token shards in a cache: written once per text and tokenizer, then mapped into memory.
+"""Cache of token shards: written once per text and tokenizer, then mapped into memory.
 
 An entry is a folder named after its content: for each split, files of raw little-endian token ids,
-the positions at which documents begin, and `index.json` with sizes and checksums. The folder gets
-its name last; an incomplete one does not count as an entry.
+the positions at which documents begin, and `index.json` with sizes and checksums. A folder gets
+this name only when it is complete.
 """
 
 import contextlib
@@ -37,13 +37,14 @@ Tokens = np.ndarray[Any, np.dtype[Any]]
 
 INDEX = "index.json"
 SHARD_TOKENS = 256 << 20
-# Enough text to be worth passing on, and little enough to keep memory use constant.
+# Enough text to make passing it to another process worthwhile, but little enough to keep memory
+# constant.
 _BATCH_CHARACTERS = 2 << 20
 # Shorter texts are never cut into pieces.
 _HASHED_CHARACTERS = 1 << 14
 _BUFFERED_TOKENS = 1 << 20
-_SIGNS_KEPT = 1000  # of lost characters, in the index
-# Above this, checksums would take too long; sizes are always compared.
+_SIGNS_KEPT = 1000  # number of lost characters to list in the index
+# Size above which checksums would take too long. Sizes are always compared.
 _CHECKED_BYTES = 4 << 30
 
 
@@ -83,7 +84,7 @@ def ensure_entry(
                 progress(f"{problem}; tokenising again", 0, None)
                 shutil.rmtree(entry)
             for left in entry.parent.glob(f"{entry.name}.*.tmp"):
-                shutil.rmtree(left)  # left by a killed process: we hold the lock
+                shutil.rmtree(left)  # left by a killed process, since this one holds the lock
             return _build(entry, source, tokenizer, text_field, eval_fraction, processes, progress)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -170,7 +171,7 @@ def split_of_document(text: str, eval_fraction: float) -> str:
 def encode_pieces(
     source: Source, tokenizer: Tokenizer, text_field: str, processes: int, progress: Progress
 ) -> Iterator[tuple[Piece, Tokens]]:
-    """Yield a source's pieces with their ids, in order; `processes` encode while this one reads."""
+    """Yield a source's pieces with their ids, in order. `processes` encode while this one reads."""
     ahead: deque[tuple[list[Piece], Future[list[Tokens]]]] = deque()
     done = 0
     with Encoders(tokenizer, processes) as encoders:
@@ -264,7 +265,7 @@ class _SplitWriter:
         self._finish()
         name = documents_name(self.split)
         path = self.folder / name
-        # numpy bypasses Python's files, and hides the reason for an error.
+        # numpy bypasses Python's file objects and hides the reason for an error.
         held = io.BytesIO()
         np.save(held, np.array(self._starts, dtype=np.int64))
         path.write_bytes(held.getvalue())

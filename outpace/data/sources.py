@@ -32,7 +32,7 @@ _FORMS: Mapping[str, Form] = {
     ".csv": "csv", ".tsv": "tsv",
     ".tab": "tsv", ".parquet": "parquet", ".pq": "parquet", ".bin": "tokens", ".idx": "tokens",
 }  # fmt: skip
-# Files about the data, not part of it.
+# Files that describe the data but are not part of it.
 _ABOUT = re.compile(r"(readme|licen[cs]e|notice|citation|changelog|dataset_infos?|stats)\b", re.I)
 _SNIFFED_BYTES = 1 << 16
 _LONGEST_POINTER = 1024  # bytes of a Git LFS pointer
@@ -69,29 +69,29 @@ _MARKUP = {
     "JSON": re.compile(rb"\s*[\[{]\s*(?:\{\s*)?\"[^\"\n]*\"\s*:"),
 }
 _SNIFFED_MARKUP_BYTES = 4096
-# Names of splits in file names (train.bin, fineweb_val_000000.bin, data.test.jsonl).
+# Split names that occur in file names (train.bin, fineweb_val_000000.bin, data.test.jsonl).
 _TRAIN_NAME = re.compile(r"(^|[-_. ])(train|training)([-_. ]|$)", re.I)
 _HELD_OUT_NAME = re.compile(
     r"(^|[-_. ])(val|valid|validation|dev|test|testing|eval|evaluation)([-_. ]|$)", re.I
 )
 
-# Folders of a cache, and what follows the hash in the names of their entries.
+# Folders of a cache, and what follows the hash in the names of entries.
 _CACHED = {
     "tokens": "", "tokenizers": "", "hashes": "", "extents": "", "encoded": ".npz",
     "specs": ".json", "tokenizer_classes": ".json",
 }  # fmt: skip
 _HASH, _UNFINISHED = "[0-9a-f]{32}", r"(\.lock|(\.[\w-]+)?\.tmp)?"
 _BLOCK_BYTES = 1 << 20
-# Bytes from each end of files of equal size, and the number of files.
+# Bytes to compare at each end of files of equal size, and the maximum number of files.
 _COMPARED_BYTES, _COMPARED_FILES = 1 << 16, 1000
-# JSON can take thirty times as much in memory.
+# Parsed JSON can take thirty times as much memory.
 LINE_BYTES = 64 << 20
 # Parts of the standard library that are not prose: tests, and generated tables.
 _LEFT_OUT = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "idlelib",
      "lib2to3", "ensurepip", "turtledemo", "pydoc_data", "encodings"}
 )  # fmt: skip
-# Prefixes of files with tables in it, from which a model would learn to write tables.
+# Prefixes of the names of files that consist of tables, which a model would learn to write.
 _TABLES = ("_sysconfigdata", "entities")
 
 
@@ -160,7 +160,7 @@ def _first_names(names: Sequence[str]) -> str:
 def open_source(reference: str, *, rows: bool = False) -> Source:
     """Find the source that a --data argument names. Raises BadInputError if there is none.
 
-    `rows`: use only files of records, even if other kinds prevail.
+    `rows`: use only files of records, even if most files are of other kinds.
     """
     try:
         return _source_by_kind(reference, rows)
@@ -209,7 +209,7 @@ def _source_by_kind(reference: str, rows: bool) -> Source:
 
 
 def _refuse_lost(lost: Sequence[Path]) -> None:
-    """Refuse data that consists of broken links only. Raises BadInputError."""
+    """Raise BadInputError for data that consists only of broken links."""
     if lost:
         raise BadInputError(
             f"{lost[0]} is a link to {lost[0].readlink()}, which does not exist, as after an "
@@ -251,7 +251,7 @@ def _with_indices(files: Iterable[Path]) -> list[Path]:
 
 
 def _of_several(reference: str, files: list[Path], rows: bool) -> Source:
-    """Return the files of a folder or pattern that have the form of most of its bytes."""
+    """Return the files of a folder or pattern in the format that has the most bytes."""
     if not files:
         raise BadInputError(f"no files below {reference}; is it the right folder?")
     groups: dict[Kind, list[Path]] = {"tokens": [], "rows": [], "text": []}
@@ -277,7 +277,7 @@ def _of_several(reference: str, files: list[Path], rows: bool) -> Source:
 
 
 def _chosen_kind(groups: Mapping[Kind, Sequence[Path]], rows: bool) -> Kind:
-    """Choose rows if requested; else the kind with the most bytes, ignoring files of metadata."""
+    """Return rows if requested, else the kind with the most bytes, ignoring files of metadata."""
     if rows and groups["rows"]:
         return "rows"
     sizes = {
@@ -382,12 +382,12 @@ def _markup_of(file: Path) -> str | None:
     with readable(file) as stream:
         head = stream.read(_SNIFFED_MARKUP_BYTES).removeprefix(b"\xef\xbb\xbf")
     found = next((kind for kind, begin in _MARKUP.items() if begin.match(head)), None)
-    # Beside texts, a file that says that it is JSON is part of a program.
+    # Next to texts, a file with the suffix of JSON is part of a program.
     return None if found == "JSON" and form_of(file) == "json" else found
 
 
 def files_in_both(train: Source, held_out: Source) -> list[Path]:
-    """Return the validation files whose contents are also those of a training file.
+    """Return the validation files whose contents equal those of a training file.
 
     If there are very many validation files, only the first are checked. Empty files and indices
     contain nothing to train on.
@@ -428,7 +428,7 @@ def repeated_files(source: Source) -> list[Path]:
 
 
 def _compared_sizes(source: Source) -> dict[Path, int]:
-    """Return the first files, without empty ones and indices, with their sizes to compare."""
+    """Return the first files with their sizes, without empty files and indices."""
     return {
         file: size
         for file in source.files[:_COMPARED_FILES]
@@ -463,8 +463,8 @@ def require_tokens(file: Path, head: bytes) -> None:
 
 
 def _is_litdata(head: bytes, size: int) -> bool:
-    """Return whether a file begins as litdata's chunks do: a number of items, and where each begins
-    and the last ends, in 32 bits.
+    """Return whether a file begins like a chunk of litdata, in 32-bit numbers: the number of items,
+    where each begins, and where the last ends.
     """
     words = [int.from_bytes(head[at : at + 4], "little") for at in range(0, len(head) - 3, 4)]
     if len(words) < 3 or not words[0]:
@@ -499,7 +499,7 @@ def _splits_by_name(files: Sequence[Path]) -> dict[Path, str | None]:
 
 
 def _split_by_name(names: Sequence[str]) -> str | None:
-    """Return the split that the last indicative name names, if any."""
+    """Return the split of the last name that names one, if any."""
     for name in reversed(names):
         if _TRAIN_NAME.search(name):
             return "train"
@@ -546,10 +546,10 @@ def check_unchanged(source: Source) -> None:
 def _files_below(
     root: Path, left_out: Collection[str] = ()
 ) -> tuple[list[Path], list[Path], list[Path]]:
-    """Return the files in a folder and in folders that it links to, and outpace's own output there.
+    """Return the files in a folder, including linked folders, and the output of outpace in it.
 
-    Broken links are among them. All are in a stable order. Hidden files, and copies left by
-    editors and merges, are omitted.
+    The files include broken links, in a stable order, but neither hidden files nor copies left by
+    editors and merges.
 
     `left_out`: names of folders.
     """
@@ -600,7 +600,7 @@ def _is_of_outpace(folder: Path, names: Collection[str]) -> bool:
 
 
 def _leads_nowhere(entry: "os.DirEntry[str] | Path") -> bool:
-    """Return whether a path is a link without a target, or to itself."""
+    """Return whether a path is a link to nothing or to itself."""
     return entry.is_symlink() and not os.path.exists(entry)  # noqa: PTH110 (text at hand)
 
 
@@ -614,7 +614,7 @@ def _library_files(root: Path) -> list[Path]:
 
 
 def _decodes(path: Path) -> bool:
-    """Return whether a file is UTF-8; a few files of the standard library deliberately are not."""
+    """Return whether a file is UTF-8; a few of the standard library deliberately are not."""
     try:
         path.read_bytes().decode("utf-8")
     except UnicodeDecodeError:
@@ -633,7 +633,7 @@ def fingerprint(source: Source, text_field: str) -> str:
     digest = xxhash.xxh3_128()
     files = source.files
     if source.kind == "dataset":
-        # Its own fingerprint is that of the code that made it, not of the files that the code read.
+        # The dataset's own fingerprint is that of the code that created it, not of the data.
         dataset = open_dataset(source.reference)
         digest.update(str(dataset._fingerprint).encode())
         files = dataset_files(dataset)

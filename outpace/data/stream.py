@@ -26,11 +26,11 @@ _LLMC_MAGIC: Mapping[int, tuple[str | None, int]] = {
 _HEADER_BYTES = 1024
 _LOOKED_AT = 1 << 20
 _MOST_IDS = 1 << 20
-_ALIKE = 0.9  # share of words that look like ids of 32 or 64 bits, of those that tell
-_LEAST_PAIRS = 1000  # of bytes, to tell ids of one byte from ids of two
-# Bytes of a mapped file that may count as this process's memory; the kernel caches them anyway.
+_ALIKE = 0.9  # minimum share of indicative words that look like ids of 32 or 64 bits
+_LEAST_PAIRS = 1000  # number of bytes to inspect, to tell ids of one byte from ids of two
+# Bytes of a mapped file that may be resident in this process; the kernel caches them anyway.
 _RESIDENT_BYTES = 32 << 20
-_FAULT_BYTES = 2 << 20  # the most that one page fault maps: a huge page
+_FAULT_BYTES = 2 << 20  # maximum that one page fault maps: a huge page
 
 # How often a mapped file is checked while it is read, and how much of it is compared if its time or
 # size has changed.
@@ -45,9 +45,9 @@ _START_AGAIN = (
 class MappedTokens:
     """A file of token ids that is mapped into memory when used; pickling keeps only its path.
 
-    Reading raises BadInputError if the file was overwritten or truncated since: training would read
-    other tokens, or the kernel would end the process. Replacing the file under its name does no
-    harm, since the mapped file stays; nor does appending.
+    Reading raises BadInputError if the file was overwritten or truncated in the meantime, since
+    training would read other tokens, or the kernel would kill the process. Appending to the file,
+    or replacing it by another with its name, does no harm, since the mapped file stays.
     """
 
     def __init__(self, path: Path, dtype: str, offset: int = 0) -> None:
@@ -68,8 +68,8 @@ class MappedTokens:
         return len(self.ids)
 
     def part(self, offset: int, count: int) -> Array:
-        """Return ids from the file's pages, and drop earlier pages so that few stay resident.
-        Otherwise, training would make the whole file resident, and count it in the memory peak.
+        """Return ids from the file's pages, and drop earlier pages. Otherwise, the whole file would
+        become resident during training and count in the memory peak.
         """
         self._require_unchanged()
         found = self.ids[offset : offset + count]
@@ -103,7 +103,7 @@ class MappedTokens:
         self._state = state
 
     def _compute_digest(self) -> str:
-        """Hash ids at places all over the file, by reading: mapped pages would count as memory."""
+        """Hash ids throughout the file. They are read, since mapped pages would count as memory."""
         last = max(self.ids.nbytes - _PLACE_BYTES, 0)
         digest = xxhash.xxh3_128()
         with self.path.open("rb") as file:
@@ -113,7 +113,7 @@ class MappedTokens:
         return digest.hexdigest()
 
     def load(self, offset: int, count: int) -> Array:
-        """Read ids into memory: mapped pages would count as memory of this process."""
+        """Read ids into memory, since mapped pages would count as memory of this process."""
         at = self._offset + offset * self.ids.itemsize
         return np.fromfile(self.path, dtype=self._dtype, count=count, offset=at)
 
@@ -164,7 +164,7 @@ class Stream:
         return found
 
     def documents(self, begin: int, count: int) -> Array:
-        """Return the document number of each of those tokens, int32 from 0."""
+        """Return the document number of each token in that range, int32 from 0."""
         assert self.document_starts is not None
         places = np.arange(begin, begin + count) + self.start
         numbers: Array = np.searchsorted(self.document_starts, places, side="right")
@@ -176,7 +176,7 @@ class Stream:
         return replace(self, start=self.start + begin, stop=self.start + end)
 
     def concatenate(self, other: "Stream") -> "Stream":
-        """Return a stream of all shards of this one, then all of the other."""
+        """Return a stream of all shards of this stream, followed by those of the other."""
         length = int(self.ends[-1])
         assert self.document_starts is not None and other.document_starts is not None
         starts = np.concatenate((self.document_starts, other.document_starts + length))
@@ -186,18 +186,18 @@ class Stream:
         return _stream((*self.shards, *other.shards), starts, extent)
 
     def blocks(self) -> Iterator[Array]:
-        """Yield all tokens, in blocks."""
+        """Yield all tokens in blocks."""
         for begin in range(0, len(self), _SCANNED_TOKENS):
             yield self.read(begin, min(_SCANNED_TOKENS, len(self) - begin), mapped=False)
 
     def largest(self) -> int:
-        """Return an upper bound on the token ids, the shards' largest id; −1 without tokens."""
+        """Return the largest id in the shards, an upper bound for the stream; −1 without tokens."""
         return self.compute_extent()[1]
 
     def first_above(self, largest: int) -> tuple[Path, int, int]:
         """Find the first id above `largest`, which must exist: its file, its position, the id.
 
-        All shards are searched, even if this is only a part of them.
+        Whole shards are searched, even if the stream is only a part of them.
         """
         for shard in self.shards:
             for begin in range(0, len(shard), _SCANNED_TOKENS):
@@ -292,10 +292,10 @@ def _llmc_stream(path: Path, header: Array, size: int) -> Stream:
 
 
 def _width_of(path: Path, size: int) -> str:
-    """Return the type of the ids: the widest type whose upper bits no word uses.
+    """Return the type of the ids: the widest type whose upper bits are clear in all words.
 
-    16-bit ids would look like 32-bit ones only if every second id were less than 16; where all are
-    less than 16, only if every second one were 0.
+    16-bit ids look like 32-bit ids only if every second id is less than 16; if all are less than
+    16, only if every second id is 0.
     """
     for dtype, least in (("<u8", 8), ("<u4", 16)):
         width = np.dtype(dtype).itemsize
@@ -312,10 +312,10 @@ def _width_of(path: Path, size: int) -> str:
 
 
 def _require_ids(path: Path, words: Array) -> None:
-    """Refuse ids of 32 or 64 bits among which are other words: negative numbers that mark padding,
-    or a header. Read as 16 bits, every second id would be 0.
+    """Refuse ids of 32 or 64 bits with a header, or with negative numbers that mark padding.
 
-    Ids of 16 bits have as large numbers in the upper halves of words as in the lower ones.
+    These look like 16-bit ids, and if read as such, every second id would be 0. In real 16-bit ids,
+    numbers in the upper halves of words are as large as in the lower halves.
     """
     low, rest = words & 0xFFFF, words >> 16
     told = (low >= 16) | (rest >= 16)
@@ -344,7 +344,7 @@ def _require_little_endian(path: Path) -> None:
 
 
 def _require_no_gaps(path: Path) -> None:
-    """Refuse ids of 32 bits behind a header of two bytes: every second half is 0."""
+    """Refuse ids of 32 bits after a header of two bytes, in which every second 16-bit word is 0."""
     halves = np.asarray(np.memmap(path, dtype="<u2", mode="r")[: 2 * _LOOKED_AT])
     pairs = halves[: len(halves) // 2 * 2].reshape(-1, 2) < 16
     if len(pairs) < _LEAST_PAIRS:
@@ -360,8 +360,8 @@ def _require_no_gaps(path: Path) -> None:
 def _require_two_bytes(path: Path) -> None:
     """Refuse text, and ids of one byte, which would be read in pairs.
 
-    None of their bytes is above 127. Among ids of two bytes, of which most are above 255, the lower
-    bytes have all values.
+    Both have only bytes up to 127. The lower bytes of two-byte ids, most of which are above 255,
+    have all values.
     """
     pairs = np.asarray(np.memmap(path, dtype="<u1", mode="r")[: 2 * _LOOKED_AT]).reshape(-1, 2)
     large = len(pairs) >= _LEAST_PAIRS and pairs[:, 1].astype(bool).mean() > 0.5

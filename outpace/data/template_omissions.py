@@ -1,7 +1,7 @@
-"""Parts of conversations that a chat template leaves out of the text that it writes.
+"""Detection of parts of conversations that a chat template leaves out of its text.
 
-Templates skip roles, tools, calls and message keys that they were not written for, and some leave
-the reasoning out of answers.
+Templates skip roles, tools, calls and message keys for which they were not written, and some leave
+reasoning out of answers.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ _READ = frozenset({"role", "content", "tool_calls", "tool_call_id"}) | LEARNING_
 
 
 def answers_of(messages: Sequence[Message]) -> tuple[int, ...]:
-    """Return the numbers of the assistant's messages."""
+    """Return the indices of the assistant's messages."""
     return tuple(n for n, message in enumerate(messages) if message["role"] == "assistant")
 
 
@@ -67,7 +67,8 @@ def unwritten_roles(messages: Sequence[Message], whole: str, render: Render) -> 
 def unwritten_keys(talk: Conversation, render: Render) -> list[str]:
     """Return the keys of messages, other than their text, that have no effect.
 
-    The template omits them, or they ask to train on a message that is not the assistant's.
+    The template omits these keys, or they request training on a message that is not the
+    assistant's.
     """
     asked = dict.fromkeys(
         f"{key!r} of {one['role']!r} messages (only the assistant's are trained on)"

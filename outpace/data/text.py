@@ -49,7 +49,7 @@ def pieces(source: Source, text_field: str, cut: bool = True) -> Iterator[Piece]
 
 
 def _plain(file: Path, cut: bool) -> Iterator[Piece]:
-    """Yield one document; a long one in pieces, so it is never in memory as a whole."""
+    """Yield one document, a long one in pieces, so it is never in memory as a whole."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     kept, first, read, told = "", True, 0, 0
     with readable(file) as stream:
@@ -61,7 +61,7 @@ def _plain(file: Path, cut: bool) -> Iterator[Piece]:
             if read == 0:
                 kept = kept.removeprefix("\ufeff")  # the byte order mark is not text
             read += len(block)
-            # Earlier blocks have been searched.
+            # Earlier blocks have already been searched.
             border = _border(kept, max(_LEAST_PIECE, len(kept) - len(block) - 2), len(kept))
             if cut and border:
                 yield Piece(kept[:border], first, False, read - told)
@@ -86,10 +86,10 @@ def _decode(decoder: codecs.IncrementalDecoder, block: bytes, file: Path, read: 
 def _border(text: str, begin: int, end: int) -> int:
     """Return the last position in [begin, end) where a text can be split; 0 if there is none.
 
-    The best position is between two lines with no white space around the break: tokenizers join
-    white space across lines, and some join a line break with punctuation, but none joins a
-    character, one line break and a letter or digit. In text without lines, it is before the space
-    between two words.
+    The best position is after a single line break between two characters of text, the second a
+    letter or digit: tokenizers join white space across lines, and some join a line break with
+    punctuation, but none joins a line break with a letter or digit. In text without lines, it is
+    before the space between two words.
     """
     place = end - 1
     while (place := text.rfind("\n", begin, place)) > 0:
@@ -135,9 +135,9 @@ def _documents(file: Path, field: str) -> Iterator[tuple[str, int]]:
 
 
 def _remedy(row: Row, before: int) -> str:
-    """Say how to read records without the field: by their task, or by another field.
+    """Say how to read records that lack the field: with their task, or by another field.
 
-    `before`: number of earlier records that have it.
+    `before`: number of earlier records that have the field.
     """
     if (form := describe_form(row.values)) is not None:
         return f": {form}"

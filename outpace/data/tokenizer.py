@@ -24,15 +24,15 @@ from outpace.records.errors import BadInputError, OutpaceError, excerpt, json_er
 
 END_OF_TEXT = "<|endoftext|>"
 MASKED_SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-# More text does not improve the merges: counts of frequent pairs settle.
-_LONG_CHARACTERS = 1 << 20  # length of texts that take a tokenizer seconds
+# More text does not improve the merges, since the counts of frequent pairs have settled.
+_LONG_CHARACTERS = 1 << 20  # length of texts that take a tokenizer seconds to encode
 TRAINING_CHARACTERS = 32_000_000
-# Words are cut here before they are counted; runs of symbols in source code are shorter.
+# Words are cut at this length before they are counted; runs of symbols in source code are shorter.
 _LONG_RUN = re.compile(r"\S{256}|\s{256}")
 _MOST_IDS = 1 << 24
 _ADDITIONAL = "additional_special_tokens"
 _MORE_TEMPLATES = "additional_chat_templates"  # where transformers saves named templates
-# Names of the token that ends a text in different families, best first.
+# Names of the token that ends a text, in different families; the preferred ones first.
 _END_NAMES = (
     END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>", "[SEP]", "<|end|>", "<|eot_id|>",
 )  # fmt: skip
@@ -88,7 +88,7 @@ class Tokenizer:
         if not vocab:
             raise BadInputError("the tokenizer has no tokens")
         self.vocab_size = max(vocab.values()) + 1
-        if self.vocab_size > _MOST_IDS:  # `tokenizers` would allocate memory for each
+        if self.vocab_size > _MOST_IDS:  # `tokenizers` would allocate memory for every id
             raise BadInputError(
                 f"its ids go up to {self.vocab_size - 1}, with {len(vocab)} tokens; the largest id "
                 f"may be {_MOST_IDS - 1}"
@@ -112,7 +112,7 @@ class Tokenizer:
             vocab.get(self._roles.get(f"{role}_token", ""))
             for role in ("mask", "pad", "cls", "sep")
         )
-        # The end of text is included: some tokenizers differ in nothing else.
+        # The end of text is included, since some tokenizers differ only in it.
         self.fingerprint = hashlib.blake2b(
             f"{self.eos_token}\n{inner.to_str()}".encode(), digest_size=16, person=b"outpace-token"
         ).hexdigest()
@@ -154,7 +154,7 @@ class Tokenizer:
         }
 
     def known_characters(self) -> frozenset[str] | None:
-        """Characters with a token, if others are lost (character BPE without [UNK]); else None."""
+        """Characters with a token if others are lost (character BPE without [UNK]); else None."""
         told = json.loads(self.inner.to_str())
         model = told["model"]
         bytes_too = model.get("byte_fallback") or "ByteLevel" in json.dumps(
@@ -186,8 +186,9 @@ class Tokenizer:
         )  # fmt: skip
 
     def with_length(self, positions: int) -> "Tokenizer":
-        """Return the tokenizer with a model's positions as maximum length, unless it has one.
-        transformers truncates texts only to that length, and a model fails beyond its positions.
+        """Return the tokenizer with a model's number of positions as maximum length, unless it has
+        one. transformers truncates texts only to that length, and a model fails beyond its
+        positions.
         """
         if "model_max_length" in self._config:
             return self
@@ -259,9 +260,9 @@ def _templates(told: Any) -> dict[str, str]:
     return found
 
 
-# Normalisations that never look across a line break.
+# Normalizers that never look across a line break.
 _LOCAL_NORMALIZERS = frozenset({"NFC", "NFD", "NFKC", "NFKD", "Lowercase", "BertNormalizer"})
-# Starts and ends of lines and words, with all kinds of characters that pre-tokenizers distinguish.
+# Line and word boundaries between all kinds of characters that pre-tokenizers distinguish.
 _BORDERS = (
     (("word\n", "it's.\n", "12\n", "Ж—\n", "}\n"), ("word", "7", "Été", "中")),
     (("word", "it's", "Ж", "中"), (" word", " Été", " 中")),
@@ -355,7 +356,7 @@ _SENTENCEPIECE = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _SAMPLE = "A text, 12 of\n them: é 中."
 
 
-# Far more than a tokenizer needs for a short text, unless its rules never end.
+# Far more than a tokenizer needs for a short text, unless its rules never terminate.
 _SAMPLE_CPU_S, _SAMPLE_BYTES = 5.0, 1 << 30
 
 
@@ -392,12 +393,12 @@ def load_tokenizer(reference: str) -> Tokenizer:
     try:
         found = _load(path)
         if found is not None:
-            # Only then, some fail because a token is missing or a rule never ends.
+            # Only now do some fail, because a token is missing or a rule never terminates.
             call_isolated(partial(found.encode, _SAMPLE), _SAMPLE_CPU_S, _SAMPLE_BYTES)
     except BaseException as error:
         refused = isinstance(error, BadInputError) or not isinstance(error, OutpaceError)
         if not (isinstance(error, Exception) and refused) and not is_panic(error):
-            raise  # also for signals
+            raise  # reached for signals, too
         said = json_error(error) if isinstance(error, Exception) else str(error)
         said = shorten(said, 1000)
         raise BadInputError(f"the tokenizer {path} cannot be read: {said}") from None
@@ -412,8 +413,8 @@ def load_tokenizer(reference: str) -> Tokenizer:
 
 
 def _require_added_ids(tokenizer: Tokenizer, path: Path) -> None:
-    """Refuse a post-processor that adds ids that its tokens do not have. They are left over from a
-    replaced vocabulary: texts would begin with another token, or with an unknown id.
+    """Refuse a post-processor that adds ids that its tokens do not have. Such ids remain after a
+    vocabulary was replaced, and texts would begin with a wrong token or an unknown id.
     """
     told = json.loads(tokenizer.inner.to_str())["post_processor"]
     vocabulary = tokenizer.inner.get_vocab(with_added_tokens=True)
@@ -486,7 +487,7 @@ def _load(path: Path) -> Tokenizer | None:
     if path.is_file() and path.name == "vocab.txt":
         return _word_pieces(path)
     if path.is_file() and path.suffix == ".json":
-        if path.name == "tokenizer.json":  # the files beside it belong to it
+        if path.name == "tokenizer.json":  # the files next to it belong to it
             return _load(path.parent)
         return Tokenizer(tokenizers.Tokenizer.from_file(str(path)))
     config, template_file = _config_of(path)
@@ -499,8 +500,8 @@ def _load(path: Path) -> Tokenizer | None:
         return _of_class(path, config, template_file)
     for vocab, merges in (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt")):
         if (path / vocab).is_file() and (path / merges).is_file():
-            if _model_type(path) not in ("", "gpt2"):  # whose pattern cuts texts differently
-                with suppress(ValueError):  # GPT-2's files, which its class does not read
+            if _model_type(path) not in ("", "gpt2"):  # its pattern cuts texts differently
+                with suppress(ValueError):  # GPT-2's files, which this class does not read
                     return _of_class(path, config, template_file)
             return _byte_pairs(path / vocab, path / merges)
     if (path / "vocab.txt").is_file():
@@ -509,7 +510,7 @@ def _load(path: Path) -> Tokenizer | None:
 
 
 def _follow_config(inner: tokenizers.Tokenizer, config: Mapping[str, Any]) -> None:
-    """Cut texts by tokenizer_config.json if its class overrides tokenizer.json.
+    """Split texts as tokenizer_config.json specifies if its class overrides tokenizer.json.
 
     As in transformers 4 and 5, BERT's classes take the rules for case, accents and Chinese
     characters from there (or their defaults), and GPT-2's and RoBERTa's the space before a text.
@@ -542,7 +543,7 @@ def _model_type(path: Path) -> str:
 
 
 def _of_class(path: Path, config: dict[str, Any], template_file: Path | None) -> Tokenizer:
-    """Read a tokenizer whose class, not its files, defines how texts are cut."""
+    """Read a tokenizer whose class, rather than its files, defines how texts are split."""
     from transformers import AutoTokenizer
 
     try:

@@ -1,7 +1,8 @@
-"""Arguments of tool calls in the form that a chat template expects. OpenAI's data format has
-arguments as JSON in a string, transformers' as an object. Most templates write an object as JSON,
-and would put a string into quotes. Others write a string unchanged, and would write an object as
-Python code.
+"""Arguments of tool calls in the form that a chat template expects.
+
+In OpenAI's data format, arguments are JSON in a string; in transformers', they are an object. Most
+templates write an object as JSON, but put a string into quotes. Others write a string unchanged,
+but an object as Python code.
 """
 
 import json
@@ -26,7 +27,8 @@ _TRIAL = (
 def takes_text(render: Callable[[Messages], str]) -> bool:
     """Return whether a template writes arguments unchanged, so they must be JSON strings.
 
-    `render` writes messages by the template, and raises BadInputError if the template refuses them.
+    `render` renders messages with the template, and raises BadInputError if the template refuses
+    them.
     """
     with suppress(BadInputError):
         words = render(_TRIAL)
@@ -68,7 +70,7 @@ def _convert(call: Any, as_text: bool, where: str) -> Any:
 
 
 def _read_arguments(told: str, where: str) -> Any:
-    """Return the object that a JSON string contains (also if encoded twice), else the string."""
+    """Return the object that a JSON string contains, even if encoded twice, else the string."""
     value: Any = told if told.strip() else "{}"
     try:
         for _ in range(2):

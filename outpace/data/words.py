@@ -1,9 +1,9 @@
 """Byte-level BPE with a cache of words.
 
 A byte-level tokenizer first cuts a text into words by a regular expression, then merges the bytes
-of each word, independently of its context. So a known word needs only a lookup. Python's `re` cuts
-texts here, since it is several times as fast as the tokenizer's own engine. It is used only for
-texts on which both are known to agree; the tokenizer encodes all others.
+of each word, independently of its context. So a known word needs only a lookup. Here, Python's `re`
+cuts texts, since it is several times as fast as the tokenizer's own engine. It is used only for
+texts for which both are known to agree; the tokenizer encodes all others.
 """
 
 import json
@@ -53,7 +53,7 @@ class Words:
         cut = [self._cut(text) for text in texts]
         left = [text for text, words in zip(texts, cut, strict=True) if words is None]
         others = iter(self._inner.encode_batch_fast(left, add_special_tokens=False))
-        with self._lock:  # keeps other threads from clearing the words in between
+        with self._lock:  # other threads must not clear the words in the meantime
             self._learn(set(chain.from_iterable(words for words in cut if words)))
             find = self._known.__getitem__
             joined = [None if words is None else b"".join(map(find, words)) for words in cut]

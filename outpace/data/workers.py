@@ -1,4 +1,4 @@
-"""Processes that load data: how they start, and why they failed."""
+"""Worker processes that load data: how they start, and why they fail."""
 
 import errno
 import gc
@@ -20,7 +20,7 @@ from outpace.records.errors import BadInputError
 
 Begin = Callable[[int], None]
 
-# Exit codes of workers that cannot hand over a batch, by what they lack.
+# Exit codes of workers that cannot hand over a batch, by the resource that they lack.
 _NO_SHARED_MEMORY, _NO_FILES, _NOT_SENT, _NO_SOCKET = 101, 102, 103, 104
 _EXIT_CODE = re.compile(r"exit code (\d+)")
 _SHARED_MEMORY = ("shared memory", "bus error", "no space left on device", "unable to mmap")
@@ -30,8 +30,8 @@ _FILES = ("too many open files", "ancdata")
 def start_method() -> str | None:
     """Return the start method of workers: fork if that is safe and the user has not chosen another.
 
-    With fork, a script needs no main guard, and the end of a worker is noticed at once. None leaves
-    the choice to Python.
+    With fork, a script needs no main guard, and a worker's death is noticed immediately. None
+    leaves the choice to Python.
     """
     chosen = cast("str | None", multiprocessing.get_start_method(allow_none=True))
     return "fork" if chosen is None and sys.platform == "linux" else None
@@ -47,14 +47,14 @@ def starting_workers() -> Iterator[Begin]:
     """Yield the `worker_init_fn` of a DataLoader whose workers start in this context.
 
     Workers never collect their parent's garbage: it may refer to threads and memory that a fork
-    does not have, and freeing them would be a segmentation fault. Nor do collections then write to
-    pages that are shared with the parent.
+    does not have, and freeing them would crash. Without collections, pages shared with the parent
+    also stay shared.
     """
     collects = gc.isenabled()
     gc.disable()
     try:
         with warnings.catch_warnings():
-            # The best number of workers is for the user, or a probe, to determine.
+            # The user, or a probe, chooses the number of workers.
             warnings.filterwarnings("ignore", message="This DataLoader will create")
             yield partial(_begin, collects)
     except OSError as error:
@@ -83,13 +83,13 @@ def _begin(collects: bool, worker: int) -> None:
     if collects:
         gc.enable()
     # Otherwise, the thread that passes batches on would only print its error, and training would
-    # wait.
+    # hang.
     queue: Any = multiprocessing.queues.Queue
     queue._on_queue_feeder_error = staticmethod(_leave)
 
 
 def _leave(error: BaseException, _batch: object) -> None:
-    """End this worker, so that its parent notices; its batch is lost."""
+    """End this worker so that its parent notices. Its batch is lost."""
     codes = {"memory": _NO_SHARED_MEMORY, "files": _NO_FILES, "socket": _NO_SOCKET}
     code = codes.get(_scarce_resource(error) or "", _NOT_SENT)
     if code == _NOT_SENT:
@@ -99,7 +99,7 @@ def _leave(error: BaseException, _batch: object) -> None:
 
 
 def _scarce_resource(error: BaseException) -> str | None:
-    """Return the scarce resource of an error: shared memory, open files, a short name, memory."""
+    """Return the resource that an error lacks: shared memory, open files, a short name, memory."""
     number = getattr(error, "errno", None)
     said = str(error).lower()
     if number in (errno.EMFILE, errno.ENFILE) or any(one in said for one in _FILES):
@@ -127,7 +127,7 @@ def worker_troubles(
     except BadInputError as error:
         if not str(error).startswith("Caught "):
             raise
-        # From a worker, where torch has put the traceback into the message.
+        # The error is from a worker; torch has put the traceback into the message.
         raise BadInputError(str(error).rpartition("BadInputError: ")[2].strip()) from None
     except (RuntimeError, OSError) as error:
         said = str(error)
@@ -176,7 +176,7 @@ def _explain_failure(
 
 
 def _suggest_main_guard() -> str:
-    """Suggest the __main__ guard that a script needs if each worker runs it at its start."""
+    """Suggest the __main__ guard that a script needs if each starting worker runs it."""
     method = multiprocessing.get_start_method()
     if method == "fork":
         return ""
@@ -197,7 +197,7 @@ _SENTENCES = {
 
 
 def _describe_shared_memory() -> str:
-    """Describe how much shared memory there is, if that can be read."""
+    """Describe how much shared memory there is, if known."""
     try:
         found = os.statvfs("/dev/shm")
     except OSError:

@@ -19,7 +19,7 @@ _SHARE = "a number of steps, not a share of them"
 
 
 class _Meaning(NamedTuple):
-    """Possible names in outpace (a command uses the ones that it has), and a remark.
+    """Possible names in outpace, of which a command suggests only those that it has, and a remark.
 
     A name may be followed by a space and a value.
     """
@@ -29,7 +29,7 @@ class _Meaning(NamedTuple):
 
 
 def _table(rows: Mapping[str, str | _Meaning]) -> dict[str, _Meaning]:
-    """Build a table from rows of aliases with one meaning; outpace's names are separated by |."""
+    """Build a table from rows of aliases that share a meaning; | separates outpace's names."""
     table: dict[str, _Meaning] = {}
     for aliases, meant in rows.items():
         meaning = meant if isinstance(meant, _Meaning) else _Meaning(tuple(meant.split("|")))
@@ -38,12 +38,12 @@ def _table(rows: Mapping[str, str | _Meaning]) -> dict[str, _Meaning]:
 
 
 def _plain(name: str) -> str:
-    """Normalise a name: without dashes, spaces, dots and capitals, in which tools differ."""
+    """Normalise a name: convert it to lower case, and keep only letters and digits."""
     return re.sub(r"[^a-z0-9]", "", name.casefold())
 
 
 _SETTINGS = _table({
-    # What to train on what.
+    # Models and data.
     "model_name_or_path model_name base_model pretrained_model_name_or_path model_path hf_path "
     "pretrained model_id checkpoint ckpt": "model|run",
     "model": "run",
@@ -149,7 +149,7 @@ _SETTINGS = _table({
 })  # fmt: skip
 
 _VALUES = _table({
-    # Strategies, and the formats of --emit that have such a name.
+    # Strategies, and formats of --emit with the same name.
     "fsdp fsdp2 full_shard fully_shard deepspeed_stage_3 stage3": "zero3|fsdp",
     "shard_grad_op deepspeed_stage_2 stage2 sdp": "zero2",
     "deepspeed_stage_1 stage1 zero_redundancy_optimizer": "zero1",
@@ -219,7 +219,7 @@ _VALUES = _table({
 def translate_alias(word: str, choices: Iterable[str]) -> tuple[list[str], str]:
     """Return outpace's names (some with a value) for another tool's word, and a remark."""
     known = {_plain(choice): choice for choice in choices}
-    if _plain(word) in known:  # except for dashes and capitals
+    if _plain(word) in known:  # apart from dashes and capitals
         return [known[_plain(word)]], ""
     for table in (_SETTINGS, _VALUES):
         meaning = table.get(_plain(word))

@@ -21,7 +21,7 @@ Value = TypeVar("Value")
 OnChange = Callable[[str], None]  # called with a message about a changed file
 # Prefix of temporary files: folders with nothing else count as empty.
 TEMPORARY_PREFIX = ".outpace-"
-# Most problems of a record to report.
+# Maximum number of problems to report for a record.
 _MOST_PROBLEMS = 8
 
 _MOST_BYTES = 64 << 20  # limit for a record; a file may be endless
@@ -32,7 +32,7 @@ _NO_FOLDER_SYNC = (errno.EINVAL, errno.EBADF, errno.ENOTSUP, errno.ENOSYS, errno
 # Suffixes of files that huggingface_hub, curl, wget, aria2 and browsers are still fetching.
 _UNFETCHED = (".incomplete", ".part", ".aria2", ".crdownload", ".download")
 _JSON_KINDS = {list: "list", str: "string", bool: "true or false", type(None): "null"}
-_MOST_LEVELS = 100  # nested objects; Python's limit is some hundreds, less in deep calls
+_MOST_LEVELS = 100  # nested objects; Python's own limit is a few hundred, fewer in deep calls
 
 
 def entry(text: str, default: Any = None) -> Any:
@@ -53,9 +53,9 @@ class Record(BaseModel):
         serialize_by_alias=True,
     )
 
-    # Whether `save` writes a checksum into the file, which readers compare.
+    # Whether `save` writes a checksum into the file, which readers verify.
     has_checksum: ClassVar[bool] = False
-    # Values that a row of a notebook's table shows, as in "estimate.step_time_s"; default: all.
+    # Values to show in a row of a notebook's table, such as "estimate.step_time_s"; default: all.
     summary_fields: ClassVar[tuple[str, ...]] = ()
 
     def _repr_html_(self) -> str:
@@ -80,8 +80,8 @@ class Record(BaseModel):
     def load(cls, path: Path, on_change: OnChange | None = None, option: str = "") -> Self:
         """Read the record from a JSON file. `option`: the flag that names the file.
 
-        Raises BadInputError, including if the file was edited since it was written, unless
-        `on_change` accepts that message.
+        Raises BadInputError. If the file was edited since it was written, `on_change` is called
+        with a message; without it, this is an error, too.
         """
         return cls.parse(read_object(path, on_change, option), str(path))
 
@@ -108,8 +108,8 @@ def _checksum(values: dict[str, Any]) -> str:
 def read_json(path: Path, on_change: OnChange | None = None, option: str = "") -> Any:
     """Return the content of a JSON file, without a record's checksum. `option`: its flag.
 
-    Raises BadInputError, including if the file is too large for a record, and if its checksum does
-    not match, unless `on_change` accepts that message.
+    Raises BadInputError, also if the file is too large for a record. If the checksum does not
+    match, `on_change` is called with a message; without it, this is an error, too.
     """
     with _explain_read_errors(path, "JSON", option):
         refuse_pipe(path)
@@ -143,7 +143,7 @@ def read_object(path: Path, on_change: OnChange | None = None, option: str = "")
 
 
 def require_fetched(folder: Path) -> None:
-    """Refuse a folder with links to missing files, or files of an interrupted download.
+    """Refuse a folder that contains broken links or partly downloaded files.
 
     A reader would ignore such files, and weights would be drawn at random.
     """
@@ -217,7 +217,7 @@ def _explain_read_errors(path: Path, kind: str, option: str = "") -> Iterator[No
 
 
 def _line_of(path: Path, said: str) -> str:
-    """Return the line whose number a TOML error gives, else the last line."""
+    """Return the line at which a TOML error occurred; the last line if the error does not say."""
     with suppress(OSError, UnicodeDecodeError, IndexError):
         lines = path.read_text(encoding="utf-8").rstrip().splitlines()
         found = re.search(r"at line (\d+)", said)
@@ -227,12 +227,12 @@ def _line_of(path: Path, said: str) -> str:
 
 
 def format_path(path: Path) -> str:
-    """Format a path for a sentence, in quotes if it would break the line."""
+    """Format a path for a sentence, in quotes if its characters would break the line."""
     return str(path) if str(path).isprintable() else repr(str(path))
 
 
 def _check_depth(value: Value) -> Value:
-    """Return the value. Raises RecursionError if its nesting is too deep to process."""
+    """Return the value. Raises RecursionError if it is nested too deeply to process."""
     level: list[Any] = [value]
     for _ in range(_MOST_LEVELS):
         level = [
@@ -247,7 +247,7 @@ def _check_depth(value: Value) -> Value:
 
 
 def explain(error: ValidationError, where: str, known: Any) -> str:
-    """Turn pydantic's problems into sentences, the first few of them."""
+    """Turn the first few of pydantic's errors into sentences."""
     problems = error.errors()
     # A bad key leaves derived values missing: report the cause, not its consequences.
     wrong = [problem for problem in problems if problem["type"] != "missing"]
@@ -273,7 +273,7 @@ def write_atomic(path: Path, content: str | bytes) -> None:
     """Write `content` to `path` so that readers see either the old file or the new one.
 
     An existing file keeps its mode and owner. If `path` is not a regular file (a device, a named
-    pipe, standard output by its name), the content is written into it. Raises OSError.
+    pipe, /dev/stdout), the content is written into it. Raises OSError.
     """
     data = content.encode() if isinstance(content, str) else content
     if _is_written_into(path):
@@ -301,7 +301,7 @@ def temporary_name(path: Path) -> str:
 
 
 def _is_written_into(path: Path) -> bool:
-    """Return whether `path` must be written into, not replaced; links in /dev are kept, too."""
+    """Return whether `path` must be written in place, not replaced. This includes links in /dev."""
     if path.is_symlink() and path.parent == Path("/dev"):
         return True
     return path.exists() and not path.is_file() and not path.is_dir()
@@ -350,8 +350,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_paths(*paths: Path) -> None:
-    """Wait until each file's contents, or the names in each folder, are on the disk. On a file
-    system that cannot sync folders, only files are synced.
+    """Wait until the contents of each file and the entries of each folder are on the disk. On a
+    file system that cannot sync folders, only files are synced.
     """
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)

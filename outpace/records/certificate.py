@@ -1,4 +1,4 @@
-"""Certificate: what `outpace verify` proved, and how closely."""
+"""Certificate: what `outpace verify` proved, and to what accuracy."""
 
 from typing import Any, ClassVar
 
@@ -10,7 +10,7 @@ from outpace.records.model import ModelSpec
 
 
 class TensorDifference(Record):
-    """A tensor that differs by `relative` of its scale; None if one of the two is missing.
+    """A tensor that differs from the single process's by `relative` of its scale (None: missing).
 
     `kind` is loss, gradient, norm, parameter or buffer, or one of these "after resuming".
     """

@@ -1,4 +1,4 @@
-"""Checksums of a folder's files, written next to them and compared when they are read."""
+"""Checksums of a folder's files, saved in the folder and verified when the files are read."""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -57,9 +57,9 @@ def require_small_files(folder: Path) -> None:
 
 
 def require_readable(path: Path) -> None:
-    """Refuse a file that cannot be read, is a pointer of Git LFS, or has the wrong checksum.
+    """Refuse a file that cannot be read, is a Git LFS pointer, or has the wrong checksum.
 
-    The checksum is compared if there is one next to the file. Raises BadInputError.
+    The checksum is verified if the folder has one for the file. Raises BadInputError.
     """
     require_no_pointer(path)
     entries = _entries(path.parent)

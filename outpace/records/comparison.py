@@ -90,7 +90,7 @@ class Experiment(Record):
 
 
 class Verdict(Record):
-    """Slowdown of an arm relative to the first (0.08: 8 % slower), with its valid interval."""
+    """Slowdown of an arm relative to the first (0.08: 8 % slower), with its confidence interval."""
 
     rounds: NonNegativeInt
     slowdown: float | None = Field(description="median of the rounds' ratios; None: no rounds")
@@ -111,17 +111,17 @@ class Verdict(Record):
 
     @property
     def claimed_faster(self) -> bool:
-        """Return whether the arm is claimed to be faster, and its median is."""
+        """Return whether the arm is claimed to be faster and also has a shorter median."""
         return self.claimed and not self._slower and (self.slowdown or 0.0) < 0
 
     @property
     def claimed_slower(self) -> bool:
-        """Return whether the arm is claimed to be slower, and its median is."""
+        """Return whether the arm is claimed to be slower and also has a longer median."""
         return self.claimed and self._slower and (self.slowdown or 0.0) > 0
 
     @property
     def _slower(self) -> bool:
-        """Return whether "slower" is the claim: as most rounds recorded it, else by the median."""
+        """Return whether the claim is "slower": in most rounds if recorded, else in the median."""
         return (self.slowdown or 0.0) > 0 if self.slower is None else self.slower
 
     def words(
@@ -137,7 +137,7 @@ class Verdict(Record):
         if self.claimed:
             slower = self._slower
             size = self.slowdown if slower else -self.slowdown
-            if size < 0:  # claimed early, but the median has changed sides
+            if size < 0:  # claimed early, but the median has changed its sign since
                 return (
                     f"{arm} was {quantity[not slower]} than {against} in most rounds when that "
                     f"was claimed, but the median is now {_percent(self.slowdown)} "
@@ -166,7 +166,7 @@ class Verdict(Record):
         )
 
     def _so_far(self, slowdown: float, arm: str, against: str, quantity: tuple[str, str]) -> str:
-        """Return the sentence for too few rounds to support any claim, whatever their outcome."""
+        """Return the sentence for a comparison with too few rounds to support any claim."""
         rounds = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
         size = f"is {show_share(abs(slowdown))} {quantity[slowdown < 0]} than"
         if slowdown > 1 and quantity[0] == "slower":  # easier to read than hundreds of per cent
@@ -179,7 +179,7 @@ class Verdict(Record):
         )
 
     def _of_two_runs(self, slowdown: float, arm: str, against: str) -> str:
-        """Describe two runs; blocks of a run share everything that varies from start to start."""
+        """Describe two runs without a claim, since starting a run again also changes its speed."""
         parts = "of too few steps to measure how much they vary"
         if self.low is not None and self.high is not None:
             parts = f"{_percent(self.low)} to {_percent(self.high)} over parts of the runs"
@@ -209,7 +209,7 @@ def _format_interval(low: float, high: float) -> str:
     return " to ".join(map(show_share, ends))
 
 
-# The compared value: ratios need a number above 0.
+# The value to compare, above 0 since ratios are formed.
 _Figure = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 
@@ -225,7 +225,7 @@ class Outcome(Record):
 
 
 def remaining_arms(experiment: Experiment, outcomes: Sequence[Outcome]) -> list[Arm]:
-    """Return the arms that do not fail repeatedly."""
+    """Return the arms that have not failed repeatedly."""
     return [
         arm
         for arm in experiment.arms

@@ -1,4 +1,4 @@
-"""Strategies that train with compiled forward passes, and how much is compiled at once.
+"""Strategies that train with compiled forward passes, and how large a region is compiled.
 
 `tests/parallel/options.py compile` tries them all: two steps in float64 with Inductor's kernels,
 compared with a single process without compilation. docs/concepts/compile.md describes this table.
@@ -20,8 +20,8 @@ Region = Literal["whole", "blocks"]
 class CompileTrial(Record):
     """Result of a trial: the same numbers, or an `error` that torch raises.
 
-    `by_default`: compiled on CUDA if the user does not choose. `region`: how much is compiled at
-    once. `breaks`: code that the compiler leaves to Python, which splits a region into several
+    `by_default`: compiled on CUDA if the user does not choose. `region`: what is compiled as one
+    unit. `breaks`: code that the compiler leaves to Python, which splits a region into several
     graphs. `issue`: the report in torch's issue tracker.
     """
 
@@ -67,13 +67,13 @@ COMPILED: Mapping[str, CompileTrial] = {
         for name, traits in TRAITS.items()
         if traits.compiled is not None
     },
-    "dp": _WHOLE.model_copy(update={"by_default": False}),  # a baseline
+    "dp": _WHOLE.model_copy(update={"by_default": False}),  # a baseline for comparisons
 }
 
 
 def compiled_region(plan: Plan) -> Region:
-    """Return how much of the model a plan with `compile` compiles at once. It is a block, too, if
-    gradients are freed, or parameters or activations are fetched, block by block.
+    """Return the region that a plan with `compile` compiles as one unit. Plans that free gradients,
+    or fetch parameters or activations, block by block also compile by block.
     """
     elsewhere = plan.offload_parameters != "none" or plan.offload_activations != "none"
     by_block = plan.optimizer_in_backward or elsewhere
@@ -82,7 +82,7 @@ def compiled_region(plan: Plan) -> Region:
 
 
 def graph_obstacle(plan: Plan, dropout: float = 0.0) -> str | None:
-    """Return what prevents a plan's passes from being CUDA graphs; None if nothing does.
+    """Return what prevents capturing a plan's passes as CUDA graphs; None if nothing does.
 
     A graph does the same work each time, without a break. `dropout`: the model's rate.
     """

@@ -1,4 +1,4 @@
-"""Detection of files that are not what their names say, by their first bytes."""
+"""Detection of files whose first bytes do not match their names."""
 
 _COMPRESSED = {b"\x1f\x8b": "gzip", b"PK\x03\x04": "zip", b"\x28\xb5\x2f\xfd": "zstd",
                b"\xfd7zXZ\x00": "xz", b"BZh": "bzip2"}  # fmt: skip

@@ -19,11 +19,11 @@ EXIT_HANG = 5  # a rank was stopped, or never joined a collective
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: saved, run again with --resume
 # Exit codes of a run that was out of memory, reported or killed by the system.
 OUT_OF_MEMORY_CODES = (EXIT_OUT_OF_MEMORY, -9, 128 + 9)
-# Longest line of a message; longer ones quote a whole text.
+# Maximum line length of a message; longer lines quote a whole text.
 _MOST_LETTERS, _FIRST_LETTERS, _LAST_LETTERS = 4000, 1000, 1000
 # Limits for suggestions by spelling: difference in length, and similarity.
 _MOST_SLIPS, _LEAST_ALIKE, _FEW_LETTERS = 3, 0.75, 4
-# Parameter count in a model's name, and the range of suggested counts.
+# A parameter count in a model's name, and how far suggested counts may differ by a factor.
 _SIZE, _SIZE_RATIO = re.compile(r"(\d+(?:\.\d+)?)([bm])(?![a-z])"), 2.0
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all except tabs and line ends
 
@@ -31,7 +31,7 @@ _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # all except tabs and l
 class OutpaceError(Exception):
     """A failure whose message is meant for the user. `exit_code` is the command's exit status.
 
-    `on_all_ranks`: rank 0 raises the same error.
+    `on_all_ranks`: rank 0 raises the same error and will report it.
     """
 
     exit_code = 1
@@ -76,7 +76,7 @@ def error_summary(error: BaseException) -> str:
 def readable(message: str) -> str:
     """Shorten long lines of a message in the middle, where they quote data.
 
-    What was wrong is at the beginning, and what to do next is at the end.
+    The beginning says what was wrong, and the end what to do next.
     """
     return "\n".join(
         line if len(line) <= _MOST_LETTERS else f"{line[:_FIRST_LETTERS]} … {line[-_LAST_LETTERS:]}"
@@ -85,14 +85,14 @@ def readable(message: str) -> str:
 
 
 def excerpt(value: object) -> str:
-    """Return a value as Python writes it, or its beginning."""
+    """Return the `repr` of a value, cut if it is long."""
     try:
         return shorten(repr(value))
     except (RecursionError, ValueError):  # nested too deeply, or too many digits
         return f"a {type(value).__name__} that is too large to show"
 
 
-_MOST_BEGUN = 40  # characters of a text that is no JSON
+_MOST_BEGUN = 40  # characters of a text that is not JSON
 
 
 def json_error(error: Exception) -> str:
@@ -178,13 +178,14 @@ def _similar_names(word: str, known: list[str]) -> list[str]:
 
 
 def _one_slip(one: str, other: str) -> bool:
-    """Return whether words differ in one letter; short ones (tpu, cpu) must share all letters."""
+    """Return whether words differ in one letter; short words must also use the same letters."""
     alike = len(one) > _FEW_LETTERS or {*one} == {*other}
     return alike and len(one) == len(other) and sum(map(str.__ne__, one, other)) == 1
 
 
 def nearest_model(word: str, names: Iterable[str]) -> str:
-    """Return `suggest` for models: the same family, generation and size in another spelling.
+    """Return suggestions for a model's name: the same family, generation and size spelled
+    differently.
 
     If there are none, return those of the family and generation with the closest size; for a size
     or family alone ("405b", "llama-3.1"), all that have it. Mixtral is not a typing error for

@@ -17,7 +17,7 @@ class OffloadingPart(Record):
     """A part of the time that offloading takes in a step on one rank.
 
     `nbytes` cross the host's link or go to and from the disk; 0 means that nothing is copied.
-    `exposed_s` is the time that computation does not hide, and that is part of the step.
+    `exposed_s` is the time that computation does not hide, which lengthens the step.
     """
 
     what: Literal["weights", "activations", "optimizer", "host step", "disk"]
@@ -73,7 +73,7 @@ class Estimate(Record):
 
     @property
     def fits(self) -> bool:
-        """Return whether the plan fits into memory of device and host, as far as it is known."""
+        """Return whether the plan fits into those memories whose sizes are known."""
         device = self.memory_bytes is None or self.peak_memory_bytes <= self.memory_bytes
         host = self.host_memory_bytes is None or self.host_offloaded_bytes <= self.host_memory_bytes
         return device and host
@@ -182,7 +182,7 @@ class Plans(Record):
     defaults: dict[str, str] = entry("options that were not given, with the values used", {})
 
     def plan_for(self, role: Role) -> RankedPlan | None:
-        """Return the plan that is listed with this role; None: no plan is."""
+        """Return the plan that is listed with this role; None if there is none."""
         return next((planned for planned in self.plans if role in planned.roles), None)
 
     @property

@@ -12,8 +12,8 @@ from outpace.records.units import show_count, show_seconds, show_share
 Unit = Literal["FLOP/s", "B/s", "s", "tokens/s", "samples/s", "ratio"]
 
 
-# Range of plausible figures, far above the fastest machines; the planner uses no others. Shares may
-# be of any size and sign.
+# Range of plausible figures, up to far above the fastest machines; the planner ignores all others.
+# Shares may have any size and sign.
 _POSSIBLE: Mapping[Unit, tuple[float, float]] = {
     "FLOP/s": (1e3, 1e19),
     "B/s": (1.0, 1e16),
@@ -101,7 +101,7 @@ class Figure(Record):
 
     @property
     def half_width(self) -> float | None:
-        """Return half of the interval as a share of the value; None without one."""
+        """Return half the interval's width as a share of the value; None without an interval."""
         if not self.value or self.low is None or self.high is None:
             return None
         return (self.high - self.low) / 2 / self.value

@@ -19,7 +19,7 @@ class CollectiveEvent(Record):
 
 
 class RankSnapshot(Record):
-    """State of a rank when it was asked. `silent`: it did not answer."""
+    """State of a rank when it was queried. `silent`: it did not answer."""
 
     rank: int
     host: str
@@ -39,7 +39,7 @@ class RankSnapshot(Record):
 
 
 class HangReport(Record):
-    """The ranks that delayed the others, and the state of all."""
+    """The ranks that delayed the others, and the state of every rank."""
 
     has_checksum: ClassVar[bool] = True
 

@@ -80,7 +80,7 @@ class Accelerator(Record):
 
 
 class ValueRange(Record):
-    """A value that differs by processor model and lies between two others."""
+    """The range of a value that differs by processor model."""
 
     least: PositiveInt
     most: PositiveInt
@@ -99,9 +99,8 @@ class Processor(Record):
     source: str
 
 
-# How device links run: every pair through a switch, at the full rate; every pair directly, with an
-# equal share of the links; some pairs directly, others through a third device; in pairs; not at
-# all.
+# How devices are linked: all through a switch, at the full rate; every pair directly, with an equal
+# share of the links; some pairs directly, others through a third device; only in pairs; not at all.
 Topology = Literal["switch", "mesh", "cube-mesh", "pairs", "none"]
 
 

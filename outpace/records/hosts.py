@@ -90,7 +90,7 @@ class Elastic(Record):
 
 
 class HostQuery(Record):
-    """Questions to a host before anything is started there."""
+    """Questions to ask a host before starting anything on it."""
 
     folder: str
     seen: tuple[str, ...] = ()  # paths that must exist

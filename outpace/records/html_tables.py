@@ -15,7 +15,7 @@ _MOST_VALUES = 8
 
 
 def record_html(record: BaseModel) -> str:
-    """Return a record's name and a table of its values, without those at their defaults.
+    """Return a record's name and a table of its values that differ from their defaults.
 
     Records and lists within it unfold.
     """
@@ -57,7 +57,7 @@ def _list_cell(name: str, values: Sequence[Any]) -> str:
 
 
 def _records_cell(records: Sequence[BaseModel]) -> str:
-    """Tabulate records by their `summary_fields`, or else by their single values."""
+    """Tabulate records by their `summary_fields`, by default all scalar values."""
     first, shown = type(records[0]), records[:_MOST_ROWS]
     summary: Sequence[str] = getattr(first, "summary_fields", ())
     names = summary or [
@@ -80,7 +80,7 @@ def _is_single(value: Any) -> bool:
 
 
 def _value_at(record: BaseModel, path: str) -> Any:
-    """Return the value at names joined by points: "estimate.step_time_s"."""
+    """Return the value at a dotted path such as "estimate.step_time_s"."""
     found: Any = record
     for name in path.split("."):
         found = getattr(found, name, None)
@@ -88,7 +88,7 @@ def _value_at(record: BaseModel, path: str) -> Any:
 
 
 def _text(name: str, value: Any) -> str:
-    """Format a single value in the unit that its name ends with."""
+    """Format a scalar in the unit with which its name ends."""
     if value is None:
         return "n/a"
     if isinstance(value, bool):
@@ -107,7 +107,7 @@ def _text(name: str, value: Any) -> str:
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table of cells that are HTML; without a head, the first column has the names."""
+    """Return a table of HTML cells. Without a header row, the first column contains the names."""
     lines = [f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in head)}</tr>"] if head else []
     for first, *rest in rows:
         begin = f"<td>{first}</td>" if head else f"<th>{escape(first)}</th>"

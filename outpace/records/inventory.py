@@ -58,7 +58,7 @@ class NetworkPort(Record):
 
     @property
     def active(self) -> bool | None:
-        """Return whether it has a link and can carry data; None if the kernel does not say."""
+        """Return whether the port is up and can carry data; None if the kernel does not say."""
         return None if self.state is None else self.state.endswith("ACTIVE")
 
 
@@ -107,7 +107,7 @@ class Inventory(Record):
 
 
 def omp_threads(text: str) -> int | None:
-    """Return the threads that a value of OMP_NUM_THREADS requests: the first of a list.
+    """Return the number of threads that OMP_NUM_THREADS requests: the first number of a list.
 
     This follows OpenMP 5.2, §21.2.2. None if it is not a valid number.
     """

@@ -1,4 +1,4 @@
-"""Network bandwidth that a run needs, and the time that each network would cost."""
+"""Network bandwidth that a run needs, and the step time on each network."""
 
 from typing import Literal
 

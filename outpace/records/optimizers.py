@@ -18,9 +18,9 @@ Kept = Literal["bf16", "8bit", "4bit"]
 
 
 class Operators(NamedTuple):
-    """Number of operators per update: of a matrix, a vector or joined tensors. Joining tensors adds
-    `each` per tensor. `counted`: operators for the random numbers for rounding if they come from a
-    counter; if each of the joined tensors draws its numbers instead, it adds `drawn`.
+    """Number of operators per update of a matrix, a vector, or joined matrices or vectors. Joining
+    adds `each` per tensor. Random numbers for rounding need `counted` operators if a counter
+    generates them, or `drawn` for each joined tensor that draws its own.
     """
 
     matrix: float
@@ -106,19 +106,19 @@ def _low_adamw(
 # operators read their inputs from memory and write their outputs to it: torch/optim/adam.py of 2.13
 # (fused: weight and moments read and written, gradient read; otherwise decay 8, mean 12, square 20,
 # root 24, update 16), sgd.py (decay 12, momentum 20, update 12), and optim/low_precision_adamw.py,
-# adafactor.py and muon.py of outpace. Of LowPrecisionAdamW 96 bytes are arithmetic in fp32; the
-# rest reads moments (bf16 6, 8 bits 21, 4 bits 25 each) and writes them: rounded by random bits 34,
-# or as codes 35 and 37, with their blocks' largest magnitudes.
-# What outpace compiles on a GPU (optim.compiled) reads each number once and writes it once. Weight
-# and gradient are 12 bytes; moments of bf16 8, of 8 bits 4, of 4 bits 2, with their scales; random
-# bits for rounding to bf16 are computed within the kernel. Adafactor's matrix is read again for its
-# sums (counted as gradients once more, and the update). `operators` are counted as torch dispatches
-# them (2.13) in steps over one to three tensors of a kind, with weights in fp32;
+# adafactor.py and muon.py of outpace. In LowPrecisionAdamW, fp32 arithmetic moves 96 bytes; the
+# rest is for reading moments (bf16 6, 8 bits 21, 4 bits 25 each) and writing them (bf16 with
+# stochastic rounding 34, 8 bits 35 and 4 bits 37, with the largest magnitude of each block). What
+# outpace compiles on a GPU (optim.compiled) reads each number once and writes it once. Weight and
+# gradient are 12 bytes; moments of bf16 8, of 8 bits 4, of 4 bits 2, with their scales; random bits
+# for rounding to bf16 are computed within the kernel. Adafactor's matrix is read again for its sums
+# (counted as gradients once more, and the update). `operators` are counted as torch dispatches them
+# (2.13) in steps over one to three tensors of a kind, with weights in fp32;
 # tests/planner/step_time/test_optimizer_operators.py counts those of whole models. Step counts,
 # which Python reads from host memory, do not count: nothing is launched for them. Muon
 # orthogonalises matrices one by one on a CPU, and in batches of one shape on a GPU; Adafactor steps
-# tensors likewise. `tensors` of LowPrecisionAdamW: moments in fp32, random bits, and what is
-# rounded from them.
+# tensors likewise. `tensors` of LowPrecisionAdamW: moments in fp32, random bits, and the rounded
+# values.
 OPTIMIZER_TRAITS: Mapping[OptimizerName, OptimizerTraits] = {
     "adamw-fused": _adamw(28, Operators(0, 0), 0.0, 0.0),
     "adamw-foreach": _adamw(80, Operators(0, 0), 0.0, 1.0),

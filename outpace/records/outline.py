@@ -122,8 +122,8 @@ class Outline(Record):
     `untrained` says why outpace does not train the model, None if it does. `outputs` are the
     columns of the head's matmul (0 without a head), over `predicted` positions of a sequence (None
     means all). Embedding and head have the width `embedding_width` if there are matmuls between
-    them and the layers (OPT-350m). `notes` say where the dimensions come from, if users should
-    know.
+    them and the layers (OPT-350m). `notes` say where the dimensions come from, if users should know
+    them.
     """
 
     name: str

@@ -59,7 +59,7 @@ def traced_action(name: str) -> tuple[Kind, int] | None:
     return kinds[found[2]], int(found[1])
 
 
-# What goes wrong if a backward is split, and what to use instead.
+# What fails if the backward is split, and what to use instead.
 _SPLIT_REPLICAS = (
     "so replicas would average gradients before they are complete (pytorch#144530). Use "
     "dp_replicate 1, or 1f1b"

@@ -30,7 +30,7 @@ from outpace.records.strategies import Strategy as Strategy
 ProductSchedule = Literal[
     "gpipe", "1f1b", "interleaved", "loopedbfs", "zb", "zbv", "dualpipev"
 ]  # fmt: skip
-# Ordered by the memory that they keep, most first.
+# From the mode that keeps the most memory to the one that keeps the least.
 Checkpointing = Literal["none", "selective", "attention", "full"]
 
 
@@ -58,7 +58,7 @@ _OFFLOAD_FROM_COMPILED = strategies_that(lambda traits: traits.offloads_compiled
 class Plan(Record):
     """One way to train. Accumulation is derived from the global batch, not stored.
 
-    `micro_batch` samples go through the model at once on each data-parallel rank; a pipeline has
+    `micro_batch` samples go through the model together on each data-parallel rank; a pipeline has
     `pp_microbatches` of them in flight, and under 3d the schedule is `pp_schedule`. `checkpointing`
     applies to every block, or to each `checkpoint_every`-th from the first; `checkpoint_layers`, if
     given, sets it block by block instead. `sequence_parallel` belongs to tp; with `async_tp`, its
@@ -384,7 +384,7 @@ class Plan(Record):
 
     @property
     def samples_per_pass(self) -> int:
-        """Number of samples of a data share that pass the model before a gradient exists."""
+        """Number of samples of a data-parallel rank in one pass through the model."""
         return self.micro_batch * self.pp_microbatches
 
     @property
@@ -407,7 +407,7 @@ class Plan(Record):
 
     @property
     def samples_read(self) -> int:
-        """Number of samples that a reader reads at once; under dp, for all ranks together."""
+        """Number of samples in a batch of a reader; under dp, for all ranks together."""
         return self.samples_per_pass * self.data_parallel // self.readers
 
     def data_rank(self, rank: int) -> int | None:
@@ -455,7 +455,7 @@ class Plan(Record):
         return global_batch // per_pass
 
     def _other_parts(self, share: int) -> str:
-        """Suggest other values to change so that a rank's samples can be divided."""
+        """Suggest other values to change to make a rank's samples divisible."""
         if share % self.pp_microbatches == 0:
             return "another micro-batch"
         fitting = [str(n) for n in range(self.stages, share + 1) if share % n == 0][:3]
@@ -477,7 +477,7 @@ class Plan(Record):
 
 
 def layout_words(strategy: Strategy, mesh: str, processes: int) -> str:
-    """Return a strategy with its number of processes, or with its axes if they are not clear."""
+    """Return a strategy with its number of processes, or with its axes if these are not obvious."""
     if processes == 1:
         return strategy
     several = "," in mesh or len(TRAITS[strategy].axes) > 1
@@ -562,9 +562,9 @@ def fill_axes(
 
 
 class PlanFile(Plan):
-    """A plan as in plan.json, with the sequence length and batch for which it was made.
+    """The content of plan.json: a plan, and the sequence length and batch for which it was made.
 
-    These are None if unknown, as in files written before they were saved.
+    The latter are None in files of older versions, which did not save them.
     """
 
     seq_len: PositiveInt | None = entry("tokens per sample")

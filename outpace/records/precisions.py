@@ -85,7 +85,7 @@ class PrecisionTraits:
 PRECISION_TRAITS: Mapping[Precision, PrecisionTraits] = {
     "fp64": PrecisionTraits("fp32", weights="fp64"),  # hardware has only fp32 matmuls
     "fp32": PrecisionTraits("fp32"),
-    "tf32": PrecisionTraits("tf32"),  # of fp32 operands, which tensor cores round
+    "tf32": PrecisionTraits("tf32"),  # the operands are fp32; tensor cores round them
     "bf16": PrecisionTraits("bf16", "bf16", shards=ShardDtypes("bf16", "fp32")),
     # Without autocast: the shards are the master weights, and no other copy is kept.
     "bf16-master": PrecisionTraits(
@@ -112,7 +112,7 @@ WEIGHTS: Mapping[Precision, LowDtype] = {
     if traits.low is not None and traits.weight_bytes == 2
 }
 MASTERS = precisions_that(lambda traits: traits.masters)
-# Precisions whose only weights have 16 bits: rounding to nearest would lose small updates.
+# Precisions with 16-bit weights only, where rounding to nearest would lose small updates.
 PURE = tuple(name for name in WEIGHTS if name not in MASTERS)
 # Precisions with more than 16 bits throughout.
 WIDE = precisions_that(lambda traits: traits.low is None)

@@ -14,7 +14,7 @@ SectionName = Literal[
 
 
 class ProgressDisplay(Protocol):
-    """Receiver of a section's progress."""
+    """Display of the progress of a section."""
 
     def __call__(self, section: str, share: float) -> None:
         """Show progress: a `share` from 0 to 1 of the section's expected time has passed."""
@@ -54,7 +54,7 @@ def network_fit(fits: Sequence[LinkFit], hosts: int) -> LinkFit | None:
 
 
 def node_bytes_per_s(fit: LinkFit, at_once: int) -> float | None:
-    """Return a host's bandwidth, from `network_fit` and the number of local ranks in groups.
+    """Return a host's network bandwidth, from `network_fit` and the number of groups per host.
 
     All groups send at once, so the network carries the sum of their rates. None if no fit is
     steady.
@@ -131,7 +131,7 @@ class ProbeRecord(Record):
         return None if fit is None or ranks is None else node_bytes_per_s(fit, ranks)
 
     def inside_bytes_per_s(self) -> float | None:
-        """Bandwidth of a rank's link to the others of its host; None as above."""
+        """Bandwidth of a rank's link to other ranks of its host; None if it is unknown."""
         fit = self.fit("all-reduce", "node")
         if fit is None and self.hosts == 1:
             fit = self.fit("all-reduce", "all")

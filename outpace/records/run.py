@@ -1,4 +1,4 @@
-"""RunRecord: everything that determined a run (run.json); and why a run ended early."""
+"""RunRecord: everything that determined a run (run.json). Failure: why it ended early."""
 
 import shlex
 from pathlib import Path
@@ -77,9 +77,9 @@ class RunRecord(Record):
         return moved[-1] if moved else 0
 
     def last_untimed_step(self, result: Measurement | None) -> int:
-        """Return the step after which a run's steps count in its times and rates; 0 if all do. In a
-        finished run, steps after its last resume count, as in its `result`, unless all of them are
-        warm-up; otherwise, steps after `start_step` count.
+        """Return the step after which steps count towards a run's times and rates; 0 if all do. In
+        a finished run, steps after its last resume count, as in its `result`, unless all of them
+        are warm-up; otherwise, steps after `start_step` count.
         """
         if result is None or result.steps - result.start_step <= WARMUP_STEPS:
             return self.start_step

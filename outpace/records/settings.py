@@ -54,10 +54,10 @@ _MOST_TOKENS = 10**18
 _MOST_SAMPLES = 10**9  # in a batch, and tokens in a sample
 _MOST_RANKS = 2**24
 _MOST_PROCESSES = 2**16  # or threads on one host
-_MOST_WIDTH = 2**24  # as of models
+_MOST_WIDTH = 2**24  # for example of models
 MOST_SEED = 2**63 - 1  # of torch's generators
-# By setting: the smallest value above 0 (0 itself has another meaning or is refused), and the
-# largest. A learning rate below the smallest changes no weight.
+# By setting: the smallest positive value, and the largest; 0 has another meaning or is refused. A
+# learning rate below the smallest changes no weight.
 _RANGES: dict[str, tuple[float, float]] = {
     "data_weights": (1e-18, 1e18),
     "workers": (1, _MOST_PROCESSES),
@@ -386,7 +386,7 @@ class TrainSettings(Record):
     @field_validator("*", mode="after")
     @classmethod
     def _require_range(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse numbers of an impossible magnitude; 0 and -1 have other rules."""
+        """Refuse numbers of an impossible magnitude; 0 and -1 are checked elsewhere."""
         low, high = _RANGES.get(info.field_name or "", (0, math.inf))
         for number in value if isinstance(value, tuple) else (value,):
             if not isinstance(number, (int, float)) or number <= 0:
@@ -452,8 +452,8 @@ class TrainSettings(Record):
             raise ValueError("loss chunked applies to a vocabulary. Leave it out of task classify")
 
 
-# Settings for a run's work besides training, and where it writes: they may differ if the same
-# training is repeated.
+# Settings that do not affect training, only a run's other work and its output: they may differ when
+# the same training is repeated.
 OF_A_RUN = frozenset(
     name
     for name, field in TrainSettings.model_fields.items()

@@ -30,12 +30,12 @@ def may_handle(number: signal.Signals) -> bool:
 
 @contextmanager
 def defer_signals() -> Iterator[set[int | signal.Signals]]:
-    """Block all signals, and run handlers of those in `ENDING` only after the block. For forks.
+    """Block all signals around a fork, and run handlers of those in `ENDING` only afterwards.
 
     Yields the signals that were blocked before, which a fork restores. Python runs handlers between
-    any two instructions of the main thread, also in what modules register to be run around a fork,
-    where what a handler raises is printed and lost. A blocked signal does not wait: another thread
-    receives it.
+    any two instructions of the main thread, including callbacks that modules register for forks,
+    where an exception from a handler is printed and lost. Blocking signals is not enough, since
+    another thread then receives them.
     """
     held = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
@@ -47,7 +47,7 @@ def defer_signals() -> Iterator[set[int | signal.Signals]]:
 
 @contextmanager
 def _deferred_handlers() -> Iterator[None]:
-    """Run handlers only after the block, where they run at all: in the main thread."""
+    """Run handlers only after the block. Only the main thread runs handlers at all."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

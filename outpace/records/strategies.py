@@ -39,11 +39,11 @@ class StrategyTraits:
     `buckets`: gradients are reduced in buffers as soon as they are computed. `gathers`: parameters
     are gathered before use, so they may be stored elsewhere, even on a single process.
     `compresses`: the kinds of compression for its reduced buffers of whole gradients.
-    `steps_in_backward`: a gradient is complete as soon as it is computed, and nothing else holds
-    its memory. `shares_buffers`: every rank has all buffers, and a share of the samples.
+    `steps_in_backward`: a gradient is complete as soon as it is computed, and no buffer shares its
+    memory. `shares_buffers`: every rank has all buffers, and a share of the samples.
     `communicates_within`: it communicates during forward and backward, and the time is counted as
-    part of them. `one_shape`: all batches have the same shape. `takes_sparse_gradients`: embeddings
-    may have sparse gradients. `offloads_compiled`: activations may be offloaded from compiled
+    part of them. `one_shape`: all batches have the same shape. `takes_sparse_gradients`: gradients
+    of embeddings may be sparse. `offloads_compiled`: activations may be offloaded from compiled
     blocks (tests/parallel/test_offload.py). `compiled`: None if it was not tested.
     """
 
@@ -96,7 +96,7 @@ TRAITS: Mapping[Strategy, StrategyTraits] = {
         steps_in_backward=True, takes_sparse_gradients=True, offloads_compiled=True,
         compiled="whole",
     ),
-    # Of one process, whose threads would call the first replica's forward.
+    # One process, whose threads would all call the first replica's forward.
     "dp": StrategyTraits(
         module="dp", family="DP (one process)", axes=("dp_replicate",), title="DP, one process",
         one_shape=True, compiled="whole",
@@ -157,5 +157,5 @@ def idle_strategy_note(strategy: Strategy | None, world_size: int) -> str | None
     return f"--strategy {strategy} on one process splits nothing"
 
 
-# As the only axis, not under 3d: `fully_shard` shards the parameters.
+# As the only axis; under 3d, `fully_shard` shards the parameters.
 FULLY_SHARDED = strategies_that(lambda traits: traits.zero >= 2)

@@ -38,7 +38,7 @@ def nvlinks(link: str | None) -> int:
 
 
 def goodness(link: str | None) -> int:
-    """Return a number, higher for better links (more NVLinks, then fewer bridges); 0 for None."""
+    """Rank a link by a number: higher for more NVLinks, then for fewer bridges; 0 for None."""
     if link is None:
         return 0
     if nvlinks(link):
@@ -163,7 +163,7 @@ class SlowPairs(Record):
     """Pairs of GPUs that are connected by `link` at best.
 
     `times_slower`: communication between such a pair takes at least this many times as long as over
-    the host's best NVLinks (at best, the pair has a PCIe slot's rate); None if the difference is
+    the host's best NVLinks (the pair has at most a PCIe slot's rate); None if the difference is
     small.
     """
 

@@ -79,7 +79,7 @@ class ObservedRun(Record):
 
 
 class CorrectedMachine(Record):
-    """A machine of the catalog (`node`) or a probed one, with runs that correct its rates."""
+    """A machine from the catalog (`node`) or from a probe, with runs that correct its rates."""
 
     has_checksum: ClassVar[bool] = True
 
@@ -105,5 +105,5 @@ def is_corrected(path: Path) -> bool:
     try:
         values = read_object(path)
     except BadInputError:
-        return False  # reading it as a machine reports the error
+        return False  # Reading it as a machine will report the error.
     return "runs" in values and "host_cores" not in values

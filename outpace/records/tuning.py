@@ -54,12 +54,12 @@ class PlanTrial(Record):
 
     @property
     def compared_s(self) -> float | None:
-        """Return the step time by which to compare plans; other load only makes steps longer."""
+        """Return the step time by which to compare plans. Other load can only lengthen steps."""
         return self.undisturbed_s or self.step_time_s
 
 
 def shown_rate(trials: Sequence[PlanTrial]) -> Literal["tokens_per_s", "samples_per_s"]:
-    """Return the name of the field with the speed of trials: of samples, if there are no tokens."""
+    """Return the field with the speed of trials: in samples if the data has no tokens."""
     done = [trial for trial in trials if trial.step_time_s is not None]
     by_samples = any(one.samples_per_s for one in done)
     tokens = any(one.tokens_per_s for one in done) or not by_samples
@@ -105,7 +105,7 @@ class Tuning(Record):
         return self.trials[number - 1]
 
     def same_before(self, trial: PlanTrial) -> int | None:
-        """Return the number of an earlier first trial of the same plan, if there is one."""
+        """Return the number of the first trial of the same plan; None if it is this one."""
         first = next(one.number for one in self.trials if one.plan == trial.plan)
         return first if first < trial.number else None
 

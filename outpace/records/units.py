@@ -17,7 +17,7 @@ def show_bytes(count: float | None) -> str:
 
 
 def show_size(count: int) -> str:
-    """Format a chosen size: 65536 -> '64 KiB'; others are formatted like `show_bytes`."""
+    """Format a size as 65536 -> '64 KiB' if it is round, otherwise like `show_bytes`."""
     return show_bytes(count).replace(".00 ", " ")
 
 
@@ -73,7 +73,7 @@ def read_bytes(text: str) -> int:
 
 
 def write_bytes(count: int) -> str:
-    """Format a size so that `read_bytes` reads exactly this: 8589934592 -> '8GiB'."""
+    """Format a size for `read_bytes`, without rounding: 8589934592 -> '8GiB'."""
     for factor, name in _BINARY:
         if count % factor == 0:
             return f"{count // factor}{name}"

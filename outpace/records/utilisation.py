@@ -1,4 +1,4 @@
-"""Utilisation of a host and its devices during training: single moments, and a series of them."""
+"""Utilisation of a host and its devices during training: averages, and series over time."""
 
 from collections.abc import Iterable, Sequence
 from datetime import datetime
@@ -17,7 +17,7 @@ from pydantic import (
 from outpace.records.base import Record, entry, write_atomic
 
 Values = tuple[int | float | None, ...]
-_DISTURBING = 0.25  # least share of a host's cores used by others to report
+_DISTURBING = 0.25  # minimum share of a host's cores that others must use to be reported
 
 
 def _time(text: str) -> str:
@@ -78,7 +78,7 @@ class HostLoad(Record):
 
     @property
     def disturbing_cores(self) -> float | None:
-        """Return how many cores other processes kept busy, if that slows a run; else None."""
+        """Return how many cores other processes kept busy; None if too few to slow a run."""
         used = self.other_cores
         return used if used is not None and used > _DISTURBING * len(self.cores) else None
 
@@ -111,8 +111,8 @@ def disturbance(loads: Sequence[Load]) -> list[str]:
 def device_utilisation(loads: Iterable[Load], processes: int) -> float | None:
     """Return the mean over the devices that a run used; None if unknown.
 
-    If it is unknown which devices these were, all are counted, provided there are no more than
-    processes.
+    If it is unknown which devices the run used, all are counted, provided that there are no more
+    devices than processes.
     """
     used = [one for load in loads for one in load.devices if one.run_memory_bytes != 0]
     told = all(one.run_memory_bytes is not None for one in used)
@@ -245,7 +245,7 @@ class Utilisation(Record):
         )
 
     def average(self) -> Load | None:
-        """Return the whole time as one load; None if nothing was recorded."""
+        """Return the average load over the whole time; None if nothing was recorded."""
         return average(self.loads) if self.ends_s else None
 
     def save(self, path: Path) -> None:
@@ -256,7 +256,7 @@ class Utilisation(Record):
 def series(
     loads: Sequence[Load], *, started: str, period_s: float, sampler_cpu_s: float
 ) -> Utilisation:
-    """Make a record of consecutive loads. Raises ValueError if there are none."""
+    """Create a record of consecutive loads. Raises ValueError if there are none."""
     if not loads:
         raise ValueError("no loads to make a series of")
     ends_s, end_s = [], 0.0
@@ -322,7 +322,7 @@ def _series_of(one: HostSeries | DeviceSeries) -> Iterable[Values]:
 
 
 class ThinnedLoads:
-    """Series of at most `most` loads; when full, pairs are averaged and the period doubles."""
+    """Series of at most `most` loads. Once full, it averages pairs and doubles the period."""
 
     def __init__(self, period_s: float, most: int = 1000) -> None:
         self.base_period_s = period_s

@@ -1,3 +1,3 @@
-"""The version of outpace, available without the metadata of an installation."""
+"""The version of outpace, available even where its package metadata is not installed."""
 
 __version__ = "0.1.0"
