@@ -104,7 +104,7 @@ def plans(job: PlanningProblem) -> Plans:
 
 
 def _interval(job: PlanningProblem) -> Interval:
-    """Return the interval for a problem's chips, kind of model, and software."""
+    """Return the prediction interval for a problem's chips, kind of model, and software."""
     chip = ACCELERATORS.get(job.cluster.device.name)
     kind = QuestionKind(
         architecture=None if chip is None else chip.architecture,
@@ -117,7 +117,7 @@ def _interval(job: PlanningProblem) -> Interval:
 
 
 def likeness(job: PlanningProblem, plan: Plan) -> Likeness:
-    """Describe a plan of the problem by the features that are compared with measured cases."""
+    """Describe a plan by the features that are compared with measured cases."""
     device = job.cluster.device
     chip = ACCELERATORS.get(device.name)
     return Likeness(
@@ -133,7 +133,7 @@ def likeness(job: PlanningProblem, plan: Plan) -> Likeness:
 
 
 def _measured_fields(job: PlanningProblem, plan: Plan) -> dict[str, Any]:
-    """Return the fields of `RankedPlan` about measured cases; none for CPUs and guessed rates."""
+    """Return the fields of `RankedPlan` about measured cases; empty for CPUs and guessed rates."""
     if job.cluster.device.kind == "cpu" or not job.outline.vocab:
         return {}
     return {
@@ -198,7 +198,7 @@ def _host_memory_note(job: PlanningProblem, used: PlanningProblem) -> list[str]:
 
 
 def _adapter_notes(job: PlanningProblem, planned: Sequence[RankedPlan]) -> list[str]:
-    """Return a note on what adapters train, or would save if weights are offloaded."""
+    """Return a note on what adapters train, or on what they would save if weights are offloaded."""
     adapters = job.wanted.adapters
     if adapters is not None:
         trained, count = adapters.trained_parameters(job.outline), parameters(job.outline)
@@ -257,11 +257,11 @@ def _small_states_note(job: PlanningProblem, planned: RankedPlan) -> list[str]:
     return []
 
 
-_MUCH_OF_STEP = 0.25  # of its time
+_MUCH_OF_STEP = 0.25  # of the step time
 
 
 def _batch_note(planned: RankedPlan) -> list[str]:
-    """Return a note on offloading's time that no batch size changes, if it is large."""
+    """Return a note on the offloading time that is the same for any batch size, if it is large."""
     one = planned.estimate
     fixed_s = sum(
         part.exposed_s for part in one.offloading if part.what in ("optimizer", "host step", "disk")
@@ -308,7 +308,7 @@ def _add_alternatives(job: PlanningProblem, found: SearchResult) -> SearchResult
     """Add the simplest and the leanest plans that are about as fast, with simulated pipelines.
 
     If a simulated pipeline is slower than allowed, the best plan without a pipeline replaces it. If
-    one is faster than the fastest, it becomes the fastest, and alternatives are sought again.
+    one is faster than the fastest, it becomes the fastest, and alternatives are searched again.
     """
     found = _find_simulated_alternatives(job, found)
     faster = _faster_alternatives(found)
@@ -340,7 +340,7 @@ def _find_simulated_alternatives(job: PlanningProblem, found: SearchResult) -> S
     return replace(found, times=times)
 
 
-_ROUNDING = 1e-9  # the same plan, simulated among others, differs in its last digits
+_ROUNDING = 1e-9  # simulated among others, the same plan's time differs in its last digits
 
 
 def _faster_alternatives(found: SearchResult) -> Ints:
@@ -351,11 +351,11 @@ def _faster_alternatives(found: SearchResult) -> Ints:
 
 
 def _settle_least(job: PlanningProblem, found: SearchResult) -> SearchResult:
-    """Return `found` without a needless plan with headroom, and with the least known as leanest.
+    """Drop a plan with headroom that is not needed, and correct which plan is the leanest.
 
-    A plan with headroom is needless if the recommended one leaves as much memory free. The leanest
-    may have been replaced by one that needs more than the recommended plan, which is as fast as the
-    leanest must be: then that plan is both.
+    A plan with headroom is not needed if the recommended one leaves enough memory free. The leanest
+    may have been replaced by a plan that needs more memory than the recommended one. Since the
+    latter is fast enough to be the leanest, it then has both roles.
     """
     least, simple = found.needs[found.leanest], found.needs[found.simplest]
     if found.roomier:
@@ -366,7 +366,7 @@ def _settle_least(job: PlanningProblem, found: SearchResult) -> SearchResult:
 
 
 def _slow_alternatives(found: SearchResult) -> tuple[bool, bool]:
-    """Return whether the simplest and the leanest plans are slower than allowed, once simulated."""
+    """Return whether the simplest and the leanest plans are slower than allowed if simulated."""
     took = found.times.step_s[[found.simplest, found.leanest]]
     slow = took > np.array([found.simple_s, found.lean_s])
     return bool(slow[0]), bool(slow[1])
@@ -393,7 +393,7 @@ def list_places(found: SearchResult) -> list[tuple[int, tuple[Role, ...]]]:
 
 
 def _fastest(job: PlanningProblem) -> tuple[PlanningProblem, SearchResult]:
-    """Search; return the version of the problem with plans (`by_assumption`), and the result."""
+    """Search; return the result, and the version of the problem with plans (`by_assumption`)."""
     *first, last = job.by_assumption()
     for one in first:
         used, found = _fastest_on_nodes(one)
@@ -601,7 +601,7 @@ def _offloading(job: PlanningProblem, row: PlanBatch) -> tuple[OffloadingPart, .
 
 
 def _insistences(job: PlanningProblem, fastest_s: float) -> list[KeptOption]:
-    """Return the cost of each option that the user requires, from the time without it."""
+    """Return the cost of each option that the user requires, compared with the time without it."""
     rows = []
     wanted = job.wanted
     asked: list[tuple[str, SearchRequest]] = [

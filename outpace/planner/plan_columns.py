@@ -1,4 +1,4 @@
-"""Plans as columns, from which time and memory of many plans are estimated at once.
+"""Plans as columns, from which time and memory of many plans are estimated together.
 
 Every array has one entry per plan. Names are stored as positions in the tuples of this module.
 """
@@ -93,7 +93,7 @@ class PlanBatch:
         return found.pop() if found else None
 
     def unknown_with_adapters(self) -> Iterator[tuple[str, Bools]]:
-        """Yield settings with which adapters cannot be estimated, and the plans that have them."""
+        """Yield settings with which adapters cannot be estimated, and which plans have them."""
         columns: dict[str, tuple[Any, Sequence[Any]]] = {
             "strategy": (self.strategy, STRATEGIES),
             "offload_activations": (self.offload_activations, OFFLOADS),
@@ -139,15 +139,15 @@ class PlanBatch:
         return split & self.precision_in("bf16-master")
 
     def with_kept_states(self) -> Self:
-        """Return the plans with precisions whose optimizer keeps no master weights of its own.
+        """Return the plans with precisions whose optimizer keeps no separate master weights.
 
-        This is the case where shards of parameters are the masters.
+        This is the case if shards of parameters are the masters.
         """
         plain = PRECISIONS.index("bf16")
         return replace(self, precision=np.where(self.holds_masters(), plain, self.precision))
 
     def shard_bytes(self) -> tuple[Floats, Floats]:
-        """Return the bytes of gathered parameters and of reduced gradients of each plan."""
+        """Return each plan's bytes per number of gathered parameters and of reduced gradients."""
         gathered, reduced = _SHARD_ITEMS[self.precision].T
         return gathered, reduced
 

@@ -38,7 +38,7 @@ class PlanningProblem:
 
     @property
     def limit(self) -> float:
-        """Return the bytes of device memory that the driver leaves free; infinite if unknown."""
+        """Return the bytes of device memory available to processes; infinite if unknown."""
         return float(self.cluster.device.memory_bytes or sys.float_info.max)
 
     def with_nodes(self, nodes: int) -> "PlanningProblem":
@@ -100,11 +100,11 @@ class PlanningProblem:
         return replace(self, wanted=replace(self.wanted, offloads=False)), self
 
     def offloads(self, columns: PlanBatch) -> Floats:
-        """Return the bytes of a node's host memory to which each plan's ranks offload."""
+        """Return the bytes that each plan's ranks offload to a node's host memory."""
         return self.offloaded_bytes(columns)[0]
 
     def offloaded_bytes(self, columns: PlanBatch) -> tuple[Floats, Floats]:
-        """Return the maximum bytes that a node's ranks keep in its host memory and on its disks."""
+        """Return the maximum bytes that a node's ranks offload to host memory and to disks."""
         host, disk = peak.offloaded_bytes(
             self.outline, self.wanted.seq_len, columns, self.cluster.device.kind,
             traits=self.traits,

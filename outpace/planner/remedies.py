@@ -1,4 +1,4 @@
-"""Changes with which a model fits: other options, more devices, shorter sequences, adapters."""
+"""Changes that make a model fit: other options, more devices, shorter sequences, adapters."""
 
 import math
 import re
@@ -35,7 +35,7 @@ def explain_misfit(job: PlanningProblem, found: SearchResult) -> str:
 
 
 def _remedy(job: PlanningProblem) -> str:
-    """Return changes with which the model fits.
+    """Return changes that make the model fit.
 
     Removing options that keep it from fitting comes first, then other devices, then changes to what
     is trained.
@@ -82,14 +82,14 @@ def _without_options(job: PlanningProblem) -> Iterator[str]:
 
 
 def _offloadable_precision(wanted: SearchRequest) -> Precision | None:
-    """Return another precision with the same matmuls whose states can be offloaded, if any."""
+    """Return another precision with the same matmuls and states that can be offloaded, if any."""
     plain = PRECISION_TRAITS[wanted.precision].low
     decided = "precision" in {*wanted.keep, *wanted.vary} or wanted.offloaded_precision is not None
     return None if decided or plain == wanted.precision else plain
 
 
 def _why_kept_on_device(wanted: SearchRequest, name: str) -> str:
-    """Return why an option keeps plans from offloading weights and states; '' if it does not."""
+    """Return why an option prevents offloading weights and states; '' if it does not."""
     precision = wanted.keep.get("precision", wanted.precision)
     optimizer = wanted.keep.get("optimizer", default_optimizer(precision))
     if name == "optimizer" and optimizer not in PLAIN_ADAMW:
@@ -122,7 +122,7 @@ def _longest_sequence(job: PlanningProblem) -> int | None:
 
 
 def _fitting_adapters(job: PlanningProblem) -> str | None:
-    """Return adapter options with which a plan fits; None if none does or the plan has adapters."""
+    """Return adapter options that make a plan fit; None without any, or if it has adapters."""
     wanted = job.wanted
     values = {"precision": wanted.precision, **wanted.keep}
     known = can_plan_adapters(job.outline, values) and not job.question.other_program
@@ -148,14 +148,14 @@ _COUNT = re.compile(r"^\d+-?[x×*]-?")  # count in "4xrtx-3090" and "4-x-rtx-309
 
 
 def _fewest_beside(job: PlanningProblem) -> tuple[int, str] | None:
-    """Return the fewest accelerators in a node that suffice, and that machine's name.
+    """Return the smallest sufficient number of accelerators in a node, and that machine's name.
 
     None if the machine is sold with a fixed number or was probed, or if 8 do not suffice.
     """
     cluster = job.cluster
     if cluster.name in NODES or cluster.probed or cluster.nodes > 1:
         return None
-    name = _COUNT.sub("", cluster.name)  # with its memory: "rtx-3060:12gb"
+    name = _COUNT.sub("", cluster.name)  # the name includes the memory: "rtx-3060:12gb"
     try:
         if find_node(name).accelerator != cluster.device.name:
             return None
@@ -189,7 +189,7 @@ _MOST_NODES = 4096
 
 
 def _fewest_nodes(fits: Callable[[int], bool]) -> int | None:
-    """Return the fewest nodes that suffice, assuming that more would suffice too."""
+    """Return the smallest sufficient number of nodes, assuming that more nodes also suffice."""
     enough = 1
     while not fits(enough):
         enough *= 2

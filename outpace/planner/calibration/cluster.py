@@ -33,7 +33,7 @@ class Cluster:
     """Equal nodes with their known rates and properties.
 
     `probed`: the rates were measured; `calibrated`: also with complete steps. `residuals` are the
-    ratios of measured to predicted times of those steps, if rates are not fitted to them.
+    ratios of measured to predicted times of those steps if rates were not fitted to them.
 
     `loader_tokens_per_s` is a node's data loading rate; infinite if it was not probed. `host_bytes`
     is the host memory that devices may offload to; None if it is unknown, or if the host is the
@@ -67,9 +67,9 @@ class Cluster:
         return "probed" if self.probed else "guessed" if self.guessed else "catalog"
 
 
-# Without probed collectives: gloo copies into and out of its buffers.
+# Assumed without probed collectives: gloo copies into and out of its buffers.
 _GLOO_BYTES_PER_S, _GLOO_LATENCY_S = 2e9, 200e-6
-# Typical network of machines with such accelerators, one card for each.
+# Typical network of machines with these accelerators: one card for each.
 DEFAULT_NETWORKS: Mapping[Architecture, str] = MappingProxyType(
     {
         "pascal": "InfiniBand EDR",
@@ -85,14 +85,14 @@ DEFAULT_NETWORKS: Mapping[Architecture, str] = MappingProxyType(
         "apple": "Ethernet 10",
     }
 )
-# A direct link between two of n devices has an equal share of each device's links.
+# Each of n devices divides its links equally among direct links to the others.
 _DIRECT = ("mesh", "cube-mesh", "pairs")
 
 
 def of_catalog(
     node: Node, nodes: int, network: Network | None = None, devices: int | None = None
 ) -> Cluster:
-    """Return a machine of the catalog. `network` replaces the total network of a node.
+    """Return a machine from the catalog. `network` replaces the total network of a node.
 
     `devices` is the number used per node; None means all.
 
@@ -137,7 +137,7 @@ def assumed_network_note(node: Node, network: Network) -> str:
 
 
 def default_network(node: Node) -> Network:
-    """Return one network card per device, which machines with such accelerators usually have."""
+    """Return one network card per device, as machines with these accelerators usually have."""
     chip = ACCELERATORS[node.accelerator or ""]
     link = LINKS[DEFAULT_NETWORKS[chip.architecture]]
     return Network(
@@ -154,7 +154,7 @@ def _fabric(node: Node, per_node: int, network: Network | None) -> Fabric:
     whole = LINKS[link.link].bytes_per_s * link.count
     share = efficiency.LINK_SHARE[kind]
     if node.topology == "none" and per_node > 1:
-        # Through the host: to it and from it, over a bridge that all devices share.
+        # Via the host: to it and from it, over a bridge that all devices share.
         share = efficiency.HOST_BRIDGE_SHARE
     elif node.topology == "pairs":
         share = efficiency.BRIDGE_SHARE
@@ -212,7 +212,7 @@ def _use_devices(fabric: Fabric, node: Node, devices: int) -> Fabric:
 
 
 def of_probe(machine: Machine, ranks: int) -> Cluster:
-    """Return a machine as `outpace probe` measured it, for `ranks` processes on each of its hosts.
+    """Return a machine with the rates from `outpace probe`, for `ranks` processes on each host.
 
     For unstable figures, the median of their samples is used and a note says so. Raises
     BadInputError if a necessary figure was not probed.
@@ -294,7 +294,7 @@ def _by_gloo(fabric: Fabric) -> Fabric:
 
 
 def _with_all_rates(rates: RateFit) -> RateFit:
-    """Add rates that the catalog lacks for accelerators, for measured steps to correct."""
+    """Add rates of accelerators that the catalog lacks; measured steps will correct them."""
     device = rates.device
     if device.kind == "cpu":
         return rates
@@ -331,9 +331,9 @@ _BRIEFLY = (
 
 
 def of_host(machine: Machine, ranks: int, measured: HostRates | None = None) -> Cluster:
-    """Return a host that was not probed: its accelerators from the catalog, or a guess.
+    """Return a host that was not probed, with its accelerators from the catalog, or guessed rates.
 
-    A CPU's rates are those `measured` for its cores, or guessed from its vector width. Raises
+    A CPU's rates are `measured` ones for its cores, or guessed from its vector width. Raises
     BadInputError for an accelerator that is not in the catalog.
     """
     if machine.devices:

@@ -1,9 +1,9 @@
-"""Calibration by measured steps: factors on the rates with which plans are estimated.
+"""Calibration by measured steps: correction factors for the rates from which plans are estimated.
 
 Probes measure matmuls and copies one by one; in a step, operators run one after the other, with
 cold caches, autograd and hooks. A step's time is a sum of terms, each proportional to one rate, so
-measured steps show the error of each rate. The factors are found by least squares on logarithms,
-with a prior of 1 that preserves rates about which the steps say little.
+measured steps show the error of each rate. The factors are found by least squares on logarithms. A
+prior of 1 preserves rates for which the steps provide little evidence.
 """
 
 import math
@@ -22,8 +22,8 @@ from outpace.planner.step_time.setup import StepTimeQuestion
 from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 
-# Standard deviations of logarithms: of a rate from its value in a datasheet or separate
-# measurement, and of a step from its prediction if all rates are right.
+# Standard deviations of logarithms: of a rate relative to its value in a datasheet or separate
+# measurement, and of a step relative to its prediction if all rates are right.
 UNKNOWN = math.log(3)
 _STEP_SPREAD = 0.05
 _SOFT = 2.0  # spreads
@@ -85,10 +85,10 @@ class Calibration:
 def calibrate(
     rates: Mapping[int, RateFit], seen: Sequence[SeenStep], spread: float = UNKNOWN
 ) -> Calibration:
-    """Return the rates that predict `seen` best.
+    """Return the rates that best predict `seen`.
 
-    `rates` has the rates for each number of ranks on one machine; an error in a rate is taken to be
-    the same factor for all of them. `spread`: the rates' prior uncertainty, as the standard
+    `rates` has the rates for each number of ranks on one machine; an error in a rate is assumed to
+    be the same factor for all of them. `spread`: the rates' prior uncertainty, as the standard
     deviation of logarithms.
     """
     from scipy.optimize import least_squares  # slow to import, and only needed here
@@ -120,7 +120,7 @@ def calibrate(
 
 
 def _limit_outliers(misses: Floats) -> Floats:
-    """Limit misses so that their squares grow linearly beyond _SOFT: some steps were disturbed."""
+    """Make squared errors grow only linearly beyond _SOFT, since some steps were disturbed."""
     squares = 2 * _SOFT**2 * (np.sqrt(1 + (misses / _SOFT) ** 2) - 1)
     return np.sign(misses) * np.sqrt(squares)
 

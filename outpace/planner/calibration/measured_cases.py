@@ -1,4 +1,4 @@
-"""Published steps that are nearest to a plan, and the plan's features that no published step has.
+"""Published steps that resemble a plan, and features of the plan that no published step has.
 
 The table is generated from benchmarks/data and the recorded predictions
 (benchmarks/measured_steps.py).
@@ -48,7 +48,7 @@ _OTHER_CHIP, _OTHER_ARCHITECTURE, _OTHER_MODEL, _OTHER_PROGRAM, _OTHER_AXIS = (
 
 @dataclass(frozen=True)
 class Likeness:
-    """Features by which cases are compared; None is unknown, and not compared."""
+    """Features by which cases are compared. None means unknown; such features are ignored."""
 
     devices: int
     plan: Plan | None = None
@@ -79,7 +79,7 @@ def measured_rows() -> tuple[Mapping[str, Any], ...]:
 
 
 def nearest_cases(like: Likeness, count: int = 3) -> tuple[MeasuredCase, ...]:
-    """Return the `count` nearest cases, nearest first, at most one per model and source."""
+    """Return the `count` most similar cases, best first, at most one per model and source."""
     best: dict[tuple[str, str], tuple[float, Mapping[str, Any]]] = {}
     for row in measured_rows():
         far, key = _distance(like, row), (row["source"], row["model"])
@@ -94,7 +94,7 @@ def nearest_cases(like: Likeness, count: int = 3) -> tuple[MeasuredCase, ...]:
 
 
 def _distance(like: Likeness, row: Mapping[str, Any]) -> float:
-    """Return a case's distance: 0 if model, chip, devices, length, program and axes are equal."""
+    """Return a case's distance; 0 if model, chip, devices, length, program and axes are equal."""
     far = 0.0
     for name, weight in _DOUBLINGS.items():
         own = getattr(like, name)
@@ -132,7 +132,7 @@ def faster_case(
     return min(found, key=lambda one: one.measured_s, default=None)
 
 
-_SAME_MODEL = 0.01  # of its parameters: names of a model vary, and the table rounds to 0.5 %
+_SAME_MODEL = 0.01  # of the parameter count: names of a model vary, and the table rounds to 0.5 %
 _BITS: Mapping[str, int] = {"fp32": 32, "tf32": 32, "bf16": 16, "fp16": 16, "fp8": 8}
 
 
@@ -186,7 +186,7 @@ def _axis_limits(like: Likeness, rows: Sequence[Mapping[str, Any]]) -> Iterator[
 
 
 def _unmeasured_offloading(like: Likeness, rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield what a plan offloads that no case does; those that offload keep all but activations."""
+    """Yield what a plan offloads and no case does; cases offload at most activations."""
     plan = like.plan
     if plan is None:
         return
@@ -199,7 +199,7 @@ def _unmeasured_offloading(like: Likeness, rows: Sequence[Mapping[str, Any]]) ->
 
 
 def spread_beyond(words: Sequence[str]) -> float:
-    """Return the factor on an interval's logarithms for a plan beyond the measured cases.
+    """Return the factor by which to widen an interval's logarithms beyond the measured cases.
 
     Predictions for more than 64 devices have larger errors than those for fewer (root mean square
     of the logarithms of measured over predicted time); beyond the cases, errors are assumed to grow

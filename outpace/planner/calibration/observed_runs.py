@@ -10,11 +10,11 @@ from outpace.records.units import show_share
 
 
 def correct_cluster(cluster: Cluster, runs: Sequence[ObservedRun]) -> Cluster:
-    """Return the machine with the rates that predict the steps of `runs` best.
+    """Return the machine with the rates that best predict the steps of `runs`.
 
     The error of a rate is the same factor for any number of ranks. If a trainer behaves differently
-    from the planner's assumptions, the factors include that difference. The interval is the one for
-    the earlier rates, since a few runs do not show the errors for other runs.
+    from the planner's assumptions, the factors include that difference. The interval of the
+    original rates is kept, since a few runs do not show how large errors are for other runs.
     """
     seen = [
         SeenStep(run.outline, run.seq_len, run.global_batch, run.plan, run.step_time_s)

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 from outpace.planner.calibration.fit_rates import UNKNOWN
 
 LEVEL = 0.9
-# A kind has a separate interval if the others' interval covers at least this mean share of a
-# source. Lower shares are reported with the interval.
+# A kind gets a separate interval if the interval from other sources covers at least this share of
+# each source on average. Lower shares are reported with the interval.
 LEAST_COVERAGE = 0.85
 # Classes of device counts, each with its largest count.
 WORLDS = ((1, "1"), (8, "2–8"), (64, "9–64"), (512, "65–512"), (10**9, "> 512"))
-# Interval for guessed rates, without real steps: the factor by which a rate may be off.
+# Interval for guessed rates, without measured steps: the factor by which a rate may be wrong.
 _GUESSED = math.exp(UNKNOWN * NormalDist().inv_cdf((1 + LEVEL) / 2))
 
 
@@ -51,10 +51,10 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class QuestionKind:
-    """Kind of a question, to find published steps that resemble it. `architecture`: of the chip,
-    None if it is not in the catalog; `experts`: whether the model has some; `adapters`: whether
-    only adapters are trained. `software` is the stack's name (see `catalog.stacks`), and `devices`
-    their number; None matches any.
+    """Kind of a question, by which published steps are chosen. `architecture`: of the chip, None if
+    it is not in the catalog; `experts`: whether the model has some; `adapters`: whether only
+    adapters are trained. `software` is the stack's name (see `catalog.stacks`), and `devices` their
+    number; None matches any.
     """
 
     architecture: str | None = None
@@ -94,12 +94,12 @@ def interval(
 ) -> Interval:
     """Return the interval of a question.
 
-    Its factors are quantiles of real comparisons, with each source left out once: published steps
-    of the narrowest `kind` that has enough (benchmarks/planner_accuracy.py), else of such models on
-    any chip; or steps on a machine whose rates a probe's steps corrected (planner_measured.py).
-    `guessed`: rates are guessed, so none of these apply. `residuals`: ratios of measured to
-    predicted time of steps on this machine that were not used for fitting; their median widens the
-    interval.
+    Its factors are quantiles of measured over predicted times, with each source left out once. They
+    come from published steps of the narrowest `kind` that has enough
+    (benchmarks/planner_accuracy.py), else from those of such models on any chip, or from steps on a
+    machine whose rates a probe's steps corrected (planner_measured.py). `guessed`: rates are
+    guessed, so none of these apply. `residuals`: ratios of measured to predicted time of steps on
+    this machine that were not used for fitting; their median widens the interval.
     """
     if guessed:
         return Interval(1 / _GUESSED, _GUESSED, "no measurement, since the rates are guessed")
@@ -157,5 +157,5 @@ def _reason(table: Mapping[str, Any], architecture: str, experts: bool) -> str:
 
 
 def kind_name(architecture: str | None, experts: bool) -> str:
-    """Return the name of a kind of question in the table; None is any chip."""
+    """Return the name of a kind of question in the table; None stands for any chip."""
     return f"{architecture or 'any chip'}, {'experts' if experts else 'dense'}"

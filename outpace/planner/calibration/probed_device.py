@@ -16,12 +16,12 @@ from outpace.records.machine import Machine
 from outpace.records.probed import ProbeRecord
 
 _DTYPES = ("fp32", "bf16", "fp16", "tf32", "fp8")
-_EVEN = 8  # 16-bit numbers, so that rows are multiples of 16 bytes
-_SMALL_SIDE = 64  # size of matmuls that take as long as their launch
+_EVEN = 8  # 16-bit numbers in 16 bytes, of which rows should be multiples
+_SMALL_SIDE = 64  # size of matmuls that take no longer than their launch
 
 
 class ProbeFigures:
-    """Figures of a probe, by what they measure."""
+    """Access to a probe's figures by what they measure."""
 
     def __init__(self, probed: ProbeRecord) -> None:
         self.probed = probed
@@ -89,10 +89,10 @@ class ProbeFigures:
         return min((rate for rate in rates if rate), default=None)
 
     def loader_tokens_per_s(self, ranks: int, cores: int) -> float:
-        """Return the tokens/s that the loaders of `ranks` ranks reach at most; infinite if unknown.
+        """Return the maximum tokens/s of the loaders of `ranks` ranks; infinite if unknown.
 
-        Loaders were probed one at a time; several reach the same speed as long as each worker has a
-        core.
+        Loaders were probed one at a time. Several reach the same speed each while every worker has
+        a core.
         """
         found = []
         for figure in self.probed.figures:
@@ -169,14 +169,14 @@ def _measured_accelerator(
 def _compare_matmuls(
     base: DeviceRates, known: ProbeFigures, least_s: float
 ) -> tuple[dict[str, tuple[MeasuredMatmul, ...]], list[float]]:
-    """Return the ratios of measured to predicted time by dtype, and the rates of unaligned rows.
+    """Return ratios of measured to predicted time by dtype, and the rates for unaligned rows.
     Matmuls shorter than `least_s` are limited by their launch and ignored.
     """
     ratios, unaligned = {}, []
     for dtype in _DTYPES:
         even = []
         for (m, n, k), seconds in known.matmul_points(dtype).items():
-            if n % _EVEN or k % _EVEN:  # by tiles, without the cost of unaligned rows
+            if n % _EVEN or k % _EVEN:  # prediction from tiles, without the cost of unaligned rows
                 unaligned.append(_by_tiles(replace(base, unaligned=1.0), dtype, m, n, k) / seconds)
             elif seconds > least_s:
                 took = _by_tiles(base, dtype, m, n, k)
@@ -248,7 +248,7 @@ def _measured_cluster(
     bytes_per_s: float,
     curve: tuple[tuple[float, float], ...],
 ) -> DeviceRates:
-    """Return a machine whose device has no known tiles; a CPU unless the caller changes that."""
+    """Return a machine whose device has no known tiles: a CPU, unless the caller changes this."""
     return DeviceRates(
         name=name,
         kind="cpu",

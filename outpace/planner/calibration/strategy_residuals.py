@@ -1,11 +1,11 @@
-"""Deviations of plans' step times from their predictions, learned from measured plans.
+"""Deviations of step times from their predictions, learned from measured plans.
 
 The planner's errors have causes that plans share: a strategy's communication, the cost of
 recomputation, how well a micro-batch fits the caches. The logarithm of measured over predicted time
-is modelled as a sum of a term for each shared feature and one for the plan itself, all normal with
-mean 0. Measurements of some plans then inform predictions of others, more so if they share more
-features: Rasmussen & Williams, "Gaussian Processes for Machine Learning" (2006), equations 2.25 and
-2.26.
+is modelled as a sum of one term per shared feature and one for the plan itself, all normally
+distributed with mean 0. Measurements of some plans then inform predictions of others, more so if
+they share more features: Rasmussen & Williams, "Gaussian Processes for Machine Learning" (2006),
+equations 2.25 and 2.26.
 """
 
 import math
@@ -32,8 +32,8 @@ _SHARED: tuple[tuple[float, Callable[[Plan], Any]], ...] = (
 )
 _MICRO_BATCH, _DOUBLINGS = 0.1, 1.5  # sizes within this many doublings are similar
 _OWN = 0.04
-_BEFORE = 2  # weight of these figures, in measurements
-_TIMES = 2.0 ** np.arange(-1, 4.5, 0.5)  # factors to try
+_BEFORE = 2  # weight of these figures, as a number of measurements
+_TIMES = 2.0 ** np.arange(-1, 4.5, 0.5)  # factors on the spreads to try
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Deviations:
 
     @cached_property
     def _times(self) -> tuple[float, float]:
-        """Return the most likely factors on the assumed spreads, of strategies and of the rest."""
+        """Return the most likely factors on the assumed spreads: of strategies and of the rest."""
 
         def loss_of(times: tuple[float, float]) -> float:
             known = self._covariance(*times)

@@ -1,1 +1,1 @@
-"""Bytes on each link, and the placement of ranks."""
+"""Bytes sent over each link, and the placement of ranks."""

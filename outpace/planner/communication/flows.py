@@ -1,7 +1,8 @@
-"""Communication of a rank in a step, by purpose and axis, and the computation that can hide it. For
-plans with one axis, the bytes are those of `planner.communication.volume`, which `outpace verify`
-measures, split by purpose. For combined axes (strategy 3d), and for tensor-parallel collectives
-that recomputation repeats, the terms are composed here.
+"""Communication of a rank in a step, by purpose and axis.
+
+For plans with one axis, the bytes are those of `planner.communication.volume`, which `outpace
+verify` measures, split by purpose. For combined axes (strategy 3d), and for tensor-parallel
+collectives that recomputation repeats, the terms are composed here.
 
 Volumes: gradients 2(N−1)/N · Ψ, and 1.5 times that with sharded parameters (Rajbhandari et al.,
 arXiv 1910.02054, §7); between stages b · S · D per micro-batch and boundary; for tensor parallelism
@@ -30,8 +31,8 @@ from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import Axis, Plan, Strategy
 from outpace.records.strategies import TRAITS, strategies_that
 
-# Gathers: parameters before their use. Gradients: their sums. Updates: parameters sent after a
-# step. Activations: those of tensor parallelism, which computation waits for. Sends: between
+# Gathers: parameters before their use. Gradients: their sums over ranks. Updates: parameters sent
+# after a step. Activations: tensor parallelism's, for which computation waits. Sends: between
 # stages. Ring: keys and values. Tied: a shared embedding's gradient. Control: totals and norms.
 Part = Literal[
     "gathers", "gradients", "updates", "activations", "sends", "ring", "tied", "control"
@@ -83,7 +84,7 @@ def flows(work: StepOnRank) -> list[Flow]:
             f"outpace network supports {', '.join(_OF_ONE_AXIS)} and 3d; the plan's "
             f"strategy is {plan.strategy}."
         )
-    # For replicas of shards, the shards' axis is the last.
+    # With replicas of shards, the last axis is that of the shards.
     found = [*_of_one_axis(work, TRAITS[plan.strategy].axes[-1], tally)]
     if plan.strategy == "tp" and plan.recomputes:
         again = _repeated_collectives(work, work.spec.layers, work.passes)
@@ -92,14 +93,14 @@ def flows(work: StepOnRank) -> list[Flow]:
 
 
 def _no_recompute(plan: Plan) -> Plan:
-    """Return the plan without recomputation, which repeats tensor parallelism's collectives."""
+    """Return the plan without recomputation, which would repeat tensor-parallel collectives."""
     return plan.model_copy(
         update={"checkpointing": "none", "checkpoint_every": 1, "checkpoint_layers": ()}
     )
 
 
 def _of_one_axis(work: StepOnRank, axis: Axis, tally: Tally) -> Iterator[Flow]:
-    """Yield the tally's kinds by purpose, without the messages that every job sends."""
+    """Yield the collectives of the tally by purpose, without the messages that every job sends."""
     plan, spec = work.plan, work.spec
     by_kind = Counter(tally.bytes_by_kind)
     replicas = plan.dp_replicate
@@ -152,7 +153,7 @@ def _control_bytes(plan: Plan) -> Counter[str]:
 
 
 def _product(work: StepOnRank) -> Iterator[Flow]:
-    """Yield a rank's flows on combined axes: within its stage, among replicas, between stages.
+    """Yield a rank's flows on combined axes: within its stage, among replicas, and between stages.
 
     A pipeline's micro-batches share one reduction; blocks are gathered for every forward and once
     for the backwards of a pass (measured: `outpace verify --strategy 3d`). The values are this

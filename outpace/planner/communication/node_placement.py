@@ -2,7 +2,8 @@
 
 Ranks are laid out on nodes in the order of `records.plan.AXES`, tensor parallelism closest
 together. A collective over several nodes uses a ring that enters and leaves each node once, like
-NCCL's rings and trees: the data of one link leaves the node, however many of its devices take part.
+NCCL's rings and trees: the traffic of one link leaves the node, regardless of how many of its
+devices take part.
 """
 
 from collections import Counter

@@ -145,9 +145,9 @@ def step_traffic(
 ) -> Tally | None:
     """Return the traffic that `rank` sends in a step; None if there is no formula.
 
-    There is none for plans with recomputation or adapters.
+    There is no formula for plans with recomputation or adapters.
 
-    It includes the messages of every job: the loss's sum and count, and requests to stop.
+    The traffic includes the messages of every job: the loss's sum and count, and requests to stop.
     """
     formula = _FORMULAS.get(plan.strategy)
     if formula is None or plan.recomputes or plan.lora_rank is not None:
@@ -183,7 +183,7 @@ def _replicas(work: StepOnRank, tally: Tally) -> None:
 
 
 def _shared_states(work: StepOnRank, tally: Tally) -> None:
-    """Add zero1: like ddp, but each rank also broadcasts the parameters that it has stepped.
+    """Add zero1: like ddp, but each rank also broadcasts the parameters that it has updated.
 
     Rajbhandari et al., SC 2020, §7.1, with an all-reduce instead of their reduce-scatter. Whole
     parameters are assigned to the rank that has the fewest elements: matrices before vectors,
@@ -248,7 +248,7 @@ def _sharded_traffic(work: StepOnRank, tally: Tally) -> None:
 
 
 def _units(named: Mapping[str, Shape]) -> dict[str, list[Shape]]:
-    """Return the units that are gathered at once: blocks by number, and the rest under ""."""
+    """Return the units that are gathered as a whole: blocks by number, and the rest under ""."""
     units: dict[str, list[Shape]] = {}
     for name, shape in named.items():
         block = name.split(".")[1] if name.startswith("blocks.") else ""
@@ -317,7 +317,7 @@ def share_by_size(sizes: Iterable[int], shares: int) -> list[list[int]]:
 
 
 def _pipeline(work: StepOnRank, tally: Tally) -> None:
-    """Add pipelines: hidden states forward and gradients backward, at rank boundaries.
+    """Add pipelines: ranks send hidden states forward and gradients backward.
 
     These are b · S · D numbers per micro-batch and boundary (Narayanan et al., arXiv 2104.04473,
     §3.2). If the embedding is tied, the ranks of the first and last stage all-reduce its gradient.
@@ -370,7 +370,7 @@ def _tensor(work: StepOnRank, tally: Tally) -> None:
 
 
 def _shared_numbers(work: StepOnRank) -> int:
-    """Return the number of elements of unsplit weights whose gradients tp ranks hold in parts."""
+    """Return the number of elements of unsplit weights whose gradients tp ranks must sum."""
     partial = ["q_norm", "k_norm"]
     if work.plan.sequence_parallel:
         partial += ["norm", "embed.positions", "embed.segments"]
@@ -397,7 +397,7 @@ def _context(work: StepOnRank, tally: Tally) -> None:
 
 
 def _no_traffic(work: StepOnRank, tally: Tally) -> None:
-    """Add nothing, for a single process."""
+    """Add nothing: a single process sends nothing."""
 
 
 _FORMULAS: Mapping[str, Callable[[StepOnRank, Tally], None]] = {

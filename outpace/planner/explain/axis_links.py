@@ -9,9 +9,10 @@ from outpace.records.plan import AXES, Plan
 
 
 def axis_links(cluster: Cluster, plan: Plan) -> dict[str, str]:
-    """Return, for each split axis, the link that its groups use, and how many groups share it.
+    """Return the link that the groups of each split axis use, and how many groups share it.
 
-    Ranks are placed in the order of AXES, the last axis closest; ep is a part of dp_shard × cp.
+    Ranks are placed in the order of AXES, the last axis closest together; ep is part of dp_shard ×
+    cp.
     """
     found: dict[str, str] = {}
     inside, stride = _inner_link(cluster), 1

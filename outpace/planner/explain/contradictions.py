@@ -10,12 +10,12 @@ from outpace.planner.plan_columns import OPTIMIZERS, PRECISIONS
 from outpace.planner.search.space import SearchRequest, has_plans
 from outpace.records.errors import join_and, join_or
 
-_MOST_OPTIONS = 3  # that contradict each other although no two of them do
+_MOST_OPTIONS = 3  # options in a set that contradicts itself although no two of them do
 _SIZES = ("dp_replicate", "dp_shard", "virtual_stages")
-_MOST_SIZES = 16  # of a required one, of which those possible are listed
+_MOST_SIZES = 16  # number of sizes to try instead of a required one
 _VALUES: Mapping[str, tuple[str, ...]] = {
     "optimizer": tuple(OPTIMIZERS),
-    "precision": tuple(name for name in PRECISIONS if name != "fp64"),  # for proofs
+    "precision": tuple(name for name in PRECISIONS if name != "fp64"),  # only for proofs
 }
 
 
@@ -54,7 +54,7 @@ def _with_items(wanted: SearchRequest, items: Mapping[str, Any]) -> SearchReques
     keep = {name: value for name, value in items.items() if name != "adapters"}
     keep |= items.get("adapters", {})
     vary = {name: values for name, values in wanted.vary.items() if name != "precision"}
-    precision = keep.pop("precision", "fp32")  # goes with everything
+    precision = keep.pop("precision", "fp32")  # contradicts nothing
     if "precision" in wanted.vary:
         vary["precision"] = wanted.vary["precision"]
     optimizer = wanted.optimizer if "precision" in items else None
@@ -85,7 +85,7 @@ def _describe(wanted: SearchRequest, items: Mapping[str, Any], other_program: bo
 
 
 def _possible_sizes(wanted: SearchRequest, items: Mapping[str, Any]) -> str:
-    """Say which sizes a plan can have in the place of a required one; '' if it is no size."""
+    """Say which sizes are possible instead of a required one; '' if the option is not a size."""
     (name,) = items
     most = min(wanted.world, _MOST_SIZES) if name in _SIZES else 0
     fine = [n for n in range(1, most + 1) if has_plans(_with_items(wanted, {name: n}))]

@@ -1,4 +1,4 @@
-"""Gains from settings that are not searched by default, found by a search near the best plan."""
+"""Gains from settings that are not searched by default, from a search near the best plan."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -21,7 +21,7 @@ _ASKED: tuple[tuple[str, Any, str], ...] = (
 # Below this, scaling takes longer than matmuls save: 1.17 times as fast at about 1 billion, slower
 # at 124 million (karpathy/nanochat, dev/LOG.md, H100, compiled).
 FP8_PARAMETERS = 0.9e9
-_LEAST = 1.02  # least speed-up to report
+_LEAST = 1.02  # minimum speed-up to report
 
 
 def hint(
@@ -35,8 +35,8 @@ def hint(
 ) -> str | None:
     """Suggest settings to vary, in a sentence; None if none helps or all are fixed.
 
-    To take a fraction of the main search's time, it searches only the best plan's tensor, context
-    and pipeline axes (fp8 has no tensor axis), so --vary may find more.
+    To save time, it searches only the best plan's tensor, context and pipeline axes (for fp8, no
+    tensor axis), so --vary may find more.
     """
     gains = []
     for name, beside in _variations(question.device, wanted, best):

@@ -26,7 +26,7 @@ from outpace.records.estimate import RejectedFamily, Role
 from outpace.records.plan import Plan
 from outpace.records.units import show_bytes, show_seconds, show_share
 
-_MORE_ROOM = 1.03  # least ratio of memory to report
+_MORE_ROOM = 1.03  # minimum ratio of memory to report
 _ALIKE = 5e-4  # shown as 0.0 %
 _RECOMPUTED = ("products_s", "attention_s", "memory_s")
 _LARGE = 0.5  # a second difference of at least this share of the largest is named
@@ -40,7 +40,7 @@ def explain_plan(
     roles: Sequence[Role],
     listed: Sequence[int],
 ) -> str:
-    """Say why a plan is `listed`, by comparison with the fastest plan (or the next)."""
+    """Say why a plan is `listed`, by comparing it with the fastest plan (or the next)."""
     if "fastest" in roles:
         return _explain_fastest(job, found, place, roles, listed)
     mine, least = (float(found.times.step_s[one]) for one in (place, found.fastest))
@@ -72,7 +72,7 @@ def explain_plan(
 
 
 def _advantage(job: PlanningProblem, found: SearchResult, place: int) -> str:
-    """Say why a plan about as fast as the fastest is preferred: less effort or memory."""
+    """Say why a plan that is about as fast as the fastest is preferred: less effort or memory."""
     plainest = next(iter(memory_options(job.wanted)))
     efforts = count_effort(
         found.columns.select([place, found.fastest]), plainest, job.question.other_program
@@ -137,8 +137,8 @@ def _explain_fastest(
 
 
 def _largest_gap(found: SearchResult, slower: int, faster: int) -> str:
-    """Describe the one or two parts in which a slower plan loses most time, and the others' sum. A
-    single part may lose more time than the whole step.
+    """Describe the one or two parts in which a slower plan loses most time, and the sum of the
+    others, which may partly make up for it.
     """
     gaps = {
         name: float(getattr(found.times, name)[slower] - getattr(found.times, name)[faster])
@@ -146,7 +146,7 @@ def _largest_gap(found: SearchResult, slower: int, faster: int) -> str:
     }
     first, second = sorted(gaps, key=lambda key: -gaps[key])[:2]
     named = [first, second] if gaps[second] > _LARGE * gaps[first] > 0 else [first]
-    again = found.columns.modes @ np.arange(len(MODES))  # of blocks, from none to all of it
+    again = found.columns.modes @ np.arange(len(MODES))  # of blocks, from no recomputation to full
     told = []
     for name in named:
         recomputed = name in _RECOMPUTED and again[slower] > again[faster]
@@ -183,7 +183,7 @@ def _reason_for_single(wanted: SearchRequest) -> str:
 def rejected_families(
     job: PlanningProblem, found: SearchResult, listed: Sequence[int]
 ) -> list[RejectedFamily]:
-    """Return every family that is not listed, with its best or its smallest plan."""
+    """Return every family that is not listed, with its best plan, or its smallest if none fits."""
     shown = {FAMILIES[place] for place in family(found.columns)[list(listed)]}
     laid_out = {FAMILIES[place] for place in np.unique(family(layouts(job.wanted)))}
     rows = []

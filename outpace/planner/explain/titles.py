@@ -7,7 +7,7 @@ from outpace.planner.model.adapters import AdapterSettings
 from outpace.records.plan import Plan
 from outpace.records.strategies import TRAITS
 
-# Words for where the time goes.
+# Names of the parts of a step's time.
 PARTS: Mapping[str, str] = {
     "products_s": "matmuls",
     "attention_s": "attention",
@@ -84,7 +84,7 @@ _SAID_IF_SET = (
 
 
 def given_title(plan: Plan, precision: str, vary: Mapping[str, Any]) -> str:
-    """Describe a given plan, with its varied settings and others that differ from the default.
+    """Describe a given plan, with varied and other settings that differ from the default.
 
     `precision` is the default precision.
     """

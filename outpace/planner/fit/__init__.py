@@ -1,1 +1,1 @@
-"""Ways to make a plan fit: proposals and recomputation budgets."""
+"""Changes that make a plan fit into memory: proposals and recomputation budgets."""

@@ -1,4 +1,4 @@
-"""Cost of a plan's step in memory and time, for choosing between plans."""
+"""Cost of a plan's step in memory and time, for choosing among plans."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ from outpace.records.plan import Plan
 
 @dataclass(frozen=True)
 class Cost:
-    """Peak memory of the fullest rank, and the time of a step by the planner's model, if known.
+    """Peak memory of the fullest rank, and the step time by the planner's model, if known.
 
     `tensor_bytes` of the peak are tensors. `by_kind` splits the peak by an account's kinds, if
     known.
@@ -27,7 +27,7 @@ class Cost:
 Predict = Callable[[Plan], Cost]
 
 
-# fp32 weights, gradients and two moments, and the same again for copies and buckets.
+# Fp32 weights, gradients and two moments, and as much again for copies and buckets.
 _STATE_BYTES = 32
 
 
@@ -35,10 +35,10 @@ def most_bytes(spec: ModelSpec, seq_len: int, plan: Plan) -> int:
     """Return a quick upper bound of a rank's memory.
 
     It assumes that everything is unsharded, in fp32 and never freed, and that attention is not
-    fused. Each run needs it before its first step, and loading the planner's formula would take
-    0.05 s.
+    fused. Each run needs this bound before its first step, when loading the planner's formula would
+    take 0.05 s.
     """
-    tokens = plan.samples_read * seq_len  # of all ranks, if one of them computes the loss
+    tokens = plan.samples_read * seq_len  # of all ranks if one of them computes the loss
     of_token = 24 * spec.hidden + 8 * spec.ffn + 4 * spec.heads * (spec.head_dim + seq_len)
     numbers = tokens * (spec.layers * of_token + 4 * spec.vocab)
     return _STATE_BYTES * parameter_count(spec) + 4 * numbers

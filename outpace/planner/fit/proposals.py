@@ -24,7 +24,7 @@ _CHECKPOINTING: tuple[Change, ...] = (
 _OPTIMIZERS = ("adamw-bf16", "adamw-8bit", "adafactor", "adamw-4bit")
 _REPLICAS = ("dp", "ddp", "ring", "horovod", "zero1", "zero2")
 _SHARDS = strategies_that(lambda traits: traits.zero > 0 and traits.axes == ("dp_shard",))
-# The kinds of memory that a setting affects; settings not listed affect all.
+# The kinds of memory that a setting affects; unlisted settings affect all kinds.
 _OF_STEP: tuple[Kind, ...] = ("activations", "temporary", "inputs", "weight copies")
 _MAKES_SMALLER: Mapping[str, tuple[Kind, ...]] = {
     "micro_batch": _OF_STEP,
@@ -34,7 +34,7 @@ _MAKES_SMALLER: Mapping[str, tuple[Kind, ...]] = {
     "offload_optimizer": ("optimizer state", "temporary"),
 }
 _ERROR = 1.15
-# Most pairs to try, the most promising first.
+# Maximum number of pairs to try, the most promising first.
 _PAIRS = 8
 
 
@@ -60,8 +60,8 @@ class _TriedChange:
 def kinds_of_change(plan: Plan, *, low_precision: bool, beside_host: bool) -> list[list[Change]]:
     """Return possible changes by kind, each ordered from the smallest change to the largest.
 
-    `low_precision`: the device supports bf16. `beside_host`: its memory is separate from the
-    host's.
+    `low_precision`: the device supports bf16. `beside_host`: the device's memory is separate from
+    the host's.
     """
     halves = [n for n in range(plan.micro_batch - 1, 0, -1) if plan.micro_batch % n == 0]
     if plan.optimizer_in_backward:  # needs one micro-batch per step
@@ -148,7 +148,7 @@ def propose(
 def _least_that_fits(
     kind: Sequence[Change], attempt: Callable[[Change], _TriedChange | None], limit_bytes: int
 ) -> tuple[_TriedChange | None, _TriedChange | None]:
-    """Bisect for the first of these changes that fits; also return the one that saves the most."""
+    """Bisect for the first change that fits; also return the one that saves the most."""
     low, high = 0, len(kind)
     fits = most = None
     while low < high:

@@ -17,17 +17,17 @@ from outpace.records.units import show_bytes
 
 MODES: tuple[Checkpointing, ...] = get_args(Checkpointing)
 Counts = dict[Checkpointing, int]
-# The first choice assumes that every block saves the same. The peak is convex in the
-# numbers of blocks, so this is an upper bound, and one prediction (slow where modes differ) is
-# enough as a rule. If it exceeds the budget, the next choice has to save that much more.
+# The first choice assumes that every block saves the same. The peak is convex in the numbers of
+# blocks, so this gives an upper bound, and one prediction (slow if modes differ) is usually enough.
+# If it exceeds the budget, the next choice must save that much more.
 _TRIES = 3
 
 
 def plan_within(plan: Plan, spec: ModelSpec, budget_bytes: int, predict: Predict) -> Plan:
     """Return `plan` with the block modes that fit into the budget at the lowest cost in time.
 
-    All pipeline stages use prefixes of the same pattern. Raises BadInputError if it does not fit
-    even with full recomputation.
+    All pipeline stages use prefixes of the same pattern. Raises BadInputError if the plan does not
+    fit even with full recomputation.
     """
     stages = layers_per_stage(spec, plan.stages)
     plain = predict(plan)
@@ -44,7 +44,7 @@ def plan_within(plan: Plan, spec: ModelSpec, budget_bytes: int, predict: Predict
         for mode, cost in uniform.items()
         if cost.step_s is not None and plain_s is not None
     }
-    if len(costs) < len(uniform):  # mixtures need times to compare
+    if len(costs) < len(uniform):  # times are needed to compare mixtures
         return _heaviest(plan, uniform, budget_bytes)
     need = plain.peak_memory_bytes - budget_bytes
     for _ in range(_TRIES):

@@ -13,12 +13,12 @@ from outpace.records.errors import BadInputError
 from outpace.records.hardware import Accelerator, Dtype
 from outpace.records.precisions import PRECISION_TRAITS, Precision
 
-# Sides of the tiles into which matmuls' outputs are cut, and the share of the rate that they reach.
+# Sides of the tiles of a matmul's output, and the share of the rate that they reach.
 Tile = tuple[int, int, float]
 # Dimensions of a measured matmul, and the ratio of its time to the prediction from tiles.
 MeasuredMatmul = tuple[float, float, float, float]
-_NEAR = 0.05  # squared doublings within which a measured matmul is the requested one
-_TILE_STEP = 64  # inner dimension per step of a multiprocessor
+_NEAR = 0.05  # squared doublings within which matmuls count as equal
+_TILE_STEP = 64  # inner dimension that a multiprocessor processes per step
 _SPLITS = (1, 2, 4, 8)
 _FP32 = 4
 _ALIGNMENT = 16  # bytes
@@ -28,31 +28,31 @@ _ALIGNMENT = 16  # bytes
 class DeviceRates:
     """Achievable rates of one rank's device; only `peak_flops_per_s` is a peak.
 
-    Each of the `multiprocessors` computes one tile of a matmul at a time. `operator_s` is
-    the minimum host time of an operator. `curve` has points of a matmul's FLOPs and the fraction
-    of the best rate that it reaches, if measured; otherwise, tiles and waves decide. `unaligned` is
-    the fraction of the rate for rows that are not a multiple of 16 bytes. `memory_bytes` is
-    available to a process, out of the manufacturer's `nominal_bytes`. `attention_forward` and
+    Each of the `multiprocessors` computes one tile of a matmul at a time. `operator_s` is the
+    minimum host time of an operator. `curve` has points of a matmul's FLOPs and the fraction of the
+    best rate that it reaches, if measured; otherwise, tiles and waves decide. `unaligned` is the
+    fraction of the rate for rows that are not a multiple of 16 bytes. `memory_bytes` is available
+    to a process, out of the manufacturer's `nominal_bytes`. `attention_forward` and
     `attention_backward` are fractions of the rate of 16-bit matmuls; `attention_narrow` is the
     fraction of that for heads of width 64. An optimizer reaches `optimizer_share` of the memory
     bandwidth. `hides` is the fraction of a collective that can overlap with computation; 0 if the
     same cores do both. During a collective, matmuls take `beside_collectives` times as long; 1 if
     they are slowed like all other work. `spread` is the standard deviation of the clocks of devices
-    of this kind, relative to the median. `sharers` ranks share a core: while some wait, the others
-    are proportionally faster. `unit_s` is the host time to gather or reduce a sharding unit.
-    `piecewise`: rotary embeddings, and RMS norms of tensors split over tp, consist of several
-    operators; other RMS norms are a single operator of this package (nn.norms). `attention_rates`
-    are the FLOP/s in fp32 and bf16 to which attention's fractions refer, if they differ from those
-    of matmuls. `attention_kernels` are the fractions of other kernels, by name; causal attention
+    of this kind, relative to the median. `sharers` ranks share a core; while some of them wait, the
+    others are proportionally faster. `unit_s` is the host time to gather or reduce a sharding unit.
+    `piecewise`: rotary embeddings, and RMS norms of tensors split over tp, run as several
+    operators; other RMS norms are a single operator of outpace (nn.norms). `attention_rates` are
+    the FLOP/s in fp32 and bf16 to which attention's fractions refer, if they differ from those of
+    matmuls. `attention_kernels` are the fractions of other kernels, by name; causal attention
     reaches half of its rate at `attention_half` keys.
 
     A tile of a matmul takes as long as if its inner dimension were `fill` longer. Even short
     matmuls reach at most `limit` of the best rate; within a step, which is a sustained load, they
-    reach at most `sustained` of it, or `sustained_fp8` in fp8. `measured_ratios`, by dtype: how
-    much longer measured matmuls took on this device than predicted. Triton's grouped matmuls of
-    experts take `triton_experts` times as long as matmuls by tiles. `any_fp8_layout`: matmuls in
-    fp8 accept operands that are not transposed. `uneven_experts`: how many times as long grouped
-    matmuls take if some experts have most of the tokens, on one rank and on the slowest of many.
+    reach at most `sustained` of it, or `sustained_fp8` in fp8. `measured_ratios`, by dtype: ratios
+    of measured to predicted times of matmuls on this device. Triton's grouped matmuls of experts
+    take `triton_experts` times as long as matmuls by tiles. `any_fp8_layout`: matmuls in fp8 accept
+    operands that are not transposed. `uneven_experts`: how many times as long grouped matmuls take
+    if some experts have most of the tokens, on one rank and on the slowest of many.
     `fused_attention`: attention does not keep its scores. `compiles`: outpace compiles for it.
     """
 
@@ -103,7 +103,7 @@ class DeviceRates:
         return rate > 1.5 * self.rate("bf16")
 
     def rate(self, dtype: str) -> float:
-        """Return the FLOP/s of large matmuls; of the next wider dtype if this one has no rate."""
+        """Return the FLOP/s of large matmuls, in the next wider dtype if this one has no rate."""
         wider = ("fp16" if dtype == "bf16" else "bf16", "tf32", "fp32")
         for name in (dtype, *(reversed(wider) if dtype == "tf32" else wider)):
             if name in self.best_flops_per_s:
@@ -132,7 +132,7 @@ def items(precision: Ints) -> Floats:
     return np.asarray(sizes, float)[precision]
 
 
-# Of chips without a fused kernel, for which the matmuls of attention count.
+# For chips without a fused kernel, whose attention consists of matmuls.
 _UNFUSED = efficiency.AttentionRate(
     forward=1.0,
     backward=1.0,
@@ -143,7 +143,7 @@ _UNFUSED = efficiency.AttentionRate(
 
 
 def of_accelerator(chip: Accelerator) -> DeviceRates:
-    """Return a device with the published measurements of its architecture."""
+    """Return a device with rates from published measurements of its architecture."""
     curve = efficiency.matmul_curve(chip)
     kernels = efficiency.attention_rates(chip)
     attention = kernels.get("cudnn") or kernels.get("flash2") or _UNFUSED
@@ -180,7 +180,7 @@ def of_accelerator(chip: Accelerator) -> DeviceRates:
         # Attention also reaches the board's power limit (efficiency.ATTENTION_POWER_SOURCE).
         attention_rates={"bf16": low * held, "fp32": min(low, best["fp32"])},
         attention_kernels={str(name): rate for name, rate in kernels.items()},
-        # If host and device share a memory, it both reads and writes copies.
+        # If host and device share their memory, a copy both reads and writes it.
         host_bytes_per_s=min(
             LINKS[chip.host_link].bytes_per_s * efficiency.HOST_LINK_SHARE,
             chip.memory_bytes_per_s / 2,
@@ -216,9 +216,9 @@ def matmul_s(
 ) -> Floats:
     """Return seconds of `batch` matmuls of (m, k) by (k, n), at `rate` FLOP/s for large ones.
 
-    Outputs are cut into tiles, which multiprocessors take in waves; the last wave may be nearly
-    empty (wave quantisation), as may tiles at the edges (tile quantisation). Matmuls with few
-    tiles are split over k, whose parts are then summed. A batch multiplies the number of tiles.
+    Outputs are cut into tiles, which multiprocessors compute in waves; the last wave may be nearly
+    empty (wave quantisation), as may tiles at the edges (tile quantisation). Matmuls with few tiles
+    are split over k, whose parts are then summed. A batch multiplies the number of tiles.
     """  # fmt: skip
     m, n, k, rate = (np.asarray(x, float) for x in (m, n, k, rate))
     moved = batch * (m * k + k * n + m * n) * item / device.memory_bytes_per_s
@@ -259,9 +259,9 @@ def sustained_matmul_s(
 ) -> Floats:
     """Return `matmul_s` within a training step, where power and cold caches limit rates.
 
-    No matmul exceeds the sustained rate; slower ones take as long as they do alone. `more_bytes`
-    are moved when tiles are done, in addition to operands and results: this takes additional time
-    if the device does not compute the next tiles at the same time.
+    No matmul exceeds the sustained rate; slower ones take as long as by themselves. `more_bytes`
+    are moved at the end of tiles, in addition to operands and results. This takes additional time
+    unless the device computes the next tiles meanwhile.
     """
     short = matmul_s(device, rate, m, n, k, item, batch)
     rate = np.asarray(rate, float)
@@ -276,10 +276,10 @@ def sustained_matmul_s(
 
 
 def _measured_ratio(device: DeviceRates, m: Floats, n: Floats, k: Floats, rate: Floats) -> Floats:
-    """Return how much longer measured matmuls take than their tiles predict, at this shape.
+    """Return how many times as long measured matmuls of this shape take as tiles predict.
 
-    Points of the same dtype are weighted by distance in the logarithms of the three dimensions: at
-    a point, the result is its ratio; far from all points, it is their mean.
+    Points of the same dtype are weighted by distance in the logarithms of the three dimensions. At
+    a point, the result is its ratio; far from all points, it is the mean ratio.
     """
     m, n, k, rate = np.broadcast_arrays(*(np.asarray(x, float) for x in (m, n, k, rate)))
     found = np.ones(rate.shape)

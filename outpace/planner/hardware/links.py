@@ -3,8 +3,8 @@
 Ranks are laid out on nodes in the order of `records.plan.AXES`, the last axis closest together. A
 ring through the ranks of several nodes enters and leaves each node once; rings of other groups that
 cross at the same time share the node's network cards. All-reduces can use trees instead: up and
-down a chain in each node, and between nodes along two binary trees, each for half of the array, so
-that every node is an inner node of one and a leaf of the other.
+down a chain in each node, and between nodes along two binary trees, each for half of the array.
+Every node is an inner node of one tree and a leaf of the other.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ import numpy as np
 from outpace.catalog.efficiency import DispatchRate
 from outpace.planner.plan_columns import Floats, Ints
 
-_SMALLEST = 6  # log2 of the first size of `by_size`
+_SMALLEST = 6  # log2 of the first size in `by_size`
 
 
 class Protocol(NamedTuple):
@@ -36,7 +36,8 @@ class Protocol(NamedTuple):
 
 @dataclass(frozen=True)
 class Fabric:
-    """Nodes of `per_node` devices. Rates are in bytes/s in one direction, as a ring reaches them.
+    """Nodes of `per_node` devices. Rates are those that a ring reaches, in bytes/s in one
+    direction.
 
     `inside_bytes_per_s` is the rate between a device and the others of its node,
     `across_bytes_per_s` that of all network cards of a node together, and `pair_bytes_per_s` that
@@ -64,7 +65,7 @@ class Fabric:
     def with_rates(self, inside: Floats | float, across: Floats | float) -> "Fabric":
         """Return the fabric with other rates, one for all plans or one for each.
 
-        The ratio of a device's rate to one other device and its rate to all stays the same.
+        The ratio between a device's rates to one other device and to all others stays the same.
         """
         share = self.pair_bytes_per_s / self.inside_bytes_per_s
         pair = inside * share if self.inside_bytes_per_s < np.inf else inside
@@ -141,7 +142,7 @@ class Fabric:
         return np.where((size > 1) & (nbytes > 0), found, 0.0)
 
     def broadcasts_s(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
-        """Return the time in which each rank of a group broadcasts its part of arrays of `nbytes`.
+        """Return the time for all ranks of a group to broadcast their parts of arrays of `nbytes`.
 
         The broadcasts travel around the ring one after the other, each with a step per rank.
         """
@@ -158,7 +159,7 @@ class Fabric:
     def _collective_s(
         self, nbytes: Floats, size: Ints, stride: Ints, rounds: int, share: float
     ) -> Floats:
-        """Return seconds of `rounds` trips around a ring, size − 1 steps each, at this share."""
+        """Return the seconds of `rounds` trips around a ring of size − 1 steps, at this share."""
         rate, nodes = self._ring(size, stride, share)
         steps = rounds * (size - 1)
         crossing = np.where(nodes > 1, np.minimum(rounds * nodes, steps), 0)
@@ -173,12 +174,13 @@ class Fabric:
         return np.where((size > 1) & (nbytes > 0), best, 0.0)
 
     def _trees(self, nbytes: Floats, size: Ints, stride: Ints) -> Floats:
-        """Return seconds of an all-reduce over several nodes by double binary trees.
+        """Return the seconds of an all-reduce over several nodes by double binary trees.
 
         A rank of a chain sends the array up and down. Between nodes, each tree carries half of the
         array; an inner node of a tree sends three halves to its neighbours in it, and one half in
         the other tree. With two nodes, each is the root of one tree and a leaf of the other, which
-        halves that. Latencies are NCCL's: through the chain and back, and log2(nodes) hops.
+        halves this traffic. Latencies follow NCCL: through the chain and back, and log2(nodes)
+        hops.
         """
         within, nodes, groups = self.spread(size, stride)
         inside = np.where(within > 1, 2 * nbytes / self.inside_bytes_per_s, 0.0)
@@ -206,5 +208,5 @@ class Fabric:
 
 
 def _count_targets(groups: Floats, copies: int) -> Floats:
-    """Return how many groups, except its own, a token with `copies` random copies reaches."""
+    """Return how many groups other than its own a token with `copies` random copies reaches."""
     return groups * (1 - (1 - 1 / groups) ** copies) * (groups - 1) / groups

@@ -1,4 +1,4 @@
-"""Networks and device links to choose from, slowest first, and parsing of named ones."""
+"""Networks and device links to choose from, slowest first, and parsing of their names."""
 
 import re
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from outpace.records.hardware import Accelerator, Node
 from outpace.records.network import Network
 
 _KINDS = ("ethernet", "infiniband", "omni-path", "efa", "slingshot")
-# Numbers of cards with which nodes are sold; fast links only, since several slow ones equal a fast
+# Numbers of cards with which nodes are sold. Only fast links, since several slow ones equal a fast
 # one.
 _MANY = (("InfiniBand NDR", 2), ("InfiniBand NDR", 4), ("InfiniBand NDR", 8), ("InfiniBand XDR", 8))
 _RATE = re.compile(r"([0-9.]+)\s*(Gbit/s|Gbps|GB/s|MB/s|Mbit/s)", re.IGNORECASE)
@@ -22,7 +22,7 @@ _BUNDLE = re.compile(r"(?:([0-9]+)\s*[x×]\s*)?(.+)")
 
 
 def ladder() -> list[Network]:
-    """Return the networks of the catalog by rate, slowest first, with equally fast ones grouped."""
+    """Return the catalog's networks, slowest first, with equally fast ones grouped."""
     single = [(link.name, 1) for link in LINKS.values() if link.kind in _KINDS]
     return by_rate(
         Network(
@@ -34,7 +34,7 @@ def ladder() -> list[Network]:
 
 
 def device_ladder(chip: Accelerator | None) -> list[Network]:
-    """Return links that a device could have to others in its node, slowest first.
+    """Return the links that a device could have to others in its node, slowest first.
 
     These are a slot of each PCIe generation, and the NVLink bundles (for AMD, Infinity Fabric) with
     which accelerators of the catalog are sold. Equally fast links are grouped, with the device's
@@ -59,7 +59,7 @@ def device_ladder(chip: Accelerator | None) -> list[Network]:
 def by_rate(networks: Iterable[Network]) -> list[Network]:
     """Sort networks, slowest first, and merge equally fast ones into one with all their names.
 
-    A network that the user named keeps that name in addition to those of the catalog.
+    A network that the user named keeps that name in addition to the catalog's names.
     """
     together: dict[float, list[Network]] = {}
     for one in networks:

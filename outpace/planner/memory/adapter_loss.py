@@ -1,4 +1,5 @@
-"""Memory from the last hidden state to its gradient, if the head is frozen.
+"""Memory of the head and the loss if the head is frozen: from the last hidden state to its
+gradient.
 
 The logits are handled as in `planner.memory.loss`, without the head's gradient.
 """
@@ -114,7 +115,7 @@ def _on_accelerator(
     timeline.moment("temporary", select(whole, made))
     timeline.free("weight copies", select(whole, copy))
     timeline.free("activations", select(whole, kept))
-    # In parts, or all at once without a compiler.
+    # In parts, or as a whole without a compiler.
     chunk = accelerator_rows(rows, wide, s.operand, c.chunked_loss)
     inside = chunk * row_bytes + np.where(s.operand < s.stream, chunk * hidden * s.operand, 0.0)
     softmax = block_bytes(chunk, wide, c.compile) * np.where(s.operand < FP32, 2, 1)

@@ -25,10 +25,10 @@ from outpace.records.plan import Checkpointing
 from outpace.records.precisions import COMPUTES_IN_BF16, WEIGHTS
 
 _MIB = 2**20
-# Size of a piece: DDP.broadcast_bucket_size (torch/nn/parallel/distributed.py). Pieces at once:
+# Size of a piece: DDP.broadcast_bucket_size (torch/nn/parallel/distributed.py). Pieces in flight:
 # max_in_flight of broadcast_coalesced (torch/csrc/distributed/c10d/comm.cpp).
 _BROADCAST_BYTES, _BROADCASTS_IN_FLIGHT = 250 * _MIB, 2
-# nn.attention, on a CPU in bf16: queries of a block, and the most bytes of its scores.
+# nn.attention, on a CPU in bf16: queries of a block, and the maximum bytes of its scores.
 _SCORE_ROWS, _SCORE_BYTES = 128, 4 * _MIB
 
 
@@ -43,7 +43,7 @@ def _add_permanent(timeline: MemoryTimeline, step: AdapterMemory) -> None:
     """Add the quantization of weights, then the tensors that exist before a forward."""
     c, s, layers = step.columns, step.sizes, step.outline.layers
     if step.packs and step.device == "cpu":
-        # On a CPU, weights stay unquantized until their turn.
+        # On a CPU, weights stay unquantized until it is their turn.
         first = step.matrices[0].elements
         whole = sum(m.elements for m in step.matrices) + step.vectors
         raised = np.where(s.weight < FP32, FP32 * first, 0.0)
@@ -67,7 +67,7 @@ def _add_permanent(timeline: MemoryTimeline, step: AdapterMemory) -> None:
 
 
 def _state_bytes(step: AdapterMemory) -> Floats:
-    """Return bytes of the optimizer's state for a block's adapters."""
+    """Return the bytes of the optimizer's state for a block's adapters."""
 
     def value(optimizer: int, low: int) -> float:
         name = OPTIMIZERS[optimizer]
@@ -77,7 +77,7 @@ def _state_bytes(step: AdapterMemory) -> Floats:
 
 
 def adapter_timeline(step: AdapterMemory) -> MemoryTimeline:
-    """Return the timeline of a step on a rank; all ranks are alike."""
+    """Return the timeline of a step on a rank; it is the same on all ranks."""
     timeline = start_timeline(step)
     _add_root(timeline, step)
     _add_forward(timeline, step)
@@ -96,7 +96,7 @@ def adapter_timeline(step: AdapterMemory) -> MemoryTimeline:
 
 
 def _unit(step: AdapterMemory) -> Floats:
-    """Return bytes of a block if it is gathered."""
+    """Return the bytes of a block if it is gathered."""
     return np.where(step.gathers, step.block_bytes(step.gathered_item), 0.0)
 
 
@@ -138,7 +138,7 @@ def _add_forward(timeline: MemoryTimeline, step: AdapterMemory) -> None:
 
 
 def _add_blocks(timeline: MemoryTimeline, step: AdapterMemory, unit: Floats) -> None:
-    """Add the backward: the last two blocks, those in between as one, the first two."""
+    """Add the backward: the last two blocks, those in between as one, and the first two."""
     layers = step.outline.layers
     every = recompute_interval(step.columns, layers)
     shown = sorted({layers - 1, layers - 2, 1, 0} & set(range(layers)), reverse=True)
@@ -162,19 +162,19 @@ def _add_blocks(timeline: MemoryTimeline, step: AdapterMemory, unit: Floats) -> 
 
 
 def _recomputes(every: Ints, place: int) -> Bools:
-    """Return which plans recompute a block: every n-th block, from the first."""
+    """Return which plans recompute a block: every n-th block, starting with the first."""
     found: Bools = (every > 0) & (place % np.maximum(every, 1) == 0)
     return found
 
 
 def _kept_bytes(step: AdapterMemory, every: Ints, place: int) -> Floats:
-    """Return bytes that a block saves in its forward."""
+    """Return the bytes that a block saves in its forward."""
     less = step.first_saves_less if place == 0 else 0.0
     return np.where(_recomputes(every, place), _checkpoint_bytes(step), step.saved_bytes - less)
 
 
 def _checkpoint_bytes(step: AdapterMemory) -> Floats:
-    """Return bytes that recomputed blocks save, all in one mode."""
+    """Return the bytes that recomputed blocks save, all in one mode."""
     modes: tuple[Checkpointing, ...] = ("selective", "attention", "full")
     found = step.saved_bytes
     for mode in modes:
@@ -183,14 +183,14 @@ def _checkpoint_bytes(step: AdapterMemory) -> Floats:
 
 
 def _copy_bytes(step: AdapterMemory, every: Ints, place: int) -> Floats:
-    """Return bytes of casts that a block saves in its forward."""
+    """Return the bytes of casts that a block saves in its forward."""
     return np.where(_recomputes(every, place), 0.0, step.block_copies(first=place == 0))
 
 
 def _pass_over_others(
     timeline: MemoryTimeline, step: AdapterMemory, count: int, given: Floats, copied: Floats
 ) -> None:
-    """Add what `count` blocks leave and release; `given` and `copied` describe other blocks."""
+    """Add the memory that `count` blocks keep and free; `given`, `copied`: of other blocks."""
     c, layers = step.columns, step.outline.layers
     every = recompute_interval(c, layers)
     plain = share_of(c, "none") * layers
@@ -210,7 +210,7 @@ def _has_gradients(step: AdapterMemory) -> Bools:
 
 
 def _reduce(timeline: MemoryTimeline, step: AdapterMemory, reduced: Floats) -> Floats:
-    """Start the reduction of a block's gradients, and end that of `reduced`; return its bytes."""
+    """Start reducing a block's gradients, and finish those in `reduced`; return the bytes."""
     sent = np.where(step.gathers, step.sizes.reduced * step.trained_elements, 0.0)
     if step.packs:
         sent = np.where(step.gathers, step.sizes.weight * step.trained_elements, 0.0)
@@ -295,7 +295,7 @@ def _add_attention(
     """Add attention; the inputs of the first block's queries, keys and values need no gradient."""
     b, s = step.block, step.sizes
     out = step.matrix("out")
-    begins = first and not step.has(*QKV)  # the mix has no gradient
+    begins = first and not step.has(*QKV)  # the attention output has no gradient
     _add_linear(timeline, step, out, made=cast, has_gradient=not begins)
     if begins:
         timeline.free("activations", b.mixed)

@@ -26,7 +26,7 @@ from outpace.records.outline import Outline
 from outpace.records.plan import Checkpointing
 from outpace.records.precisions import COMPUTES_IN_BF16, COMPUTES_IN_FP16
 
-_GELU_ELEMENTS = 1 << 18  # elements that nn.gelu handles at a time, on a CPU in bf16
+_GELU_ELEMENTS = 1 << 18  # elements that nn.gelu processes at a time, on a CPU in bf16
 QKV = ("q", "k", "v")
 
 
@@ -101,7 +101,7 @@ class AdapterMemory:
         return np.where(self.gathers, self.sizes.gathered, self.sizes.weight)
 
     def block_bytes(self, item: Floats) -> Floats:
-        """Return the bytes of a block's parameters, with `item` bytes per number not in 4 bits."""
+        """Return the bytes of a block's parameters: `item` per number, unless in 4 bits."""
         if self.packs:
             packed = sum(nf4_bytes(m.elements) for m in self.matrices)
             return packed + item * (self.vectors + self.trained_elements)
@@ -122,8 +122,8 @@ class AdapterMemory:
     def copy_bytes(self, matrix: Matrix, reads_gradient: bool) -> Floats:
         """Return the bytes of casts that a linear layer's backward reads.
 
-        These are the adapters' and, if the input has a gradient (`reads_gradient`), the frozen
-        matrix's.
+        These are casts of the adapters and, if the input has a gradient (`reads_gradient`), of the
+        frozen matrix.
         """
         frozen = matrix.elements if reads_gradient and not self.packs else 0
         own = self.settings.rank * (matrix.inputs + matrix.outputs) if matrix.adapted else 0
@@ -177,7 +177,7 @@ class AdapterMemory:
 
     @cached_property
     def normed_heads(self) -> Floats:
-        """Return bytes saved by norms of queries and keys: inputs, since scales are frozen."""
+        """Return the bytes that norms of queries and keys save: inputs, since scales are frozen."""
         one, s = self.outline.stacks[0].attention, self.sizes
         assert one is not None
         if not one.qk_norm:
@@ -226,9 +226,9 @@ class AdapterMemory:
         less = b.residual + b.norm
         if self.has(*QKV):
             adapted = sum(m.adapted for m in self.matrices if m.name in QKV)
-            masks = adapted * self.sizes.whole * self.mask  # without gradient
+            masks = adapted * self.sizes.whole * self.mask  # has no gradient
             return less + (masks if self.settings.dropout else 0.0)
-        if self.has("out"):  # reads the mix, and saves it itself
+        if self.has("out"):  # reads attention's output, and saves it itself
             return less + self.attention - b.mixed
         gate = b.gated and self.matrix("gate").adapted
         inner = 2 * gate + self.matrix("up").adapted - (3 if b.gated else 1)
@@ -261,8 +261,8 @@ class AdapterMemory:
 
     @cached_property
     def recomputed_forward_bytes(self) -> Floats:
-        """Return `forward_bytes` of a block that recomputes its tensors in the backward. By then,
-        all tensors of the MLP exist, except the outputs of matmuls that are kept.
+        """Return `forward_bytes` of a block that recomputes its tensors in the backward. By the end
+        of this forward, all tensors of the MLP exist, except the outputs of matmuls that are kept.
         """
         s, b = self.sizes, self.block
         throughout = 3 * s.part * s.stream + s.whole * s.operand * np.where(s.casts, 2, 1)
@@ -283,7 +283,7 @@ class AdapterMemory:
         kept = b.residual
         if mode in ("attention", "selective"):
             kept = kept + b.mixed
-        if mode == "selective":  # every matmul's output: of the matrix and of both factors
+        if mode == "selective":  # the outputs of all matmuls: of the matrix and of both factors
             for m in self.matrices:
                 kept = kept + self.output_bytes(m)
                 kept = kept + (self.output_bytes(m) + self.low if m.adapted else 0.0)

@@ -24,7 +24,7 @@ class _Position:
 
 
 def add_backward(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add the backward of the last and the first blocks, with those between treated as equal."""
+    """Add the backward of the last and the first blocks; those in between are treated as equal."""
     setup, blocks = rank.setup, rank.blocks
     first, last = rank.recomputation.first, rank.recomputation.last
     timeline.free("communication", np.where(setup.sharding.regathers, setup.unit, 0.0))
@@ -59,7 +59,7 @@ def add_backward(timeline: MemoryTimeline, rank: RankSetup) -> None:
 def _pass_over_others(
     timeline: MemoryTimeline, rank: RankSetup, ends: list[_Position], beginnings: list[_Position]
 ) -> None:
-    """Add the changes of memory by the blocks in between."""
+    """Add the memory changes of the blocks in between."""
     setup, s, sharding = rank.setup, rank.setup.sizes, rank.setup.sharding
     delays, modes = rank.delays, rank.recomputation
     at_end, at_beginning = _count(ends), _count(beginnings)
@@ -108,7 +108,7 @@ def _add_block(
     here.allocate("communication", coming)
     add_block_backward(here, rank, position.mode)
     here.free("communication", coming)
-    # Reduced and scattered, at once or after a pipeline's last micro-batch.
+    # Reduced and scattered, immediately or after a pipeline's last micro-batch.
     made, sent_now = np.where(delays, 0.0, unit), np.where(delays, 0.0, sent)
     here.free("unsharded", made)
     here.free("communication", reduced)
@@ -126,9 +126,9 @@ def _add_block(
 
 
 def _delay_reduction(timeline: MemoryTimeline, rank: RankSetup, sent: Floats) -> None:
-    """Keep a block's gradients for a pipeline's last micro-batch, or add them to those kept. They
-    are added one by one after the block's backward, in the dtype of the reduction. `sent`: their
-    bytes in that dtype.
+    """Keep a block's gradients until a pipeline's last micro-batch, or add them to those kept. They
+    are added one by one after the block's backward, in the dtype of the reduction, in which they
+    have `sent` bytes.
     """
     setup, item = rank.setup, rank.setup.sharding.item
     casts = setup.sizes.reduced != item
@@ -144,7 +144,7 @@ def _add_embedding(timeline: MemoryTimeline, rank: RankSetup) -> None:
     setup, place, e = rank.setup, rank.place, rank.setup.ends
     both = place.first & place.last & setup.outline.tied
     add_gradient(timeline.select(place.first), rank.gradient, e.positions, matmul=False)
-    # Tied: the head's gradient exists too, and a third tensor for the sum.
+    # Tied: the head's gradient exists, too, and a third tensor for the sum.
     alone = setup.dp | (setup.columns.pp > 1)  # each in a separate backward
     raised = raised_table(rank)
     cast = raised / FP32 * setup.sharding.item
@@ -159,7 +159,7 @@ def _add_embedding(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def _reduce_root(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add the reduction of gradients outside of blocks, and of those that waited for it.
+    """Add the reduction of gradients outside of blocks, and of those that were kept until then.
 
     The head's gradients were counted with the loss; root shards are reduced at the end.
     """
@@ -180,7 +180,7 @@ def _reduce_root(timeline: MemoryTimeline, rank: RankSetup) -> None:
     made = s.weight * elements / sharding.shards
     made = np.where(rank.allocates_gradients, made, 0.0)
     timeline.allocate("gradients", np.where(setup.gradients_on_host, 0.0, made))
-    # A pipeline's gradients that waited for its last micro-batch are reduced by now, too.
+    # Gradients that were kept until the pipeline's last micro-batch are reduced by now, too.
     ends_now = delays & (setup.columns.passes == 1) & ~setup.columns.in_backward
     waited = s.weight * sharding.stored * place.layers / sharding.shards
     offload_gradients(timeline, setup, made + np.where(ends_now, waited, 0.0))

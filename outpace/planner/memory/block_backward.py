@@ -12,7 +12,7 @@ from outpace.planner.memory.timeline import MemoryTimeline
 from outpace.planner.plan_columns import Floats, PlanBatch
 from outpace.records.outline import AttentionShape
 
-_ATTENTION_ROWS = 512  # rows of scores that ring attention holds at once
+_ATTENTION_ROWS = 512  # rows of scores that ring attention holds at a time
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,8 @@ class _Block:
     """Values shared by the operators of a block's backward.
 
     `live`: share of saved tensors on the device. `copies`: bytes of weight copies per matrix
-    element, if any. Bytes of tensors are `stream`, the residual stream's gradient; `read`, the
-    input of matmuls; `cast`, its copy if it is cast; and `gathered`, its copy if it is gathered
-    again.
+    element. Tensors in bytes: `stream`, the residual stream's gradient; `read`, the input of
+    matmuls; `cast`, its copy if it is cast; `gathered`, its copy if it is gathered again.
     """
 
     setup: MemorySetup
@@ -67,7 +66,7 @@ def _add_mlp(timeline: MemoryTimeline, block: _Block) -> None:
     """Add the MLP, with the norm before or after it."""
     b = block.setup.block
     inner, saved = b.inner, b.inner * block.live
-    # The gradient of its output in the matmuls' dtype, then that of the inner tensor.
+    # The gradient of the MLP's output in the matmuls' dtype, then that of the inner tensor.
     timeline.pass_over("temporary", block.cast)
     timeline.allocate("temporary", inner)
     add_gradient(timeline, block.gradient, b.down, copies=block.copies)
@@ -132,7 +131,7 @@ def _add_norm(timeline: MemoryTimeline, block: _Block) -> None:
 
 
 def _add_ring(timeline: MemoryTimeline, setup: MemorySetup) -> None:
-    """Add ring attention: operands in fp32, and three times 512 rows of scores."""
+    """Add ring attention: operands in fp32, and three tensors of 512 rows of scores."""
     c, s, b = setup.columns, setup.sizes, setup.block
     spread = c.cp > 1
     if not spread.any():
@@ -160,7 +159,8 @@ def _add_workspace(timeline: MemoryTimeline, setup: MemorySetup) -> None:
 def flash_workspace_bytes(
     one: AttentionShape, columns: PlanBatch, seq_len: int, queries: Floats
 ) -> Floats:
-    """Return bytes of FlashAttention's fp32 sums of query gradients (Dao, arXiv 2307.08691, §3).
+    """Return the bytes of FlashAttention's fp32 sums of query gradients (Dao, arXiv 2307.08691,
+    §3).
 
     This includes gradients of keys and values for each of the `queries` (bytes) that share them.
     """

@@ -1,4 +1,4 @@
-"""Memory of a rank's forwards, for all micro-batches whose backward is still to come."""
+"""Memory of a rank's forwards, for all micro-batches whose backward has not run yet."""
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from outpace.records.precisions import WEIGHTS
 
 
 def add_forward(timeline: MemoryTimeline, rank: RankSetup, delayed: Floats) -> None:
-    """Add the tensors that forwards gather and leave, up to the loss.
+    """Add the tensors that forwards gather and keep, up to the loss.
 
     `delayed`: bytes kept for weight gradients that earlier chunks have delayed.
     """
@@ -26,7 +26,7 @@ def add_forward(timeline: MemoryTimeline, rank: RankSetup, delayed: Floats) -> N
     timeline.pass_over("activations", chunks * (rank.chunk_bytes - rank.blocks * away))
     timeline.offload(chunks * rank.blocks * away, setup.activations_on_disk)
     add_copies(timeline, rank, chunks * rank.blocks)
-    # If blocks end with norms, the embedding has a norm too, which saves the sum.
+    # If blocks end with norms, the embedding has a norm, too, which saves the sum.
     summed = place.first & bool(setup.outline.head_matmuls)
     stream = setup.sizes.part * setup.sizes.stream
     timeline.pass_over("activations", np.where(summed, stream, 0.0))

@@ -17,7 +17,7 @@ class FrameworkTraits:
     bytes per gradient of a buffer that accumulates gradients throughout the job, for whole weights
     unless a plan shards them; None means the same as in outpace's strategies. `shards_by_element`:
     zero1 splits parameters by elements over data and context parallelism. `reuses_receive_buffer`:
-    a pipeline has one receive buffer for all micro-batches, and frees what it has sent.
+    a pipeline has one receive buffer for all micro-batches, and frees tensors that it has sent.
     `accumulates_unsharded`: if weights are sharded and micro-batches accumulate, gradients are
     unsharded until the last backward.
     """

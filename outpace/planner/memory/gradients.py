@@ -14,11 +14,11 @@ from outpace.planner.plan_columns import Bools, Floats
 class GradientBytes:
     """Bytes of a gradient per element, one entry per plan.
 
-    `matmul` and `other`: bytes before a cast, from a matmul or elsewhere. If ranks have
-    whole weights, `kept` bytes stay, or `added` bytes live until they are added to existing
-    gradients; both are 0 if parameters are gathered. In that case, `whole` bytes live until they
-    are reduced, or `joined` bytes until they are added to the gradients that are kept for a
-    pipeline's last micro-batch.
+    `matmul` and `other`: bytes before a cast, if a matmul or another operator computes the
+    gradient. If ranks have whole weights, `kept` bytes stay, or `added` bytes live until they are
+    added to existing gradients. If parameters are gathered, both are 0, and `whole` bytes live
+    until they are reduced, or `joined` bytes until they are added to the gradients that are kept
+    until a pipeline's last micro-batch.
     """
 
     matmul: Floats
@@ -32,13 +32,13 @@ class GradientBytes:
 def gradient_bytes(setup: MemorySetup, allocates: Bools, joins: Bools) -> GradientBytes:
     """Return the bytes for every plan.
 
-    `allocates`: a backward allocates gradients that stay. `joins`: gradients are already kept for a
-    pipeline's last micro-batch.
+    `allocates`: a backward allocates gradients that stay. `joins`: gradients are already kept until
+    a pipeline's last micro-batch.
     """
     s, item, gathers = setup.sizes, setup.sharding.item, setup.sharding.gathers
     cast = np.where(setup.gradients.casts_sums, item, 0.0)
     sums = np.where(gathers, 0.0, added_bytes(setup))
-    # Added at once if the waiting gradients have the same dtype.
+    # Added immediately if the kept gradients have the same dtype.
     joins = joins & (s.reduced == item)
     return GradientBytes(
         matmul=np.where(s.operand < item, s.operand, 0.0) + cast,
@@ -78,5 +78,5 @@ def add_gradient(
 
 
 def offload_gradients(timeline: MemoryTimeline, setup: MemorySetup, nbytes: Floats) -> None:
-    """Add gradients of weights in host memory to the host; ignore all other gradients."""
+    """Add gradients of weights in host memory to the host's memory; ignore all others."""
     timeline.offload(np.where(setup.gradients_on_host, nbytes, 0.0), False)

@@ -1,4 +1,4 @@
-"""Pieces in which the loss computes logits: all at once, in chunks, or in blocks of rows."""
+"""Pieces in which the loss computes logits: as a whole, in chunks, or in blocks of rows."""
 
 import numpy as np
 
@@ -9,17 +9,17 @@ _MIB = 2**20
 # nn.loss, on a CPU: rows of a chunk, and the bytes of fp32 logits from which chunks are used.
 CHUNK_ROWS = 512
 _CHUNKS_FROM = 32 * _MIB
-# nn.head_loss, on an accelerator: the multiple to which the vocabulary is padded, the most bytes of
-# logits computed at once, bytes and least rows of a chunk, and bytes of fp32 logits in eager
-# passes.
+# nn.head_loss, on an accelerator: the multiple to which the vocabulary is padded, the maximum bytes
+# of logits computed as a whole, bytes and minimum rows of a chunk, and bytes of fp32 logits in
+# eager passes.
 _PADDED_TO = 64
 _WHOLE_BYTES = 4096 * _MIB
 _CHUNK_BYTES = 2048 * _MIB
 _CHUNK_ROWS_ACCELERATOR = 4096
 _BLOCK_BYTES = 256 * _MIB
 KEPT_OF_TOKEN = 4 + 8 + 1  # log Σ exp, the target's column, whether there is a target
-# On a CPU in bf16: the bytes of logits that are held whole, of a block of them in fp32, and rows of
-# the head that are multiplied at a time.
+# On a CPU in bf16: the maximum bytes of logits that are held as a whole, the bytes of a block of
+# them in fp32, and the rows of the head that are multiplied at a time.
 _LOW_BYTES = 256 * _MIB
 _LOW_BLOCK_BYTES = 2 * _MIB
 LOW_HEAD_ROWS = 2048
@@ -31,12 +31,12 @@ def padded_columns(vocab: Floats) -> Floats:
 
 
 def fits(rows: Floats, columns: Floats, operand: Floats) -> Bools:
-    """Return whether an accelerator computes all logits at once; `columns` are padded."""
+    """Return whether an accelerator computes all logits together; `columns` are padded."""
     return rows * columns * operand <= _WHOLE_BYTES
 
 
 def accelerator_rows(rows: Floats, columns: Floats, operand: Floats, asked: Bools) -> Floats:
-    """Return the rows of logits that an accelerator computes at a time; `asked`: if chunked."""
+    """Return the rows of logits that an accelerator computes at a time; `asked`: in chunks."""
     row_bytes = np.maximum(columns, 1) * operand
     most = np.floor(_CHUNK_BYTES / row_bytes / _PADDED_TO) * _PADDED_TO
     chunks = np.ceil(rows / np.maximum(_CHUNK_ROWS_ACCELERATOR, most))
@@ -53,13 +53,13 @@ def block_bytes(rows: Floats, columns: Floats, compiled: Bools) -> Floats:
 
 
 def exceeds_cpu(rows: Floats, vocab: Floats, in_bf16: Bools) -> Bools:
-    """Return whether logits are too large for a CPU to compute all at once."""
+    """Return whether logits are too large for a CPU to compute all of them together."""
     large = (rows > CHUNK_ROWS) & (FP32 * rows * vocab > _CHUNKS_FROM)
     return np.where(in_bf16, rows > whole_bf16_rows(vocab), large)
 
 
 def whole_bf16_rows(vocab: Floats) -> Floats:
-    """Return the largest number of tokens whose logits a CPU in bf16 holds at once."""
+    """Return the largest number of tokens whose logits a CPU in bf16 holds together."""
     return np.maximum(CHUNK_ROWS, np.floor(_LOW_BYTES / (2 * np.maximum(vocab, 1))))
 
 

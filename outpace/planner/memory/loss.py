@@ -27,8 +27,8 @@ from outpace.records.precisions import COMPUTES_IN_BF16
 
 @dataclass(frozen=True)
 class _Head:
-    """The head, of `elements` on ranks that have it; it receives `rows` tokens. `more`: other
-    micro-batches whose backward is still to come. `last`: bytes of a buffer that is freed when the
+    """The head, with `elements` on ranks that have it and `rows` tokens as input. `more`: other
+    micro-batches whose backward has not run yet. `last`: bytes of a buffer that is freed when the
     head begins. `copied`: matmuls read a cast or padded copy.
     """
 
@@ -42,7 +42,7 @@ class _Head:
 
 
 def add_loss(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add the last norm, the head and the loss, for micro-batches whose backward is still to come.
+    """Add the last norm, the head and the loss, for micro-batches whose backward has not run yet.
 
     The gradient of the last hidden state remains.
     """
@@ -74,7 +74,7 @@ def add_loss(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def add_split_head(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Add the inputs of the head's delayed gradient: the logits' gradient, the weight's copy."""
+    """Add the inputs of the head's delayed gradient: the logits' gradient and the weight's copy."""
     setup, s, vocab = rank.setup, rank.setup.sizes, _vocab(rank.setup)
     here = timeline.select(rank.place.last & ~_uses_chunks(setup, s.tokens, vocab))
     here.pass_over("temporary", s.tokens * vocab * s.operand)
@@ -84,8 +84,8 @@ def add_split_head(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def tied_head_bytes(rank: RankSetup) -> Floats:
-    """Return the bytes of a tied head's gradient, which is kept until the embedding's exists. It is
-    0 if that gradient is itself stored until the optimizer's step.
+    """Return the bytes of a tied head's gradient, which is kept until the embedding's gradient
+    exists. 0 if the head's gradient is stored until the optimizer's step anyway.
     """
     setup, place, c = rank.setup, rank.place, rank.setup.columns
     both = place.first & place.last & setup.outline.tied & ~setup.dp & (c.pp == 1)
@@ -248,12 +248,13 @@ def _add_whole_logits(timeline: MemoryTimeline, head: _Head) -> None:
     timeline.pass_over("activations", read - gathered)
     timeline.pass_over("weight copies", copy)
     # Logits in fp32, and the logarithms of their softmax (split over ranks: exponentials).
-    output = np.where(s.casts, states * s.stream, 0.0)  # what was cast
+    output = np.where(s.casts, states * s.stream, 0.0)  # the tensor that was cast
     again = 0 if in_place else wide
     timeline.moment("temporary", output + logits * (narrow + wide + again))
     timeline.allocate("activations", logits * wide)
     timeline.free("communication", head.last)
-    # Its gradient, and that of the logits; split or in place, it is computed at once, and cast.
+    # Its gradient and that of the logits. If split or in place, the latter is computed directly,
+    # and cast.
     made = np.where((c.tp > 1) | in_place, again + narrow, 2 * wide)
     timeline.moment("temporary", logits * made)
     timeline.free("activations", logits * wide)

@@ -8,20 +8,19 @@ from outpace.records.precisions import MASTERS, PRECISION_TRAITS, Precision
 
 # Moments of smaller tensors are kept in fp32, as bitsandbytes does.
 LEAST_VALUES = 4096
-# The most values that share a scale, as in the papers. Shorter blocks are used for rows of other
-# lengths, down to the length at which scales would outweigh the savings.
+# The maximum number of values that share a scale, as in the papers. Rows of other lengths use
+# shorter blocks, down to the length at which scales would outweigh the savings.
 LONGEST_BLOCK = {"8bit": 256, "4bit": 128}
 LEAST_BLOCK = 32
-# Fp32 gradients that a step with master weights makes at a time: those of a whole model would be
-# held in addition to its states.
+# Number of fp32 gradients that a step with master weights creates at a time, since those of a whole
+# model would exist in addition to its states.
 MASTER_PIECE_BYTES = 256 << 20
-# The most values of parameters that are updated as one tensor; on a CPU, as many as its caches
-# hold.
+# The maximum number of values that are updated as one tensor; on a CPU, as many as its caches hold.
 JOINED_VALUES = {"cpu": 1 << 17, "cuda": 1 << 24}
 FEW_VALUES = 1 << 15  # that take little memory in any model
-# Most values of a parameter whose random numbers for rounding come from a counter (`random_words`):
-# a few operators serve many parameters. Larger parameters need a generator each, whose kernel is
-# one pass.
+# Maximum number of values of a parameter whose random numbers for rounding come from a counter
+# (`random_words`), where a few operators serve many parameters. Larger parameters use a generator
+# each, whose kernel makes a single pass.
 COUNTED_VALUES = {"cpu": 1 << 15, "cuda": 1 << 20}
 # Matrices in bf16 that Muon orthogonalises at a time; their temporaries take three times as much.
 MUON_BATCH_BYTES = 256 << 20

@@ -11,7 +11,7 @@ from outpace.planner.plan_columns import OFFLOADS, OPTIMIZERS, Floats, PlanBatch
 from outpace.records.optimizers import OPTIMIZER_TRAITS
 from outpace.records.precisions import PURE
 
-_UNIT_BYTES = 4 * 2**20  # of parameters that an offloaded optimizer steps together, at least
+_UNIT_BYTES = 4 * 2**20  # minimum bytes of parameters that an offloaded optimizer updates together
 _TRAITS = [OPTIMIZER_TRAITS[name] for name in OPTIMIZERS]
 _STEP_TENSORS = np.array([traits.tensors for traits in _TRAITS])
 _COPIES = np.array([traits.copies for traits in _TRAITS])
@@ -33,7 +33,7 @@ def add_optimizer_step(timeline: MemoryTimeline, rank: RankSetup) -> None:
     masters = c.precision_in("bf16-master") & ~c.holds_masters()
     narrow = g.replicas | ~g.sums_in_fp32
     timeline.moment("temporary", np.where(masters & narrow, piece, 0.0))
-    # Copies of gradients on their way to the host, of two units.
+    # Copies of two units' gradients on their way to the host.
     copied = (c.offload_optimizer == OFFLOADS.index("cpu")) & (c.offload_parameters == 0)
     copies = np.where(copied, np.minimum(2 * unit, elements) * setup.sizes.weight, 0.0)
     on_cpu = setup.question.device == "cpu"
@@ -49,7 +49,7 @@ def add_optimizer_step(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def _drop_sums(timeline: MemoryTimeline, rank: RankSetup) -> None:
-    """Release gradients that were copied into buffers, from which fp32 sums are computed."""
+    """Free gradients that were copied into buffers, from which fp32 sums are computed."""
     g = rank.setup.gradients
     copied = g.fuses & ~g.sums_in_fp32
     if copied.any():
@@ -59,7 +59,8 @@ def _drop_sums(timeline: MemoryTimeline, rank: RankSetup) -> None:
 
 
 def _add_masters(timeline: MemoryTimeline, rank: RankSetup, elements: Floats) -> None:
-    """Add fp32 gradients for fp16's loss scale, one by one, on the owners of the masters.
+    """Add fp32 gradients for fp16's loss scale, one by one, on the ranks that have the master
+    weights.
 
     They replace those in 16 bits, except views of buffers, which stay.
     """
@@ -84,7 +85,7 @@ def _stepped_elements(rank: RankSetup, elements: Floats, unit: Floats) -> Floats
 def add_step_tensors(
     timeline: MemoryTimeline, columns: PlanBatch, largest: Floats, stepped: Floats
 ) -> None:
-    """Add the temporaries of a step: some as large as the `largest` parameter, others copies.
+    """Add the temporaries of a step: tensors as large as the `largest` parameter, and copies.
 
     `largest` and `stepped`: bytes of that parameter, and of all parameters updated at once.
     """

@@ -1,8 +1,8 @@
 """The memory of a plan's fullest rank, in closed form and for many plans at once.
 
-Rajbhandari et al., "ZeRO", arXiv 1910.02054, §3, for the size of states; Korthikanti et al., arXiv
-2205.05198, §4, for activations. Every term is derived in docs/concepts/memory-model.md from what
-the model's operators save and what the strategies' buffers hold. Nothing is fitted.
+Sizes of states follow Rajbhandari et al., "ZeRO", arXiv 1910.02054, §3, and activations Korthikanti
+et al., arXiv 2205.05198, §4. Every term is derived in docs/concepts/memory-model.md from what the
+model's operators save and what the strategies' buffers hold. Nothing is fitted.
 """
 
 from collections.abc import Iterator
@@ -38,9 +38,9 @@ _AT_ONCE = 4096  # plans estimated at a time
 # below 10 MiB (kSmallBuffer, kLargeBuffer, kMinLargeAlloc); larger ones have their own, rounded up
 # to 2 MiB (kRoundLarge).
 _SMALL_SEGMENT, _SEGMENT, _LEAST_LARGE, _ROUNDED = 2 * _MIB, 20 * _MIB, 10 * _MIB, 2 * _MIB
-# Tensors of a layer: 7 matrices with gradients and two moments, and 16 that the forward leaves.
+# Tensors of a layer: 7 matrices with gradients and two moments, and 16 that the forward saves.
 _LARGE_BLOCKS = 7 * 4 + 16
-_LARGE_FROZEN_BLOCKS = 7 + 16  # of matrices without gradients
+_LARGE_FROZEN_BLOCKS = 7 + 16  # bytes for matrices without gradients
 # "The kernels alone take up 1.3GB of GPU memory" (Hugging Face, transformers 4.49, "Model training
 # anatomy"); less where CUDA loads them lazily.
 _CONTEXT = 1343 * _MIB
@@ -86,7 +86,7 @@ def peak_bytes(
     traits: FrameworkTraits = OUTPACE,
     rank: Literal["fullest", "last"] = "fullest",
 ) -> Floats:
-    """Return peak bytes of tensors on the fullest rank, or the last one, for every plan."""
+    """Return the peak bytes of tensors on the fullest rank, or on the last one, for every plan."""
     peak = np.zeros(len(columns))
     question = MemoryQuestion(outline, seq_len, device, fused_attention, traits)
     for rows, timeline in _timelines(question, columns, only_last=rank == "last"):
@@ -153,7 +153,7 @@ def _start_timelines(
 
 
 def _parts(columns: PlanBatch) -> Iterator[Ints]:
-    """Yield plans in parts that fit into caches, with pipelines separate from the others."""
+    """Yield plans in parts that fit into caches, and pipelines separately from other plans."""
     product = columns.strategy_in("3d")
     shards = (columns.zero >= 2) | (product & (columns.data_parallel * columns.cp > 1))
     shards |= columns.offload_parameters > 0
@@ -174,9 +174,9 @@ def reserved_bytes(
     traits: FrameworkTraits = OUTPACE,
 ) -> Floats:
     """Return the bytes that a device needs, with segments, CUDA's context and NCCL's buffers. These
-    three are bounds by the rules of docs/concepts/memory-model.md, not measurements: unused parts
-    of segments, kernels and context, and ring buffers for each group of ranks. On a CPU, it is
-    `peak_bytes`.
+    three are bounds by the rules of docs/concepts/memory-model.md, not measurements: for unused
+    parts of segments, for kernels and context, and for ring buffers of each group of ranks. On a
+    CPU, the result is `peak_bytes`.
     """
     peak = peak_bytes(
         outline, seq_len, columns, device, fused_attention=fused_attention, traits=traits

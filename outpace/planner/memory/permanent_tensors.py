@@ -1,4 +1,4 @@
-"""Tensors on a rank at the start of a step: weights, states, buffers, earlier gradients."""
+"""Tensors on a rank at the start of a step: weights, states, buffers, and earlier gradients."""
 
 import numpy as np
 
@@ -10,8 +10,8 @@ from outpace.planner.memory.timeline import MemoryTimeline
 from outpace.planner.plan_columns import OFFLOADS, Floats
 
 _MIB = 2**20
-# Two threads multiply, each with a workspace of cuBLAS: 32 MiB on Hopper and later (torch, CUDABlas
-# handle pool, 4096 KiB × 8).
+# Two threads run matmuls, each with a workspace of cuBLAS: 32 MiB on Hopper and later (torch,
+# CUDABlas handle pool, 4096 KiB × 8).
 WORKSPACES = {"cpu": 0, "cuda": 2 * 32 * _MIB}
 _CPU, _DISK = OFFLOADS.index("cpu"), OFFLOADS.index("disk")
 
@@ -114,7 +114,7 @@ def _add_gradients(timeline: MemoryTimeline, rank: RankSetup) -> None:
     on_device = np.where(setup.gradients_on_host, 0.0, grown)
     timeline.pass_over("gradients", np.where(delays, 0.0, on_device))
     timeline.pass_over("communication", np.where(delays, on_device, 0.0))
-    # Results of earlier passes are sharded already.
+    # Gradients of earlier passes are already sharded.
     left = np.where(delays & (c.passes > 1), s.weight * rank.elements / sharding.shards, 0.0)
     timeline.pass_over("gradients", np.where(setup.gradients_on_host, 0.0, left))
     offload_gradients(timeline, setup, left)

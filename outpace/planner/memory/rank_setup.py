@@ -18,8 +18,8 @@ from outpace.records.plan import Checkpointing
 class BlockMode:
     """Mode of a rank's block in the backward: whether it recomputes, and if so `selective` or all.
 
-    `saved`: bytes that it saves; `offloaded`: the part of them that is offloaded, which excludes
-    the tensors that checkpointing itself keeps.
+    `saved`: bytes that the block saves; `offloaded`: the offloaded part of them, which excludes
+    tensors that checkpointing itself keeps.
     """
 
     recomputes: Bools
@@ -49,8 +49,8 @@ class RankSetup:
 
     `later`: whether this is after a pipeline's first backward. `elements`: all parameters that the
     rank computes with; `outside`: those outside of blocks. `has_gradients`: gradients exist before
-    a backward creates new ones. `delays`: a pipeline's sharded gradients are whole until its last
-    micro-batch.
+    a backward creates new ones. `delays`: a pipeline's sharded gradients stay unsharded until its
+    last micro-batch.
     """
 
     setup: MemorySetup

@@ -82,14 +82,14 @@ class Layer:
     input: Floats
     output: Floats
     queries: Floats
-    keys: Floats  # of keys; values take the same
+    keys: Floats  # of keys; values have the same size
     mixed: Floats  # attention's output, with its log-sum-exp
     raw: Floats
-    heads_apart: Floats  # normalised queries and keys, and the output made contiguous
+    heads_apart: Floats  # normalised queries and keys, and the contiguous copy of the output
     scores: Floats  # if attention is not fused, or has dropout
     dropped: Floats
     inner: Floats  # one tensor of the MLP's inner width
-    experts: Floats  # what routing adds
+    experts: Floats  # bytes that routing adds
     other: Floats
     matrices: Floats  # elements on this rank
     vectors: Floats
@@ -178,11 +178,10 @@ def layer(
         for names in (("up", "experts up", "shared up"), ("down", "experts down", "shared down"))
     )
     vectors = layer_parameters(stack, outline.hidden) - sum(w.elements for w in parts)
-    # Dropout saves which values it dropped: a byte each on CUDA, a factor in their dtype on a
-    # CPU.
+    # Dropout saves a mask: a byte per value on CUDA, a factor in their dtype on a CPU.
     mask = np.where(device == "cpu", item, 1) if stack.dropout else zero
     # LayerNorm saves a mean and a deviation per token, RMSNorm (nn.norms) one number. For
-    # distributed tensors, torch composes RMSNorm of single operators. These operators also save the
+    # distributed tensors, torch computes RMSNorm by several operators. These also save the
     # normalised values before scaling, for the scale's gradient; in 16 bits, they save the input in
     # fp32 instead of the residual stream's dtype.
     numbers = 2 if stack.norm_bias else 1
@@ -237,7 +236,7 @@ def _attention(
     dropout: bool,
     traits: FrameworkTraits,
 ) -> tuple[Floats, ...]:
-    """Return bytes saved by attention: queries, keys, mix, raw projections, norms, scores."""
+    """Return the bytes saved by attention: queries, keys, output, projections, norms, scores."""
     item, tokens = sizes.operand, sizes.tokens
     heads, kv_heads = one.heads / columns.tp, one.kv_heads / columns.tp
     queries = item * tokens * heads * one.head_dim
@@ -270,14 +269,14 @@ def _attention(
 def _mlp(mlp: Mlp, columns: PlanBatch, sizes: Shapes) -> tuple[Floats, Floats]:
     """Return bytes of one inner tensor of an MLP, and bytes that routing to experts adds.
 
-    A token goes to `active` experts, evenly: this adds the copies sent, the results before
-    weighting, and the router's probabilities in fp32.
+    Each token goes to `active` experts, which are evenly loaded. This adds the copies sent, the
+    results before weighting, and the router's probabilities in fp32.
     """
     item, tokens = sizes.operand, sizes.tokens
     if not mlp.experts:
         return item * tokens * mlp.width / columns.tp, np.zeros_like(tokens)
     width = mlp.active * mlp.width + mlp.shared
-    # If ranks of tp have whole experts, each has a part of the tokens.
+    # If ranks of tp have whole experts, each rank has a part of the tokens.
     own = tokens * columns.etp / columns.tp
     routed = 2 * item * own * mlp.active * sizes.hidden + 2 * FP32 * own * mlp.experts
     return item * tokens * width / columns.tp, routed

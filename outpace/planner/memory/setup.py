@@ -60,11 +60,11 @@ class Sharding:
 class GradientBuffers:
     """Buffers that accumulate the gradients of a rank, one entry per plan.
 
-    `buckets`: buffers of `bucket_item` bytes per element that exist throughout the job; `fuses`:
-    the step uses one buffer for all. `replicas`: micro-batches before the last accumulate outside
-    of the buckets (DDP's no_sync). `sum_item`: bytes of a gradient into which micro-batches
+    `buckets`: buffers of `bucket_item` bytes per element exist throughout the job; `fuses`: the
+    step uses one buffer for all. `replicas`: micro-batches before the last accumulate outside of
+    the buckets (DDP's no_sync). `sum_item`: bytes of a gradient into which micro-batches
     accumulate; `sums_in_fp32`: such sums are always in fp32; `casts_sums`: their terms are computed
-    in 16 bits and cast. `apart`: bytes of a gradient accumulated outside of the buckets.
+    in 16 bits and cast. `apart`: bytes of a gradient that is accumulated outside of the buckets.
     """
 
     buckets: Bools
@@ -123,7 +123,7 @@ def set_up(question: MemoryQuestion, columns: PlanBatch) -> MemorySetup:
     widest = max(range(len(layers)), key=lambda i: _width(outline.stacks[i]))
     sharding = _sharding(question, c, sizes, elements)
     splits_stream = (c.tp > 1) & c.sequence_parallel
-    casts = (sizes.operand < sharding.item) & ~c.precision_in("fp8")  # which saves the weight
+    casts = (sizes.operand < sharding.item) & ~c.precision_in("fp8")  # this saves the weight
     return MemorySetup(
         question=question,
         columns=c,
@@ -223,7 +223,7 @@ def _gradient_buffers(
 
 
 def _width(stack: Stack) -> int:
-    """Return the sum of the columns of all matmuls in a layer that a token passes."""
+    """Return the total number of columns of all matmuls in a layer that a token passes through."""
     width = 0
     if stack.mlp is not None:
         times = 2 if stack.mlp.gated else 1

@@ -29,7 +29,7 @@ class OutsideElements:
 
 
 def outside_elements(outline: Outline, columns: PlanBatch) -> OutsideElements:
-    """Return the elements outside of layers; tp splits the vocabulary, not small parameters."""
+    """Return the elements outside of layers; tp splits the vocabulary but not small parameters."""
     split = columns.tp
     rows = -(-outline.vocab // split)
     zero = np.zeros(len(split))
@@ -68,7 +68,7 @@ def layer_shapes(
 
 
 def _parts(name: str, stack: Stack, outputs: int, tp: int) -> list[int]:
-    """Split matrices that the outline multiplies as one, but the model as several."""
+    """Split matrices that are one matmul in the outline but several in the model."""
     if name.endswith("qkv"):
         one = stack.cross_attention if name.startswith("cross") else stack.attention
         assert one is not None
@@ -81,8 +81,8 @@ def _parts(name: str, stack: Stack, outputs: int, tp: int) -> list[int]:
 def by_plans(
     columns: PlanBatch, names: tuple[str, ...], value: Callable[..., float | list[float]]
 ) -> Floats:
-    """Return `value` of a few columns, computed once for each combination of their values. The
-    result has a number, or a row of several numbers, for each plan.
+    """Return `value` of a few columns for every plan, computed once per combination of their
+    values. The result has one number, or one row of numbers, per plan.
     """
     rows = np.stack([getattr(columns, name).astype(np.int64) for name in names])
     spans = rows.max(axis=1) + 1
@@ -149,12 +149,12 @@ def _states(
 
 
 def whole_share(outline: Outline, columns: PlanBatch) -> Floats:
-    """Return the share of all elements on the fullest of the ranks that share whole parameters."""
+    """Return the fullest rank's share of all elements if ranks share whole parameters."""
     return by_plans(columns, ("shards", "tp"), partial(_whole_share, outline))
 
 
 def whole_states(outline: Outline, columns: PlanBatch) -> Floats:
-    """Return the state bytes on the fullest of the ranks that share whole parameters (zero1).
+    """Return the state bytes of the fullest rank if ranks share whole parameters (zero1).
 
     Parameters are assigned largest first, each to the rank with the fewest elements; ranks of tp
     have parts of them.

@@ -24,8 +24,9 @@ def step_timelines(
 ) -> Iterator[tuple[Ints, MemoryTimeline]]:
     """Yield plans and timelines of the ranks that may need the most memory, or of the last rank.
 
-    Timelines start with existing gradients and, if fewer activations are saved in that case,
-    without them, too. `records_kinds`: whether the peak by kind will be requested.
+    Timelines start with existing gradients. If fewer activations are saved in that case, timelines
+    that start without gradients are included, too. `records_kinds`: whether the peak by kind will
+    be requested.
     """
     setup, everyone = set_up(question, columns), np.arange(len(columns))
     for place in places(question.outline, columns):
@@ -54,7 +55,7 @@ def _step_timeline(rank: RankSetup, records_kinds: bool) -> MemoryTimeline:
     setup, place = rank.setup, rank.place
     timeline = MemoryTimeline(len(place.layers), records_kinds)
     add_permanent_tensors(timeline, rank)
-    # Output gradients of earlier chunks, whose weight gradients are still to be computed.
+    # Output gradients of earlier chunks, whose weight gradients have not been computed yet.
     before = np.where(rank.later, place.waiting, 0.0)
     delayed = before * rank.blocks * setup.block.outputs
     add_forward(timeline, rank, delayed)

@@ -32,10 +32,10 @@ class MemoryTimeline:
         self._changes: list[tuple[Kind, Amount]] = []
 
     def select(self, plans: Bools) -> "MemoryTimeline":
-        """Return this timeline for changes that apply to some plans only."""
+        """Return this timeline for changes that apply only to some plans."""
         if plans.all():
             return self
-        view = copy(self)  # of the same arrays
+        view = copy(self)  # part of the same arrays
         view._plans = plans if self._plans is None else self._plans & plans
         return view
 
@@ -53,7 +53,7 @@ class MemoryTimeline:
         self._change(kind, self._of_plans(nbytes))
 
     def offload(self, nbytes: Amount, on_disk: Bools | bool) -> None:
-        """Allocate memory on the host or on disk; negative values release it."""
+        """Allocate memory on the host or on disk; negative values free it."""
         nbytes = self._of_plans(nbytes)
         self._change("offloaded", nbytes)
         self._host += np.where(on_disk, 0.0, nbytes)
@@ -68,7 +68,7 @@ class MemoryTimeline:
         np.maximum(self.peak, self._live, out=self.peak)
 
     def moment(self, kind: Kind, nbytes: Amount) -> None:
-        """Allocate, check for a peak, and release."""
+        """Allocate memory, check for a peak, and free it again."""
         nbytes = self._of_plans(nbytes)
         if not self._records_kinds:
             np.maximum(self.peak, self._live + nbytes, out=self.peak)
@@ -78,7 +78,7 @@ class MemoryTimeline:
         self._change(kind, -nbytes)
 
     def clear(self, *kinds: Kind) -> None:
-        """Release everything of some kinds."""
+        """Free all memory of some kinds."""
         for kind in kinds:
             self.free(kind, sum(nbytes for one, nbytes in self._changes if one == kind))
 

@@ -1,1 +1,1 @@
-"""A model's shapes and FLOPs."""
+"""Shapes and FLOPs of a model."""

@@ -19,7 +19,7 @@ _KNOWN: Mapping[str, Collection[Any]] = {
     "offload_activations": ("none",), "offload_parameters": ("none",),
     "offload_optimizer": ("none",), "optimizer_in_backward": (False,),
 }  # fmt: skip
-# The settings for which they are not: Muon's time is known for whole matrices only.
+# Other settings that prevent an estimate: Muon's time is known only for whole matrices.
 _UNKNOWN: Mapping[str, Collection[Any]] = {"precision": ("fp8", "fp64"), "optimizer": ("muon",)}
 # Dettmers et al., "QLoRA", arXiv 2305.14314, §3, as nn.nf4 stores it: two values per byte, an 8-bit
 # scale per 64 values, an fp32 scale per 256 of these, and their offset and 256 levels.
@@ -63,7 +63,7 @@ class AdapterSettings:
 
     @classmethod
     def from_values(cls, values: Mapping[str, Any]) -> Self | None:
-        """Return the adapters that settings request by the names of a plan's fields, or None."""
+        """Return the adapters that settings, named like a plan's fields, request; None if none."""
         if values.get("lora_rank") is None:
             return None
         return cls(

@@ -76,8 +76,8 @@ def forward_flops(spec: ModelSpec, seq_len: int, samples: int, head: bool = True
 
 
 def _unread_flops(spec: ModelSpec, seq_len: int, weights: int, matmuls: int) -> int:
-    """Return the FLOPs per sample that the last block saves if a single position is read. For all
-    other positions, it needs only keys and values. `weights`: elements that a whole block
+    """Return the FLOPs per sample that the last block saves if a single position is read: it
+    computes only keys and values for all other positions. `weights`: elements that a whole block
     multiplies by, including keys and values; `matmuls`: those of attention.
     """
     keys_and_values = 2 * spec.hidden * spec.head_dim * spec.kv_heads

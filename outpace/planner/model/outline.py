@@ -8,7 +8,7 @@ from outpace.planner.model.shapes import parameter_shapes
 from outpace.records.model import ModelSpec
 from outpace.records.outline import AttentionShape, MatmulShape, Mlp, Outline, Stack
 
-_CLASSES = 2  # the real number depends on the data; they cost next to nothing
+_CLASSES = 2  # the real number depends on the data, but costs next to nothing
 # How tensor parallelism splits a weight: by outputs, by inputs, or not at all.
 Cut = Literal["outputs", "inputs", "none"]
 
@@ -118,9 +118,9 @@ def reads_last_matmul(stack: Stack) -> bool:
 
 
 def second_matmuls(stack: Stack, hidden: int) -> Mapping[str, float]:
-    """Return the share of each weight's outputs that are in every second matmul of a layer.
+    """Return the share of each weight's outputs that belongs to every second matmul of a layer.
     Queries, keys and values are separate matmuls here, as are a gate and the projection that it
-    multiplies. Experts' matmuls are not in that order; half of their outputs count.
+    multiplies. Experts' matmuls are not in that order, so half of their outputs count.
     """
     shares, count = {}, 0
     for weight in weights(stack, hidden):
@@ -136,7 +136,7 @@ def second_matmuls(stack: Stack, hidden: int) -> Mapping[str, float]:
 
 
 def _parts(stack: Stack, weight: Weight) -> Sequence[int]:
-    """Return the outputs of the separate matmuls that other programs run for one of our weights."""
+    """Return the outputs of the separate matmuls into which other programs split a weight."""
     attention, mlp = stack.attention, stack.mlp
     if weight.name == "qkv" and attention is not None:
         queries, keys = (n * attention.head_dim for n in (attention.heads, attention.kv_heads))
@@ -204,7 +204,7 @@ def seen_length(outline: Outline, stack: Stack, seq_len: int) -> int:
 
 
 def layer_parameters(stack: Stack, hidden: int) -> int:
-    """Return the parameters of one layer: matrices, biases, norms and other traced parameters."""
+    """Return the number of parameters of a layer: matrices, biases, norms and other traced ones."""
     norms = stack.norms * hidden * (2 if stack.norm_bias else 1)
     for attention in (stack.attention, stack.cross_attention):
         if attention is None:
@@ -215,7 +215,7 @@ def layer_parameters(stack: Stack, hidden: int) -> int:
 
 
 def outside_elements(outline: Outline) -> int:
-    """Return parameters outside layers: embeddings, positions, head (0 if tied), rest."""
+    """Return parameter counts outside layers: embeddings, positions, head (0 if tied), rest."""
     rows = outline.vocab + (0 if outline.tied else outline.outputs)
     matmuls = sum(p.elements for p in (*outline.embed_matmuls, *outline.head_matmuls))
     embedded = rows * outline.table_width + outline.learned_positions * outline.hidden

@@ -16,8 +16,8 @@ def forward_flops(outline: Outline, seq_len: int, samples: int, *, attention: bo
     """Return the FLOPs of one forward over `samples` sequences of `seq_len` tokens, with the head.
 
     A matmul has 2·m·n·k. Attention counts all keys (within a window, if there is one), masked or
-    not. Experts count only for the tokens that use them, plus the router. Stacks with their own
-    length keep it; a decoder's cross-attention reads the encoder's output.
+    not. Experts count only for the tokens that use them, plus the router. Stacks with a fixed
+    length keep it. A decoder's cross-attention reads the encoder's output.
     """
     total, seen, length = _matmuls(outline.embed_matmuls, seq_len), seq_len, seq_len
     for stack in outline.stacks:
@@ -106,7 +106,7 @@ def layer_flops(
 
 
 def _token_elements(weight: Weight) -> int:
-    """Return the number of weight elements by which a token is multiplied."""
+    """Return the number of weight elements by which each token is multiplied."""
     return weight.inputs * weight.outputs * (weight.active if weight.experts else 1)
 
 

@@ -16,7 +16,7 @@ PRODUCT = "TP × PP × replicas"
 
 
 class _Study:
-    """Values shared by all plans: the request, the model and the machine."""
+    """Values that all plans share: the request, the model and the machine."""
 
     def __init__(
         self, problem: NetworkProblem, asked: NetworkQuestion, precision: Precision
@@ -43,8 +43,8 @@ def candidate_plans(
     """Yield DDP, ZeRO-1/2/3 with one micro-batch, ZeRO-3 with all samples, TP, PP, and TP × PP.
 
     TP and PP alone use all devices; a combination that equals another entry is left out. Each plan
-    has the nearest possible global batch to the requested one. An impossible strategy is a pair of
-    strings: its name and the reason.
+    has the possible global batch that is nearest to the requested one. For an impossible strategy,
+    a pair of strings is yielded: its name and the reason.
     """
     study = _Study(problem, asked, precision)
     world, micro_batch = study.world, study.micro_batch
@@ -96,7 +96,7 @@ def _pipeline(study: _Study) -> NetworkEntry | tuple[str, str]:
 
 
 def _product(study: _Study) -> NetworkEntry | tuple[str, str]:
-    """Combine TP within a node, the fewest stages that fit, and replicas for the rest."""
+    """Combine TP within a node, the fewest stages that fit, and replicas on the other devices."""
     spec, world = study.spec, study.world
     tp = study.tp or math.gcd(study.per_node, spec.heads, spec.kv_heads, spec.ffn)
     if world % tp:

@@ -27,8 +27,8 @@ from outpace.records.outline import Outline
 from outpace.records.plan import Plan
 from outpace.records.strategies import FULLY_SHARDED
 
-_LEAST, _MOST = 1e3, 1e18  # bytes/s: slower links count as equally slow, faster links as free
-_ROUNDS, _RATES = 4, 64  # rounds, which narrow the range to a millionth, and rates per round
+_LEAST, _MOST = 1e3, 1e18  # bytes/s: slower links count as this slow, and faster links as free
+_ROUNDS, _RATES = 4, 64  # rounds to narrow the range to a millionth, and rates per round
 _NOTHING = "nothing"
 _STATES: tuple[Kind, ...] = ("weights", "gradients", "optimizer state")
 
@@ -48,7 +48,7 @@ class NetworkProblem:
 
     `networks`: candidates for a node, with the machine's own as `present`; `device_links`:
     candidates from a device to others in its node, with `present_link`. `tolerance`: share of a
-    step that the network may cost.
+    step by which the network may lengthen it.
     """
 
     spec: ModelSpec
@@ -126,7 +126,7 @@ def _cheapest(ladder: Iterable[NetworkCost], tolerance: float) -> Network | None
 
 
 def _cost_of(present: Network | None, ladder: Iterable[NetworkCost]) -> NetworkCost | None:
-    """Return the cost of the present network, under its own name."""
+    """Return the cost of the present network, with this network's name."""
     for cost in ladder:
         if present is not None and cost.network.bytes_per_s == present.bytes_per_s:
             return cost.model_copy(update={"network": present})
@@ -209,7 +209,7 @@ class NetworkSteps:
         return found if own is None else found / self.device_share(own)
 
     def _least(self, of_s: Floats, seconds: Callable[[Floats], Floats]) -> Floats:
-        """Return the lowest rates that keep steps within the tolerance; 0 if any rate does."""
+        """Return the lowest rates that keep steps within the tolerance; 0 if every rate does."""
         allowed = (1 + self._asked.tolerance) * of_s[:, None]
         low, high = np.full_like(of_s, math.log(_LEAST)), np.full_like(of_s, math.log(_MOST))
         for _ in range(_ROUNDS):

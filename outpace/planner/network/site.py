@@ -28,7 +28,8 @@ from outpace.records.plan import Checkpointing
 from outpace.records.precisions import Precision
 from outpace.records.probed import ProbeRecord
 
-# Precisions by how simple it is to train with them; the first of those about equally fast is used.
+# Precisions, the simplest to train with first. Of those that are about equally fast, the first is
+# used.
 _MIXED: tuple[Precision, ...] = ("bf16", "fp16", "fp32")
 _ALIKE = 1.05
 TOLERANCE = 0.05
@@ -41,7 +42,7 @@ class NetworkQuestion:
     `machine`: a name in the catalog; `probe`: a file of outpace probe. `networks`: networks of a
     node, as text; the last is the machine's; `inside`: a device's link within its node. `plan`: a
     file with the only plan to consider, whose length and batch are used unless others are given;
-    without it, strategies with `micro_batch` are compared. `share`: share of the catalog's peak
+    without a plan, strategies with `micro_batch` are compared. `share`: share of the catalog's peak
     that matmuls reach, None for the published measurements; `tolerance`: share of a step that the
     network may cost.
     """
@@ -130,9 +131,9 @@ class Site:
         return None if first is None else find_accelerator(first.name, first.memory_bytes)
 
     def cluster(self, precision: Precision) -> Cluster:
-        """Return the machine in the planner's form, with the links of this site.
+        """Return the machine as the planner's `Cluster`, with the links of this site.
 
-        Raises BadInputError if its rates, or its links' rates, are not known.
+        Raises BadInputError if the rates of the machine or its links are unknown.
         """
         if precision == "fp64":
             raise BadInputError(
@@ -191,8 +192,8 @@ class Site:
     def precision(self, asked: Precision | None) -> Precision:
         """Return the requested precision, or the fastest whose matmuls were measured.
 
-        If none was measured, bf16 if the catalog says that the device supports it. On a GPU, this
-        means bf16 with master weights, as outpace trains there.
+        If none was measured, it is bf16 if the catalog says that the device supports it. On a GPU,
+        this is bf16 with master weights, outpace's default there.
         """
         if asked is not None:
             return asked

@@ -1,1 +1,1 @@
-"""Stages and schedules of pipelines, and their simulation."""
+"""Stages and schedules of pipelines, and simulation of schedules."""

@@ -1,4 +1,4 @@
-"""Number of micro-batches whose activations a pipeline's ranks keep, by the order of its schedule.
+"""Number of micro-batches whose activations a pipeline's ranks keep, from its schedule.
 
 A rank keeps what a stage's forward saved for a micro-batch until its backward is done. Before any
 gradients exist, it keeps most at the end of the warm-up; later, with all gradients allocated, it
@@ -18,14 +18,14 @@ Operation = tuple[Literal["F", "B", "W"], int]  # kind of operation, and its loc
 class Rank(NamedTuple):
     """A rank of a pipeline. Numbers of chunks count micro-batches times stages.
 
-    `chunks` are kept before any gradient exists, `later_chunks` when all exist; `losses` and
-    `later_losses` of them belong to the last stage, if it is here. `layers` is the number of layers
-    on this rank, `chunk_layers` the mean per stage. `borders` is the number of stage boundaries
-    over which this rank receives from another: hidden states from the previous stage, gradients
-    from the next one. With a split backward, torch keeps the gradients of received tensors until
-    the end: `inputs_done` of them exist when the number of kept chunks is largest, together with
-    the inputs for the weight gradients of `waiting` chunks. `again` has the share of blocks that
-    recompute: of all blocks, of the first, and of the last.
+    `chunks` are kept before any gradient exists, `later_chunks` when all gradients exist; `losses`
+    and `later_losses` of these belong to the last stage, if this rank has it. `layers` is the
+    number of layers on this rank, `chunk_layers` the mean per stage. `borders` is the number of
+    stage boundaries over which this rank receives from another: hidden states from the previous
+    stage, gradients from the next one. With a split backward, torch keeps the gradients of received
+    tensors until the end: `inputs_done` of them exist when the number of kept chunks is largest,
+    together with the inputs for the weight gradients of `waiting` chunks. `again` has the share of
+    blocks that recompute: of all blocks, of the first, and of the last.
     """
 
     layers: int
@@ -68,7 +68,7 @@ def ranks_of(
 
 
 def _weight(rank: Rank) -> tuple[float, int]:
-    """Return the blocks whose activations are kept, weighted, and all blocks."""
+    """Return the weighted number of blocks whose activations are kept, and of all blocks."""
     return rank.chunks * rank.chunk_layers * (1.5 - rank.again), rank.layers
 
 
@@ -102,7 +102,7 @@ def _rank(
         schedule.splits_backward,
         mine.index(0) if 0 in mine else -1,
     )
-    if schedule.placement == "v":  # a backward follows at once at the V's turn
+    if schedule.placement == "v":  # a backward follows immediately at the V's turn
         losses, later_losses = min(losses, 1), min(later_losses, 1)
     borders = sum(
         0 <= other < len(ranks) and ranks[other] != rank

@@ -1,8 +1,8 @@
 """Action tables of pipeline schedules: what every rank does, and in which order.
 
-They equal torch's (torch.distributed.pipelining 2.13, as tests show), but are made without torch
-and for any number of ranks, for simulation. There are n ranks, m micro-batches and v stages on each
-rank; ranks, stages and micro-batches are counted from 0. A table contains no times.
+They equal torch's (torch.distributed.pipelining 2.13, as tests show), but are created without torch
+and for any number of ranks, to simulate them. There are n ranks, m micro-batches and v stages on
+each rank; ranks, stages and micro-batches are counted from 0. A table contains no times.
 """
 
 from collections import Counter
@@ -13,8 +13,8 @@ from outpace.planner.pipeline.simulator import Action, Wiring, wire
 from outpace.records.errors import BadInputError
 from outpace.records.pipelines import SCHEDULES, Kind, refusal
 
-# A rank's part of a table, from its number and the numbers of ranks, micro-batches and stages per
-# rank.
+# A function that returns a rank's actions, from its number and the numbers of ranks, micro-batches
+# and stages per rank.
 _Maker = Callable[[int, int, int, int], list[Action]]
 
 
@@ -36,7 +36,7 @@ def order(
     return _MAKERS[schedule](rank, ranks, microbatches, stages_per_rank)
 
 
-@lru_cache(maxsize=8)  # the largest, for 64 ranks and 512 micro-batches, takes some 30 MB
+@lru_cache(maxsize=8)  # the largest, for 64 ranks and 512 micro-batches, takes about 30 MB
 def schedule_graph(
     schedule: str, ranks: int, microbatches: int, stages_per_rank: int | None = None
 ) -> Wiring:
@@ -89,8 +89,8 @@ def _interleave(rank: int, ranks: int, microbatches: int, each: int) -> list[Act
     Narayanan et al., arXiv 2104.04473, §2.2.2; if n does not divide m, rounds are longer.
     """
     forwards, backwards = _rounds(rank, ranks, microbatches, each)
-    # Forwards before the first backward: the round without its last stage, and two (there and back)
-    # for each later rank.
+    # Forwards before the first backward: the round without its last stage, and two more (there and
+    # back) for each later rank.
     ahead = _first_rounds(ranks, microbatches, each) + 2 * (ranks - 1 - rank)
     return _in_turn(forwards, backwards, min(ahead, len(forwards)))
 
@@ -120,7 +120,7 @@ _Places = list[tuple[int, int]]  # (stage, micro-batch)
 
 
 def _round_size(ranks: int, microbatches: int) -> int:
-    """Return the micro-batches per round: n, or more, such that rounds have equal sizes."""
+    """Return the micro-batches per round: n, or more if needed for rounds of equal size."""
     return microbatches // max(1, microbatches // ranks)
 
 
@@ -199,7 +199,7 @@ class _Writer:
 
 
 def _zero_bubble_v(rank: int, ranks: int, microbatches: int, each: int) -> list[Action]:
-    """Order stages in a V: the last stage is on rank 0, which can start its backwards at once.
+    """Order stages in a V: the last stage is on rank 0, which can start its backward immediately.
 
     Qi et al., arXiv 2401.10241, §6. The pattern is for at least 2n − 1 micro-batches; with fewer,
     missing actions are left out.
@@ -207,13 +207,13 @@ def _zero_bubble_v(rank: int, ranks: int, microbatches: int, each: int) -> list[
     count = max(2 * ranks - 1, microbatches)
     behind = ranks - 1 - rank
     writer = _Writer(rank, ranks)
-    # The first micro-batch goes down the V and back before this rank's later stage has it.
+    # The first micro-batch goes down the V and back before it reaches this rank's later stage.
     writer.write("F0", 2 * behind + 1)
     writer.write("F1 F0", rank)
     writer.write("F1 I1 W1", behind + 1)
     writer.write("F0 I0 W0 F1 I1 W1", count - ranks - behind)
     writer.write("I0 W0 F1 I1 W1", behind)
-    # No forwards are left: weight gradients fill the time until input gradients come back.
+    # No forwards are left, so weight gradients fill the time until input gradients come back.
     writer.write("I0 I1", rank)
     writer.write("I0 W0", behind + 1)
     writer.write("W1", rank)
@@ -235,7 +235,7 @@ def _dual_pipe_v(rank: int, ranks: int, microbatches: int, each: int) -> list[Ac
     writer.write("I1 W F1", behind)
     writer.write("F0 B1 F1 B0", main)
     writer.write("B1 F1 B0", behind)
-    # Backwards without a paired forward, of both stages in turn: the later half is split.
+    # Backwards without a paired forward, alternating between both stages; the later half is split.
     kinds = "B" * (rank + 1) + "I" * (rank + 1)
     writer.write(" ".join(map("".join, zip(kinds, "10" * (rank + 1), strict=True))))
     writer.write("W I0", behind)

@@ -2,7 +2,7 @@
 
 Each rank executes its actions in order. An action starts as soon as the rank is free and its inputs
 are available: a forward needs the previous stage's forward, a backward the next stage's backward
-and its own forward. For equal stages, this gives the closed forms of the papers; unlike these, it
+and its own forward. For equal stages, this gives the closed forms of the papers; unlike them, it
 also covers unequal stages.
 """
 
@@ -125,7 +125,7 @@ def wire(orders: Sequence[Order]) -> Wiring:
 
 
 class _Wirer:
-    """Builder of the sequence of all actions, which runs each rank until it must wait for another.
+    """Builder of the sequence of all actions. It runs each rank until that must wait for another.
 
     Every awaited result has a number, which keeps large tables fast: a forward has an even number,
     and the gradients of its inputs have the next odd number.
@@ -137,7 +137,7 @@ class _Wirer:
         self._row = 2 * max((a.microbatch + 1 for order in orders for a in order), default=0)
         self._places = [-1] * (
             self._row * (self._last + 1)
-        )  # of completed results, in the sequence
+        )  # number of completed results, in the sequence
         self._waiting: dict[int, list[int]] = {}  # ranks by the result that they wait for
         self._done = [0] * len(orders)
         self._actions: list[Action] = []
@@ -164,7 +164,7 @@ class _Wirer:
         )
 
     def _run_if_ready(self, rank: int, action: Action, ready: list[int]) -> bool:
-        """Run the action and release its waiters if its inputs are ready; return whether it ran."""
+        """Run the action if its inputs are ready, and wake waiting ranks; return whether it ran."""
         after: tuple[int, ...] = ()
         for need in self._needs(action):
             place = self._places[need]

@@ -7,11 +7,11 @@ from outpace.records.errors import BadInputError
 from outpace.records.model import ModelSpec
 from outpace.records.plan import Plan
 
-_UNEVEN = 8  # the most ranks to evaluate among those that may differ
+_UNEVEN = 8  # maximum number of ranks to evaluate
 
 
 def layers_per_stage(spec: ModelSpec, stages: int) -> tuple[int, ...]:
-    """Return the layers of each stage such that the slowest stage is as fast as possible.
+    """Return the number of layers of each stage that makes the slowest stage as fast as possible.
 
     The cost of the head is the multiply-adds of its matmuls relative to a block's; an embedding
     lookup costs nothing. Raises BadInputError if there are fewer layers than stages.
@@ -38,13 +38,13 @@ def balance(layers: int, stages: int, head: float) -> tuple[int, ...]:
 
 
 def even(layers: int, stages: int) -> tuple[int, ...]:
-    """Distribute layers evenly over stages, regardless of cost; the first get one more each."""
+    """Distribute layers evenly over stages, at any cost; the first stages get the remainder."""
     each, more = divmod(layers, stages)
     return tuple(each + (place < more) for place in range(stages))
 
 
 def _spreads(layers: int, stages: int) -> Iterator[tuple[int, ...]]:
-    """Yield a distribution for each number of layers in the last stage, the rest being even."""
+    """Yield, for each number of layers in the last stage, an even distribution of the others."""
     if stages == 1:
         yield (layers,)
         return
@@ -60,8 +60,8 @@ def spread_by_cost(costs: Sequence[float], stages: int) -> list[range]:
     so on: later stages get more blocks, since earlier ones keep more activations.
     """
     count = len(costs)
-    # best[s][n]: the cost of the costliest of s stages over the first n blocks, and where the last
-    # begins.
+    # best[s][n]: the cost of the most expensive of s stages over the first n blocks, and the first
+    # block of the last of them.
     best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for stage in range(1, stages + 1):
         best.append(

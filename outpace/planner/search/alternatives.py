@@ -2,11 +2,11 @@
 
 The estimates of two plans on one machine share most of their error, but each may have its own error
 of 2 %. Below that, the plan that an expert would run comes first: without an unnecessary axis or
-schedule, and with free memory. A plan that offloads, offloads more, or fills a device's memory,
-must be more than 10 % faster. Offloading loads a host that all devices of a node share, and there
-is no published step with it. The median error of estimated memory is 2 to 5 %, but it is larger in
-some cases: a quarter or more of the plans that are estimated to need more than `CROWDED` of a
-device's memory do not run. So a plan that leaves memory free may take even longer.
+schedule, and with free memory. A plan that offloads at all or more than others, or that fills a
+device's memory, must be more than 10 % faster. Offloading puts load on a host that all devices of a
+node share, and no published step uses it. The median error of estimated memory is 2 to 5 %, but it
+is larger in some cases: a quarter or more of the plans that are estimated to need more than
+`CROWDED` of a device's memory do not run. So a plan that leaves memory free may take even longer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -17,22 +17,22 @@ import numpy as np
 from outpace.planner.plan_columns import OFFLOADS, Bools, Floats, Ints, PlanBatch
 from outpace.planner.search.space import OFFLOADED, Options, expand_timed, untrained_mask
 
-EQUAL = 1.02  # times the fastest step: within this, the fastest plan is not preferred
+EQUAL = 1.02  # times the fastest step: up to this, the fastest plan is not preferred
 LEAN = 1.10  # times the fastest step: limit for the leanest and the simplest plan
 ROOMIER = 2.0  # times the fastest step: limit if no faster plan leaves memory free
-ROOMY = 0.9  # of a device's memory: above, fragmentation and longer samples may exceed it
+ROOMY = 0.9  # of a device's memory: above this, fragmentation or longer samples may exceed it
 # Of a device's memory. With a normal error whose median is 3 %, one in four plans estimated to need
 # this much exceeds the memory, and one in two of those estimated to need all of it.
 CROWDED = 0.97
 WIDE = (
     4 / 3
-)  # times the fastest step: limit for a plan that leaves memory free if all faster ones crowd it
-_ENOUGH = 0.5  # of a device's memory: using less than this is no advantage
+)  # times the fastest step: limit for a plan that leaves memory free if all faster ones fill it
+_ENOUGH = 0.5  # of a device's memory: using even less is no advantage
 _TIGHT = 2  # added cost of a plan that uses more than ROOMY
-# Costs of offloading, which exceed the costs of tensor with pipeline parallelism and of little free
-# memory: a step then also waits for the host's memory, links and other programs.
+# Costs of offloading. They exceed those of tensor and pipeline parallelism and of little free
+# memory, since a step then also waits for the host's memory, links and other programs.
 _OFFLOAD, _OFFLOAD_TO_DISK = 5, 6
-_LAYOUTS = 2048  # expanded together; with fewer, the calls themselves take most of the time
+_LAYOUTS = 2048  # expanded together; with fewer, calls take most of the time
 _FEW_LAYOUTS = 512
 _PIECE = 256  # plans whose memory is estimated first; each later piece is twice as large
 
@@ -44,9 +44,9 @@ _Least = tuple[float, float, PlanBatch]  # bytes, seconds, and the plan
 class PlanChoice:
     """Plans to choose among, with their costs.
 
-    `plain` are layouts without options, `chosen` the options to combine with each. A plan takes
-    `seconds` per step and `needs` bytes of a device's `memory_bytes`; `floors` are lower bounds of
-    `needs` that are faster to compute.
+    `plain` are layouts without options, and `chosen` the options to combine with each of them. A
+    plan takes `seconds` per step and `needs` bytes of a device's `memory_bytes`; `floors` are lower
+    bounds of `needs` that are faster to compute.
     """
 
     plain: PlanBatch
@@ -61,9 +61,9 @@ def simplest(
     choice: PlanChoice, most_s: float, device_bytes: float, trains_all: bool
 ) -> PlanBatch | None:
     """Return the simplest plan that fits and takes at most `most_s`; ties go to the most free
-    memory. Free memory is counted relative to `device_bytes`, even if the plans of `choice` may use
-    less than a whole device's memory. `trains_all`: the trainer is not outpace, so plans that
-    outpace cannot train are not penalised.
+    memory. Free memory is relative to `device_bytes`, even if the plans of `choice` may not use a
+    whole device's memory. `trains_all`: the trainer is not outpace, so plans that outpace cannot
+    train are not penalised.
     """
     parts = []
     for part, took in _quick_plans(choice, most_s):
@@ -100,8 +100,8 @@ def with_offloads(chosen: Sequence[Options], most: int) -> list[Options]:
 def quickest(choice: PlanChoice, bound: Floats, most_s: float) -> PlanBatch | None:
     """Return the fastest plan that fits and takes at most `most_s`; None if there is none.
 
-    Each layout takes at least its `bound`, with any options. Floors of bytes are checked before
-    seconds, and bytes are estimated for the fastest plans first.
+    Each layout takes at least its `bound`, with any options. Lower bounds of bytes are checked
+    before seconds, and bytes are estimated for the fastest plans first.
     """
 
     def able(columns: PlanBatch) -> Bools:
@@ -160,9 +160,9 @@ def _quick_plans(choice: PlanChoice, most_s: float) -> Iterator[tuple[PlanBatch,
 
 
 def is_worth_room(one: PlanBatch, other: PlanBatch, plainest: Options, trains_all: bool) -> bool:
-    """Return whether one plan is so much simpler than another that free memory matters less. It
-    then comes first even if only the other leaves memory free: the last tenth of memory is not
-    worth a tensor or pipeline axis. Arguments are as for `count_effort`.
+    """Return whether a plan is so much simpler than another that free memory matters less. It is
+    then preferred even if only the other leaves memory free: a tensor or pipeline axis is too high
+    a price for the last tenth of memory. Arguments are as for `count_effort`.
     """
     mine, theirs = (count_effort(plan, plainest, trains_all)[0] for plan in (one, other))
     return bool(mine + _TIGHT <= theirs)

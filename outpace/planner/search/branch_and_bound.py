@@ -58,7 +58,7 @@ _FIRST = 16
 _FEW = 64
 _FULL = MODES.index("full")
 _PIECE = 4096  # plans whose memory is estimated together
-_NEAR = 1.001  # the largest ratio of step times that simplicity can outweigh
+_NEAR = 1.001  # maximum ratio of step times for which a simpler plan is preferred
 
 
 @dataclass(frozen=True)
@@ -336,7 +336,7 @@ def _seconds_of(question: StepTimeQuestion) -> Callable[[PlanBatch], Floats]:
 
 
 class _Acceptance:
-    """Cache of accepted plans, with one query for all plans of the same description."""
+    """Cache of accepted plans, with a single query for all plans with the same description."""
 
     def __init__(self, accepts: Callable[[Plan], bool], seq_len: int) -> None:
         self._accepts = accepts
@@ -384,7 +384,7 @@ def _wording_keys(c: PlanBatch, seq_len: int) -> Ints:
     return np.stack([np.asarray(one, np.int64) for one in columns], axis=1)
 
 
-# Options that may require each other, and are tried together.
+# Groups of options that may require each other and are tried together.
 _TOGETHER = (
     ("modes", "offload_activations"),
     ("offload_parameters", "offload_optimizer", "precision", "optimizer", "in_backward"),
@@ -392,7 +392,7 @@ _TOGETHER = (
 
 
 def _accepted_options(plain: PlanBatch, chosen: list[Options], asked: _Acceptance) -> list[Options]:
-    """Return the options whose parts are all accepted with a strategy's fastest layout."""
+    """Return the options of which every part is accepted with a strategy's fastest layout."""
     if not chosen or not len(plain):
         return []
     _, first = np.unique(plain.strategy, return_index=True)
@@ -452,7 +452,7 @@ def _family(
         began, own_kinds = True, kinds(part)
         for piece in _pieces(seconds):
             piece = piece[seconds[piece] <= _time_limits(fastest, count, own_kinds[piece])]
-            # As long as nothing fits, the smallest plan is also sought.
+            # As long as nothing fits, also search for the smallest plan.
             piece = _able(part, piece, floors, memory_bytes if fastest else np.inf)
             if not len(piece):
                 continue
@@ -476,7 +476,7 @@ def _family(
 
 
 def _able(part: PlanBatch, piece: Ints, floors: Needs, memory_bytes: float) -> Ints:
-    """Return the positions in `piece` whose floors fit; all of them if memory is infinite."""
+    """Return the positions in `piece` whose lower bounds fit; all if memory is infinite."""
     if np.isinf(memory_bytes):
         return piece
     return piece[floors(part.select(piece)) <= memory_bytes]
@@ -486,7 +486,7 @@ _Least = tuple[float, PlanBatch]  # bytes, and the plan
 
 
 def _smaller(plans: PlanBatch, need: Floats, least: _Least | None) -> _Least | None:
-    """Return the plan if it needs less memory than `least`, else `least`."""
+    """Return the plan if it needs less memory than `least`, otherwise `least`."""
     small = int(np.argmin(need))
     if least is None or need[small] < least[0]:
         return float(need[small]), plans.select([small])
@@ -528,7 +528,7 @@ def _worst_s(fastest: dict[int, float], count: int) -> float:
 def _whole_count(count: int) -> int:
     """Return how many kinds without pipelines are kept in addition to the `count` fastest.
 
-    Pipelines may become slower by simulation.
+    Simulation may show that pipelines are slower.
     """
     return max(1, count // 2)
 
@@ -561,9 +561,9 @@ def _has_pipeline(kind: int) -> bool:
 
 
 def _ranking_s(c: PlanBatch, seconds: Floats) -> Floats:
-    """Return ranking times: among equally fast plans, the simplest comes first.
+    """Return step times for ranking, which put the simplest of equally fast plans first.
 
-    Each split axis and each set option adds a ten-thousandth.
+    Each split axis and each enabled option adds a ten-thousandth.
     """
     pulled = sum(
         values.astype(float)
@@ -604,19 +604,19 @@ def _finish_search(
 def fits(wanted: SearchRequest, needs: Needs, floors: Needs, memory_bytes: float) -> bool:
     """Return whether any plan fits, with the smallest micro-batch and the most recomputation.
 
-    With the optimizer in the backward, all micro-batches are tried: small ones accumulate
-    gradients, which a single large one does not keep.
+    With the optimizer in the backward, all micro-batches are tried: several small ones accumulate
+    gradients, whereas a single large one keeps none.
     """
     in_backward = bool(wanted.keep.get("optimizer_in_backward"))
     if not (in_backward or {"micro_batch", "pp_microbatches"} & wanted.keep.keys()):
-        wanted = replace(wanted, keep={**wanted.keep, "micro_batch": 1})  # 1 divides every share
+        wanted = replace(wanted, keep={**wanted.keep, "micro_batch": 1})  # 1 is always possible
     plain, chosen = layouts(wanted), list(memory_options(wanted))
     if not chosen or not len(plain):
         return False
     chosen = [options for options in chosen if options["modes"] == chosen[-1]["modes"]]
     if not in_backward:
         plain = plain.select(plain.micro_batch == plain.micro_batch.min())
-    # Layouts that shard most come first.
+    # Layouts that shard the most come first.
     order = np.argsort(-plain.zero * plain.dp_shard * plain.tp * plain.pp, kind="stable")
     for begin in range(0, len(order), _BATCH):
         part = expand(plain.select(order[begin : begin + _BATCH]), chosen)

@@ -1,4 +1,4 @@
-"""Bytes of plans that were estimated before, so that a search estimates no plan twice."""
+"""Cache of plans' bytes, so that a search estimates no plan twice."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -13,7 +13,8 @@ Needs = Callable[[PlanBatch], Floats]
 
 
 def remember(needs: Needs, known: dict[bytes, float]) -> Needs:
-    """Return `needs` that looks each plan up in `known` first, and adds it there.
+    """Return a version of `needs` that looks each plan up in `known` first, and adds new ones to
+    it.
 
     The search has already computed the memory of most plans among which it picks alternatives.
     """
@@ -30,7 +31,7 @@ def remember(needs: Needs, known: dict[bytes, float]) -> Needs:
 
 
 def _keys(columns: PlanBatch) -> list[bytes]:
-    """Return bytes that differ between plans; adapters are the same in all plans of a search."""
+    """Return a key of bytes per plan. Adapters are left out, since a search has only one kind."""
     values = [getattr(columns, f.name) for f in fields(PlanBatch) if f.name != "adapters"]
     numbers = [(one if one.ndim > 1 else one[:, None]).astype(np.float64) for one in values]
     rows = np.ascontiguousarray(np.concatenate(numbers, axis=1))

@@ -1,10 +1,10 @@
-"""Global batches near the requested one, if no layout of the ranks can divide that."""
+"""Global batches near the requested one, if no layout of the ranks can divide the latter."""
 
 from dataclasses import replace
 
 from outpace.planner.search.space import SearchRequest, layouts, memory_options
 
-_TRIED = 12  # candidates on either side; each requires a list of all layouts
+_TRIED = 12  # number of candidates on either side; each requires listing all layouts
 
 
 def nearest_batches(wanted: SearchRequest) -> tuple[int, ...]:

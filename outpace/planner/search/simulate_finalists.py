@@ -13,11 +13,11 @@ from outpace.planner.plan_columns import SCHEDULE_NAMES, Ints, PlanBatch
 from outpace.planner.step_time.estimate import StepTimes, stages_of
 from outpace.planner.step_time.setup import StepTimeQuestion
 
-# The components of the passes of a pipeline.
+# The components of a pipeline's passes.
 _PASSES = (
     "products_s", "attention_s", "memory_s", "host_s", "bubble_s", "tensor_s", "pipeline_s",
 )  # fmt: skip
-_MOST_ACTIONS = 400_000  # in a simulated schedule; longer ones have almost no bubble
+_MOST_ACTIONS = 400_000  # limit for a simulation; with more, there is almost no bubble
 
 
 def simulate_pipelines(
@@ -36,8 +36,7 @@ def simulate_pipelines(
         )  # fmt: skip
         passes = float(row.passes[0])
         whole = table.makespan_s(pipeline.times, pipeline.transfer_s) / question.device.sharers
-        # Ranks that share a core run faster while others wait, at most at the mean pace of all
-        # work.
+        # Ranks that share a core run faster while others wait, but in total do the work of all.
         work = sum(one.seconds("F") + one.seconds("B") for one in pipeline.times) / int(row.pp[0])
         busy = float(row.microbatches[0]) * work
         whole = passes * (max(whole, busy) + pipeline.posted_s)

@@ -1,4 +1,4 @@
-"""Space of plans: every possible layout of the ranks with every option, as columns."""
+"""Space of plans: every possible layout of the ranks combined with every option, as columns."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -29,7 +29,7 @@ from outpace.records.pipelines import SCHEDULES
 from outpace.records.plan import IN_BACKWARD, Offload, Plan, Strategy
 from outpace.records.precisions import MASTERS, PURE, SCALED, Precision
 
-# A mode of recomputation, and its interval of layers: all of them, or every second one.
+# A mode of recomputation, and the interval of its layers: every layer, or every second one.
 _MODES: tuple[tuple[str, int], ...] = (
     ("none", 1), ("selective", 1), ("attention", 1), ("full", 2), ("full", 1),
 )  # fmt: skip
@@ -66,11 +66,11 @@ VARIED: Mapping[str, tuple[Any, ...]] = {
 class SearchRequest:
     """Planning request. `keep` contains the user's requirements, by the names of a plan's settings.
 
-    `precision`: used if none is required or varied. Plans that offload weights or optimizer state
-    use `offloaded_precision`, if it is given. `vary` has additional values of settings (in VARIED)
-    to search, the fastest optimizer first. `trained`: only plans that outpace can train. `naive`:
-    include dp, ps, ring and mp. `without`: strategies to exclude. `offloads`: plans may offload
-    unless `keep` decides that.
+    `precision`: the one to use if none is required or varied. Plans that offload weights or
+    optimizer state use `offloaded_precision`, if it is given. `vary` has additional values of
+    settings (in VARIED) to search, the fastest optimizer first. `trained`: only plans that outpace
+    can train. `naive`: include dp, ps, ring and mp. `without`: strategies to exclude. `offloads`:
+    plans may offload, unless `keep` says otherwise.
     """
 
     outline: Outline
@@ -87,7 +87,7 @@ class SearchRequest:
     trained: bool = False
     naive: bool = True
     without: Collection[Strategy] = ()
-    on_host: bool = False  # devices are CPUs, so offloading to the host is meaningless
+    on_host: bool = False  # the devices are CPUs, so there is no other host memory
     alike: bool = True  # all layers are equal, so every pipeline is possible
     offloads: bool = True
 
@@ -98,7 +98,7 @@ class SearchRequest:
 
     @property
     def may_offload_to_host(self) -> bool:
-        """Return whether plans with and without offloading to the host's memory are considered."""
+        """Return whether plans both with and without offloading to host memory are considered."""
         places = _offload_places(self)
         return _OFFLOADS[0] in places and any("cpu" in one for one in places)
 
@@ -150,7 +150,7 @@ def layouts(wanted: SearchRequest) -> PlanBatch:
 
 
 def _vary(found: PlanBatch, vary: Mapping[str, Sequence[Any]]) -> PlanBatch:
-    """Combine each layout with all values that make a difference, else with the first one."""
+    """Combine each layout with all values that make a difference to it, else with the first one."""
     for name in ("precision", "compile", "stage_split", "sequence_parallel", "async_tp"):
         if name not in vary:
             continue
@@ -221,8 +221,8 @@ def _combine(columns: PlanBatch, chosen: Sequence[Options], place: Ints, option:
 
 
 def _allowed_options(columns: PlanBatch, chosen: Sequence[Options]) -> Any:
-    """Return a row for each layout: which options it allows. Layouts with equal values of
-    everything that `_possible` reads allow the same options, so one of each kind is tried.
+    """Return which options each layout allows, one row per layout. Layouts that are equal in
+    everything that `_possible` reads allow the same options, so only one of each kind is tried.
     """
     c = columns
     read = (c.strategy, c.zero, c.schedule, c.precision, c.optimizer, c.compile, c.in_backward,
@@ -272,7 +272,7 @@ def memory_options(wanted: SearchRequest) -> Iterator[Options]:
 
 
 def _offload_places(wanted: SearchRequest) -> list[tuple[Offload, Offload, Offload]]:
-    """Return where activations, parameters and optimizer state may be; first, all on the device."""
+    """Return places for activations, parameters and optimizer state; first, all on the device."""
     offloads = wanted.offloads and wanted.adapters is None
     return [
         three
@@ -400,7 +400,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _meshes(wanted: SearchRequest) -> Iterator[tuple[int, int, int]]:
-    """Yield tp × cp × pp; tp divides heads and stays in a node, cp's parts are long enough."""
+    """Yield tp × cp × pp: tp divides heads and stays in a node, and cp's parts are long enough."""
     world = wanted.world
     for tp, cp, pp in product(*(_sizes(wanted, axis) for axis in ("tp", "cp", "pp"))):
         if world % (tp * cp * pp) == 0:
@@ -514,7 +514,7 @@ def _expert_axes(ranks: int, wanted: SearchRequest) -> list[int]:
 
 
 def _name(rep: int, shard: int, zero: int, tp: int, cp: int, pp: int) -> Strategy:
-    """Return the strategy that splits these axes; pipelines alone get a schedule's name later."""
+    """Return the strategy that splits these axes; a pipeline gets its schedule's name later."""
     alone: dict[str, Strategy] = {"tp": "tp", "cp": "cp", "pp": "1f1b"}
     axes = [name for name, size in (("tp", tp), ("cp", cp), ("pp", pp)) if size > 1]
     if axes:
@@ -574,7 +574,7 @@ def _schedule_fits(schedule: str, pp: int, count: int, parts: int) -> bool:
 
 
 def _naive(wanted: SearchRequest) -> Iterator[_Row]:
-    """Yield baselines: one process for all, servers, a ring, one stage at a time."""
+    """Yield baselines: one process for all replicas, servers, a ring, and one stage at a time."""
     world, batch = wanted.world, wanted.global_batch
     if 1 < world <= wanted.outline.layers:
         for micro in _micro_batches(batch, wanted.keep):

@@ -1,4 +1,4 @@
-"""Low-rank adapters on frozen weights: their matmuls, traffic and parameters."""
+"""Time of low-rank adapters on frozen weights: their matmuls, traffic and parameters."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -15,30 +15,29 @@ from outpace.records.outline import Outline
 
 _FP32 = 4.0
 
-# Operators of an adapter, with a dropout in each pass. Forward: two matmuls with transposed
+# Operators of an adapter, including dropout, per pass. Forward: two matmuls with transposed
 # weights, scaling, sum. Backward: the same without transpositions.
 _OPERATORS_AHEAD, _OPERATORS_BACK = 7.0, 5.0
-# Casts of adapters in fp32. If multiplied in 16 bits, the input is cast to the matmul's dtype and
-# back. If multiplied in fp32, the result is cast instead and, in the backward, the frozen matmul's
-# gradient.
+# Casts of adapters in fp32. With 16-bit matmuls, the input is cast to the matmul's dtype and back.
+# With fp32 matmuls, the result is cast instead and, in the backward, the frozen matmul's gradient.
 _CASTS = {"low": (0.0, 0.0), "cast": (2.0, 2.0), "fp32": (2.0, 3.0)}
-# Bytes per four-bit number between reading it packed and writing it in 16 bits, by operators
-# (AutoGPTQ 179776bd, nn_modules/qlinear/qlinear_cuda_old.py): shift to int32 (4), cast to int8
-# (4 + 1), mask in place (1 + 1), subtract the zero point (1 + 1), read for scaling (1).
+# Bytes moved per four-bit number to unpack it to 16 bits by operators, besides the first read and
+# last write (AutoGPTQ 179776bd, nn_modules/qlinear/qlinear_cuda_old.py): shift to int32 (4), cast
+# to int8 (4 + 1), mask in place (1 + 1), subtract the zero point (1 + 1), read for scaling (1).
 _UNPACKED_BY_OPERATORS = 4.0 + 5 + 2 + 2 + 1
 # Edge of the smallest tile of cuBLAS's matmuls without tensor cores (sgemm_32x32_sliced1x4), and
 # its depth in the inner dimension.
 _SIMT_TILE, _SIMT_DEPTH = 32, 8
-# Names of target matrices in plans, by the planner's matmul of which they are a part.
+# Names of target matrices in plans, by the planner's matmul that contains them.
 _MATMULS: Mapping[str, Collection[str]] = MappingProxyType(
     {"qkv": ("q", "k", "v"), "out": ("out",), "up": ("gate", "up"), "down": ("down",)}
 )
 
 
 class Target(NamedTuple):
-    """Adapters on one weight: their number, and the share of its outputs that have them.
+    """Adapters on one weight: their number, and the share of the weight's outputs that have them.
 
-    Queries, keys and values are a single matmul here, and each of them may have an adapter.
+    Queries, keys and values are a single weight here, but each of them may have an adapter.
     """
 
     number: int
@@ -52,11 +51,11 @@ class Adapters:
     `base_bytes` are the bytes per number of frozen weights that are unpacked for each matmul (nf4,
     GPTQ); None if they are stored in the dtype of the matmul. `kept`: adapters of a 16-bit base are
     in its dtype ("low"), or in fp32 (PEFT since 0.12, autocast_adapter_dtype) and multiplied in 16
-    bits through autocast or FSDP ("cast") or in fp32 ("fp32"). `unpacks_by_operators`: weights are
-    unpacked by torch operators, whose result autograd keeps for the backward; otherwise by a
-    kernel, which runs again before the gradient of the input. `drops_inputs`: dropout is applied
-    first. `scales_outputs`: the outputs are scaled, as in PEFT; otherwise, the low-rank values are
-    (nn.lora).
+    bits through autocast or FSDP ("cast") or in fp32 ("fp32"). `unpacks_by_operators`: torch
+    operators unpack weights, and autograd keeps the result for the backward; otherwise, a kernel
+    unpacks them, and runs again before the gradient of the input. `drops_inputs`: dropout is
+    applied first. `scales_outputs`: the outputs are scaled, as in PEFT; otherwise, the low-rank
+    values are (nn.lora).
     """
 
     rank: int
@@ -106,7 +105,7 @@ def adapter_s(
     device: DeviceRates, adapters: Adapters, weight: Weight, shape: tuple[Floats, Floats, Floats],
     rate: Floats, item: Floats,
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
-    """Return seconds of the forward, of gradients of inputs, and of the adapters' own gradients.
+    """Return the seconds of the forward, of gradients of inputs, and of the adapters' gradients.
 
     `shape` is tokens, outputs and inputs of the frozen matmul on a rank. Matmuls are in 16 bits, or
     in fp32 at the `rate` of the frozen ones; in fp32 next to 16-bit matmuls, they do not use tensor
@@ -125,7 +124,7 @@ def adapter_s(
     inputs, outputs = count * tokens * k, tokens * n * share
     (input_ahead, output_ahead), (input_back, output_back) = _moved_bytes(adapters, item)
     ahead = matmul(tokens, rank, k) + matmul(tokens, each, rank)
-    # A tensor of tokens × rank.
+    # A tensor of shape tokens × rank.
     scaled = 0.0 if adapters.scales_outputs else 2 * item * count * tokens * rank
     moved = inputs * input_ahead + outputs * output_ahead + scaled
     ahead = ahead + moved / device.memory_bytes_per_s

@@ -1,4 +1,4 @@
-"""Exposed communication: gradients and parameters, keys and values, experts."""
+"""Exposed communication of gradients and parameters, keys and values, and experts."""
 
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -14,7 +14,7 @@ from outpace.planner.step_time.setup import FP32, StepTimeSetup
 
 @dataclass(frozen=True)
 class _Collectives:
-    """Seconds of a step's collectives by themselves: gradients, whole weights, parameters."""
+    """Seconds of a step's collectives without overlap: gradients, whole weights, parameters."""
 
     grads: Floats  # bytes of gradients
     scatter: Floats
@@ -40,9 +40,9 @@ def ring_s(setup: StepTimeSetup, passes: StepPasses) -> Floats:
     """Return the exposed time of keys and values that circulate during attention.
 
     They travel around the ring once in the forward and once in the backward, as their gradients do;
-    if attention is recomputed, they travel once more. The parts of all ranks' keys take equally
+    if attention is recomputed, they travel once more. Attention to each rank's keys takes equally
     long. If keys and values are gathered, only the first part hides some of that time. Gradients of
-    a part are sent during the next part, except those of the last.
+    a part are sent during the next part, except those of the last part.
     """
     c, stack = setup.columns, setup.question.stack
     if (c.cp == 1).all():
@@ -72,14 +72,14 @@ def ring_s(setup: StepTimeSetup, passes: StepPasses) -> Floats:
 def _beside_parts_s(
     setup: StepTimeSetup, comm_s: Floats, attention_s: Floats, parts: Floats
 ) -> Floats:
-    """Return what `parts` of all ranks' attention, each for one rank's keys, leave exposed."""
+    """Return the time that `parts` of attention, each for one rank's keys, leave exposed."""
     hidden = np.minimum(comm_s, attention_s * parts / setup.columns.cp)
     exposed: Floats = comm_s - setup.device.hides * hidden
     return exposed
 
 
 def _ring_parts(setup: StepTimeSetup) -> tuple[Floats, Floats, tuple[Floats, Floats]]:
-    """Return a micro-batch's seconds of context parallelism, by themselves, in all layers.
+    """Return a micro-batch's seconds of context parallelism in all layers, without overlap.
 
     Keys and values travel to all ranks once, and their gradients around the ring. The parts'
     outputs are merged in a forward, and their gradients in a backward.
@@ -111,7 +111,8 @@ def _ring_parts(setup: StepTimeSetup) -> tuple[Floats, Floats, tuple[Floats, Flo
 
 
 def _merge_bytes(setup: StepTimeSetup) -> tuple[Floats | float, Floats | float, Floats | float]:
-    """Return bytes per number to merge a part: into outputs, queries' gradients, and keys'.
+    """Return bytes per number to merge a part into outputs, queries' gradients, and keys'
+    gradients.
 
     Transformer Engine's kernel reads two outputs in fp32 and writes one; gradients are counted as
     outputs. outpace multiplies the sum (4 + 4) and adds the part to it (4 + 2 read, 4 written), as
@@ -133,9 +134,9 @@ def experts_s(setup: StepTimeSetup, busy: Floats) -> Floats:
     """Return the time to send tokens to their experts and back, with two all-to-alls each way.
 
     Each rank of tp sends its part of the tokens. Ranks that have parts of the same experts gather
-    the tokens that any of them received, and scatter sums. These are as many tokens as in tp's
-    other collectives (`passes._tensor_collectives`), times the experts of a token. `busy`: seconds
-    of passes, which hide these collectives if the stack overlaps one micro-batch's collectives with
+    the tokens that any of them received, and scatter sums. These are the tokens of tp's other
+    collectives (`passes._tensor_collectives`), times the experts of a token. `busy`: seconds of
+    passes, which hide these collectives if the stack overlaps one micro-batch's collectives with
     another's computation.
     """
     c = setup.columns
@@ -170,7 +171,7 @@ def _dispatch_s(setup: StepTimeSetup, nbytes: Floats, copies: int, tokens: Float
 def exposed_data_s(setup: StepTimeSetup, passes: StepPasses, pipeline: PipelineTime) -> Floats:
     """Return the exposed time of reducing gradients and of gathering sharded parameters.
 
-    If a pipeline's ranks differ, its exposed time may make another rank the slowest.
+    If a pipeline's ranks differ, exposed time may make another rank the slowest.
     """
     c, collectives = setup.columns, _collectives(setup)
     ahead, back = (
@@ -202,7 +203,7 @@ def whole_data_s(setup: StepTimeSetup) -> Floats:
 
 
 def slowest_s(setup: StepTimeSetup, busy: Floats) -> Floats:
-    """Return how much longer than the median device the slowest one computes.
+    """Return how many seconds longer the slowest device computes than the median one.
 
     `busy`: seconds of matmuls and attention, which depend on a device's clock, unlike
     memory traffic, links and the host. The expected maximum of n normal variables is at the
@@ -223,7 +224,7 @@ def _collectives(setup: StepTimeSetup) -> _Collectives:
     frozen = adapters.base_bytes if adapters is not None else None
     packed_bytes = frozen if adapters is not None else 1.0  # else cast to 8 bits
     if frozen is not None and not setup.question.other_program:
-        # A block with packed weights sends all its weights as they are stored (memory.adapters).
+        # A block with packed weights sends all weights in their stored form (memory.adapters).
         reduced = setup.numbers.kept
     grads = setup.parameters.trained * np.where(c.zero < 2, setup.numbers.kept, reduced)
     # Gathers send the updated weights or, if weights are sharded, all of them.
@@ -297,17 +298,17 @@ def _zero_exposed_s(setup: StepTimeSetup, of: _Collectives, ahead: _Pass, back: 
 def _beside_s(
     setup: StepTimeSetup, comm_s: Floats, beside: _Pass, times: Floats | Ints, units: Floats
 ) -> Floats:
-    """Return the part of collectives that `times` passes leave exposed."""
+    """Return the part of collectives that `times` passes do not hide."""
     return setup.exposed_s(comm_s, times * beside.seconds, units, beside.matmuls)
 
 
 def _beside_stages_s(setup: StepTimeSetup, comm_s: Floats, beside: _Pass, units: Floats) -> Floats:
-    """Return the part of gradient sums, or of gathers, that a micro-batch's passes leave exposed.
+    """Return the part of gradient sums, or of gathers, that a micro-batch's passes do not hide.
 
     Interleaved stages have separate collectives: a stage's parameters are gathered during the
     forwards of the previous stage, for as many micro-batches as there are ranks, and its gradients
-    are summed during the backwards of previous stages. Only those of a rank's first stage have at
-    most one micro-batch's pass to hide them.
+    are summed during the backwards of previous stages. Only for a rank's first stage, at most one
+    micro-batch's pass can hide them.
     """
     c, stack = setup.columns, setup.question.stack
     apart = c.schedule_in("interleaved") & stack.sums_by_stages
@@ -321,7 +322,7 @@ def _beside_stages_s(setup: StepTimeSetup, comm_s: Floats, beside: _Pass, units:
 def _buckets(setup: StepTimeSetup, grads: Floats) -> Floats:
     """Return the number of parts in which replicas sum gradients.
 
-    The embedding's gradient is completed last, and its bucket is at least that large.
+    The embedding's gradient is complete last, and its bucket is at least as large as the embedding.
     """
     c = setup.columns
     table = setup.outline.vocab * setup.outline.table_width / c.tp / setup.parameters.present
@@ -341,7 +342,7 @@ def _launch_s(setup: StepTimeSetup) -> Floats:
 
 
 def _one_to_all_s(setup: StepTimeSetup, grads: Floats) -> Floats:
-    """Return the seconds of dp: parameters to every replica and gradients back, by one link.
+    """Return the seconds of dp: one link sends parameters to every replica, and gradients back.
 
     ps sends the same over the servers' links, for each worker in turn, in both directions at the
     same time.

@@ -1,7 +1,8 @@
-"""Step times of many plans at once, and where the time goes, in closed form.
+"""Step times of many plans, by purpose, in closed form.
 
-A step consists of the pipeline's passes (computation, its waits, and the bubble), the part of the
-gradient reduction that no backward hides, and the optimizer. docs/concepts/planner.md derives them.
+A step consists of the pipeline's passes (computation, waits within it, and the bubble), the part of
+the gradient reduction that no backward hides, and the optimizer. docs/concepts/planner.md derives
+these terms.
 """
 
 from dataclasses import dataclass, fields, replace
@@ -38,7 +39,7 @@ from outpace.planner.step_time.setup import StepTimeQuestion, StepTimeSetup, set
 class StepTimes:
     """Seconds of a step by purpose, one entry per plan; they add up to the step.
 
-    `host_s` is the time that the device waits for the host, and that uneven stages wait for the
+    `host_s` is the time during which the device waits for the host, and uneven stages for the
     slowest. `data_s` is the exposed time of the gradients' and parameters' collectives, including
     the wait of all devices for the slowest; `tensor_s`, `context_s`, `pipeline_s` and `expert_s`
     are the exposed times of those axes. `loading_s` is the wait for samples.
@@ -85,7 +86,7 @@ class _Passes:
 
     @property
     def fit(self) -> Floats:
-        """Return the factor that scales the parts so that they add up to the time of the passes."""
+        """Return the factor that scales the parts to add up to the time of the passes."""
         return np.minimum(1.0, self.busy / np.maximum(self.device_s, 1e-30))
 
 
@@ -113,20 +114,20 @@ def estimate(question: StepTimeQuestion, columns: PlanBatch) -> StepTimes:
         offload_s=offloading_parts(setup, _free_link_s(setup, parts.busy, exposed_s)).seconds,
         loading_s=nothing,
     )
-    # When the host reaches the optimizer, it is ahead of the GPU by this time.
+    # The time by which the host is ahead of the GPU when it reaches the optimizer.
     ahead_s = np.maximum(found.step_s - _mean_s(setup, passes, "host_s"), 0.0)
     found = replace(found, optimizer_s=optimizer_step_s(setup, ahead_s))
     return replace(found, loading_s=_loading_s(setup, found.step_s))
 
 
 def stages_of(question: StepTimeQuestion, columns: PlanBatch) -> Stages:
-    """Return the stages of the first plan, to be simulated."""
+    """Return the stages of the first plan, for simulation."""
     setup = set_up(question, columns.select([0]))
     return stages_of_plan(setup, step_passes(setup))
 
 
 def offloading(question: StepTimeQuestion, columns: PlanBatch) -> Offloading:
-    """Return the parts of each plan's offloading time that passes do not hide."""
+    """Return the parts of each plan's offloading, with the time that passes do not hide."""
     setup = set_up(question, columns)
     passes = step_passes(setup)
     pipeline = pipeline_time(setup, passes)
@@ -164,7 +165,7 @@ def _parts(setup: StepTimeSetup, passes: StepPasses, pipeline: PipelineTime) -> 
 
 
 def _mean_s(setup: StepTimeSetup, passes: StepPasses, name: str) -> Floats:
-    """Return the mean seconds of all passes for a part, by its name in `PassTime`."""
+    """Return the mean seconds of one part of all passes, named as in `PassTime`."""
     layers = passes.forward(name) + passes.backward(name)
     return setup.micro * (setup.layers * layers + passes.ends_part(name) / setup.columns.pp)
 
@@ -176,7 +177,7 @@ def _weights_share(passes: StepPasses) -> Floats:
 
 
 def _loading_s(setup: StepTimeSetup, step_s: Floats) -> Floats:
-    """Return the wait for loaders, which prefetch: their time beyond the step's."""
+    """Return the wait for loaders. They prefetch, so it is their time beyond the step's."""
     c = setup.columns
     samples = c.micro_batch * setup.micro * c.data_parallel
     nodes = np.clip(c.ranks / setup.fabric.per_node, 1, c.data_parallel)

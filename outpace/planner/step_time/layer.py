@@ -27,16 +27,16 @@ from outpace.planner.step_time.adapters import Adapters, adapter_s, unpacking_s
 from outpace.records.outline import AttentionShape, MatmulShape, Mlp, Outline, Stack
 
 # The kernel that the newest PyTorch chooses on the chip; a kernel by name ("fused" if the chip
-# lacks it); the former Triton kernels; attention that writes its scores.
+# lacks it); FlashAttention's first Triton kernels; attention that writes its scores.
 Kernel = Literal["fused", "flash2", "flash3", "cudnn", "triton", "unfused"]
 
 
 @dataclass(frozen=True)
 class Cells:
-    """Distinct combinations of what a layer's time depends on, one entry each.
+    """Distinct combinations of the values on which a layer's time depends, one entry each.
 
     `rate`: FLOP/s of its matmuls; `item`: bytes per operand element; `wide`: per element of the
-    residual stream; `samples`: number in a micro-batch. `fused`: attention is fused.
+    residual stream; `samples`: their number in a micro-batch. `fused`: attention is fused.
     `norm_split` ranks divide norms and the residual stream (sequence parallelism), `etp` ranks
     divide each expert. `elementwise`: how a program without a compiler computes elementwise
     operations; `fuses_dropout`, `dispatcher`, `experts`, `graphs`, `fuses_accumulation`, `casts`,
@@ -71,10 +71,10 @@ class Cells:
 class LayerWork:
     """Device seconds by kind, and operators that the host launches, forward and backward.
 
-    `inner` is the attention within a forward, which some modes of recomputation skip or repeat
-    alone; `matmuls` are the seconds of a forward's matmuls with weights. `last` is the time of the
-    MLP's last matmul, if no backward reads its result (0 otherwise), and `second` the time of every
-    second matmul, which torchtitan's selective recomputation repeats (except in 8 bits).
+    `inner` is attention within a forward, which some modes of recomputation skip, and others repeat
+    exclusively; `matmuls` are the seconds of a forward's matmuls with weights. `last` is the time
+    of the MLP's last matmul, if no backward reads its result (0 otherwise), and `second` the time
+    of every second matmul, which torchtitan's selective recomputation repeats (except in 8 bits).
     """
 
     forward_s: Floats
@@ -94,9 +94,9 @@ class LayerWork:
 # Time of a norm per byte over that of a triad, both measured on the same H200.
 _NORM_AHEAD = 4.15 / 4.8 / efficiency.NORM_FORWARD
 _NORM_BACK = 4.15 / 4.8 / efficiency.NORM_BACKWARD
-# Widths that an RMS norm of several operators reads and writes. Forward: squares, their mean, two
-# products. Backward: product and sum for the weight, inner product with the input, products and
-# sum of both gradients.
+# Hidden widths that an RMS norm of several operators reads and writes. Forward: squares, their
+# mean, two products. Backward: product and sum for the weight, inner product with the input,
+# products and sum of both gradients.
 _RMS_PIECES = (2 + 1 + 2 + 2, 4 + 2 + 4 + 2 + 3 + 3)
 # The same for nn.norms. Forward: the input twice, the result. Backward: gradient and input, the
 # input's gradient, and the gradient's mean, which is added.
@@ -106,7 +106,7 @@ _RMS_WHOLE = (2 + 1, 2 + 1 + 1 + 2)
 # Backward: product and sum for the weight, to fp32, gradients of the products and of the square,
 # their sum, to 16 bits.
 _RMS_OPERATORS = (6.0 + 8 + 4 + 8 + 6 + 4, 6.0 + 8 + 6 + 12 + 12 + 4 + 12 + 12 + 6)
-# Widths of a rotary embedding: swapped halves, two products, a sum.
+# Widths that a rotary embedding reads and writes: swapped halves, two products, a sum.
 _TURN_PIECES = 2 + 2 + 2 + 3
 # Bytes per fp32 logit. Softmax over many columns reads the logits for the maximum, the sum and the
 # result, and writes the result; its backward reads result and gradient twice, and writes. The
@@ -131,16 +131,16 @@ _PADDED_TO = 64
 # 9.19 on H200, 633 TFLOP/s at 2,048 keys and 702 at 16,384; causal 484 and 673
 # (NVIDIA/cudnn-frontend 3929da2).
 _WHOLE = 0.25
-# Factors of a logit's bytes and of 4 bytes for the eager loss, which finds the maximum, makes an
-# fp32 copy and its softmax, and multiplies with the mask. Compiled, 16-bit logits are read once in
-# the forward, and read and written once in the backward.
+# How often the eager loss moves a logit's bytes, and 4 bytes: it finds the maximum, makes an fp32
+# copy and its softmax, and multiplies by the mask. Compiled, 16-bit logits are read once in the
+# forward, and read and written once in the backward.
 _EAGER_LOSS = (3, 6)
 # Bytes per output number of an expert to which Megatron-Core adds a bias (d98e8a64,
 # transformer/moe/experts.py, _apply_bias). Forward: bias times the router's fp32 weight (4
 # written), sum (2 + 4 read, 4 written), concatenation of experts (4 + 4), cast (4 + 2). Backward:
 # both casts (2 + 4, 4 + 2), concatenation (2 + 2), product and sum for each factor (4 + 4 + 4).
 _EXPERT_BIAS = (4.0 + 10 + 8 + 6, 6.0 + 6 + 4 + 2 * 12)
-# Operators of any layer of experts besides its matmuls, as `_operators` counts them.
+# Operators besides matmuls of any layer with experts, as `_operators` counts them.
 _EXPERT_OPERATORS = 20.0
 # Further operators of Megatron-Core's experts (d98e8a64, transformer/moe). Of 71, the router has 11
 # and its balancing loss 12 (router.py, moe_utils.py); counts by expert and rank, with 5 copies to
@@ -152,7 +152,7 @@ _ROUTER_OPERATORS = 11.0 + 12.0 + 14.0
 # four streams (d0067d0d, common/gemm/cublaslt_gemm.cu, multi_stream_cublas_gemm), and casts each
 # expert's rows by a separate kernel (pytorch/module/grouped_linear.py, split_quantize). Matmuls
 # with both weights, backward two gradients of each; in 8 bits, casts of the inputs, backward of the
-# results' gradients. They are launched from C++, and take as long as operators of a backward.
+# results' gradients. They are launched from C++, so they take as long as operators of a backward.
 _EXPERT_MATMULS, _EXPERT_CASTS = (2.0, 4.0), (2.0, 2.0)
 # Estimates (not counted one by one) of scattermoe's further operators (fms-acceleration 876e2ed,
 # plugins/accelerated-moe, scattermoe.py and khd/kernels/ops): sort, padding of experts' tokens to
@@ -220,13 +220,13 @@ def layer(
 def _calls(
     device: DeviceRates, outline: Outline, stack: Stack, cells: Cells, operators: float
 ) -> tuple[Floats, Floats]:
-    """Return the operators launched for an uncompiled layer, forward and backward.
+    """Return the number of operators launched for an uncompiled layer, forward and backward.
 
     `operators`: operators of its forward on one rank, in 16 bits, with all weights trained.
     """
     more: Floats | float = _backward_operators(outline, stack)
     names = [weight.name for weight in weights(stack, outline.hidden)]
-    # RMS norms of DTensors: five operators in place of one.
+    # RMS norms of DTensors: five operators instead of one.
     apart = (cells.tp > 1) & device.piecewise & (not stack.norm_bias)
     calls = operators + np.where(apart, 4.0 * stack.norms, 0.0)
     if cells.adapters is not None:
@@ -246,7 +246,7 @@ def _calls(
 def _outside_graphs(
     device: DeviceRates, stack: Stack, cells: Cells, calls: Floats, calls_back: Floats
 ) -> tuple[Floats, Floats]:
-    """Return the operators that the host launches if parts of a layer are CUDA graphs."""
+    """Return the number of operators that the host launches if parts of a layer are CUDA graphs."""
     experts = stack.mlp is not None and stack.mlp.experts
     if cells.graphs == "blocks" and not experts:
         return np.zeros_like(calls), np.zeros_like(calls)
@@ -262,7 +262,7 @@ def _outside_graphs(
 def _weight(
     device: DeviceRates, cells: Cells, weight: Weight, tokens: Floats
 ) -> tuple[Floats, Floats, Floats]:
-    """Return the seconds of a weight's forward, of its input's gradient and of its own gradient."""
+    """Return the seconds of a weight's forward, the input's gradient and the weight's gradient."""
     tp = cells.etp if weight.experts else cells.tp
     n = weight.outputs / np.where(weight.cut == "outputs", tp, 1.0)
     k = weight.inputs / np.where(weight.cut == "inputs", tp, 1.0)
@@ -299,9 +299,9 @@ def _matmul(
     device: DeviceRates, cells: Cells, weight: Weight, shape: tuple[Floats, Floats, Floats],
     batch: Floats | float, more_bytes: Floats | float,
 ) -> Floats:  # fmt: skip
-    """Return the seconds of a weight's matmul, with experts computed as the software does.
+    """Return the seconds of a weight's matmul; experts' matmuls depend on the software.
 
-    It moves `more_bytes` in addition to its operands and result, at the memory rate.
+    `more_bytes` are moved in addition to operands and result, at the memory rate.
     """
     if weight.experts and cells.experts == "loop":
         one = sustained_matmul_s(
@@ -319,7 +319,7 @@ def _matmul(
 
 
 def _slices_s(device: DeviceRates, experts: Floats | float, nbytes: Floats) -> Floats:
-    """Return seconds to combine the gradients of slices of a weight.
+    """Return the seconds to combine the gradients of slices of a weight.
 
     Each is written into zeros as large as the whole weight, of `nbytes`, which are added up (torch,
     tools/autograd/derivatives.yaml, select_backward).
@@ -329,7 +329,7 @@ def _slices_s(device: DeviceRates, experts: Floats | float, nbytes: Floats) -> F
 
 
 def _expert_operators(device: DeviceRates, stack: Stack, cells: Cells) -> tuple[Floats, Floats]:
-    """Return the operators of experts in addition to `_operators`, forward and backward."""
+    """Return the number of experts' operators in addition to `_operators`, forward and backward."""
     none = np.zeros_like(cells.ep)
     if stack.mlp is None or not stack.mlp.experts:
         return none, none
@@ -340,12 +340,12 @@ def _expert_operators(device: DeviceRates, stack: Stack, cells: Cells) -> tuple[
         return _MEGATRON_OPERATORS + ahead, back - ahead
     if cells.experts == "triton":
         return _SCATTER_OPERATORS + np.where(cells.ep > 1, _SCATTER_APART, 0.0), none
-    matmuls = 2 * stack.mlp.experts / cells.ep  # up, with its gate, and down
+    matmuls = 2 * stack.mlp.experts / cells.ep  # up with its gate, and down
     return _LOOP_AHEAD * matmuls, _LOOP_BACK * matmuls
 
 
 def _expert_launches(device: DeviceRates, mlp: Mlp, cells: Cells) -> tuple[Floats, Floats]:
-    """Return launches of experts' matmuls and casts as operators, forward and backward."""
+    """Return the operators that launch experts' matmuls and casts, forward and backward."""
     local = mlp.experts / cells.ep
     ahead, back = (
         local * (matmuls + np.where(_in_float8(device, cells), casts, 0.0))
@@ -358,7 +358,7 @@ def _frozen_weight(
     device: DeviceRates, cells: Cells, weight: Weight, shape: tuple[Floats, Floats, Floats],
     matmuls: tuple[Floats, Floats],
 ) -> tuple[Floats, Floats, Floats]:  # fmt: skip
-    """Return the terms of `_weight` for a weight without a gradient, with its adapters."""
+    """Return the terms of `_weight` for a frozen weight, with its adapters."""
     assert cells.adapters is not None
     one, inputs = matmuls
     grads = np.zeros_like(one)
@@ -381,7 +381,7 @@ def _in_float8(device: DeviceRates, cells: Cells) -> Bools:
 def _scaling_s(
     device: DeviceRates, cells: Cells, shape: tuple[Floats, Floats, Floats]
 ) -> tuple[Floats, Floats, Floats]:
-    """Return seconds to convert the operands of a matmul, and of its gradients, to float8.
+    """Return the seconds to convert the operands of a matmul, and of its gradients, to float8.
 
     `shape`: tokens, outputs and inputs. torchao's Float8Linear has one scale per tensor. Bytes per
     number: finding the largest value reads 2 for an activation or gradient and 4 for a weight; the
@@ -407,8 +407,8 @@ def _scaling_s(
 def _engine_cast_s(device: DeviceRates, cells: Cells) -> tuple[float, float]:
     """Return the seconds that Transformer Engine's cast from 16 bits takes per value and per call.
 
-    Trained weights' gradients need a second copy: of blocks along columns, which have their own
-    scales, or transposed where matmuls take transposed operands only.
+    Gradients of trained weights need a second copy: with blocks along columns, which have separate
+    scales, or transposed if matmuls accept only transposed operands.
     """
     read, copy, kernels = _ENGINE_CASTS[cells.casts]
     blocks = cells.casts == "blocks"
@@ -437,9 +437,9 @@ def _attention(
     keys: int,
     kernel: Kernel,
 ) -> tuple[Floats, Floats]:
-    """Return seconds of scores and mix, forward and backward; fused causal attention does half."""
+    """Return the seconds of attention, forward and backward; fused causal attention is halved."""
     heads = np.maximum(attention.heads / cells.tp, 1.0)
-    own = length / cells.cp  # queries; keys of all ranks pass by in turn
+    own = length / cells.cp  # queries of this rank; keys of all ranks arrive one after the other
     widths = attention.head_dim + attention.value_dim
     if kernel != "unfused":
         seen = _keys_seen(device, attention, keys)
@@ -462,16 +462,17 @@ def _attention(
     mix = sustained_matmul_s(device, cells.rate, own, np.full_like(own, attention.value_dim), s,
                     cells.item, batch)  # fmt: skip
     entries = batch * own * keys
-    # Softmax reads and writes scores; dropout reads and writes them, and writes a byte of mask.
+    # Softmax reads and writes scores; dropout reads and writes them, and writes a mask of one byte
+    # each.
     ahead_bytes = entries * (4 * cells.item + 1)
-    # Dropout again; softmax reads its outputs and their gradients, and writes.
+    # Dropout likewise; softmax reads its outputs and their gradients, and writes.
     back_bytes = entries * (2 * cells.item + 1 + 3 * cells.item)
     rate = device.memory_bytes_per_s
     return scores + mix + ahead_bytes / rate, 2 * (scores + mix) + back_bytes / rate
 
 
 def _attention_shares(device: DeviceRates, kernel: Kernel) -> tuple[float, float, float, float]:
-    """Return forward and backward rates, the share for heads of 64, and keys at half the rate."""
+    """Return forward and backward rates, the share for heads of 64, and keys at half rate."""
     own = (device.attention_forward, device.attention_backward, device.attention_narrow,
            device.attention_half)  # fmt: skip
     found = device.attention_kernels.get("flash2" if kernel == "triton" else kernel)
@@ -491,7 +492,7 @@ def _width_share(head_dim: int, narrow: float) -> float:
 
 
 def _keys_seen(device: DeviceRates, attention: AttentionShape, keys: int) -> int:
-    """Return the keys for which a query has scores; on a GPU, a window consists of whole blocks."""
+    """Return how many keys a query has scores for; on a GPU, a window consists of whole blocks."""
     if attention.window is None:
         return keys
     sides = 1 if attention.causal else 2
@@ -526,7 +527,7 @@ def _layer_traffic(
 def _repeated_keys_traffic(stack: Stack, cells: Cells) -> Floats:
     """Return the bytes per token to write keys and values for the heads of all queries.
 
-    In the backward, as many are read: the gradients, which are added up over those heads.
+    In the backward, as many bytes of gradients are read, which are summed over those heads.
     """
     a = stack.attention
     if not cells.repeats_keys or a is None or a.heads == a.kv_heads:
@@ -538,11 +539,11 @@ def _routing_traffic(outline: Outline, stack: Stack, cells: Cells) -> tuple[Floa
     """Return the bytes to permute a token into the order of experts, and back.
 
     A token is read and written once for each of its experts, whose results are read, weighted and
-    summed; the backward does the reverse, and gradients of weights read the results again. Ranks of
-    tp with whole experts have a part of the tokens each. If copies of tokens are sent, they arrive
-    in the order of ranks, are sorted by the rank's experts, and are sorted back (Megatron-Core,
-    moe_utils.py, sort_chunks_by_idxs; torchtitan, its permutation after the all-to-all).
-    Megatron-Core adds the biases of experts' results with separate operators.
+    summed; the backward does the reverse, and gradients of the routing weights read the results
+    again. Ranks of tp with whole experts each have a part of the tokens. If copies of tokens are
+    sent, they arrive in the order of ranks, are sorted by the rank's experts, and are sorted back
+    (Megatron-Core, moe_utils.py, sort_chunks_by_idxs; torchtitan, its permutation after the
+    all-to-all). Megatron-Core adds the biases of experts' results with separate operators.
     """
     mlp = stack.mlp
     if mlp is None or not mlp.experts:
@@ -593,7 +594,7 @@ def _compiled_traffic(
 
 
 def _kernels(outline: Outline, stack: Stack, inner: float) -> tuple[float, float]:
-    """Return the kernels of a compiled layer, forward and backward, including matmuls.
+    """Return the number of kernels of a compiled layer, forward and backward, including matmuls.
 
     In the backward, a matmul has two kernels, attention one more than in the forward (which first
     sums gradients times outputs), a norm two, and a bias one for its sum.
@@ -611,7 +612,7 @@ def _kernels(outline: Outline, stack: Stack, inner: float) -> tuple[float, float
 def _eager_traffic(
     device: DeviceRates, outline: Outline, stack: Stack, cells: Cells, fused: bool
 ) -> tuple[Floats, Floats]:
-    """Return `_layer_traffic` with a kernel per operator; on a CPU also for compiled code.
+    """Return `_layer_traffic` for one kernel per operator; on a CPU, also used for compiled code.
 
     On a GPU, autocast casts a norm's output for the next matmul, and the branch's gradient.
     """
@@ -639,7 +640,7 @@ def _eager_traffic(
         ahead, back = ahead + stack.norms * cast, back + (stack.norms + adds) * cast
     if stack.dropout:
         mask = outline.hidden / cells.norm_split
-        written = 0.0 if cells.fuses_dropout else 2.0  # else a separate operator
+        written = 0.0 if cells.fuses_dropout else 2.0  # otherwise a separate operator
         ahead, back = ahead + adds * (written * wide + mask), back + adds * (2 * wide + mask)
     if stack.mlp is not None:
         width = _width(stack.mlp) * cells.item / cells.tp
@@ -656,7 +657,7 @@ def _eager_traffic(
         values = a.kv_heads * a.value_dim * cells.item / cells.tp
         if not outline.learned_positions:
             apart = ~cells.compiled & (device.piecewise or operators)
-            turned = np.where(apart, _TURN_PIECES, 4)  # or read, rotated and written
+            turned = np.where(apart, _TURN_PIECES, 4)  # or they are read, rotated and written
             ahead, back = ahead + turned * keys, back + turned * keys
         if not fused:  # heads become contiguous for batched matmuls
             ahead, back = ahead + 2 * (keys + values), back + 2 * (keys + values)
@@ -668,7 +669,7 @@ def _width(mlp: Mlp) -> int:
 
 
 def _operators(outline: Outline, stack: Stack, fused: bool) -> tuple[float, float]:
-    """Return the number of operators in a layer's forward, with views, and in attention."""
+    """Return the number of operators in a layer's forward, including views, and in attention."""
     count = float(stack.norms)
     inner = 0.0
     for attention in (stack.attention, stack.cross_attention):
@@ -678,7 +679,8 @@ def _operators(outline: Outline, stack: Stack, fused: bool) -> tuple[float, floa
         count += 8 + (4 if attention.kv_rank is not None else 0)
         if not outline.learned_positions:
             count += 12  # for two tensors: halves, products, sums
-        # Scores, scaled and masked softmax, dropout, weighted sum, with views; or one kernel.
+        # Scores, scaled and masked softmax, dropout and weighted sum, with views; or a single
+        # kernel.
         inner += 2 if fused else 12
         count += 3  # transposition back, and the output matmul
     if stack.mlp is not None:
@@ -688,7 +690,7 @@ def _operators(outline: Outline, stack: Stack, fused: bool) -> tuple[float, floa
 
 
 def _backward_operators(outline: Outline, stack: Stack) -> float:
-    """Return how many more operators a backward has than its forward. A matmul has two gradients, a
+    """Return how many more operators a backward has than its forward: a matmul has two gradients, a
     bias has a sum, and every parameter's gradient is stored or accumulated.
     """
     matmuls = biases = 0
@@ -699,7 +701,7 @@ def _backward_operators(outline: Outline, stack: Stack) -> float:
 
 
 class EndsTime(NamedTuple):
-    """Device seconds of everything before the layers, or after them, and of its matmuls alone."""
+    """Device seconds of everything before the layers, or after them, and of its matmuls only."""
 
     forward_s: Floats
     backward_s: Floats
@@ -711,7 +713,7 @@ class EndsTime(NamedTuple):
 def head(
     device: DeviceRates, outline: Outline, cells: Cells, seq_len: int, outpace_loss: bool = True
 ) -> EndsTime:
-    """Return the head with its loss, and the number of operators in each direction.
+    """Return the times of the head with the loss, and the number of operators in each direction.
 
     `outpace_loss`: on a GPU, computed by `nn.head_loss` rather than as other programs do.
     """
@@ -750,9 +752,10 @@ def head(
 
 
 def embedding(device: DeviceRates, outline: Outline, cells: Cells, seq_len: int) -> EndsTime:
-    """Return the time before the layers: lookups, gradients added to a table of zeros, and matmuls.
+    """Return the time before the layers: lookups, gradients added to a table of zeros, and matmuls
+    (which embed patches, for example).
 
-    The matmuls embed patches, for example. Also returns the operators of each direction.
+    Also return the number of operators in each direction.
     """
     length = outline.stacks[0].seq_len or seq_len
     tokens = cells.samples * length / cells.cp

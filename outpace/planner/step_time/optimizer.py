@@ -1,4 +1,4 @@
-"""Time of each optimizer's step: bytes that its operators move, matmuls, launches."""
+"""Time of an optimizer's step: bytes that its operators move, matmuls, and launches."""
 
 from functools import lru_cache
 
@@ -22,7 +22,7 @@ _WIDENED, _MULTIPLIED, _ROUNDED = 6.0, 8.0, 6.0
 # Bytes per parameter of outpace's kernel over master weights (optim.fused_master), besides the
 # gradient: master weight and moments are read and written, the weight is written.
 _KERNEL = 24.0 + 2.0
-# Operators of an optimizer step that do not depend on its parameters.
+# Number of operators of an optimizer step that does not depend on its parameters.
 _OPERATORS = 100
 _KERNEL_OPERATORS = 20  # most of them compute the norm
 _NEWTON_SCHULZ_STEPS = 5
@@ -73,7 +73,7 @@ def optimizer_s(
 def _on_gpu(
     c: PlanBatch, moved: Floats, spread: Bools, compiled: Bools, fused: Bools
 ) -> tuple[Floats, Floats]:
-    """Return bytes per parameter, and operators per step, of outpace's steps on a GPU.
+    """Return the bytes per parameter, and operators per step, of outpace's steps on a GPU.
 
     `moved`: bytes moved by single operators.
     """
@@ -110,7 +110,7 @@ def _matrices(outline: Outline, ep: int) -> tuple[float, float]:
 
 
 def _muon_s(outline: Outline, device: DeviceRates, fabric: Fabric, c: PlanBatch) -> Floats:
-    """Return seconds of the iteration's bf16 matmuls, and of gathers over shards and tp.
+    """Return the seconds of the iteration's bf16 matmuls, and of gathers over shards and tp.
 
     Every rank orthogonalises every matrix of its layers, except under ZeRO-1, which distributes
     whole matrices.

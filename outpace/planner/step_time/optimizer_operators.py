@@ -21,10 +21,10 @@ from outpace.records.outline import Outline
 
 
 def count_operators(outline: Outline, kind: str, c: PlanBatch, compiled: Bools) -> Floats:
-    """Return the operators for a rank's updated tensors on a device of `kind`, by plan.
+    """Return the number of operators for a rank's updated tensors on a device of `kind`, by plan.
 
-    `compiled`: which plans compile; not all optimizers do. Operators that do not depend on tensors
-    are left out.
+    `compiled`: which plans compile; not all optimizers do. Operators whose number does not depend
+    on tensors are left out.
     """
     found = np.zeros(len(c))
     keys = np.stack([c.optimizer, c.tp, c.ep, compiled]).astype(np.int64)

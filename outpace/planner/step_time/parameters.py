@@ -12,7 +12,7 @@ from outpace.planner.step_time.setup import FP32, StepTimeSetup
 
 @dataclass(frozen=True)
 class Offloading:
-    """Bytes that a rank offloads, and seconds that this takes in a step, one entry per plan.
+    """Bytes that a rank offloads, and the seconds that this takes per step, one entry per plan.
     `weights_s` and `activations_s` are the times of copies over the host's link that passes do not
     hide, `optimizer_s` the time to copy gradients and new weights, and `host_step_s` the time of
     AdamW's step on the host.
@@ -45,7 +45,7 @@ def weight_traffic_s(setup: StepTimeSetup) -> Floats:
     If parameters are sharded, each rank casts its shard before the gather, and all gradients as
     they are copied to the reduction buffer; gathered parameters are copied out of their buffer. If
     matmuls accumulate gradients themselves, buffers are only filled with zeros. Frozen weights are
-    stored in the dtype of the matmul, or are unpacked into it; outpace also casts frozen fp32
+    stored in the dtype of the matmul, or are unpacked to it; outpace also casts frozen fp32
     weights, or their shards, each time.
     """
     c, numbers = setup.columns, setup.numbers
@@ -74,7 +74,7 @@ def weight_traffic_s(setup: StepTimeSetup) -> Floats:
 
 
 def _copies(setup: StepTimeSetup) -> Floats:
-    """Return how often the numbers gathered for a micro-batch are read and written again.
+    """Return how many times the numbers gathered for a micro-batch are read and written again.
 
     Each is copied out of the gather's buffer; a pipeline's micro-batches share gathers.
     """
@@ -100,9 +100,10 @@ def optimizer_step_s(setup: StepTimeSetup, ahead_s: Floats) -> Floats:
 
 
 def offloading_parts(setup: StepTimeSetup, free_s: Floats) -> Offloading:
-    """Return bytes and seconds of offloading. `free_s` of a step hides copies over the host's link.
+    """Return bytes and seconds of offloading.
 
-    Weights take of it first, and activations what they leave.
+    `free_s` of a step can hide copies over the host's link: first those of weights, then, in the
+    remaining time, those of activations.
     """
     c, kept = setup.columns, setup.numbers.kept
     own = setup.parameters.owned / setup.shards
@@ -116,7 +117,8 @@ def offloading_parts(setup: StepTimeSetup, free_s: Floats) -> Offloading:
     host_step = own * 7 * FP32 / setup.device.host_memory_bytes_per_s
     disk = np.where(elsewhere > 1, own * 2 * 3 * FP32, 0.0)
     left_s = np.maximum(free_s - weights / link, 0.0)
-    # Activations leave during forwards, while weights come; in the backward both come.
+    # Activations are copied to the host during forwards, while weights come from it; in the
+    # backward, both come from it.
     one_way = np.maximum(activations - weights, 0.0) / 2
     return Offloading(
         weights_bytes=weights,

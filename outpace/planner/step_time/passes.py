@@ -12,8 +12,8 @@ from outpace.planner.step_time.layer import LayerWork, embedding, head, layer
 from outpace.planner.step_time.setup import StepTimeSetup
 from outpace.records.outline import Stack
 
-# Operators for the recomputation of a block: the states of the random generators of host and device
-# are saved, set and restored (torch.utils.checkpoint).
+# Operators to recompute a block: the states of the host's and device's random generators are saved,
+# set and restored (torch.utils.checkpoint).
 _CHECKPOINT_OPERATORS = 6
 
 
@@ -47,9 +47,9 @@ class _TensorCollectives:
     """Collectives over the ranks of tp: seconds of sums, and the number that the host launches.
 
     `gather_s` and `scatter_s`: gathers of hidden states, and reduce-scatters. `last_s`: the time of
-    the collective that sums a layer's output. `alone_s`: reduce-scatters of a backward that proceed
-    beside no matmul. `copied_s` and `copied_back_s`: copies of hidden states for the collectives
-    of a forward and of a backward, and `last_copied_s` for the sum of a layer's output.
+    the collective that sums a layer's output. `alone_s`: reduce-scatters of a backward that no
+    matmul overlaps. `copied_s` and `copied_back_s`: copies of hidden states for the collectives of
+    a forward and of a backward, and `last_copied_s` for the sum of a layer's output.
     """
 
     sums_s: Floats
@@ -104,7 +104,7 @@ class StepPasses:
         return _mean(self.backwards, self.shares, name)
 
     def ends_part(self, name: str) -> Floats:
-        """Return a part of all passes of both ends."""
+        """Return a part of all passes through both ends."""
         ends = self.ends
         passes = (ends.embedding, ends.embedding_back, ends.head, ends.head_back)
         found: Floats = np.sum([getattr(one, name) for one in passes], axis=0)
@@ -159,10 +159,10 @@ def _count_sums(setup: StepTimeSetup, stack: Stack) -> Floats:
 
 
 def _count_sums_of_matmuls(setup: StepTimeSetup, stack: Stack) -> Floats:
-    """Return how many reduce-scatters of a layer's backward have no matmul to proceed beside.
+    """Return how many reduce-scatters of a layer's backward no matmul can overlap.
 
-    Inputs' gradients are sums of several matmuls: of queries, keys and values, and of a gated MLP's
-    two. Some programs overlap a reduce-scatter only with a matmul whose result it takes.
+    Inputs' gradients are sums over several matmuls: of queries, keys and values, and of a gated
+    MLP's two. Some programs overlap a reduce-scatter only with a matmul whose result it sends.
     """
     c = setup.columns
     if setup.question.stack.scatters_sums:
@@ -197,7 +197,7 @@ def _forward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) -> 
 
 
 def _backward(setup: StepTimeSetup, w: LayerWork, tensor: _TensorCollectives) -> PassTime:
-    """Return a backward, including what the blocks recompute, by their shares.
+    """Return a backward, including what blocks recompute, by the shares of recomputation modes.
 
     Blocks recompute everything, or everything except attention; "selective" repeats memory-bound
     operators such as norms and activations, and only the matmuls that the stack's selective mode
@@ -268,9 +268,9 @@ def _tensor_collectives(setup: StepTimeSetup) -> _TensorCollectives:
 def _hidden_copies_s(setup: StepTimeSetup) -> tuple[Floats, Floats, Floats]:
     """Return seconds to copy hidden states for a gather, and for a reduce-scatter.
 
-    The latter is given beside a matmul, where ranks add up what they got (of the whole, to their
-    part), and by itself. A gather beside a matmul copies only a rank's part, and one of a single
-    sample nothing.
+    The latter is given with an overlapping matmul, where ranks add up what they received, and
+    without one. A gather that overlaps a matmul copies only a rank's part, and with a single sample
+    nothing.
     """
     c, rate = setup.columns, setup.device.memory_bytes_per_s
     if not setup.question.stack.copies_hidden:
@@ -288,7 +288,7 @@ def _hidden_copies_s(setup: StepTimeSetup) -> tuple[Floats, Floats, Floats]:
 def _tensor_s(setup: StepTimeSetup, sums_s: Floats, products_s: Floats) -> Floats:
     """Return how much of a layer's sums over tp is exposed.
 
-    With async_tp, each sum proceeds in tp parts during its matmul.
+    With async_tp, each sum is sent in tp parts during its matmul.
     """
     c = setup.columns
     beside_s = setup.exposed_s(sums_s, products_s, c.tp.astype(float))

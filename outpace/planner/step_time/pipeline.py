@@ -12,18 +12,18 @@ from outpace.planner.step_time.parameters import weight_traffic_s
 from outpace.planner.step_time.passes import StepPasses
 from outpace.planner.step_time.setup import StepTimeSetup
 
-# Operators for a stage to send and receive one message each: two operations, the start and end of
-# their group, and two waits (torch.distributed.batch_isend_irecv).
+# Operators with which a stage sends one message and receives another: two operations, the start and
+# end of their group, and two waits (torch.distributed.batch_isend_irecv).
 _EXCHANGE_OPERATORS = 6
 
 
 @dataclass(frozen=True)
 class PipelineTime:
-    """Seconds of a micro-batch: on a rank with the slowest stages, and on all stages together.
+    """Seconds of a micro-batch on a rank with the slowest stages, and on all stages together.
 
     `compute_s` is the computation of a rank with the slowest stages, and `pace_s` also includes its
-    weight traffic. `ranks` has the seconds and layers of the ranks that may be slowest: the first,
-    one in between, and the last.
+    weight traffic. `ranks` has the seconds and layers of the ranks that may be the slowest: the
+    first, one in between, and the last.
     """
 
     pace_s: Floats
@@ -45,14 +45,14 @@ class Stages:
 
 
 def pipeline_time(setup: StepTimeSetup, passes: StepPasses) -> PipelineTime:
-    """Return the times of every plan; one stage is a pipeline without a bubble."""
+    """Return the times of every plan; a single stage is a pipeline without a bubble."""
     c, layers = setup.columns, float(setup.outline.layers)
     layer_s = passes.forward("seconds") + passes.backward("seconds")
     first_s, last_s = passes.ends.first_s, passes.ends.last_s
     stages = c.pp * c.stages_per_rank
     first, middle, last = _split_layers(setup, stages)
     way = layers * layer_s + first_s + last_s
-    # A rank has one of the slowest stages, and its others are average.
+    # Assume that a rank has one of the slowest stages, and that its other stages are average.
     beside, traffic = c.stages_per_rank - 1, weight_traffic_s(setup)
     rows, slowest = [], np.zeros_like(way)
     for count, end_s in ((first, first_s), (middle, 0.0), (last, last_s)):
@@ -64,7 +64,7 @@ def pipeline_time(setup: StepTimeSetup, passes: StepPasses) -> PipelineTime:
 
 
 def _split_layers(setup: StepTimeSetup, stages: Ints) -> tuple[Floats, Floats, Floats]:
-    """Return the blocks of the first stage, of the fullest between, and of the last. Stages are
+    """Return the blocks of the first stage, of the largest in between, and of the last. Stages are
     split by multiply-adds, as in outpace (`stages.layers_per_stage`), regardless of their times.
     """
     layers, head = setup.outline.layers, head_in_layers(setup.outline)
@@ -84,9 +84,7 @@ def _split_layers(setup: StepTimeSetup, stages: Ints) -> tuple[Floats, Floats, F
 
 
 def stages_of_plan(setup: StepTimeSetup, passes: StepPasses) -> Stages:
-    """Return the stages of the first plan: its blocks, with the embedding first and the head last.
-    The weights' part of a backward computes their gradients.
-    """
+    """Return the stages of the first plan: its blocks, the embedding first and the head last."""
     c, layers = setup.columns, setup.outline.layers
     ahead, back = float(passes.forward("seconds")[0]), float(passes.backward("seconds")[0])
     grads = float(passes.backward("weights_s")[0])
@@ -155,7 +153,7 @@ def sends_s(setup: StepTimeSetup) -> Floats:
 
 
 def _message_s(setup: StepTimeSetup) -> tuple[Floats, Floats]:
-    """Return the seconds of a message between stages, and of the host that posts them all.
+    """Return the seconds of a message between stages, and of the host to post a step's messages.
 
     Every stage posts one message in each direction per micro-batch.
     """
@@ -168,5 +166,5 @@ def _message_s(setup: StepTimeSetup) -> tuple[Floats, Floats]:
 
 
 def _ends_of(counts: tuple[int, ...]) -> tuple[int, int, int]:
-    """Return the blocks of the first stage, of the fullest between, and of the last."""
+    """Return the blocks of the first stage, of the largest in between, and of the last."""
     return counts[0], max(counts[1:-1], default=0), counts[-1]

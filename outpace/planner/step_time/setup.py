@@ -1,4 +1,4 @@
-"""Inputs of a step's terms: bytes per number, a rank's parameters, distinct layers."""
+"""Inputs of the step-time terms: bytes per number, a rank's parameters, distinct layers."""
 
 import math
 from dataclasses import dataclass, replace
@@ -21,14 +21,14 @@ FP32 = 4.0
 
 @dataclass(frozen=True)
 class StepTimeQuestion:
-    """A model on a machine, and the attention kernel there.
+    """A model on a machine, and the attention kernel that it uses.
 
     `loader_tokens_per_s` is the rate at which a node loads data while computing. `other_program`:
     the trainer is not outpace. If it shards parameters, its residual stream has 16 bits whatever
     the dtype of stored weights (torch's FSDP without autocast, Megatron-LM), whereas outpace's is
     fp32 under autocast; its loss is computed eagerly, for a vocabulary that is not padded. `stack`
-    is the software that trains. `adapters` are those trained on frozen weights, if the plans do not
-    say. `uneven`: some experts get most of the tokens, as from trained routers (a power law of
+    is the software that trains. `adapters` are trained on frozen weights, if the plans do not say
+    which. `uneven`: some experts get most of the tokens, as from trained routers (a power law of
     1.2); otherwise, all get the same number.
     """
 
@@ -73,8 +73,8 @@ class RankParameters:
     """Parameters of a rank before data parallelism shards them: `present`, `owned`, and `trained`.
 
     Ranks that divide experts also shard: `owned` are the parameters of which a rank has a shard.
-    `packed` are those present that are gathered in fewer bits than they are multiplied in: matrices
-    of blocks, without biases, which the adapters' base stores packed or which are cast to 8 bits.
+    `packed` are the present parameters that are gathered in fewer bits than matmuls use: matrices
+    of blocks, without biases, that the adapters' base stores packed or that are cast to 8 bits.
     """
 
     present: Floats
@@ -87,9 +87,9 @@ class RankParameters:
 class StepTimeSetup:
     """Values of all plans at once, one entry each.
 
-    `replays`: whole passes are CUDA graphs. `cells` are the distinct combinations of what a
-    layer's time depends on, and `cell` is each plan's. `tokens` is their number in a micro-batch on
-    a rank, `micro` the number of micro-batches in a step.
+    `replays`: whole passes are CUDA graphs. `cells` are the distinct combinations of the values on
+    which a layer's time depends, and `cell` is the index of each plan's combination. `tokens` is
+    the number of tokens in a micro-batch on a rank, `micro` the number of micro-batches in a step.
     """
 
     question: StepTimeQuestion
@@ -131,11 +131,11 @@ class StepTimeSetup:
 
     @property
     def stops_early(self) -> Bools:
-        """Return which plans leave out, when they recompute, a last matmul that nothing reads.
+        """Return which plans skip the last matmul during recomputation if nothing reads its result.
 
         Blocks that torch compiles do so; Transformer Engine's are not compiled. A checkpoint that
-        stops early ends when all operands are saved. A matmul's operands are saved before it is
-        computed, but in 8 bits and with packed weights after it; so are those of its adapter.
+        stops early ends when all operands are saved. These are saved before a matmul is computed,
+        but after it in 8 bits and with packed weights, as are those of its adapter.
         """
         c, stack, adapters = self.columns, self.question.stack, self.question.adapters
         if adapters is not None and ("down" in adapters.targets or adapters.base_bytes is not None):
@@ -145,7 +145,7 @@ class StepTimeSetup:
         return stops
 
     def hides(self, matmuls: Floats | float) -> Floats:
-        """Return the share of a collective that passes hide, given the share of `matmuls` in them.
+        """Return the share of a collective that passes hide, from the share of `matmuls` in them.
         The collective's multiprocessors are not available to any kernel. Matmuls that are
         persistent kernels take `beside_collectives` times as long.
         """
@@ -158,7 +158,7 @@ class StepTimeSetup:
     def exposed_s(
         self, comm_s: Floats, compute_s: Floats, units: Floats, matmuls: Floats | float = 0.0
     ) -> Floats:
-        """Return the exposed time of communication in equal parts, of which all but one overlap.
+        """Return the exposed time of communication in equal parts, of which all except one overlap.
 
         `matmuls`: the share of matmuls in the overlapping computation, without those that leave
         multiprocessors to the collective.
@@ -243,7 +243,7 @@ def _parameters(question: StepTimeQuestion, columns: PlanBatch) -> RankParameter
         alone = np.where(c.zero > 0, c.ep * c.etp / c.tp, 1)
         more = more + stack.layers * experts * (alone - 1) / (c.ep * c.etp)
     ends = outside_elements(outline) / c.tp
-    # The first and last stages have the embedding and the head; the larger one counts.
+    # The first and the last stage have the embedding or the head; the larger of these counts.
     present = layers / c.pp + np.where(c.pp > 1, ends / (1 if outline.tied else 2), ends)
     if question.adapters is None:
         cast = c.precision_in("fp8") & question.stack.shards_fp8
@@ -259,7 +259,7 @@ def _cells(question: StepTimeQuestion, columns: PlanBatch, numbers: Numbers) -> 
     c, software = columns, question.stack
     rates = np.array([question.device.rate(dtype_of(name)) for name in PRECISIONS])
     split = np.where(c.sequence_parallel, c.tp, 1)
-    # One number per plan, which sorts faster than rows.
+    # One number per plan, since numbers sort faster than rows.
     sizes = [c.precision, numbers.wide.astype(np.int64), c.micro_batch, c.tp, c.cp, c.ep, c.etp,
              split, c.compile.astype(np.int64)]  # fmt: skip
     spans = tuple(int(one.max(initial=0)) + 1 for one in sizes)
