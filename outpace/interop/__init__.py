@@ -1,1 +1,1 @@
-"""Formats of other projects: Hugging Face directories, custom models, plans for other trainers."""
+"""Interfaces to other projects: Hugging Face models, custom models, plans for other trainers."""

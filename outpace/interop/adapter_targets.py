@@ -1,4 +1,4 @@
-"""Modules of a base that an adapter's config selects, compared with the tensors in its file."""
+"""Checks that the modules which an adapter's config selects match the tensors in its file."""
 
 import re
 from collections.abc import Callable, Collection, Mapping
@@ -13,8 +13,8 @@ def require_targets(
 ) -> None:
     """Refuse an adapter whose tensors do not match the modules in its config. Raises BadInputError.
 
-    `weights` is its file; `held`: modules of its tensors; `known`: modules of the base. PEFT
-    silently skips tensors of modules that are not named, and treats missing tensors of named
+    `weights` is the adapter's file; `held`: modules of its tensors; `known`: modules of the base.
+    PEFT silently skips tensors of modules that are not named, and treats missing tensors of named
     modules as zeros.
     """
     _require_form(config, weights.with_name("adapter_config.json"))
@@ -73,7 +73,7 @@ def _conditions(config: Mapping[str, Any]) -> str:
 
 
 def _inner(module: str) -> str:
-    """Return the part of a module's name from its layer number on, if it has one."""
+    """Return the part of a module's name that starts with its layer number, if it has one."""
     found = re.search(r"(?:^|\.)(\d+\..+)$", module)
     return found[1] if found else module
 
@@ -91,7 +91,7 @@ def _target_rule(config: Mapping[str, Any]) -> Callable[[str], bool] | None:
 
 
 def _is_named(module: str, names: str | list[Any]) -> bool:
-    """Return whether a pattern matches a module's whole name, or one of a list is its suffix."""
+    """Return whether a pattern matches a module's whole name, or a name in a list is its suffix."""
     if isinstance(names, str):
         return re.fullmatch(names, module) is not None
     return any(module == one or module.endswith(f".{one}") for one in names)

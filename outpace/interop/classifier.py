@@ -38,7 +38,7 @@ def known_labels(directory: Path) -> tuple[str, ...] | None:
     if not str(architecture).endswith("ForSequenceClassification"):
         return None
     given, count = values.get("id2label"), values.get("num_labels")
-    if not given:  # transformers names as many, whatever label2id says; two if there is no number
+    if not given:  # so does transformers, regardless of label2id
         return tuple(f"LABEL_{number}" for number in range(count if type(count) is int else 2))
     names = _names_by_number(given, directory / CONFIG_FILE)
     numbers = values.get("label2id")
@@ -56,7 +56,7 @@ def known_labels(directory: Path) -> tuple[str, ...] | None:
 def _names_by_number(given: Any, where: Path) -> dict[str, str]:
     """Return the names of id2label in the order of the classes, which are 0, 1, and so on.
 
-    Raises BadInputError if it has other numbers, or two classes of one name.
+    Raises BadInputError if it has other numbers, or two classes with the same name.
     """
     told = given if isinstance(given, dict) else {}
     names = {key: str(told[key]) for key in map(str, range(len(told))) if key in told}
@@ -69,9 +69,9 @@ def _names_by_number(given: Any, where: Path) -> dict[str, str]:
 
 
 def unsupported_task(directory: Path) -> str | None:
-    """Return what a stored classifier predicts if it is not one class per text; else None.
+    """Return what a stored classifier predicts if this is not one class per text, else None.
 
-    This follows how transformers reads `problem_type`, or a single label without it.
+    This follows transformers' rules for `problem_type`, and for a single label without it.
     """
     values = read_config(directory)
     labels = known_labels(directory)

@@ -24,11 +24,11 @@ from outpace.records.model import ModelSpec
 from outpace.records.model_families import FAMILIES, FAMILY_TRAITS
 
 CONFIG_FILE = "config.json"
-# Model types of folders with custom code whose layers are those of a family in transformers:
+# Model types of folders with custom code, by the family in transformers whose layers they have:
 # config.json of moonshotai/Kimi-K2-Instruct names DeepseekV3ForCausalLM; that of
 # microsoft/Phi-4-multimodal-instruct has Phi-3's keys in addition to those for images and audio.
 SAME_LAYERS: Mapping[str, str] = MappingProxyType({"kimi_k2": "deepseek_v3", "phi4mm": "phi3"})
-# The model_type of a spec for which transformers has no architecture; only outpace reads it.
+# The model_type of specs for which transformers has no architecture; only outpace reads it.
 OWN_TYPE = "outpace"
 _ACTIVATIONS: Mapping[str, str] = {
     "gelu": "gelu",
@@ -74,7 +74,7 @@ def other_form(directory: Path) -> str:
 
 
 _WITHOUT_CONFIG = "It holds weights, but not their config.json: fetch that from the model's source"
-# What a directory without a config.json contains, by the names of files in it; the first counts.
+# What a directory without a config.json contains, by names of its files; the first match counts.
 _OTHER_FORMS: Mapping[str, str] = MappingProxyType(
     {
         "*.gguf": "It holds GGUF files, which are for inference: fetch the original model",
@@ -168,11 +168,11 @@ def read_cached_spec(directory: Path, cache_dir: Path | None) -> ConfigReading:
     digest = blake2b(digest_size=16)
     try:
         config = (directory / CONFIG_FILE).read_bytes()
-        place = str(directory).encode(errors="surrogateescape")  # the notes name it
+        place = str(directory).encode(errors="surrogateescape")  # its name is in the notes
         for part in (config, place, version("transformers").encode(), *_source_files()):
             digest.update(part + b"\0")
     except (OSError, PackageNotFoundError):
-        return read_spec_with_notes(directory)  # reports the error
+        return read_spec_with_notes(directory)  # this reports the error
     kept = cache_dir / "specs" / f"{digest.hexdigest()}.json"
     with suppress(BadInputError):
         return ConfigReading.load(kept)
@@ -189,8 +189,8 @@ def _source_files() -> Iterator[bytes]:
 
 def load_config(directory: Path, values: Mapping[str, Any], *, strict: bool) -> Any:
     """Return the config as transformers interprets it, with every default filled in. `values` are
-    those of config.json, which must describe a single model (`require_consistent` explains this,
-    and `strict`) and have no dimension below 1. Raises BadInputError.
+    those of config.json. They must describe a single model (see `require_consistent`, also for
+    `strict`), with no dimension below 1. Raises BadInputError.
     """
     where = str(directory / CONFIG_FILE)
     require_consistent(values, where, strict=strict)
@@ -212,7 +212,7 @@ def load_config(directory: Path, values: Mapping[str, Any], *, strict: bool) -> 
 
 
 class DimensionsError(BadInputError):
-    """Dimensions that contradict each other; some may be defaults that are not in the file."""
+    """Error: dimensions contradict each other; some may be defaults that are not in the file."""
 
 
 def spec_from_config(config: Any, where: str) -> ModelSpec:
@@ -234,7 +234,7 @@ def spec_from_config(config: Any, where: str) -> ModelSpec:
 
 
 def _require_padding_row(config: Any, where: str) -> None:
-    """Refuse a padding token without a row of the embedding, for which nothing can be built."""
+    """Refuse a padding token without a row in the embedding, for which no model can be built."""
     pad, rows = config.pad_token_id, config.vocab_size
     if config.model_type != "gpt2" and isinstance(pad, int) and not -rows <= pad < rows:
         raise BadInputError(
@@ -244,7 +244,7 @@ def _require_padding_row(config: Any, where: str) -> None:
 
 
 def _refuse(config: Any, where: str, allowed: Mapping[str, Any]) -> None:
-    """Refuse settings that change the model's computation in a way that a spec cannot express."""
+    """Refuse settings that change a model's computation in ways that a spec cannot express."""
     for name, value in allowed.items():
         found = getattr(config, name, value)
         if found != value and found is not None:
@@ -331,7 +331,7 @@ def _read_llama_like(config: Any, where: str) -> dict[str, Any]:
 
 
 def _read_biases(config: Any) -> dict[str, Any]:
-    """Return which projections have biases, if the family does not fix that."""
+    """Return which projections have biases, if this is not fixed by the family."""
     names = FAMILY_TRAITS[config.model_type].biases
     if not names:
         return {}
@@ -373,7 +373,7 @@ def _read_windows(config: Any, where: str) -> dict[str, Any]:
 def _read_rope(rope: Mapping[str, Any], where: str) -> dict[str, Any]:
     kind = rope.get("rope_type", "default")
     if kind not in ("default", "llama3"):
-        # Only this kind changes nothing for the positions of the original training.
+        # Only this kind leaves the positions of the original training unchanged.
         remedy = (
             " If you remove it, sequences up to the original length are computed correctly."
             * (kind == "dynamic")

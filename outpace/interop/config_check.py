@@ -1,7 +1,7 @@
-"""Checks of a config.json against its model_type: contradictions are refused, the rest is reported.
+"""Checks of a config.json against its model_type: refuse contradictions, and report other doubts.
 
-transformers accepts any key and ignores those that the model's code does not read. A relabelled
-config of another model loads without a warning, and computes something else.
+transformers accepts any key and ignores those that the model's code does not read. A config
+relabelled from another model loads without a warning, and computes something else.
 """
 
 import logging
@@ -16,7 +16,7 @@ from outpace.records.model_families import FAMILY_TRAITS
 
 _OWN_MODEL = "Any other model can be trained or planned through a Python function that builds "
 _OWN_MODEL += "it: --model file.py:build."
-# Keys of transformers' base class in releases 3 to 5, and of tools that write into configs. None of
+# Keys of transformers' base class in releases 3 to 5, and of tools that write to configs. None of
 # them changes a model's computation.
 _NEUTRAL_KEYS = frozenset(
     """
@@ -52,7 +52,7 @@ _CHANGES = re.compile(
     r"|_bias$|^use_.*bias|^(no_)?bias$|gated|glu|activation|hidden_act|embedding_size|kv_heads"
     r"|key_value_heads|head_dim|bidirectional|^mm_|vision|audio|_shared|share_|skip_layers|altup|laurel"
 )
-# Names of configs of a part of a model, as in text_config; other nested ones are of tools.
+# Names of configs for parts of a model, as in text_config; other nested configs are tools'.
 _PART_CONFIG = re.compile(
     r"(^|_)(text|vision|visual|image|video|audio|speech|llm|language|encoder|decoder|thinker"
     r"|talker|backbone|qformer|projector)(_model)?_config$"
@@ -62,14 +62,14 @@ _FACTORS = re.compile(r"multiplier|scal|factor|ratio|percent|pct|freq|step|inter
 _USUAL_WORDS = frozenset(
     "default none full dense absolute rope rotary rmsnorm rms_norm rms swiglu silu".split()  # noqa: SIM905
 )
-# Keys that transformers converts before it builds a model, or writes next to the others.
+# Keys that transformers converts before it builds a model, or that it writes in addition.
 _TURNED = frozenset(
     """
     rotary_pct rotary_emb_base rope_local_base_freq sliding_window_pattern head_dim n_embed
     num_local_experts qk_head_dim
     """.split()  # noqa: SIM905
 )
-# Names of widths and layer counts in different architectures.
+# Names of widths and layer counts in various architectures.
 _DIMENSIONS = frozenset(
     """
     hidden_size num_hidden_layers num_attention_heads intermediate_size vocab_size
@@ -128,8 +128,8 @@ class ReadValues:
 
 def require_consistent(values: Mapping[str, Any], where: str, *, strict: bool) -> None:
     """Refuse a config.json that describes two different models. `strict`: also refuse keys that the
-    model_type lacks and that would change the layers; otherwise, refuse only nested configs that it
-    lacks. Raises BadInputError.
+    model_type does not have and that would change the layers; otherwise, refuse only nested configs
+    that it does not have. Raises BadInputError.
     """
     model_type = str(values["model_type"])
     _check_architectures(values.get("architectures"), model_type, where)
@@ -149,7 +149,7 @@ def require_consistent(values: Mapping[str, Any], where: str, *, strict: bool) -
 
 
 def read_type(values: Mapping[str, Any]) -> Any:
-    """Return the model_type by which transformers reads a config; a Mistral may be a Ministral."""
+    """Return the model_type as which transformers reads a config; a Mistral may be a Ministral."""
     told = values.get("model_type")
     return "ministral" if told == "mistral" and "layer_types" in values else told
 
@@ -208,7 +208,7 @@ def _stem(config_class: str) -> str:
 
 
 def _check_dimensions(values: Mapping[str, Any], where: str, *, strict: bool) -> None:
-    """Refuse dimensions that are neither a positive integer nor a list of one per layer.
+    """Refuse dimensions that are neither a positive integer nor a list with one per layer.
 
     `strict`: refuse lists too, which no family that outpace trains has.
     """
@@ -255,8 +255,8 @@ _ROPE_COMMON = frozenset({"type", "rope_type", "rope_theta", "partial_rotary_fac
 def _check_rope(values: Mapping[str, Any], where: str, *, strict: bool) -> None:
     """Refuse rotary settings that transformers ignores or that contradict each other.
 
-    These are a scaling without a type or with keys that its type does not read, two types, or two
-    values of one key. `strict`: the model is to be trained by outpace.
+    They are a scaling without a type or with keys that its type does not read, two types, or two
+    values for one key. `strict`: the model is to be trained by outpace.
     """
     for name in ("rope_scaling", "rope_parameters"):
         rope = values.get(name)
@@ -332,7 +332,7 @@ def _unknown_keys(values: Mapping[str, Any], kind: Any) -> list[str]:
 
 
 def _is_turned(key: str, values: Mapping[str, Any], kind: Any) -> bool:
-    """Return whether the class converts a key that it does not have into other values."""
+    """Return whether the class converts a key, which it does not have, to other values."""
 
     def parse(given: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, Any] = kind(**given).to_dict()
@@ -343,12 +343,12 @@ def _is_turned(key: str, values: Mapping[str, Any], kind: Any) -> bool:
     try:
         with quiet_transformers():
             return parse(rest) != parse({name: rest[name] for name in rest if name != key})
-    except Exception:  # whatever a family's code raises for values that it does not expect
+    except Exception:  # any error that a family's code raises for unexpected values
         return False
 
 
 def _is_neutral(key: str, values: Mapping[str, Any]) -> bool:
-    """Return whether a key has the value that a missing key would have."""
+    """Return whether a key has the value that it would have if it were missing."""
     value = values[key]
     if key in _TRUE_BY_NATURE:
         return value is not False
@@ -387,8 +387,8 @@ def reading_notes(
     values: Mapping[str, Any], read: ReadValues, where: str, *, planned: bool = False
 ) -> tuple[str, ...]:
     """Return notes on how outpace interprets a config.json. They name dimensions that were `read`
-    and are transformers' defaults, keys that the model_type lacks, and dropouts of GPT-2 and BERT
-    that differ and, if `planned`, properties that plans ignore.
+    but are transformers' defaults, keys that the model_type does not have, differing dropouts of
+    GPT-2 and BERT and, if `planned`, properties that plans ignore.
     """
     notes: list[str] = []
     inner = read.inner("text_config")
@@ -405,7 +405,7 @@ def reading_notes(
 
 
 def _defaults(values: Mapping[str, Any], read: ReadValues, where: str) -> list[str]:
-    """Return a note on the dimensions that the file leaves out, so that defaults apply."""
+    """Return a note on dimensions that are defaults because the file leaves them out."""
     config = read.config
     aliases: Mapping[str, str] = getattr(config, "attribute_map", {})
     given = {aliases.get(name, name) for name in values}
@@ -431,7 +431,7 @@ def _defaults(values: Mapping[str, Any], read: ReadValues, where: str) -> list[s
 def _ignored_keys(
     values: Mapping[str, Any], kind: Any, read: ReadValues, where: str, *, every: bool
 ) -> list[str]:
-    """List keys that the config class lacks: `every` key, or those that may change the layers."""
+    """List keys that the config class lacks: `every` such key, or those that may change layers."""
     names = [
         name
         for name in _unknown_keys(values, kind)

@@ -25,13 +25,13 @@ def hf_config(
 ) -> Any:
     """Return the config of the `transformers` model that is equivalent to the spec's.
 
-    Its architecture is the spec's family if that has all of the spec's features, else the first
-    family that does. `given` has the values of the config.json from which the spec was read: its
-    settings that a spec lacks are kept. Raises BadInputError if no family has all of the spec's
-    features.
+    Its architecture is the spec's family if this has all of the spec's features, else the first
+    family that does. `given` has the values of the config.json from which the spec was read;
+    settings in it that a spec does not have are kept. Raises BadInputError if no family has all of
+    the spec's features.
     """
     if isinstance(pad_id, int) and pad_id >= spec.vocab:
-        pad_id = None  # transformers builds no embedding that lacks the row
+        pad_id = None  # transformers cannot build an embedding without this row
     ids = {"eos_token_id": eos_id, "bos_token_id": bos_id, "pad_token_id": pad_id}
     order = sorted(FAMILIES, key=lambda family: family != spec.family)
     for family in order:
@@ -79,9 +79,10 @@ def add_old_rotary_keys(values: dict[str, Any]) -> None:
 def _settings_beside_spec(
     family: Family, given: Mapping[str, Any], ids: Mapping[str, TokenIds], vocab: int
 ) -> dict[str, Any]:
-    """Return the settings of a config.json that a spec lacks, and special ids that it leaves out.
+    """Return a config.json's settings that a spec does not have, and special ids that it leaves
+    out.
 
-    For missing ids, transformers uses the family's. Dropouts are the spec's.
+    For missing ids, transformers uses the family's. Dropouts are those of the spec.
     """
     import transformers
 
@@ -100,7 +101,7 @@ def _settings_beside_spec(
 
 
 def _config_of(family: Family, spec: ModelSpec, settings: Mapping[str, Any]) -> Any | None:
-    """Return the family's config; None if reading it back would give another model."""
+    """Return the family's config; None if reading it back would give a different model."""
     import transformers
     from huggingface_hub.errors import StrictDataclassError
 
@@ -109,7 +110,12 @@ def _config_of(family: Family, spec: ModelSpec, settings: Mapping[str, Any]) -> 
             config_class = getattr(transformers, FAMILY_TRAITS[family].config)
             config = config_class(**{**settings, **_write(family, spec)})
         same = _meaning(spec_from_config(config, "")) == _meaning(spec)
-    except (BadInputError, StrictDataclassError, ValueError, TypeError):  # the values are invalid
+    except (
+        BadInputError,
+        StrictDataclassError,
+        ValueError,
+        TypeError,
+    ):  # invalid values in the config
         return None
     return config if same else None
 
@@ -121,7 +127,7 @@ def _write(family: Family, spec: ModelSpec) -> dict[str, Any]:
 
 
 def _meaning(spec: ModelSpec) -> dict[str, Any]:
-    """Return a spec's values in a normal form, in which equal models compare equal."""
+    """Return a spec's values in a canonical form, in which equal models compare equal."""
     values = spec.model_dump(exclude={"family", "sliding_window", "window_layers"})
     if spec.positions == "learned":
         values = {key: value for key, value in values.items() if not key.startswith("rope")}

@@ -46,11 +46,11 @@ def whole_folder(directory: Path, marker: str) -> Iterator[Path]:
 
 
 def _share_mode(folder: Path) -> None:
-    """Give all files default permissions; only the owner can read those of safetensors."""
+    """Give all files default permissions, since only the owner can read files from safetensors."""
     mode = stat.S_IMODE((folder / CHECKSUMS_FILE).stat().st_mode)
     for path in folder.iterdir():
         if path.is_file():
-            with suppress(OSError):  # file systems with permissions of their own (CIFS)
+            with suppress(OSError):  # file systems that set permissions themselves (CIFS)
                 path.chmod(mode)
 
 

@@ -1,4 +1,4 @@
-"""Models that `--model` may name, opened."""
+"""Opening of models that `--model` may name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -88,7 +88,7 @@ def _open_preset(name: str) -> OpenedModel:
 
 
 def _place(reference: str) -> Path:
-    """Return a reference as a path. Raises BadInputError if such a path cannot exist."""
+    """Return a reference as a path. Raises BadInputError if no such path can exist."""
     try:
         path = Path(reference).expanduser()
         path.exists()
@@ -109,7 +109,7 @@ def _open_huggingface(path: Path, cache_dir: Path | None) -> OpenedModel:
                 "ambiguous: transformers would add the adapter to the base that it names. Move the "
                 "files of one of them into a separate folder."
             )
-        return _open_adapter("huggingface", path, path.name)  # which may have a config.json
+        return _open_adapter("huggingface", path, path.name)  # this may have a config.json
     if not (path / CONFIG_FILE).is_file():
         raise BadInputError(
             f"{path} is neither a Hugging Face model (no {CONFIG_FILE}) nor a run (no {_RUN_FILE})"
@@ -149,7 +149,7 @@ def _open_run(path: Path, cache_dir: Path | None) -> OpenedModel:
 
 
 def _newest_step(path: Path) -> str:
-    """Return how to export the model of a run's newest checkpoint; '' if it has no checkpoint."""
+    """Say how to export the model of a run's newest checkpoint; '' if the run has no checkpoint."""
     names = (one.name[5:] for one in (path / "checkpoints").glob("step-*"))
     steps = [int(name) for name in names if name.isdecimal()]
     if not steps:

@@ -1,6 +1,6 @@
 """Names of outpace's tensors in Hugging Face files, by family.
 
-Tables map outpace's modules to those in the files; `*` stands for the layer's number.
+Tables map outpace's modules to those in files; `*` stands for the layer's number.
 """
 
 import re
@@ -91,7 +91,7 @@ class Naming:
         return any(stored.endswith(f".{module}.weight") for module in self.transposed)
 
     def current_name(self, stored: str) -> str:
-        """Return the current form of a stored name, which may be an old form."""
+        """Return the current form of a stored name, which may be in an old form."""
         name = stored.replace("LayerNorm.gamma", "LayerNorm.weight")
         name = name.replace("LayerNorm.beta", "LayerNorm.bias")
         return name if name.startswith((self.prefix, *self.heads)) else self.prefix + name
@@ -123,7 +123,7 @@ _NAMINGS: Mapping[str, Naming] = {
 
 
 def tensor_naming(model_type: str) -> Naming | None:
-    """Return the names in a family's files; None for outpace's format, with outpace's names."""
+    """Return the names in a family's files; None for outpace's format, which needs no mapping."""
     if model_type == OWN_TYPE:
         return None
     traits = FAMILY_TRAITS.get(model_type)  # type: ignore[call-overload]

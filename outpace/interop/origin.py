@@ -18,7 +18,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "vocab.json", "encoder.json", "vocab.txt",
     "tokenizer.model",
 )  # fmt: skip
-# A tokenizer's files, in addition to those that identify it.
+# Further files of a tokenizer, besides those that identify it.
 _BESIDE_TOKENIZER = (
     "special_tokens_map.json", "added_tokens.json", "merges.txt", "vocab.bpe", "spiece.model",
     "chat_template.jinja", "chat_template.json",
@@ -40,7 +40,7 @@ TokenIds = int | list[int] | None
 def tokenizer_writer(source: Path, chat_template: str | None = None) -> Callable[[Path], None]:
     """Return a function that copies a tokenizer's files into a folder.
 
-    Older formats, which other programs can read only with the model's type, are converted.
+    Older formats, which other programs can read only if they know the model's type, are converted.
     `chat_template` is the template used in training, if the folder has none. Raises BadInputError.
     """
     if not all((source / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
@@ -110,8 +110,8 @@ def with_stops(ids: TokenIds, stops: Sequence[int]) -> TokenIds:
 def write_generation_config(folder: Path, config: Any, source: Path | None) -> None:
     """Write generation_config.json as in `source`, with the config's special ids.
 
-    If `source` is None or has none, transformers derives it from the config. Sampling settings of
-    the source are kept.
+    If `source` is None or has no such file, transformers derives it from the config. Sampling
+    settings of the source are kept.
     """
     from transformers import GenerationConfig
 

@@ -1,6 +1,6 @@
 """Reader of a Hugging Face model's config.json as an Outline, the input of planning.
 
-Each architecture has a small reader; dimensions are those of the model that transformers builds.
+Each architecture has a small reader. Dimensions are those of the model that transformers builds.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,10 +36,10 @@ from outpace.records.model import ModelSpec
 from outpace.records.model_families import FAMILIES
 from outpace.records.outline import AttentionShape, MatmulShape, Mlp, Outline, Stack
 
-# More is a typing error.
+# Larger numbers are typing errors.
 _MOST_LAYERS, _MOST = 100_000, 2**32
 _KINDS = ("full_attention", "sliding_attention")
-# Keys that config classes lack and their models read, and what classes derive from others.
+# Keys that models read although their config classes lack them, and values that classes derive.
 _BESIDE_FIELDS = frozenset(
     {"head_dim", "seq_length", "n_positions", "tie_word_embeddings", "is_gated_act"}
 )
@@ -55,7 +55,7 @@ class _Values:
         self.where = where
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return a value that the config's class has, since transformers reads no other."""
+        """Return a value that the config's class has, since transformers reads no others."""
         config = self.config.config if isinstance(self.config, ReadValues) else self.config
         known = {*config.__dataclass_fields__, *config.attribute_map, *_BESIDE_FIELDS}
         found = getattr(self.config, name, None) if name in known else None
@@ -149,8 +149,8 @@ def outline_from_config(config: Any, where: str) -> Outline:
 def _restore_tied(config: ReadValues, values: Mapping[str, Any], where: str) -> None:
     """Restore the file's tie_word_embeddings, since transformers 5 ties the head of every T5.
 
-    Raises BadInputError if a config and its text_config differ, since some programs read one and
-    some the other.
+    Raises BadInputError if a config and its text_config differ, since programs disagree on which to
+    read.
     """
     tied, text = values.get("tie_word_embeddings"), values.get("text_config")
     inner = text.get("tie_word_embeddings") if isinstance(text, dict) else None
@@ -187,7 +187,7 @@ def _outline_from_config(config: Any, where: str) -> tuple[Outline, ModelSpec | 
             spec = spec_from_config(config, where)
             named = outline(spec, family).model_copy(update={"source": where})
             return named, spec
-        except BadInputError as error:  # a model that outpace cannot train may still be planned
+        except BadInputError as error:  # a model that outpace cannot train can still be planned
             why = str(error)
     label, reader = READERS[family]
     try:
@@ -235,7 +235,7 @@ def _attention(values: _Values, hidden: int, **more: Any) -> AttentionShape:
 
 
 def _rows(values: _Values, positions: int | None = None) -> dict[str, Any]:
-    """Return the sizes outside of the layers: the embedding, and a head over the vocabulary."""
+    """Return the sizes outside of layers: of the embedding, and of a head over the vocabulary."""
     vocab = values.positive_int("vocab_size")
     return {
         "vocab": vocab,
@@ -252,7 +252,7 @@ def _llama_like(
     windowed: bool = True,
     **attention: Any,
 ) -> dict[str, Any]:
-    """Return layers with RMS norms, rotary positions and gated MLPs, each made by `mlp`."""
+    """Return layers with RMS norms, rotary positions and gated MLPs, which `mlp` creates."""
     hidden, layers = values.positive_int("hidden_size"), values.positive_int("num_hidden_layers")
     bias = bool(values.get("attention_bias", False))
     made = _attention(values, hidden, **{"qkv_bias": bias, "out_bias": bias, **attention})
@@ -305,7 +305,7 @@ def _experts(values: _Values, number: str, width: str, **more: Any) -> Mlp:
 
 
 def _sparse(values: _Values, experts: Mlp) -> Callable[[int], Mlp]:
-    """Return a function that makes the MLP of a Qwen layer, dense or with experts."""
+    """Return a function that creates the MLP of a Qwen layer, dense or with experts."""
     only, step = values.get("mlp_only_layers", []), values.positive_int("decoder_sparse_step", 1)
     dense = _dense(values)
     return lambda layer: dense if layer in only or (layer + 1) % step else experts
@@ -350,7 +350,7 @@ def _deepseek(values: _Values) -> dict[str, Any]:
     each = values.positive_int("moe_intermediate_size")
     shared = each * values.positive_int("n_shared_experts")
     dense = _dense(values)
-    # Experts have no biases, but the shared MLP has.
+    # Experts have no biases, but the shared MLP does.
     beside = 2 * shared + hidden if dense.bias else 0
     experts = _experts(values, "n_routed_experts", "moe_intermediate_size", shared=shared)
     first = values.get("first_k_dense_replace", 0)
@@ -479,7 +479,7 @@ def _mpt(values: _Values) -> dict[str, Any]:
 
 
 def _opt(values: _Values) -> dict[str, Any]:
-    """Read OPT; two rows of its positions are never used, and the 350M has a narrower embedding."""
+    """Read OPT: two rows of its positions are never used, and the 350M has a narrower embedding."""
     hidden, narrow = values.positive_int("hidden_size"), values.positive_int("word_embed_proj_dim")
     final = values.get("do_layer_norm_before", True)
     final = final and not values.get("_remove_final_layer_norm", False)
@@ -524,7 +524,7 @@ def _vit(values: _Values) -> dict[str, Any]:
         "vocab": 0,
         "outputs": classes,
         "learned_positions": patches + 1,
-        # The patches' bias, the class token, the final norm, the classifier's bias.
+        # The bias for patches, the class token, the final norm, and the classifier's bias.
         "outside_parameters": 4 * hidden + classes,
         "embed_matmuls": (cut,),
         "predicted": 1,
@@ -564,7 +564,8 @@ def _t5(values: _Values) -> dict[str, Any]:
         norms=3,
         **common,
     )
-    # For both: a final norm, and position biases per head, which the first layer has.
+    # For each of the two: a final norm, and position biases per head, which belong to the first
+    # layer.
     biases = values.positive_int("relative_attention_num_buckets") * heads
     return {
         "hidden": hidden,

@@ -1,9 +1,9 @@
 """Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors.
 
 `peft.PeftModel.from_pretrained(base, folder)` is equivalent to the trained model. GPT-2 stores the
-matrices of q, k and v as one, so their adapters become one adapter whose rank is the sum of their
-ranks: the A's are stacked, the B's are on the diagonal, and alpha grows with the rank. outpace.json
-holds values that PEFT's config does not have.
+matrices of q, k and v as one, so their adapters become one adapter whose rank is the sum of theirs:
+the A's are stacked, the B's are on the diagonal, and alpha grows with the rank. outpace.json
+contains values for which PEFT's config has no keys.
 
 Legend: r rank; A (r, in), B (out, r).
 """
@@ -43,7 +43,7 @@ ADAPTER_CONFIG, ADAPTER_WEIGHTS, NOTE = (
 _PREFIX = "base_model.model."
 _MOST_ALPHA = 1e9
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])\.(?:default\.)?weight")
-# Options of PEFT's config beyond LoRA's formula, with their defaults.
+# Options of PEFT's config that change LoRA's formula, with their defaults.
 _UNSUPPORTED = {"use_dora": False, "bias": "none", "modules_to_save": None, "lora_bias": False,
                 "target_parameters": None, "trainable_token_indices": None,
                 "layer_replication": None, "alora_invocation_tokens": None}  # fmt: skip
@@ -59,7 +59,7 @@ _OF_MATRICES = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"
                 "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out",
                 "lora_dropout")  # fmt: skip
 # Initialisations that leave the base's weights unchanged. With others (PiSSA, OLoRA, CorDA, LoftQ,
-# LoRA-GA), the adapter only fits the changed weights.
+# LoRA-GA), the adapter fits only the changed weights.
 _BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
@@ -116,7 +116,7 @@ def write_adapter(
 
 
 def _their_pairs(model: Transformer, used: Naming | None) -> dict[str, Pair]:
-    """Return the model's adapters by PEFT's module names; a module may join several matrices."""
+    """Return the model's adapters by PEFT's module names. A module may join several matrices."""
     shapes, ours = expected_shapes(model.spec), adapters(model)
     pairs = {}
     for stored, names in group(shapes, used).items():
@@ -129,7 +129,7 @@ def _their_pairs(model: Transformer, used: Naming | None) -> dict[str, Pair]:
 
 
 def _join(parts: list[tuple[Tensor, Tensor, float] | None], rows: list[int]) -> Pair:
-    """Join adapters of matrices that are stored as one; None is a matrix without an adapter."""
+    """Join adapters of matrices that are stored as one; None stands for one without an adapter."""
     there = [part for part in parts if part is not None]
     a = torch.cat([a for a, _, _ in there]).detach().float().cpu()
     b = torch.zeros(sum(rows), len(a))
@@ -160,7 +160,7 @@ def _config(
         "rank_pattern": ranks,
         "alpha_pattern": {end: _plain(scale * r) for end, r in ranks.items()},
         "target_modules": endings(pairs, known),
-        # For modules that store matrices as in × out: all or none in a family.
+        # For modules that store matrices as in × out, which in a family are all or none.
         "fan_in_fan_out": used is not None and bool(used.transposed),
         "bias": "none",
         "init_lora_weights": True,
@@ -174,7 +174,7 @@ def _plain(number: float) -> int | float:
 
 
 def endings(chosen: Collection[str], known: Collection[str]) -> list[str]:
-    """Return the shortest suffixes by which PEFT finds the `chosen` modules among `known`."""
+    """Return the shortest suffixes by which PEFT finds only the `chosen` modules among `known`."""
     found = set()
     for name in chosen:
         parts = name.split(".")
@@ -216,7 +216,7 @@ def fingerprint_config(folder: Path) -> str:
     found = {name: config[name] for name in _OF_MATRICES if config.get(name)}
     targets = found.get("target_modules")
     if isinstance(targets, list):
-        found["target_modules"] = sorted(map(str, targets))  # peft keeps a set
+        found["target_modules"] = sorted(map(str, targets))  # peft has a set here
     return json.dumps(found, sort_keys=True)
 
 
@@ -297,8 +297,8 @@ def merge_into(
 ) -> None:
     """Add an adapter to the `weights` read from `base` (outpace's names), in place: W + s·B·A.
 
-    `form` is W's format, by default the one used in training, for an equivalent result: weights in
-    4 bits are then dequantized. Raises BadInputError for an adapter of another model.
+    `form` is W's format, by default that used in training, which gives an equivalent result:
+    weights in 4 bits are dequantized first. Raises BadInputError for an adapter of another model.
     """
     note = read_note(folder)
     if note is not None and form is None and note.fingerprint != fingerprint(base):
@@ -330,7 +330,7 @@ def merge_into(
 def adapter_notes(folder: Path) -> tuple[str, ...]:
     """Return notes on an adapter's file before it is added to weights.
 
-    There are none for a file that cannot be read, which `merge` refuses.
+    There are none for an unreadable file, which `merge` refuses.
     """
     try:
         with safe_open(str(folder / ADAPTER_WEIGHTS), "pt") as held:
@@ -381,7 +381,7 @@ def _read_pairs(folder: Path) -> Iterator[tuple[str, Pair]]:
         raise BadInputError(f"{path} holds no tensors: the adapter would change nothing.")
     halves: dict[str, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
-        found = _KEY.fullmatch(key.replace("_orig_mod.", ""))  # a compiled module's prefix
+        found = _KEY.fullmatch(key.replace("_orig_mod.", ""))  # prefix of a compiled module
         if found is None:
             raise BadInputError(
                 f"{path} holds {shorten(key, 120)}, which is not a LoRA matrix of a layer, such as "

@@ -1,19 +1,19 @@
-"""Whole numbers behind the rounded numbers of a trainer's log."""
+"""Recovery of whole numbers from the rounded numbers in a trainer's log."""
 
 import math
 from dataclasses import dataclass
 
-# Suffixes of nanotron's human_format.
+# Suffixes in nanotron's human_format.
 POWERS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "B": 1e9, "T": 1e12}
 _DIGITS = 3  # significant digits of human_format
 # Decimals of transformers' rates and times (trainer_utils.speed_metrics), and the significant
-# digits of both that version 5 prints (trainer_callback.PrinterCallback).
+# digits of both as version 5 prints them (trainer_callback.PrinterCallback).
 _RATE_DECIMALS, _RUNTIME_DECIMALS, _PRINTED_DIGITS = 3, 4, 4
 
 
 @dataclass(frozen=True)
 class Range:
-    """The numbers that a log may have rounded to what it says."""
+    """The numbers that round to the value in a log."""
 
     low: float
     high: float
@@ -27,14 +27,14 @@ class Range:
         return Range(self.low * other.low, self.high * other.high)
 
     def only_whole_number(self, multiple_of: int = 1) -> int | None:
-        """Return the only multiple of a number in the range, from 1; None if there are several."""
+        """Return the only positive multiple of a number in the range; None unless there is one."""
         first = max(1, math.ceil(self.low / multiple_of))
         last = math.floor(self.high / multiple_of)
         return first * multiple_of if first == last else None
 
 
 def abbreviation_range(number: float, suffix: str) -> Range:
-    """Return the range of a number such as 1.05M, of which nanotron writes three digits; a number
+    """Return the range of a number such as 1.05M, of which nanotron writes three digits. A number
     from 1,000 without a suffix is not rounded.
     """
     value = number * POWERS[suffix]
@@ -45,7 +45,7 @@ def abbreviation_range(number: float, suffix: str) -> Range:
 
 
 def rate_range(value: float, *, printed: bool = False) -> Range:
-    """Return the range of a rate of transformers' Trainer; `printed`: as version 5 prints it."""
+    """Return the range of a rate from transformers' Trainer; `printed`: as version 5 prints it."""
     half = 0.5 * 10.0**-_RATE_DECIMALS
     if printed:
         half = max(half, _half_of_last(value, _PRINTED_DIGITS))
@@ -53,22 +53,22 @@ def rate_range(value: float, *, printed: bool = False) -> Range:
 
 
 def runtime_range(value_s: float) -> Range:
-    """Return the range of a time of transformers' Trainer."""
+    """Return the range of a time from transformers' Trainer."""
     half = 0.5 * 10.0**-_RUNTIME_DECIMALS
     return Range(max(0.0, value_s - half), value_s + half)
 
 
 def _half_of_last(value: float, digits: int) -> float:
-    """Return half a unit of the last of a number's significant digits."""
+    """Return half a unit of a number's last significant digit."""
     return 0.5 * 10.0 ** (math.floor(math.log10(value)) + 1 - digits) if value > 0 else 0.0
 
 
 def batch_of_epochs(mean: Range, steps: float, multiple_of: int = 1) -> tuple[int | None, bool]:
-    """Return the batch, from the mean number of samples in a step, and whether no other fits.
+    """Return the batch, from the mean number of samples per step, and whether no other batch fits.
 
     The last step of an epoch of `steps` may have fewer samples, so the mean may be less than the
-    batch, which is a multiple of each device's. None if the mean is not a whole number, and several
-    batches fit.
+    batch, which is a multiple of each device's batch. None if the mean is not a whole number and
+    several batches fit.
     """
     exact = mean.only_whole_number(multiple_of)
     if steps < 2:

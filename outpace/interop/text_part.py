@@ -1,4 +1,4 @@
-"""The text part of a transformers model that also sees or hears: its decoder and its head."""
+"""The text part of a transformers model for images or audio: its decoder and its head."""
 
 from typing import Any
 

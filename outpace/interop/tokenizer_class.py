@@ -26,16 +26,16 @@ _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
 # whatever class the files name (MODELS_WITH_INCORRECT_HUB_TOKENIZER_CLASS).
 _BY_FAMILY = frozenset({"qwen2"})
 _CONFIG = "tokenizer_config.json"
-# Size of a tokenizer's largest files (vocab.json, tokenizer.model); larger files hold weights.
+# Maximum size of a tokenizer's files (vocab.json, tokenizer.model); larger files are weights.
 _FILE_BYTES = 64 << 20
-# Texts for which patterns, normalizers, blanks before words and usual special tokens differ
-# between families.
+# Texts that reveal differences between families in patterns, normalizers, blanks before words and
+# usual special tokens.
 _PROBES = (
     "A text", " a text", "  two  blanks ", "a", "12345 and 7", "don't DON'T it's",
     "\n\n\ta\n  b\r\n", "Été ÉTÉ Été ﬁ ①", "中文字符", "x=f(a[1])+2; // ...", "a😀b", "UPPER lower",
     "<s> </s> <unk> <pad> <mask> <bos> <eos> <|endoftext|>",
 )  # fmt: skip
-# Far more than is needed to read twelve short texts, including the import of transformers.
+# Far more than it takes to read twelve short texts, including the import of transformers.
 _PROBE_CPU_S, _PROBE_BYTES = 60.0, 4 << 30
 
 
@@ -59,7 +59,7 @@ def source_difference(path: Path, tokenizer: Tokenizer, cache_dir: Path) -> str 
 
 
 def export_difference(tokenizer: Tokenizer, model_type: str, cache_dir: Path) -> str | None:
-    """Describe how transformers will read the exported tokenizer of such a model differently."""
+    """Describe how transformers will read the exported tokenizer of a model differently."""
     if model_type not in _BY_FAMILY:
         return None
     work = partial(_export_differ, tokenizer, model_type, _probes_of(tokenizer))
@@ -75,7 +75,7 @@ def export_difference(tokenizer: Tokenizer, model_type: str, cache_dir: Path) ->
 
 
 def _probes_of(tokenizer: Tokenizer) -> tuple[str, ...]:
-    """Return texts with added tokens too, after and, as in conversations, before words."""
+    """Return texts to compare, also with added tokens after words and, as in chats, before them."""
     names = [token.content for token in tokenizer.inner.get_added_tokens_decoder().values()]
     names = names if len(names) <= 8 else names[:4] + names[-4:]
     return (*_PROBES, *(text for name in names for text in (f"a{name} b", f"{name}a")))
@@ -99,7 +99,7 @@ def _names_class(folder: Path) -> bool:
     """Return whether transformers may build the tokenizer with a special class."""
     told, config = (_values(folder / name) for name in (_CONFIG, CONFIG_FILE))
     named = told.get("tokenizer_class") or config.get("tokenizer_class")
-    if named is None:  # then the model's type decides; without a type, it is not read
+    if named is None:  # then the model's type decides; without a type, this file is not read
         return config.get("model_type") is not None
     return named not in _GENERIC or config.get("model_type") in _BY_FAMILY
 
@@ -113,7 +113,7 @@ def _values(path: Path) -> Mapping[str, Any]:
 
 
 def _contents(folder: Path) -> list[bytes]:
-    """Return names and contents of the files that a tokenizer class may read."""
+    """Return the names and contents of files that a tokenizer class may read."""
     files = (path for path in sorted(folder.iterdir()) if path.is_file())
     small = (path for path in files if path.stat().st_size <= _FILE_BYTES)
     return [part for path in small for part in (os.fsencode(path.name), _content(path))]
@@ -141,7 +141,7 @@ def _find_once(
             return kept or None
     try:
         found = call_isolated(work, _PROBE_CPU_S, _PROBE_BYTES)
-    except BadInputError:  # failed, or took too much time or memory: unknown
+    except BadInputError:  # unknown: it failed, or took too much time or memory
         return None
     keep_memo(memo, json.dumps(found or {}))
     return found
@@ -159,7 +159,7 @@ def _export_differ(
 
 def _differ(folder: Path, tokenizer: Tokenizer, probes: tuple[str, ...]) -> dict[str, Any] | None:
     """Return the first text for which ids, or the special tokens around them, differ. Raises
-    BadInputError if transformers cannot read the tokenizer, or fails on a text and no text has
+    BadInputError if transformers cannot read the tokenizer, or fails on a text while no text has
     different ids.
     """
     from transformers import AutoTokenizer
@@ -169,7 +169,7 @@ def _differ(folder: Path, tokenizer: Tokenizer, probes: tuple[str, ...]) -> dict
             theirs = AutoTokenizer.from_pretrained(
                 str(folder), local_files_only=True, trust_remote_code=False
             )
-        except Exception as error:  # from any library below
+        except Exception as error:  # raised by any library below
             raise BadInputError(
                 f"{folder}: transformers cannot read the tokenizer: {error}"
             ) from None
@@ -177,7 +177,7 @@ def _differ(folder: Path, tokenizer: Tokenizer, probes: tuple[str, ...]) -> dict
         for text in probes:
             try:
                 found = _differ_in(text, tokenizer, theirs)
-            except Exception as error:  # same
+            except Exception as error:  # no difference
                 failed = BadInputError(f"{folder}: transformers cannot encode {text!r}: {error}")
                 continue
             if found is not None:

@@ -1,6 +1,6 @@
 """Readers for logs of trainers: step time, throughput, memory and layout.
 
-Formats, by the code that writes them: torchtitan, `torchtitan/components/metrics.py` (`log`),
+Formats, with the code that writes them: torchtitan, `torchtitan/components/metrics.py` (`log`),
 `distributed/parallel_dims.py` and `train.py`; Megatron-LM, `megatron/training/training.py`
 (`training_log`) and `arguments.py` (`_print_args`), which Megatron-Bridge keeps; DeepSpeed,
 `deepspeed/utils/timer.py` (`ThroughputTimer.stop`) and `runtime/config.py` (`print`); nanotron,
@@ -35,7 +35,7 @@ _MOST_BYTES = 2**30
 _EVAL = re.compile(r"eval\w*_runtime$")
 _TIME = re.compile(r"(\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d)(?:[.,](\d{1,6}))?")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-# A number that is not the start of something else ("1.2.3").
+# A number, but not the beginning of something else ("1.2.3").
 _NUMBER = r"(\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?)(?!\.?\d)"
 # Times, rates and memory outside of this range are damaged.
 _LEAST, _MOST = 1e-12, 1e18
@@ -65,7 +65,7 @@ def read_log(path: Path) -> LoggedRun:
     )
 
 
-# What trainers print about a run before its first step, and about each step.
+# What trainers print about a run before its first step, and about every step.
 _SETTING = re.compile(
     r"device mesh with|local batch size \d+, global batch size|^\W*(?:\d+: *)?\w+ \.{4,} \S"
     r"|\[config\.py:\d+:print\]|Config\(general=|\*{5} Running training \*{5}"
@@ -79,7 +79,7 @@ _STEP = re.compile(
 def _starts(lines: Sequence[str]) -> list[tuple[Sequence[str], tuple[str, ...]]]:
     """Return the lines of each start that has steps, the most useful first, with a note. A
     restarted job often appends to the same file, possibly with another layout. The last start with
-    steps after the warm-up comes first, then the others by their number of steps.
+    steps after the warm-up comes first, followed by the others, sorted by their number of steps.
     """
     begins, counts, setting = [0], [0], None
     for place, line in enumerate(lines):
@@ -184,7 +184,7 @@ def _read_outpace(path: Path) -> LoggedRun:
 
 
 def _finished_result(path: Path, record: RunRecord) -> Measurement | None:
-    """Return the result of a run that has done all its steps, else None."""
+    """Return the result of a run that has completed all its steps, else None."""
     result = Measurement.load(path) if path.is_file() else None
     return result if result is not None and result.steps == record.total_steps else None
 
@@ -200,7 +200,7 @@ def _clock_step_s(step: re.Pattern[str], lines: Iterable[str]) -> tuple[float, f
     """Return bounds of the step time, from the timestamps at the start of lines.
 
     `step` finds a step's number. Evaluations and checkpoints may occur between two lines, so both
-    bounds come from the median pair. None without timestamps or with fewer than two steps.
+    bounds are from the median pair. None without timestamps or with fewer than two steps.
     """
     marks: list[tuple[int, float]] = []
     unit_s = 0.0
@@ -315,8 +315,9 @@ def _megatron(lines: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _of_the_last_batch(lines: Sequence[str]) -> tuple[Sequence[str], tuple[str, ...]]:
-    """Leave out steps of another batch or length than the last step, which Megatron may change
-    during a run (rampup_batch_size, step_batch_size_schedule, curriculum); return a note on them.
+    """Leave out steps whose batch or length differs from the last step's, since Megatron may change
+    them during a run (rampup_batch_size, step_batch_size_schedule, curriculum); return a note on
+    them.
     """
     sizes = re.compile(r"global batch size:\s*(\d+)(?:.*actual seqlen:\s*(\d+))?")
     steps = {place: match for place, line in enumerate(lines) if (match := sizes.search(line))}
@@ -407,8 +408,8 @@ def _deepspeed(lines: Sequence[str]) -> dict[str, Any] | None:
 
 
 def _deepspeed_clock_s(lines: Sequence[str]) -> tuple[float, float] | None:
-    """Return bounds of the step time by the lines' timestamps. Before version 0.8, DeepSpeed counts
-    micro-batches, and its rate is that of one, often without the optimizer.
+    """Return bounds of the step time by the lines' timestamps. Before version 0.8, DeepSpeed
+    counted micro-batches, and its rate is for one micro-batch, often without the optimizer.
     """
     if (clock := _clock_step_s(re.compile(r"global_step=(\d{1,15}),"), lines)) is not None:
         return clock
@@ -447,7 +448,7 @@ def _nanotron(lines: Sequence[str]) -> dict[str, Any] | None:
 def _world_size(total: Sequence[Range], each: Sequence[Range]) -> int | None:
     """Return the number of devices, from rates of all and of each; None if several fit all lines.
 
-    The two rates of a line are rounded, so their quotient alone may be another whole number.
+    The two rates in a line are rounded, so their quotient alone may give a wrong number.
     """
     quotients = [one.divide(part) for one, part in zip(total, each, strict=False) if part.low > 0]
     if not quotients:
@@ -475,7 +476,7 @@ _RESUMED = (
 
 
 def _trainer(lines: Sequence[str]) -> dict[str, Any] | None:
-    """Return the last values that a Trainer printed: numbers, or strings in version 5."""
+    """Return the last values that a Trainer printed: numbers, or in version 5 strings."""
     value = rf"'?{_NUMBER}'?"
     ends = [place for place, line in enumerate(lines) if "'train_steps_per_second'" in line]
     rate = _find_numbers(rf"'train_steps_per_second': {value}", lines)
@@ -528,8 +529,8 @@ def _subtract_evaluations(
 def _batch(
     samples_per_s: float | None, steps_per_s: float, steps: float, *, printed: bool
 ) -> tuple[int | None, tuple[str, ...]]:
-    """Return the samples per step, if the two rates determine it, and a note. `steps`: of an epoch;
-    `printed`: rates are rounded as version 5 prints them.
+    """Return the samples per step, if the two rates determine it, and a note. `steps`: number in an
+    epoch; `printed`: rates are rounded as version 5 prints them.
     """
     if samples_per_s is None:
         return None, ()
@@ -602,7 +603,7 @@ def _state_batch(
         return None, ()
     total = rate_range(samples).multiply(runtime_range(runtime_s))
     mean = total.divide(Range(steps, steps))
-    each = values.get("train_batch_size")  # of a process, in one pass
+    each = values.get("train_batch_size")  # of one process, in one pass
     multiple = each if isinstance(each, int) and each > 0 else 1
     passes = epochs if _is_possible(epochs) and epochs > 1 else 1.0
     return _noted_batch(mean, steps / passes, multiple)
@@ -637,11 +638,11 @@ def _show_value(value: object) -> str:
 
 
 def _log_name(path: Path) -> str:
-    """Name a log with its folder: "run-7/console.log", since logs of all runs share a name."""
+    """Name a log with its folder ("run-7/console.log"), since logs of all runs share a name."""
     return f"{path.resolve().parent.name}/{path.name}"
 
 
 def _folder_name(path: Path) -> str:
-    """Name a folder, as in "out/checkpoint-40", since checkpoints of all runs share names."""
+    """Name a folder with its parent: "out/checkpoint-40", since runs share checkpoint names."""
     inside = path.name.startswith("checkpoint-")
     return f"{path.parent.name}/{path.name}" if inside else path.name

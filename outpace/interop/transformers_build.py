@@ -16,7 +16,7 @@ from outpace.interop.config import (
 from outpace.interop.config_check import ReadValues, quiet_transformers, reading_notes
 from outpace.records.errors import BadInputError, excerpt, shorten
 
-# More layers are a typing error, and would take minutes to build.
+# A larger number of layers is a typing error, and would take minutes to build.
 _MOST_LAYERS = 2000
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx", "max_seq_length",
               "max_target_positions", "max_encoder_position_embeddings")  # fmt: skip
@@ -67,8 +67,8 @@ def can_build(model_type: object) -> bool:
 def build_from_folder(directory: Path, dtype: str = "bfloat16") -> BuiltModel:
     """Build the language model that a folder's config.json describes, on meta.
 
-    For a model that also sees or hears, only the text part is built. Raises BadInputError if the
-    config contradicts itself, or transformers cannot build a model from it.
+    For a model that also accepts images or audio, only the text part is built. Raises BadInputError
+    if the config contradicts itself, or transformers cannot build a model from it.
     """
     where = str(directory / CONFIG_FILE)
     values = read_config(directory)
@@ -114,7 +114,7 @@ def build_on_meta(config: Any, where: str, dtype: str = "bfloat16") -> BuiltMode
     try:
         with quiet_transformers(), torch.device("meta"):
             module = make(getattr(torch, dtype))
-    except Exception as error:  # anything that a family's code raises
+    except Exception as error:  # any error that a family's code raises
         raise BadInputError(
             f"{where}: transformers cannot build a {config.model_type} from this: "
             f"{shorten(' '.join(f'{type(error).__name__}: {error}'.split()), 400)}"
@@ -189,7 +189,7 @@ def _text_config(config: Any, where: str) -> Any:
 def _restore_tied_head(
     config: Any, text: Any, values: Mapping[str, Any], where: str
 ) -> Iterator[str]:
-    """Restore the file's setting of a tied head; yield a note if it has none."""
+    """Restore the file's setting of a tied head; yield a note if the file has no such setting."""
     tied, inner = values.get("tie_word_embeddings"), values.get("text_config")
     if isinstance(tied, bool):
         config.tie_word_embeddings = text.tie_word_embeddings = tied
@@ -205,7 +205,7 @@ def _restore_tied_head(
 
 
 def _whole_class(config: Any) -> Any:
-    """Return the class of the model that a text part belongs to; None if it has no such class."""
+    """Return the class of the whole model to which a text part belongs; None if there is none."""
     import transformers
     from transformers.models.auto import modeling_auto as auto
 
@@ -240,7 +240,7 @@ def _auto_class(config: Any) -> tuple[bool, Any] | None:
     joined = " ".join(named)
     decoder = getattr(config, "is_decoder", False) or "CausalLM" in joined or "LMHead" in joined
     translates = kind in auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
-    # The first of these that the family has, unless the config names another.
+    # The first of these classes that the family has, unless the config names another.
     heads: tuple[tuple[bool, Any, Any], ...] = (
         (decodes, auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, transformers.AutoModelForSeq2SeqLM),
         (decodes, auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING, transformers.AutoModelForSpeechSeq2Seq),
@@ -271,7 +271,7 @@ def _positions(config: Any) -> int | None:
 def _names_of_defaults(
     values: Mapping[str, Any], config: Any, text: Any, read: Collection[str], where: str
 ) -> Iterator[str]:
-    """Name whole numbers that were `read` and are transformers' defaults for missing keys."""
+    """Name whole numbers that were `read` but are transformers' defaults for missing keys."""
     inner = values.get("text_config") if text is not config else values
     given = inner if isinstance(inner, dict) else values  # older files have one level
     aliases: Mapping[str, str] = getattr(text, "attribute_map", {})

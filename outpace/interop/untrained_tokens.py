@@ -1,8 +1,8 @@
 """Tokens whose rows in a model's embedding and head were never trained.
 
 Base models have rows for tokens that did not occur in their training, such as those of a chat
-template. These rows are zero, or all the same. Adapters change neither matrix, so a model that
-learns from conversations through adapters can neither distinguish such tokens nor learn to end an
+template. These rows are zero, or all the same. Adapters change neither matrix. So a model that is
+trained on conversations with adapters can neither distinguish these tokens nor learn to end an
 answer with one.
 """
 
@@ -39,7 +39,7 @@ def untrained_token_hints(
 
 
 def _find_used(parts: Sequence[RaggedSamples], asked: Collection[int]) -> set[int]:
-    """Return which of the requested tokens are in the samples, which are read in pieces."""
+    """Return which of the requested tokens occur in the samples, which are read in pieces."""
     is_used = np.zeros(max(asked, default=0) + 1, bool)
     for values in (part.values[name] for part in parts for name in ("tokens", "targets")):
         for begin in range(0, len(values), _PIECE):
@@ -49,7 +49,7 @@ def _find_used(parts: Sequence[RaggedSamples], asked: Collection[int]) -> set[in
 
 
 def find_untrained(directory: Path, asked: Collection[int], known: Collection[int]) -> set[int]:
-    """Return the tokens in `asked` whose row is zero or equals another row of `known`."""
+    """Return the tokens in `asked` whose row is zero or equal to another row of `known`."""
     if not asked:
         return set()
     numbers = sorted(known)

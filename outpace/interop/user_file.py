@@ -1,4 +1,4 @@
-"""The user's Python file, executed to get the function that `file.py:function` names."""
+"""Execution of the user's Python file to get the function that `file.py:function` names."""
 
 import ast
 import hashlib
@@ -45,7 +45,7 @@ def code_fingerprint(reference: str) -> str | None:
     """Return a hash of the code of "file.py:function"; None for other references.
 
     Comments and layout are ignored, and modules that the file imports are not included. Python 3.11
-    gives a different hash from later versions.
+    and later versions give different hashes.
     """
     file = Path(reference.rpartition(":")[0]).expanduser()
     try:
@@ -60,8 +60,8 @@ def code_fingerprint(reference: str) -> str | None:
 
 
 def require_named(reference: str, where: Path) -> None:
-    """Refuse code that a file names but no user of this machine has named. Raises BadInputError.
-    Runs are shared, so anyone may have written the file `where`.
+    """Refuse code that is named in a file but was never named by a user of this machine. Raises
+    BadInputError. Runs are shared, so anyone may have written the file `where`.
     """
     file = Path(reference.rpartition(":")[0]).expanduser()
     if file.suffix != ".py" or not file.is_file() or str(file.resolve()) in _known_files():
@@ -87,7 +87,7 @@ def _known_files() -> set[str]:
 def _remember(path: Path) -> None:
     if str(path) in _known_files() or not str(path).isprintable():
         return
-    with suppress(OSError, BadInputError):  # no or a read-only home directory
+    with suppress(OSError, BadInputError):  # no home directory, or a read-only one
         _list().parent.mkdir(parents=True, exist_ok=True)
         with _list().open("a", encoding="utf-8") as file:
             file.write(f"{path}\n")
@@ -121,7 +121,7 @@ def _run_file(path: Path) -> ModuleType:
 
 
 class _UncachedLoader(importlib.machinery.SourceFileLoader):
-    """Loader that always compiles: bytecode caches miss changes of equal length within a second."""
+    """Loader that always compiles, since caches miss changes of equal length within a second."""
 
     def get_code(self, fullname: str) -> CodeType:
         return self.source_to_code(self.get_data(self.path), self.path)

@@ -35,7 +35,7 @@ _NO_WEIGHTS = re.compile(
     r"(training_args|optimizer|scheduler|scaler|rng_state|random_states|state)(_\d+)*\."
 )
 _MODEL_NAME = re.compile(r"model|consolidated|adapter|weights")
-# Names of token files of nanoGPT and its followers (fineweb_train_000001.bin).
+# Names of token files from nanoGPT and its successors (fineweb_train_000001.bin).
 _DATA_NAME = re.compile(r"(^|[_.-])(train|val|valid|validation|dev|test|tokens?|data)([_.-]|$)")
 _HEAD_NAME = re.compile(r"lm_head\.|cls\.predictions\.")
 _WRAPPED = "module."
@@ -166,7 +166,7 @@ def _check_tied(
     head = found.get(used.tied_head)
     if not spec.tied or head is None:
         return
-    # Some writers store a tied matrix only under the head's name.
+    # Some programs store a tied matrix only under the head's name.
     embedding = found.setdefault(used.stored_name("embed.tokens.weight"), head)
     if not _equal(head, embedding):
         raise BadInputError(
@@ -257,7 +257,7 @@ def require_numbers(tensor: Tensor, name: str) -> None:
     """Refuse weights with NaN or infinite values. Raises BadInputError."""
     if not tensor.is_floating_point() or not tensor.numel():
         return
-    low, high = torch.aminmax(tensor.detach())  # both are NaN if any value is
+    low, high = torch.aminmax(tensor.detach())  # both are NaN if any value is NaN
     if bool(torch.isfinite(low)) and bool(torch.isfinite(high)):
         return
     count = int((~torch.isfinite(tensor)).sum())
@@ -299,7 +299,7 @@ def _without_wrappers(tensors: Sequence[StoredTensor]) -> list[StoredTensor]:
 def _filter_by_index(directory: Path, tensors: Sequence[StoredTensor]) -> list[StoredTensor]:
     """Drop tensors that the index assigns to another file.
 
-    Files left from another format of the model may hold additional tensors.
+    Files that remain from another format of the model may contain additional tensors.
     """
     index = directory / (INDEX if tensors[0].file.suffix == ".safetensors" else BIN_INDEX)
     files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
@@ -335,8 +335,8 @@ def has_weights(directory: Path) -> bool:
 
 def unread_weights(directory: Path) -> list[str]:
     """Return files in and below a directory that may be weights, but that `read_weights` ignores.
-    Of a trainer's checkpoint, only files with the model itself are returned. Data files may be .bin
-    too: they are recognised by name.
+    Of a trainer's checkpoint, only files with the model itself are returned. Data files may be
+    .bin, too; they are recognised by name.
     """
     found = [*directory.glob("*"), *directory.glob("*/*")]
     return sorted(
@@ -371,8 +371,8 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _require_one_model(single: Path, index: Path) -> None:
-    """Refuse a complete model next to one in parts: which is read depends on the program. An index
-    without its parts is ignored.
+    """Refuse a complete model next to a sharded one, since programs differ in which they read. An
+    index without its parts is ignored.
     """
     parts: list[Path] = []
     with suppress(BadInputError):
@@ -392,8 +392,8 @@ def fingerprint(directory: Path) -> str:
 def fingerprint_files(files: Sequence[Path], sample_bytes: int) -> str:
     """Return a fingerprint of files with weights: names, sizes, and parts of their contents.
 
-    The parts are the first bytes, which list the tensors, the last bytes, and some in the middle,
-    which change if the weights are trained further.
+    The parts are the first bytes, which list the tensors, the last bytes, and some bytes in the
+    middle, which change if the weights are trained further.
     """
     digest = xxhash.xxh3_128()
     for path in files:
@@ -465,7 +465,7 @@ def _open_bin(path: Path) -> list[StoredTensor]:
         ]
     except pickle.UnpicklingError as error:
         raise BadInputError(_unsafe(path, str(error))) from None
-    except Exception as error:  # zip and torch raise many errors for broken files
+    except Exception as error:  # zipfile and torch raise many errors for broken files
         first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise BadInputError(f"{path} cannot be read: {first}") from None
 

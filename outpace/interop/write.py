@@ -42,8 +42,8 @@ def write_model(
 
     `AutoModelForCausalLM.from_pretrained` (AutoModelForMaskedLM for BERT) loads the result. A spec
     that no architecture of transformers supports is written in outpace's own format, which
-    `spec_from_hf` and `read_weights` read. It is written completely or not at all; one shard is in
-    memory in addition to `state_dict`. Raises BadInputError if it cannot be written.
+    `spec_from_hf` and `read_weights` read. The directory is written completely or not at all; one
+    shard is in memory in addition to `state_dict`. Raises BadInputError if it cannot be written.
     """
     with whole_folder(directory, CONFIG_FILE) as folder:
         ids: dict[str, TokenIds] = {}
@@ -84,9 +84,9 @@ def write_config(
     change: Callable[[Any], None] = lambda config: None,
     given: Mapping[str, Any] = MappingProxyType({}),
 ) -> Any | None:
-    """Write config.json after `change`; return it, or None if it is in outpace's own format.
+    """Write config.json after applying `change`; return it, or None if it is in outpace's format.
 
-    `given` has the values of the config.json that the spec was read from.
+    `given` has the values of the config.json from which the spec was read.
     """
     try:
         config = hf_config(spec, **ids, dtype=str(dtype).removeprefix("torch."), given=given)

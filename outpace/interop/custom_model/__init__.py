@@ -1,4 +1,4 @@
-"""Public names of custom models: build, score, write and read them."""
+"""Custom models: functions to build, write and read them, and their objective."""
 
 from outpace.interop.custom_model.build import build_custom_model
 from outpace.interop.custom_model.files import (

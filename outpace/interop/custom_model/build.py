@@ -1,4 +1,4 @@
-"""A custom model made from the result of the user's function, with checks."""
+"""Creation of a custom model from the result of the user's function, with checks."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields
@@ -22,8 +22,8 @@ _RETURNS = (
 def build_custom_model(build: Callable[[], Any]) -> CustomModel:
     """Call a user's function and interpret its result.
 
-    The result may be an nn.Module, a tuple (module, loss, dataset, eval_dataset) or its first
-    entries, a mapping with these keys, or a CustomModel. Raises BadInputError, with the file and
+    The result may be an nn.Module, a tuple (module, loss, dataset, eval_dataset) or the first few
+    of these, a mapping with these keys, or a CustomModel. Raises BadInputError, with the file and
     line where the function failed.
     """
     name = getattr(build, "__name__", "build")

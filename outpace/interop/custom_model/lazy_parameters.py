@@ -21,8 +21,8 @@ def has_lazy_parameters(module: nn.Module) -> bool:
 def give_shapes(custom: CustomModel, name: str) -> None:
     """Run two samples of the user's data through a module that has lazy parameters.
 
-    They run in evaluation mode, without gradients. Raises BadInputError if there are no data, or
-    they do not give all parameters their shapes; `name` is the module's builder.
+    They run in evaluation mode, without gradients. Raises BadInputError if there is no data, or if
+    some parameters still have no shapes; `name` is the module's builder.
     """
     if not has_lazy_parameters(custom.module):
         return
@@ -37,7 +37,7 @@ def give_shapes(custom: CustomModel, name: str) -> None:
 
 
 def _run(custom: CustomModel) -> str | None:
-    """Run two samples; return why that failed, None if it worked."""
+    """Run two samples; return the reason if that fails, otherwise None."""
     assert custom.dataset is not None
     try:
         samples = [custom.dataset[number] for number in range(min(_SAMPLES, len(custom.dataset)))]  # type: ignore[arg-type]

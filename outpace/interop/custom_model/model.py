@@ -1,4 +1,4 @@
-"""A custom model, and its sizes."""
+"""Custom models and their sizes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from outpace.nn.transformer import Transformer
 
 @dataclass(frozen=True)
 class CustomModel:
-    """A user's module, optionally with its loss and data, and with how strategies split it.
+    """A user's module, optionally with its loss, its data, and how strategies split it.
 
     `blocks`, `layouts` and `sync_batchnorm` are as for `outpace.parallelize`.
     """

@@ -62,7 +62,7 @@ class CustomObjective(nn.Module):
             given = self.loss(self.model, batch)
             if isinstance(given, tuple | list) and len(given) == 2:
                 return _pair(_scalar(given[0], "the loss"), given[1])
-            named = _part(given, "loss")  # as training steps return it, with numbers for a log
+            named = _part(given, "loss")  # as returned by training steps, with numbers for a log
             mean = _scalar(given if named is None else named, "the loss")
             return _weight_mean(mean, _mean_over(batch))
         output = self._call(batch)
@@ -81,9 +81,9 @@ class CustomObjective(nn.Module):
         return (loss_sum, count) if extra is None else (loss_sum + extra * count, count)
 
     def _require_targets_seen(self, batch: Any) -> None:
-        """Refuse (logits, scalar) from a forward without targets: the scalar is not the loss."""
+        """Refuse (logits, scalar) from a forward without targets, whose scalar is not the loss."""
         if not isinstance(batch, Mapping) or "tokens" not in batch:
-            return  # forward used all of it
+            return  # forward used the whole batch
         names = [name for name in ("targets", "labels") if name in batch]
         if names and not any(name in self._signature.parameters for name in names):
             raise BadInputError(
@@ -120,7 +120,7 @@ class CustomObjective(nn.Module):
             counted = batch["labels"]
             loss_function = getattr(self.model, "loss_function", None)
             if getattr(loss_function, "__name__", "") == "ForCausalLMLoss":
-                counted = counted[..., 1:]  # transformers shifts them: the first is not predicted
+                counted = counted[..., 1:]  # transformers shifts them
             else:
                 return _count_labels(batch, counted)
         return _samples(batch) if counted is None else (counted != IGNORED).sum()
@@ -155,7 +155,7 @@ class CustomObjective(nn.Module):
         return self._call_whole(batch)
 
     def _call_whole(self, batch: Any) -> Any:
-        """Call the module with the whole batch, whose parts do not match forward's arguments."""
+        """Call the module with the whole batch, if its entries do not match forward's arguments."""
         parts = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else len(batch)
         try:
             return self.model(batch)
@@ -175,7 +175,7 @@ class CustomObjective(nn.Module):
 
 
 def _mean_over(batch: Any) -> Tensor | int:
-    """Return the number over which a user's loss is averaged: of targets, else of samples.
+    """Return the number over which a user's loss is a mean: of targets, or of samples without any.
 
     torch's losses skip targets of −100, so these do not count.
     """
@@ -195,13 +195,13 @@ def _count_labels(batch: Mapping[str, Any], labels: Tensor) -> Tensor:
     for name in ("input_ids", "tokens"):
         tokens = batch.get(name)
         if isinstance(tokens, Tensor) and labels.dim() > 1 and tokens.shape == labels.shape:
-            repeat = (~there | (labels == tokens)).all()  # no bool, which would wait for a GPU
+            repeat = (~there | (labels == tokens)).all()  # no bool(), which would wait for a GPU
             return torch.where(repeat, there[..., 1:].sum(), there.sum())
     return there.sum()
 
 
 def _weight_mean(mean: Tensor, count: Tensor | int) -> tuple[Tensor, Tensor]:
-    """Return (sum, count) of a mean; the sum is 0 if the count is 0, although the mean is NaN."""
+    """Return (sum, count) of a mean. The sum is 0 if the count is 0, although the mean is NaN."""
     if isinstance(count, Tensor):
         return _pair(torch.where(count > 0, mean * count, torch.zeros_like(mean)), count)
     return _pair(mean * count, count)
@@ -286,7 +286,7 @@ def _pair(total: Tensor, count: Any) -> tuple[Tensor, Tensor]:
 
 
 def _samples(batch: Any) -> int:
-    """Return the length of the first tensor in a batch that has one; 1 if all are numbers."""
+    """Return the length of the first tensor of a batch that is not a scalar, or else 1."""
     tensors = list(_tensors(batch))
     if tensors:
         return next((tensor.size(0) for tensor in tensors if tensor.dim()), 1)

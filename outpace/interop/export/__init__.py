@@ -49,8 +49,8 @@ def export_plan(
     """Write a plan for the trainer `name`, one of FORMATS.
 
     `reference` is the user's name for the model. Raises BadInputError for another name, a global
-    batch that the plan does not divide, fewer layers than stages, checkpointing for another number
-    of layers, and an outline if the format needs more than that.
+    batch that the plan cannot divide, fewer layers than stages, checkpointing for another number of
+    layers, and an outline if the format needs a spec.
     """
     write = FORMATS.get(name)
     if write is None:

@@ -198,7 +198,7 @@ def _megatron(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
         notes.append(f"dp_shard {plan.dp_shard}: {tool} shards over all data-parallel ranks.")
     if plan.schedule != "1f1b" or plan.stages_per_rank > 1:
         notes.append(unsupported.schedule(request, tool, "1F1B with one stage per rank"))
-    # Megatron requires equal remaining stages.
+    # Megatron requires the remaining stages to be equal.
     each = -(-request.layers // plan.pp)
     last = request.layers - each * (plan.pp - 1)
     values: dict[str, Any] = {

@@ -12,7 +12,7 @@ from outpace.records.precisions import COMPUTES_IN_BF16, COMPUTES_IN_FP16, PURE,
 _TOOL = "DeepSpeed"
 _FILE = "ds_config.json"
 NVME = "/local_nvme"
-_AUTO = "auto"  # the Trainer fills in its own number
+_AUTO = "auto"  # the Trainer fills in the number
 _OPTIMIZERS: dict[OptimizerName, str] = {"sgd": "SGD", "adafactor": "Adafactor", "muon": "Muon"}
 
 
@@ -147,7 +147,7 @@ def zero_optimization(request: ExportRequest, notes: list[str]) -> dict[str, Any
 
 
 def _default_options(stage: int) -> dict[str, bool]:
-    """Return a stage's options. Stage-3 models must be gathered on save to be loadable."""
+    """Return a ZeRO stage's options. Stage-3 models must be gathered on save to be loadable."""
     overlaps = {"overlap_comm": True} if stage else {}
     saves = {"stage3_gather_16bit_weights_on_model_save": True} if stage == 3 else {}
     return overlaps | saves
@@ -245,7 +245,7 @@ def _axes(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
 
 
 def _pipeline(request: ExportRequest) -> list[str]:
-    """Say what the script has to do for a plan with a pipeline."""
+    """Say what the user's script must do for a plan with a pipeline."""
     plan = request.plan
     if plan.pp == 1:
         return []

@@ -149,7 +149,7 @@ def _recompute(request: ExportRequest, written: _WrittenAxes, notes: list[str]) 
         notes.append(unsupported.checkpointing(request, _TOOL, "full recomputation", "full", every))
     offloads = request.plan.offload_activations == "cpu"
     if written.shards and every == 1 and not offloads:
-        return {}  # fsdp_config has it
+        return {}  # it is in fsdp_config
     kwargs: dict[str, Any] = {"every_n_layers": every} if every > 1 else {}
     if offloads:
         kwargs["offload"] = True

@@ -19,7 +19,7 @@ _FILE = "megatron.sh"
 _STRATEGIES = {2: "optim_grads", 3: "optim_grads_params"}
 # --use-rope-scaling means Llama 3.1's scaling, of which only the factor can be set.
 _LLAMA_SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_positions": 8192}
-# Settings that a plan does not have: the shell stops with a message if one is not set.
+# Settings that a plan does not contain. The script stops with a message if one is not set.
 _YOURS = {
     "DATA_PATH": "the prefix of your tokenized data, as preprocess_data.py writes it",
     "TOKENIZER": "the folder or name of a Hugging Face tokenizer",
@@ -27,7 +27,7 @@ _YOURS = {
     "TRAIN_ITERS": "the number of steps",
     "WARMUP_ITERS": "the number of warm-up steps of the learning rate",
 }
-# An argument with its values: one line of the script.
+# An argument with its values, which are one line of the script.
 Argument = tuple[str, ...]
 
 
@@ -135,7 +135,7 @@ def _axes(request: ExportRequest, notes: list[str]) -> list[Argument]:
 
 
 def _stages(request: ExportRequest, notes: list[str]) -> list[Argument]:
-    """Return the arguments that place layers on stages: a number for equal stages, or a layout."""
+    """Return the arguments that assign layers to stages: a number for equal stages, or a layout."""
     plan, spec = request.plan, request.spec
     if plan.pp == 1:
         return []
@@ -263,7 +263,7 @@ def _offload(request: ExportRequest, notes: list[str]) -> list[Argument]:
         if request.stage == 0:
             found.append(("--use-distributed-optimizer",))
     if _offloads_activations(request):
-        # One layer has to stay, since its activations are needed at once.
+        # One layer must stay on the device, since its activations are needed immediately.
         found.append(("--cpu-offloading-num-layers", str(request.spec.layers - 1)))
     if plan.empty_cache:
         found.append(("--empty-unused-memory-level", "1"))

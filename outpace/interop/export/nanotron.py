@@ -171,7 +171,7 @@ def _config(request: ExportRequest, notes: list[str]) -> dict[str, Any]:
     rotary = spec.positions == "rotary" and spec.norm == "rmsnorm" and spec.gated
     if not rotary:
         return _starcoder(spec, notes)
-    # Its Llama has no biases or windows, and its attention does not split sequences.
+    # nanotron's Llama has no biases or windows, and its attention does not split sequences.
     qwen = spec.qkv_bias or spec.sliding_window is not None or request.plan.cp > 1
     if spec.kv_heads < request.plan.tp:
         notes.append(

@@ -1,5 +1,6 @@
-"""A plan to export, with the numbers that all formats need, and the result. Ranks, shards and
-micro-batches, as other trainers count them, are derived only here.
+"""A plan to export, with the numbers that all formats need, and the result.
+
+Only this module derives ranks, shards and micro-batches as other trainers count them.
 """
 
 import math
@@ -21,13 +22,13 @@ HOST = 8
 
 
 class Note(str):
-    """A sentence about settings that a plan does not decide; the plan does not change."""
+    """A sentence about settings that a plan does not contain; it does not change the plan."""
 
     __slots__ = ()
 
 
 class ScriptEdit(Note):
-    """A Note on a change to the user's script that the plan's time and memory assume."""
+    """A note on a change to the user's script that the plan's time and memory presuppose."""
 
     __slots__ = ()
 
@@ -42,7 +43,7 @@ class Replacement(str):
     fields: Mapping[str, Any]
 
     def __new__(cls, sentence: str, **fields: Any) -> Self:
-        """Return the sentence, with the plan's fields as they are written."""
+        """Create the sentence, with the values that the configuration has for the plan's fields."""
         found = super().__new__(cls, sentence)
         found.fields = fields
         return found
@@ -75,7 +76,7 @@ class ExportedPlan:
     def written_plan(self, plan: Plan) -> tuple[Plan | None, bool]:
         """Return the plan that `text` describes, and whether it is complete.
 
-        The plan is None if the known part of it is not a valid plan.
+        The plan is None if the part that is known is not a valid plan.
         """
         values = plan.model_dump()
         for sentence in self.differences:
@@ -101,9 +102,10 @@ class ExportedPlan:
 
 @dataclass(frozen=True)
 class RecomputedBlocks:
-    """The blocks that recompute their activations, as far as a single mode can express them. `mode`
-    is the mode of most of these blocks, and `count` is their number. `every` is K if they are every
-    K-th block from the first, and None otherwise.
+    """The blocks that recompute their activations, as far as a single mode can express them.
+
+    `mode` is the mode of most of these blocks, and `count` is their number. `every` is K if they
+    are every K-th block, starting with the first, and None otherwise.
     """
 
     mode: Checkpointing

@@ -1,4 +1,4 @@
-"""Formats that other trainers read: comments, TOML, YAML, and the command that starts ranks."""
+"""Text that other trainers read: comments, TOML, YAML, and the command that starts ranks."""
 
 import json
 import math
@@ -13,12 +13,12 @@ _WIDTH = 98
 
 
 class Placeholder(str):
-    """A word in place of a value. It is invalid TOML, so readers fail at its line."""
+    """A placeholder word for a value. It is invalid TOML, so readers fail at its line."""
 
     __slots__ = ()
 
 
-# Replace this word with the address before starting several hosts.
+# The user replaces this word with the address before starting several hosts.
 HEAD = "$HEAD_NODE"
 
 

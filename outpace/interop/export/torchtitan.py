@@ -1,6 +1,6 @@
 """torchtitan: the TOML of its releases up to 0.2, and the command line for 0.3.
 
-Releases from 0.3 on read no file: one of their functions, selected by --module and --config, makes
+Releases from 0.3 read no file: one of their functions, selected by --module and --config, creates
 the configuration, and flags change it. The end of the file lists these flags.
 """
 
@@ -59,7 +59,7 @@ _CONFIGS = {
 }
 _OWN_FLAVOR = "outpace"
 _TIED_QWEN3 = ("0.6B", "1.7B", "4B")
-# Its defaults for all Llamas.
+# torchtitan's defaults for all Llamas.
 _LLAMA31_SCALING = RopeScaling(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
 )
@@ -168,7 +168,7 @@ def _arguments(spec: ModelSpec, qwen: bool) -> dict[str, Any]:
             "enable_weight_tying": spec.tied,
         }
     multiple, multiplier = _mlp(spec)
-    # It scales rotary frequencies of every model; a factor of 1 leaves them unchanged.
+    # torchtitan scales rotary frequencies of every model; a factor of 1 leaves them unchanged.
     scaling = spec.rope_scaling or _LLAMA31_SCALING.model_copy(update={"factor": 1.0})
     return arguments | {
         "multiple_of": multiple,
@@ -189,7 +189,7 @@ def _mlp(spec: ModelSpec) -> tuple[int, float]:
 
 
 def _differences(spec: ModelSpec, qwen: bool) -> list[str]:
-    """Name features of the model that torchtitan's model lacks with any arguments."""
+    """Name features of the model that torchtitan's model does not have with any arguments."""
     found = []
     if spec.tied and not qwen:
         found.append(

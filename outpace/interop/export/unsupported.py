@@ -1,6 +1,7 @@
-"""Sentences for the user on parts of a plan that another trainer's configuration cannot express. A
-format names the plan's fields that it has written; every other field that differs from its default
-becomes a sentence here.
+"""Sentences for the user on parts of a plan that another trainer's configuration cannot express.
+
+A format names the plan's fields that it has written; every other field that differs from its
+default becomes a sentence here.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -29,7 +30,7 @@ _AS_REPLICAS: Mapping[Strategy, str] = {
 
 
 def clip(plan: Plan) -> float:
-    """Return the gradient norm for clipping; none if the optimizer runs in the backward."""
+    """Return the gradient norm for clipping; None if the optimizer runs in the backward."""
     return 0.0 if plan.optimizer_in_backward else _CLIP
 
 
@@ -101,7 +102,7 @@ def checkpointing(
     request: ExportRequest, tool: str, written: str, mode: Checkpointing | None, every: int = 1
 ) -> str:
     """Explain that the configuration recomputes other blocks, or in another mode. It uses `mode` in
-    every `every`-th block; None is a mode that plans do not have.
+    every `every`-th block; None stands for a mode that plans do not have.
     """
     done = request.recomputed_blocks
     kind = "" if done.alike else " and others"
@@ -120,7 +121,7 @@ def precision(plan: Plan, tool: str, written: str, name: Precision) -> str:
 
 
 def reduced_in_16_bits(plan: Plan, tool: str) -> list[str]:
-    """Explain that FSDP gathers and reduces in one dtype, if a tool supports no other way."""
+    """Explain that FSDP gathers and reduces in the same dtype, if a tool supports nothing else."""
     if plan.precision not in SHARD_DTYPES:
         return []
     dtypes = SHARD_DTYPES[plan.precision]
