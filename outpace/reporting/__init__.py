@@ -1,1 +1,1 @@
-"""Presentation of records: pages, tables and figures."""
+"""Presentation of records as pages, tables and figures."""

@@ -10,7 +10,7 @@ from outpace.records.strategies import TRAITS
 from outpace.records.units import show_share
 from outpace.records.utilisation import Load, device_utilisation
 
-# Smaller parts are not a bottleneck: without them, steps would be less than a fifth faster.
+# Smaller shares are not bottlenecks: without them, steps would be less than a fifth faster.
 _LEAST = 1 / 6
 
 
@@ -18,7 +18,7 @@ _LEAST = 1 / 6
 class Bottleneck:
     """The limit of a step in a word or two, and a sentence of advice.
 
-    `of_step`: its share is a share of a step's time, not of cores or devices.
+    `of_step`: `share` is a share of a step's time, not of cores or devices.
     """
 
     words: str
@@ -45,7 +45,7 @@ class BottleneckInputs:
 def bottleneck(seen: BottleneckInputs) -> Bottleneck | None:
     """Return the largest part of a step's lost time, or computing; None if parts are unknown.
 
-    They are unknown on mps, which computes while the clock is read.
+    They are unknown on mps, which is still computing when the clock is read.
     """
     if seen.parts.total_s <= 0 or seen.device == "mps":
         return None
@@ -80,7 +80,7 @@ def _losses(seen: BottleneckInputs) -> Iterator[tuple[float, Bottleneck]]:
 
 
 def _cores(seen: BottleneckInputs, waiting: float) -> Iterator[tuple[float, Bottleneck]]:
-    """Yield the share of cores that idle although nothing waits, and the share others use."""
+    """Yield the share of cores that idle although nothing waits, and the share that others use."""
     hosts = [load.host for load in seen.loads]
     shares = [host.utilisation for host in hosts if host.utilisation is not None]
     if not shares:

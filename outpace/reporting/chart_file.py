@@ -1,4 +1,4 @@
-"""A document's charts as a file: a page for a browser, or a picture drawn by kaleido."""
+"""A document's charts as a file: a page for a browser, or a picture rendered by kaleido."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ _BACKGROUND = {"paper_bgcolor": "white", "plot_bgcolor": "white"}
 
 
 def check_chart_path(path: Path) -> None:
-    """Raise BadInputError if no chart can be written to a path, before time is spent on one."""
+    """Raise BadInputError if no chart can be written to a path; call this before expensive work."""
     if path.suffix not in (PAGE, *PICTURES):
         raise BadInputError(
             f"--plot {path}: {path.suffix or 'no suffix'} is not a file type for charts. Use "

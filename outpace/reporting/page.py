@@ -17,13 +17,13 @@ from outpace.records.version import __version__
 from outpace.reporting.render.document import Chart, Document, cell_text
 
 _HERE = Path(__file__).parent
-# Texts in plotly's template language, which contain nothing from a user (document.Chart).
+# Keys of texts in plotly's template language, which contain nothing from a user (document.Chart).
 _TEMPLATES = ("hovertemplate", "texttemplate")
-_MOST_ROWS = 30  # the most rows of a table that is not collapsed
+_MOST_ROWS = 30  # maximum number of rows of a table that is not collapsed
 
 
 def page(documents: Sequence[Document]) -> str:
-    """Return the page. Strings of a document are shown literally, never read as markup."""
+    """Return the page. Strings of a document are shown literally, never interpreted as markup."""
     figures = [
         part
         for document in documents

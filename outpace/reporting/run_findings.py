@@ -9,8 +9,8 @@ from outpace.reporting.bottleneck import BottleneckInputs, limits
 from outpace.reporting.data.run_folder import RunFolder
 
 _SOURCE = "this run's own steps"
-_SLOW = 2.0  # times the median: a delayed step
-_LEAST_LOST = 0.05  # least share of the time of all steps
+_SLOW = 2.0  # times the median step: above this, a step was delayed
+_LEAST_LOST = 0.05  # minimum share of the time of all steps
 
 
 def run_examination(run: RunFolder) -> Examination:
@@ -46,7 +46,7 @@ def run_examination(run: RunFolder) -> Examination:
 
 
 def _measured_parts(run: RunFolder) -> BottleneckInputs:
-    """Return measured parts of a step; for an unfinished run, of the steps so far."""
+    """Return the measured parts of a step; for an unfinished run, of the steps so far."""
     measured = run.measurement
     loads = tuple(average(one.loads) for one in run.utilisation if one.loads)
     plan = run.record.plan

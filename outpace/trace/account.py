@@ -30,11 +30,11 @@ from outpace.trace.reserve import events_of, peak_reserved_bytes
 from outpace.trace.steps import Trainable, Workload, run_steps
 from outpace.trace.world import lay_out, one_rank
 
-# From the second layer on, all layers do the same, except the last; a fourth one makes sure.
+# From the second layer on, all layers do the same, except the last. A fourth one is for safety.
 _SHALLOW = 4
 # With more passes than this, the middle ones do the same as the second.
 MOST_PASSES = 3
-_POINTS = 400  # points of a timeline
+_POINTS = 400  # maximum number of points of a timeline
 
 
 def account(
@@ -64,8 +64,9 @@ def account(
 def _strips(work: Workload, traced: Callable[[Workload], list[Strip]]) -> list[Strip]:
     """Return the strips of the whole model: recorded, or extended from two shallower models.
 
-    Work split by bytes rather than by layers, such as DDP's first broadcast, may not extend:
-    storages would be freed that were never allocated. Then all layers are recorded.
+    Work that is split by bytes rather than by layers, such as DDP's first broadcast, may not
+    extend: storages would be freed that were never allocated. In this case, all layers are
+    recorded.
     """
     depths = shallow_depths(work.spec, work.plan)
     if depths is None:
@@ -81,7 +82,7 @@ def _strips(work: Workload, traced: Callable[[Workload], list[Strip]]) -> list[S
 
 
 def shallow_depths(spec: ModelSpec, plan: Plan) -> tuple[int, int] | None:
-    """Return two smaller layer counts to extrapolate from; None if that saves nothing."""
+    """Return two smaller layer counts from which to extrapolate; None if this saves nothing."""
     period = plan.checkpoint_every
     if plan.pp > 1 or plan.checkpoint_layers or spec.window_layers is not None:
         return None
@@ -100,7 +101,7 @@ def record_strips(work: Trainable, rank: int, rules: Rules, ranks_per_host: int)
     """Record what a rank allocates and frees in two steps, under fake tensors."""
     watch = AllocationTracer(rules)
     collecting = gc.isenabled()
-    gc.disable()  # when cycles are freed would depend on earlier work
+    gc.disable()  # otherwise, earlier work would determine when cycles are freed
     try:
         with one_rank(rank, work.plan.world_size, ranks_per_host) as ranks, fake_tensors(), watch:
             with separate_host_memory(watch, rules), work.functions(rules):
@@ -146,7 +147,7 @@ def _reserved_bytes(course: AllocationCourse, plan: Plan, rules: Rules) -> int |
 
 
 def _moments(course: AllocationCourse, positions: Sequence[int]) -> list[Moment]:
-    """Return live memory and the part of the step, after the changes at `positions`."""
+    """Return the live memory after the changes at `positions`, and the parts of the step there."""
     found = []
     for position, by_kind in zip(positions, course.by_kind(positions), strict=True):
         entry = course.entries[course.origin[position]]
@@ -174,7 +175,7 @@ def _timeline(course: AllocationCourse) -> list[Moment]:
 
 
 def _activations(course: AllocationCourse, position: int) -> dict[str, int]:
-    """Return activations live at the peak, in bytes by the module that made them, largest first."""
+    """Return the activations live at the peak: bytes by module that made them, largest first."""
     sums: dict[str, int] = {}
     for origin, count in zip(
         *np.unique(course.origin[: position + 1], return_counts=True), strict=True

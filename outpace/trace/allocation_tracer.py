@@ -1,4 +1,4 @@
-"""Allocations and frees, operator by operator, and the purpose of each piece of memory."""
+"""Tracer of allocations and frees, operator by operator, and of the purpose of memory."""
 
 import threading
 import weakref
@@ -60,12 +60,12 @@ class Segment:
 
 
 class AllocationTracer(TorchDispatchMode):
-    """Records each storage that operators allocate in the context, until it is freed.
+    """Recorder of each storage that operators allocate in the context, until it is freed.
 
     It sees the thread that enters it, including backwards in that thread, as on a CPU. It does not
     see memory that a kernel allocates and frees internally; `rules` know this for some kernels of
     other devices. `freed_elsewhere` is called with the address of memory that another thread frees,
-    such as a collective's thread that held a buffer last.
+    such as a collective's thread that was the last to hold a buffer.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class AllocationTracer(TorchDispatchMode):
         self._parameters: list[nn.Parameter] = []
 
     def register(self, root: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-        """Register modules by their names within `root`, and track these parameters."""
+        """Register modules by their names within `root`, and track the given parameters."""
         self._names |= {id(module): name for name, module in root.named_modules() if name}
         self._parameters = list(parameters)
         self.call(self._parameters, "weights")
@@ -104,7 +104,7 @@ class AllocationTracer(TorchDispatchMode):
     def mark(self, part: str) -> None:
         """Attribute the work since the last mark to `part`."""
         self._now.part = part  # type: ignore[assignment]
-        if part == "forward":  # the backward needs the forward's results
+        if part == "forward":  # the backward uses the forward's results
             for change in self._now.changes:
                 if change.piece.lives and change.piece.kind is None:
                     change.piece.kind = "activations"
@@ -140,9 +140,9 @@ class AllocationTracer(TorchDispatchMode):
             register.register_module_forward_hook(self._leave_module, always_call=True),
         ]
         self._patched = [
-            # No operator resizes a storage, but FSDP does when it gathers weights.
+            # FSDP resizes storages when it gathers weights, which is not an operator.
             patch.object(torch.UntypedStorage, "resize_", self._wrap_resize()),
-            # DTensor runs operators once without data to learn the shapes of results.
+            # DTensor first runs operators without data, to determine the shapes of results.
             patch.object(ShardingPropagator, _SHAPES, self._wrap_propagation()),
         ]
         for patched in self._patched:
@@ -160,7 +160,7 @@ class AllocationTracer(TorchDispatchMode):
 
     @contextmanager
     def set_aside(self, wanted: bool = True) -> Iterator[None]:
-        """Ignore operators in the context, or with `wanted` False record them again."""
+        """Ignore operators in the context; if `wanted` is False, record them again."""
         before, self._aside = self._aside, wanted
         try:
             yield
@@ -249,10 +249,10 @@ class AllocationTracer(TorchDispatchMode):
             self._now.bytes_moved += sum(moved.values())
 
     def _classify_copy(self, source: Tensor, copy: torch.UntypedStorage) -> None:
-        """Classify a copy: a cast weight counts as a copy of the weight."""
+        """Return the purpose of a copy: a cast weight counts as a copy of the weight."""
         pieces = [self._piece(storage) for storage in _storages(source)]
         if isinstance(source, nn.Parameter):
-            for piece in pieces:  # unknown storages hold gathered weights
+            for piece in pieces:  # storages of unknown origin hold gathered weights
                 piece.kind = piece.kind or "unsharded"
         if any(piece.kind in ("weights", "unsharded") for piece in pieces):
             self._piece(copy).kind = self._kind() or "weight copies"
@@ -263,7 +263,7 @@ class AllocationTracer(TorchDispatchMode):
             piece.kind = piece.kind or "communication"
 
     def _module_of(self, given: list[Tensor]) -> str:
-        """Return the module that made the inputs, since a backward does not enter modules."""
+        """Return the module that made the inputs, because a backward does not call modules."""
         for tensor in given:
             for storage in _storages(tensor):
                 held = self._pieces.get(storage._cdata)
@@ -284,7 +284,7 @@ class AllocationTracer(TorchDispatchMode):
         return held[0]
 
     def _kind(self) -> Kind | None:
-        """Return the purpose of new memory, as far as it is known when allocated."""
+        """Return the purpose of new memory, as far as it is known at its allocation."""
         return "offloaded" if self._on_host else None
 
     def _round_up(self, nbytes: int) -> int:
@@ -309,7 +309,9 @@ def _storages(tensor: Any) -> Iterator[torch.UntypedStorage]:
     """Yield the storages of a tensor, or of the parts of a composed one."""
     if not isinstance(tensor, Tensor):
         return
-    parts: Any = getattr(tensor, "__tensor_flatten__", None)  # DTensor, quantized tensors
+    parts: Any = getattr(
+        tensor, "__tensor_flatten__", None
+    )  # such as DTensor and quantized tensors
     if parts is not None:
         for name in parts()[0]:
             yield from _storages(getattr(tensor, name))

@@ -1,4 +1,4 @@
-"""Counts of the bytes that torch's allocator holds, from the allocator's own events."""
+"""Counter of the bytes that torch's allocator holds, from the allocator's own events."""
 
 import os
 import time
@@ -12,12 +12,12 @@ import torch
 
 
 class Allocations:
-    """Counts allocations and frees in the context, by this thread and the backward's.
+    """Counter of allocations and frees in the context, by this thread and that of the backward.
 
-    `peak_bytes`: the maximum of live bytes. `left_bytes`: the bytes live at the end. Earlier
-    allocations count only when they are freed. Allocations inside kernels are included. torch's
-    profiler does not report frees by other threads: they are noticed when the address is allocated
-    again, or through `freed_elsewhere`.
+    `peak_bytes`: the maximum of live bytes. `left_bytes`: the bytes live at the end. Memory that
+    was allocated before counts only when it is freed. Allocations inside kernels are included.
+    torch's profiler does not report frees by other threads: they are noticed when the address is
+    allocated again, or through `freed_elsewhere`.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Values for a forward to read although its weights and activations have none.
+"""Values that a forward can read although its weights and activations have none.
 
 Integers that depend only on tokens and sizes are computed. A router's tokens are divided equally
 among its experts.
@@ -12,19 +12,20 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 _aten = torch.ops.aten
 _EMPTY = (_aten.empty, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided)
-# Floats are computed up to this many: a mask of 65,536 tokens, which some families build from
-# floats. Nothing reads larger ones, such as initial states, and they would take time and memory.
+# Maximum number of elements of computed floats: a mask of 65,536 tokens, which some families build
+# from floats. Nothing reads larger tensors, such as initial states, which would take time and
+# memory.
 _MOST_FLOATS = 2**16
 
 
 class AssumedValues:
-    """Dispatches operators on CPU tensors, which have values, and meta tensors, which have none.
+    """Mode that runs operators on CPU tensors, which have values, and on meta tensors without.
 
     A result has a value if all its inputs are CPU tensors.
     """
 
     def __init__(self) -> None:
-        # The router's last decision: the number of experts, and of tokens sent to them.
+        # The router's last decision: the number of experts, and the number of tokens sent to them.
         self.experts = 0
         self._choices = 0
         self._reads = 0
@@ -45,7 +46,7 @@ class AssumedValues:
         return func(*args, **kwargs)
 
     def _keep_values(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Compute integers, booleans and masks, even where they belong on meta.
+        """Compute integers, booleans and masks, even if they belong on the meta device.
 
         Results are the same in each run: random numbers get no values, and uninitialised memory is
         zero.
@@ -70,7 +71,7 @@ class AssumedValues:
         self._choices = scores.numel() // max(1, self.experts) * int(each)
 
     def _indices(self, mask: Tensor) -> Tensor:
-        """Return the indices of all experts, or, call by call, of each expert's tokens."""
+        """Return the indices of all experts, or in turn those of each expert's tokens."""
         if mask.dim() == 1 and 0 < self.experts <= len(mask):
             self._reads = 0
             return torch.arange(self.experts, device="cpu").unsqueeze(1)

@@ -1,11 +1,11 @@
-"""Traces of compiled forwards: the tensors that Inductor's kernels would allocate.
+"""Tracing of compiled forwards, with the tensors that Inductor's kernels would allocate.
 
 The compiler itself does not run, but its partitioner does: it decides what the forward saves and
 what the backward recomputes (min-cut rematerialization; Horace He, "Min-cut optimal(*)
 recomputation with AOTAutograd", 2022), on the graph that AOTAutograd traces with Inductor's
 decompositions. The two graphs then run node by node under fake tensors. One rule of Inductor's
-fusion is used: elementwise results are written to memory only if the graph returns them or an
-operator reads them that is not fused (a matmul, attention); otherwise they stay in registers.
+fusion is used: elementwise results are written to memory only if the graph returns them, or if an
+operator that is not fused (a matmul, attention) reads them; otherwise they stay in registers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ from outpace.records.plan import Plan
 from outpace.trace.allocation_tracer import AllocationTracer
 
 _ATEN, _PRIMS = torch.ops.aten, torch.ops.prims
-# Pointwise operators, or ones that only reorder elements, which torch does not tag as such.
+# Operators that are pointwise, or only reorder elements, and that torch does not tag as such.
 _POINTWISE = frozenset(
     {_ATEN.clone, _ATEN._to_copy, _ATEN.embedding, _ATEN.cat, _ATEN.expand, _ATEN.full,
      _ATEN.full_like, _ATEN.where, _ATEN.select_scatter, _ATEN.slice_scatter, _ATEN.gather,
@@ -37,8 +37,9 @@ _TENSOR = object()  # placeholder for tensors among arguments
 def trace_compiled(model: nn.Module, plan: Plan, watch: AllocationTracer) -> None:
     """Run the compiled forwards of a model and its parts as the graphs that would be compiled.
 
-    They are traced as eager if blocks are recomputed (which works the same when compiled), if saved
-    tensors are offloaded, if tensors are sharded by tensor parallelism, or if matmuls are in fp8.
+    They are traced as eager code if blocks are recomputed (which uses the same memory when
+    compiled), if saved tensors are offloaded, if tensors are sharded by tensor parallelism, or if
+    matmuls are in fp8.
     """
     if (
         plan.recomputes
@@ -76,14 +77,14 @@ class _PartitionedForward:
         with self._watch.set_aside():
             if key not in self._graphs:
                 self._graphs[key] = self._compile(leaves, shape)
-                # The first call builds the graphs, and keeps its arguments for good.
+                # The first call builds the graphs, and keeps its arguments forever.
                 self._counts = False
                 self._graphs[key](tensors_by_name, [_stand_in(tensor) for tensor in tensors])
             self._counts = True
             return self._graphs[key](tensors_by_name, tensors)
 
     def _compile(self, leaves: Sequence[Any], shape: Any) -> Callable[..., Any]:
-        """Return a function of the module's tensors and inputs, compiled except for kernels."""
+        """Return a function of the module's tensors and inputs that is compiled down to graphs."""
         from torch._functorch.aot_autograd import aot_function
         from torch._functorch.partitioners import min_cut_rematerialization_partition
         from torch._inductor.decomposition import select_decomp_table
@@ -134,9 +135,9 @@ def _forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None
 
 
 class _Nodes(fx.Interpreter):
-    """Runs a graph node by node; results that are not `made` take no memory.
+    """Interpreter that runs a graph node by node; results that are not `made` take no memory.
 
-    It empties the list of inputs, so that each input lives until its last reader.
+    It empties the list of inputs, so each input lives until its last reader.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Memory of a custom model: its forward, loss and batch under fake tensors.
+"""Memory of a custom model, from its forward, loss and batch under fake tensors.
 
 The user's function builds the real module once; a copy on the meta device is traced.
 """
@@ -38,7 +38,7 @@ from outpace.trace.device import Rules
 from outpace.trace.offloading import offload_to_disk
 from outpace.trace.steps import CPU, LayOut
 
-_SMALL = 32  # buffers up to this many elements keep their values, since programs read them
+_SMALL = 32  # buffers with at most this many elements keep their values, since programs read them
 _READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
 _MEASURE = "Let a run measure it, with values: outpace train --memory --steps 5."
 _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
@@ -46,7 +46,7 @@ _LIBRARIES = (Path(torch.__file__).parent, Path(__file__).parents[1])
 
 @dataclass(frozen=True)
 class ModuleWorkload:
-    """Training of a custom model; each step passes over `plan.samples_read` samples.
+    """Training of a custom model. A step has passes over `plan.samples_read` samples each.
 
     `build` constructs the module with its loss; `samples` returns a batch with the given number of
     samples.
@@ -135,9 +135,9 @@ def account_of_module(
         drops=has_dropout(model.module),
         value_free=True,
     )
-    drawn = random_state(CPU)  # inspections of stages seed it
+    drawn = random_state(CPU)  # inspecting stages seeds it
     try:
-        # torch's warning about received scalars, which are real tensors
+        # torch warns about received scalars, which are real tensors
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
             strips = record_strips(work, rank, rules, ranks_per_host)
@@ -151,7 +151,7 @@ def account_of_module(
 
 
 class _ValueFree(CustomObjective):
-    """An objective whose forward must not read values, since tensors have none."""
+    """Objective whose forward must not read values, since tensors have none."""
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Compute loss and count. Raises BadInputError if the forward reads a value."""
@@ -197,7 +197,7 @@ def _failure(module: nn.Module, error: Exception, compiled: bool) -> str:
 
 
 def _on_no_memory(structure: nn.Module) -> nn.Module:
-    """Return a copy of a module on meta, in the current dispatch mode."""
+    """Return a copy of a module on the meta device, in the current dispatch mode."""
     held = [*structure.parameters(), *structure.buffers()]
     memo: dict[int, Any] = {}
     for tensor in held:

@@ -5,7 +5,7 @@ fp32 log-sum-exp per query), and autocast casts the same operators of outpace's 
 differences are:
 
 1. The caching allocator allocates in units of 512 bytes (CUDACachingAllocator, kMinBlockSize).
-2. cuBLAS has a workspace for each of the two threads that multiply, the forward's and the
+2. cuBLAS has a workspace for each of the two threads that run matmuls, the forward's and the
    backward's: 32 MiB on Hopper, 8.125 MiB before (torch, CUDABlas handle pool: 4096 KiB × 8; and
    4096 KiB × 2 + 16 KiB × 8).
 3. FlashAttention's backward sums query gradients in fp32, with sequences rounded up to 128 and
@@ -18,7 +18,7 @@ differences are:
    no fused attention with dropout and saves the probabilities.
 5. The loss is `nn.head_loss`. Its compiled passes over the logits overwrite them with their
    gradient, and need only a few numbers per token.
-6. Weights to be quantized to 4 bits are in host memory, except the matrix being quantized.
+6. Weights that will be quantized to 4 bits are in host memory, except the matrix being quantized.
 7. Documents, windows and padding become block masks for FlexAttention (nn.kernels), which saves
    what fused attention saves, and no dense mask. Its backward needs less than rule 3: one fp32 sum
    per query. With a mask instead, keys and values are repeated for all heads, and saved.
@@ -53,7 +53,7 @@ _THREADS_THAT_MULTIPLY = 2
 
 @dataclass(frozen=True)
 class Rules:
-    """Differences of a device from the CPU, whose operators are traced; a CPU has none."""
+    """Differences between a device and the CPU, whose operators are traced; none for a CPU."""
 
     accelerator: Accelerator | None = None
 
@@ -76,11 +76,11 @@ class Rules:
         return [each] * _THREADS_THAT_MULTIPLY
 
     def builds_on_host(self, plan: Plan) -> bool:
-        """Return whether memory allocated while building the model is on the host: rule 6."""
+        """Return whether memory allocated while the model is built is on the host: rule 6."""
         return self.accelerator is not None and plan.base == "nf4"
 
     def prepare(self, objective: LanguageModelObjective) -> None:
-        """Make a model choose the kernels that it would use on the device."""
+        """Make a model select the kernels that it would use on the device."""
         if self.accelerator is None:
             return
         objective.runs_on = objective.model.runs_on = self.device
@@ -120,12 +120,12 @@ def _loss_and_gradient(logits_NP: Tensor, columns_N: Tensor, *_: Any) -> Tensor:
     return lse_N.sum()
 
 
-# Rule 5: memory that compiled passes read and write.
+# Rule 5: memory that compiled passes over logits read and write.
 _IN_PLACE = LogitsFunctions(_scores, _gradient, _loss_and_gradient)
 
 
 class _Masks(TorchFunctionMode):
-    """Replaces dropout by what an accelerator's kernel does."""
+    """Mode that replaces dropout by the accelerator's version."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is F.dropout:

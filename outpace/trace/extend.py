@@ -1,4 +1,4 @@
-"""A deep model's memory from two shallow ones, exactly: equal layers do equal work.
+"""Exact memory of a deep model, derived from two shallow ones, since equal layers do equal work.
 
 Records at two depths differ by the work of one period of layers, once or several times in each part
 of a step. Comparing them finds this work, which is repeated for the deep model's other periods. If
@@ -17,12 +17,12 @@ from outpace.records.memory import KINDS, Kind, Part
 from outpace.trace.allocation_tracer import Segment
 
 _BLOCK = re.compile(r"(?<=blocks\.)\d+")
-# Cost of an insertion: less than of differing bytes, so ties prefer the fewest positions.
+# Cost of an insertion: less than that of differing bytes, so ties prefer the fewest positions.
 _INSERTION = 0.01
 
 
 class IrregularError(Exception):
-    """Two depths differ by more than repeated layers."""
+    """Error: two depths differ by more than repeated layers."""
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,12 @@ class Entry:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Properties that are the same in equal layers."""
+        """The properties that are the same in equal layers."""
         return (self.nbytes, *self.loose)
 
     @property
     def loose(self) -> tuple[object, ...]:
-        """Key without bytes, for entries whose bytes depend on the number of layers."""
+        """The key without bytes, for entries whose bytes depend on the number of layers."""
         return (self.nbytes > 0, self.kind, self.operator, self.module)
 
 
@@ -101,7 +101,7 @@ def drop_temporaries(strip: Strip) -> Strip:
 
 
 def _in_order(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """Sort simultaneous frees, such as of autocast's copies, independently of addresses."""
+    """Sort simultaneous frees, for example of autocast's copies, independently of addresses."""
     for freed, some in groupby(entries, lambda e: e.nbytes < 0 and (e.operator, e.module)):
         run = list(some)
         yield from sorted(run, key=lambda e: (e.kind, e.nbytes)) if freed else run
@@ -146,8 +146,8 @@ def _extend_one(shallow: Strip, deeper: Strip, times: int, period: int) -> Strip
 def _count_insertions(a: Sequence[Entry], b: Sequence[Entry]) -> list[int]:
     """Count the changes that only `b` has, before each change of `a` and after the last.
 
-    They follow from the cheapest embedding of `a` in `b`: a match with different bytes has a cost,
-    and so has each position with insertions; changes of different kinds never match.
+    They follow from the cheapest embedding of `a` in `b`. A match with different bytes has a cost,
+    as has each position with insertions; changes of different kinds never match.
     """
     extra = len(b) - len(a)
     if extra < 0:
@@ -177,7 +177,8 @@ def _count_insertions(a: Sequence[Entry], b: Sequence[Entry]) -> list[int]:
 def _split_at_jumps(b: Sequence[Entry], begin: int, end: int) -> list[tuple[int, int]]:
     """Split inserted changes where they jump from the last layer to the first.
 
-    A list of all layers' matrices, followed by a list of their vectors, gains one layer in each.
+    For example, a list of all layers' matrices, followed by one of their vectors, gains one layer
+    in each list.
     """
     pieces, last = [begin], -1
     for n in range(begin, end):
@@ -197,7 +198,7 @@ def _unlikeness(sizes: NDArray[np.float64], size: int) -> NDArray[np.float64]:
 def _open_insertion(cost: NDArray[np.float64], came_from: NDArray[np.int32]) -> NDArray[np.float64]:
     """Return the costs if an insertion may start here; write predecessors to `came_from`.
 
-    Among ways of equal cost, prefer the one that inserts least here.
+    Among alternatives of equal cost, prefer the one that inserts the least here.
     """
     least = np.minimum.accumulate(cost)
     numbers = np.arange(len(cost))
@@ -223,7 +224,7 @@ def _extrapolate_entry(one: Entry, other: Entry, times: int) -> Entry:
 
 @dataclass(frozen=True)
 class AllocationCourse:
-    """All changes in sequence, with repeated ones expanded.
+    """All changes of memory in sequence, with repeated ones expanded.
 
     Change n is `entries[origin[n]]`, in strip `strip_of[n]` and layer `block[n]`. Change n has
     `nbytes[n]` bytes of `kind[n]`, an index into KINDS, and leaves `live_bytes[n]` live.
@@ -278,7 +279,7 @@ def course_of(strips: Sequence[Strip]) -> AllocationCourse:
 
 
 def _unroll(strip: Strip) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return entry numbers in execution order, and the offset of each one's layer number."""
+    """Return entry numbers in execution order, and the offset of each entry's layer number."""
     indices: list[NDArray[np.int64]] = []
     shifts: list[NDArray[np.int64]] = []
 

@@ -1,4 +1,4 @@
-"""Tensors without memory, except small ones that programs read."""
+"""Fake tensors: without memory, except small ones that programs read."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,17 +13,18 @@ from torch.utils._pytree import tree_leaves
 
 _READS = (torch.ops.aten.item.default, torch.ops.aten._local_scalar_dense.default)
 # Largest number of elements by dtype: ranks of a mesh, sizes of parameters, counts of steps, flags.
-# Token numbers and positions are int64, too, but there are more of them.
+# Token numbers and positions are also int64, but have more elements.
 _FEW = {torch.int32: 2**20, torch.int64: 32}
 _FEW_OTHERS = 2
 
 
 class RealSmallTensors(TorchDispatchMode):
-    """Mode on top of FakeTensorMode: small tensors are real if they depend on no fake ones.
+    """Mode on top of FakeTensorMode, in which small tensors are real unless they depend on fake
+    ones.
 
     Optimizers read step counts, meshes their ranks, and DDP the sizes of parameters: none of these
-    depends on weights or data. Any other value that is read is 1, such as the flag that a gradient
-    exists, or that a stage knows its shapes.
+    depends on weights or data. All other values that are read are 1, such as flags that a gradient
+    exists or that a stage knows its shapes.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -31,7 +32,7 @@ class RealSmallTensors(TorchDispatchMode):
         if any(issubclass(kind, (DTensor, FakeTensor)) for kind in types):
             if func in _READS:
                 return 1.0 if args[0].dtype.is_floating_point else 1
-            if func is torch.ops.aten.nonzero.default:  # assume that all elements are nonzero
+            if func is torch.ops.aten.nonzero.default:  # assumes that all elements are nonzero
                 return args[0].new_empty((args[0].numel(), args[0].ndim), dtype=torch.int64)
             return func(*args, **kwargs)
         if not any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs))):

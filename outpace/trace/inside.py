@@ -27,12 +27,12 @@ _IN_PYTHON: Mapping[Any, Callable[..., Any]] = {
     rms_norm.overload: rms_norm.code,
     rms_norm_backward.overload: rms_norm_backward.code,
 }
-# Implemented on CPUs only; accelerators have kernels of their own.
+# Only for CPUs; accelerators have other kernels.
 _ON_CPUS = frozenset({gelu_tanh.overload, rms_norm.overload, rms_norm_backward.overload})
 
 
 class TemporaryBytes:
-    """Bytes that operators need in addition to their inputs and outputs.
+    """Function that returns the bytes that operators need besides their inputs and outputs.
 
     Norms, GELU and blocked attention are written in Python, so their code is run on meta tensors.
     `on_cpu`: whether the traced device is a CPU.
@@ -47,7 +47,8 @@ class TemporaryBytes:
 
         Return 0 for unknown operators, and for tensors with memory.
         """
-        # Needed for tensors with memory, too: a mode around the operator does not see inside it.
+        # Also needed for tensors with memory, since a mode around the operator does not see inside
+        # it.
         if func is low_loss.overload:
             return temporary_bytes(args[0], args[1])
         if func is low_loss_backward.overload:
@@ -85,7 +86,7 @@ _ATTENTION_BACKWARDS = (
     _ATEN._scaled_dot_product_efficient_attention_backward.default,
     _ATEN._scaled_dot_product_cudnn_attention_backward.default,
 )
-# As torch counts: scores that a backward recomputes are work, too. (Before 2.13, torch's own
+# Counted as by torch, which includes scores that a backward recomputes. (Before 2.13, torch's own
 # formulas for attention do not support grouped queries.)
 FLOPS: Mapping[Any, Callable[..., int]] = {
     **{one: lambda q, k, *_, **__: 2 * _attention_flops(q, k) for one in _ATTENTIONS},

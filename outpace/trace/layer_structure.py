@@ -1,7 +1,7 @@
 """Attention, MLP and experts of a traced layer, recognised by the shapes of its matmuls.
 
-Recognised parts are planned like outpace's own layers, including tensor and expert parallelism; of
-other matmuls, only the size is known.
+Recognised parts are planned like layers of outpace's models, including tensor and expert
+parallelism. Of other matmuls, only the size is known.
 """
 
 from collections import Counter
@@ -17,7 +17,7 @@ from outpace.trace.matmuls import MatmulCall
 class LayerWeights:
     """Shapes of a layer's parameters by name, its residual width, and its rows in the trace.
 
-    `cross_rows`: the rows of the input that its cross-attention reads.
+    `cross_rows`: the number of rows of the input that cross-attention reads.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -61,8 +61,8 @@ def tell_apart(
 ) -> LayerStructure:
     """Recognise a stack's attention projections and its MLP or experts.
 
-    `matmuls` are in order; `places`: the number of matmuls before its self-attention and its
-    cross-attention.
+    `matmuls` are in execution order; `places`: the number of matmuls before its self-attention and
+    its cross-attention.
     """
     rest = list(matmuls)
     uses = Counter(one.weight for one in matmuls)
@@ -100,7 +100,7 @@ def tell_apart(
 
 
 def _groups(matmuls: Sequence[MatmulCall]) -> Iterator[list[MatmulCall]]:
-    """Yield matmuls grouped by part of the layer, innermost parts first, then all of them."""
+    """Yield groups of matmuls by part of the layer, innermost parts first, and finally all."""
     groups: dict[tuple[str, ...], list[MatmulCall]] = {}
     for one in matmuls:
         parts = str(one.weight).split(".")
@@ -111,7 +111,7 @@ def _groups(matmuls: Sequence[MatmulCall]) -> Iterator[list[MatmulCall]]:
 
 
 def _likely_groups(before: Sequence[MatmulCall], out: MatmulCall) -> Iterator[Sequence[MatmulCall]]:
-    """Yield groups that may hold an attention's projections: its module, then enclosing ones."""
+    """Yield groups that may contain an attention's projections: its module's, then outer ones."""
     start = f"{_place(out)}."
     yield [one for one in before if str(one.weight).startswith(start)]
     yield from reversed(list(_groups(before)))
@@ -126,7 +126,7 @@ def _projections(
     after: Sequence[MatmulCall],
     weights: LayerWeights,
 ) -> Projected | None:
-    """Return attention with its matmuls: matching ones before it, and the next one after it."""
+    """Return the attention with its matmuls: matching ones before it, and the next one after it."""
     mixed = attention.heads * attention.value_dim
     out = next((one for one in after if (one.inputs, one.outputs) == (mixed, weights.hidden)), None)
     if out is None:
@@ -146,7 +146,7 @@ def _plain(
 ) -> Projected | None:
     """Find one or several matmuls for queries, keys and values, all with the residual width.
 
-    Where masked attention repeats keys to the number of query heads, the matmuls show it.
+    If masked attention repeats keys to the number of query heads, the matmuls show the real number.
     """
     read = [one for one in before if one.inputs == weights.hidden]
     queries = attention.heads * attention.head_dim
@@ -179,7 +179,7 @@ def _three_of(
 
 
 def _gate_matmuls(attention: AttentionShape, taken: Sequence[MatmulCall]) -> list[MatmulCall]:
-    """Return matmuls other than queries, keys and values: they are gates of the output."""
+    """Return the matmuls other than queries, keys and values, which are gates of the output."""
     queries = attention.heads * attention.head_dim
     if attention.kv_rank is not None:
         return []
@@ -266,7 +266,7 @@ def _mlps_of(
 def _experts(
     rest: Sequence[MatmulCall], whole: Sequence[MatmulCall], weights: LayerWeights
 ) -> tuple[Mlp, list[MatmulCall]] | None:
-    """Find experts with stacked weights, where each token uses some of them."""
+    """Find experts with stacked weights, of which each token uses some."""
     stacked = [one for one in rest if len(weights.shapes.get(one.weight or "", ())) == 3]
     stacked = [one for one in stacked if one.rows % weights.rows == 0]
     for down in sorted(stacked, key=lambda one: one.inputs * one.outputs, reverse=True):

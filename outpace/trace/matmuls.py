@@ -19,7 +19,7 @@ from outpace.records.errors import BadInputError
 from outpace.trace.assumed_values import AssumedValues
 
 _aten = torch.ops.aten
-# Position of the two operands among the arguments.
+# Positions of the two operands among the arguments.
 _FACTORS: dict[Any, int] = {
     _aten.mm: 0,
     _aten.addmm: 1,
@@ -35,7 +35,7 @@ _ATTENTION = ("_scaled_dot_product_", "_flash_attention_forward", "_efficient_at
 class MatmulCall(NamedTuple):
     """Matmul of (rows, inputs) by (inputs, outputs) in `module`; `weight` names the parameter.
 
-    If neither operand is a weight, it is a batch of `batch` matmuls, and rows is their total.
+    If neither operand is a weight, it is a batch of `batch` matmuls, and `rows` is their total.
     """
 
     module: str
@@ -69,13 +69,13 @@ class Forward:
 
 
 def record(module: nn.Module, inputs: Any) -> Forward:
-    """Run a copy of `module` once, without memory unless the forward reads values.
+    """Run a copy of `module` once, on the meta device unless the forward reads values.
 
     `inputs`: a tuple of arguments, a mapping of keyword arguments, or one argument. Raises
     BadInputError if the forward cannot run.
     """
     if all(parameter.is_meta for parameter in module.parameters()):
-        for assumed in (None, AssumedValues()):  # several times faster than fake tensors
+        for assumed in (None, AssumedValues()):  # several times as fast as fake tensors
             with _quiet(), suppress(BadInputError):
                 return _record_forward(module, inputs, None, assumed)
     try:
@@ -92,7 +92,7 @@ def record(module: nn.Module, inputs: Any) -> Forward:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch's log of operations that need values; they are rerun with values."""
+    """Suppress torch's log about operations that need values, since these run again with values."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -126,7 +126,7 @@ def _record_forward(
             inputs = tree_map_only(Tensor, lambda tensor: tensor.to("meta"), inputs)
             stack.enter_context(torch.device("meta"))
         if fake is None:
-            stack.enter_context(evaluation_mode(copied))  # the copy may be the user's own module
+            stack.enter_context(evaluation_mode(copied))  # the copy may be the user's module itself
         else:
             inputs = tree_map_only(Tensor, fake.from_tensor, inputs)
             stack.enter_context(fake)
@@ -138,7 +138,7 @@ def _record_forward(
 
 
 def _copy_module(module: nn.Module, fake: Any) -> nn.Module:
-    """Copy the module: its forward may store results in it, and the user's must not change."""
+    """Copy the module, since its forward may store results in it and the user's must not change."""
     try:
         if fake is None:
             return copy.deepcopy(module)
@@ -168,7 +168,7 @@ def _call(module: nn.Module, inputs: Any) -> None:
 
 
 class _Watch(TorchDispatchMode):
-    """Records operations. Weights are recognised by their storage, even when cast."""
+    """Mode that records operations. Weights are recognised by their storage, even when cast."""
 
     def __init__(self, module: nn.Module, assumed: AssumedValues | None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -191,7 +191,7 @@ class _Watch(TorchDispatchMode):
 
     @contextmanager
     def module_hooks(self, module: nn.Module) -> Iterator[None]:
-        """Track which module is running, by hooks that are removed on exit."""
+        """Track which module is running, with hooks that are removed on exit."""
         handles = []
         for name, part in module.named_modules():
             handles += [

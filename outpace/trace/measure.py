@@ -1,4 +1,4 @@
-"""The memory of two real steps on this rank, to compare with a trace."""
+"""Measured memory of two real steps on this rank, to compare with a trace."""
 
 import gc
 
@@ -17,16 +17,16 @@ from outpace.trace.steps import Trainable, run_steps
 
 
 def measure(work: Trainable, ranks: Ranks) -> MemoryAccount:
-    """Train two real steps on the CPU, twice; collective over the ranks of the plan.
+    """Train two real steps on the CPU, twice. All ranks of the plan must call this.
 
     The first run is not instrumented, and gives `resident_bytes`, the growth of the process's
-    anonymous resident memory. The second is instrumented, which itself takes memory: it gives the
+    anonymous resident memory. The second is instrumented, which itself takes memory, and gives the
     tensors live at the peak, and `allocated_bytes`, the allocator's own peak.
     """
     rules = Rules()
     with resident_growth() as grown:
         run_steps(work, ranks, AllocationTracer(), _lay_out, rules, Scratch())
-    gc.collect()  # otherwise garbage would be freed during the steps
+    gc.collect()  # otherwise, garbage would be freed during the steps
     allocations = Allocations()
     watch = AllocationTracer(freed_elsewhere=allocations.note_free)
     with allocations, watch:

@@ -1,4 +1,4 @@
-"""Offloading in a trace: tensors leave the device's memory without a disk or second device."""
+"""Simulated offloading in a trace, without a disk or a second device."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ from outpace.trace.device import Rules
 
 
 class _EmptyRegion(Region):
-    """Region that takes no memory and never waits."""
+    """Empty region, which takes no memory and never waits."""
 
     def __init__(self) -> None:
         pass
@@ -42,7 +42,7 @@ class OffloadScratch(Scratch):
         self._watch = watch
 
     def copy_permanently(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Region]:
-        """Return the tensors themselves; from now on, their memory counts as offloaded."""
+        """Return the tensors unchanged; from now on, their memory counts as offloaded."""
         self._watch.move_away(tensors)
         return list(tensors), _EmptyRegion()
 
@@ -58,14 +58,14 @@ class OffloadScratch(Scratch):
 
 
 def offload_to_disk(plan: Plan, rules: Rules) -> Plan:
-    """Replace offloading to the host, which the CPU refuses, by offloading to disk."""
+    """Replace offloading to the host, which is refused on a CPU, by offloading to disk."""
     if rules.device == "cpu" or plan.offload_activations != "cpu":
         return plan
     return plan.model_copy(update={"offload_activations": "disk"})
 
 
 def lies_on_host(plan: Plan, rules: Rules) -> bool:
-    """Return whether shards, their gradients and optimizer states are in host memory."""
+    """Return whether the plan keeps shards, their gradients and optimizer states in host memory."""
     return plan.offload_parameters == "cpu" and rules.device != "cpu"
 
 

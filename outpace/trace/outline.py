@@ -1,4 +1,4 @@
-"""The outline of any module, from one forward; repeated parts are grouped into stacks."""
+"""Outline of any module, from one forward. Repeated parts are grouped into stacks."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from outpace.records.outline import AttentionShape, MatmulShape, Outline, Stack
 from outpace.trace.matmuls import AttentionCall, Forward, MatmulCall, record
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-# By attention, "own" and "cross": how many matmuls come before it, and its number of keys.
+# By attention ("own" or "cross"): the number of matmuls before it, and its number of keys.
 Places = Mapping[str, tuple[int, int]]
 # Repeated parts with less than this share of the largest one's work do not count as layers.
 _MINOR = 0.1
@@ -26,15 +26,16 @@ def outline_from_module(module: nn.Module, example_inputs: Any, name: str | None
 
     `example_inputs`: a tuple of arguments, a mapping of keyword arguments, or one argument; the
     first dimension of the first tensor is the number of samples. Layers are repeated members of a
-    ModuleList or Sequential. Matmuls of activations outside attention keep the size that they have
-    in this run. Raises BadInputError if the forward cannot run or has no matmul with a weight.
+    ModuleList or Sequential. Matmuls of two activations, except in attention, keep the size that
+    they have in this run. Raises BadInputError if the forward cannot run or has no matmul with a
+    weight.
     """
     return ModuleTracing(module, example_inputs).outline(name or type(module).__name__)
 
 
 @dataclass(frozen=True)
 class LayerPart:
-    """A module that may be a layer, and its operations. Equal parts may differ in size."""
+    """A module that may be a layer, and its operations. Equal parts may differ in sizes."""
 
     path: str
     kind: Any
@@ -63,7 +64,7 @@ class ModuleTracing:
             )
         self.hidden: int | None = None
         self.table_width: int | None = None
-        # Parameters attributed to a matmul; the others are counted separately.
+        # Parameters that belong to a matmul; others are counted separately.
         self.taken: set[str] = set()
 
     def outline(self, name: str) -> Outline:
@@ -95,11 +96,11 @@ class ModuleTracing:
         return self._outline(name, stacks, before, after, width)
 
     def equal_parts(self, part: LayerPart) -> tuple[str, ...]:
-        """Return the paths of the parts that this one represents, its own first."""
+        """Return the paths of the parts that this part represents, starting with its own."""
         return (part.path,)
 
     def settings(self, path: str, module: nn.Module) -> Any:
-        """Return other properties that parts of one stack must share."""
+        """Return further properties that parts of one stack must share."""
         return None
 
     def fill_layer(
@@ -129,7 +130,7 @@ class ModuleTracing:
         return sorted(groups.values(), key=lambda group: order[id(group[0].done[0])])
 
     def _lists(self) -> Iterator[list[LayerPart]]:
-        """Yield the parts of outermost lists that repeat something or whose parts share a class."""
+        """Yield the parts of outermost lists with repetitions or with parts of the same class."""
         lists = [(p, m) for p, m in self.module.named_modules() if isinstance(m, _LISTS)]
         parts: dict[str, list[LayerPart]] = {}
         chosen: list[str] = []
@@ -161,7 +162,7 @@ class ModuleTracing:
         return LayerPart(path, kind, (kind, relative, self.settings(path, module)), done, work)
 
     def _residual_width(self, part: LayerPart) -> int | None:
-        """Return the width of the residual stream: the last dimension, or an image's channels."""
+        """Return the residual stream's width: the last dimension's size, or an image's channels."""
         shape = self.forward.shapes.get(part.path, ())
         if not shape:
             return None
@@ -198,7 +199,7 @@ class ModuleTracing:
         )
 
     def _length(self, done: Sequence[MatmulCall | AttentionCall]) -> int:
-        """Return the tokens per sample: the input's, or the rows of most of the work."""
+        """Return the tokens per sample: the input's, or the rows with most of the work."""
         work: Counter[int] = Counter()
         for one in done:
             if isinstance(one, MatmulCall):
@@ -215,7 +216,7 @@ class ModuleTracing:
     def _attentions(
         self, done: Sequence[MatmulCall | AttentionCall], length: int, seen: int | None
     ) -> tuple[list[MatmulCall], dict[str, tuple[AttentionCall, int]]]:
-        """Return a layer's other operations, and its attentions (self and cross).
+        """Return a layer's attentions (self and cross) separately from its other operations.
 
         Each attention comes with the number of matmuls before it.
         """
@@ -279,7 +280,7 @@ class ModuleTracing:
     def matmuls(
         self, done: Sequence[MatmulCall], path: str, names: Sequence[str], length: int | None
     ) -> list[MatmulShape]:
-        """Return one matmul per weight, with its number of uses; others by shape."""
+        """Return one matmul per weight, with its number of uses, and the others by shape."""
         by_weight: dict[str, MatmulShape] = {}
         others: Counter[MatmulShape] = Counter()
         for one in done:
@@ -348,7 +349,7 @@ class ModuleTracing:
         return taken.most_common(1)[0][0]
 
     def _table(self, left: Sequence[str], hidden: int, outputs: int) -> str | None:
-        """Return the embedding: it has the layers' width, and the head's or else the most rows."""
+        """Return the embedding of the layers' width, with the head's number of rows or the most."""
         rows = {
             f"{path}.weight" if path else "weight": part.num_embeddings
             for path, part in self.module.named_modules()
@@ -360,7 +361,7 @@ class ModuleTracing:
     def _head(
         self, after: Sequence[MatmulCall | AttentionCall], hidden: int, there: Sequence[str]
     ) -> MatmulCall | None:
-        """Return the last matmul, if it uses a whole weight and has the layers' width."""
+        """Return the last matmul if it uses a whole weight and has the layers' width."""
         made = [one for one in after if isinstance(one, MatmulCall)]
         if not made or made[-1].weight not in there or made[-1].inputs != hidden:
             return None

@@ -12,7 +12,7 @@ Events = Iterable[tuple[int, int]]  # (storage number, bytes; negative when free
 
 
 class CachingAllocator:
-    """The rules of torch's CUDA allocator (c10/cuda/CUDACachingAllocator.cpp), for one stream.
+    """Model of torch's CUDA allocator (c10/cuda/CUDACachingAllocator.cpp) for one stream.
 
     Sizes are rounded up to 512 bytes. Sizes up to 1 MiB come from segments of 2 MiB, those below 10
     MiB from segments of 20 MiB, and larger ones get their own segment, rounded up to 2 MiB. The
@@ -27,7 +27,7 @@ class CachingAllocator:
         self._segments: list[int] = []  # segment sizes by number
         # Free blocks of the large and the small pool, as sorted (size, segment, offset).
         self._free: tuple[list[tuple[int, int, int]], ...] = ([], [])
-        # The same blocks by where they start, with sizes, and by where they end.
+        # The same blocks by their start, with sizes, and by their end.
         self._starts: dict[tuple[int, int], int] = {}
         self._ends: dict[tuple[int, int], int] = {}
         self._used: dict[int, tuple[bool, int, int, int]] = {}
@@ -108,7 +108,7 @@ def peak_reserved_bytes(events: Events, capacity_bytes: int | None = None) -> in
 def events_of(course: AllocationCourse) -> Iterator[tuple[int, int]]:
     """Yield a rank's allocations and frees of storages, without offloaded ones.
 
-    The course does not tell which of several equal storages is freed, so assume the last. Raises
+    The course does not say which of several equal storages is freed, so assume the last one. Raises
     IrregularError if a storage is freed that was never allocated.
     """
     living: defaultdict[tuple[int, int], list[int]] = defaultdict(list)

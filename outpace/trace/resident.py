@@ -12,7 +12,7 @@ _STATM = Path("/proc/self/statm")
 def anonymous_bytes() -> int | None:
     """Return this process's resident memory that is neither file-backed nor shared (RssAnon).
 
-    The kernel cannot reclaim such memory. None if it does not report it.
+    The kernel cannot reclaim such memory. None if the kernel does not report it.
     """
     try:
         _, resident, shared, *_ = _STATM.read_text(encoding="ascii").split()
@@ -23,9 +23,9 @@ def anonymous_bytes() -> int | None:
 
 @contextmanager
 def resident_growth(every_s: float = 0.002) -> Iterator[list[int]]:
-    """Measure the largest growth of anonymous resident memory; empty if not reported.
+    """Measure the largest growth of anonymous resident memory. The result is empty if unknown.
 
-    It is polled, since the kernel records a peak only of all resident memory, including files.
+    Memory is polled, since the kernel's recorded peak is of all resident memory, including files.
     """
     before = anonymous_bytes()
     grown: list[int] = []

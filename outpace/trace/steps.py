@@ -29,7 +29,7 @@ from outpace.trace.allocation_tracer import AllocationTracer
 from outpace.trace.device import Rules
 from outpace.trace.offloading import keep_on_host, lies_on_host
 
-STEPS = 2  # the first starts without optimizer state
+STEPS = 2  # the first step starts without optimizer state
 CPU = torch.device("cpu")
 _ANY_LR = 1e-3  # used if none is set yet
 LayOut = Callable[[LayoutRequest, Any], Layout]
@@ -95,7 +95,7 @@ class Workload:
 
 
 class Trainable(Protocol):
-    """Interface for `run_steps`: the training of a `Workload` or of a custom model."""
+    """Interface of training for `run_steps`: that of a `Workload` or of a custom model."""
 
     @property
     def plan(self) -> Plan: ...
@@ -120,7 +120,7 @@ def run_steps(
     rules: Rules,
     scratch: Scratch,
 ) -> None:
-    """Build the model, lay it out and train like a trainer, in the context `watch`."""
+    """Build the model, lay it out and train like the trainer, in the context `watch`."""
     plan, away = work.plan, lies_on_host(work.plan, rules)
     lr = work.settings.lr or _ANY_LR
     with watch.on_host(away):
@@ -145,7 +145,7 @@ def run_steps(
 
 
 def _objective(work: Workload, mixed: MixedPrecision) -> LanguageModelObjective:
-    """Return the model in its weights' dtype, without memory if it is filled later."""
+    """Return the model in its weights' dtype, on the meta device if these are filled in later."""
     plan, before = work.plan, torch.get_default_dtype()
     torch.set_default_dtype(mixed.weights or before)  # modules cannot be cast under fake tensors
     try:

@@ -10,9 +10,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class Tracker(TorchDispatchMode):
-    """Records allocations and frees in its context; enter it inside the fake mode.
+    """Recorder of allocations and frees in its context; enter it inside the fake mode.
 
-    `events` are pairs of a storage's number and bytes, negative when it is freed.
+    `events` are pairs of a storage's number and its bytes, negative when it is freed.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""The outline of a transformers model, traced on the meta device, each kind of layer once.
+"""Outline of a transformers model, traced on the meta device with each kind of layer once.
 
 transformers' code determines the layers, so no family needs special code.
 """
@@ -32,7 +32,7 @@ _SAMPLES = 2
 # layers pad their input to chunks of 64 (gated delta rule) to 256 tokens (Mamba 2).
 _LENGTH = 512
 _TOKEN = 5  # the first token numbers are often padding
-_FEWEST = 3  # with fewer equal layers, none is left out
+_FEWEST = 3  # if fewer layers are equal, none is left out
 _NUMBERS = re.compile(r"idx|index|layer_id|layer_number|depth")
 _COUNTS = re.compile(r"layer|block|depth|^n_", re.IGNORECASE)
 _FROM_CONFIG = re.compile(
@@ -54,7 +54,7 @@ def outline_from_folder(directory: Path) -> Outline:
     """
     try:
         built, found = outline_of_builds(partial(build_from_folder, directory), directory.name)
-    except BadInputError as error:  # which may be about a number that is nowhere in the file
+    except BadInputError as error:  # the error may be about a number that is not in the file
         missing = format_missing_dimensions(read_config(directory))
         raise BadInputError(f"{str(error).removesuffix('.')}{missing or '.'}") from None
     return found.model_copy(
@@ -67,7 +67,7 @@ def outline_from_folder(directory: Path) -> Outline:
 
 
 def _unused_parameters(found: Outline) -> Iterator[str]:
-    """Report parameters used by no matmul, if they are more than a tenth."""
+    """Report parameters that no matmul uses, if they are more than a tenth of all."""
     rest = found.outside_parameters + sum(s.layers * s.other_parameters for s in found.stacks)
     if rest > _MANY * parameters(found):
         yield (
@@ -80,8 +80,8 @@ def _unused_parameters(found: Outline) -> Iterator[str]:
 def outline_of_builds(build: Callable[[str], BuiltModel], name: str) -> tuple[BuiltModel, Outline]:
     """Build a model in each dtype until one can be outlined; return the model and its outline.
 
-    Stacked experts support only 16-bit matmuls, and some families' attention only fp32. Raises
-    BadInputError if no forward runs without values.
+    Stacked experts support only 16-bit matmuls, and the attention of some families only fp32.
+    Raises BadInputError if no forward runs without values.
     """
     first: BadInputError | None = None
     for dtype in ("bfloat16", "float32"):
@@ -118,7 +118,7 @@ def _outline(built: BuiltModel, name: str, cached: bool) -> Outline:
 
 @contextmanager
 def _without_value_checks() -> Iterator[None]:
-    """Stop torch.distributions from checking values, since there are none (Gemma 3n)."""
+    """Prevent torch.distributions from checking values, since there are none (Gemma 3n)."""
     checks = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
@@ -168,7 +168,7 @@ def _check_parameters(tracing: "_Tracing", name: str) -> Outline:
 
 
 class _Sizes:
-    """Names and shapes of a model's parameters, each once, and the kinds of its layers."""
+    """Names and shapes of a model's parameters without duplicates, and the kinds of its layers."""
 
     def __init__(self, model: nn.Module) -> None:
         self.shapes: dict[str, Shape] = {
@@ -205,7 +205,7 @@ class _Sizes:
 def _leave_out_layers(model: nn.Module, sizes: _Sizes) -> Iterator[Mapping[str, tuple[str, ...]]]:
     """Leave out layers at the end of each list that equal earlier ones.
 
-    Yield, for each remaining layer, the paths of the layers that it stands for.
+    Yield a mapping from each remaining layer to the paths of the layers that it represents.
     """
     lists = [
         (path, module)
@@ -236,7 +236,7 @@ def _leave_out_layers(model: nn.Module, sizes: _Sizes) -> Iterator[Mapping[str, 
 def _representatives(
     path: str, layers: Sequence[nn.Module], sizes: _Sizes
 ) -> tuple[int, dict[str, tuple[str, ...]]]:
-    """Count the first layers that cover every kind; map each to the layers that it represents."""
+    """Return how many first layers include every kind, and the layers that each represents."""
     first: dict[Any, int] = {}
     rest: dict[int, list[str]] = {}
     kinds = []
@@ -301,7 +301,7 @@ class _Tracing(ModuleTracing):
         return super().fill_layer(stack, rest, places, path, names)
 
     def _add_traits(self, stack: Stack, path: str, layer: nn.Module, names: list[str]) -> Stack:
-        """Add traits that matmuls do not show: norms, dropout, masks."""
+        """Add traits that do not show in matmuls: norms, dropout, masks."""
         named = [(n, m) for n, m in layer.named_modules() if "norm" in type(m).__name__.lower()]
         norms = [
             m for n, m in named
@@ -323,7 +323,7 @@ class _Tracing(ModuleTracing):
         )
 
     def _limit_experts(self, stack: Stack) -> Stack:
-        """Use the config's number of experts per token, if the code runs all experts."""
+        """Use the config's number of experts per token if the code runs all experts."""
         each = getattr(getattr(self.module, "config", None), "num_experts_per_tok", None)
         mlp = stack.mlp
         if mlp is None or mlp.active < mlp.experts or not isinstance(each, int):
@@ -336,7 +336,7 @@ class _Tracing(ModuleTracing):
     ) -> AttentionShape | None:
         """Set the mask from the modules, since a traced mask has no values.
 
-        `decodes`: whether the layer belongs to a decoder, if its modules do not tell.
+        `decodes`: whether the layer belongs to a decoder, if its modules do not say.
         """
         if attention is None:
             return None
@@ -356,7 +356,7 @@ class _Tracing(ModuleTracing):
         return attention.model_copy(update={"causal": False})
 
     def _window(self, path: str, layer: nn.Module) -> int | None:
-        """Return how far back a layer attends, from its modules or from its kind in the config."""
+        """Return a layer's attention window, from its modules or from its kind in the config."""
         config = getattr(self.module, "config", None)
         kind, _ = self.known.settings(path, nn.Identity())
         if kind is not None:
@@ -387,7 +387,7 @@ def _passes_window(kind: type[nn.Module]) -> bool:
     """Return whether an attention's forward applies its config's window in every layer."""
     try:
         return _FROM_CONFIG.search(inspect.getsource(kind.forward)) is not None
-    except (OSError, TypeError):  # no source
+    except (OSError, TypeError):  # no source code
         return False
 
 
@@ -419,7 +419,7 @@ def _stack_experts(
 
 
 def _weight_name(model: nn.Module, getter: str) -> str | None:
-    """Return the first name of an embedding's weight, by the model's getter."""
+    """Return the name of an embedding's weight, from the model's getter."""
     try:
         found = getattr(model, getter)()
     except (AttributeError, NotImplementedError, TypeError):
@@ -436,7 +436,7 @@ def _all_matmuls(outline: Outline) -> Iterator[MatmulShape]:
 
 
 def _scale_matmuls(short: Outline, long: Outline, length: int) -> Outline:
-    """Return the shorter sequence's outline, with matmuls that grow with the length marked."""
+    """Return the outline for the shorter sequence; mark matmuls that grow with the length."""
     if [s.layers for s in short.stacks] != [s.layers for s in long.stacks]:
         return short
     stacks = tuple(
@@ -451,7 +451,7 @@ def _join_matmuls(
 ) -> tuple[MatmulShape, ...]:
     """Join equal matmuls; for those that grow with the number of tokens, set the rows per token.
 
-    A convolution over a padded sequence has a few more rows than tokens; they are counted.
+    A convolution over a padded sequence has a few more rows than tokens, which are counted.
     """
     rows, longer = _rows_of(short, length), _rows_of(long, 2 * length)
     made = [one for one in short if one.positions is None]

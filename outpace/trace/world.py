@@ -1,4 +1,4 @@
-"""One rank of a simulated world, whose process groups do not communicate."""
+"""Simulation of one rank of a world, with process groups that do not communicate."""
 
 import warnings
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ from outpace.records.ranks import Ranks
 def one_rank(rank: int, world_size: int, ranks_per_host: int = 8) -> Iterator[Ranks]:
     """Create a default process group of `world_size` ranks, with this process as `rank`.
 
-    Collectives return at once and leave their buffers unchanged.
+    Collectives return immediately and leave their buffers unchanged.
     """
     ranks = Ranks(
         rank=rank,
@@ -34,7 +34,7 @@ def one_rank(rank: int, world_size: int, ranks_per_host: int = 8) -> Iterator[Ra
         local_rank=rank % ranks_per_host,
         local_world_size=min(ranks_per_host, world_size),
     )
-    # The cache holds meshes, whose groups have other names in another world.
+    # The cache contains meshes, whose groups have other names in another world.
     _clear_sharding_prop_cache()
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
@@ -48,16 +48,16 @@ def one_rank(rank: int, world_size: int, ranks_per_host: int = 8) -> Iterator[Ra
 
 
 def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
-    """Yield stand-ins for functions that would wait for an answer or read missing memory."""
+    """Yield replacements for functions that would wait for an answer or read missing memory."""
     yield dist, "broadcast_object_list", lambda *_, **__: None
     yield dist, "all_gather_object", _gather_equal
     yield dist, "all_reduce", _with_future(dist.all_reduce)
     yield dist, "new_group", partial(_fake_group, dist.new_group)
-    # DDP's check compares sizes, in a tensor that grows with their number.
+    # DDP's check compares parameter sizes, in a tensor that grows with their number.
     yield distributed, "_verify_param_shape_across_processes", lambda *_, **__: None
     # Stages vote on whether their shapes are known; here they always are.
     yield from stage_votes()
-    with warnings.catch_warnings():  # torch.jit's warnings, which this import still triggers
+    with warnings.catch_warnings():  # this import still triggers warnings from torch.jit
         warnings.simplefilter("ignore", DeprecationWarning)
         from torch.distributed.optim import ZeroRedundancyOptimizer
     # Its buckets replace the parameters' memory, which fake tensors do not support.
@@ -71,26 +71,26 @@ def _stand_ins() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _fake_group(new_group: Any, *args: Any, backend: str = "", **kwargs: Any) -> Any:
-    return new_group(*args, **kwargs)  # any backend will do: there is no store for a rendezvous
+    return new_group(*args, **kwargs)  # any backend works, since there is no store for a rendezvous
 
 
 def _gather_equal(gathered: list[Any], value: Any, group: Any = None) -> None:
-    """Fill `gathered` with this rank's object, as if all ranks had sent the same one."""
+    """Fill `gathered` with this rank's object, as if all ranks had sent the same object."""
     gathered[:] = [value] * len(gathered)
 
 
 class _DoneWork:
-    """Finished work whose future has a result, unlike the fake process group's."""
+    """Handle of completed work. Its future has a result, unlike that of the fake process group."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = tensor
 
     def wait(self) -> bool:
-        """Return at once, since nothing is in progress."""
+        """Return immediately, since nothing is in progress."""
         return True
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """Return a future of the tensor, as if it had been summed."""
+        """Return a completed future with the tensor, as if it had been summed."""
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         future.set_result([self._tensor])
         return future
@@ -105,13 +105,13 @@ def _with_future(all_reduce: Any) -> Any:
 
 
 class _SequentialRing:
-    """A ring that passes a buffer around at once, since a fake mode has one thread."""
+    """Ring that passes a buffer around immediately, since a fake mode has only one thread."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
 
     def begin(self, buffer: Tensor) -> None:
-        """Run all of a buffer's steps around the ring."""
+        """Run all steps of a buffer around the ring."""
         ring.ring_all_reduce(buffer, self._group)
 
     def finish(self) -> None:
@@ -119,7 +119,7 @@ class _SequentialRing:
 
 
 def lay_out(request: LayoutRequest, batch: dict[str, Tensor]) -> Layout:
-    """Apply the plan like `parallel.apply`, and answer for ranks that it would wait for."""
+    """Apply the plan like `parallel.apply`, and simulate answers of other ranks."""
     layout = apply(request)
     if isinstance(layout, DataParallel):
         layout.expect(batch)

@@ -1,1 +1,1 @@
-"""Measurement of collectives and links."""
+"""Measurements of collectives and links."""

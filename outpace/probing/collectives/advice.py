@@ -16,7 +16,7 @@ _WANTED_BITS_PER_S, _BLOOM_BITS_PER_S = 400e9, 50e9
 _RECOMMENDED_NODES = 4
 _FIRST_NAMED = 5
 # The network is unsteady if rounds across nodes differ by more than this share, and by this many
-# times the difference within nodes.
+# times as much as rounds within nodes.
 _WANDERS, _TIMES_NODE = 0.10, 3.0
 _LARGE_BYTES, _LEAST_ROUNDS = 1 << 16, 4
 
@@ -30,7 +30,7 @@ def link_sentence(fit: LinkFit) -> str:
 
 
 def network_advice(fits: Sequence[LinkFit], nodes: Nodes) -> list[Advice]:
-    """Compare the network between nodes with the needs of large runs; nothing on one node."""
+    """Compare the network between nodes with the needs of large runs; empty for one node."""
     fit = network_fit(fits, len(nodes))
     if len(nodes) < 2:
         return []
@@ -65,7 +65,7 @@ def _compare_rate(bits_per_s: float) -> str:
 
 
 def world_notes(nodes: Nodes) -> list[str]:
-    """Return notes on what this number of ranks and hosts does not allow."""
+    """Return notes on measurements that this number of ranks and hosts does not allow."""
     if len(nodes) == 1:
         return [
             "all ranks are on one node, so the network between nodes is unknown. "
@@ -81,7 +81,7 @@ def world_notes(nodes: Nodes) -> list[str]:
 
 
 def wander_notes(figures: Sequence[Figure]) -> list[str]:
-    """Return a note if the network between nodes is unsteady, but everything within them steady.
+    """Return a note if the network between nodes is unsteady but everything within nodes is steady.
 
     The criterion is the variation between rounds of the same collectives at the larger sizes, which
     depend on links.

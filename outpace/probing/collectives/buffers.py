@@ -11,17 +11,17 @@ from torch import Tensor
 from outpace.probing.timing.rank_clock import PreparedCall
 
 ITEM_BYTES = 4  # fp32
-# A prime, so that parts of an array begin at different values, and a misplaced part is detected.
+# A prime, so that parts of an array begin with different values and misplaced parts are detected.
 _PERIOD = 65_521
-_PERIODS_AT_ONCE = 16  # are compared
+_PERIODS_AT_ONCE = 16  # number of values to compare
 # Allowed error of fp32 sums in any order, as a share of the sum of magnitudes.
 _TOLERANCE = 1e-6
-# Summed again and again in place, values grow by the number of ranks each time.
+# Repeated sums in place multiply values by the number of ranks each time.
 _DECADES = 30
 
 
 def contribution(rank: int, draw: int = 0) -> Tensor:
-    """A rank's data, repeated as needed: (65521,) random fp32 values, different in each draw."""
+    """Return a rank's data, to be repeated as needed: (65521,) random fp32 values per `draw`."""
     seed = (0xC0DE + draw << 24) + rank
     return torch.randn(_PERIOD, generator=torch.Generator().manual_seed(seed))
 
@@ -41,7 +41,7 @@ class Buffers:
         self.grow(ITEM_BYTES)
 
     def grow(self, size: int) -> None:
-        """Provide `size` bytes of each."""
+        """Provide `size` bytes of data and of buffer."""
         count = size // ITEM_BYTES
         own = contribution(self.rank, self.draw).to(self.device)
         self.source = own.repeat(-(-count // _PERIOD))[:count]
@@ -60,8 +60,8 @@ class Buffers:
             torch.cuda.empty_cache()
 
     def renew(self, size: int | None = None) -> None:
-        """Replace the data in place, so that previously received values are now wrong. `size`:
-        replace only the first `size` bytes; the rest is then from an earlier draw.
+        """Replace the data in place, so that previously received values are now wrong. With `size`,
+        replace only the first `size` bytes; the rest is from an earlier draw.
         """
         self.draw += 1
         own = contribution(self.rank, self.draw).to(self.device)
@@ -111,7 +111,7 @@ def compare(found: Tensor, ranks: Sequence[int], offset: int, draw: int = 0) -> 
 def sum_in_place(
     buffers: Buffers, count: int, ranks: int, reduce: Callable[[Tensor], Any]
 ) -> PreparedCall:
-    """Return calls of `reduce` that sum in place, using each array too few times for an overflow.
+    """Return calls of `reduce` that sum in place, and use no array so often that it overflows.
     Before the calls, enough arrays are filled with the data, which is not timed.
     """
     every = max(1, int(_DECADES / log10(max(2, ranks))))

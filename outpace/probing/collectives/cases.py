@@ -21,10 +21,10 @@ from outpace.probing.timing.measure import Case, WrongResultError
 from outpace.probing.timing.rank_clock import RanksClock, await_device
 from outpace.records.figure import Key
 
-# 4 B to 4 GiB, in larger steps where only latency counts.
+# 4 B to 4 GiB, in larger steps where only latency matters.
 FULL_BYTES = tuple(4**power for power in (1, 4, 6, *range(8, 17)))
 QUICK_BYTES = (4, *(4**power for power in (6, 8, 10, 11, 12, 13, 14)))  # to 256 MiB
-_LEAST_SIZES = 3  # fewest sizes to fit latency and bandwidth
+_LEAST_SIZES = 3  # minimum number of sizes to fit latency and bandwidth
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class AxisPlace:
 
     @property
     def members(self) -> tuple[int, ...]:
-        """Return the ranks of this rank's group; none if it is in no group of the axis."""
+        """Return the ranks of this rank's group; empty if it is in no group of the axis."""
         return self.axis.group_of(self.rank)
 
     @property
@@ -58,9 +58,10 @@ Made = tuple[Callable[[], Tensor], Callable[[Tensor], str | None]]
 
 
 def case(collective: str, place: AxisPlace, size: int) -> Case:
-    """Return a case of a collective of about `size` bytes, on all groups of an axis at once.
+    """Return a case of a collective of about `size` bytes, on all groups of an axis at the same
+    time.
 
-    Its check has the same result on all ranks: if it fails on one, all of them report the error.
+    Its check has the same result on all ranks: if it fails on one rank, all ranks report the error.
     """
     splits = collective in ("all-gather", "reduce-scatter", "all-to-all")
     count = place.count(size) if splits else max(1, size // ITEM_BYTES)
@@ -80,7 +81,7 @@ def case(collective: str, place: AxisPlace, size: int) -> Case:
 def check_on_all(
     place: AxisPlace, wrong: Callable[[Any], str | None]
 ) -> Callable[[Any], str | None]:
-    """Wrap `wrong` as a check that all ranks run, and whose result they share."""
+    """Wrap `wrong` as a check that all ranks run, with a shared result."""
 
     def check(found: Any) -> str | None:
         if not place.members:
@@ -100,7 +101,7 @@ def _key(collective: str, place: AxisPlace, size: int) -> Key:
 
 
 def first_fault(wrong: str | None, control: dist.ProcessGroup) -> str | None:
-    """Return the error of the first failed rank, on all ranks."""
+    """Return the error of the first rank that failed, on all ranks."""
     said = enumerate(gather_objects(wrong, control))
     return next((f"rank {rank}: {text}" for rank, text in said if text), None)
 
@@ -227,8 +228,8 @@ class SizeLimits:
 def cases_by_size(
     collective: str, place: AxisPlace, sizes: Sequence[int], limits: SizeLimits, clock: RanksClock
 ) -> list[Case]:
-    """Yield cases from small to large, until one call takes too long. Large cases are tried once as
-    they are made; all ranks get the same cases.
+    """Yield cases from small to large, until one call takes too long. Large cases are tried once
+    when they are created; all ranks get the same cases.
     """
     cases: list[Case] = []
     took_s = 0.0

@@ -27,7 +27,7 @@ class Axis:
         return len(self.groups[0])
 
     def group_of(self, rank: int) -> tuple[int, ...]:
-        """Return the group of a rank; empty if it is in none."""
+        """Return the group of a rank; empty if the rank is in no group."""
         return next((group for group in self.groups if rank in group), ())
 
 
@@ -53,7 +53,7 @@ def nodes_of(places: Sequence[tuple[int, int]]) -> Nodes:
 
 
 def axes_of(nodes: Nodes) -> list[Axis]:
-    """Return the axis of all ranks, and the axes within and across nodes if they differ from it."""
+    """Return the axis of all ranks, and the axes within and across nodes if these are different."""
     world = tuple(rank for node in nodes for rank in node)
     axes = [Axis("all", (world,))]
     sizes = {len(node) for node in nodes}

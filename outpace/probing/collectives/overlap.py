@@ -20,7 +20,7 @@ from outpace.probing.timing.measure import Case, Clock, Effort, measure
 from outpace.probing.timing.rank_clock import PreparedCall
 from outpace.records.figure import Figure, Key
 
-# A share is not reported if a repeated measurement may differ by more than this.
+# Shares for which a repeated measurement may differ by more than this are not reported.
 _CONCLUSIVE = 0.15
 _LEAST_S = 1e-6
 # The collectives that training overlaps: gradients of replicas, parameters and gradients of shards.
@@ -28,7 +28,7 @@ OVERLAPPED = ("all-reduce", "all-gather", "reduce-scatter")
 
 
 def hidden_share(compute_s: float, collective_s: float, both_s: float) -> float:
-    """Return the fraction of the shorter time that the longer hides; negative if both slow down."""
+    """Return the share of the shorter time that the longer hides; negative if both slow down."""
     return (compute_s + collective_s - both_s) / max(min(compute_s, collective_s), _LEAST_S)
 
 
@@ -39,7 +39,7 @@ def probe_overlap(
     effort: Effort,
     collectives: Sequence[str] = OVERLAPPED,
 ) -> Turns[list[list[Figure]]]:
-    """Time computation, each collective at each size, and both at once; return the hidden fraction.
+    """Time computation, each collective at each size, and both together; return the hidden share.
 
     The computation consists of enough matmuls to take about as long as the collective.
     Raises WrongResultError if a result is wrong before or after the timing.
@@ -62,7 +62,7 @@ def probe_overlap(
 
 @dataclass(frozen=True)
 class _PendingCollective:
-    """A collective that was started, to be waited for later."""
+    """A collective that was started, and for which to wait later."""
 
     collective: str
     count: int
@@ -89,7 +89,7 @@ class _Matmul:
 
 
 def _cases(one: _PendingCollective, place: AxisPlace, matmul: _Matmul, clock: Clock) -> list[Case]:
-    """Yield cases of computation, the collective, and both at once."""
+    """Yield cases of computation, the collective, and both together."""
     alone = _compute_meanwhile(one, compute_nothing)
     collective_s = min(clock.seconds(alone, 1) for _ in range(4))
     matmuls = max(1, round(collective_s / max(matmul.seconds, _LEAST_S)))
@@ -132,11 +132,11 @@ def _ready(call: PreparedCall) -> PreparedCall:
 
 
 def compute_nothing() -> None:
-    """Do nothing, in place of the computation."""
+    """Do nothing, instead of the computation."""
 
 
 def share_hidden(key: Key, found: Sequence[Figure]) -> Figure:
-    """Return the hidden fraction from rounds that timed computation, collective, and both."""
+    """Return the hidden share from rounds that timed computation, collective, and both together."""
     rounds = tuple(
         tuple(hidden_share(*times) for times in zip(*samples, strict=True))
         for samples in zip(*(figure.rounds for figure in found), strict=False)
@@ -217,7 +217,7 @@ def _matmul(device: torch.device) -> tuple[Callable[[], Tensor], Callable[[Tenso
 
     def find_error(found: Tensor) -> str | None:
         said = wrong_matmul(found, a, b, "fp32")
-        out.zero_()  # so that this result is not mistaken for the next
+        out.zero_()  # so that this result is not mistaken for the next one
         return said
 
     return lambda: torch.mm(a, b, out=out), find_error

@@ -18,7 +18,7 @@ from outpace.records.probed import LinkFit
 
 # With fewer rounds, the noise is too uncertain to call any rank slow.
 _LEAST_SAMPLES, _MOST_SAMPLES = 12, 30
-# The samples of each round; a sample has the seconds of a call by rank.
+# The samples of each round. A sample has the seconds of one call, by rank.
 Rounds = list[list[tuple[float, ...]]]
 ITEM_BYTES = 4
 _LONGEST_S = 0.05
@@ -29,7 +29,7 @@ def by_rank(
     calls: Sequence[Callable[[], Any]], clock: RanksClock, rounds: int, budget_s: float
 ) -> Turns[list[Rounds]]:
     """Yield rounds of samples for each call, with every rank's seconds. All ranks must call this.
-    Samples go through the calls in alternating order.
+    Samples visit the calls in alternating order.
     """
     begin_s = clock.now_s()
     effort = Effort(
@@ -141,7 +141,7 @@ Check = Callable[[Any], str | None]
 def _slot_call(
     slot: tuple[Pair, ...], size: int, place: AxisPlace, between: Exchange
 ) -> tuple[Callable[[], Any], Check]:
-    """Return this rank's call while a slot's pairs send, and its check, after one checked call."""
+    """Return this rank's call while a slot's pairs send, and its check; make one checked call."""
     own = next((pair for pair in slot if place.rank in pair), None)
     call: Callable[[], Any] = _stay_idle
     check: Check = _nothing_wrong
@@ -161,7 +161,7 @@ def _right(slot: tuple[Pair, ...], call: Callable[[], Any], check: Check, place:
 
 
 def _nothing_wrong(_: object) -> None:
-    """Report no error, for a rank that takes no part."""
+    """Report no error, for a rank that does not take part."""
 
 
 def _stay_idle() -> None:

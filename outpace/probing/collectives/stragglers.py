@@ -14,17 +14,17 @@ from outpace.probing.collectives.groups import Pair
 from outpace.probing.timing.intervals import half_width, normal_deviation
 
 _RANK_SLOWER, _LINK_SLOWER = 1.10, 1.25
-# Least distance from the others, in standard deviations of the others.
+# Minimum distance from the others, in standard deviations of the others.
 _APART = 4.0
 _LEAST_ROUNDS = 4
-_FALSE_ALARMS = 0.005  # share of probes of equal ranks
+_FALSE_ALARMS = 0.005  # share of probes in which equal ranks may seem slow
 
 Who = TypeVar("Who")
 
 
 @dataclass(frozen=True)
 class Slowness(Generic[Who]):
-    """A slowdown: `times` as slow as the others, in a repeated probe between `low` and `high`."""
+    """A slowdown: `times` as slow as the others; in a repeated probe, between `low` and `high`."""
 
     who: Who
     times: float
@@ -38,7 +38,7 @@ class Slowness(Generic[Who]):
 def slow_ranks(seconds: Mapping[int, Sequence[float]]) -> list[Slowness[int]]:
     """Return ranks that compute more slowly than the others, slowest first.
 
-    `seconds`: by rank, for the same work in each of several rounds that all ran at the same time.
+    `seconds`: by rank, for the same work in each of several rounds, which all ranks ran together.
     """
     ratios = {
         rank: [
@@ -96,12 +96,12 @@ def slow_links(seconds: Mapping[Pair, Sequence[float]]) -> SlowLinks:
 
 
 def _slower_ones(ratios: Mapping[Who, Sequence[float]], slower: float) -> list[Slowness[Who]]:
-    """Return ranks whose interval lies above all other intervals, slowest first."""
+    """Return ranks whose interval is above all other intervals, slowest first."""
     found = []
     for who, of in ratios.items():
         if len(of) < _LEAST_ROUNDS:
             continue
-        # Logarithms, so that rounds count equally whether the others were fast or slow.
+        # Logarithms, so that rounds have equal weight whether the others were fast or slow.
         logs = [log(ratio) for ratio in of]
         middle, half = median(logs), half_width(logs)
         # The more ranks there are, the more likely one of them seems slow by chance (one-sided).

@@ -41,7 +41,7 @@ def probe_matmul(
 
     `features`: features of its processor. Raises WrongResultError.
 
-    `tokens`: the number in a model's matmuls; None chooses a number that keeps a call short.
+    `tokens`: number of rows of a model's matmuls; None chooses one that keeps calls short.
     """
     dtypes = matmul.dtypes_of(device, features, _capability(device))
     on = matmul.bench(device, dtypes, quick)
@@ -101,7 +101,7 @@ def _cases(
 
 
 def _notes(device: torch.device, figures: Sequence[Figure], quick: bool) -> Iterator[str]:
-    """Return notes on cases that were not measured, and on the device and dtypes."""
+    """Return notes on cases that were not measured, on the device, and on dtypes."""
     if quick:
         yield "vocabulary padding, backward matmuls and tiles are only measured without --quick"
     if device.type != "cuda":
@@ -114,7 +114,7 @@ def _notes(device: torch.device, figures: Sequence[Figure], quick: bool) -> Iter
 def _clock_words(
     device: torch.device, features: Collection[str], figures: Sequence[Figure]
 ) -> tuple[str, ...]:
-    """Describe the processor's clock as far as the best rates show it."""
+    """Describe the processor's clock, as far as the best rates reveal it."""
     if device.type == "cuda":
         return ()
     best = [f for f in figures if f.key.what == "best"]
@@ -138,7 +138,7 @@ def _by_clock(figure: Figure, features: Collection[str]) -> str | None:
 
 
 def _slow_sizes(figures: Sequence[Figure]) -> list[Advice]:
-    """Report the cost of the worst size above a round size, for each dtype and dimension."""
+    """Report the cost of the worst size just above a round one, for each dtype and dimension."""
     sweeps: defaultdict[tuple[str, str], list[Figure]] = defaultdict(list)
     for figure in figures:
         if figure.key.kind == "matmul" and figure.key.what == "unlucky":
@@ -173,7 +173,7 @@ def _granularity(
     for dim in "mnk":
         fine = [f for f in figures if f.key.what == "fine" and f.key.has(dim=dim) and f.value]
         sweep = [f for f in fine if "threads" not in f.key.of]
-        if len(sweep) < 2:  # the others are unstable
+        if len(sweep) < 2:  # all others are unstable
             continue
         said = [*_steps(sweep, dim, device, features)]
         if device.type == "cuda":
@@ -202,7 +202,7 @@ def _tiles(sweep: Sequence[Figure], dim: str, said: Sequence[str]) -> Advice:
 def _steps(
     sweep: Sequence[Figure], dim: str, device: torch.device, features: Collection[str]
 ) -> Iterator[str]:
-    """Report the width of steps in a sweep; on a processor, in registers, too."""
+    """Report the width of steps in a sweep; on a processor, also in registers."""
     sizes = [int(figure.key.of[dim]) for figure in sweep]
     steps = find_tile(sizes, [_seconds(figure) for figure in sweep])
     if steps is None:

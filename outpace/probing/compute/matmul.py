@@ -24,18 +24,18 @@ TORCH: dict[Dtype, torch.dtype] = {
     "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
     "fp8": torch.float8_e4m3fn,
 }  # fmt: skip
-# Allowed errors: relative to a result, the resolution of the dtype in which it is stored; relative
-# to the sum of magnitudes in a matmul, the rounding of sums in fp32 and, in tf32, of the inputs.
+# Allowed errors. Relative to a result: the resolution of the dtype in which it is stored. Relative
+# to the sum of magnitudes in a matmul: the rounding of sums in fp32 and, in tf32, of the inputs.
 _STORED: dict[Dtype, float] = {
     "fp32": 2**-23, "tf32": 2**-23, "bf16": 2**-7, "fp16": 2**-10, "fp8": 2**-7,
 }  # fmt: skip
 _SUMMED: dict[Dtype, float] = {
     "fp32": 2e-6, "tf32": 1e-3, "bf16": 2e-6, "fp16": 2e-6, "fp8": 2e-3,
 }  # fmt: skip
-_FP8_MULTIPLE = 16  # torch._scaled_mm supports no other sizes
+_FP8_MULTIPLE = 16  # torch._scaled_mm supports only multiples of this
 _LEAST_TIMED_S = 1e-3
 _STEPS = (1, 8, 16, 64, 128)
-_TIMES = (1, 2, 3)  # multiples of each step
+_TIMES = (1, 2, 3)  # number of multiples of each step
 ROUND = "none"  # name of a sweep's starting point
 # Matmuls that reach this share of the largest one's rate no longer gain from size.
 _CURVE = tuple(1 << power for power in range(5, 15))
@@ -55,7 +55,7 @@ class Bench:
     rates: dict[Dtype, float] = field(default_factory=dict)
 
     def supports(self, dtype: Dtype, shape: Shape) -> bool:
-        """Return whether the operands fit into the pool, and the dtype supports this shape."""
+        """Return whether the operands fit into the pool and the dtype supports this shape."""
         m, n, k = shape
         fine = dtype != "fp8" or n % _FP8_MULTIPLE == k % _FP8_MULTIPLE == 0
         return fine and m * k + k * n <= self.pools[dtype].numel()
@@ -147,7 +147,7 @@ def wrong_matmul(found_MN: Tensor, a_MK: Tensor, b_KN: Tensor, dtype: Dtype) -> 
     true = a_2K @ b_KN
     allowed = 2 * _STORED[dtype] * true.abs() + _SUMMED[dtype] * (a_2K.abs() @ b_KN.abs())
     away = (found_MN[ends].double() - true).abs()
-    # Written so that NaN counts as wrong, and 0 may equal 0.
+    # Written such that NaN counts as wrong, and 0 equals 0.
     if bool((away <= allowed).all()):
         return None
     return f"a matmul's error is {(away / allowed).max().item():.3g} times its rounding error"
@@ -212,8 +212,8 @@ def largest(on: Bench, dtype: Dtype, at_most: int) -> int:
 
 
 def tokens_for(on: Bench, dtype: Dtype, spec: ModelSpec, given: int | None = None) -> int:
-    """Return the given number of tokens, however long a matmul then takes. If it is not given,
-    return the largest power of two at which a model's largest matmul is short enough.
+    """Return the given number of tokens, regardless of how long a matmul takes. If none is given,
+    return the largest power of two for which a model's largest matmul is short enough.
     """
     if given is not None:
         return given
@@ -299,7 +299,7 @@ def model_cases(
 ) -> tuple[list[Case], list[str]]:  # fmt: skip
     """Return a model's matmuls, fastest first, and the parts that are left out.
 
-    Parts are left out if their operands do not fit, if their dtype has no such matmuls, or if one
+    Parts are left out if their operands do not fit, if their dtype does not support them, or if one
     call of each would take longer than `within_s`.
     """
     shapes = model_shapes(spec, tokens)
@@ -320,7 +320,7 @@ def _work(shape: Shape) -> float:
 
 def best_cases(on: Bench, dtype: Dtype, cases: Sequence[Case], count: int = 3) -> list[Case]:
     """Return candidates for the best shape: the fastest ones, and larger versions of the fastest.
-    They are timed again, because the best of many timings is partly luck.
+    They are timed again, because the best of many timings is partly due to luck.
     """
     of = [one.key for one in cases if one.key.kind == "matmul" and one.key.has(dtype=dtype)]
     tried = dict.fromkeys(_shape(key) for key in of)
@@ -342,6 +342,6 @@ def best(found: Sequence[Figure], dtype: Dtype) -> Figure | None:
     if not known:
         return None
     top = max(known, key=lambda figure: figure.value or 0)
-    # The shape is not in the key: two probes may find different shapes, and their rates are
+    # The shape is not in the key: two probes may find different shapes, but their rates are
     # compared.
     return top.model_copy(update={"key": Key(kind="matmul", what="best", of={"dtype": dtype})})

@@ -18,7 +18,7 @@ from outpace.records.model import ModelSpec
 from outpace.records.probed import Advice
 
 _PADDED_TO = (8, 64, 128)
-# Narrower heads take seconds on a processor, and nobody trains them.
+# Narrower heads take seconds on a processor, and are not used in practice.
 _LEAST_HEAD_DIM = 8
 # Allowed error of attention, relative to the largest value.
 _ATTENTION_OFF: dict[Dtype, float] = {"fp32": 1e-4, "bf16": 0.05, "fp16": 0.01}
@@ -28,7 +28,7 @@ _WHOLE = ("forward and backward",)
 
 
 def vocabulary_cases(on: Bench, dtype: Dtype, spec: ModelSpec, tokens: int) -> list[Case]:
-    """Return the head's matmuls, forward and backward, with and without a padded vocabulary."""
+    """Return the head's matmuls, forward and backward, with the vocabulary padded and unpadded."""
     sizes = sorted({spec.vocab, *(next_multiple(spec.vocab, of) for of in _PADDED_TO)})
     return [
         Case(
@@ -85,7 +85,7 @@ def head_counts(hidden: int) -> list[int]:
 def attention_cases(
     on: Bench, dtype: Dtype, spec: ModelSpec, seq_len: int, quick: bool
 ) -> list[Case]:
-    """Return attention over one sequence by number of heads: forward, and forward with backward.
+    """Return cases of attention by number of heads: forward, and forward with backward.
 
     Only numbers for which the device has an implementation and enough memory are included.
     """
@@ -111,7 +111,7 @@ def attention_cases(
 def _has_attention(
     on: Bench, dtype: Dtype, heads: int, head_dim: int, seq_len: int, causal: bool
 ) -> bool:
-    """Return whether this attention runs here, by trying it."""
+    """Return whether this attention runs on the device, by trying it."""
     try:
         _attention(on, dtype, heads, head_dim, seq_len, causal, _WHOLE[0])()
     except RuntimeError:  # no memory, or no kernel
@@ -161,7 +161,7 @@ def _wrong_attention(dtype: Dtype, found: _AttentionRun) -> str | None:
     true = [out, *(torch.autograd.grad(out, (q, k, v), g) if found.grads else ())]
     names = ("the output", "dQ", "dK", "dV")
     for name, one, right in zip(names, (found.out, *found.grads), true, strict=False):
-        # As a share of the largest: many roundings went into each value.
+        # Relative to the largest, since many roundings went into each value.
         away = ((one[:, ends].double() - right).abs().max() / right.abs().max()).item()
         if not away <= _ATTENTION_OFF[dtype]:
             return f"attention: {name} is off by {away:.3g} of the largest value"

@@ -1,9 +1,10 @@
-"""Tiles, waves and threads' shares, detected from the growth of time with size. A matmul is
-computed tile by tile: time rises in steps as wide as a tile, and sizes between two multiples of it
-waste time on unused results (tile quantisation). A device with s multiprocessors computes s tiles
-at a time: the last, partly filled wave costs as much as a full one (wave quantisation). The threads
-of a processor divide blocks among them in the same way. NVIDIA, "Matrix Multiplication Background
-User's Guide", §§ "Tile Quantization" and "Wave Quantization".
+"""Detection of tiles, waves and threads' shares from the growth of time with size.
+
+A matmul is computed tile by tile: time rises in steps as wide as a tile, and sizes between two
+multiples of it waste time on unused results (tile quantisation). A device with s multiprocessors
+computes s tiles at a time: the last, partly filled wave costs as much as a full one (wave
+quantisation). The threads of a processor divide blocks among them in the same way. NVIDIA, "Matrix
+Multiplication Background User's Guide", §§ "Tile Quantization" and "Wave Quantization".
 """
 
 from collections.abc import Sequence
@@ -14,10 +15,9 @@ import numpy as np
 # Widths that libraries use, smallest first: vector registers, blocks of them, tiles of GPUs.
 TILES = (2, 4, 6, 8, 12, 14, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 GPU_TILES = ((64, 64), (128, 64), (64, 128), (128, 128), (256, 128), (128, 256), (256, 256))
-# Steps explain a curve if they leave at most this share of the deviation that a straight line
-# leaves.
+# Steps explain a curve if their deviation from it is at most this share of a straight line's.
 _EXPLAINS = 0.5
-# A smaller tile has every step of a larger tile: the larger must explain clearly more.
+# A smaller tile has all steps of a larger one, so the larger must explain clearly more.
 _CLEARLY = 0.85
 
 

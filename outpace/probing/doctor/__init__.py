@@ -1,1 +1,1 @@
-"""Examination of a machine for faults that hurt performance."""
+"""Examination of a machine for problems that hurt performance."""

@@ -4,7 +4,7 @@ from outpace.records.finding import Finding, Severity, Slowdown
 
 
 class UnknownFactError(Exception):
-    """A check lacks a fact; the message says which, and how to get it."""
+    """Error: a check lacks a fact. The message says which one, and how to get it."""
 
 
 def make_finding(

@@ -1,7 +1,6 @@
 """The doctor: checks of an inventory, each a pure function, and the findings in order of cost.
 
-A check returns findings (none if all is well), or raises `UnknownFactError` with the fact that it
-lacks.
+A check returns its findings, if any, or raises `UnknownFactError` if it lacks a fact.
 """
 
 from collections.abc import Callable, Iterable

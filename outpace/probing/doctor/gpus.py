@@ -9,7 +9,7 @@ from outpace.records.inventory import GpuState, Inventory
 from outpace.records.topology import cpu_set
 from outpace.records.units import show_bytes
 
-# How UUIDs of whole GPUs and of their parts begin, and a number as C's strtoul reads it.
+# Prefixes of UUIDs of GPUs and of MIG instances, and a number as C's strtoul reads it.
 _UUIDS, _NUMBER = ("GPU-", "MIG-"), re.compile(r"\+?[0-9]+")
 _HEAT = ("temperature (driver)", "temperature (hardware)", "hardware slowdown", "power brake")
 
@@ -60,7 +60,7 @@ def pcie(inventory: Inventory) -> Iterator[Finding]:
             times(2 ** (can - now), 2 ** (can - now), "transfers over PCIe",
                   "PCI-SIG: each generation has twice the rate of the previous one"),
         )  # fmt: skip
-    # An idle card lowers its generation to save power: only a busy one is informative.
+    # An idle card lowers its PCIe generation to save power, so only a busy one is informative.
     slow = [
         gpu
         for gpu in gpus
@@ -104,7 +104,7 @@ def power(inventory: Inventory) -> Iterator[Finding]:
 
 
 def throttling(inventory: Inventory) -> Iterator[Finding]:
-    """Find clocks that are throttled now."""
+    """Find clocks that are currently throttled."""
     gpus = _gpus(inventory)
     if all(gpu.throttled_by is None for gpu in gpus):
         raise UnknownFactError(_refusal(gpus, "CurrentClocksEventReasons"))
@@ -182,7 +182,7 @@ def links(inventory: Inventory) -> Iterator[Finding]:
 
 
 def gpu_sharing(inventory: Inventory) -> Iterator[Finding]:
-    """Find other programs on a GPU, MIG slices instead of GPUs, or a driver that unloads."""
+    """Find other programs on a GPU, MIG slices instead of GPUs, and a driver that unloads."""
     gpus = _gpus(inventory)
     used = [gpu for gpu in gpus if gpu.other_processes]
     if used:
@@ -215,7 +215,7 @@ def gpu_sharing(inventory: Inventory) -> Iterator[Finding]:
 
 
 def binding(inventory: Inventory) -> Iterator[Finding]:
-    """Find a rank on CPUs far from its GPU, so that memory traffic crosses processors."""
+    """Find a rank on CPUs far from its GPU, whose memory traffic crosses processors."""
     gpus, rank = _gpus(inventory), inventory.local_rank
     if rank is None:
         raise UnknownFactError(

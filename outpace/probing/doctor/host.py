@@ -10,7 +10,7 @@ from outpace.records.topology import cpu_set
 from outpace.records.units import show_bytes
 
 _GIB = 2**30
-_FILES_WANTED = 4096  # a loader's worker holds a descriptor for each tensor that it hands over
+_FILES_WANTED = 4096  # a loader's worker keeps a descriptor open for each tensor that it hands over
 
 
 def _usable(inventory: Inventory) -> frozenset[int]:
@@ -18,13 +18,13 @@ def _usable(inventory: Inventory) -> frozenset[int]:
 
 
 def _power(inventory: Inventory) -> float:
-    """Return the number of cores that this process may use in full."""
+    """Return the number of cores whose full time this process may use."""
     cores = float(inventory.cpu.cores_of(_usable(inventory)))
     return cores if inventory.cpu_quota is None else min(cores, inventory.cpu_quota)
 
 
 def quota(inventory: Inventory) -> Iterator[Finding]:
-    """Find a container whose CPU time is less than its visible CPUs, which throttles threads."""
+    """Find a container with less CPU time than visible CPUs, whose threads are throttled."""
     name = "CPU quota"
     if not inventory.cpu_quota_known:
         raise UnknownFactError("no cgroup that limits this process's CPU time can be read")
@@ -106,7 +106,7 @@ def hyper_threads(inventory: Inventory) -> Iterator[Finding]:
 
 
 def affinity(inventory: Inventory) -> Iterator[Finding]:
-    """Find binding to a part of the host, a launcher's mistake if there is only one rank."""
+    """Find a process bound to a part of the host, which is a mistake if there is only one rank."""
     usable, online = _usable(inventory), cpu_set(inventory.cpu.cpus)
     if usable >= online or (inventory.local_world_size or 1) > 1:
         return
@@ -121,7 +121,7 @@ def affinity(inventory: Inventory) -> Iterator[Finding]:
 
 
 def numa(inventory: Inventory) -> Iterator[Finding]:
-    """Find processes not bound to a NUMA node, whose memory may become remote at any time."""
+    """Find processes that are not bound to a NUMA node, whose memory may become remote."""
     name = "NUMA binding"
     if not inventory.cpu.numa:
         raise UnknownFactError("the kernel does not report NUMA nodes")
@@ -150,7 +150,8 @@ def governor(inventory: Inventory) -> Iterator[Finding]:
     if inventory.governors is None:
         raise UnknownFactError("the kernel does not report it (as in most virtual machines)")
     preferences = inventory.energy_preferences or ()
-    # With these drivers, the governor powersave reaches the full clock if the preference allows it.
+    # With these drivers, the governor "powersave" reaches the full clock if the preference allows
+    # it.
     own = inventory.scaling_driver in ("intel_pstate", "amd-pstate-epp")
     if own:
         saving = [one for one in preferences if one in ("power", "balance_power")]
@@ -243,7 +244,7 @@ def open_files(inventory: Inventory) -> Iterator[Finding]:
 
 
 def other_programs(inventory: Inventory) -> Iterator[Finding]:
-    """Find programs that use the cores now, which slow down steps and disturb measurements."""
+    """Find programs that are using the cores, which slow down steps and disturb measurements."""
     busy, count = inventory.other_busy_cores, len(_usable(inventory))
     if busy is None:
         raise UnknownFactError("outpace could not read the load of the cores")

@@ -13,7 +13,7 @@ _KINDS = ("Data", "Instruction", "Unified")
 
 
 def usable_cpus() -> tuple[int, ...]:
-    """Return the CPUs that this process may use; a container may also show others."""
+    """Return the CPUs that this process may use, which may be fewer than a container shows."""
     if hasattr(os, "sched_getaffinity"):
         return tuple(sorted(os.sched_getaffinity(0)))
     return tuple(range(os.cpu_count() or 1))
@@ -44,7 +44,7 @@ def read_cpus(sys: Path = SYS) -> CpuTopology:
     siblings, packages = set[str](), set[str]()
     for cpu in cpus:
         topology = folder / f"cpu{cpu}/topology"
-        # The first is the name since Linux 5.5; some virtual machines have only one of them.
+        # The first is the name since Linux 5.5. Some virtual machines have only one of the two.
         shared = read_text(topology / "core_cpus_list") or read_text(
             topology / "thread_siblings_list"
         )

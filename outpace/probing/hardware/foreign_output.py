@@ -1,9 +1,9 @@
-"""Texts that are not output of `nvidia-smi topo -m`: errors, other options, other tools."""
+"""Recognition of texts that are not from `nvidia-smi topo -m` but errors or other tools' output."""
 
 import re
 
 _SAVE = "Save the output of `nvidia-smi topo -m`, from the line with GPU0 on."
-# Patterns of an output, what it is, and what to do. The first match counts.
+# Pattern of a text, what the text is, and what to do. The first match counts.
 _KNOWN = (
     (r"Driver/library version mismatch",
      "nvidia-smi failed: the driver's kernel module and library have different versions, as "

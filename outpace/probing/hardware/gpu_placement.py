@@ -18,7 +18,7 @@ from outpace.records.topology import (
 _SLOW = ("PHB", "NODE", "SYS", "SOC")
 _BETWEEN_NODES = ("SYS", "SOC")
 _SLOWEST_FOR_TENSOR_PARALLEL = goodness("PXB")
-# More GPUs than any host has; above this, an exact search could take long.
+# More GPUs than any host has. Above this, an exact search could take long.
 _MOST_SEARCHED = 16
 
 
@@ -49,7 +49,7 @@ def advise_placement(
 def group_gpus(topology: Topology, size: int, nvlink_bytes_per_s: float | None = None) -> Grouping:
     """Form as many groups of `size` GPUs as possible, maximising the worst link within them.
 
-    Exact for up to 16 GPUs; with more, neighbours in the driver's order are grouped.
+    The result is exact for up to 16 GPUs; with more, neighbours in the driver's order are grouped.
     """
     gpus = topology.gpus
     score = {frozenset(pair): _score(topology, *pair) for pair in combinations(gpus, 2)}
@@ -91,7 +91,7 @@ def _grouping(
 
 
 def _partial_grouping(topology: Topology, nvlink_bytes_per_s: float | None) -> Grouping | None:
-    """Find the largest groups that NVLink, or else PCIe switches, join; some GPUs are left out.
+    """Find the largest groups joined by NVLink, or else by PCIe switches; some GPUs are left out.
 
     This is for hosts with unequal links, such as one bridge among three GPUs, or a GPU that has
     lost its NVLinks. None if no two GPUs are linked.
@@ -110,7 +110,7 @@ def _partial_grouping(topology: Topology, nvlink_bytes_per_s: float | None) -> G
 
 
 def _score(topology: Topology, one: str, other: str) -> int:
-    """Rate the link of a pair; of two equal links, the link within a NUMA node is better."""
+    """Rate the link of a pair; of two equal links, one within a NUMA node is better."""
     near = topology.device(one).numa_affinity
     same = near is not None and near == topology.device(other).numa_affinity
     return 2 * goodness(topology.link_between(one, other)) + same
@@ -151,7 +151,7 @@ def _connected_groups(
 
 
 def _worth_it(found: tuple[Grouping, ...], gpus: int) -> Grouping | None:
-    """Return the largest groups that NVLink, or else PCIe switches, join; None if none exist."""
+    """Return the largest groups joined by NVLink, or else by PCIe switches; None if none exist."""
     even = [grouping for grouping in found if gpus % grouping.size == 0] or list(found)
     by_nvlink = [grouping for grouping in even if nvlinks(grouping.worst_link)]
     if by_nvlink:
@@ -163,8 +163,8 @@ def _worth_it(found: tuple[Grouping, ...], gpus: int) -> Grouping | None:
 def missing_nvlinks(topology: Topology) -> MissingNvlinks | None:
     """Return GPUs and pairs that have fewer NVLinks than the others; None if there is no pattern.
 
-    There is a pattern if at least half of all pairs have the host's best kind of connection, as on
-    hosts whose GPUs are all connected in the same way, not in pairs by bridges.
+    There is a pattern if at least half of all pairs have the host's best kind of connection. This
+    is so on hosts whose GPUs are all connected in the same way, but not if bridges connect pairs.
     """
     pairs = list(combinations(topology.gpus, 2))
     links = [topology.link_between(*pair) for pair in pairs]
@@ -194,7 +194,7 @@ def _order(link: str) -> int:
 def bottleneck(topology: Topology) -> str | None:
     """Return the worst link that some pair of GPUs cannot avoid on any path between them.
 
-    A collective of all GPUs crosses a link that is no better. None with fewer than two GPUs.
+    A collective of all GPUs must cross a link at most this good. None with fewer than two GPUs.
     """
     joined = {gpu: {gpu} for gpu in topology.gpus}
     pairs = sorted(
@@ -240,7 +240,7 @@ def _near_nics(topology: Topology, gpu: str) -> NearNics:
     links = {nic: topology.link_between(gpu, nic) for nic in topology.nics}
     best = max(links.values(), key=goodness)
     if best in _BETWEEN_NODES and topology.device(gpu).gpu_numa_id is not None:
-        # A GPU that is itself a NUMA node (Grace) is not on the node of any card, near or far.
+        # A GPU that is a NUMA node itself (Grace) is not on the node of any card, near or far.
         return NearNics(gpu=gpu, nics=(), link=None)
     return NearNics(
         gpu=gpu, nics=tuple(nic for nic, link in links.items() if link == best), link=best

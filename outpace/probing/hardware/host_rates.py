@@ -17,12 +17,12 @@ from outpace.records.host_rates import HostRates
 _LIMIT_S = 60.0
 _WIDTH = 768  # width of matmuls, as in a small model's layers
 _ROWS = 256
-_COPIED = 1 << 23  # elements of fp32: larger than the caches of a few cores
+_COPIED = 1 << 23  # fp32 elements: more than the caches of a few cores hold
 _AT_LEAST_S = 0.4
 
 
 def measure_host_rates(threads: int) -> HostRates | None:
-    """Measure the rates of `threads` cores together, once in a process; None if that is impossible.
+    """Measure the rates of `threads` cores together, once per process; None if this is impossible.
 
     All plans of one process then use the same rates.
     """
@@ -34,7 +34,7 @@ def measure_host_rates(threads: int) -> HostRates | None:
 
 @cache
 def _measure_separately(threads: int) -> HostRates:
-    """Measure in a separate process. Raises if it fails, so that failures are not kept."""
+    """Measure in a separate process. Raises an error on failure, so failures are not cached."""
     ended = subprocess.run(
         [sys.executable, "-m", __name__, str(threads)],
         capture_output=True, text=True, timeout=_LIMIT_S, check=True,
@@ -46,7 +46,7 @@ def measure_rates(threads: int) -> HostRates:
     """Measure the rates of `threads` threads in a thread of this process, which ends afterwards."""
     import torch
 
-    # One thread, by its own CPU time, which other programs do not lengthen.
+    # One thread, by its CPU time, which other programs do not lengthen.
     torch.set_num_threads(1)
     rates = {}
     for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
@@ -61,7 +61,7 @@ def measure_rates(threads: int) -> HostRates:
 
 
 def _seconds(work: Callable[[], object]) -> float:
-    """Return the thread's CPU time for the work: the minimum of several turns."""
+    """Return the thread's CPU time for the work: the minimum of several runs."""
     work()
     best, began = float("inf"), time.thread_time()
     while time.thread_time() - began < _AT_LEAST_S or best == float("inf"):

@@ -15,7 +15,7 @@ from outpace.records.hardware import Accelerator
 from outpace.records.inventory import GpuState, HostTopology
 from outpace.records.topology import Topology
 
-TIMEOUT_S = 20.0  # of each answer of the driver
+TIMEOUT_S = 20.0  # for each answer of the driver
 
 
 def read_topology(
@@ -27,7 +27,7 @@ def read_topology(
     reports it. Raises BadInputError.
     """
     if nvlink is not None:
-        find_link(f"NVLink {nvlink}")  # checked even if no GPU needs it
+        find_link(f"NVLink {nvlink}")  # raises an error for an unknown one, even if no GPU needs it
     topology, why = _read_links(file, timeout_s)
     gpus, gpus_why = ((), None) if file is not None else nvml.query(timeout_s)
     return HostTopology(

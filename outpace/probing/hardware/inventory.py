@@ -1,4 +1,4 @@
-"""Collector of the facts that the doctor examines; unreadable facts are None."""
+"""Collection of the facts that the doctor examines. Unreadable facts are None."""
 
 import ctypes
 import os
@@ -19,7 +19,7 @@ from outpace.records.topology import cpu_list
 
 PROC, DEV = Path("/proc"), Path("/dev")
 _SHARED_MEMORY = Path("/dev/shm")
-# Only variables that a check reads: others may contain private data.
+# Only variables that a check reads, since others may contain private data.
 SETTINGS = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER",
     "CUDA_LAUNCH_BLOCKING", "NVIDIA_TF32_OVERRIDE", "TORCH_DISTRIBUTED_DEBUG",
@@ -96,10 +96,10 @@ def gather(
 def _watch(
     usable: frozenset[int], watch_s: float
 ) -> tuple[float | None, tuple[BusyProgram, ...], float | None]:
-    """Return the cores of this process that others use, their programs, and swapped bytes/s."""
+    """Return how much others use this process's cores, their programs, and swapped bytes/s."""
     own = psutil.Process()
     before, swap = _cpu_times(), _swap_bytes()
-    # Reading all processes takes a while on a busy host, so cores are timed separately.
+    # Listing all processes takes a while on a busy host, so cores are timed separately.
     cores, began_s = psutil.cpu_times(percpu=True), time.monotonic()
     time.sleep(watch_s)
     cores_after, took_s = psutil.cpu_times(percpu=True), time.monotonic() - began_s

@@ -1,4 +1,4 @@
-"""Description of this machine: processor, memory, devices. Nothing is timed here."""
+"""Description of this machine: processor, memory and devices, without measurements."""
 
 import platform
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from outpace.records.hardware import Accelerator
 from outpace.records.machine import Device, Machine
 
 FindAccelerator = Callable[[str, int | None], Accelerator | None]
-# The processor features that determine the speed of matmuls.
+# Processor features that determine the speed of matmuls.
 _FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_bf16", "amx_int8", "bf16",
              "sve", "sve_bf16", "asimd")  # fmt: skip
 

@@ -29,7 +29,7 @@ _TAB = 8
 
 
 class ToolError(OutpaceError):
-    """The driver's tool gives no answer: it is missing, failed, or timed out."""
+    """Error: the driver's tool gives no answer, because it is missing, failed, or timed out."""
 
 
 def read_live(timeout_s: float = 20.0) -> Topology:
@@ -53,7 +53,7 @@ def read_if_there(timeout_s: float = 20.0) -> Topology | None:
 
 
 def run_tool(command: list[str], timeout_s: float) -> str:
-    """Return a tool's output. Raises ToolError. The tool's child processes end with it."""
+    """Return a tool's output. Raises ToolError. The tool's child processes are killed with it."""
     name = command[0]
     if shutil.which(name) is None:
         raise ToolError(
@@ -68,7 +68,7 @@ def run_tool(command: list[str], timeout_s: float) -> str:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            start_new_session=True,  # so that its child processes can be ended
+            start_new_session=True,  # so that its child processes can be killed
         )
     except OSError as error:
         raise ToolError(f"{name} cannot be started: {error.strerror}") from None
@@ -92,7 +92,7 @@ def _end(process: subprocess.Popen[str]) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
-    # Do not wait for the process: one that waits in the kernel cannot be ended.
+    # Do not wait for the process: one that is blocked in the kernel cannot be killed.
     with suppress(subprocess.TimeoutExpired):
         process.communicate(timeout=1)
 
@@ -109,8 +109,8 @@ class _Header:
 def parse(text: str, source: str) -> Topology:
     """Return the topology in a tool's output, wherever it is in `text`.
 
-    Cells that a terminal has run together are separated; a missing cell in one row is taken from
-    the other device's row. Raises BadInputError without a matrix, or if GPUs' links stay unknown.
+    Cells that a terminal has merged are separated; a cell that is missing in one row is taken from
+    the other device's row. Raises BadInputError without a matrix, or if links of GPUs stay unknown.
     """
     lines = [_ANSI.sub("", line).rstrip() for line in text.splitlines()]
     at, header = _find_header(lines, source)
@@ -188,7 +188,7 @@ def _refuse_foreign(lines: list[str], source: str) -> None:
 def _without_nvlink(lines: list[str], rows: Mapping[str, Sequence[str | None]]) -> bool:
     """Return whether the matrix is from topo -mp, which shows only PCIe links.
 
-    This is recognised by the command in the file, or by a legend without NVLinks.
+    Such a matrix is recognised by the command in the file, or by a legend without NVLinks.
     """
     if any(nvlinks(link) for row in rows.values() for link in row):
         return False
@@ -201,7 +201,7 @@ def _without_nvlink(lines: list[str], rows: Mapping[str, Sequence[str | None]]) 
 def _row(
     line: str, name: str, header: _Header, notes: list[str], source: str
 ) -> tuple[list[str | None], dict[str, str]]:
-    """Return a device's links by column, and its place in the host."""
+    """Return a device's links by column, and its CPUs and NUMA node."""
     expanded = line.expandtabs(_TAB)
     words = list(re.finditer(r"\S+", expanded))[1:]
     cells: list[str | None] = []
@@ -240,7 +240,7 @@ def _last_fields(words: list[re.Match[str]], header: _Header, whole: bool) -> di
     names = [_FIELDS[column] for column in header.columns]
     free = len(names) - len(words)
     if free > 0 and names and words:
-        # The first cell exists if the first word begins at its column, or left of it.
+        # The first cell exists if the first word begins at its column or to the left of it.
         at_first = whole and words[0].start() <= header.starts[0]
         last_given = words[-1][0] == "N/A" or not at_first
         if at_first:
@@ -253,7 +253,7 @@ def _last_fields(words: list[re.Match[str]], header: _Header, whole: bool) -> di
 def _mirror(
     names: tuple[str, ...], rows: dict[str, list[str | None]], source: str, notes: list[str]
 ) -> list[list[str | None]]:
-    """Complete the matrix: a link missing in one row is taken from the other device's row."""
+    """Complete the matrix: take a link that is missing in one row from the other device's row."""
     place = {name: at for at, name in enumerate(names)}
     unknown = []
     links: list[list[str | None]] = [["X" if a == b else None for b in names] for a in names]

@@ -1,6 +1,6 @@
 """GPUs as described by NVIDIA's management library (NVML), through nvidia-ml-py.
 
-https://docs.nvidia.com/deploy/nvml-api/ Each query may fail separately, and its answer is then
+See https://docs.nvidia.com/deploy/nvml-api/. Each query may fail separately, and its answer is then
 None. NVML can hang with a broken driver, so `query` runs in a separate process.
 """
 
@@ -27,13 +27,13 @@ _REASONS = {
     0x80: "power brake",
     0x100: "display clocks",
 }
-# From NVML's header, where they are stable: fields of nvmlDeviceGetFieldValues and their meaning.
+# Stable constants from NVML's header: fields of nvmlDeviceGetFieldValues, and their meaning.
 FI_NVLINK_DATA_TX, FI_NVLINK_DATA_RX = 138, 139  # KiB so far
 FI_PCIE_TX, FI_PCIE_RX = 197, 198  # bytes so far
 ALL_LINKS = 0xFFFFFFFF
 PCIE_TX, PCIE_RX = 0, 1
 CLOCK_SM = 1
-WIDE = {2: "ulVal", 3: "ullVal", 4: "sllVal"}  # types of 64 bits; those of 32 wrap too soon
+WIDE = {2: "ulVal", 3: "ullVal", 4: "sllVal"}  # 64-bit types; 32-bit counters overflow too soon
 NOT_FOUND = 6
 LIBRARY = "libnvidia-ml.so.1"
 _MARK = "outpace-gpus:"
@@ -44,7 +44,7 @@ def query(
 ) -> tuple[tuple[GpuState, ...], str | None]:
     """Return this host's GPUs, and the reason if none are visible (otherwise None).
 
-    `command` prints them as `main` does. It raises no error because of the driver.
+    `command` prints them as `main` does. Problems of the driver raise no error.
     """
     try:
         text = run_tool(command or [*PYTHON, "-m", "outpace.probing.hardware.nvml"], timeout_s)
@@ -156,12 +156,12 @@ def _throttle_reasons(device: _Device) -> tuple[str, ...] | None:
 
 
 def throttle_reasons(library: Any, handle: Any) -> tuple[str, ...] | None:
-    """Return the present causes of a device's throttling; None if the driver does not say."""
+    """Return the current causes of a device's throttling; None if the driver does not say."""
     return _throttle_reasons(_Device(library, handle))
 
 
 def computing_pids(library: Any, handle: Any) -> frozenset[int] | None:
-    """Return the processes that compute on a device now; None if the driver does not say."""
+    """Return the processes currently computing on a device; None if the driver does not say."""
     listed = _Device(library, handle).read_field("ComputeRunningProcesses")
     return None if listed is None else frozenset(one.pid for one in listed)
 
@@ -181,7 +181,7 @@ def _nvlinks(device: _Device) -> tuple[int | None, int | None]:
 
 
 def _affinity(device: _Device) -> str | None:
-    """Return CPUs near the GPU, which NVML gives in words of 64 bits, lowest first."""
+    """Return the CPUs near the GPU, from NVML's mask in 64-bit words, lowest first."""
     words = device.read_field("CpuAffinity", -(-(os.cpu_count() or 1) // 64))
     if words is None:
         return None
@@ -204,7 +204,7 @@ def _times(value: float | None, factor: float) -> float | None:
 
 
 def share(percent: int) -> float | None:
-    """Return a percentage as a fraction. For ended processes, drivers report more than 100."""
+    """Return a percentage as a fraction. For finished processes, drivers report more than 100."""
     return percent / 100 if 0 <= percent <= 100 else None
 
 

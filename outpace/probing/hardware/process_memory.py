@@ -11,7 +11,7 @@ import psutil
 from outpace.probing.hardware.procfs import MEMBERSHIP, MOUNTS, ControlGroup, control_groups
 from outpace.trace import resident
 
-# Version 1 says "no limit" by a number near 2^63.
+# Version 1 represents "no limit" by a number near 2^63.
 _NO_LIMIT = 2**60
 
 
@@ -39,7 +39,7 @@ class Cgroup(ControlGroup):
         return limit if limit < _NO_LIMIT else None
 
     def used_bytes(self) -> int:
-        """Return the memory of all its processes, without file caches that can be dropped."""
+        """Return the memory of the group's processes, without file caches that can be dropped."""
         name = "memory.current" if self.version == 2 else "memory.usage_in_bytes"
         prefix = "" if self.version == 2 else "total_"
         stat = dict(line.split(maxsplit=1) for line in self.read("memory.stat").splitlines())
@@ -56,7 +56,7 @@ def find_cgroup(membership: Path = MEMBERSHIP, mounts: Path = MOUNTS) -> Cgroup 
 
 
 def free_bytes() -> int:
-    """Return the host's available memory, or its control group's remainder if smaller."""
+    """Return the host's available memory, or what its control group allows if that is less."""
     available, group = int(psutil.virtual_memory().available), find_cgroup()
     if group is None:
         return available

@@ -1,4 +1,4 @@
-"""Small files in which Linux describes a host, and this process's control groups."""
+"""Linux's files that describe a host, and this process's control groups."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class ControlGroup:
     version: int
 
     def read(self, name: str) -> str:
-        """Read one of its files; empty if it does not exist."""
+        """Read one of the group's files; empty if the file does not exist."""
         return read_text(self.folder / name) or ""
 
 
@@ -38,7 +38,7 @@ def control_groups(
         if version not in mounted or (version == 1 and controller not in controllers.split(",")):
             continue
         root, top = mounted[version]
-        # In a container, the mount shows the group itself, whatever its path outside.
+        # In a container, the mount shows the group itself, regardless of its path outside.
         inside = path.removeprefix(root.rstrip("/")) if root != "/" else path
         folder = top / inside.strip("/")
         while not folder.is_dir() and folder != top:

@@ -1,4 +1,4 @@
-"""Versions and commits that must be equal for results to be equal."""
+"""Versions and commits, which must be equal for results to be equal."""
 
 import hashlib
 import platform
@@ -26,7 +26,7 @@ _TELLING = (
 )  # fmt: skip
 # Variables that differ for each launch, or that only the launcher sets.
 _OF_LAUNCHERS = ("TORCHELASTIC_", "TORCH_NCCL_ASYNC_ERROR_HANDLING", "TORCH_CPP_LOG_LEVEL")
-# Names of variables with secrets; addresses with a user are secret, too: a token may stand there.
+# Names of variables with secrets. Addresses with a user are secret, too, since it may be a token.
 _SECRET = re.compile(
     r"TOKEN|SECRET|PASS(W|P|C|_|$)|PWD|(^|_)PW(_|$)|KEY|CRED|AUTH|COOKIE|BEARER|SIGNATURE",
     re.IGNORECASE,
@@ -35,7 +35,7 @@ _ADDRESS_WITH_USER = re.compile(r"://[^/\s@]+@")
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python, of the relevant packages, of CUDA and its driver, if any.
+    """Return the versions of Python, relevant packages, CUDA and its driver, as far as present.
 
     This includes the communication libraries. The driver is not queried, because a broken one may
     not answer. outpace and torch report their versions themselves, since those on PYTHONPATH have
@@ -56,7 +56,7 @@ def versions() -> dict[str, str]:
 
 
 def _backends() -> dict[str, str]:
-    """Return the versions of NCCL and gloo; gloo is part of torch, and has its version."""
+    """Return the versions of NCCL and gloo; gloo is part of torch, and has torch's version."""
     found = {}
     if dist.is_available() and dist.is_nccl_available():
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -66,7 +66,7 @@ def _backends() -> dict[str, str]:
 
 
 def commit() -> tuple[str | None, bool | None]:
-    """Return the working copy's commit and whether it has changes; None without a repository."""
+    """Return the working copy's commit and whether there are changes; None without a repository."""
     head = _git("rev-parse", "HEAD")
     if head is None:
         return None, None
@@ -75,7 +75,7 @@ def commit() -> tuple[str | None, bool | None]:
 
 
 def changes() -> str | None:
-    """Return a hash of all uncommitted changes; None if there are none, or no repository."""
+    """Return a hash of all uncommitted changes; None without changes or without a repository."""
     found = _git("diff", "--no-ext-diff", "--no-textconv", "HEAD")
     return hashlib.sha256(found.encode()).hexdigest()[:16] if found else None
 

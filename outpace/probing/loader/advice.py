@@ -1,4 +1,4 @@
-"""Choice of loader settings: the cheapest of the fastest."""
+"""Choice of loader settings: the cheapest of those that are about the fastest."""
 
 from collections.abc import Iterator, Sequence
 
@@ -7,15 +7,16 @@ from outpace.records.figure import Figure, Key
 from outpace.records.probed import Advice
 from outpace.records.units import show_count, show_seconds
 
-# Exposed loading that takes more of a step than this is worth a worker.
+# A worker is worthwhile if exposed loading takes a larger share of a step than this.
 _SHOWN = 0.01
 _WORTH = 0.05
-# Settings this close to the fastest count as equally fast, even if the difference is certain.
+# Settings within this share of the fastest count as equally fast, even if the difference is
+# certain.
 _ALIKE = 0.02
 
 
 def advise(figures: Sequence[Figure]) -> tuple[Advice, ...]:
-    """Return advice as sentences that quote the figures."""
+    """Return advice as sentences that include the figures."""
     unit = "tokens" if any(f.key.what == "tokens" for f in figures) else "samples"
     rates = [f for f in figures if f.key.kind == "loader" and f.key.what == unit]
     own = [f for f in rates if f.key.has(loader="outpace", pin="no")]
@@ -69,7 +70,7 @@ def _workers(rates: Sequence[Figure]) -> Iterator[Advice]:
 def _prefetch(rates: Sequence[Figure]) -> Iterator[Advice]:
     """Advise on prefetching with torch's DataLoader, at its best number of workers.
 
-    outpace's loader always prefetches 2.
+    outpace's loader always prefetches two batches.
     """
     best = cheapest(rates)
     if best is None:

@@ -1,7 +1,7 @@
 """Rates at which a user's data is loaded, by number of workers, prefetching and pinned memory.
 outpace's loader is timed as training uses it, and torch's DataLoader with workers that tokenize
 text, as in trainers without prepared tokens. Loaders stay open from round to round. Each call reads
-more batches than their queues hold, so it measures how fast batches are made, not how fast a full
+more batches than the queues hold, so it measures how fast batches are made, not how fast a full
 queue is emptied.
 """
 
@@ -35,14 +35,14 @@ from outpace.records.figure import Figure, Key
 PREFETCH = 2  # outpace's and torch's default
 _OTHER_PREFETCH, _FULL_OTHER_PREFETCH = (4,), (1, 4, 8)
 _QUICK_WORKERS = 4
-# Numbers of workers (in addition to the largest) for which other settings are varied: all loaders
-# are open at once.
+# Worker counts (besides the largest) for which other settings are varied. They are few, since all
+# loaders are open at the same time.
 _CROSSED = (1, 2, 4, 8)
 _ENDLESS = 1 << 40
 _CALL_S = 0.015
 _LOCATED = 32
 _SAMPLE_S, _FULL_SAMPLE_S = 0.015, 0.03
-# Shares of the budget.
+# Shares of the time budget.
 _RATES, _STARTS, _TOKENISING = 0.60, 0.10, 0.30
 
 Progress = Callable[[float], None]
@@ -97,7 +97,7 @@ def _counts(quick: bool) -> list[int]:
 
 @contextmanager
 def _one_thread_for_each_tokenizer() -> Iterator[None]:
-    """Limit tokenizers to one thread, since workers run in parallel, and forks would warn."""
+    """Limit tokenizers to one thread, since workers run in parallel and forks would warn."""
     name = "TOKENIZERS_PARALLELISM"
     before = os.environ.get(name)
     os.environ[name] = "false"
@@ -129,7 +129,7 @@ class _Setting:
 
 @dataclass
 class _OpenLoader:
-    """A running loader; a call reads `batches` from it and returns the first."""
+    """A running loader. A call reads `batches` from it and returns the first one."""
 
     batches_of: Iterator[Any]
     close: Callable[[], None]
@@ -210,7 +210,7 @@ class _Bench:
         running = self._open_loader(setting)
         self.stack.callback(running.close)
         wrong = self._wrong(setting, running())
-        # More batches than the queues hold, which fill up during the samples of other settings.
+        # More batches than the queues hold, since these fill up during samples of other settings.
         waiting = setting.workers * (setting.prefetch + 1)
         running.batches = max(1, waiting)
         HostClock().seconds(running, 1)
@@ -239,7 +239,7 @@ class _Bench:
         return None
 
     def starts(self, budget_s: float) -> Turns[list[Figure]]:
-        """Measure the time from opening a loader with workers to its first batch, s."""
+        """Measure the seconds from opening a loader with workers to its first batch."""
         starter = _Starter(self._open_loader, _Setting("outpace", _counts(self.quick)[-1]))
         case = Case(starter.setting.key("start"), "s", lambda: starter, within=starter.sample)
         effort = Effort(budget_s, rounds_of(self.quick), sample_s=0, wakes=False)
@@ -271,7 +271,7 @@ class _Bench:
         return _OpenLoader(self._copy_to_device(running), close, self.device)
 
     def _copy_to_device(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Copy batches to the device, as outpace's loader does; pinning speeds this up."""
+        """Copy batches to the device like outpace's loader; pinning speeds this up."""
         if self.device.type == "cpu":
             return batches
         to = partial(_move_leaf, self.device)

@@ -1,4 +1,4 @@
-"""Data on which to time a loader: the user's data as training reads it, or a part of it."""
+"""Data with which to time a loader: the user's data as training reads it, or a part of it."""
 
 import math
 from collections.abc import Iterator
@@ -20,9 +20,9 @@ from outpace.data.text import Piece, pieces
 from outpace.data.tokenizer import Tokenizer, train_tokenizer
 from outpace.records.errors import BadInputError
 
-# Characters of text that a probe reads; training would read all of it.
+# Maximum characters of text that a probe reads; training would read all text.
 _TAKEN, _FULL_TAKEN = 1 << 21, 1 << 24
-# Tokens are repeated up to this number, which exceeds a processor's cache, like a corpus.
+# Tokens are repeated up to this number, which like a real corpus exceeds a processor's cache.
 _LEAST_TOKENS = 1 << 24
 # Characters on which a tokenizer is trained; more would not change its speed.
 _LEARNED_CHARACTERS, _LEARNED_VOCAB = 1 << 20, 8192
@@ -33,8 +33,8 @@ _AT_ONCE = 256
 class LoaderData:
     """Data to load, as for `outpace train`, and the sizes of batches.
 
-    Without a `tokenizer`, one is trained on the text. `dataset`: a user's map-style data set,
-    instead of sources.
+    Without a `tokenizer`, one is trained on the text. `dataset`: a user's map-style data set that
+    replaces sources.
     """
 
     sources: tuple[str, ...] = ("stdlib",)
@@ -100,12 +100,12 @@ def prepare_input(data: LoaderData, folder: Path, quick: bool) -> LoaderInput:
 
 
 def _name_dataset(dataset: Any) -> str:
-    """Name the user's data set that was timed."""
+    """Return the name of the user's data set that was timed."""
     return f"loader: timed on your own data set, {len(dataset)} samples of {type(dataset).__name__}"
 
 
 def _name_sources(sources: tuple[str, ...]) -> str:
-    """Name the data that were timed, without their folders."""
+    """Return the names of the sources that were timed, without folders."""
     names = ("Python's own source code" if one == "stdlib" else Path(one).name for one in sources)
     return f"loader: timed on {', '.join(names)}"
 
@@ -158,7 +158,7 @@ def _write_tokens(
 
 
 class TextDataset(Dataset[dict[str, Tensor]]):
-    """Texts that are tokenised on access: at most `seq_len` tokens each, padded.
+    """Texts that are tokenised on access, each padded or truncated to `seq_len` tokens.
 
     `mean_tokens`: the mean number per text.
     """

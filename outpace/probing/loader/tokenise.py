@@ -1,4 +1,4 @@
-"""Rates at which text becomes tokens, by the number of processes that encode it.
+"""Rates of tokenization, by the number of processes that encode text.
 
 Text is encoded as `outpace train` prepares data, with a cache of words that fills up over time. So
 each sample starts with an empty cache, fills it with the first part of the text, and is timed on a
@@ -32,7 +32,7 @@ def tokenise_figures(
 ) -> Turns[list[Figure]]:
     """Return tokens/s and bytes/s for each number of processes.
 
-    With 1, this process encodes, with threads.
+    With one process, this process encodes with threads.
     """
     whole = "\n".join(texts)
     effort = Effort(budget_s, rounds_of(quick), sample_s=0)
@@ -86,7 +86,7 @@ class _Run:
         return Case(key, "tokens/s", self._make, self.tokens, self._wrong)
 
     def _make(self) -> Callable[[], list[Ids]]:
-        """Make new encoders."""
+        """Create new encoders."""
         self.close()
         fresh = self._tokenizer.replace(self._tokenizer.inner, {})
         self._calls = 0

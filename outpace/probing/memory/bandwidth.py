@@ -1,8 +1,8 @@
-"""Rates of memory: reading, writing, copying, elementwise operations and allocation.
+"""Memory rates: reading, writing, copying, elementwise operations and allocation.
 
 Sizes range from those that fit in a cache to those that exceed all caches, which show the rate of
 memory itself. As in McCalpin, "STREAM: Sustainable Memory Bandwidth in High Performance Computers",
-bytes read and written are counted, without those that a cache reads before a write.
+bytes read and written are counted, but not those that a cache reads before a write.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,10 +23,10 @@ from outpace.probing.timing.section import ProbeSection
 from outpace.records.figure import Figure, Key
 from outpace.records.probed import Advice
 
-# fp32 elements, below that of `large_elements`.
+# Numbers of fp32 elements, below that of `large_elements`.
 _QUICK = (1 << 14, 1 << 18)
 _FULL = (1 << 12, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24)
-# A copy touches two arrays: half of it stays in a cache that can hold one array.
+# A copy uses two arrays, so half of its data stays in a cache that can hold one array.
 _BEYOND = 2
 _LEAST, _MOST = 1 << 24, 1 << 28
 WAYS = ("to the host", "to the device", "both ways")
@@ -56,7 +56,7 @@ def memory_cases(device: torch.device, quick: bool) -> list[Case]:
     cases = [case for count in elements for case in _streams(pool[:count], out[:count])]
     cases += _operations(pool, out, quick)
     cases += _allocations(device, quick)
-    cases += [_optimizer_step(device, large // 4)]  # elements of each of its four arrays
+    cases += [_optimizer_step(device, large // 4)]  # elements of each of the step's four arrays
     if device.type == "cuda":
         cases += list(_transfers(device, quick))
     return cases
@@ -121,7 +121,7 @@ def _operations(x: Tensor, out: Tensor, quick: bool) -> Iterator[Case]:
 
 
 def _allocations(device: torch.device, quick: bool) -> Iterator[Case]:
-    """Yield allocation, a write to each page, and release: the cost of a temporary tensor."""
+    """Yield a case that allocates, writes to each page and frees, as for a temporary tensor."""
     for size in (1 << 16, 1 << 22) if quick else (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 27):
         count = size // 4
         fill = partial(_allocate, count, device)
@@ -139,7 +139,7 @@ def _allocate(count: int, device: torch.device) -> Tensor:
 
 
 def _optimizer_step(device: torch.device, elements: int) -> Case:
-    """Yield AdamW's step: reads weight, gradient and two moments, writes all but the gradient."""
+    """Yield AdamW's step, which reads four arrays and writes all except the gradient."""
     parameter = torch.nn.Parameter(torch.randn(elements, device=device))
     parameter.grad = torch.randn_like(parameter)
     before = parameter.detach()[:1024].clone()
@@ -251,7 +251,7 @@ def probe_memory(
 
 
 def hidden_shares(figures: Sequence[Figure]) -> list[Figure]:
-    """Return the overlap of a matmul and a transfer by direction, as a share of the shorter."""
+    """Return the overlap of a matmul and transfers by direction, as a share of the shorter time."""
     took = {f.key.of["of"]: f for f in figures if f.key.what == "overlap"}
     return [
         share_hidden(
@@ -263,7 +263,7 @@ def hidden_shares(figures: Sequence[Figure]) -> list[Figure]:
 
 
 def hidden_advice(hidden: Sequence[Figure]) -> Iterator[Advice]:
-    """Describe the hidden fraction, with its interval."""
+    """Describe the hidden share, with its interval."""
     for figure in hidden:
         if figure.value is not None and figure.low is not None and figure.high is not None:
             yield Advice(

@@ -7,9 +7,9 @@ from outpace.records.figure import Figure
 from outpace.records.probed import Advice
 from outpace.records.units import show_seconds
 
-# fp32 weights and AdamW's two moments, and the moments alone: bytes of a billion parameters.
+# Bytes for a billion parameters: of fp32 weights and AdamW's two moments, and of the moments only.
 _CHECKPOINT_BYTES, _MOMENTS_BYTES = 12e9, 8e9
-_WORTH = 0.10  # least gain to report
+_WORTH = 0.10  # minimum gain to report
 _SLOW_FSYNC_S = 0.02
 
 

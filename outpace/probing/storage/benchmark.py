@@ -1,8 +1,8 @@
-"""Rates of the disks for checkpoints and offloading.
+"""Rates of disks for checkpoints and offloading.
 
 Blocks bypass the kernel's cache, and are moved one after the other (queue 1) or by several threads
-at once. Writing checkpoints is also timed as training does it: through the cache, then fsync. So is
-making a small file and its name durable.
+in parallel. Writing checkpoints is also timed as training does it, through the cache followed by
+fsync, and so is making a small file and its name durable.
 """
 
 import os
@@ -36,15 +36,13 @@ from outpace.records.units import show_bytes
 
 _FILE_BYTES, _FULL_FILE_BYTES = 256 << 20, 2 << 30
 _FILL_S, _FULL_FILL_S = 1.0, 8.0
-# As large as a file of a small checkpoint, so that fsync has to wait.
+# As large as a file of a small checkpoint, so that fsync must wait.
 BUFFERED_BYTES = 32 << 20
 _WRITTEN_AT_ONCE = 1 << 20
 # (pages of a block, queue)
 _SEQUENTIAL, _FULL_SEQUENTIAL = ((1024, 1), (1024, 4)), ((32, 1), (1024, 1), (1024, 4), (1024, 16))
 _RANDOM, _FULL_RANDOM = ((1, 1), (1, 16)), ((1, 1), (1, 4), (1, 16), (16, 1), (16, 16))
-_CALL_S = (
-    0.01  # of many short operations, so that the cost of handing them to threads is negligible
-)
+_CALL_S = 0.01  # seconds of a call, enough to make handing operations to threads cheap
 _MOST_OPERATIONS = 512
 _SAMPLE_S, _FULL_SAMPLE_S = 0.012, 0.02
 
@@ -65,8 +63,8 @@ def probe_storage(
     budget_s: float,
     progress: Progress = lambda share: None,
 ) -> Turns[ProbeSection]:
-    """Time each role's directory (checkpoints, offload), once per file system. `budget_s` is for
-    all of them. Raises BadInputError if one cannot be written to, or lacks space.
+    """Time each role's directory (checkpoints, offload), once per file system. `budget_s` is the
+    total time. Raises BadInputError if a directory cannot be written to or lacks space.
     """
     if not sys.platform.startswith("linux"):
         return ProbeSection(notes=("storage: direct I/O is measured on Linux only",))
@@ -82,7 +80,7 @@ def probe_storage(
 
 
 def _by_device(directories: Mapping[str, Path]) -> dict[str, Path]:
-    """Join roles that share a file system: "checkpoints and offload"."""
+    """Join the names of roles that share a file system: "checkpoints and offload"."""
     roles: dict[int, list[str]] = {}
     places: dict[int, Path] = {}
     for role, directory in directories.items():
@@ -161,7 +159,7 @@ def _notes(file: PageFile, directory: Path, role: str) -> Iterator[str]:
 
 @dataclass
 class _Mover:
-    """Mover of blocks in a given order from the last position on, `queue` at a time."""
+    """Mover of blocks in a given order, `queue` at a time, which continues at its last position."""
 
     file: PageFile
     pool: ThreadPoolExecutor
@@ -200,12 +198,12 @@ class _Mover:
         """Find the number of operations per call."""
         took_s = HostClock().seconds(self, 1)
         took_s = min(took_s, HostClock().seconds(self, 1))
-        # No block twice in a call, or threads could use the same block.
+        # No block occurs twice in a call, or threads could use the same block.
         most = min(_MOST_OPERATIONS, len(self.order) // self.queue)
         self.operations = max(1, min(most, int(_CALL_S / max(took_s, 1e-9))))
 
     def find_error(self) -> str | None:
-        """Read and compare all bytes that each thread moved last."""
+        """Read and compare all bytes that each thread moved in its last operation."""
         found = (
             self.file.find_error(lane, page, self.pages, number if self.write else None)
             for lane, page, number in self._last
@@ -284,7 +282,7 @@ class _NewFile:
         return self
 
     def find_error(self) -> str | None:
-        """Read the file back; from the disk if the kernel drops its cache."""
+        """Read the file back, from the disk if the kernel drops its cache."""
         assert self._file is not None
         os.posix_fadvise(self._file, 0, 0, os.POSIX_FADV_DONTNEED)
         held = os.pread(self._file, len(self._data) + 1, 0)

@@ -26,10 +26,10 @@ from outpace.records.units import show_bytes
 from outpace.training.past_cache import REFUSED, through_cache
 
 PAGE_BYTES = 4096
-BLOCK_PAGES = 1024  # pages of the largest block; the contents of pages repeat after that many
+BLOCK_PAGES = 1024  # pages of the largest block, after which the contents of pages repeat
 _LEAST_PAGES = 16 * BLOCK_PAGES
 _WORDS = PAGE_BYTES // 8
-# A test of a disk may use at most this share of its free space, since others may need it.
+# A test may use at most this share of a disk's free space, since others may need it.
 _TAKEN_SHARE = 0.5
 _IN_MEMORY = ("tmpfs", "ramfs")
 
@@ -59,7 +59,7 @@ def in_memory(directory: Path) -> str | None:
 
 @contextmanager
 def refusals(directory: Path) -> Iterator[None]:
-    """Turn the system's errors for a directory into BadInputError."""
+    """Convert the system's errors for a directory to BadInputError."""
     try:
         yield
     except OSError as error:
@@ -93,7 +93,7 @@ class _Lane:
 
 
 class PageFile:
-    """`pages` pages of an unlinked file in `directory`, written until full or for `fill_s`.
+    """An unlinked file in `directory` with `pages` pages, filled for at most `fill_s`.
 
     A page's first word is its salted number, and the second rises with every write. So no two pages
     are equal, no page is written twice with the same content, and a page that was not written or is
@@ -162,7 +162,7 @@ class PageFile:
             )
 
     def find_error(self, lane: int, page: int, pages: int, write: int | None = None) -> str | None:
-        """Read and check everything; describe what is wrong, or differs from `write`."""
+        """Read and check everything; describe what is wrong or differs from what `write` wrote."""
         self.forget()
         self.read(lane, page, pages)
         got, first = self._lanes[lane].got[:pages], page % BLOCK_PAGES
@@ -187,7 +187,7 @@ class PageFile:
             os.posix_fadvise(self.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def close(self) -> None:
-        """Close the file, which then disappears (also when the process ends)."""
+        """Close the file, which deletes it (as does the end of the process)."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1

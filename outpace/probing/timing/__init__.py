@@ -1,1 +1,1 @@
-"""Timing on a machine that others also use."""
+"""Reliable timing on shared machines."""

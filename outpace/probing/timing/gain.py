@@ -17,7 +17,7 @@ class Gain:
 
     @property
     def is_certain(self) -> bool:
-        """Return whether the whole interval is a gain."""
+        """Return whether the whole interval is above 0."""
         return self.low > 0
 
     def __str__(self) -> str:
@@ -28,8 +28,8 @@ def gain(before: Figure, after: Figure, among: int = 1) -> Gain | None:
     """Return the gain from `before` to `after`, by the ratio of samples taken side by side.
 
     A slow period affects both and cancels out. `among`: the number of gains from which the largest
-    is chosen; each interval must then hold with a higher probability (Bonferroni). None if there
-    are fewer than four samples of either.
+    is chosen, for which each interval needs a higher probability (Bonferroni). None if there are
+    fewer than four samples of either.
     """
     both = zip(before.rounds, after.rounds, strict=False)
     ratios = [a / b for samples in both for a, b in zip(*samples, strict=False)]
@@ -38,6 +38,6 @@ def gain(before: Figure, after: Figure, among: int = 1) -> Gain | None:
     if len(ratios) < 4:
         return None
     value = median(ratios)
-    # That width is for a repeat's median; the ratio itself is more precise by a factor of √2.
+    # This width is for the median of a repeat; the ratio itself is more precise by a factor of √2.
     half = half_width(ratios, 1 - (1 - LEVEL) / among) / 2**0.5
     return Gain(value - 1, value - half - 1, value + half - 1)

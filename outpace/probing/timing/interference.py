@@ -13,11 +13,11 @@ from outpace.probing.timing.section import ProbeSection
 from outpace.records.figure import Figure
 from outpace.records.probed import Steadiness
 
-# Shares of a core used by others, and of all time taken by the hypervisor, above which they are
-# reported.
+# Shares above which use by others is reported: of one core's time, and of all time for the
+# hypervisor.
 _OTHERS, _STOLEN = 0.15, 0.02
 # Share of all cores' time used by others above which the processor's figures are invalid. If
-# another program takes one of two cores, a matmul does not just run at half its speed: every call
+# another program takes one of two cores, a matmul is more than twice as slow, because every call
 # waits for a whole time slice of that program.
 _DISTURBED = 0.10
 
@@ -25,7 +25,7 @@ _DISTURBED = 0.10
 class CoreSeconds(NamedTuple):
     """Seconds of a host's cores; None if the kernel does not report them (outside of Linux).
 
-    `busy_s` and `stolen_s` cover all cores, `probe_s` this process and its children.
+    `busy_s` and `stolen_s` are for all cores, `probe_s` is for this process and its children.
     """
 
     wall_s: float
@@ -69,7 +69,7 @@ class InterferenceWatch:
 
 
 def _probe_s() -> float:
-    """Return processor time of this process and its children, finished or running, s."""
+    """Return the processor seconds of this process and its children, finished or running."""
     here = psutil.Process()
     total_s = 0.0
     for process in (here, *here.children(recursive=True)):
@@ -135,7 +135,7 @@ def disturbance(hosts: Sequence[Sequence[CoreSeconds]]) -> str | None:
 
 
 def withdraw_values(section: ProbeSection, why: str) -> ProbeSection:
-    """Return the section without values, advice and text based on them; samples are kept."""
+    """Return the section without values and the advice and text based on them; samples are kept."""
 
     def drop_value(figure: Figure) -> Figure:
         return figure.model_copy(update={"value": None, "unstable": why})

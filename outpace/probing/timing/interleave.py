@@ -1,7 +1,7 @@
 """Interleaving of a probe's parts, so that each is measured over the whole time of the probe.
 
-A machine may be slower for minutes at a time. A measurement without pauses would miss that, and its
-intervals would not contain a repeat.
+A machine may be slower for minutes at a time. A measurement without pauses would miss this, and its
+intervals would not contain the value of a repeat.
 """
 
 from collections.abc import Callable, Generator
@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-# Yields when others may have their turn, and returns the result of all its own turns.
+# Yields when other parts may have their turn, and returns the result of all its turns.
 Turns = Generator[None, None, T]
 
 
@@ -24,9 +24,10 @@ def run_turns(turns: Turns[T]) -> T:
 
 
 def interleave_turns(*parts: Turns[Any]) -> Turns[list[Any]]:
-    """Interleave several parts, a turn of each in every turn of the whole; return the results.
+    """Interleave several parts: every turn of the whole is a turn of each part.
 
-    If one raises an error, the others end too, and release what they hold.
+    Return the results. If one part raises an error, the others are closed, too, and release their
+    resources.
     """
     found: list[Any] = [None] * len(parts)
     going = dict(enumerate(parts))

@@ -1,4 +1,4 @@
-"""Prediction of a repeat's median, and detection of drifting samples."""
+"""Prediction of the median of a repeated measurement, and detection of drifting samples."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -8,17 +8,17 @@ from statistics import median
 LEVEL = 0.95
 # The median of k normal values varies as the mean of k * 2 / pi.
 _MEDIAN_COSTS = 1.2533
-# A scale from median distances varies like a standard deviation of 37 % as many values.
+# A median absolute deviation varies like a standard deviation of 37 % as many values.
 _EFFICIENCY = 0.37
-# Values that were measured together are closer to each other than to a repeat.
+# Values that were measured together are closer to each other than to those of a repeat.
 SLACK = 1.15
-# A trend of this share is drift, unless it is due to chance.
+# A trend of this share is drift unless it is due to chance.
 _DRIFT = 0.10
 _DRIFT_T = 4.0
 
 
 def half_width(samples: Sequence[float], level: float = LEVEL, slack: float = SLACK) -> float:
-    """Return how far a repeat's median, of the same number of samples, may be from this one.
+    """Return how far the median of an equally long repeat may be from this median.
 
     It uses Student's t for the difference of two such medians. The scale is the median absolute
     deviation, which a few disturbed samples do not widen; autocorrelated samples count as fewer
@@ -43,7 +43,7 @@ def normal_deviation(values: Sequence[float]) -> float:
 
 
 def _autocorrelation(values: Sequence[float], scale: float) -> float:
-    """Return the correlation of neighbouring values, at most 0.9; higher values mean drift."""
+    """Return the correlation of neighbouring values, capped at 0.9, above which it is drift."""
     middle = median(values)
     away = [min(max(value - middle, -3 * scale), 3 * scale) for value in values]
     total = sum(one * one for one in away)

@@ -1,8 +1,8 @@
 """A collective's time by size: latency + traffic / bandwidth, fitted to measured times.
 
 Distances from the line are relative to a point's time, so that microseconds count as much as
-seconds. Their absolute values count, not their squares, so that a size at which a library switches
-algorithms does not shift the whole line. Sizes with widely spread times count less.
+seconds. The fit minimises absolute distances, not squares, so a size at which a library switches
+algorithms does not shift the whole line. Sizes with widely spread times have less weight.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,8 +29,8 @@ _BUS: dict[str, Callable[[int], float]] = {
 }
 COLLECTIVES = tuple(_BUS)
 _LEAST_SIZES = 3
-# Sizes whose times vary less than this between rounds count equally: no line is more accurate than
-# that.
+# Sizes whose times vary by less than this between rounds have equal weight, since no line is more
+# accurate.
 _STEADY = 0.02
 
 
@@ -86,8 +86,8 @@ def _candidates(points: Sequence[tuple[float, float]]) -> Iterator[LinkLine]:
 def fit_link(figures: Sequence[Figure]) -> LinkFit | None:
     """Fit a link to the times of one collective on one axis; None if there are too few.
 
-    Samples that were taken in the same round get a separate line, and the differences between lines
-    give intervals. `figures` have the same key except for their bytes.
+    The samples of each round also get a separate line, and the differences between lines give
+    intervals. `figures` have the same key except for their bytes.
     """
     first = min(figures, key=lambda figure: figure.key.of["bytes"], default=None)
     series = [figure.samples for figure in figures]

@@ -1,4 +1,4 @@
-"""Reliable timing of cases: in rounds, in alternating order, with intervals.
+"""Reliable timing of cases in rounds, in alternating order, with intervals.
 
 A round takes samples of all cases, alternately forwards and backwards, so that a slow period
 affects all of them. Other parts of a probe are measured between rounds, so each is measured over
@@ -22,24 +22,24 @@ from outpace.probing.timing.intervals import LEVEL, half_width, trend
 from outpace.records.errors import OutpaceError
 from outpace.records.figure import Figure, Key, Unit
 
-# A figure with a wider interval than this would say little, and is left out.
+# A figure with a wider interval than this would mean little, and is left out.
 CONCLUSIVE = 0.25
-# A sample this many times as long as usual is one long call.
+# A sample that is this many times as long as usual consists of one long call.
 _LONG = 5
 
 
 class WrongResultError(OutpaceError):
-    """A timed call computed a wrong result: the machine or a library is at fault."""
+    """Error: a timed call computed a wrong result, because of a faulty machine or library."""
 
 
 class Clock(Protocol):
     """Clock for calls. If several processes time calls together, all get the same time."""
 
     def seconds(self, call: Callable[[], Any], count: int) -> float:
-        """Time `count` calls, one after the other, until all work that they started has ended."""
+        """Time `count` calls, one after the other, until all work that they started is done."""
 
     def now_s(self) -> float:
-        """Return seconds since an arbitrary moment."""
+        """Return the seconds since an arbitrary moment."""
 
 
 class HostClock:
@@ -85,7 +85,8 @@ def clock_of(device: torch.device) -> Clock:
 
 @dataclass(frozen=True)
 class Case:
-    """A call to time. `amount`: amount of the unit's numerator per call ("s": 1 call).
+    """A call to time. `amount`: how many of the figure's unit (FLOP, bytes) a call processes; 1 for
+    "s".
 
     `make` returns the callable; its objects are released after a sample. `check` describes what is
     wrong with a call's result, and is called once, before anything is timed. Everything runs in the
@@ -100,15 +101,16 @@ class Case:
     within: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def value(self, call_s: float) -> float:
-        """Return the figure of a call that takes this long."""
+        """Return the figure for a call that takes this long."""
         return call_s / self.amount if self.unit == "s" else self.amount / call_s
 
 
 @dataclass(frozen=True)
 class Effort:
-    """Time to spend on measuring: the whole budget, unless rounds have `most_samples` of each case.
+    """Time to spend on measuring: the whole budget, unless rounds reach `most_samples` of each
+    case.
 
-    On shared machines, speed changes from one tenth of a second to the next, and many short samples
+    On shared machines, speed changes from one tenth of a second to the next, so many short samples
     are more informative than a few long ones (docs/development/log.md). If time is short, there are
     fewer rounds, spread over the same number of turns. `wakes`: run half a sample untimed before
     each sample.
@@ -205,9 +207,9 @@ def in_rounds(
 ) -> Turns[None]:
     """Call `visit` in as many turns as the effort has rounds, while its budget lasts.
 
-    Its argument says whether the turn starts a round. `spent_s`: the part of the budget that was
-    used before. A turn whose time is already used up has no round, unless there would be too few
-    rounds.
+    The argument of `visit` says whether the turn starts a round. `spent_s`: the part of the budget
+    that was used before. A turn whose time is already used up has no round, unless there would be
+    too few rounds.
     """
     left_s, used_s, made = max(0.0, effort.budget_s - spent_s), 0.0, 0
     least = min(effort.least_rounds, effort.rounds)
@@ -218,7 +220,7 @@ def in_rounds(
         if used_s >= until_s and made >= least * (turn + 1) // effort.rounds:
             continue
         made += 1
-        begin_s = clock.now_s() - used_s  # without the turns of others
+        begin_s = clock.now_s() - used_s  # without the time of other parts' turns
         for number in range(effort.most_samples):
             visit(number == 0)
             used_s = clock.now_s() - begin_s
@@ -231,7 +233,7 @@ def figure_of(key: Key, unit: Unit, rounds: Sequence[Sequence[float]]) -> Figure
     """Return the figure of rounds of samples."""
     samples = list(chain.from_iterable(rounds))
     medians = [median(of) for of in rounds]
-    # Use rounds, which vary like a repeat; neighbouring samples vary less.
+    # Use rounds, which vary like repeats; neighbouring samples vary less.
     half = max(half_width(samples), half_width(medians, slack=1.0))
     value = median(samples)
     known, why = half < inf, _unstable(value, half, medians)

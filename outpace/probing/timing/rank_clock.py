@@ -1,4 +1,4 @@
-"""Timing of joint work of several ranks, with the same result on all."""
+"""Timing of joint work of several ranks, with the same result on all of them."""
 
 import time
 from collections.abc import Callable
@@ -13,12 +13,13 @@ import torch.distributed as dist
 from outpace.probing.timing.measure import Clock, clock_of
 
 _POLL_S = 5e-5
-# Share of the groups' time limit: NCCL's own watchdog would end the process without a message.
+# Share of the groups' time limit, after which NCCL's watchdog would kill the process without a
+# message.
 _PATIENCE = 0.8
 
 
 class Event(Protocol):
-    """A moment on a device, such as a torch.cuda.Event."""
+    """Interface of an event on a device, such as torch.cuda.Event."""
 
     def query(self) -> bool:
         """Return whether the device has reached the event."""
@@ -26,7 +27,7 @@ class Event(Protocol):
 
 @dataclass(frozen=True)
 class PreparedCall:
-    """A call that `prepare(count)` prepares for `count` calls; the preparation is not timed."""
+    """A call with a `prepare(count)` that runs before `count` calls and is not timed."""
 
     call: Callable[[], Any]
     prepare: Callable[[int], None]
@@ -37,7 +38,7 @@ class PreparedCall:
 
 
 def await_event(event: Event, limit_s: float, group: dist.ProcessGroup | None = None) -> None:
-    """Wait for an event by polling, since waiting in the driver has no time limit.
+    """Wait for an event by polling, since waits in the driver have no time limit.
 
     After `limit_s`, abort `group`, whose collective it waits for, and raise DistBackendError.
     """
@@ -52,7 +53,7 @@ def await_event(event: Event, limit_s: float, group: dist.ProcessGroup | None = 
 
 
 def time_limit_s(group: dist.ProcessGroup, device: torch.device) -> float:
-    """Return how long a group waits for its ranks, in seconds."""
+    """Return the seconds for which a group waits for its ranks."""
     limit: timedelta = group._get_backend(device).options._timeout
     return limit.total_seconds()
 
@@ -60,8 +61,8 @@ def time_limit_s(group: dist.ProcessGroup, device: torch.device) -> float:
 def await_device(group: dist.ProcessGroup, device: torch.device) -> None:
     """Wait until a device has finished its queued work, for at most the group's time limit.
 
-    Raises DistBackendError after that. The NCCL path has never run, since no machine with two GPUs
-    was available.
+    Raises DistBackendError when the limit is exceeded. The NCCL path has never run, since no
+    machine with two GPUs was available.
     """
     if device.type == "cuda":
         event = torch.cuda.Event()
@@ -70,7 +71,7 @@ def await_device(group: dist.ProcessGroup, device: torch.device) -> None:
 
 
 class PatientCudaClock:
-    """A CudaClock with a time limit for a collective that a rank never joins.
+    """CudaClock with a time limit, for collectives that a rank never joins.
 
     The polling interval does not affect the measured time, which is between two events on the
     device. Raises DistBackendError beyond the limit, and aborts the group. The NCCL path has never
@@ -105,8 +106,8 @@ def patient_clock(device: torch.device, group: dist.ProcessGroup) -> Clock:
 
 class RanksClock:
     """Clock that reports the slowest rank's time of a call. All ranks start together; neither
-    waiting for that nor preparing a `PreparedCall` is timed. `by_rank` has each rank's seconds of
-    the last calls: if they differ, a rank is slow. `control` carries small host messages, and none
+    waiting for this nor preparing a `PreparedCall` is timed. `by_rank` has each rank's seconds for
+    the last calls; if they differ, a rank is slow. `control` carries small host messages, and none
     of its collectives are timed. Every rank must make the same calls in the same order.
     """
 
@@ -120,7 +121,7 @@ class RanksClock:
         if isinstance(call, PreparedCall):
             call.prepare(1 + count)
         dist.barrier(self._control)
-        call()  # wakes the group's threads for the timed calls
+        call()  # wakes the group's threads before the timed calls
         own_s = self._inner.seconds(call, count)
         found = [torch.empty(1, dtype=torch.float64) for _ in range(self._control.size())]
         dist.all_gather(found, torch.tensor([own_s], dtype=torch.float64), group=self._control)

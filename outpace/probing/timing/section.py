@@ -1,4 +1,4 @@
-"""Results of one part of a probe: figures, advice based on them, and omissions."""
+"""Results of one part of a probe: figures, advice based on them, and notes on omissions."""
 
 from dataclasses import dataclass
 
@@ -20,7 +20,7 @@ class ProbeSection:
     said: tuple[str, ...] = ()
 
     def __add__(self, other: "ProbeSection") -> "ProbeSection":
-        """Join the parts of two sections, in order."""
+        """Concatenate the parts of two sections."""
         return ProbeSection(
             self.figures + other.figures, self.advice + other.advice, self.notes + other.notes,
             self.fits + other.fits, self.said + other.said,

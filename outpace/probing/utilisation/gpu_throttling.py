@@ -17,8 +17,8 @@ from outpace.probing.utilisation.sampler import open_nvml, same_pids
 _PERIOD_S = 0.5
 # A driver that hangs must not keep a probe from finishing.
 _PATIENCE_S = 10.0
-# Transient causes, which a repeat would not find again. A power cap, clocks set by a user and the
-# like also last during training: they are reported, and the figures remain valid.
+# Transient causes, which a repeat would not find again. Others, such as a power cap or clocks set
+# by a user, also apply during training: they are reported, and the figures remain valid.
 _PASSING = frozenset(
     {"hardware slowdown", "temperature (driver)", "temperature (hardware)", "power brake"}
 )
@@ -26,7 +26,7 @@ _PASSING = frozenset(
 
 @dataclass(frozen=True)
 class GpuObservation:
-    """Observations of one GPU. `others`: the largest number of foreign processes at any time."""
+    """Observations of one GPU. `others`: the maximum number of other programs' processes."""
 
     gpu: str
     slowed_by: frozenset[str] = frozenset()
@@ -43,8 +43,7 @@ class GpuWatch:
     """Monitor that queries NVML about one GPU. `probe_pids`: processes of this probe on this host.
 
     `pids_known`: whether NVML's process numbers are the ones visible here. In a container, they may
-    be those of the host; then as many of them as the probe has processes are taken to be the
-    probe's.
+    be the host's; then as many processes as the probe has are assumed to be the probe's.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class GpuWatch:
         self._probe_pids, self._pids_known = frozenset(probe_pids), pids_known
 
     def observe(self) -> GpuObservation:
-        """Return the current state; empty if the driver does not report it."""
+        """Return the current state; its fields are empty if the driver does not report it."""
         slowed = throttle_reasons(self._library, self._handle) or ()
         pids = computing_pids(self._library, self._handle) or frozenset()
         foreign = len(pids - self._probe_pids)
@@ -102,7 +101,7 @@ def watch_gpu(
 
 
 def _ancestors() -> list[int]:
-    """Return the processes that started this one; a probe holds its GPU while ranks run."""
+    """Return the processes that started this one; a probe keeps its GPU open while ranks run."""
     try:
         return [os.getpid(), *(parent.pid for parent in psutil.Process().parents())]
     except psutil.Error:

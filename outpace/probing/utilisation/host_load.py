@@ -12,7 +12,7 @@ from outpace.probing.hardware.procfs import read_text
 from outpace.records.utilisation import HostLoad
 
 RAPL = Path("/sys/class/powercap")
-# Finding a run's new processes means reading every process, which may take 1/1000 of a core's time.
+# Maximum share of a core's time for finding a run's new processes, which reads every process.
 _SEARCH_SHARE = 1 / 1000
 
 
@@ -39,7 +39,7 @@ class Rate:
 class Processes:
     """The processes of a run on this host: the living `roots` and their descendants.
 
-    If a root has ended, its descendants are no longer known to belong to the run.
+    Once a root has exited, its descendants are no longer known to belong to the run.
     """
 
     def __init__(self, roots: Collection[int]) -> None:
@@ -55,9 +55,10 @@ class Processes:
         return frozenset(self._running)
 
     def read_usage(self) -> tuple[float, int] | None:
-        """Return the processor time in seconds and resident bytes; None if all processes ended.
+        """Return the processor time in seconds and resident bytes; None if all processes have
+        exited.
 
-        The time of an ended process counts as soon as its parent has waited for it. The bytes
+        The time of an exited process counts as soon as its parent has waited for it. The bytes
         exclude shared and file-backed memory.
         """
         if time.monotonic() >= self._search_after_s:
@@ -93,7 +94,7 @@ def _process(pid: int) -> psutil.Process | None:
 
 
 class HostReader:
-    """Reader of a host's load; each reading covers the time since the previous one.
+    """Reader of a host's load. Each reading covers the time since the previous one.
 
     `rapl` is the kernel's folder of energy counters; often only root may read them.
     """
@@ -139,7 +140,7 @@ class HostReader:
 
 
 def _core_times() -> list[tuple[float, float]]:
-    """Return seconds idle (or waiting for a disk) and in total, by core."""
+    """Return idle seconds (including waits for disks) and total seconds, by core."""
     found = []
     for times in psutil.cpu_times(percpu=True):
         guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)
@@ -148,7 +149,7 @@ def _core_times() -> list[tuple[float, float]]:
 
 
 def _clock_hz() -> float | None:
-    """Return the mean of the cores' clocks now, Hz; None if unavailable."""
+    """Return the current mean of the cores' clocks in Hz; None if unavailable."""
     with suppress(Exception):  # psutil's errors depend on the system
         found = psutil.cpu_freq()
         return found.current * 1e6 if found is not None and found.current > 0 else None
@@ -156,7 +157,7 @@ def _clock_hz() -> float | None:
 
 
 def _busy_share(before: tuple[float, float], now: tuple[float, float]) -> float | None:
-    """Return the busy share between two readings; None within a tick of the kernel (10 ms)."""
+    """Return the busy share between two readings; None if they are within a kernel tick (10 ms)."""
     passed_s = now[1] - before[1]
     if passed_s <= 0:
         return None

@@ -1,4 +1,4 @@
-"""A light thread that records the load of the host and its devices."""
+"""Recorder of the load of the host and its devices, in a thread that takes little time."""
 
 import threading
 import time
@@ -11,9 +11,9 @@ from outpace.records.utilisation import Load, ThinnedLoads, Utilisation, series
 
 PERIOD_S = 1.0
 _SAVE_EVERY_S = 60.0
-# Less often if the file is large: writing it may take 1/1000 of a core's time.
+# The file is written less often if it is large: writing may take 1/1000 of a core's time.
 _SAVE_SHARE = 1 / 1000
-# Shorter periods say little: the kernel counts processor time in hundredths of a second.
+# Shorter periods mean little, since the kernel counts processor time in hundredths of a second.
 _LEAST_S = 0.1
 # A driver that hangs must not keep a run from finishing.
 _PATIENCE_S = 10.0
@@ -54,7 +54,7 @@ class Samples:
 class LoadRecorder:
     """Recorder that runs from `start` to `close`, and writes the whole file at most once a minute.
 
-    A problem with the file or with a sensor ends the recording and nothing else.
+    A problem with the file or a sensor stops only the recording.
     """
 
     def __init__(self, sampler: Sampler, path: Path, period_s: float = PERIOD_S) -> None:
@@ -80,7 +80,7 @@ class LoadRecorder:
         self._thread.start()
 
     def close(self) -> None:
-        """Record the rest and write the file. A second call does nothing."""
+        """Record the remaining time and write the file. A second call does nothing."""
         self._closed.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(_PATIENCE_S)
@@ -91,7 +91,7 @@ class LoadRecorder:
             save_after_s = began_s + _SAVE_EVERY_S
             period_s, done = self._period_s, False
             while not done:
-                # By the clock, so that the time of samples does not add up.
+                # By the clock, so that the time that samples take does not add up.
                 wait_s = period_s - (time.monotonic() - began_s) % period_s
                 done = self._closed.wait(wait_s)
                 if done and self.series is None:
@@ -110,6 +110,6 @@ class LoadRecorder:
     def _save(self) -> None:
         found = self.series
         if found is not None:
-            with suppress(OSError):  # the run's folder is gone, or the disk fails
+            with suppress(OSError):  # the run's folder was deleted, or the disk fails
                 self._path.parent.mkdir(exist_ok=True)
                 found.save(self._path)

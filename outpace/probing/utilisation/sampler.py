@@ -1,6 +1,6 @@
 """Sampler of the load of a host and its NVIDIA devices. Unreadable values are None.
 
-Device figures are NVML's, by nvidia-ml-py: https://docs.nvidia.com/deploy/nvml-api/
+Device figures come from NVML through nvidia-ml-py: https://docs.nvidia.com/deploy/nvml-api/
 """
 
 import time
@@ -39,7 +39,7 @@ _FIRST_NAMESPACE = "pid:[4026531836]"
 
 
 class Nvml(Protocol):
-    """The functions of `pynvml` that are used; each raises an error if the device lacks it."""
+    """Interface with the functions of `pynvml` that are used. Unsupported ones raise an error."""
 
     def nvmlDeviceGetCount(self) -> int: ...  # noqa: N802
     def nvmlDeviceGetHandleByIndex(self, index: int, /) -> Any: ...  # noqa: N802
@@ -58,7 +58,7 @@ class Nvml(Protocol):
 def open_nvml(timeout_s: float = 20.0, library: str = LIBRARY) -> Nvml | None:
     """Return the driver's interface; None without it or nvidia-ml-py, or if it hangs.
 
-    A query to a broken driver may never return, and a call in this process cannot be ended. So
+    A query to a broken driver may never return, and a call in this process cannot be aborted. So
     another process queries the driver first, within `timeout_s`.
     """
     try:
@@ -119,7 +119,7 @@ class DeviceReader:
         )
 
     def _power(self, now_s: float) -> float | None:
-        """Return power from the energy counter, a true mean, or else the driver's short average."""
+        """Return the mean power from the energy counter, or else the driver's short average."""
         energy_mj = _query(lambda: self._nvml.nvmlDeviceGetTotalEnergyConsumption(self._handle))
         watts = self._energy.per_s(energy_mj, now_s)
         if watts is not None:
@@ -134,7 +134,7 @@ class DeviceReader:
     def _pcie(
         self, rate: Rate, field: int, direction: int, now_s: float, first: bool
     ) -> float | None:
-        """Return PCIe bytes/s from a counter, or else from NVML's sample of 20 ms in KB/s."""
+        """Return PCIe bytes/s from a counter, or else from NVML's sample over 20 ms, in KB/s."""
         count = self._field(field)
         if count is not None:
             return rate.per_s(count, now_s)
@@ -181,7 +181,9 @@ class DeviceReader:
 
 
 def _query(query: Callable[[], Result]) -> Result | None:
-    with suppress(Exception):  # not supported, no permission, lost: errors of NVML and of ctypes
+    with suppress(
+        Exception
+    ):  # errors of NVML and ctypes: not supported, no permission, device lost
         return query()
     return None
 
@@ -205,11 +207,11 @@ class Sampler:
 
     @property
     def run_ended(self) -> bool:
-        """Return whether a run was given and none of its processes are left."""
+        """Return whether a run was given and all of its processes have exited."""
         return self._processes is not None and not self._processes.pids
 
     def read(self) -> Load:
-        """Return the load since the previous call. Leave a tenth of a second between two calls."""
+        """Return the load since the previous call, at least a tenth of a second ago."""
         now_s = time.monotonic()
         host = self._host.read(now_s)
         run_pids = None if self._processes is None else self._processes.pids
@@ -231,7 +233,7 @@ def _readers(nvml: Nvml) -> list[DeviceReader]:
 
 
 def training_in(metrics: Path) -> list[int]:
-    """Return the PIDs of this host's first processes of the run that has this metrics file.
+    """Return the PIDs of the run's first processes on this host, by its metrics file.
 
     Rank 0 holds the file open; if a launcher started rank 0 and others on this host, its PID is
     returned for all of them.
@@ -247,7 +249,7 @@ def training_in(metrics: Path) -> list[int]:
 
 
 def open_files() -> set[Path]:
-    """Return files that processes of this host have open, as far as permitted."""
+    """Return the files that processes of this host have open, as far as permitted."""
     found: set[Path] = set()
     for process in psutil.process_iter():
         with suppress(psutil.Error, OSError):

@@ -1,1 +1,1 @@
-"""Results as a verdict, tables and notes, the same in a terminal and in a document."""
+"""Results as a verdict, tables and notes, for a terminal and for a document."""

@@ -18,7 +18,7 @@ from outpace.reporting.render.document import (
 
 
 def certificate_answer(certificate: Certificate) -> Answer:
-    """Say which plans were proved equal to one process, how closely, and in which trial.
+    """Say which plans were proved equal to one process, how closely, and under which conditions.
 
     A row shows how closely the plan agrees with the reference, and the bytes that the busiest rank
     sends.
@@ -34,7 +34,7 @@ def _table(certificate: Certificate) -> DataTable:
     heads = {"verdict": "", "strategy": "strategy", "mesh": "mesh", "off by": "off by"}
     if len({verdict.precision for verdict in certificate.verdicts}) > 1:
         heads["precision"] = "in"
-    if certificate.module is None:  # bytes on the wire are counted
+    if certificate.module is None:  # bytes on the wire were counted
         heads |= {"busiest rank sends": "sends", "by formula": "by formula"}
     rows = tuple(
         (
@@ -68,7 +68,7 @@ def _formula(verdict: ParityVerdict) -> Number:
 
 
 def _reasons(certificate: Certificate) -> Iterator[tuple[StyledText, str]]:
-    """Yield the reasons of failures, refusals and notes, each once with all its strategies."""
+    """Yield the reasons for failures, refusals and notes, each once with all its strategies."""
     verdicts = certificate.verdicts
     kinds: tuple[tuple[str, Style, str, list[tuple[str, str | None]]], ...] = (
         ("✗", "red", "", [(v.strategy, v.reason) for v in verdicts if not v.refused]),
@@ -118,7 +118,7 @@ def _verdict(certificate: Certificate) -> str:
 
 
 def _trial(certificate: Certificate) -> str:
-    """Describe the trial that the verdicts are based on."""
+    """Describe the conditions under which the verdicts were reached."""
     tolerances = {verdict.precision: verdict.tolerance for verdict in certificate.verdicts}
     allowed = ", ".join(f"{name} {tolerance:.1g}" for name, tolerance in tolerances.items())
     samples, length = certificate.global_batch, certificate.seq_len

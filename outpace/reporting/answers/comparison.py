@@ -12,7 +12,7 @@ from outpace.reporting.render.document import Answer, Cell, Chart, DataTable, Nu
 
 @dataclass(frozen=True)
 class Column:
-    """A figure shown for arms: an attribute of the arms or of their verdicts, and its format."""
+    """A figure to show for arms: an attribute of the arms or of their verdicts, and its format."""
 
     name: str
     attribute: str
@@ -48,7 +48,7 @@ _COLUMNS = (
     Column("cores busy", "core_utilisation", show_share),
 )
 
-# Notes on columns with unclear names.
+# Notes that explain unclear column names.
 _NOTES = {
     "ratio": "ratio: to {first}; the median of the {rounds}' ratios, not the ratio of the medians.",
     "sent a step": "sent: bytes sent by all ranks in a step, counted in the warm-up.",
@@ -62,7 +62,7 @@ _NOTES = {
 def headline(comparison: Comparison) -> str | None:
     """Say which of three or more arms is claimed to be the fastest, if any; None for fewer.
 
-    Only differences from the first are tested.
+    Only differences from the first arm are tested.
     """
     first, *others = comparison.arms
     known = {
@@ -183,7 +183,7 @@ def step_parts(comparison: Comparison) -> Chart | None:
 
 
 def comparison_notes(comparison: Comparison) -> list[str]:
-    """Return other differences, and whether other processes used the arms' cores."""
+    """Return notes on other differences, and on other processes that used the arms' cores."""
     shared = _shared_cores_note(comparison)
     return [*comparison.differing, *([] if shared is None else [shared])]
 
@@ -202,5 +202,5 @@ def _shared_cores_note(comparison: Comparison) -> str | None:
 
 
 def rounds_of(comparison: Comparison) -> str:
-    """Return the word for rounds; for finished runs, the word for parts."""
+    """Return the word for rounds, or for finished runs the word for parts."""
     return "rounds" if comparison.experiment.in_turn else "parts"

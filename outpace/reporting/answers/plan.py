@@ -28,7 +28,7 @@ def plans_head(answer: Plans) -> str:
 
 
 def _device_memory_words(answer: Plans) -> str:
-    """Format a device's memory: as advertised, and as left by the driver."""
+    """Format a device's memory: as advertised, and as available to processes."""
     memory, nominal = answer.plans[0].estimate.memory_bytes, answer.nominal_memory_bytes
     if memory is None:
         return ""
@@ -50,7 +50,7 @@ def common_obstacle(plans: Sequence[RankedPlan]) -> list[str]:
 
 def ranking(answer: Plans) -> Iterator[Part]:
     """Yield the table of plans, and the reason for each."""
-    marks = not common_obstacle(answer.plans)  # which are shown above the table
+    marks = not common_obstacle(answer.plans)  # these are shown above the table
     marked = marks and any(one.untrained for one in answer.plans)
     yield _table(answer, marked)
     if marked:
@@ -64,7 +64,7 @@ def ranking(answer: Plans) -> Iterator[Part]:
 
 
 def _table(answer: Plans, marked: bool) -> DataTable:
-    """Tabulate the figures that distinguish the plans."""
+    """Tabulate the figures in which the plans differ."""
     each = [planned.estimate for planned in answer.plans]
     names = ["plan", "step", each[0].rate[1]]
     names += ["MFU"] * any(one.mfu is not None for one in each)
@@ -89,7 +89,7 @@ def _table(answer: Plans, marked: bool) -> DataTable:
 
 
 def ties(plans: Sequence[RankedPlan]) -> list[str]:
-    """Name the plans that the estimate cannot distinguish from the first."""
+    """Name the plans that the estimate cannot distinguish from the first plan."""
     first = plans[0].estimate
     alike = [number for number, one in enumerate(plans, 1)
              if one.estimate.step_time_s <= first.high_s]  # fmt: skip
@@ -137,7 +137,7 @@ def budget_words(planned: RankedPlan) -> str:
 
 
 def rejections(answer: Plans) -> Iterator[DataTable]:
-    """Yield the cost of required settings, and the rejected families of plans."""
+    """Yield the cost of required settings and the rejected families of plans."""
     if answer.insistences:
         costs = tuple(
             (one.setting, Number(one.slowdown, _slower(one.slowdown))) for one in answer.insistences

@@ -10,7 +10,7 @@ from outpace.reporting.render.document import Answer, Cell, DataTable, Number, P
 _NOTHING_COMPARED = (
     "Nothing was compared, because no other plan was measured: use a longer --budget."
 )
-_ALIKE, _LESS = 1.02, 1.03  # times as long, at most; times as much memory, at least
+_ALIKE, _LESS = 1.02, 1.03  # maximum ratio of step times; minimum ratio of memory
 _RATES = {"tokens_per_s": "tokens/s", "samples_per_s": "samples/s"}
 
 
@@ -65,7 +65,7 @@ def _verdict(tuning: Tuning) -> Iterator[str]:
 
 
 def _one_trial_words(tuning: Tuning) -> str:
-    """Return a warning if the fastest plan ran once: the minimum of several is biased."""
+    """Return a warning if the fastest plan ran once, since the minimum of several is biased."""
     best = tuning.fastest
     same = [one for one in tuning.trials if best is not None and one.plan == best.plan]
     several = len({one.plan.model_dump_json() for one in tuning.trials}) > 1

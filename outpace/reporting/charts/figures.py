@@ -13,7 +13,7 @@ from outpace.reporting.render.document import Cell, Chart, Choice, DataTable, Nu
 _LABEL_WIDTH, _LABEL_LINES = 24, 3
 _LABEL_PX = 14  # height of a line
 _ROW_PX, _FRAME_PX = 16, 110
-_DOTTED = 40  # most points of a line to mark
+_DOTTED = 40  # maximum number of points of a line to mark
 _ERROR = "#777777"  # visible on light and dark pages
 Values = Sequence[float | None]
 Intervals = Sequence[tuple[float | None, float | None]]
@@ -22,7 +22,7 @@ _PART_OF_A_BAR = "%{customdata[0]}<br>%{fullData.name}: %{customdata[1]}<extra><
 
 @dataclass(frozen=True)
 class Unit:
-    """Unit of a figure's numbers, which are multiplied by `factor`; its `name` is on axes.
+    """Unit of a figure's numbers, which are multiplied by `factor`. Its `name` is shown on axes.
 
     `si`: the axis has prefixes, as in 5M.
     """
@@ -150,7 +150,7 @@ def bars(
     intervals: Intervals = (),
     colours: Sequence[str] = (),
 ) -> Chart:
-    """Draw a bar per name, with the interval of its value if there is one."""
+    """Draw a bar per name, with the interval of its value if known."""
     trace: dict[str, Any] = {
         "type": "bar", "orientation": "h", "x": unit.scale(values), "y": list(range(len(names))),
         "marker": {"color": list(colours) or colour(0)}, "width": 0.62, "showlegend": False,
@@ -260,7 +260,7 @@ class LineSeries:
 
 @dataclass(frozen=True)
 class AxisChoice:
-    """A quantity for the horizontal axis: its button, the axis's title, the unit."""
+    """A quantity for the horizontal axis: its button, the title of the axis, and the unit."""
 
     label: str
     title: str
@@ -277,7 +277,7 @@ def lines(
     table: DataTable,
     **layout: Any,
 ) -> Chart:
-    """Draw lines over the first quantity of `along`, or over another that the reader selects."""
+    """Draw lines over the first quantity of `along`; the reader can select another."""
     drawn = [[one.unit.scale(x) for one, x in zip(along, line.x, strict=True)] for line in series]
     traces = [
         {
@@ -310,7 +310,7 @@ def heat(
     x_unit: Unit,
     table: DataTable,
 ) -> Chart:
-    """Draw shares from 0 to 1 as colours, with one row per name."""
+    """Draw a heat map of shares from 0 to 1, with one row per name."""
     trace = {
         "type": "heatmap", "x": x_unit.scale(x), "y": list(names),
         "z": [unit.scale(row) for row in rows], "zmin": 0, "zmax": unit.factor,

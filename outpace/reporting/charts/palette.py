@@ -1,9 +1,9 @@
-"""Colours that most colour-blind people can distinguish, used consistently."""
+"""Colours that most colour-blind people can distinguish, one per subject."""
 
 from collections.abc import Mapping
 
-# Okabe and Ito, "Color Universal Design" (2008), except for two: their yellow (#F0E442) has a
-# contrast of 1.3 with white, ours of 3.2; and grey replaces black, which is invisible on dark
+# Okabe and Ito, "Color Universal Design" (2008), with two changes: their yellow (#F0E442) has a
+# contrast of 1.3 with white, the one here 3.2; and grey replaces black, which is invisible on dark
 # pages.
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 SKY, PINK, YELLOW, GREY = "#56B4E9", "#CC79A7", "#A39100", "#999999"
@@ -13,7 +13,7 @@ _SERIES = (BLUE, ORANGE, GREEN, RED, SKY, PINK, YELLOW, GREY)
 _DASHES = ("solid", "dash", "dot", "dashdot")
 # Colours of memory by kind, in the order of records.memory.KINDS: these, and lighter shades.
 MEMORY = (BLUE, SKY, LIGHT_BLUE, ORANGE, RED, GREEN, PINK, GREY, LIGHT_GREY, YELLOW)
-# Colours of a step's time by part, as records.measurement.PARTS names them.
+# Colours of the parts of a step's time, by the names of records.measurement.PARTS.
 PARTS: Mapping[str, str] = {
     "data": PINK,
     "forward": BLUE,
@@ -22,8 +22,8 @@ PARTS: Mapping[str, str] = {
     "communication": RED,
     "other": GREY,
 }
-# The same for an estimate, by the names of planner.titles.PARTS: computing in blues, communication
-# in reds and related colours, waiting in greys.
+# The same for an estimate, by the names of planner.titles.PARTS: blues for computing, reds and
+# related colours for communication, and greys for waiting.
 ESTIMATED: Mapping[str, str] = {
     "products_s": BLUE,
     "attention_s": SKY,

@@ -10,7 +10,7 @@ from outpace.reporting.render.document import Chart
 
 
 def parts_figure(title: str, parts: Mapping[str, TimeParts]) -> Chart:
-    """Draw a bar per name, made of a step's parts."""
+    """Draw a bar per name, composed of a step's parts."""
     unit = seconds([one.total_s for one in parts.values()])
     alt = join_items([f"{name}: {in_words(one)}" for name, one in parts.items()])
     return stacked_bars(

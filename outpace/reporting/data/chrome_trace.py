@@ -13,7 +13,7 @@ from outpace.records.plan import Plan
 from outpace.records.units import show_bytes
 from outpace.reporting.charts.figures import join_items
 
-_LARGEST_BYTES = 256 << 20  # limit for all traces together
+_LARGEST_BYTES = 256 << 20  # limit on the size of all traces together
 _STEP = "ProfilerStep#"
 
 
@@ -28,7 +28,7 @@ class _TracedAction:
 
 
 def measured_timeline(folder: Path, plan: Plan, global_batch: int) -> Timeline | str:
-    """Read the last traced pass of the first pipeline's ranks, or explain why there is none.
+    """Read the last traced pass of the first pipeline's ranks, or return why there is none.
 
     Ranks on several hosts are aligned only as well as the hosts' clocks.
     """
@@ -69,7 +69,7 @@ def _last_pass(path: Path, accumulation: int) -> list[_TracedAction]:
         return []  # truncated by a killed run
     if not done or not steps:
         return []
-    # On a GPU, annotations on its clock show when work was done, not when it was launched.
+    # On a GPU, annotations on the GPU's clock show when work was done, not when it was launched.
     category = "gpu_user_annotation" if any(c == "gpu_user_annotation" for c, _ in done) else None
     own = [one for c, one in done if category in (None, c)]
     own.sort(key=lambda one: one.begin_s)

@@ -20,7 +20,7 @@ from outpace.records.run import RunRecord
 class Prediction:
     """A run's plan with its estimate.
 
-    `basis` is the origin of rates, `stages` are the times of pipeline stages.
+    `basis` is the origin of the rates, and `stages` has the times of pipeline stages.
     """
 
     planned: RankedPlan

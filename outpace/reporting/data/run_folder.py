@@ -102,5 +102,5 @@ def _evaluations(path: Path) -> Iterator[Evaluation]:
                 f"{path} is damaged: line {number} is not an evaluation. Remove that line, or "
                 f"let {resume_command(path.parent)} move it aside; all others are kept."
             )
-        values.pop(CHECKSUM, None)  # mismatches are listed in `RunFolder.changed`
+        values.pop(CHECKSUM, None)  # mismatches appear in `RunFolder.changed`
         yield Evaluation.parse(values, str(path))

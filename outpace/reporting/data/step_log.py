@@ -1,4 +1,4 @@
-"""The steps of a run as columns; reading a hundred thousand lines takes a moment."""
+"""The steps of a run as columns, which allows reading a hundred thousand lines in a moment."""
 
 import math
 from collections.abc import Iterator
@@ -53,7 +53,7 @@ class StepLog:
         return StepLog({name: values[chosen] for name, values in self.columns.items()})
 
     def median_parts(self) -> TimeParts:
-        """Return the parts of a step of median length; those that are unknown count as 0."""
+        """Return the parts of a step of median length; unknown parts count as 0."""
         names = TimeParts.model_fields
         return TimeParts.of_steps(
             {name: np.nan_to_num(self.steady(name)).tolist() for name in names}
@@ -77,7 +77,7 @@ def read_steps(path: Path) -> StepLog:
 
 
 def _read_with_arrow(path: Path) -> dict[str, Floats] | None:
-    """Read with all cores; None if a line is not standard JSON, such as a truncated one or NaN."""
+    """Read with all cores; None if a line is not standard JSON (truncated, or with NaN)."""
     data = path.read_bytes()
     if not _is_flat(data):
         return None
@@ -149,7 +149,7 @@ def _is_step(line: bytes) -> bool:
 
 
 def _is_figure(value: Any) -> bool:
-    """Return whether a float can hold the value; integers of hundreds of digits do not fit."""
+    """Return whether a float can represent the value, unlike an integer of hundreds of digits."""
     try:
         return type(value) in (int, float) and math.isfinite(value)
     except OverflowError:

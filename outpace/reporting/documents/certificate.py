@@ -1,4 +1,4 @@
-"""Report of a certificate: the plans that equal a single process, and how closely."""
+"""Report of a certificate: which plans equal a single process, and how closely."""
 
 from outpace.records.certificate import Certificate
 from outpace.reporting.answers.certificate import certificate_answer

@@ -47,7 +47,7 @@ from outpace.reporting.sections.environment import command, machine_table, topol
 from outpace.training.run_dir import RUN_FILE
 
 _HALF = ", and the middle half of them"
-_QUARTERS = 4  # fewest rounds with quartiles
+_QUARTERS = 4  # minimum number of rounds for quartiles
 _TICKS = 10
 _COUNT = Unit("", 1.0, lambda value: f"{value or 0:,.0f}")
 
@@ -75,7 +75,7 @@ def comparison_document(
 def _training_sections(
     comparison: Comparison, runs: dict[str, RunFolder], probe: Machine | None
 ) -> Iterable[DocumentSection]:
-    """Yield sections on training runs, which comparisons of other commands lack."""
+    """Yield sections on training runs, which comparisons of other commands do not have."""
     yield DocumentSection("Where the time goes", tuple(_parts(comparison, runs)))
     yield DocumentSection("Loss", tuple(_losses(comparison, runs)))
     yield DocumentSection("Memory", tuple(_memory(comparison)))
@@ -98,7 +98,7 @@ def first_runs(comparison: Comparison, folder: Path | None) -> dict[str, RunFold
 
 
 def unit_of(comparison: Comparison) -> Unit:
-    """Return the unit of the compared values: of a step's time, or of a command's metric."""
+    """Return the unit of the compared values, which are step times or a command's metric."""
     values = [one.value for one in comparison.outcomes]
     return seconds(values) if comparison.experiment.metric is None else plain("", 6)
 
@@ -112,7 +112,7 @@ def _comparison_parts(comparison: Comparison) -> Iterable[Part]:
 
 
 def _differences(comparison: Comparison) -> Chart:
-    """Plot each arm against the first, with its always-valid interval."""
+    """Plot each arm relative to the first, with its anytime-valid interval."""
     others = [one for one in comparison.arms[1:] if one.verdict is not None]
     first = comparison.arms[0].arm
     values, intervals = [], []

@@ -16,7 +16,7 @@ def memory_document(
     by_kind = {str(kind): size for kind, size in account.peak.by_kind.items()}
     charts = [memory_anatomy.at_the_peak({account.source: by_kind}, limit_bytes)]
     where, rank = "", "the fullest"
-    if account.timeline:  # the planner's formula has no moments, and only the fullest rank
+    if account.timeline:  # the planner's formula gives no moments, and only the fullest rank
         charts.insert(0, memory_anatomy.over_a_step(account, limit_bytes))
         where, rank = f", in the {account.peak.location}", str(account.rank)
     return Document(

@@ -1,4 +1,4 @@
-"""Report of plans: the recommended one with its reason, the uncertainty, and the rejected ones."""
+"""Report of plans: the recommended plan with its reason, the uncertainty, and rejected plans."""
 
 from collections.abc import Iterable
 

@@ -38,7 +38,7 @@ from outpace.reporting.sections.estimate import parts_bars
 from outpace.reporting.terminal.summary import first_step_name, runtime_name
 from outpace.training.run_dir import METRICS_FILE
 
-# A wider interval, as for a machine that was never measured, would contain nearly any time.
+# A wider interval, such as that of a machine that was never measured, contains nearly any time.
 _WIDEST = 4.0
 
 
@@ -98,7 +98,7 @@ def _outcome(run: RunFolder) -> str:
 
 
 def _failure_sentences(run: RunFolder) -> list[str]:
-    """Explain why a run that no process of this host trains ended early, as far as known."""
+    """Explain, if known, why a run that is not in progress on this host ended early."""
     if run.state != "unfinished":
         return []
     if run.failure is not None:
@@ -142,7 +142,7 @@ def _expected_step_time(run: RunFolder) -> StepTimeCheck | None:
 
 
 def _right(run: RunFolder, said: Prediction | str) -> list[str]:
-    """Report one prediction: from a measurement, else the planner's if it is narrow enough."""
+    """Report one prediction: from a measurement, else the planner's if it is precise enough."""
     check, step_time_s = _expected_step_time(run), step_time(run)
     if check is not None:
         caution = "" if check.as_expected else _caution(run)
@@ -162,7 +162,7 @@ def _right(run: RunFolder, said: Prediction | str) -> list[str]:
 
 
 def _caution(run: RunFolder) -> str:
-    """Return a warning that other programs used cores, which the prediction does not include."""
+    """Return a warning if other programs used cores, which the prediction does not consider."""
     if not _other_programs(run):
         return ""
     return " Predictions assume free cores, which other programs used here."
@@ -204,13 +204,13 @@ def first_step_words(measured: Measurement | None) -> str | None:
 
 
 def _full_measurement(run: RunFolder) -> Measurement | None:
-    """Return the measurement if its times are of timed steps, not only of warm-up."""
+    """Return the measurement if its times are for timed steps, not only for warm-up."""
     measured = run.measurement
     return measured if measured and measured.start_step == run.last_untimed_step else None
 
 
 def step_time(run: RunFolder) -> float | None:
-    """Return the median of the timed steps in seconds; for an unfinished run, so far."""
+    """Return the median time of the timed steps so far, in seconds."""
     measured = _full_measurement(run)
     return _median(run, "step_time_s") if measured is None else measured.step_time_s
 
@@ -230,7 +230,7 @@ def median_parts(run: RunFolder) -> TimeParts | None:
 
 
 def peak_memory(run: RunFolder) -> int | None:
-    """Return the peak memory of the fullest rank, bytes."""
+    """Return the peak memory of the fullest rank in bytes."""
     if run.measurement is not None:
         return run.measurement.peak_memory_bytes
     return _last(run, "peak_memory_bytes")
@@ -350,7 +350,7 @@ def _memory(run: RunFolder, said: Prediction | str) -> DocumentSection:
 
 
 def _whole(peak: float, device: str) -> str:
-    """Describe a rank's total peak, and what it includes in addition to tensors."""
+    """Describe a rank's total peak memory, and what it includes besides tensors."""
     if device == "cpu":
         return (
             f"The fullest rank's process used {show_bytes(peak)} in total, including Python "
@@ -381,7 +381,7 @@ def _prediction_section(run: RunFolder, said: Prediction | str) -> DocumentSecti
 
 
 def _prediction_figures(one: Estimate, run: RunFolder) -> list[Part]:
-    """Draw the figures of the planner and of the run, each kind on a separate axis."""
+    """Draw the planner's figures next to the run's, each kind on a separate axis."""
     took_s, tokens = step_time(run), tokens_per_s(run)
     parts: list[Part] = []
     if took_s is not None:
@@ -396,7 +396,7 @@ def _prediction_figures(one: Estimate, run: RunFolder) -> list[Part]:
 
 
 def _memory_beside(predicted: float, run: RunFolder) -> list[Part]:
-    """Compare a GPU allocator's memory, or tensors' memory on a CPU, with the prediction."""
+    """Compare the memory of a GPU's allocator, or of tensors on a CPU, with the prediction."""
     measured, title = peak_memory(run), "Peak memory"
     if run.record.device == "cpu":
         account = run.memory.measured if run.memory is not None else None

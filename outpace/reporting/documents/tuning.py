@@ -59,7 +59,7 @@ def tuning_document(
 
 
 def _model(tuning: Tuning, runs: Mapping[str, RunFolder]) -> str:
-    """Return the model's name: as given, or from the runs for the default model."""
+    """Return the model's name: as given, or for the default model from the runs."""
     given = tuning.settings.get("model")
     default = next((run.record.settings.model for run in runs.values()), None)
     return str(given or default or "a model")

@@ -1,4 +1,4 @@
-"""Documents as Markdown and as CSV: text and tables, with the data of figures."""
+"""Documents as Markdown and CSV: text and tables, including the data of figures."""
 
 import csv
 import io
@@ -18,10 +18,10 @@ from outpace.reporting.render.document import (
     cell_text,
 )
 
-# Characters with a meaning in Markdown, or in HTML within it.
+# Characters that have a meaning in Markdown, or in HTML within Markdown.
 _MARKUP = re.compile(r"([\\`*_\[\]<>|#~$&])")
 _COLUMNS = ("report", "section", "table", "row", "column", "value", "text")
-# Prefixes that make a spreadsheet evaluate a text.
+# Prefixes that make a spreadsheet evaluate a text as a formula.
 _COMPUTED = ("=", "+", "-", "@")
 
 
@@ -75,7 +75,7 @@ def _text(words: str) -> str:
 
 
 def table_csv(documents: Sequence[Document]) -> str:
-    """Return every table cell, and every sentence, as a line: its place, number and text."""
+    """Return every table cell and every sentence as a line with its place, number and text."""
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow(_COLUMNS)
@@ -93,7 +93,7 @@ def table_csv(documents: Sequence[Document]) -> str:
 
 
 def _lines(part: Part) -> Iterator[tuple[str, ...]]:
-    """Yield a part's lines, from the title of a table on."""
+    """Yield the lines of a part, beginning with the title of a table."""
     if isinstance(part, Paragraph):
         yield "", "0", "", "", part.text
     elif isinstance(part, Items):

@@ -13,10 +13,10 @@ BROWSERS = (
     "microsoft-edge",
 )  # fmt: skip
 _WIDTH_PX = 1200
-# Chromium draws no larger picture at once.
+# Chromium draws no larger picture in one piece.
 _HIGHEST_PX = 16_384
 _PATIENCE_S = 120
-# In the page's virtual time, which skips ahead when the page is idle.
+# Limit in the page's virtual time, which skips ahead when the page is idle.
 _DRAWING_MS = 20_000
 
 
@@ -36,7 +36,8 @@ def find_browser(asked: str | None) -> str:
 
 
 def picture(html: str, browser: str, root: bool) -> bytes:
-    """Return a PNG of the whole page. `root`: without Chromium's sandbox, which root cannot use.
+    """Return a PNG of the whole page. `root`: run without Chromium's sandbox, which root cannot
+    use.
 
     Raises BadInputError if the browser fails, or if the page is too long for one picture.
     """

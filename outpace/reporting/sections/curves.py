@@ -23,7 +23,7 @@ from outpace.reporting.charts.palette import GREEN, MEASURED, RED, SKY
 from outpace.reporting.data.step_log import StepLog
 from outpace.reporting.render.document import Chart, DataTable, Number
 
-POINTS = 1600  # points per line, about the columns of a screen
+POINTS = 1600  # points per line, about as many as a screen has columns
 _MEANS = 160
 _TABLE_ROWS = 16
 _TOWERS = 2.0  # times the slowest step after the warm-up: above this, a step is cut off
@@ -147,7 +147,7 @@ def step_times(steps: StepLog, median_s: float) -> Chart:
     )
     scale: dict[str, Any] = {"rangemode": "tozero"}
     top_s = float(np.nanmax(steady))
-    if values[slowest] > _TOWERS * top_s:  # it would flatten all others
+    if values[slowest] > _TOWERS * top_s:  # it would flatten the others
         scale = {"range": [0, *unit.scale([1.1 * top_s])]}
         alt += " Slow steps of the warm-up lie above the figure."
     series = [
@@ -181,7 +181,7 @@ def norms(steps: StepLog) -> Chart:
 
 
 def steps_table(title: str, steps: StepLog, name: str, unit: Unit) -> DataTable:
-    """Return a table of a few steps, including the extremes."""
+    """Return a table of a few steps, including the extreme ones."""
     places = thin(steps[name], _TABLE_ROWS)
     rows = tuple(
         (

@@ -82,7 +82,7 @@ def _peak(account: MemoryAccount, totals: "np.ndarray[tuple[int], np.dtype[np.fl
 
 
 def _course(account: MemoryAccount, used: Sequence[Kind]) -> DataTable:
-    """Return a table of the fullest moment in each part of the step."""
+    """Return a table of the moments with the most memory in each part of the step."""
     fullest: dict[str, int] = {}
     for place, moment in enumerate(account.timeline):
         if (
@@ -104,7 +104,7 @@ def _cell(size: int) -> Number:
 
 
 def at_the_peak(bars: Mapping[str, Mapping[str, int]], limit: int | None = None) -> Chart:
-    """Draw a bar per name, made of the kinds of memory; `limit` is the device's memory in bytes."""
+    """Draw a bar per name, made of the kinds of memory; `limit`: the device's memory in bytes."""
     kinds = [kind for kind in dict.fromkeys([*_HERE, *(k for one in bars.values() for k in one)])
              if kind != "offloaded"]  # fmt: skip
     totals = [float(sum(size for kind, size in one.items() if kind != "offloaded"))

@@ -19,8 +19,8 @@ from outpace.reporting.charts import palette
 from outpace.reporting.charts.figures import Unit, axis, rows_axis, seconds
 from outpace.reporting.render.document import Chart, DataTable, Number
 
-_MOST_ACTIONS = 3000  # the most actions to draw; otherwise, fewer ranks are drawn
-_NUMBERED = 260  # the most actions that show their micro-batch's number
+_MOST_ACTIONS = 3000  # maximum number of actions; with more, fewer ranks are drawn
+_NUMBERED = 260  # maximum number of actions labelled with their micro-batches
 _ACTIONS: Mapping[str, str] = {
     "F": "forward",
     "B": "backward",
@@ -28,18 +28,18 @@ _ACTIONS: Mapping[str, str] = {
     "W": "backward, weights",
 }
 _WAITING = "rgba(128,128,128,0.22)"
-# Parts of an estimate that a rank computes in passes; the rest is waiting, or outside of passes.
+# Parts of an estimate that a rank computes in passes; the others are waits, or outside of passes.
 _PASSES = ("products_s", "attention_s", "memory_s", "host_s", "tensor_s")
 
 
 def simulate_schedule(plan: Plan, times: Sequence[StageTime], transfer_s: float = 0.0) -> Timeline:
-    """Simulate a plan with a micro-batch's times on each stage. Raises BadInputError."""
+    """Simulate a plan's schedule with a micro-batch's times on each stage. Raises BadInputError."""
     todo = orders(plan.schedule, plan.pp, plan.pp_microbatches, plan.stages_per_rank)
     return simulate_stages(todo, times, transfer_s)
 
 
 def equal_stages(plan: Plan, estimate: Estimate, global_batch: int) -> list[StageTime]:
-    """Return the average stages of an estimate; the forward is a third of a rank's computation."""
+    """Return average stages from an estimate, with the forward as a third of the computation."""
     passes = plan.accumulation(global_batch) * plan.pp_microbatches * plan.stages_per_rank
     each = sum(estimate.parts_s[name] for name in _PASSES) / passes / 3
     return [StageTime(each, each, each)] * plan.stages
@@ -48,7 +48,7 @@ def equal_stages(plan: Plan, estimate: Estimate, global_batch: int) -> list[Stag
 def measured_stages(
     plan: Plan, parts: Sequence[TimeParts], global_batch: int
 ) -> list[StageTime] | None:
-    """Return stages with the ranks' measured times; None unless all ranks have recorded them."""
+    """Return stages with the ranks' measured times; None unless all ranks recorded their times."""
     if len(parts) != plan.world_size:
         return None
     each = plan.accumulation(global_batch) * plan.pp_microbatches * plan.stages_per_rank
@@ -93,7 +93,7 @@ def _longest(shown: Mapping[str, Timeline]) -> float:
 
 
 def _ranks_drawn(timeline: Timeline) -> list[int]:
-    """Return all ranks, or as many as can be drawn, including the first and the last."""
+    """Return all ranks if they can be drawn, otherwise some, including the first and the last."""
     count = len(timeline.ranks)
     actions = sum(map(len, timeline.ranks))
     if actions <= _MOST_ACTIONS or count <= 2:

@@ -10,11 +10,11 @@ from outpace.reporting.render.document import Chart, DataTable, Number, Paragrap
 from outpace.reporting.sections import curves, step_breakdown
 from outpace.reporting.sections.utilisation import utilisation
 
-_EACH_DRAWN = 4  # most runs with separate figures
+_EACH_DRAWN = 4  # maximum number of runs with separate figures
 
 
 def ranks(runs: Mapping[str, RunFolder]) -> Iterator[Part]:
-    """Draw the parts of a step by rank, for runs with several."""
+    """Draw the parts of a step by rank, for runs with several ranks."""
     several = {
         name: run.measurement.parts_by_rank
         for name, run in runs.items()
@@ -58,7 +58,7 @@ def peak_memory(found: Mapping[str, int | None], shades: Sequence[str] = ()) -> 
 
 
 def memory_by_rank(found: Mapping[str, Sequence[int]]) -> Iterator[Part]:
-    """Yield a table of the peak memory of each rank, for runs with several."""
+    """Yield a table of the peak memory of each rank, for runs with several ranks."""
     several = {name: sizes for name, sizes in found.items() if len(sizes) > 1}
     rows = [
         (", ".join(filter(None, (name, f"rank {rank}"))), Number(size, show_bytes(size)))
@@ -70,7 +70,7 @@ def memory_by_rank(found: Mapping[str, Sequence[int]]) -> Iterator[Part]:
 
 
 def versions(runs: Mapping[str, RunFolder]) -> Iterator[Part]:
-    """Yield a table for each set of versions in use."""
+    """Yield a table for each distinct set of versions."""
     found: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for name, run in runs.items():
         found.setdefault(tuple(sorted(run.record.versions.items())), []).append(name)

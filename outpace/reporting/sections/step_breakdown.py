@@ -1,4 +1,4 @@
-"""The time of a step by part and rank, and how it varies."""
+"""The time of a step by part and rank, and its variation."""
 
 from collections.abc import Sequence
 
@@ -16,7 +16,7 @@ _MOST_RANKS = 24
 
 
 def by_rank(parts: Sequence[TimeParts]) -> Chart:
-    """Draw a bar per rank; if there are many, only for those that compute longest."""
+    """Draw a bar per rank, or if there are many, only for the ranks that compute longest."""
     slow = sorted(range(len(parts)), key=lambda rank: -parts[rank].computing_s)[:_MOST_RANKS]
     title = "Time of a step by part and by rank"
     if len(parts) > _MOST_RANKS:

@@ -20,7 +20,7 @@ from outpace.reporting.terminal.topology import advice
 _COLOURS = {"NV": GREEN, "PIX": BLUE, "PXB": SKY, "PHB": ORANGE, "NODE": PINK, "SYS": RED,
             "SOC": RED}  # fmt: skip
 _DASHES = {"PHB": "6 4", "NODE": "6 4", "SYS": "2 5", "SOC": "2 5"}
-_INK = "#1A1F26"  # of words in boxes, which are also light on dark pages
+_INK = "#1A1F26"  # colour of words in boxes, which are light even on dark pages
 _NUMA = ("#EAF3FA", "#FDF3DF", "#E6F5EF", "#F9ECF3")
 _CENTRE, _RADIUS, _OUTSIDE = (330, 330), 190, 268
 _WIDTH, _TEXT_AT, _LINE = 1060, 650, 19
@@ -75,9 +75,9 @@ def _gpu(topology: Topology, gpu: str, at: tuple[float, float]) -> str:
 
 
 def _nics(topology: Topology, placement: Placement, angle: dict[str, float]) -> list[str]:
-    """Draw network cards next to their nearest GPUs; others go where there is room.
+    """Draw network cards next to their nearest GPUs, and others where there is room.
 
-    A line connects a GPU to its nearest card if that is on another NUMA node.
+    A line connects a GPU to its nearest card if this is on another NUMA node.
     """
     near: dict[tuple[str, ...], list[str]] = {}
     for one in placement.nics:

@@ -24,9 +24,9 @@ from outpace.reporting.charts.figures import (
 from outpace.reporting.render.document import Chart, DataTable, Number
 
 _MOST_LINES = 6
-_MOST_ROWS = 256  # beyond this, draw the means of hosts
+_MOST_ROWS = 256  # with more rows, draw the means of hosts
 _COLUMNS = 400
-_MOST_CURVES = 16  # curves of memory
+_MOST_CURVES = 16  # maximum number of memory curves
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class _Row:
 
 
 def utilisation(seen: Sequence[Utilisation]) -> list[Chart]:
-    """Draw utilisation by device (by core without devices), and the memory of devices or hosts."""
+    """Draw utilisation by device (or else by core), and the memory of devices or hosts."""
     devices = _join_rows(_devices(seen))
     rows = devices or _join_rows(_cores(seen))
     if not rows:
@@ -216,7 +216,7 @@ def _has_value(values: Values) -> bool:
 
 
 def _align_series(seen: Sequence[Utilisation]) -> Iterator[tuple[Utilisation, float, str]]:
-    """Return each non-empty series with its start, and its host if several, in order of time."""
+    """Return each non-empty series with its start, and its host if several, by time."""
     with_points = sorted(
         (one for one in seen if one.ends_s), key=lambda one: (one.node, _began(one))
     )

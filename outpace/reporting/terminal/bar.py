@@ -4,7 +4,7 @@ _EIGHTHS = " ▏▎▍▌▋▊▉"
 
 
 def bar(share: float, cells: int) -> str:
-    """Draw a share of at most `cells` cells; a share above 0 has at least an eighth of one."""
+    """Draw a share as a bar of up to `cells` cells, above 0 at least an eighth of a cell."""
     eighths = round(min(max(share, 0.0), 1.0) * cells * 8)
     if share > 0:
         eighths = max(eighths, 1)

@@ -41,7 +41,7 @@ _CAPTION = (
 
 
 def _default_text(name: str) -> str:
-    """Return the default of a setting without a value, as its help states it: "(the model's)"."""
+    """Return the default of a setting without a value, from its help: "(the model's)"."""
     found = _DEFAULT.search(TrainSettings.model_fields[name].description or "")
     return f"({found[1]})" if found else "(not set)"
 

@@ -7,12 +7,12 @@ from rich.segment import Segment
 
 from outpace.records.errors import escape_controls
 
-# Wider than any screen; lines are filled up to the width, whatever COLUMNS says.
+# Wider than any screen. Lines are filled up to the width, so a huge COLUMNS must be limited.
 _MOST_COLUMNS, _MOST_LINES = 1000, 1000
 
 
 class Console(console.Console):
-    """rich's console, which shows control characters in a text instead of sending them."""
+    """rich's console, but with control characters in texts shown instead of sent."""
 
     @property
     def size(self) -> console.ConsoleDimensions:

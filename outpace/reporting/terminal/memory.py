@@ -79,7 +79,7 @@ def document(
 
 
 def relative_error(traced: MemoryAccount, measured: MemoryAccount | None) -> float | None:
-    """Return the trace's relative excess over allocated (if unknown, live) memory."""
+    """Return the trace's relative error against allocated (if unknown, live) memory."""
     if measured is None:
         return None
     return traced.peak_memory_bytes / _measured_bytes(measured) - 1

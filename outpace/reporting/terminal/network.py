@@ -1,4 +1,4 @@
-"""The answer about the network as tables for the terminal."""
+"""The answer to a network question as tables for the terminal."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from outpace.records.figure import Figure
 from outpace.records.network import Need, Network, NetworkCost, NetworkReport
 from outpace.records.units import show_count, show_seconds
 
-# A network this many times faster than needed is worth a sentence.
+# A network that is this many times as fast as needed is worth a sentence.
 _PLENTY = 1.5
 _NAME_WIDTH = 20
 _MOST_COLUMNS = 4
@@ -39,10 +39,10 @@ def network_text(answered: NetworkReport) -> Group:
 
 @dataclass(frozen=True)
 class _Ladder:
-    """Choice of networks between nodes or, on one host, of links between devices."""
+    """The networks between nodes to compare or, on one host, the links between devices."""
 
     what: str  # network or link
-    of: str  # heads the column
+    of: str  # heading of the column
     present: Network | None
     costs: Callable[[Need], tuple[NetworkCost, ...]]
     mine: Callable[[Need], NetworkCost | None]
@@ -52,7 +52,7 @@ class _Ladder:
 
 
 def _ladder(answered: NetworkReport) -> _Ladder | None:
-    """Return what to compare: networks, or links of a single node; None for a single device."""
+    """Return what to compare: networks, or the links of a single node; None for a single device."""
     if answered.nodes > 1:
         return _Ladder(
             what="network", of="a node's network", present=answered.present,
@@ -107,7 +107,7 @@ def _table() -> Table:
 
 def _needs_table(answered: NetworkReport) -> Table:
     table = _table()
-    table.collapse_padding = True  # fits 80 columns
+    table.collapse_padding = True  # to fit 80 columns
     table.add_column("plan", no_wrap=True)
     for head in ("compute", "sent per\ndevice", "leaves\na node", "a device\nneeds",
                  "a node\nneeds", "slowest\nenough"):  # fmt: skip

@@ -26,7 +26,7 @@ from outpace.reporting.terminal.answer import part_text
 from outpace.reporting.terminal.bar import bar
 
 _BAR = 24
-_LEAST_TITLE = 16  # columns; in 80, the widest figures leave 18
+_LEAST_TITLE = 16  # columns; of 80, the widest figures leave 18
 
 
 def plans_text(answer: Plans) -> Group:
@@ -51,7 +51,7 @@ def cases_text(cases: Sequence[MeasuredCase]) -> list[RenderableType]:
 
 
 def _host_need(one: Estimate) -> list[str]:
-    """Return a note on the host memory that the first plan needs, if the host's is unknown."""
+    """Return a note on the host memory that the first plan needs, if the host's size is unknown."""
     if not one.host_offloaded_bytes or one.host_memory_bytes is not None:
         return []
     return [
@@ -109,7 +109,7 @@ def _offloading(one: Estimate) -> list[str]:
     return lines
 
 
-# Of a rank's step; docs/concepts/planner.md says how each is computed.
+# Parts of a rank's step; docs/concepts/planner.md says how each is computed.
 _OFFLOADED = {
     "weights": "offloading copies {size} of weights, for each micro-batch's forward and backward",
     "activations": "offloading copies {size} of activations, out in the forward and back in the "
@@ -142,7 +142,7 @@ def _offload_notes(one: Estimate) -> list[str]:
 
 
 def _bars(title: str, values: dict[str, float], show: object) -> Table:
-    """Draw bars of the parts of at least a thousandth, largest first, with their shares."""
+    """Draw bars of the parts that are at least a thousandth, largest first, with their shares."""
     table = Table(box=None, pad_edge=False, padding=(0, 1), title=title, title_justify="left",
                   title_style="", show_header=False)  # fmt: skip
     for _ in range(3):
@@ -191,7 +191,7 @@ def explanation_text(answer: Plans, number: int) -> Group:
 
 
 def plan_text(planned: RankedPlan, notes: Sequence[str] = ()) -> Group:
-    """Show a plan given by the user in detail."""
+    """Show in detail a plan that the user gave."""
     one = planned.estimate
     lines: list[RenderableType] = [*_detail(planned)]
     if one.memory_bytes is not None:
@@ -259,7 +259,7 @@ def scaling(rows: Sequence[tuple[int, int, RankedPlan | None]], question: Planni
     return Group(*parts, _bullets(notes))
 
 
-_LINEAR = 1.005  # of the first row's rate: above this, the gain is more than rounding
+_LINEAR = 1.005  # times the first row's rate: above this, the gain is more than rounding
 _UNTRAINED = "†: outpace cannot train it."
 
 
@@ -283,7 +283,7 @@ def _compute_share(one: Estimate) -> float:
 def change_text(before: Plans | str, after: Plans | str, changes: str) -> Group:
     """Compare the fastest plan on a changed machine with the fastest on the current one.
 
-    If no plan fits, the reason is shown instead.
+    If no plan fits, show the reason instead.
     """
     now, then = (
         one if isinstance(one, str) else one.plan_for("fastest") or one.plans[0]

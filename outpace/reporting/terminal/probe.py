@@ -30,7 +30,7 @@ class _Lines:
             self._console.print(f"probed {section}")
 
     def show_stopping(self) -> None:
-        """Print at once that the probe is stopping.
+        """Print immediately that the probe is stopping.
 
         If another print is in progress, Python refuses this one, which is harmless.
         """
@@ -77,7 +77,7 @@ def show_machine(machine: Machine, out: Path | None, width: int | None = None) -
 
 
 def parts_of(machine: Machine, probed: ProbeRecord, kept: bool = True) -> Iterator[RenderableType]:
-    """Yield everything to show, from the machine to what was omitted."""
+    """Yield everything to show, from the machine to notes on omissions."""
     yield _head(machine, probed)
     yield from figure_tables(probed)
     if probed.fits:
@@ -96,7 +96,7 @@ def parts_of(machine: Machine, probed: ProbeRecord, kept: bool = True) -> Iterat
 
 
 def _reason(unstable: str) -> str:
-    """Return the general form of a reason, so that figures with the same reason share a note."""
+    """Return a reason without its numbers, so that figures with the same reason share a note."""
     if unstable.startswith("a repeat may lie"):
         return "a repeat may differ by more than a quarter"
     return "they drifted by more than a tenth" if "drifted" in unstable else unstable

@@ -15,7 +15,8 @@ from outpace.records.probed import LinkFit, ProbeRecord
 from outpace.records.units import show_count, show_share, show_size
 
 Named = Callable[[Figure], str]
-# Sweeps of many sizes: advice states their results, and the record has all figures.
+# Sweeps of many sizes, which are not shown: advice states their results, and the record has all
+# figures.
 _SWEEPS = {"unlucky", "fine", "candidate"}
 _MOST_RANKS = 16
 
@@ -181,7 +182,7 @@ def _empty() -> Table:
 
 
 def _cell(figure: Figure) -> Text:
-    """Format the value with its spread, or as unstable or published."""
+    """Format the value with its spread, or mark it as unstable or published."""
     if figure.origin == "catalog":
         return Text(f"{figure} catalog", style="cyan")
     if figure.value is None:

@@ -1,4 +1,4 @@
-"""The progress of a run: live in a terminal, and as lines of text elsewhere.
+"""The progress of a run: a live line in a terminal, and lines of text elsewhere.
 
 Everything goes to standard error; standard output is for results.
 """
@@ -24,7 +24,7 @@ from outpace.reporting.terminal.memory import memory_table
 from outpace.reporting.terminal.summary import show_whole, shown_metrics
 from outpace.training.callbacks import TRAINING, Callback
 
-# Seconds between lines outside of a live terminal.
+# Seconds between lines outside of a terminal.
 _LINE_EVERY_S = 5.0
 # Steps whose medians determine the bottleneck; with fewer, none is shown.
 _MOST_STEPS, _LEAST_STEPS = 20, 5
@@ -98,7 +98,7 @@ class TrainingProgress(Callback):
 
     def on_step(self, record: StepRecord) -> None:
         """Show a finished step."""
-        # The first step includes allocation and compilation, so it is not representative.
+        # Not the first step, which includes allocation and compilation.
         if self._begun:
             self._latest.append(record)
         self._begun = True
@@ -164,7 +164,7 @@ class TrainingProgress(Callback):
         self._stage = None
 
     def _live_figures(self, record: StepRecord, left_s: float | None) -> str:
-        """Join the figures and the bottleneck, on two lines if the terminal is narrow."""
+        """Join the figures and the bottleneck, in two lines if the terminal is narrow."""
         found = self._bottleneck()
         if self.console.width >= _WIDE:
             return _figures(record, left_s, short=True, held_by=found)
@@ -246,7 +246,7 @@ def _headlines(info: RunInfo) -> tuple[Text, ...]:
 
 
 def _recomputation(plan: Plan) -> str:
-    """Describe which blocks recompute activations: all, each k-th, or a number of each mode."""
+    """Describe which blocks recompute activations: all, every k-th, or a number of each mode."""
     if not plan.checkpoint_layers:
         every = f" of 1 block in {plan.checkpoint_every}" if plan.checkpoint_every > 1 else ""
         return f"{plan.checkpointing} activation checkpointing{every}"

@@ -37,7 +37,7 @@ _NOTES = {
 }
 
 
-# Settings that a row shows anyway, or that do not affect the training.
+# Settings that a row shows anyway, or that do not affect training.
 _SHOWN = {
     "model", "strategy", "precision", "steps", "nproc", "device", "out", "resume", "plan",
     "dp_replicate", "dp_shard", "cp", "tp", "pp", "log", "expect_step_time_s", "save_every", "keep",
@@ -46,7 +46,7 @@ _LONGEST_VALUE = 28
 
 
 def runs_table(rows: Sequence[PastRun]) -> RenderableType:
-    """Return a row of two lines per run: description below path, progress below time."""
+    """Return a table with two lines per run: description below path, progress below time."""
     steps = [f"{row.steps:,}" + (f"/{row.total_steps:,}" if row.total_steps else "")
              for row in rows]  # fmt: skip
     states = [Text(utc_minute(row.started)).append(Text(f"\n{row.state}", style=_STYLES[row.state]))
@@ -83,7 +83,7 @@ def _cell(value: Any, shown: str) -> str:
 
 
 def _run_words(row: PastRun) -> str:
-    """Return model, layout and precision, or the damage of a damaged run."""
+    """Return a run's model, layout and precision, or how it is damaged."""
     if row.model is None or row.strategy is None:
         return row.damage or ""
     layout = layout_words(row.strategy, row.mesh or "", row.processes or 1)

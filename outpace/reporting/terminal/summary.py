@@ -26,7 +26,7 @@ def runtime_name(measurement: Measurement) -> str:
 
 
 def first_step_name(measurement: Measurement) -> str:
-    """Return the label of `first_step_s`; in a resumed run, the label of the first new step."""
+    """Return the label of `first_step_s`; in a resumed run, it is that of the first new step."""
     return f"time to step {measurement.start_step + 1:,}"
 
 
@@ -93,7 +93,7 @@ def shown_metrics(evaluation: Evaluation) -> list[tuple[str, str]]:
 
 
 def _pairs(title: str) -> Table:
-    """Make a table of names and right-aligned values under a title."""
+    """Create a table of names and right-aligned values under a title."""
     table = Table(
         box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1), header_style="bold"
     )

@@ -1,4 +1,4 @@
-"""Tables for terminals of any width: figures are never shortened."""
+"""Tables for terminals of any width, which never shorten figures."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -10,17 +10,18 @@ from rich.table import Table
 from rich.text import Text
 
 _ANY_WIDTH = 10_000
-NAME_WIDTH = 24  # least width of long names
-_MOST_BESIDE = 4  # more names have a row each, which is easier to compare
+NAME_WIDTH = 24  # minimum width of long names
+_MOST_BESIDE = 4  # with more names, each has a row, which is easier to compare
 
 
 class NarrowTable:
-    """A table with a row per name. Columns that do not fit follow in tables below, or are left out.
+    """A table with a row per name. Columns that do not fit are moved to tables below, or are left
+    out.
 
-    Up to four names get a column each instead, if everything then fits in one table.
-    `figures`: cells by column, the most important columns first. `left_out`: the note about columns
-    that are left out; without it, they follow below. Long names are folded to `name_width` columns
-    at least.
+    Up to four names get a column each instead, if everything then fits in one table. `figures`:
+    cells by column, the most important columns first. `left_out`: the note about columns that are
+    left out; without it, they are moved to tables below. Long names are folded, to a width of at
+    least `name_width`.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class NarrowTable:
         yield columns
 
     def _needs(self, console: Console, options: ConsoleOptions, columns: Sequence[str]) -> int:
-        """Return the width needed for complete figures and the shortest allowed names."""
+        """Return the width that complete figures and the shortest allowed names need."""
         wide = options.update(max_width=_ANY_WIDTH)
         whole = Measurement.get(console, wide, self._table(columns)).maximum
         return whole - max(self._longest - self.name_width, 0)

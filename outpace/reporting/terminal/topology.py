@@ -79,7 +79,7 @@ def _short(names: tuple[str, ...]) -> str:
 
 
 def advice(placement: Placement, topology: Topology) -> list[str]:
-    """Say which groups to use for tensor parallelism, and where a slow link hurts performance."""
+    """Say which groups to use for tensor parallelism, and where slow links hurt performance."""
     count = len(topology.gpus)
     if count < 2:
         return [f"{count} GPU: nothing to place."]
@@ -152,7 +152,7 @@ def gpu_line(gpu: GpuState) -> str:
 
 
 def _of_most(form: str, now: int | None, most: int | None, limit: str = "") -> str:
-    """Format '1410 of 1980 MHz' without unknown parts."""
+    """Format a clock as '1410 of 1980 MHz', without unknown parts."""
     if now is None:
         return ""
     both = f"{now} of {limit}{most}" if most is not None and (limit or most != now) else str(now)
@@ -168,7 +168,7 @@ def _whole(number: float | None) -> int | None:
 
 
 def link_faults(placement: Placement, topology: Topology) -> list[str]:
-    """Describe what is wrong with the NVLinks, or that they are not in the matrix."""
+    """Describe what is wrong with the NVLinks, or say that they are not in the matrix."""
     if topology.pcie_only:
         return [
             "This matrix is from `nvidia-smi topo -mp`, which leaves NVLinks out, so it is "

@@ -14,17 +14,17 @@ from outpace.records.units import show_bytes, show_seconds, show_share
 from outpace.records.utilisation import DeviceLoad, HostLoad, Load, Utilisation, average
 
 _LEVELS = "▁▂▃▄▅▆▇█"
-_COURSE_CELLS = 60  # the most cells, if the terminal is wide enough
-# Most cores with a line each; otherwise one character each.
+_COURSE_CELLS = 60  # maximum number of cells, in a wide terminal
+# Maximum number of cores with a line each; with more, each has one character.
 _CORES_SHOWN = 8
 _CORES_A_LINE = 64
-# Seconds between lines outside of a live terminal.
+# Seconds between lines outside of a terminal.
 _LINE_EVERY_S = 5.0
 _GIB = 2**30
 
 
 def sparkline(values: Sequence[float | None], cells: int) -> str:
-    """Return shares as one character each; more values than `cells` are averaged evenly.
+    """Return shares as one character each; more than `cells` values are averaged evenly.
 
     Unknown values are spaces.
     """
@@ -41,7 +41,7 @@ def sparkline(values: Sequence[float | None], cells: int) -> str:
 def averages_table(
     loads: Sequence[Load], history: Sequence[Utilisation] = (), width: int = 80
 ) -> RenderableType:
-    """Return a line per device and host; with a `history`, the rest of `width` shows its course.
+    """Return a line per device and host. If there is a `history`, the rest of `width` shows it.
 
     Devices that the run did not use are counted, not listed.
     """
@@ -87,7 +87,7 @@ def closing_text(seen: Utilisation, width: int) -> RenderableType:
 
 
 class View:
-    """Live view of loads as they arrive. `every_s` is the time between them."""
+    """Live view of loads as they arrive, `every_s` apart."""
 
     def __init__(self, console: Console, every_s: float) -> None:
         self.console = console
@@ -98,7 +98,8 @@ class View:
         self._live: Live | None = None
 
     def show(self, load: Load, doing: str = "", said: str = "") -> None:
-        """Show the newest load; `doing` is a line about the run, `said` its unfinished output."""
+        """Show the newest load; `doing` is a line about the run, `said` is its unfinished
+        output."""
         self._recent.append(load)
         if not self.console.is_terminal:
             now_s = time.monotonic()
@@ -241,7 +242,7 @@ def _power(watts: float | None) -> str:
 
 
 def _traffic(label: str, device: DeviceLoad) -> Text:
-    """Show a device's name and its link traffic in both directions, on one line."""
+    """Show a device's name and its link traffic in both directions on one line."""
     parts = []
     for name, rx, tx in (
         ("PCIe", device.pcie_rx_bytes_per_s, device.pcie_tx_bytes_per_s),
