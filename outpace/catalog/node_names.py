@@ -14,15 +14,15 @@ _GIB = 2**30
 
 
 def find_node(name: str) -> Node:
-    """Find a machine in the catalog, or accelerators by their name, number and memory.
+    """Find a machine in the catalog by its name, or by its accelerators' name, number and memory.
 
     Accepted forms are "RTX 4090", "rtx-4090", "4xrtx-3090", "rtx-3060:12GB", "8xh100", and those
     that drivers, SLURM and clouds use: "NVIDIA H100 80GB HBM3", "gpu:a100-sxm4-80gb:8", "h100:8",
     "8xH100-80GB", "A6000". A number at the end that is not a memory size of the chip is the count;
-    a larger count than a host has is refused, with the options for several hosts. Cards are assumed
-    to have no bridge, and chips on boards with a switch to have all of its links. For a chip that
-    is sold on boards and as cards, the board is assumed, and the node has its name. Raises
-    BadInputError, naming the nearest, if there is none.
+    a count larger than any host has is refused, and the error names the options for several hosts.
+    Cards are assumed to have no bridge, and chips on boards with a switch to have all of its links.
+    For a chip that is sold both on boards and as cards, the board is assumed and named in the
+    result. Raises BadInputError, which names the closest entries, if there is none.
     """
     wanted = _slug(name)
     if found := _find(name) or _find_several(name, wanted):
@@ -60,7 +60,7 @@ def _suggest(wanted: str, known: Sequence[str], chips: Sequence[str]) -> str:
 
 
 def _find_counted(name: str, text: str) -> Node | None:
-    """Return the accelerators of `text`; None if the catalog has no accelerator of that name.
+    """Return the accelerators of `text`; None if the catalog has no accelerator with that name.
 
     `name` is the user's spelling. Raises BadInputError if it is ambiguous or contradicts itself.
     """
@@ -123,7 +123,7 @@ def _number_last(wanted: str) -> str:
 def _catalog_form(wanted: str) -> str:
     """Rewrite a name used by drivers, SLURM or clouds in the catalog's form: "8xh100:80gb".
 
-    A driver's full name becomes its accelerator. Otherwise maker, kind of memory and socket
+    A driver's full name becomes its accelerator. Otherwise, maker, kind of memory and socket
     generation are dropped, and a size at the end is read as memory.
     """
     word, count = wanted.replace("_", "-"), None
@@ -154,7 +154,7 @@ def _catalog_form(wanted: str) -> str:
 
 
 def _base(chip: str) -> str:
-    """Return a chip's name in the catalog's form, without its memory size."""
+    """Return the name under which the catalog lists a chip, without its memory size."""
     return _SIZED.sub("", _slug(chip))
 
 
@@ -221,8 +221,8 @@ def _other_memory(asked: _MachineName, chip: Accelerator) -> str:
 
 
 def _several_hosts(asked: _MachineName, chip: Accelerator) -> str:
-    """Return the options for that many accelerators on hosts of equal, usual size. They name the
-    catalog's first machine with that many accelerators, else the accelerators themselves.
+    """Return the options for `count` accelerators on hosts of equal, usual size. They name the
+    catalog's first matching machine, or the accelerators if there is none.
     """
     usual = _MOST_OF.get(chip.name.split()[0], _MOST_ON_BOARD)
     each = next(n for n in range(usual, 0, -1) if asked.count % n == 0)
@@ -232,7 +232,7 @@ def _several_hosts(asked: _MachineName, chip: Accelerator) -> str:
 
 
 def _find_several(name: str, wanted: str) -> Node | None:
-    """Find a machine by a number and a name that the usual form does not match ("4090x4").
+    """Find a machine by number and name in an unusual form ("4090x4").
 
     Raises BadInputError, which names the options to use, for several machines ("128xdgx-h100").
     """
@@ -306,7 +306,7 @@ def _ask_memory(asked: _MachineName, sizes: Mapping[int, Accelerator], where: st
     )
 
 
-# Largest ratio of a chip's memory in the catalog to the size that its maker prints.
+# Largest allowed ratio of a chip's memory in the catalog to the size in its product name.
 _NOMINAL = 1.07
 
 
@@ -360,7 +360,7 @@ def _accelerators(name: str, chip: Accelerator, count: int) -> Node:
     if links is not None and chip.architecture in _ONE_LINK_EACH:
         links = Bundle(link=links.link, count=min(links.count, count - 1))
     if links is not None and chip.architecture == "volta":
-        # Up to four have two links per pair, as in 4x-v100; eight form a cube (DGX-1). No switch.
+        # Without a switch: up to four have two links per pair (4x-v100); eight form a cube (DGX-1).
         topology = "mesh" if count <= _QUAD else "cube-mesh"
         links = Bundle(link=links.link, count=min(links.count, 2 * (count - 1)))
     how = "with all of their links to each other" if joined else "each in its slot, without bridges"
@@ -379,14 +379,14 @@ _BOARD_NAMES = ("SXM", "H200", "H20", "H800", "B200", "B300", "GB200", "GB300", 
 
 
 def _is_card(chip: Accelerator) -> bool:
-    """Return whether this is a card in a slot, which needs a bridge for links."""
+    """Return whether this is a card for a PCIe slot, which needs a bridge for direct links."""
     return "NVL" in chip.name or not any(word in chip.name for word in _BOARD_NAMES)
 
 
 def _similar_names(wanted: str, chips: Sequence[str]) -> list[str]:
     """Return similar machines ("8xh100", or "h100" for one) with a description of each.
 
-    A longer name that ends with an accelerator's name ("NVIDIA GeForce RTX 4090") gives that one
+    A longer name that ends with an accelerator's name ("NVIDIA GeForce RTX 4090") matches it
     ("4090"). If no machine matches, accelerators whose names contain the word ("3060") are
     returned.
     """

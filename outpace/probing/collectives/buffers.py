@@ -111,7 +111,7 @@ def compare(found: Tensor, ranks: Sequence[int], offset: int, draw: int = 0) -> 
 def sum_in_place(
     buffers: Buffers, count: int, ranks: int, reduce: Callable[[Tensor], Any]
 ) -> PreparedCall:
-    """Return calls of `reduce` that sum in place, and use no array so often that it overflows.
+    """Return calls of `reduce` that sum in place, with too few sums per array for an overflow.
     Before the calls, enough arrays are filled with the data, which is not timed.
     """
     every = max(1, int(_DECADES / log10(max(2, ranks))))

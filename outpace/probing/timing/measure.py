@@ -110,10 +110,10 @@ class Effort:
     """Time to spend on measuring: the whole budget, unless rounds reach `most_samples` of each
     case.
 
-    On shared machines, speed changes from one tenth of a second to the next, so many short samples
-    are more informative than a few long ones (docs/development/log.md). If time is short, there are
-    fewer rounds, spread over the same number of turns. `wakes`: run half a sample untimed before
-    each sample.
+    On shared machines, speed changes from one tenth of a second to the next. Many short samples are
+    therefore more informative than a few long ones (docs/development/log.md). If time is short,
+    there are fewer rounds, spread over the same number of turns. `wakes`: run half a sample untimed
+    before each sample.
     """
 
     budget_s: float
