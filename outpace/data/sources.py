@@ -25,6 +25,7 @@ Form = Literal["text", "json", "csv", "tsv", "parquet", "tokens"]
 
 # Suffixes that editors and merges give to older copies of files.
 _OLDER_COPIES = ("~", ".bak", ".orig", ".swp")
+_BYTECODE = "__pycache__"  # Python's cache, in any folder of sources that were run
 
 # Kinds of files by suffix, in lower or upper case; any other file is plain text.
 _FORMS: Mapping[str, Form] = {
@@ -88,8 +89,8 @@ _COMPARED_BYTES, _COMPARED_FILES = 1 << 16, 1000
 LINE_BYTES = 64 << 20
 # Parts of the standard library that are not prose: tests, and generated tables.
 _LEFT_OUT = frozenset(
-    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "idlelib",
-     "lib2to3", "ensurepip", "turtledemo", "pydoc_data", "encodings"}
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "idlelib", "lib2to3",
+     "ensurepip", "turtledemo", "pydoc_data", "encodings"}
 )  # fmt: skip
 # Prefixes of the names of files that consist of tables, which a model would learn to write.
 _TABLES = ("_sysconfigdata", "entities")
@@ -548,8 +549,8 @@ def _files_below(
 ) -> tuple[list[Path], list[Path], list[Path]]:
     """Return the files in a folder, including linked folders, and the output of outpace in it.
 
-    The files include broken links, in a stable order, but neither hidden files nor copies left by
-    editors and merges.
+    The files include broken links, in a stable order, but neither hidden files, copies left by
+    editors and merges, nor Python's bytecode.
 
     `left_out`: names of folders.
     """
@@ -566,7 +567,7 @@ def _files_below(
             continue
         for entry in entries:
             older = entry.name.endswith(_OLDER_COPIES)
-            if older or entry.name.startswith("."):
+            if older or entry.name.startswith(".") or entry.name == _BYTECODE:
                 continue
             if _leads_nowhere(entry):
                 lost.append(entry.path)

@@ -44,6 +44,7 @@ def folder(tmp_path):
         "b.txt~": "no",
         "a.md.bak": "no",
         ".git/x": "no",
+        "deep/__pycache__/c.cpython-312.pyc": "\0no",
     }.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text, encoding="utf-8")

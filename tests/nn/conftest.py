@@ -1,3 +1,4 @@
+import platform
 from collections.abc import Callable
 
 import pytest
@@ -55,3 +56,15 @@ def make_model(make_spec: Callable[..., ModelSpec]) -> Callable[..., Transformer
 def tokens() -> torch.Tensor:
     """(3, 24) token numbers below 61."""
     return torch.randint(61, (3, 24), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def native_bf16() -> None:
+    """Skip a test where the CPU has no bf16 units.
+
+    There, oneDNN multiplies 16-bit matrices as copies in fp32, which take memory of their own.
+    """
+    arm = platform.machine() in ("aarch64", "arm64")
+    supported = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    if not (supported and (arm or torch.cpu._is_avx512_bf16_supported())):
+        pytest.skip("this CPU has no bf16 units, so matmuls in 16 bits take memory of their own")

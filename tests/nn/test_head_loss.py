@@ -221,6 +221,7 @@ def _flat(events):
         yield from _flat(event.children)
 
 
+@pytest.mark.usefixtures("native_bf16")
 @pytest.mark.parametrize("which", ["eager", pytest.param("compiled", marks=pytest.mark.slow)])
 def test_logits_are_held_once_in_16_bits(monkeypatch, compiled, which):
     """Their gradient takes their place. (The CPU's fp32 matmul for the head is frozen away.)"""

@@ -119,10 +119,7 @@ def test_a_host_has_few_operators_more(make_spec, tokens, as_on_cuda):
     assert counts[1] - counts[0] <= 22 * len(objective.model.blocks)
 
 
-@pytest.mark.skipif(
-    not torch.ops.mkldnn._is_mkldnn_bf16_supported(),
-    reason="matmuls in 16 bits take memory of their own on a CPU without them",
-)
+@pytest.mark.usefixtures("native_bf16")
 @pytest.mark.parametrize("joins", [False, True])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_no_more_is_kept_than_by_a_policy(make_spec, as_on_cuda, family, joins):

@@ -229,6 +229,7 @@ def test_no_tensor_holds_all_logits_eager(make_spec, dtype):
     assert seen["chunked"][0] < logits and seen["chunked"][1] < logits * 2
 
 
+@pytest.mark.usefixtures("native_bf16")
 def test_in_bf16_on_a_cpu_no_tensor_holds_all_logits_in_fp32():
     """They are whole in 16 bits, and their gradient takes their place: one allocation of them."""
     (hidden, weight), targets = _operands(rows=2048, width=8, vocab=4099)
